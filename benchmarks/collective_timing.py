@@ -27,9 +27,9 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.intervals import interval
-from ddpdoctor.probe.observers.flight import _read, reported
+from ddpdoctor.probe.observers.collective_calls import _read_dump, reported_calls
 from ddpdoctor.probe.runtime import torch_groups
-from ddpdoctor.probe.runtime.clocks import MOST_STEPS, CudaClock
+from ddpdoctor.probe.runtime.phases import MOST_PENDING, CudaClock
 from ddpdoctor.run.status import Phase
 
 MICRO = 1e-3
@@ -65,15 +65,15 @@ def job(steps: int) -> None:
 def answer(device: torch.device) -> dict[str, float]:
     """Nanoseconds of what an examination asks of a rank."""
     clock = CudaClock(torch.cuda, device)
-    for _ in range(MOST_STEPS):
+    for _ in range(MOST_PENDING):
         for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.OTHER):
             clock.charge(phase)
         clock.cut()
     start = time.perf_counter_ns()
     clock.standing()
     asked = time.perf_counter_ns()
-    entries = [each for dump in torch_groups.flight_recorders(torch) for each in _read(dump())]
-    json.dumps(reported(entries, lambda _: ()), default=str)
+    entries = [each for dump in torch_groups.flight_recorders(torch) for each in _read_dump(dump())]
+    json.dumps(reported_calls(entries, lambda _: ()), default=str)
     return {"standing": asked - start, "dump": time.perf_counter_ns() - asked}
 
 

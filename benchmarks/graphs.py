@@ -17,7 +17,7 @@ from statistics import median
 
 import torch
 
-from ddpdoctor.probe.observers import graphs, origins
+from ddpdoctor.probe.observers import origins
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "sample_jobs"))
 
@@ -45,7 +45,7 @@ def main() -> None:
         loss = model(batch).sum()
         forwards.append(since(began))
         began = time.thread_time_ns()
-        found = graphs.read(loss, names, origins.MOST_TRACED)
+        found = origins.read_graph(loss, names, origins.MOST_TRACED)
         readings.append(since(began))
         began = time.thread_time_ns()
         traced = origins.trace(loss, ())

@@ -59,12 +59,12 @@ def many(ranks: int, directory: Path) -> None:
 
 def examine_many(ranks: int, where: str) -> None:
     """Generate the run, examine it, judge it; prints time and memory."""
-    import ddpdoctor.rules  # noqa: F401 (registers the rules)
+    import ddpdoctor.diagnose.all_rules  # noqa: F401 (registers the rules)
     from ddpdoctor.core.finding import RULES, examine
     from ddpdoctor.run import rundir
     from ddpdoctor.run.reader import RunReader
-    from ddpdoctor.stacks.model import MAIN, Frame, RankStacks, Thread, to_record
-    from ddpdoctor.supervise.hangs import examination
+    from ddpdoctor.stacks.rank_stacks import MAIN, Frame, RankStacks, Thread, to_record
+    from ddpdoctor.supervise import hang_examination
 
     path = Path(where)
     generate(path, ranks)
@@ -76,7 +76,7 @@ def examine_many(ranks: int, where: str) -> None:
     reader = RunReader(path)
     began, cpu = time.perf_counter(), time.process_time()
     run = reader.snapshot()
-    records = examination.examine(run, 1, range(ranks), {}, {})
+    records = hang_examination.examine(run, 1, range(ranks), {}, {})
     for record in records:
         thread = Thread(1, MAIN, True, frames[record["rank"] != 5])
         stacks = RankStacks(record["rank"], 0, record["pid"], "node", (thread,))
@@ -88,15 +88,15 @@ def examine_many(ranks: int, where: str) -> None:
     with open(path / "supervisor.jsonl", "a") as file:
         file.write(json.dumps({**told, "file": "hang-0001.json"}) + "\n")
     found = examine(reader.snapshot(), RULES.values())
-    seconds = time.perf_counter() - began - examination.BETWEEN
+    seconds = time.perf_counter() - began - hang_examination.BETWEEN
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for each in found[:3]:
         print(each.severity.label, each.code, each.message)
     used = time.process_time() - cpu
     print(
         f"{ranks} ranks: examined in {seconds:.2f} s ({used:.2f} s of CPU), besides the "
-        f"{examination.BETWEEN:.0f} s over which processes are watched; {most / 1024:.0f} MiB at "
-        f"most, {base / 1024:.0f} MiB before; {len(text) / 1e6:.1f} MB written"
+        f"{hang_examination.BETWEEN:.0f} s over which processes are watched; "
+        f"{most / 1024:.0f} MiB at most, {base / 1024:.0f} MiB before; {len(text) / 1e6:.1f} MB written"
     )
 
 

@@ -62,7 +62,7 @@ bare = memory()
 began = time.perf_counter()
 from pathlib import Path
 from ddpdoctor.top.live import LiveSource
-from ddpdoctor.top.source import Want
+from ddpdoctor.top.frames import Want
 path, seconds, seen = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
 source = LiveSource(path, 1.0)
 want = Want(frozenset(range(seen)))

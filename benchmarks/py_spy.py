@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from ddpdoctor.stacks.py_spy import find_py_spy
+from ddpdoctor.stacks.capture import find_py_spy
 
 JOB = Path(__file__).parent.parent / "sample_jobs" / "resnet50_synthetic.py"
 _LINE = re.compile(r"^iteration \d+/\d+ time ([\d.]+) .* loss (\S+)$", re.MULTILINE)

@@ -25,13 +25,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import ddpdoctor.probe
-from ddpdoctor.render.stacks import Look, draw
+from ddpdoctor.render.stack_text import Look, draw
 from ddpdoctor.run.names import FORMAT
 from ddpdoctor.run.reader import glance
 from ddpdoctor.stacks.capture import capture
-from ddpdoctor.stacks.merge import merge
-from ddpdoctor.stacks.model import MAIN, Frame, RankStacks, Thread
-from ddpdoctor.stacks.user_frames import fold
+from ddpdoctor.stacks.frames import fold, merge
+from ddpdoctor.stacks.rank_stacks import MAIN, Frame, RankStacks, Thread
 
 ENTRY = Path(ddpdoctor.probe.__file__).parent / "entry"
 SECONDS = 20

@@ -1,4 +1,4 @@
-"""Calls a command by its name; it is imported only then, so ``--help`` costs nothing.
+"""Call a command by its name; its module is imported only then, so ``--help`` costs nothing.
 
 What is imported here, before :func:`main` can catch Ctrl-C, takes a few milliseconds.
 """
@@ -53,14 +53,14 @@ def main(words: Sequence[str] | None = None) -> int:
             _drop_output()
             _complain("the output cannot be written: its disk is full")
             return 3
-        from ddpdoctor.core import faults
+        from ddpdoctor.core import errors
 
-        _complain(faults.words([(" ".join(["ddpdoctor", *words[:1]]), error)]))
+        _complain(errors.words([(" ".join(["ddpdoctor", *words[:1]]), error)]))
         return INTERNAL
 
 
 def _complain(message: str, hint: str = "") -> None:
-    from ddpdoctor.core.control_characters import shown
+    from ddpdoctor.core.formatting import shown
 
     text = shown(f"ddpdoctor: error: {message}\n" + (f"ddpdoctor: {hint}\n" if hint else ""), "\n")
     with contextlib.suppress(OSError):

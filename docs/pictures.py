@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ddpdoctor.top.app import TopApp
-from ddpdoctor.top.demo import DemoSource
+from ddpdoctor.top.recording import DemoSource
 from ddpdoctor.top.view import View
 
 HERE = Path(__file__).parent

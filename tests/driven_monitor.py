@@ -10,10 +10,10 @@ from typing import Any
 
 from textual.pilot import Pilot
 
-from ddpdoctor.render.lines import plain
+from ddpdoctor.render.terminal import plain
 from ddpdoctor.top.app import TopApp
+from ddpdoctor.top.frames import Replay, Want
 from ddpdoctor.top.snapshot import Snapshot
-from ddpdoctor.top.source import Replay, Want
 from ddpdoctor.top.view import View
 from tests import top_snapshots as made
 from tests.conftest import LIMIT

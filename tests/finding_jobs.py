@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ddpdoctor.rules  # noqa: F401 (registers the rules)
+import ddpdoctor.diagnose.all_rules  # noqa: F401 (registers the rules)
 from ddpdoctor.core.finding import RULES, Finding, examine
 from tests.conftest import JOBS, Result
 

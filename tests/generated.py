@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ddpdoctor.run import rundir
-from ddpdoctor.run.environment import namespace
 from ddpdoctor.run.journal import Journal
-from ddpdoctor.run.names import FORMAT, rank_stem
+from ddpdoctor.run.names import FORMAT, namespace, rank_stem
 from ddpdoctor.run.records.base import Record
 from ddpdoctor.run.records.process import ErrorRecord, OpenRecord
 from ddpdoctor.run.records.supervisor import JobRecord, RankExitRecord
 from ddpdoctor.run.status import PHASES, Parts, Phase, StatusPage, page_name, page_text
-from ddpdoctor.system.gpu.poller import file_name
+from ddpdoctor.system.gpu_health import file_name
 
 MS = 1_000_000
 SECOND = 1_000 * MS

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpdoctor.preflight.check import CHECKS
-from ddpdoctor.system.gpu.reader import Device
+from ddpdoctor.system.nvml import Device
 from tests.conftest import Doctor
 
 GPU_CHECKS = [name for name in CHECKS if name.startswith("gpu-") and name != "gpu-acs"]

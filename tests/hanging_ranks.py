@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import ddpdoctor.rules  # noqa: F401 (registers the rules)
+import ddpdoctor.diagnose.all_rules  # noqa: F401 (registers the rules)
 from ddpdoctor.core.finding import Finding
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.status import Phase, Status

@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import ddpdoctor.rules  # noqa: F401 (registers the rules)
-from ddpdoctor.run.journal_reader import JournalReader
+import ddpdoctor.diagnose.all_rules  # noqa: F401 (registers the rules)
 from ddpdoctor.run.names import FORMAT
-from ddpdoctor.run.reader import RunReader
+from ddpdoctor.run.reader import JournalReader, RunReader
 from ddpdoctor.run.records.base import JsonObject, Record, as_json, json_line
 from ddpdoctor.run.records.declaring import dataclass
 from ddpdoctor.run.records.decode import RANK_RECORDS, SUPERVISOR_RECORDS

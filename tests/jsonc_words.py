@@ -6,8 +6,8 @@ import json
 import re
 from typing import Any
 
-from ddpdoctor.debug.vscode import launch_json
-from ddpdoctor.debug.vscode.launch_json import AttachPoint, PathMapping
+from ddpdoctor.debug import vscode_configurations
+from ddpdoctor.debug.vscode_configurations import AttachPoint, PathMapping
 
 POINTS = [AttachPoint(rank, "127.0.0.1", 5678 + rank) for rank in range(2)]
 MORE = [AttachPoint(rank, "127.0.0.1", 7000 + rank) for rank in range(3)]
@@ -15,7 +15,7 @@ MAPPINGS = [PathMapping("${workspaceFolder}", "${workspaceFolder}")]
 
 
 def add(text: str | None) -> str:
-    done = launch_json.installed(text, POINTS, MAPPINGS)
+    done = vscode_configurations.with_launch_entries(text, POINTS, MAPPINGS)
     assert done is not None
     return done
 

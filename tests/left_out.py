@@ -9,11 +9,8 @@ from typing import Any, NamedTuple
 
 from ddpdoctor.run.names import rank_stem
 from ddpdoctor.run.records.base import Record
-from ddpdoctor.run.records.data import PassRecord
 from ddpdoctor.run.records.decode import parse
-from ddpdoctor.run.records.model import UnreducedRecord
-from ddpdoctor.run.records.process import EndRecord, FaultRecord, OpenRecord
-from ddpdoctor.run.records.replicas import (
+from ddpdoctor.run.records.model import (
     BuffersRecord,
     ElementsRecord,
     FingerprintRecord,
@@ -22,8 +19,10 @@ from ddpdoctor.run.records.replicas import (
     SoloRecord,
     StatisticsRecord,
     TogetherRecord,
+    UnreducedRecord,
 )
-from ddpdoctor.run.records.training import StepRecord
+from ddpdoctor.run.records.process import EndRecord, FaultRecord, OpenRecord
+from ddpdoctor.run.records.training import PassRecord, StepRecord
 from ddpdoctor.run.snapshot import Rank, Records, Run
 from ddpdoctor.run.status import Phase
 from tests.written import SECOND

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ddpdoctor.core.finding import Finding
-from ddpdoctor.probe.observers.tensor_hashes import packed
+from ddpdoctor.probe.observers.fingerprints import packed
 from ddpdoctor.run.records.base import JsonObject
 from tests.written import Written
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddpdoctor.analysis.hang_snapshot import RankState
-from ddpdoctor.analysis.rank_activity import Activity
 from ddpdoctor.core.finding import Severity
+from ddpdoctor.diagnose.hangs.hang_snapshot import RankState
+from ddpdoctor.diagnose.hangs.rank_activity import Activity
 from tests.hanging_ranks import NOW, rank, stacks
 
 LOAD = ("/job/train.py", 88, "load")

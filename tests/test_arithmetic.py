@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ddpdoctor.analysis.arithmetic import lines_of
-from ddpdoctor.core.finding import Location
+from ddpdoctor.core.user_code import Location
+from ddpdoctor.diagnose.source_operations import operation_lines
 
 LOOP = """\
 def train():
@@ -24,7 +24,7 @@ def train():
 def named(path: Path, text: str, operation: str, forward: int, backward: int) -> list[int]:
     path.write_text(text)
     sites = Location(str(path), forward), Location(str(path), backward)
-    return [each.line for each in lines_of([operation], *sites)]
+    return [each.line for each in operation_lines([operation], *sites)]
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_a_loss_of_a_function_of_its_own(tmp_path: Path) -> None:
 
 def test_what_cannot_be_read_has_no_lines(tmp_path: Path) -> None:
     missing = Location(str(tmp_path / "gone.py"), 3)
-    assert lines_of(["mul"], missing, None) == []
+    assert operation_lines(["mul"], missing, None) == []
     assert named(tmp_path / "train.py", "def broken(:\n", "mul", 1, 1) == []
 
 
@@ -82,5 +82,5 @@ def test_one_of_several_lines(
     path = tmp_path / "train.py"
     path.write_text(TWICE)
     sites = Location(str(path), 3), Location(str(path), 8)
-    found = lines_of(["mul"], *sites, order, constant=constant)
+    found = operation_lines(["mul"], *sites, order, constant=constant)
     assert [each.line for each in found] == lines

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 from ddpdoctor.core.job import OwnOptions
-from ddpdoctor.render import summary
-from ddpdoctor.render.report import Reporter
+from ddpdoctor.render import reporter
+from ddpdoctor.render.reporter import Reporter
 from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.records.supervisor import FindingRecord, RankExitRecord
 from ddpdoctor.run.reported import PATIENCE, to_journal
@@ -26,7 +26,7 @@ def test_each_attempt_has_its_line(tmp_path: Path) -> None:
     again = Generated(tmp_path / "run", 2, restart=1)
     again.steps(30)
     run.end(0)
-    lines = list(summary.lines(RunReader(run.path).snapshot()))
+    lines = list(reporter.summary_lines(RunReader(run.path).snapshot()))
     assert lines[:2] == [
         "attempt 1: 2 ranks, 7 steps; rank 1: ValueError: bad batch",
         "attempt 2: 2 ranks, 30 steps; the job succeeded",
@@ -40,7 +40,7 @@ def test_of_one_attempt_no_number_is_said(tmp_path: Path) -> None:
     run.start()
     run.steps(3)
     run.end(0)
-    assert next(summary.lines(RunReader(run.path).snapshot())) == (
+    assert next(reporter.summary_lines(RunReader(run.path).snapshot())) == (
         "1 rank, 3 steps; the job succeeded"
     )
     run.close()

@@ -9,13 +9,23 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.analysis.blame import _shared, alone_by_guard
-from ddpdoctor.analysis.calls import Call
-from ddpdoctor.analysis.collective_mismatch import Mismatch, of_calls
-from ddpdoctor.analysis.guards import guards_of
-from ddpdoctor.analysis.rank_words import discerns, is_plain, runs_on_one_rank, words_of
-from ddpdoctor.core.finding import Finding, Location
-from ddpdoctor.rules.out_of_step import finding
+from ddpdoctor.core.finding import Finding
+from ddpdoctor.core.user_code import Location
+from ddpdoctor.diagnose.collectives.collective_mismatch import (
+    Mismatch,
+    _shared,
+    alone_by_guard,
+    mismatch_of_calls,
+)
+from ddpdoctor.diagnose.collectives.recorded_calls import Call
+from ddpdoctor.diagnose.collectives.rules_out_of_step import mismatch_finding
+from ddpdoctor.diagnose.source_files import (
+    discerns,
+    guards_of,
+    is_plain,
+    runs_on_one_rank,
+    words_of,
+)
 
 
 class Script:
@@ -43,9 +53,9 @@ class Script:
 def judged(
     calls: Mapping[int, Call], before: Mapping[int, Sequence[Call]] | None = None
 ) -> tuple[Mismatch, Finding]:
-    found = of_calls(calls, before)
+    found = mismatch_of_calls(calls, before)
     assert found is not None
-    return found, finding(found)
+    return found, mismatch_finding(found)
 
 
 # -- conditions on the rank

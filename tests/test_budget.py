@@ -6,7 +6,7 @@ import pytest
 
 from ddpdoctor.probe.runtime import budget as accounts
 from ddpdoctor.probe.runtime.budget import Budget
-from ddpdoctor.run.environment import BUDGET
+from ddpdoctor.run.names import BUDGET
 
 MILLISECOND = 1_000_000
 

@@ -14,12 +14,16 @@ from typing import Any
 import psutil
 import pytest
 
-from ddpdoctor.preflight.machine import versions
-from ddpdoctor.preflight.machine.collectives import WITHOUT_PEERS, environment
-from ddpdoctor.preflight.machine.nccl import advice, why_no_nccl
+from ddpdoctor.preflight.machine import software
+from ddpdoctor.preflight.selftest.collectives import (
+    WITHOUT_PEERS,
+    environment,
+    nccl_advice,
+    why_no_nccl,
+)
 from ddpdoctor.preflight.situation import Once, Situation, gpu_facts
-from ddpdoctor.system.gpu.health import GpuFacts, Health
-from ddpdoctor.system.gpu.reader import Device
+from ddpdoctor.system.gpu_health import GpuFacts, Health
+from ddpdoctor.system.nvml import Device
 from tests.conftest import LIMIT, TOKEN, Doctor, marked
 
 CHECK = (sys.executable, "-m", "ddpdoctor", "check", "--only", "collectives")
@@ -130,11 +134,12 @@ def test_what_a_library_prints_is_not_mixed_with_the_answers(doctor: Doctor) -> 
 
 def test_what_helps_follows_from_the_errors_words() -> None:
     shm = "NCCL error ... Last error: Error while creating shared memory segment /dev/shm/nccl-Ab1"
-    assert "--shm-size" in advice(shm, WITHOUT_PEERS)[0]
+    assert "--shm-size" in nccl_advice(shm, WITHOUT_PEERS)[0]
     assert (
-        "nvidia-fabricmanager" in advice("CUDA error: system not yet initialized", WITHOUT_PEERS)[1]
+        "nvidia-fabricmanager"
+        in nccl_advice("CUDA error: system not yet initialized", WITHOUT_PEERS)[1]
     )
-    assert advice("NCCL gives wrong results: rank 1", WITHOUT_PEERS) == WITHOUT_PEERS
+    assert nccl_advice("NCCL gives wrong results: rank 1", WITHOUT_PEERS) == WITHOUT_PEERS
 
 
 def gpus(used: int, total: int = 80, *, mode: int = 0, mig: bool = False) -> Situation:
@@ -151,16 +156,16 @@ def gpus(used: int, total: int = 80, *, mode: int = 0, mig: bool = False) -> Sit
 
 
 def test_nccl_takes_no_memory_where_somebody_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = versions.Torch(Path("torch"), "2.13.0", "12.8")
-    monkeypatch.setattr(versions, "installed_torch", lambda: cuda)
+    cuda = software.Torch(Path("torch"), "2.13.0", "12.8")
+    monkeypatch.setattr(software, "installed_torch", lambda: cuda)
     assert why_no_nccl(gpus(used=70), 2) == ""
     assert why_no_nccl(gpus(used=78), 2) == "GPU 1 has 2 GiB free, less than the 3 GiB it takes"
     assert why_no_nccl(gpus(used=78), 1) == ""
     assert why_no_nccl(gpus(used=0), 3) == "2 GPUs for 3 ranks"
     assert why_no_nccl(gpus(used=0, mode=2), 2) == "the compute mode of GPU 0 keeps others out"
     assert why_no_nccl(gpus(used=0, mig=True), 1, nodes=2) == ""
-    without = versions.Torch(Path("torch"), "2.13.0")
-    monkeypatch.setattr(versions, "installed_torch", lambda: without)
+    without = software.Torch(Path("torch"), "2.13.0")
+    monkeypatch.setattr(software, "installed_torch", lambda: without)
     assert why_no_nccl(gpus(used=0), 2) == "torch without CUDA"
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from ddpdoctor.preflight import arguments
+from ddpdoctor.preflight import command_lines
 from ddpdoctor.preflight.check import Status
-from ddpdoctor.preflight.machine import launch_environment, variables
+from ddpdoctor.preflight.machine import launch_environment
 from ddpdoctor.preflight.situation import Options
 from tests.made_machine import TORCHRUN, Machine, messages
 
@@ -93,7 +93,7 @@ def test_the_shell_of_salloc_is_one_task_of_one_node(machine: Machine) -> None:
         "SLURM_NTASKS_PER_NODE": "8", "SLURM_STEP_NODELIST": "gpu1",
         "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_JOB_NODELIST": "gpu[1-2]",
     }  # fmt: skip
-    asked = arguments.parse(["--nproc-per-node", "8"], shell)
+    asked = command_lines.parse(["--nproc-per-node", "8"], shell)
     assert asked.options.nnodes == 1
     outcome = launch_environment.launch_environment(machine.situation(asked.options, environ=shell))
     assert outcome.findings == ()
@@ -143,7 +143,9 @@ def test_where_several_nodes_meet(
 def test_leftover_variables(
     machine: Machine, environ: dict[str, str], gpus: int, status: Status
 ) -> None:
-    assert variables.variables(machine.situation(gpus=gpus, environ=environ)).status is status
+    assert (
+        launch_environment.variables(machine.situation(gpus=gpus, environ=environ)).status is status
+    )
 
 
 def test_infiniband_turned_off_between_nodes(machine: Machine) -> None:
@@ -151,17 +153,19 @@ def test_infiniband_turned_off_between_nodes(machine: Machine) -> None:
     several = machine.situation(
         Options(nproc=2, nnodes=2), gpus=8, environ={"NCCL_IB_DISABLE": "1"}
     )
-    assert variables.variables(several).status is Status.WARN
+    assert launch_environment.variables(several).status is Status.WARN
     one = machine.situation(gpus=8, environ={"NCCL_IB_DISABLE": "1"})
-    assert variables.variables(one).status is Status.PASS
+    assert launch_environment.variables(one).status is Status.PASS
 
 
 def test_variables_in_nccls_files(machine: Machine) -> None:
     machine.write("etc/nccl.conf", "# for a test\nNCCL_P2P_DISABLE=1\n#NCCL_SHM_DISABLE=1\n")
-    (finding,) = variables.variables(machine.situation(gpus=2)).findings
+    (finding,) = launch_environment.variables(machine.situation(gpus=2)).findings
     assert finding.evidence == (f"it is set in {machine.root}/etc/nccl.conf",)
     # The environment goes before the file.
     assert (
-        variables.variables(machine.situation(gpus=2, environ={"NCCL_P2P_DISABLE": "0"})).findings
+        launch_environment.variables(
+            machine.situation(gpus=2, environ={"NCCL_P2P_DISABLE": "0"})
+        ).findings
         == ()
     )

@@ -15,7 +15,7 @@ import ddpdoctor.preflight  # noqa: F401 (registers the checks)
 from ddpdoctor.commands.check import NOT_TESTED, WRONG_USAGE, exit_status
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.finding import Finding, Severity
-from ddpdoctor.preflight import arguments
+from ddpdoctor.preflight import command_lines
 from ddpdoctor.preflight.check import (
     CHECKS,
     Check,
@@ -27,11 +27,16 @@ from ddpdoctor.preflight.check import (
     run_checks,
     skipped,
 )
-from ddpdoctor.preflight.deadline import Deadline
-from ddpdoctor.preflight.place import expand, places
-from ddpdoctor.preflight.situation import Options, Situation, split_endpoint
-from ddpdoctor.render import checks as render
-from ddpdoctor.render.checks import Progress
+from ddpdoctor.preflight.situation import (
+    Deadline,
+    Options,
+    Situation,
+    expand_nodelist,
+    places,
+    split_endpoint,
+)
+from ddpdoctor.render import check_results as render
+from ddpdoctor.render.check_results import Progress
 from tests.conftest import LIMIT, ROOT, Doctor
 
 
@@ -146,7 +151,7 @@ def few() -> dict[str, Check]:
 
 def test_choosing_checks(few: dict[str, Check]) -> None:
     def names(*words: str) -> list[str]:
-        return [check.name for check in arguments.choose(arguments.parse(words, {}), few)]
+        return [check.name for check in command_lines.choose(command_lines.parse(words, {}), few)]
 
     assert names() == ["port"]
     assert names("--nnodes", "2", "--node-rank=0") == ["port", "between"]
@@ -163,7 +168,7 @@ def test_torchruns_own_line_is_understood() -> None:
         "--nproc_per_node=4 --nnodes 1:2 --node_rank 1 --rdzv_backend c10d --rdzv_id job7 "
         "--rdzv-endpoint node0:29501 --max-restarts 3 -m pkg.train --lr 0.1"
     )
-    options = arguments.parse(tuple(line.split(" ")), {}).options  # fmt: skip
+    options = command_lines.parse(tuple(line.split(" ")), {}).options  # fmt: skip
     assert (options.nproc, options.nnodes, options.node_rank) == (4, 2, 1)
     assert (options.endpoint, options.rdzv_id) == ("node0:29501", "job7")
     assert options.module and options.script == ("pkg.train", "--lr", "0.1")
@@ -171,7 +176,7 @@ def test_torchruns_own_line_is_understood() -> None:
 
 def test_the_old_names_of_the_endpoint_are_understood() -> None:
     words = ["--master_addr", "10.0.0.1", "--master-port", "1234", "--", "-x.py"]
-    options = arguments.parse(words, {}).options
+    options = command_lines.parse(words, {}).options
     assert (options.endpoint, options.script) == ("10.0.0.1:1234", ("-x.py",))
 
 
@@ -180,7 +185,7 @@ def test_slurm_says_which_node_this_is() -> None:
         "SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NNODES": "2",
         "SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "gpu[07-08]",
     }  # fmt: skip
-    options = arguments.parse([], environ).options
+    options = command_lines.parse([], environ).options
     assert (options.nnodes, options.node_rank) == (2, 1)
     assert places(environ)[0].hosts == ("gpu07", "gpu08")
 
@@ -199,7 +204,7 @@ def test_slurm_says_which_node_this_is() -> None:
 )
 def test_a_wrong_command_line_is_refused(words: list[str], message: str) -> None:
     with pytest.raises(DoctorError, match=message):
-        arguments.parse(words, {})
+        command_lines.parse(words, {})
 
 
 @pytest.mark.parametrize(
@@ -214,7 +219,7 @@ def test_a_wrong_command_line_is_refused(words: list[str], message: str) -> None
     ],
 )
 def test_slurms_node_lists(nodelist: str, names: tuple[str, ...]) -> None:
-    assert expand(nodelist) == names
+    assert expand_nodelist(nodelist) == names
 
 
 @pytest.mark.parametrize(

@@ -8,17 +8,10 @@ from pathlib import Path
 import pytest
 
 from ddpdoctor.preflight.check import Status
-from ddpdoctor.preflight.machine import (
-    gpu_acs,
-    gpu_driver,
-    gpu_health,
-    gpu_links,
-    gpu_use,
-    versions,
-)
+from ddpdoctor.preflight.machine import gpu_health, gpu_links, gpu_use, software
 from ddpdoctor.preflight.situation import Once, Options, Situation, gpu_facts
-from ddpdoctor.system.gpu.health import GpuFacts, Health
-from ddpdoctor.system.gpu.reader import Process
+from ddpdoctor.system.gpu_health import GpuFacts, Health
+from ddpdoctor.system.nvml import Process
 from tests.conftest import Doctor
 from tests.gpu_stub import Gpus, device
 from tests.nvml_stub import build
@@ -118,9 +111,9 @@ def test_a_job_on_the_cpu_needs_no_driver(tmp_path: Path, monkeypatch: pytest.Mo
         ("", {}, Status.WARN),
         ("12.8", {"CUDA_VISIBLE_DEVICES": ""}, Status.PASS),
     ):
-        found = versions.Torch(Path("torch"), "2.13.0", cuda)
-        monkeypatch.setattr(versions, "installed_torch", lambda found=found: found)
-        assert gpu_driver.gpu_driver(replace(machine, environ=hidden)).status is status
+        found = software.Torch(Path("torch"), "2.13.0", cuda)
+        monkeypatch.setattr(software, "installed_torch", lambda found=found: found)
+        assert gpu_health.gpu_driver(replace(machine, environ=hidden)).status is status
 
 
 def test_gpus_that_the_machine_keeps_for_virtual_ones_are_not_missed(tmp_path: Path) -> None:
@@ -128,14 +121,14 @@ def test_gpus_that_the_machine_keeps_for_virtual_ones_are_not_missed(tmp_path: P
     once = Once()
     once.put(gpu_facts, GpuFacts(trouble="no NVIDIA driver", code=12))
     machine = Situation(Options(), environ={}, proc=tmp_path, sys=tmp_path / "sys", once=once)
-    assert gpu_driver.gpu_driver(machine).status is not Status.SKIPPED
+    assert gpu_health.gpu_driver(machine).status is not Status.SKIPPED
     (tmp_path / "drivers/vfio-pci").mkdir(parents=True)
     for card in (tmp_path / "sys/bus/pci/devices").iterdir():
         (card.resolve() / "driver").symlink_to(tmp_path / "drivers/vfio-pci")
-    assert gpu_driver.gpu_driver(machine).detail == "no GPU"
+    assert gpu_health.gpu_driver(machine).detail == "no GPU"
     # amdgpu's folder, where a process computes on GPUs of that maker.
     (tmp_path / "sys/class/kfd").mkdir(parents=True)
-    assert gpu_driver.gpu_driver(machine).detail == "no NVIDIA GPU (AMD's are not tested)"
+    assert gpu_health.gpu_driver(machine).detail == "no NVIDIA GPU (AMD's are not tested)"
 
 
 def test_an_iommu_between_gpus_without_nvlink(tmp_path: Path) -> None:
@@ -197,7 +190,7 @@ def switch(root: Path, acs: int | None, *, size: int = 4096, gpus: int = 2) -> N
 
 def test_access_control_on_the_ports_of_a_switch(tmp_path: Path) -> None:
     switch(tmp_path, acs=0x1D)
-    outcome = gpu_acs.gpu_acs(situation(tmp_path, *(Health(device(i)) for i in (0, 1))))
+    outcome = gpu_links.gpu_acs(situation(tmp_path, *(Health(device(i)) for i in (0, 1))))
     assert outcome.detail == "2 switch ports above 2 GPUs, ACS redirects on 2"
     (finding,) = outcome.findings
     assert (finding.code, outcome.status) == ("DDP026", Status.WARN)
@@ -227,7 +220,7 @@ def test_access_control_that_is_off_or_cannot_be_read(
     tmp_path: Path, acs: int | None, size: int, gpus: int, detail: str
 ) -> None:
     switch(tmp_path, acs, size=size, gpus=gpus)
-    outcome = gpu_acs.gpu_acs(situation(tmp_path, *(Health(device(i)) for i in range(gpus))))
+    outcome = gpu_links.gpu_acs(situation(tmp_path, *(Health(device(i)) for i in range(gpus))))
     assert outcome.detail == detail
     assert outcome.findings == ()
     read = "switch ports" in detail
@@ -241,13 +234,13 @@ def test_access_control_is_harmless_in_a_virtual_machine_or_beside_nvlink(tmp_pa
     once.put(gpu_facts, GpuFacts(gpus=gpus, nvlinked=((0, 1),)))
     proc = tmp_path / "proc"
     machine = Situation(Options(), environ={}, proc=proc, sys=tmp_path / "sys", once=once)
-    assert gpu_acs.gpu_acs(machine).status is Status.PASS
+    assert gpu_links.gpu_acs(machine).status is Status.PASS
     # A network card that reads the GPUs' memory goes over PCIe whatever joins the GPUs.
     (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
-    assert gpu_acs.gpu_acs(machine).status is Status.WARN
+    assert gpu_links.gpu_acs(machine).status is Status.WARN
     proc.mkdir()
     (proc / "cpuinfo").write_text("flags\t\t: fpu vme hypervisor lahf_lm\n")
-    assert gpu_acs.gpu_acs(machine).detail == "a virtual machine: its host decides"
+    assert gpu_links.gpu_acs(machine).detail == "a virtual machine: its host decides"
 
 
 @pytest.mark.parametrize("damage", [b"", b"\xff" * 4096, bytes(4096)])
@@ -256,7 +249,7 @@ def test_a_damaged_configuration_space_does_no_harm(tmp_path: Path, damage: byte
     for config in tmp_path.glob("sys/devices/**/config"):
         config.write_bytes(damage)
     machine = situation(tmp_path, *(Health(device(i)) for i in (0, 1)))
-    assert gpu_acs.gpu_acs(machine).status is Status.SKIPPED
+    assert gpu_links.gpu_acs(machine).status is Status.SKIPPED
 
 
 RECORDS = """\

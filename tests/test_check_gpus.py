@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.preflight.machine import versions
-from ddpdoctor.preflight.machine.versions import Versions, judge
+from ddpdoctor.preflight.machine import software
+from ddpdoctor.preflight.machine.software import Versions, judge
 from tests.conftest import Doctor
 from tests.gpu_stub import HEALTHY, Gpus
 from tests.nvml_stub import build
@@ -171,7 +171,7 @@ def test_partitioned_gpus(gpus: Gpus) -> None:
 )
 def test_a_driver_that_does_not_answer(gpus: Gpus, fault: str, said: str, paste: str) -> None:
     told = gpus.check(fault)
-    torch = versions.installed_torch()
+    torch = software.installed_torch()
     assert told["gpu-driver"]["status"] == ("fail" if torch and torch.cuda else "warn")
     (finding,) = told["gpu-driver"]["findings"]
     assert said in finding["message"]
@@ -182,7 +182,7 @@ def test_a_driver_that_does_not_answer(gpus: Gpus, fault: str, said: str, paste:
 
 
 def test_a_torch_without_cuda_has_no_nccl_to_test(doctor: Doctor, library: Path) -> None:
-    torch = versions.installed_torch()
+    torch = software.installed_torch()
     if torch is None or torch.cuda or torch.hip:
         pytest.skip("this torch has CUDA")
     (doctor.directory / "control").write_text("\n".join(HEALTHY))

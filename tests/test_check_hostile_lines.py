@@ -17,13 +17,11 @@ import pytest
 
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.preflight.check import CHECKS
-from ddpdoctor.preflight.machine.own_address import Answer, answers
-from ddpdoctor.preflight.nodes.unreached import own_problem
-from ddpdoctor.preflight.place import Seat
-from ddpdoctor.preflight.protocol.caller import Problem
+from ddpdoctor.preflight.machine.own_address import ArpAnswer, arp_answers
+from ddpdoctor.preflight.nodes.attendance import own_problem
+from ddpdoctor.preflight.protocol.joining import Problem
 from ddpdoctor.preflight.protocol.meet import Meeting, meet_or_fail
-from ddpdoctor.preflight.protocol.pairs import Dialled
-from ddpdoctor.preflight.protocol.report import (
+from ddpdoctor.preflight.protocol.messages import (
     Caller,
     Facts,
     Folder,
@@ -35,8 +33,9 @@ from ddpdoctor.preflight.protocol.report import (
     Speeds,
     Verdict,
 )
-from ddpdoctor.preflight.situation import Options, Situation
-from ddpdoctor.render import checks as render
+from ddpdoctor.preflight.protocol.pairs import Dialled
+from ddpdoctor.preflight.situation import Options, Seat, Situation
+from ddpdoctor.render import check_results as render
 from tests.test_check_meeting import FACTS
 
 HOSTILE = (
@@ -88,7 +87,7 @@ def hostile_meeting(text: str, outcome: str) -> Meeting:
     return Meeting(Seat(4, 0, text, 29500, text), 0, report=report)
 
 
-def found(meeting: Meeting, asked: tuple[Answer, ...]) -> Iterator[Finding]:
+def found(meeting: Meeting, asked: tuple[ArpAnswer, ...]) -> Iterator[Finding]:
     """What all checks across nodes say of a meeting, and what a node says that did not come.
 
     Args:
@@ -100,7 +99,7 @@ def found(meeting: Meeting, asked: tuple[Answer, ...]) -> Iterator[Finding]:
         "silent", "other service", "other id", "late", "full", "gone",
     ))):  # fmt: skip
         situation = Situation(Options(nproc=1, nnodes=4, node_rank=0), environ={})
-        situation.once.put(answers, asked)
+        situation.once.put(arp_answers, asked)
         if problem is not None:
             yield own_problem(meeting, problem, situation)
             continue
@@ -125,7 +124,7 @@ def test_no_line_to_type_does_what_a_peer_wants(tmp_path: Path, text: str, outco
     (tools / "touch").symlink_to(touch)
     work = tmp_path / "work"
     work.mkdir()
-    asked = (Answer(text, text, text),) if outcome == "dropped" else ()
+    asked = (ArpAnswer(text, text, text),) if outcome == "dropped" else ()
     findings = list(found(hostile_meeting(text, outcome), asked))
     lines = [each.paste for each in findings if each.paste]
     assert len(lines) > 15

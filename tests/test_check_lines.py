@@ -11,15 +11,12 @@ import pytest
 
 from ddpdoctor.core.finding import Finding
 from ddpdoctor.preflight.command_lines import corrected_line, let_through, open_port
-from ddpdoctor.preflight.machine import checkpoints, launch_environment, variables
-from ddpdoctor.preflight.machine.interfaces import Interface, interfaces
-from ddpdoctor.preflight.machine.lookups import Lookup, own_name
-from ddpdoctor.preflight.nodes.unreached import own_problem
-from ddpdoctor.preflight.place import Seat
-from ddpdoctor.preflight.protocol.addresses import own_host
-from ddpdoctor.preflight.protocol.caller import Problem
+from ddpdoctor.preflight.machine import launch_environment, resources
+from ddpdoctor.preflight.machine.network import Interface, Lookup, interfaces, own_host, own_name
+from ddpdoctor.preflight.nodes.attendance import own_problem
+from ddpdoctor.preflight.protocol.joining import Problem
 from ddpdoctor.preflight.protocol.meet import Meeting
-from ddpdoctor.preflight.situation import Options, Situation
+from ddpdoctor.preflight.situation import Options, Seat, Situation
 
 
 def shell(line: str) -> str:
@@ -159,12 +156,12 @@ def test_an_address_with_more_in_it(address: str, host: str) -> None:
 def test_a_folder_whose_name_has_spaces(tmp_path: Path) -> None:
     folder = tmp_path / "my checkpoints; touch pwned"
     situation = Situation(Options(nproc=1, checkpoint_dir=folder), environ={})
-    (finding,) = checkpoints.checkpoint_dir(situation).findings
+    (finding,) = resources.checkpoint_dir(situation).findings
     shell(finding.paste)
     assert [each.name for each in tmp_path.iterdir()] == [folder.name]
     folder.rmdir()
     folder.touch()
-    (finding,) = checkpoints.checkpoint_dir(situation).findings
+    (finding,) = resources.checkpoint_dir(situation).findings
     assert shlex.split(finding.paste)[:3] == ["ls", "-ld", f"{folder};"]
 
 
@@ -172,5 +169,5 @@ def test_a_variable_is_taken_out_of_a_file_and_no_other(tmp_path: Path) -> None:
     file = tmp_path / "my home" / ".nccl.conf"
     file.parent.mkdir()
     file.write_text(" NCCL_P2P_DISABLE = 1\nNCCL_P2P_DISABLE_NOT=1\nNCCL_DEBUG=INFO\n")
-    shell(variables._without("NCCL_P2P_DISABLE", str(file)))
+    shell(launch_environment._line_without("NCCL_P2P_DISABLE", str(file)))
     assert file.read_text() == "NCCL_P2P_DISABLE_NOT=1\nNCCL_DEBUG=INFO\n"

@@ -12,7 +12,7 @@ import pytest
 
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.torchrun import read_options
-from ddpdoctor.preflight import arguments
+from ddpdoctor.preflight import command_lines
 from tests.conftest import LIMIT, Doctor
 
 # -- the whole, on a terminal and elsewhere
@@ -73,7 +73,7 @@ def test_each_option_of_this_torchrun_is_understood(name: str) -> None:
     takes_value = read_options().takes_value[name]
     said = ""
     try:
-        arguments.parse([name, "1"] if takes_value else [name], {})
+        command_lines.parse([name, "1"] if takes_value else [name], {})
     except DoctorError as error:
         # What it says of the value is its own affair.
         said = error.message

@@ -15,30 +15,32 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpdoctor.preflight.nodes import software
-from ddpdoctor.preflight.nodes.judging import Blame, blame
-from ddpdoctor.preflight.place import Seat, seat
-from ddpdoctor.preflight.protocol import speeds, wire
-from ddpdoctor.preflight.protocol.caller import CallError, Problem, call_once
+from ddpdoctor.preflight.nodes import agreement
+from ddpdoctor.preflight.nodes.reductions import Blame, blame
+from ddpdoctor.preflight.protocol import pairs, wire
 from ddpdoctor.preflight.protocol.coordinator import Coordinator, listen
-from ddpdoctor.preflight.protocol.facts import gather
-from ddpdoctor.preflight.protocol.joining import Goal, join, side_doors
+from ddpdoctor.preflight.protocol.joining import (
+    CallError,
+    Goal,
+    Problem,
+    call_once,
+    join,
+    side_doors,
+)
 from ddpdoctor.preflight.protocol.meet import Meeting, meet_or_fail
 from ddpdoctor.preflight.protocol.messages import (
-    Order,
-)
-from ddpdoctor.preflight.protocol.pairs import Listener, Target, dial_all, speed
-from ddpdoctor.preflight.protocol.ranks import Ranks
-from ddpdoctor.preflight.protocol.report import (
     Caller,
     Facts,
     Node,
+    Order,
     Report,
-    unpack,
+    unpack_facts,
 )
+from ddpdoctor.preflight.protocol.pairs import Listener, Target, dial_all, dial_speed
 from ddpdoctor.preflight.protocol.wire import WireError
-from ddpdoctor.preflight.protocol.worker import Worker
-from ddpdoctor.preflight.situation import Options, Situation
+from ddpdoctor.preflight.protocol.worker import Worker, gather_facts
+from ddpdoctor.preflight.selftest.collectives import Ranks
+from ddpdoctor.preflight.situation import Options, Seat, Situation, seat
 from ddpdoctor.run.records.base import as_json
 
 
@@ -97,32 +99,32 @@ def test_every_bad_way_is_explained_once(nodes: int, random: Any) -> None:
 
 @pytest.mark.parametrize("nodes", [2, 3, 8, 9, 64, 1024])
 def test_each_node_measures_one_other_in_a_round(nodes: int) -> None:
-    shifts = speeds.shifts(nodes)
+    shifts = pairs.ring_shifts(nodes)
     assert all(0 < shift < nodes for shift in shifts)
     assert len(set(shifts)) == len(shifts)
-    if nodes > speeds.ALL_PAIRS_UP_TO:
+    if nodes > pairs.ALL_PAIRS_UP_TO:
         assert len(shifts) == (nodes - 1).bit_length()
     else:
         assert len(shifts) == nodes - 1
 
 
 def test_an_outlier_has_half_the_bandwidth_or_twice_the_round_trip() -> None:
-    usual = speeds.Speed(rtt=1e-4, bandwidth=1e9)
+    usual = pairs.Speed(rtt=1e-4, bandwidth=1e9)
     measured = dict.fromkeys(everybody(4), usual)
-    assert speeds.outliers(measured) == []
-    measured[0, 1] = speeds.Speed(rtt=1e-4, bandwidth=0.4e9)
-    measured[2, 1] = speeds.Speed(rtt=2e-3, bandwidth=1e9)
+    assert pairs.slow_links(measured) == []
+    measured[0, 1] = pairs.Speed(rtt=1e-4, bandwidth=0.4e9)
+    measured[2, 1] = pairs.Speed(rtt=2e-3, bandwidth=1e9)
     # Three times as long, and still nothing that DDP would feel.
-    measured[3, 1] = speeds.Speed(rtt=3e-4, bandwidth=0.6e9)
-    assert speeds.outliers(measured) == [(0, 1), (2, 1)]
+    measured[3, 1] = pairs.Speed(rtt=3e-4, bandwidth=0.6e9)
+    assert pairs.slow_links(measured) == [(0, 1), (2, 1)]
 
 
 def test_links_that_only_a_core_limits_are_not_compared() -> None:
-    usual = speeds.Speed(rtt=1e-4, bandwidth=6e9)
+    usual = pairs.Speed(rtt=1e-4, bandwidth=6e9)
     measured = {(i, j): usual for i in range(4) for j in range(4) if i != j}
-    measured[0, 1] = speeds.Speed(rtt=1e-4, bandwidth=2.5e9)
-    measured[2, 1] = speeds.Speed(rtt=1e-4, bandwidth=1.1e9)
-    assert speeds.outliers(measured) == [(2, 1)]
+    measured[0, 1] = pairs.Speed(rtt=1e-4, bandwidth=2.5e9)
+    measured[2, 1] = pairs.Speed(rtt=1e-4, bandwidth=1.1e9)
+    assert pairs.slow_links(measured) == [(2, 1)]
 
 
 # The wire.
@@ -149,7 +151,7 @@ def test_no_other_line_is_taken_for_the_greeting(line: bytes) -> None:
 @given(st.dictionaries(st.text(), st.integers() | st.text() | st.none() | st.lists(st.text())))
 def test_damaged_facts_are_refused_and_do_not_break_anything(told: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="damaged"):
-        unpack(told)
+        unpack_facts(told)
 
 
 FACTS = Facts(
@@ -164,7 +166,7 @@ FACTS = Facts(
 
 
 def test_facts_survive_the_wire() -> None:
-    assert unpack(json.loads(json.dumps(as_json(FACTS)))) == FACTS
+    assert unpack_facts(json.loads(json.dumps(as_json(FACTS)))) == FACTS
 
 
 def test_each_version_is_told_with_the_nodes_that_have_it() -> None:
@@ -180,7 +182,7 @@ def test_each_version_is_told_with_the_nodes_that_have_it() -> None:
         situation = Situation()
         came: Meeting | Exception = meeting
         situation.once.put(meet_or_fail, came)
-        (finding,) = software.versions(situation).findings
+        (finding,) = agreement.node_versions(situation).findings
         return finding.message
 
     assert told(3) == (
@@ -209,7 +211,7 @@ def test_a_node_answers_those_of_its_own_check_alone() -> None:
         right = Target(3, "127.0.0.1", port)
         results = await dial_all([right] * 20, b"t" * 16)
         assert {result.outcome for result in results} == {"ok"}
-        found = await speed(right, b"t" * 16)
+        found = await dial_speed(right, b"t" * 16)
         assert found is not None and found.bandwidth > 1e6 and 0 < found.rtt < 1
         others = await dial_all([Target(4, "127.0.0.1", port)], b"t" * 16)
         others += await dial_all([right], b"x" * 16)
@@ -284,7 +286,7 @@ def test_a_node_does_not_wait_for_its_ranks_when_node_0_is_gone() -> None:
         try:
             call = await call_once("127.0.0.1", port, key, "node1")
             situation = Situation(Options(nproc=1, nnodes=1), environ={})
-            facts = gather(situation, seat(situation), await listener.open(), reduces=True)
+            facts = gather_facts(situation, seat(situation), await listener.open(), reduces=True)
             worker = Worker(call, seat(situation), facts, listener, own)
             running = asyncio.ensure_future(worker.run(time.monotonic() + 3600))
             await here.gather(time.monotonic() + 30)

@@ -16,12 +16,19 @@ from typing import Any
 import pytest
 
 from ddpdoctor.preflight.check import Outcome, Status
-from ddpdoctor.preflight.machine import host_name, lookups, own_address, store_port, versions
-from ddpdoctor.preflight.machine import interfaces as network
-from ddpdoctor.preflight.machine.interfaces import Interface, gloo_choice, interfaces, nccl_choice
-from ddpdoctor.preflight.machine.lookups import Lookup, endpoint_name, full_name, own_name
+from ddpdoctor.preflight.machine import launch_environment, network, own_address, software
+from ddpdoctor.preflight.machine.network import (
+    Interface,
+    Lookup,
+    endpoint_name,
+    full_name,
+    gloo_choice,
+    interfaces,
+    nccl_choice,
+    own_name,
+)
 from ddpdoctor.preflight.situation import Once, Options, Situation, gpu_facts
-from ddpdoctor.system.gpu.health import GpuFacts, Health
+from ddpdoctor.system.gpu_health import GpuFacts, Health
 from tests.conftest import Doctor
 from tests.gpu_stub import device
 
@@ -106,7 +113,7 @@ def test_what_nccl_will_choose(
 @pytest.mark.parametrize("nnodes", [1, 2])
 def test_a_usual_machine_is_silent(nnodes: int) -> None:
     situation = machine(LO, DOCKER, ETH0, ETH1, DOWN, nnodes=nnodes, gpus=8)
-    for check in (network.network_interface, host_name.host_name, lookups.lookups):
+    for check in (network.network_interface, own_address.host_name, network.lookups):
         outcome = check(situation)
         assert (outcome.status, outcome.findings) == (Status.PASS, ())
 
@@ -153,7 +160,7 @@ def test_the_route_to_the_rendezvous_names_the_interface() -> None:
 @pytest.mark.parametrize("nnodes", [1, 2])
 def test_a_name_that_does_not_resolve(nnodes: int) -> None:
     name = Lookup("node1", (), 0.1, "Name or service not known")
-    outcome = host_name.host_name(machine(LO, ETH0, name=name, nnodes=nnodes))
+    outcome = own_address.host_name(machine(LO, ETH0, name=name, nnodes=nnodes))
     assert outcome.status is Status.FAIL
     assert outcome.findings[0].paste == "echo '10.0.0.5 node1' | sudo tee -a /etc/hosts"
 
@@ -161,38 +168,38 @@ def test_a_name_that_does_not_resolve(nnodes: int) -> None:
 def test_a_full_name_that_does_not_resolve() -> None:
     """The address leads to a full name, by the name server, which is not known."""
     full = Lookup("node1.cluster.local", (), 0.1, "Name or service not known")
-    (finding,) = host_name.host_name(machine(LO, ETH0, full=full)).findings
+    (finding,) = own_address.host_name(machine(LO, ETH0, full=full)).findings
     assert "node1.cluster.local does not resolve" in finding.message
     assert finding.paste == "echo '10.0.0.5 node1.cluster.local' | sudo tee -a /etc/hosts"
 
 
 def test_a_name_on_the_loopback_matters_between_nodes_only() -> None:
     name = Lookup("node1", ("127.0.1.1",))
-    assert host_name.host_name(machine(LO, ETH0, name=name)).status is Status.PASS
+    assert own_address.host_name(machine(LO, ETH0, name=name)).status is Status.PASS
     between = machine(LO, ETH0, name=name, nnodes=2)
-    (finding,) = host_name.host_name(between).findings
+    (finding,) = own_address.host_name(between).findings
     assert "node1 resolves to 127.0.1.1: gloo will listen where no other" in finding.message
     assert finding.paste == "export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0"
     assert "10.0.0.5 node1" in finding.fix
     # One fault, one code.
     assert network.network_interface(between).findings == ()
     chosen = machine(LO, ETH0, name=name, nnodes=2, environ={"GLOO_SOCKET_IFNAME": "eth0"})
-    assert host_name.host_name(chosen).findings == ()
+    assert own_address.host_name(chosen).findings == ()
 
 
 def test_a_name_that_leads_to_another_machine() -> None:
     name = Lookup("node1", ("10.77.0.1",))
-    assert host_name.host_name(machine(LO, ETH0, name=name)).status is Status.WARN
-    assert host_name.host_name(machine(LO, ETH0, name=name, nnodes=2)).status is Status.FAIL
+    assert own_address.host_name(machine(LO, ETH0, name=name)).status is Status.WARN
+    assert own_address.host_name(machine(LO, ETH0, name=name, nnodes=2)).status is Status.FAIL
 
 
 def test_slow_and_missing_names() -> None:
     slow = machine(LO, ETH0, name=Lookup("node1", ("10.0.0.5",), 5.2))
-    outcome = lookups.lookups(slow)
+    outcome = network.lookups(slow)
     (message,) = said(outcome)
     assert message.startswith("name lookups are slow: node1 takes 5.2 s")
     gone = machine(LO, ETH0, endpoint=Lookup("node0", (), 0.1, "Name or service not known"))
-    assert said(lookups.lookups(gone)) == [
+    assert said(network.lookups(gone)) == [
         "the rendezvous' host node0 does not resolve: Name or service not known"
     ]
 
@@ -336,7 +343,7 @@ def test_only_node_zero_listens(doctor: Doctor, taken: int) -> None:
 
 
 def test_a_silent_process_is_not_taken_for_a_store(taken: int) -> None:
-    assert not store_port.speaks_store(taken, seconds=0.2)
+    assert not launch_environment.speaks_store(taken, seconds=0.2)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="setpriv needs the superuser")
@@ -352,7 +359,7 @@ def test_a_reserved_port(doctor: Doctor) -> None:
 def test_what_torchs_files_say_is_what_torch_says() -> None:
     import torch
 
-    found = versions.installed_torch()
+    found = software.installed_torch()
     assert found is not None
     assert (found.version, found.cuda) == (torch.__version__, torch.version.cuda or "")
 

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from ddpdoctor.core.finding import Finding, Severity
-from ddpdoctor.preflight import arguments
-from ddpdoctor.preflight.alike import merged
-from ddpdoctor.preflight.check import Status
-from ddpdoctor.preflight.machine import checkpoints, name_servers, script, store_port, variables
-from ddpdoctor.preflight.machine.temporary_folder import temporary_dir
+from ddpdoctor.preflight import command_lines
+from ddpdoctor.preflight.check import Status, merge_gpu_findings
+from ddpdoctor.preflight.machine import launch_environment, network, resources, software
+from ddpdoctor.preflight.machine.resources import temporary_dir
 from ddpdoctor.preflight.situation import Options, Situation
 from tests.made_machine import Machine
 
@@ -21,8 +20,8 @@ from tests.made_machine import Machine
 def test_a_master_port_alone_that_is_taken() -> None:
     with socket.create_server(("", 0)) as server:
         number = server.getsockname()[1]
-        options = arguments.parse(["--nproc-per-node", "2", "--master-port", str(number)], {})
-        outcome = store_port.port(Situation(options.options, environ={}))
+        options = command_lines.parse(["--nproc-per-node", "2", "--master-port", str(number)], {})
+        outcome = launch_environment.port(Situation(options.options, environ={}))
     assert outcome.status is Status.FAIL
     (finding,) = outcome.findings
     assert finding.message == f"port {number}, on which rank 0 will listen, is taken"
@@ -47,12 +46,12 @@ def test_a_full_file_system_and_one_without_inodes(
     def full(folder: Path) -> str:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoints, "_written", full)
+    monkeypatch.setattr(resources, "_written", full)
     situation = Situation(Options(checkpoint_dir=tmp_path), environ={"TMPDIR": str(tmp_path)})
-    (finding,) = checkpoints.checkpoint_dir(situation).findings
+    (finding,) = resources.checkpoint_dir(situation).findings
     assert finding.message.endswith("its file system is full")
     monkeypatch.setattr(os, "statvfs", lambda _: Without)
-    (finding,) = checkpoints.checkpoint_dir(situation).findings
+    (finding,) = resources.checkpoint_dir(situation).findings
     assert finding.message.endswith("its file system has no inodes left for another file")
     assert f"df -i {tmp_path}" in finding.paste
     (finding,) = temporary_dir(situation).findings
@@ -66,17 +65,17 @@ def test_an_import_that_is_missing_in_a_module_beside_the_script(tmp_path: Path)
     package.mkdir()
     (package / "__init__.py").write_text("import json\n\nimport no_such_package\n")
     options = Options(script=(str(tmp_path / "train.py"),))
-    (finding,) = script.script(Situation(options, environ={})).findings
+    (finding,) = software.script(Situation(options, environ={})).findings
     assert finding.message.startswith("__init__.py imports no_such_package, which this Python")
     assert finding.location is not None
     assert (finding.location.path, finding.location.line) == (str(package / "__init__.py"), 3)
     (package / "__init__.py").write_text("try:\n    import no_such_package\nexcept E:\n    pass\n")
-    assert script.script(Situation(options, environ={})).findings == ()
+    assert software.script(Situation(options, environ={})).findings == ()
 
 
 def test_a_variable_for_gpus_is_information_where_there_are_none(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
-    outcome = variables.variables(machine.situation(environ={"NCCL_P2P_DISABLE": "1"}))
+    outcome = launch_environment.variables(machine.situation(environ={"NCCL_P2P_DISABLE": "1"}))
     (finding,) = outcome.findings
     assert (outcome.status, finding.severity) == (Status.PASS, Severity.INFO)
     assert "where there are GPUs, the GPUs of this machine exchange gradients" in finding.message
@@ -88,12 +87,12 @@ def gpu(index: int, words: str, paste: str = "") -> Finding:
 
 def test_one_fault_of_eight_gpus_is_one_finding() -> None:
     alike = [gpu(each, "has 8 of 16 PCIe lanes", f"nvidia-smi -q -i {each}") for each in range(8)]
-    (finding,) = merged(alike)
+    (finding,) = merge_gpu_findings(alike)
     assert finding.message == "GPUs 0-7 have 8 of 16 PCIe lanes"
     assert finding.paste == "nvidia-smi -q -i 0,1,2,3,4,5,6,7"
     other = gpu(3, "is throttled at 91 degrees Celsius")
     hot = [other, gpu(5, "is throttled at 93 degrees Celsius"), *alike[:1]]
-    both, one = merged(hot)
+    both, one = merge_gpu_findings(hot)
     assert both.message == "GPUs 3,5 are throttled at 91 degrees Celsius"
     assert both.evidence == (hot[0].message, hot[1].message)
     assert one == alike[0]
@@ -103,10 +102,10 @@ def test_a_name_server_that_is_silent_is_told_from_one_that_knows_no_such_name()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
         server.bind(("127.0.0.1", 0))
         number = server.getsockname()[1]
-        assert not name_servers.answers("127.0.0.1", "node0", port=number)
+        assert not network.server_answers("127.0.0.1", "node0", port=number)
         assert len(server.recv(512)) == 12 + 1 + 5 + 1 + 4
-    servers = [name_servers.Server("10.0.0.2", False), name_servers.Server("10.0.0.3", True)]
-    assert name_servers.dead(servers) == (
+    servers = [network.NameServer("10.0.0.2", False), network.NameServer("10.0.0.3", True)]
+    assert network.dead_servers(servers) == (
         "name server 10.0.0.2, the first one, in /etc/resolv.conf does not answer; 10.0.0.3 does"
     )
-    assert name_servers.dead(servers[1:]) == ""
+    assert network.dead_servers(servers[1:]) == ""

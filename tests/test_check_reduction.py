@@ -14,14 +14,12 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.preflight.protocol import ranks
-from ddpdoctor.preflight.protocol.phases import nccl_report
-from ddpdoctor.preflight.protocol.ranks import PROGRAM
-from ddpdoctor.preflight.protocol.reduction import _with_others
-from ddpdoctor.preflight.protocol.report import (
-    RankResult,
-)
-from ddpdoctor.run.records.decoder import decoder
+from ddpdoctor.preflight.protocol.coordinator import nccl_report
+from ddpdoctor.preflight.protocol.messages import RankResult
+from ddpdoctor.preflight.selftest import collectives
+from ddpdoctor.preflight.selftest.collectives import REDUCTION_PROGRAM
+from ddpdoctor.preflight.selftest.reduction import _with_others
+from ddpdoctor.run.records.typed_json import decoder
 from tests.conftest import TOKEN
 
 # The ranks of the collective test.
@@ -29,7 +27,7 @@ from tests.conftest import TOKEN
 
 BROKEN = f"""
 import sys
-sys.path.insert(0, {str(PROGRAM.parent)!r})
+sys.path.insert(0, {str(REDUCTION_PROGRAM.parent)!r})
 import reduction
 
 stage = reduction._stage
@@ -52,7 +50,7 @@ def reduced(
     programs = {rank: ["-c", BROKEN.format(again=again)] for rank, again in (broken or {}).items()}
     processes = [
         subprocess.Popen(
-            [sys.executable, *programs.get(order["rank"], [str(PROGRAM)])],
+            [sys.executable, *programs.get(order["rank"], [str(REDUCTION_PROGRAM)])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -152,7 +150,7 @@ def test_a_node_is_tried_with_one_that_did_not_fail(
 
 LOST = f"""
 import os, sys, time
-sys.path.insert(0, {str(PROGRAM.parent)!r})
+sys.path.insert(0, {str(REDUCTION_PROGRAM.parent)!r})
 import reduction
 
 stage = reduction._stage
@@ -193,13 +191,13 @@ def test_what_a_rank_knew_before_it_was_lost_counts(
     """That gloo works, and so does NCCL inside the node: neither is blamed for what came then."""
     program = tmp_path / "lost.py"
     program.write_text(LOST.format(how))
-    monkeypatch.setattr(ranks, "PROGRAM", program)
+    monkeypatch.setattr(collectives, "REDUCTION_PROGRAM", program)
     port = free_port()
     more = {"stages": "gloo", "stage_limit": 2, "patience": patience}
     orders = [order(rank, [0, 1], port, **more) for rank in (0, 1)]
 
     async def answers() -> list[RankResult]:
-        here = ranks.Ranks({**os.environ, TOKEN: token})
+        here = collectives.Ranks({**os.environ, TOKEN: token})
         try:
             await here.start(2)
             await here.ready(60)

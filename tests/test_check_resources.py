@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 
 from ddpdoctor.preflight.check import Outcome, Status
-from ddpdoctor.preflight.deadline import bounded
-from ddpdoctor.preflight.machine import checkpoints, container, cores, limits, memory, neighbours
-from ddpdoctor.preflight.situation import Options, Situation
+from ddpdoctor.preflight.machine import container, own_address, resources
+from ddpdoctor.preflight.situation import Options, Situation, bounded
 from tests.conftest import LIMIT, Doctor
 from tests.made_machine import Machine, messages
 
@@ -41,20 +40,20 @@ def test_the_quota_of_a_container_counts(machine: Machine) -> None:
     quota(machine, 1.5)
     assert container.cores(machine.situation()) == 1.5
     eight = machine.situation(Options(nproc=8))
-    outcome = cores.cores(eight)
+    outcome = resources.cores(eight)
     assert outcome.status is Status.WARN
     assert messages(outcome) == ["8 ranks will share 1.5 cores and wait for each other"]
     assert outcome.findings[0].paste == "ddpdoctor run --nproc-per-node 1 -- train.py"
     machine.write(".dockerenv", "")
-    assert cores.cores(eight).findings[0].paste == "docker run --cpus=8 ..."
+    assert resources.cores(eight).findings[0].paste == "docker run --cpus=8 ..."
     slurm = machine.situation(Options(nproc=8), environ={"SLURM_JOB_ID": "1"})
-    assert cores.cores(slurm).findings[0].paste == "#SBATCH --cpus-per-task=8"
+    assert resources.cores(slurm).findings[0].paste == "#SBATCH --cpus-per-task=8"
 
 
 def test_two_ranks_on_one_core_are_worth_a_word_alone(machine: Machine) -> None:
     quota(machine, 1)
-    assert cores.cores(machine.situation(Options())).status is Status.PASS
-    assert cores.cores(machine.situation(Options(nproc=2))).status is Status.WARN
+    assert resources.cores(machine.situation(Options())).status is Status.PASS
+    assert resources.cores(machine.situation(Options(nproc=2))).status is Status.WARN
 
 
 def test_the_older_control_groups(machine: Machine) -> None:
@@ -84,13 +83,13 @@ def test_no_limit_is_no_limit(machine: Machine, text: str) -> None:
 
 
 def test_threads_beyond_the_cores(machine: Machine) -> None:
-    have = cores.available(machine.situation())
+    have = resources.available_cores(machine.situation())
     many = machine.situation(Options(nproc=1), environ={"OMP_NUM_THREADS": str(int(have * 4))})
-    outcome = cores.cores(many)
+    outcome = resources.cores(many)
     assert outcome.status is Status.WARN
     assert outcome.findings[0].paste == f"export OMP_NUM_THREADS={int(have)}"
     fair = machine.situation(Options(nproc=1), environ={"OMP_NUM_THREADS": str(int(have))})
-    assert cores.cores(fair).status is Status.PASS
+    assert resources.cores(fair).status is Status.PASS
 
 
 @pytest.mark.parametrize(
@@ -107,7 +106,7 @@ def test_memory_to_start_with(
 ) -> None:
     text = f"MemTotal: {64 << 20} kB\nMemFree: 1 kB\nMemAvailable: {available} kB\n"
     machine.write("proc/meminfo", text)
-    outcome = memory.memory(machine.situation(Options(nproc=ranks), gpus=gpus))
+    outcome = resources.memory(machine.situation(Options(nproc=ranks), gpus=gpus))
     assert outcome.status is status
 
 
@@ -119,7 +118,7 @@ def test_the_containers_memory(machine: Machine) -> None:
     machine.write("sys/fs/cgroup/memory.max", f"{256 << 20}\n")
     machine.write("sys/fs/cgroup/memory.current", f"{128 << 20}\n")
     machine.write(".dockerenv", "")
-    (finding,) = memory.memory(machine.situation()).findings
+    (finding,) = resources.memory(machine.situation()).findings
     assert finding.message.startswith("128 MiB of memory are left by the container's limit")
     assert finding.paste == "docker run --memory 1g ..."
 
@@ -188,23 +187,23 @@ def test_the_threads_of_a_container(machine: Machine) -> None:
     machine.write("sys/fs/cgroup/pids.max", "100\n")
     machine.write("sys/fs/cgroup/pids.current", "20\n")
     machine.write(".dockerenv", "")
-    outcome = limits.limits(machine.situation(Options(nproc=8)))
+    outcome = resources.limits(machine.situation(Options(nproc=8)))
     assert outcome.status is Status.FAIL
     assert outcome.findings[0].paste == "docker run --pids-limit -1 ..."
-    assert limits.limits(machine.situation(Options(nproc=1))).status is Status.PASS
+    assert resources.limits(machine.situation(Options(nproc=1))).status is Status.PASS
 
 
 def test_locked_memory_matters_with_infiniband_alone(machine: Machine) -> None:
     here = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    if here == resource.RLIM_INFINITY or here >= limits.PINNED:
+    if here == resource.RLIM_INFINITY or here >= resources.PINNED:
         pytest.skip("enough memory may be locked here")
-    assert limits.limits(machine.situation()).status is Status.PASS
+    assert resources.limits(machine.situation()).status is Status.PASS
     (machine.root / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
-    assert limits.limits(machine.situation()).status is Status.WARN
+    assert resources.limits(machine.situation()).status is Status.WARN
 
 
 def test_a_full_neighbour_table(machine: Machine) -> None:
-    check = neighbours.neighbour_table
+    check = own_address.neighbour_table
     assert check(machine.situation()).status is Status.SKIPPED
     machine.write("proc/sys/net/ipv4/neigh/default/gc_thresh3", "1024\n")
     header = "entries  allocs\n"
@@ -251,21 +250,21 @@ def at(
 def test_the_shared_memory_of_a_container(machine: Machine, tmpfs: Callable[[str], Path]) -> None:
     small = tmpfs("size=64m")
     machine.write(".dockerenv", "")
-    (finding,) = memory.shared_memory(at(machine, small)).findings
+    (finding,) = resources.shared_memory(at(machine, small)).findings
     assert finding.message.endswith("has 64 MiB for 2 ranks: too small for DataLoader workers "
                                     "and NCCL")  # fmt: skip
     assert finding.paste == "docker run --shm-size=8g ..."
     pod = at(machine, small, environ={"KUBERNETES_SERVICE_HOST": "10.0.0.1"})
-    assert "emptyDir" in memory.shared_memory(pod).findings[0].paste
+    assert "emptyDir" in resources.shared_memory(pod).findings[0].paste
 
 
 def test_shared_memory_that_a_dead_job_filled(
     machine: Machine, tmpfs: Callable[[str], Path]
 ) -> None:
     folder = tmpfs("size=256m")
-    assert memory.shared_memory(at(machine, folder)).status is Status.PASS
+    assert resources.shared_memory(at(machine, folder)).status is Status.PASS
     (folder / "nccl-Xa81Jc").write_bytes(bytes(200 << 20))
-    (finding,) = memory.shared_memory(at(machine, folder)).findings
+    (finding,) = resources.shared_memory(at(machine, folder)).findings
     assert "nearly full: 56 MiB of 256 MiB free" in finding.message
     assert finding.evidence == (f"200 MiB in {folder}/nccl-Xa81Jc, of user {os.getuid()}",)
 
@@ -273,19 +272,19 @@ def test_shared_memory_that_a_dead_job_filled(
 def test_shared_memory_that_cannot_be_written(
     machine: Machine, tmpfs: Callable[[str], Path]
 ) -> None:
-    outcome = memory.shared_memory(at(machine, tmpfs("size=256m,ro")))
+    outcome = resources.shared_memory(at(machine, tmpfs("size=256m,ro")))
     assert outcome.status is Status.FAIL
-    assert memory.shared_memory(at(machine, Path("/nowhere"))).status is Status.SKIPPED
+    assert resources.shared_memory(at(machine, Path("/nowhere"))).status is Status.SKIPPED
 
 
 def folder_check(folder: Path) -> Outcome:
     options = Options(nproc=2, checkpoint_dir=folder)
-    return checkpoints.checkpoint_dir(Situation(options, environ={}))
+    return resources.checkpoint_dir(Situation(options, environ={}))
 
 
 def test_a_checkpoint_folder_that_works_is_left_as_it_was(tmp_path: Path) -> None:
     outcome = folder_check(tmp_path)
-    if shutil.disk_usage(tmp_path).free > checkpoints.LEAST:
+    if shutil.disk_usage(tmp_path).free > resources.LEAST_CHECKPOINT_SPACE:
         assert outcome.status is Status.PASS
     assert outcome.detail.startswith("wrote, synchronized and renamed 1 MiB; ")
     assert list(tmp_path.iterdir()) == []
@@ -320,5 +319,7 @@ def test_a_call_that_never_comes_back_is_left_behind(tmp_path: Path) -> None:
 
 
 def test_an_error_has_a_word_for_people() -> None:
-    assert checkpoints._words(OSError(errno.EDQUOT, "x")) == "this user's quota is used up"
-    assert checkpoints._words(OSError(errno.EIO, os.strerror(errno.EIO))) == "Input/output error"
+    assert resources._error_words(OSError(errno.EDQUOT, "x")) == "this user's quota is used up"
+    assert (
+        resources._error_words(OSError(errno.EIO, os.strerror(errno.EIO))) == "Input/output error"
+    )

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ddpdoctor.preflight.check import Outcome, Status
-from ddpdoctor.preflight.machine import script
+from ddpdoctor.preflight.machine import software
 from ddpdoctor.preflight.situation import Options, Situation
 from tests.conftest import Doctor
 
@@ -36,7 +36,7 @@ def main():
 
 def script_check(path: Path, *more: str, module: bool = False) -> Outcome:
     options = Options(nproc=2, script=(str(path), *more), module=module)
-    return script.script(Situation(options, environ={}))
+    return software.script(Situation(options, environ={}))
 
 
 def test_a_script_that_would_start(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_what_is_no_script_is_not_read(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     assert script_check(pipe).status is Status.SKIPPED
     options = Options(nproc=2, script=("bash", "run.sh"), program=True)
-    assert script.script(Situation(options, environ={})).status is Status.SKIPPED
+    assert software.script(Situation(options, environ={})).status is Status.SKIPPED
 
 
 def test_the_line_for_a_missing_import_installs_nothing_else(

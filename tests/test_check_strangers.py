@@ -16,22 +16,20 @@ from typing import Any
 import psutil
 import pytest
 
-from ddpdoctor.preflight.place import Seat
-from ddpdoctor.preflight.protocol import admission, wire, worker
-from ddpdoctor.preflight.protocol.addresses import may_be_node
-from ddpdoctor.preflight.protocol.caller import Call, CallError, call_once
+from ddpdoctor.preflight.machine.network import may_be_node
+from ddpdoctor.preflight.protocol import connecting, wire, worker
 from ddpdoctor.preflight.protocol.coordinator import MOST_STRANGERS, Coordinator, listen
+from ddpdoctor.preflight.protocol.joining import Call, CallError, call_once
 from ddpdoctor.preflight.protocol.messages import (
     Knock,
     Order,
+    unpack_facts,
 )
 from ddpdoctor.preflight.protocol.pairs import Listener, Target
-from ddpdoctor.preflight.protocol.ranks import Ranks
-from ddpdoctor.preflight.protocol.report import (
-    unpack,
-)
-from ddpdoctor.preflight.protocol.validation import unpacked
+from ddpdoctor.preflight.protocol.wire import unpacked
 from ddpdoctor.preflight.protocol.worker import Worker
+from ddpdoctor.preflight.selftest.collectives import Ranks
+from ddpdoctor.preflight.situation import Seat
 from ddpdoctor.run.records.base import as_json
 from tests.test_check_meeting import FACTS
 
@@ -101,16 +99,16 @@ def test_slow_connections_of_one_address_leave_room_for_the_nodes() -> None:
         calls(held, port, [STRANGER] * 200)
         for _ in range(600):
             await asyncio.sleep(0.05)
-            if here._admission.turned_away == 200 - admission.MOST_OF_ADDRESS:
+            if here._admission.turned_away == 200 - connecting.MOST_UNPROVED_OF_ADDRESS:
                 break
-        assert len(here._admission._waiting) == admission.MOST_OF_ADDRESS
+        assert len(here._admission._waiting) == connecting.MOST_UNPROVED_OF_ADDRESS
 
     with contextlib.ExitStack() as held:
         meeting(attack)
 
 
 def test_of_many_addresses_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "MOST", 16)
+    monkeypatch.setattr(connecting, "MOST_UNPROVED", 16)
 
     async def attack(here: Coordinator, port: int) -> None:
         calls(held, port, [f"127.0.1.{each}" for each in range(1, 41)])
@@ -125,7 +123,7 @@ def test_of_many_addresses_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "SECONDS", 0.2)
+    monkeypatch.setattr(connecting, "PROOF_SECONDS", 0.2)
 
     async def attack(here: Coordinator, port: int) -> None:
         reader, writer = await stranger(port)
@@ -189,10 +187,10 @@ WHOLE: dict[str, Any] = json.loads(json.dumps(as_json(FACTS)))
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_a_field_that_is_no_name_is_refused(name: str) -> None:
-    assert unpack(WHOLE) == FACTS
+    assert unpack_facts(WHOLE) == FACTS
     for text in HOSTILE:
         with pytest.raises(ValueError, match=f"facts.{name}"):
-            unpack({**WHOLE, name: FIELDS[name](text)})
+            unpack_facts({**WHOLE, name: FIELDS[name](text)})
 
 
 @pytest.mark.parametrize(
@@ -201,7 +199,7 @@ def test_a_field_that_is_no_name_is_refused(name: str) -> None:
 )
 def test_a_number_or_an_address_that_is_none_is_refused(told: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"facts\."):
-        unpack({**WHOLE, **told})
+        unpack_facts({**WHOLE, **told})
 
 
 @pytest.mark.parametrize(
@@ -277,7 +275,7 @@ def test_a_fake_node_0_does_not_get_a_node_to_dial_its_own_machine(tmp_path: Pat
 
 
 def test_a_fake_node_0_leaves_no_file(tmp_path: Path) -> None:
-    kept = tmp_path / f"{worker.PREFIX}cd"
+    kept = tmp_path / f"{worker.MARKER_PREFIX}cd"
     kept.write_text("another check's")
     write, remove = (Order("folder", token="ab", action=each) for each in ("write", "remove"))
     obeying(tmp_path, write)

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddpdoctor.core.ranks import spans
-from ddpdoctor.probe.observers import calls
-from ddpdoctor.probe.observers.ledger import DEFAULT_GROUP, Ledger, _Group
+from ddpdoctor.core.formatting import spans
+from ddpdoctor.probe.observers import collective_calls
+from ddpdoctor.probe.observers.collective_calls import DEFAULT_GROUP, Ledger, _GroupCalls
 from ddpdoctor.probe.runtime import torch_groups
 from ddpdoctor.probe.runtime.sites import Site
 from ddpdoctor.run.mapped import UnreadableError
@@ -128,18 +128,18 @@ def test_ranks_write_down_their_collectives(doctor: Doctor) -> None:
         assert (by_name.site, by_name.callers) == (f"{script}:12", ())
 
 
-@pytest.mark.parametrize("name", calls.TENSORS)
+@pytest.mark.parametrize("name", collective_calls.TENSORS)
 def test_a_call_is_taken_apart_as_torch_takes_its_arguments(name: str) -> None:
     if not hasattr(dist, name):
         pytest.skip(f"this torch has no {name}")
     function = getattr(dist, name)
     # Each argument is a list of its own name, whose first element is that, too.
     given: dict[str, Any] = {each: [each] for each in inspect.signature(function).parameters}
-    call = calls.binder(name, function)
+    call = collective_calls.binder(name, function)
     taken = call(**given)
     assert call(*given.values()) == taken
     tensor, op, root, group_root, group, flags = taken
-    agreed = calls.TENSORS[name].partition("[")[0]
+    agreed = collective_calls.TENSORS[name].partition("[")[0]
     assert tensor in ([agreed], agreed) or (tensor is None and agreed == "None")
     assert op == given.get("op")
     assert root == given.get("src", given.get("dst"))
@@ -152,7 +152,7 @@ def test_a_call_is_taken_apart_as_torch_takes_its_arguments(name: str) -> None:
 
 def test_arguments_that_are_not_given_are_none() -> None:
     tensor = torch.ones(2)
-    call = calls.binder("reduce", dist.reduce)
+    call = collective_calls.binder("reduce", dist.reduce)
     assert call(tensor, 1) == (tensor, None, 1, None, None, 0)
     assert call(tensor, dst=2, async_op=True) == (tensor, None, 2, None, None, ASYNC)
     if "group_dst" in inspect.signature(dist.reduce).parameters:
@@ -196,7 +196,7 @@ def test_callers_beyond_the_room_leave_the_line(tmp_path: Path) -> None:
     path = str(tmp_path / "ring")
     ring = RingWriter(path)
     ledger = Ledger(ring, lambda: 0)
-    ledger._groups[DEFAULT_GROUP] = _Group("0", ring.text("0|0-1"))
+    ledger._groups[DEFAULT_GROUP] = _GroupCalls("0", ring.text("0|0-1"))
     inner, outer = Site("/job/comm.py", 5), Site("/job/train.py", 9)
     no_group = (None, None, None, None, None, 0)
     ledger.begin("barrier", no_group, (inner,))

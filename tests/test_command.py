@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.supervise import command as job_command
 from ddpdoctor.supervise.command import build
-from ddpdoctor.system.gpu.reader import Device
-from ddpdoctor.system.gpu.visible import choice, visible
+from ddpdoctor.system.nvml import Device, choice, visible
 from tests.fake_nvml import Machine
 from tests.torchrun_words import doctor, torchrun_parser
 

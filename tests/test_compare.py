@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ddpdoctor.commands import report
-from ddpdoctor.run import code
+from ddpdoctor.run import code_version
 from ddpdoctor.run.names import CODE
 from ddpdoctor.run.records.base import as_json
 from tests import drawn_runs
@@ -83,7 +83,7 @@ def test_versions_ranks_and_code(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (project / "train.py").write_text(f"import model\n\nrate = {rate}\n")
         (project / "model.py").write_text(f"depth = {name!r}\n")
         (project / f"{name}.py").write_text("")
-        seen = code.look(project / "train.py")
+        seen = code_version.look(project / "train.py")
         (run / CODE).write_text(json.dumps(as_json(seen)))
         runs.append(str(run))
     out = compared(capsys, *runs)
@@ -124,4 +124,4 @@ def test_the_commit_is_read_without_git(tmp_path: Path, files: dict[str, str], c
     (tmp_path / "src").mkdir()
     script = tmp_path / "src" / "train.py"
     script.write_text("pass\n")
-    assert code.look(script).commit == commit
+    assert code_version.look(script).commit == commit

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from ddpdoctor.commands import report
-from ddpdoctor.core import config, opening
+from ddpdoctor.core import opening, options
 from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.core.formatting import rank_set
 from ddpdoctor.core.job import OwnOptions
-from ddpdoctor.core.ranks import rank_set
-from ddpdoctor.core.users import whose
-from ddpdoctor.preflight import arguments
+from ddpdoctor.core.opening import whose
+from ddpdoctor.preflight import command_lines
 from ddpdoctor.supervise import command
 from tests.conftest import Doctor
 from tests.launching import PYTHON
@@ -49,7 +49,7 @@ timeout = 30
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    config._remarked.clear()
+    options._remarked.clear()
     return tmp_path
 
 
@@ -71,7 +71,7 @@ def test_each_command_has_its_options_and_what_is_typed_counts(folder: Path) -> 
     typed = own("--hang-after", "5", "--notify", "x", "--ignore", "DDP1")
     assert (typed.hang_after, typed.notify, typed.selection.ignore) == (5, ("x",), ("DDP1",))
     assert report.PARSER.read([]).get("--wait") == 2.5
-    checked = arguments.parse([], {})
+    checked = command_lines.parse([], {})
     assert (checked.options.timeout, checked.selection.ignore) == (30, ("DDP309", "DDP61"))
 
 
@@ -121,7 +121,7 @@ def test_a_file_above_that_is_another_users_is_not_read(
     monkeypatch.chdir(here)
     assert own().notify == ("rm -rf .",)
     mine = os.getuid()
-    monkeypatch.setattr(config, "_trusted", lambda folder: {mine + 1})
+    monkeypatch.setattr(options, "_trusted", lambda folder: {mine + 1})
     assert own().notify == ()
     assert own().notify == ()
     assert capsys.readouterr().err == (
@@ -153,7 +153,7 @@ def test_a_file_is_another_users_even_if_one_of_ours_takes_its_place(
 def test_a_python_that_reads_no_toml_says_so_where_there_is_something_to_read(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(config, "_toml", lambda: None)
+    monkeypatch.setattr(options, "_toml", lambda: None)
     (folder / "pyproject.toml").write_text('[project]\ndependencies = ["ddpdoctor"]\n')
     assert own().hang_after is None
     assert capsys.readouterr().err == ""

@@ -13,14 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpdoctor.core.control_characters import json_text, shown, without_formatting
-from ddpdoctor.core.finding import Finding, Location, Severity, to_record
+from ddpdoctor.core.finding import Finding, Severity, to_record
+from ddpdoctor.core.formatting import json_text, shown, without_formatting
+from ddpdoctor.core.user_code import Location
 from ddpdoctor.preflight.check import Outcome, Status
-from ddpdoctor.render import checks, console, json_lines, problems
+from ddpdoctor.render import check_results, console, json_lines
 from ddpdoctor.run import rundir
 from ddpdoctor.run.status import Phase
-from ddpdoctor.stacks import saved
-from ddpdoctor.stacks.model import Frame, RankStacks, Thread
+from ddpdoctor.stacks import rank_stacks
+from ddpdoctor.stacks.rank_stacks import Frame, RankStacks, Thread
 from tests.conftest import LIMIT
 from tests.written import MS, T0, Written
 
@@ -100,8 +101,8 @@ def test_a_finding_in_each_form(tmp_path: Path) -> None:
     assert "\\x1b[2J" in text
     check(json_lines.line(FINDING, {}))
     assert json.loads(json_lines.line(FINDING, {})) == to_record(FINDING)
-    check(problems.line(FINDING, HOSTILE))
-    assert "\n" not in problems.line(FINDING, "x\ny")
+    check(console.problem_line(FINDING, HOSTILE))
+    assert "\n" not in console.problem_line(FINDING, "x\ny")
 
 
 def test_a_message_makes_no_second_finding() -> None:
@@ -119,9 +120,9 @@ def test_lines_of_source(tmp_path: Path) -> None:
 
 def test_a_check() -> None:
     outcome = Outcome(Status.FAIL, f"peer {HOSTILE}", (FINDING,), "network")
-    check(checks.table([outcome], colour=False, width=80))
-    check(checks.findings([outcome], colour=False, width=80))
-    check(checks.document([outcome], HOSTILE, 1, 0.1))
+    check(check_results.table([outcome], colour=False, width=80))
+    check(check_results.findings([outcome], colour=False, width=80))
+    check(check_results.document([outcome], HOSTILE, 1, 0.1))
 
 
 @pytest.fixture
@@ -154,7 +155,7 @@ def directory(written: Written) -> Path:
     other = Thread(2, HOSTILE, False, (frame,))
     whole = RankStacks(0, 0, 1, HOSTILE, (thread, other), native=(HOSTILE,), note=HOSTILE)
     missing = RankStacks(1, 0, 1, HOSTILE, trouble=HOSTILE, note=HOSTILE)
-    saved.save(written.path, [whole, missing], T0)
+    rank_stacks.save_stacks(written.path, [whole, missing], T0)
     return written.path
 
 

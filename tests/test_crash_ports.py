@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from ddpdoctor.probe.observers import ports
+from ddpdoctor.probe.observers import job_launch
 from ddpdoctor.probe.runtime.sites import NOWHERE
 from ddpdoctor.run.records.base import JsonObject
 from tests.crash_records import error
@@ -90,11 +90,11 @@ def test_the_holder_of_a_port_is_found() -> None:
         server.bind(("127.0.0.1", 0))
         server.listen()
         port = server.getsockname()[1]
-        found = ports.facts(TAKEN.replace("29501", str(port)))
+        found = job_launch.port_facts(TAKEN.replace("29501", str(port)))
     assert found is not None and found.holder is not None
     assert found.holder.pid == os.getpid()
     assert found.holder.itself
-    assert ports.facts("Connection refused") is None
+    assert job_launch.port_facts("Connection refused") is None
 
 
 @pytest.mark.parametrize(
@@ -112,8 +112,8 @@ def test_an_address_that_no_rank_opens(
     monkeypatch: pytest.MonkeyPatch, method: str | None, agent: str, opened: bool
 ) -> None:
     given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
-    monkeypatch.setattr(ports, "_initial_environment", lambda: given)
+    monkeypatch.setattr(job_launch, "_initial_environment", lambda: given)
     for name, value in {**given, "TORCHELASTIC_USE_AGENT_STORE": agent}.items():
         monkeypatch.setenv(name, value)
-    assert (ports.unopened({"init_method": method}, NOWHERE) is None) == opened
-    assert ports.unopened({"init_method": method, "store": object()}, NOWHERE) is None
+    assert (job_launch.unopened_store({"init_method": method}, NOWHERE) is None) == opened
+    assert job_launch.unopened_store({"init_method": method, "store": object()}, NOWHERE) is None

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.analysis.endings import PATIENCE
 from ddpdoctor.core.finding import Finding
-from ddpdoctor.probe.observers.loops import runs_to_end
-from ddpdoctor.probe.observers.passes import SAMPLE, Pass, sample_of
-from ddpdoctor.rules import data, epoch_order, shards, streams, uneven_inputs
+from ddpdoctor.diagnose.crashes.rank_endings import PATIENCE
+from ddpdoctor.diagnose.data import rules, rules_streams
+from ddpdoctor.diagnose.loops import rules as loop_rules
+from ddpdoctor.diagnose.loops import rules_evaluation
+from ddpdoctor.probe.observers.loaders import runs_to_end
+from ddpdoctor.probe.observers.samples import FOLLOWED_INDICES, Pass, sample_of
 from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.run.records.process import OpenRecord
 from ddpdoctor.run.records.supervisor import RankExitRecord
@@ -81,9 +83,9 @@ def run_of(
 
 
 RULES = (
-    data.sampler_not_used, data.unsharded, epoch_order.order_repeated, data.wrong_shard,
-    data.seeds_differ, uneven_inputs.uneven, data.other_split, streams.same_stream,
-    streams.same_workers, shards.not_reduced, shards.padded,
+    rules.sampler_not_used, rules.unsharded, rules.order_repeated, rules.wrong_shard,
+    rules.seeds_differ, loop_rules.uneven, rules.other_split, rules_streams.same_stream,
+    rules_streams.same_workers, rules_evaluation.not_reduced, rules_evaluation.padded,
 )  # fmt: skip
 
 
@@ -101,7 +103,7 @@ def codes(run: Run) -> list[str]:
 @pytest.mark.parametrize("length", [1, 100, 1_000, 1_281_167])
 def test_all_ranks_follow_the_same_indices(length: int) -> None:
     sample = sample_of(length)
-    assert len(set(sample)) == len(sample) == min(length, SAMPLE)
+    assert len(set(sample)) == len(sample) == min(length, FOLLOWED_INDICES)
     assert all(0 <= index < length for index in sample)
 
 
@@ -295,7 +297,7 @@ def test_samplers_that_shuffle_otherwise_give_shards_that_overlap(name: str) -> 
 def test_a_rank_that_left_an_epoch_early_is_in_another_one(
     monkeypatch: pytest.MonkeyPatch, name: str, expected: list[str]
 ) -> None:
-    monkeypatch.setattr(data, "departures", lambda run, suspected: suspected)
+    monkeypatch.setattr(rules, "departures", lambda run, suspected: suspected)
     ranks = [drawn(shuffled(rank)[rank::2], sampler={**SAMPLER, "rank": rank, name: rank})
              for rank in (0, 1)]  # fmt: skip
     assert codes(run_of(*([each] for each in ranks))) == expected

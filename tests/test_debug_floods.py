@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from ddpdoctor.debug import admission, debug_ports
-from ddpdoctor.debug.admission import Admission
+from ddpdoctor.debug import gateway
+from ddpdoctor.debug.gateway import Admission
 from ddpdoctor.run.records.supervisor import DebugRecord
-from ddpdoctor.system import peers, sock_diag
+from ddpdoctor.system import peers
 from tests.conftest import LIMIT, Doctor, Live
 from tests.test_debug_ports import (
     OTHER,
@@ -95,7 +95,7 @@ def refuse(count: int) -> tuple[list[DebugRecord], int]:
                 rests += made.resting
         made.close()
 
-    block = debug_ports.bind_block("127.0.0.1", 0, 1)
+    block = gateway.bind_block("127.0.0.1", 0, 1)
     try:
         asyncio.run(asyncio.wait_for(main(), LIMIT))
     finally:
@@ -112,12 +112,12 @@ def test_strangers_are_reset_and_the_port_rests() -> None:
 
 @pytest.mark.usefixtures("strangers")
 def test_a_flood_is_reported_once_with_the_socket_beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "BATCH", 1e-9)
-    monkeypatch.setattr(admission, "REST", 1e-3)
-    monkeypatch.setattr(admission, "FLOOD", 0.0)
+    monkeypatch.setattr(gateway, "BATCH", 1e-9)
+    monkeypatch.setattr(gateway, "REST", 1e-3)
+    monkeypatch.setattr(gateway, "FLOOD", 0.0)
     records, _ = refuse(100)
     assert [each.state for each in records] == ["refused", "flooded"]
-    assert debug_ports.flooded(records[1]) == (
+    assert gateway.flooded(records[1]) == (
         "warning: a port is flooded with connections, which may delay a debugger; "
         "a socket is not affected"
     )
@@ -143,7 +143,7 @@ def test_one_socket_is_looked_up_not_all(
 ) -> None:
     client, accepted = pair
     try:
-        found = sock_diag.find(accepted.getpeername(), accepted.getsockname())
+        found = peers.find_socket(accepted.getpeername(), accepted.getsockname())
     except OSError as error:
         pytest.skip(f"no sock_diag here: {error}")
     assert found is not None
@@ -151,7 +151,7 @@ def test_one_socket_is_looked_up_not_all(
     assert peers.user(accepted) == found.uid
     # Neither a socket that listens nor one that its process has closed is a peer.
     listening = (accepted.getsockname(), (accepted.getsockname()[0], 9))
-    assert sock_diag.find(*listening) is None
+    assert peers.find_socket(*listening) is None
     client.close()
     monkeypatch.setattr(peers, "_check_open", lambda connection: None)
     with pytest.raises(peers.GoneError):
@@ -167,5 +167,5 @@ def test_the_table_serves_where_the_kernel_refuses(
             raise PermissionError(errno.EPERM, "Operation not permitted")
 
     expected = peers.user(pair[1])
-    monkeypatch.setattr(sock_diag, "find", find)
+    monkeypatch.setattr(peers, "find_socket", find)
     assert peers.user(pair[1]) == expected

@@ -250,7 +250,7 @@ def test_a_rank_takes_no_orders_from_another_user(doctor: Doctor) -> None:
             """
             import os
             from ddpdoctor.probe.runtime import control
-            from ddpdoctor.run.environment import namespace
+            from ddpdoctor.run.names import namespace
             os.environ["DDPDOCTOR_SUPERVISOR"] = f"{os.getppid()}@{namespace()}"
             try:
                 control.join({"rank": 0})

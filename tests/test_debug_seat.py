@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.debug import clients, dap, debug_ports
+from ddpdoctor.debug import clients, dap, gateway
 from ddpdoctor.debug.gateway import Gateway
 from tests.conftest import LIMIT, ROOT
 
@@ -76,11 +76,11 @@ class Rank:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._news = threading.Event()
-        ports = debug_ports.bind_block("127.0.0.1", 0, 1)
+        ports = gateway.bind_block("127.0.0.1", 0, 1)
         self.port = ports.numbers[0]
         self.gateway = Gateway(
             ports,
-            debug_ports.Doors(directory, 1),
+            gateway.Doors(directory, 1),
             unidentified=False,
             gate=None,
             ends_job=False,

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from ddpdoctor.probe.observers import detail
-from ddpdoctor.probe.observers.detail import Detail
+from ddpdoctor.probe.observers import overhead
+from ddpdoctor.probe.observers.overhead import Detail
 from ddpdoctor.probe.observers.steps import StepTracker
-from ddpdoctor.probe.runtime import clocks, events, hot, phases, torch_private
+from ddpdoctor.probe.runtime import events, hot, phases, torch_private
 from ddpdoctor.probe.runtime.budget import Budget
-from ddpdoctor.probe.runtime.clocks import CudaClock
 from ddpdoctor.probe.runtime.events import Observer
 from ddpdoctor.probe.runtime.hot import Chain
+from ddpdoctor.probe.runtime.phases import CudaClock
 from ddpdoctor.probe.runtime.sites import NOWHERE
 from ddpdoctor.run.snapshot import MOST_EXPANDED, Rank
 from ddpdoctor.run.status import PAGE_SIZE, Phase
@@ -43,7 +43,7 @@ def followed(number: int, step: int, full: int, light: int, percent: float = 0.5
 
 
 def test_the_first_steps_are_all_seen() -> None:
-    one = followed(detail.CLOSELY - 1, MILLISECOND, 40_000, 8_000)
+    one = followed(overhead.CLOSELY - 1, MILLISECOND, 40_000, 8_000)
     assert (one.line, one.sparse) == (0, 0)
 
 
@@ -56,27 +56,27 @@ def test_steps_are_thinned_until_they_keep_to_half_of_the_budget() -> None:
     # 40 us are 0.4 % of 10 ms; of every second step, with 8 us of the others, 0.24 %.
     assert followed(5000, 10 * MILLISECOND, 40_000, 8_000).sparse == 1
     assert followed(5000, 10 * MILLISECOND, 40_000, 8_000, percent=0.2).sparse == 15
-    assert followed(1000, MILLISECOND, 40_000, 8_000).sparse == detail.RARE - 1
-    assert followed(5000, MILLISECOND, 40_000, 8_000).sparse == detail.RAREST - 1
+    assert followed(1000, MILLISECOND, 40_000, 8_000).sparse == overhead.RARE_FULL - 1
+    assert followed(5000, MILLISECOND, 40_000, 8_000).sparse == overhead.RAREST_FULL - 1
 
 
 def test_a_line_stands_for_a_third_of_a_second_later_on() -> None:
     assert followed(500, MILLISECOND, 4_000, 2_000).line == 7
     assert followed(5000, MILLISECOND, 4_000, 2_000).line == 511
     assert followed(5000, 20 * MILLISECOND, 4_000, 2_000).line == 15
-    assert followed(5000, 1000, 4_000, 2_000).line == detail.MOST_STEPS - 1
+    assert followed(5000, 1000, 4_000, 2_000).line == overhead.MOST_STEPS - 1
 
 
 def test_a_line_stands_for_longer_where_steps_cannot_be_thinned_out_any_more() -> None:
     assert followed(5000, 5 * MILLISECOND, 200_000, 8_000).line == 63
     assert followed(5000, 5 * MILLISECOND, 200_000, 14_000).line == 127
-    assert followed(1000, MILLISECOND, 40_000, 8_000).line == detail.RARE - 1
+    assert followed(1000, MILLISECOND, 40_000, 8_000).line == overhead.RARE_FULL - 1
 
 
 @pytest.mark.parametrize("percent", [0, 0.01])
 def test_long_steps_are_not_thinned_out_further_by_a_small_budget(percent: float) -> None:
     one = followed(5000, 100 * MILLISECOND, 200_000, 8_000, percent)
-    assert (one.sparse, one.line) == (detail.RARE - 1, detail.RARE - 1)
+    assert (one.sparse, one.line) == (overhead.RARE_FULL - 1, overhead.RARE_FULL - 1)
 
 
 def test_what_diagnoses_take_of_a_clocked_step_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,11 +351,11 @@ def test_a_device_has_a_moment_at_the_end(
     def query(marker: Marker) -> bool:
         nonlocal asked
         asked += 1
-        clock.now += clocks.SETTLING // 2 if busy > 3 else MILLISECOND
+        clock.now += phases.SETTLE_TIME // 2 if busy > 3 else MILLISECOND
         return asked > busy
 
     monkeypatch.setattr(torch_private, "current_stream", lambda *_: lambda: None)
-    monkeypatch.setattr(clocks, "_now", lambda: clock.now)
+    monkeypatch.setattr(phases, "_now", lambda: clock.now)
     monkeypatch.setattr(Marker, "query", query)
     device = Device(clock)
     CudaClock(device, device).settle()

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from ddpdoctor.analysis.replicas import elements as elements_of
-from ddpdoctor.analysis.replicas import odd, unpacked
+from ddpdoctor.diagnose.replicas.differences import elements as elements_of
+from ddpdoctor.diagnose.replicas.differences import odd, unpacked
 from ddpdoctor.run.records.base import JsonObject
-from ddpdoctor.run.records.replicas import PackedTensor
+from ddpdoctor.run.records.model import PackedTensor
 from tests.replicas import FAMILY, found, prints, ranks, tensors
 from tests.written import Written
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.nn.utils import clip_grad
 
-from ddpdoctor.probe.hooks import setup
-from ddpdoctor.probe.observers.edits import Edits
-from ddpdoctor.probe.observers.replicas import Replica, Replicas
+from ddpdoctor.probe.hooks import training
+from ddpdoctor.probe.observers.ddp_modules import Replica, Replicas
+from ddpdoctor.probe.observers.gradients import Edits
 from ddpdoctor.probe.runtime import events, rank, torch_private
 from ddpdoctor.run.records.base import JsonObject
 from tests.probed import a_rank
@@ -145,12 +145,12 @@ def edits(told: list[JsonObject], monkeypatch: pytest.MonkeyPatch) -> Edits:
     ddp = Module()
     assert torch_private.reduced_parameters(ddp)
     replicas.alive.append(Replica(ddp, 0))
-    for name in setup.CLIPPING:
+    for name in training.CLIPPING:
         monkeypatch.setattr(clip_grad, name, getattr(clip_grad, name))
     edits = Edits(state, replicas)
     edits.ddp = ddp  # type: ignore[attr-defined]
     monkeypatch.setattr(events, "clips", [edits.clips])
-    setup.install_clipping(clip_grad)
+    training.install_clipping(clip_grad)
     return edits
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from ddpdoctor.core.finding import RULES, Finding, Severity
 from ddpdoctor.run.snapshot import Run
-from ddpdoctor.stacks.model import ENDING
-from ddpdoctor.stacks.py_spy import find_py_spy
+from ddpdoctor.stacks.capture import find_py_spy
+from ddpdoctor.stacks.rank_stacks import ENDING
 from tests.conftest import Doctor
 from tests.hanging_ranks import TRAIN, findings, rank, stacks, waiting
 
@@ -173,7 +173,7 @@ def test_a_real_shutdown_that_does_not_end_is_ended_if_asked(doctor: Doctor) -> 
 
 
 def test_one_long_line_of_stderr_takes_no_time() -> None:
-    from ddpdoctor.analysis.endings import _aborted
+    from ddpdoctor.diagnose.crashes.rank_endings import _aborted
 
     words = "Watchdog caught collective operation timeout"
     # Each rank's mark was searched to the line's end: minutes for a megabyte.

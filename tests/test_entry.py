@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ddpdoctor.run.records.process import ErrorRecord
-from ddpdoctor.supervise.job_environment import ENTRY
+from ddpdoctor.supervise.run_watch import ENTRY
 from tests.conftest import Doctor
 
 OLD = ("2.7", "3.6", "3.7", "3.8", "3.9")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddpdoctor.analysis.exit_statuses import printed_statuses, signal_name
+from ddpdoctor.diagnose.crashes.rank_endings import printed_statuses, signal_name
 from ddpdoctor.run.status import Phase
 from tests.written import MS, T0, Written
 

@@ -17,12 +17,11 @@ import pytest
 
 from ddpdoctor.commands import report
 from ddpdoctor.core.finding import Finding
-from ddpdoctor.failures import TABLE, Failure, Weight
 from ddpdoctor.failures.anchors import ANCHORS, COMMON
-from ddpdoctor.failures.lines import clean, rank_of_file, time_of
+from ddpdoctor.failures.entry import Failure, Known, Weight
+from ddpdoctor.failures.lines import clean, rank_of_file, split_line, time_of
 from ddpdoctor.failures.log import read
-from ddpdoctor.failures.model import Known
-from ddpdoctor.failures.prefixes import split_line
+from ddpdoctor.failures.table import TABLE
 from ddpdoctor.failures.verdict import findings
 
 LOGS = Path(__file__).parent / "logs"

@@ -21,8 +21,8 @@ from tests.conftest import JOBS, LIMIT, SPURIOUS_ABORT, Doctor, Result, marked
 TRAIN = str(JOBS / "train.py")
 
 IN_HOOKS = [
-    "observers.batches:Loops._begin",
-    "observers.contents:batch_size",
+    "observers.loaders:Loops._begin",
+    "observers.sample_contents:batch_size",
     "observers.readback:loss_reader",
     "hooks.training:unscaled",
     "runtime.sites:site_of",
@@ -30,7 +30,7 @@ IN_HOOKS = [
     "runtime.torch_private:logging_ints",
     "runtime.torch_private:logging_strings",
     "runtime.torch_private:reduced_parameters",
-    "runtime.torch_loaders:sampler_of",
+    "runtime.torch_private:sampler_of",
     "observers.steps:StepTracker.enter",
     "observers.steps:StepTracker.leave",
     "observers.steps:StepTracker.forward",
@@ -39,7 +39,7 @@ IN_HOOKS = [
     "observers.steps:StepTracker.evaluated",
     "observers.steps:StepTracker.stepped",
     "observers.steps:StepTracker.close",
-    "observers.open_step:OpenStep.line",
+    "observers.steps:OpenStep.line",
 ]
 """What hooks call; a fault in each must be recorded."""
 
@@ -137,8 +137,8 @@ def test_a_fault_of_ours_is_no_finding_and_prints_no_traceback(broken: Broken) -
 AT_INSTALL = [
     "hooks.ddp._wrap_inside",
     "runtime.torch_private.inside_forward",
-    "runtime.torch_loaders.loader_iterator_classes",
-    "observers.calls.binder",
+    "runtime.torch_private.loader_iterator_classes",
+    "observers.collective_calls.binder",
 ]
 
 

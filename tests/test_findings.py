@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import ddpdoctor.rules  # noqa: F401 (registers the rules)
+import ddpdoctor.diagnose.all_rules  # noqa: F401 (registers the rules)
 from ddpdoctor.core.finding import Finding
 from ddpdoctor.run.records.process import ErrorRecord
 from ddpdoctor.run.records.supervisor import FindingRecord

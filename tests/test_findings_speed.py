@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import ddpdoctor.rules  # noqa: F401 (registers the rules)
+import ddpdoctor.diagnose.all_rules  # noqa: F401 (registers the rules)
 from ddpdoctor.core.finding import Severity
 from tests.conftest import ROOT, Doctor
 from tests.finding_jobs import TRAIN, TWO, findings

@@ -12,14 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpdoctor.analysis.replicas import unpacked
+from ddpdoctor.diagnose.replicas.differences import unpacked
 from ddpdoctor.probe.observers import fingerprints
-from ddpdoctor.probe.observers.fingerprints import Fingerprints
-from ddpdoctor.probe.observers.hashing import PIECE, hash_of, hashable
-from ddpdoctor.probe.observers.looks import Pace
-from ddpdoctor.probe.observers.readback import Readback
-from ddpdoctor.probe.observers.replicas import Replicas
-from ddpdoctor.probe.observers.tensor_hashes import packed, tensor_norms
+from ddpdoctor.probe.observers.ddp_modules import Replicas
+from ddpdoctor.probe.observers.fingerprints import Fingerprints, packed, tensor_norms
+from ddpdoctor.probe.observers.overhead import Pace
+from ddpdoctor.probe.observers.readback import PIECE, Readback, hash_of, hashable
 from ddpdoctor.probe.runtime import torch_groups
 from ddpdoctor.run.records.base import JsonObject
 from tests.probed import Purse, a_rank
@@ -247,7 +245,7 @@ def test_a_look_that_is_too_dear_is_told_without_a_hash(monkeypatch: pytest.Monk
     assert [(each["kind"], "parameters" in each) for each in records] == [("together", False)]
 
 
-@pytest.mark.parametrize(("interval", "charged"), [(1, 0), (4, fingerprints.BEHIND)])
+@pytest.mark.parametrize(("interval", "charged"), [(1, 0), (4, fingerprints.NEXT_STEP_COST)])
 def test_the_step_behind_one_is_charged_once_they_are_rare(
     monkeypatch: pytest.MonkeyPatch, interval: int, charged: int
 ) -> None:

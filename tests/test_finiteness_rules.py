@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.probe.observers.tensor_hashes import packed
+from ddpdoctor.probe.observers.fingerprints import packed
 from ddpdoctor.run.records.base import JsonObject
 from tests.replicas import SITE, found, prints, ranks, tensors
 from tests.written import T0, Written

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch  # noqa: F401 (Flight looks for it)
 
-from ddpdoctor.analysis.gpu_work import holds_host
-from ddpdoctor.analysis.hang_snapshot import RankState
 from ddpdoctor.core.finding import Severity
-from ddpdoctor.probe.observers.flight import Flight
+from ddpdoctor.diagnose.hangs.hang_snapshot import RankState
+from ddpdoctor.diagnose.hangs.process_activity import gpu_holds_host
+from ddpdoctor.probe.observers.collective_calls import Flight
 from ddpdoctor.probe.runtime import torch_groups
-from ddpdoctor.run.requests import Asking
+from ddpdoctor.run.mapped import Asking
 from tests.hanging_ranks import NOW, findings, rank, stacks, waiting
 
 MARKS = [["optimizer", NOW - 42 * 10**9, True], ["other", NOW - 41 * 10**9, False]]
@@ -128,5 +128,5 @@ def test_a_host_that_waits_for_its_gpu_is_not_at_the_guilty_line(tmp_path: Path)
     ],
 )
 def test_who_may_wait_for_something_else(change: Answer) -> None:
-    assert holds_host(RankState(late(), NOW))
-    assert not holds_host(RankState({**late(), **change}, NOW))
+    assert gpu_holds_host(RankState(late(), NOW))
+    assert not gpu_holds_host(RankState({**late(), **change}, NOW))

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.analysis import flight_dumps
 from ddpdoctor.core.errors import DoctorError
-from ddpdoctor.core.finding import Finding, Location, Severity
+from ddpdoctor.core.finding import Finding, Severity
+from ddpdoctor.core.user_code import Location
+from ddpdoctor.diagnose.hangs import flight_dumps
 from tests.flight_files import NOW, SECOND, entry, write
 from tests.written import examined
 

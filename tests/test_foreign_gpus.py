@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from ddpdoctor.core.finding import Finding
-from ddpdoctor.probe.hooks import ddp, setup
-from ddpdoctor.probe.observers import files
+from ddpdoctor.probe.hooks import ddp, training
+from ddpdoctor.probe.observers import failures
 from ddpdoctor.probe.runtime import rank as rank_state
 from ddpdoctor.probe.runtime import shield, torch_private
-from ddpdoctor.run.environment import namespace
+from ddpdoctor.run.names import namespace
 from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.run.records.model import DdpRecord
 from ddpdoctor.run.records.process import FaultRecord, OpenRecord
@@ -26,7 +26,7 @@ from ddpdoctor.run.records.supervisor import GpusRecord
 from ddpdoctor.run.snapshot import Rank, Records, Run
 from ddpdoctor.run.status import Phase, Status
 from ddpdoctor.supervise.gpu_watch import GpuWatch
-from ddpdoctor.system.gpu.nvml import NvmlReader
+from ddpdoctor.system.nvml import NvmlReader
 from tests.conftest import Doctor
 from tests.fake_nvml import FOLDER, Machine
 from tests.probed import a_rank
@@ -253,8 +253,8 @@ def test_a_load_is_seen_once_for_each_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     serialization.save = lambda obj, f: None  # type: ignore[attr-defined]
     serialization._get_restore_location = lambda where: lambda storage, tag: storage  # type: ignore[attr-defined]
     seen: list[tuple[Any, bool]] = []
-    monkeypatch.setattr(files, "loaded", lambda *each: seen.append(each))
-    setup.install_serialization(serialization)
+    monkeypatch.setattr(failures, "tensors_loaded", lambda *each: seen.append(each))
+    training.install_serialization(serialization)
     on_gpu, on_cpu = storage("cuda:0"), storage("cpu")
     for where in (None, "cuda:0"):
         restore = serialization._get_restore_location(where)
@@ -271,11 +271,11 @@ def test_what_is_loaded_before_there_is_a_rank_waits_for_it(
     for name in ("_state", "active", "is_tracing"):
         monkeypatch.setattr(rank_state, name, getattr(rank_state, name))
     for _ in range(2):
-        files.loaded(torch.device("cuda:0"), False)
+        failures.tensors_loaded(torch.device("cuda:0"), False)
     written: list[JsonObject] = []
     rank_state.enter(a_rank(written), bool)
     shield.report_to(None)
-    files.loaded(torch.device("cuda:0"), False)
+    failures.tensors_loaded(torch.device("cuda:0"), False)
     assert len(written) == 2
     record = written[0]
     assert (record["kind"], record["device"], record["mapped"]) == ("gpu_load", "cuda:0", False)

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from ddpdoctor.run.mapped import EXAMINATION, PROFILE
 from ddpdoctor.run.records.process import FaultRecord
-from ddpdoctor.run.requests import EXAMINATION, PROFILE
 from ddpdoctor.run.snapshot import Run
 from ddpdoctor.stacks.capture import capture
 from tests.conftest import ROOT, Doctor, Live

@@ -19,17 +19,16 @@ from ddpdoctor.core.finding import from_record as finding_from_record
 from ddpdoctor.failures import verdict
 from ddpdoctor.failures.log import read as read_log
 from ddpdoctor.run import ring
-from ddpdoctor.run.journal_reader import JournalReader
 from ddpdoctor.run.mapped import UnreadableError
-from ddpdoctor.run.reader import RunReader, read_manifest
+from ddpdoctor.run.reader import JournalReader, RunReader, read_manifest
 from ddpdoctor.run.records.decode import RANK_RECORDS
 from ddpdoctor.run.status import PAGE_SIZE, parse_status
-from ddpdoctor.stacks import parse, saved
-from ddpdoctor.stacks.declared import read_declared
-from ddpdoctor.top import hardware, output, steplog
+from ddpdoctor.stacks import asking, rank_stacks
+from ddpdoctor.stacks.asking import read_declared
+from ddpdoctor.top import hardware, output, step_times
+from ddpdoctor.top.frames import WANT_ALL
 from ddpdoctor.top.recording import RecordingSource
-from ddpdoctor.top.source import ALL
-from ddpdoctor.top.stderr import Stderr
+from ddpdoctor.top.run_files import Stderr
 
 FUZZ = settings(
     max_examples=60,
@@ -82,7 +81,7 @@ def journal(path: Path) -> None:
     reader.poll()
     assert all(type(record) is RANK_RECORDS[record.kind] for record in reader.records)
     for line in reader.step_lines:
-        steplog.parse(line)
+        step_times.parse_step(line)
 
 
 def log(path: Path) -> None:
@@ -91,7 +90,7 @@ def log(path: Path) -> None:
 
 def recording(path: Path) -> None:
     source = RecordingSource(str(path))
-    source.read(ALL)
+    source.read(WANT_ALL)
     source.close()
 
 
@@ -104,13 +103,13 @@ def whole(path: Path) -> None:
 
 
 def steps(path: Path) -> None:
-    found = steplog.StepLog(path)
+    found = step_times.StepLog(path)
     found.span()
     found.until(5, 3)
     found.newest(3)
-    steplog.head(path, 1 << 20)
-    steplog.last_error(path, 1 << 20)
-    steplog.last_pass(path, 1 << 20)
+    step_times.open_record(path, 1 << 20)
+    step_times.last_error(path, 1 << 20)
+    step_times.last_pass(path, 1 << 20)
 
 
 def stderr(path: Path) -> None:
@@ -123,10 +122,14 @@ READERS: dict[str, tuple[str, Callable[[Path], object], tuple[type[Exception], .
     "manifest": ("run.json", manifest, (DoctorError,)),
     "supervisor": ("supervisor.jsonl", whole, ()),
     "stderr": ("stderr.log", stderr, ()),
-    "stacks": ("stacks.json", lambda path: saved.load(path.parent), ()),
+    "stacks": ("stacks.json", lambda path: rank_stacks.load_stacks(path.parent), ()),
     "declared": ("stacks-1-2.txt", lambda path: read_declared(path.parent), ()),
     "log": ("rank0.log", log, ()),
-    "faulthandler": ("x", lambda path: parse.parse(path.read_text(errors="replace"), "/d"), ()),
+    "faulthandler": (
+        "x",
+        lambda path: asking.parse_dump(path.read_text(errors="replace"), "/d"),
+        (),
+    ),
     "recording": ("top.jsonl", recording, (DoctorError,)),
     "object": ("x", lambda path: opening.json_object(path, 1 << 20), (ValueError,)),
 }

@@ -23,24 +23,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ddpdoctor.debug import dap
-from ddpdoctor.debug.rank_link import RankLink
-from ddpdoctor.debug.vscode import jsonc, launch_json, tasks_json
-from ddpdoctor.debug.vscode.launch_json import AttachPoint, PathMapping
+from ddpdoctor.debug import dap, jsonc, vscode_configurations
+from ddpdoctor.debug.gateway_ranks import RankLink
+from ddpdoctor.debug.vscode_configurations import AttachPoint, PathMapping
 from ddpdoctor.preflight.machine import gpu_health
-from ddpdoctor.preflight.machine.collectives import Answers
-from ddpdoctor.preflight.protocol import coordinator, echo, speeds, wire
-from ddpdoctor.preflight.protocol.report import (
-    Facts,
-    unpack,
-)
+from ddpdoctor.preflight.protocol import connecting, coordinator, pairs, wire
+from ddpdoctor.preflight.protocol.messages import Facts, unpack_facts
+from ddpdoctor.preflight.selftest.collectives import Answers
 from ddpdoctor.probe.runtime import control, shield
 from ddpdoctor.run.records.base import as_json
 from ddpdoctor.supervise import processes
 from ddpdoctor.supervise.keepers import Keepers
-from ddpdoctor.system import peers, process_state
+from ddpdoctor.system import nvml, peers, process_activity
 from ddpdoctor.system import proc as proc_layer
-from ddpdoctor.system.gpu import visible
 from ddpdoctor.top.prometheus import Exporter
 from tests.test_fuzz import BYTES, VALUES
 
@@ -123,7 +118,7 @@ FACTS: dict[str, st.SearchStrategy[Any]] = {
 @given(st.fixed_dictionaries({name: each | VALUES for name, each in FACTS.items()}) | VALUES)
 def test_facts_of_a_peer(told: Any) -> None:
     with contextlib.suppress(ValueError):
-        facts = unpack(told)
+        facts = unpack_facts(told)
         assert isinstance(facts.host, str)
         json.dumps(as_json(facts))
 
@@ -172,25 +167,29 @@ def test_a_peer_that_knocks(knock: dict[str, Any], told: list[Any], proves: bool
 @FUZZ
 @given(st.binary(max_size=64))
 def test_a_speed_of_a_peer(data: bytes) -> None:
-    answer = bytes(8) * speeds.PINGS + data
+    answer = bytes(8) * pairs.PINGS + data
 
     async def measure() -> None:
         with contextlib.suppress(asyncio.IncompleteReadError):
-            speed = await speeds.measure(reader(answer), Nowhere())  # type: ignore[arg-type]
-            speeds.is_slow(speed, 1.0, 1.0)
+            speed = await pairs.measure_link(reader(answer), Nowhere())  # type: ignore[arg-type]
+            pairs.is_slow(speed, 1.0, 1.0)
 
-    most, speeds.MOST_BYTES = speeds.MOST_BYTES, len(speeds.CHUNK)
+    most, pairs.MEASURE_BYTES = pairs.MEASURE_BYTES, len(pairs.CHUNK)
     try:
         asyncio.run(measure())
     finally:
-        speeds.MOST_BYTES = most
+        pairs.MEASURE_BYTES = most
 
 
 @FUZZ
 @given(st.lists(st.binary(min_size=1, max_size=80), max_size=5))
 def test_an_echo_of_a_peer(replies: list[bytes]) -> None:
     payload = b"ddpdoctor-payload"
-    right = bytes([echo._KINDS[socket.AF_INET][2]]) + bytes(echo._HEADER.size - 1) + payload
+    right = (
+        bytes([connecting._ICMP_TYPES[socket.AF_INET][2]])
+        + bytes(connecting._ICMP_HEADER.size - 1)
+        + payload
+    )
 
     async def hear() -> None:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -198,7 +197,7 @@ def test_an_echo_of_a_peer(replies: list[bytes]) -> None:
             mine.setblocking(False)
             for each in (*replies, right):
                 theirs.send(each)
-            await asyncio.wait_for(echo._reply(mine, socket.AF_INET, payload), 5)
+            await asyncio.wait_for(connecting._echo_reply(mine, socket.AF_INET, payload), 5)
 
     asyncio.run(hear())
 
@@ -317,11 +316,11 @@ def test_a_file_of_the_editor(text: str) -> None:
     mappings = [PathMapping("/here", "/there")]
     for edit in (
         jsonc.parse,
-        lambda given: launch_json.updated(given, points, mappings),
-        lambda given: launch_json.installed(given, points, mappings),
-        launch_json.removed,
-        lambda given: tasks_json.installed(given, ["train.py"]),
-        tasks_json.removed,
+        lambda given: vscode_configurations.with_run(given, points, mappings),
+        lambda given: vscode_configurations.with_launch_entries(given, points, mappings),
+        vscode_configurations.without_launch_entries,
+        lambda given: vscode_configurations.with_tasks(given, ["train.py"]),
+        vscode_configurations.without_tasks,
     ):
         with contextlib.suppress(jsonc.JsoncError):
             found = edit(text)
@@ -397,9 +396,9 @@ def test_a_status_file(name: bytes) -> None:
     text += b"ShdPnd:\t0000000000000002\nSigBlk:\t0\nSigCgt:\t4\nvoluntary_ctxt_switches:\t5\n"
     with proc(text):
         assert proc_layer.pending(7) == {2}
-        signals = process_state.read_signals(7, 7)
+        signals = process_activity.read_signals(7, 7)
         assert signals is not None and signals.caught == 4
-        process_state.read_turn(7, 7)
+        process_activity.read_turn(7, 7)
 
 
 @FUZZ
@@ -409,9 +408,9 @@ def test_other_files_of_the_kernel(text: bytes | str) -> None:
         processes._read(7)
         processes._is_marked(7, "run")
         proc_layer.zombie_status(os.getpid())
-        process_state.read_turn(7, 7)
-        process_state.read_signals(7, 7)
-        process_state.read_state(7)
+        process_activity.read_turn(7, 7)
+        process_activity.read_signals(7, 7)
+        process_activity.read_state(7)
         peers._overflow_uid.__wrapped__()
 
 
@@ -444,7 +443,7 @@ DIGITS = st.integers(0, 5_000).map(lambda count: "7" * count)
 @FUZZ
 @given(st.lists(DIGITS | st.text(max_size=9), max_size=4), DIGITS, DIGITS)
 def test_words_of_the_driver_and_for_it(entries: list[str], number: str, stamp: str) -> None:
-    visible.choice({"CUDA_VISIBLE_DEVICES": ",".join(entries)}, [])
+    nvml.choice({"CUDA_VISIBLE_DEVICES": ",".join(entries)}, [])
     record = f"4,1,{stamp},-;NVRM: Xid (PCI:0000:01:00): {number}, pid=1, x"
     for xid in gpu_health._parsed([record, *entries], 1.0):
         assert xid.age >= 0

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpdoctor.system.gpu.nvml import NvmlReader
-from ddpdoctor.system.gpu.reader import Device, Process, Reading, same_uuid
+from ddpdoctor.system.nvml import Device, NvmlReader, Process, Reading, same_uuid
 from tests.fake_nvml import Machine
 
 A, B = "GPU-aaaa", "GPU-bbbb"

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.core.finding import Finding, Location
+from ddpdoctor.core.finding import Finding
+from ddpdoctor.core.user_code import Location
 from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.run.status import Phase
 from tests.crash_records import error

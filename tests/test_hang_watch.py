@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-import ddpdoctor.rules  # noqa: F401 (registers the rules)
+import ddpdoctor.diagnose.all_rules  # noqa: F401 (registers the rules)
 from ddpdoctor.run.records.supervisor import FindingRecord, FoundLocation
 from ddpdoctor.run.status import Phase
-from ddpdoctor.supervise.hangs.signs import FIRST, PATIENCE, STEPS, Signs
+from ddpdoctor.supervise.hang_signs import FIRST, PATIENCE, STEPS, Signs
 from tests.conftest import LIMIT, ROOT, Doctor
 from tests.hanging_ranks import job, status
 

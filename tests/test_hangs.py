@@ -14,15 +14,14 @@ from typing import Any
 
 import pytest
 
-import ddpdoctor.rules  # noqa: F401 (registers the rules)
-from ddpdoctor.analysis.hang_snapshot import RankState
-from ddpdoctor.analysis.waits import parsed
+import ddpdoctor.diagnose.all_rules  # noqa: F401 (registers the rules)
 from ddpdoctor.core.finding import RULES, Severity, examine
-from ddpdoctor.probe.observers import flight
-from ddpdoctor.probe.observers.flight import places, reported
+from ddpdoctor.diagnose.hangs.hang_snapshot import RankState, parse_ranks
+from ddpdoctor.diagnose.hangs.rules_diagnosis import guilty
+from ddpdoctor.probe.observers import collective_calls
+from ddpdoctor.probe.observers.collective_calls import callers_of, reported_calls
 from ddpdoctor.probe.runtime.phases import Backward
 from ddpdoctor.probe.runtime.sites import Site
-from ddpdoctor.rules.diagnosis import guilty
 from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.ring import Collective
 from ddpdoctor.run.snapshot import Run
@@ -41,8 +40,8 @@ from tests.written import SECOND, T0, Written, supervisor_records
 
 
 def test_ranks_of_a_group() -> None:
-    assert parsed("0-2,5") == {0, 1, 2, 5}
-    assert parsed("") == set()
+    assert parse_ranks("0-2,5") == {0, 1, 2, 5}
+    assert parse_ranks("") == set()
 
 
 # -- the verdict
@@ -130,7 +129,7 @@ def test_the_recorders_of_all_backends_are_one_history() -> None:
 
     gloo = [entry(10 * number, "gloo", number) for number in range(1, 31)]
     nccl = [entry(255, "nccl2", 1), entry(291, "nccl2", 2)]
-    told = reported([*gloo, *nccl], lambda created: (f"train.py:{created}",))
+    told = reported_calls([*gloo, *nccl], lambda created: (f"train.py:{created}",))
     told.sort(key=lambda each: int(each["id"]))
     assert [each["created"] for each in told] == sorted(
         each["time_created_ns"] for each in (*gloo, *nccl)
@@ -149,7 +148,7 @@ def test_who_called_what_a_recorder_recorded() -> None:
     def passed(began: int, ended: int) -> Backward:
         return began, ended, Site("/job/train.py", 90)
 
-    place = places(
+    place = callers_of(
         [called(10, 20, 1), called(30, 50, 2, True), called(100, 130, 3), called(200, 0, 4)],
         [passed(35, 48), passed(60, 70), passed(190, 0)],
     )
@@ -188,7 +187,7 @@ def test_the_flight_recorder_is_turned_on_by_the_name_that_torch_does_not_warn_o
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(__version__=version, _C=native))
     # What is set here must be gone afterwards: the jobs of other tests inherit it.
     monkeypatch.setattr(os, "environ", {**own})
-    flight.install(ModuleType("torch.distributed.distributed_c10d"))
+    collective_calls.install_flight_recorder(ModuleType("torch.distributed.distributed_c10d"))
     assert {name: os.environ[name] for name in SWITCHES if name in os.environ} == wanted
     for name in SWITCHES:
         monkeypatch.delenv(name, raising=False)

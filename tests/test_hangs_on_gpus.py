@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.core.finding import Location, Severity
+from ddpdoctor.core.finding import Severity
+from ddpdoctor.core.user_code import Location
 from ddpdoctor.run.ring import RingWriter, chain_text
 from ddpdoctor.run.status import Phase
 from tests.hanging_ranks import NOW, findings, rank, stacks

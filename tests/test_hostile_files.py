@@ -20,27 +20,26 @@ from typing import cast
 import pytest
 
 import ddpdoctor
-from ddpdoctor.analysis.hang_snapshot import hang_snapshot
 from ddpdoctor.core import opening
-from ddpdoctor.core.finding import Finding, Location, Severity
+from ddpdoctor.core.finding import Finding, Severity
+from ddpdoctor.core.user_code import Location
+from ddpdoctor.diagnose.hangs.hang_snapshot import hang_snapshot
 from ddpdoctor.failures.lines import LONGEST
 from ddpdoctor.failures.log import read
 from ddpdoctor.failures.sources import logs_of
 from ddpdoctor.render import console
 from ddpdoctor.run import mapped, rundir
 from ddpdoctor.run.journal import Journal
-from ddpdoctor.run.journal_reader import MOST_KEPT, JournalReader
-from ddpdoctor.run.reader import RunReader
+from ddpdoctor.run.reader import MOST_KEPT, JournalReader, RunReader
 from ddpdoctor.run.records.base import json_line
-from ddpdoctor.run.records.model import DdpRecord
+from ddpdoctor.run.records.model import DdpRecord, FingerprintRecord
 from ddpdoctor.run.records.process import EndRecord
-from ddpdoctor.run.records.replicas import FingerprintRecord
 from ddpdoctor.run.records.supervisor import HangRecord
 from ddpdoctor.run.snapshot import Run
 from ddpdoctor.run.status import Phase
-from ddpdoctor.stacks import saved
-from ddpdoctor.stacks.model import Frame, RankStacks, Thread
-from ddpdoctor.top import events
+from ddpdoctor.stacks import rank_stacks
+from ddpdoctor.stacks.rank_stacks import Frame, RankStacks, Thread
+from ddpdoctor.top import run_files
 from tests.written import MS, T0, Written
 
 PACKAGE = Path(ddpdoctor.__file__).parent
@@ -92,7 +91,7 @@ def directory(written: Written) -> Path:
     (path / "lock").touch()
     frame = Frame("/a.py", 1, "main")
     stacks = RankStacks(0, 0, 1, "here", (Thread(1, "MainThread", False, (frame,)),))
-    saved.save(path, [stacks], T0)
+    rank_stacks.save_stacks(path, [stacks], T0)
     return path
 
 
@@ -170,7 +169,7 @@ def test_no_link_leads_out_of_a_run_directory(directory: Path, tmp_path: Path) -
     assert (found.stderr, found.supervisor, found.strays) == ("", (), ())
     assert found.ranks[0].status is None and found.ranks[0].records == ()
     assert found.ranks[1].status is not None
-    assert saved.load(directory) is None
+    assert rank_stacks.load_stacks(directory) is None
     assert rundir.is_live(directory) is False
     replace(directory / "run.json", str(secret / "run.json"))
     with pytest.raises(ddpdoctor.core.errors.DoctorError, match=r"run\.json is a link"):
@@ -188,7 +187,7 @@ def test_what_is_written_follows_no_link(directory: Path, tmp_path: Path) -> Non
     victim.write_text("precious")
     for name in (".stacks.json.new", "stacks.json"):
         replace(directory / name, str(victim))
-    saved.save(directory, [], T0)
+    rank_stacks.save_stacks(directory, [], T0)
     assert victim.read_text() == "precious"
     assert not (directory / "stacks.json").is_symlink()
     replace(directory / "lock", str(victim))
@@ -430,18 +429,14 @@ def test_of_a_sparse_log_the_end_is_read(tmp_path: Path, monkeypatch: pytest.Mon
 READS = {"read_text", "read_bytes"}
 
 OF_THE_KERNEL = {
-    "supervise/hangs/watch.py",  # /proc/pressure
+    "supervise/hang_watch.py",  # /proc/pressure
     "run/names.py",  # a directory, for a short address
 }
 
 READERS = (
-    *(PACKAGE / "supervise" / name for name in ("tracebacks.py", "showing.py", "suspicions.py")),
     *(
         path
-        for part in (
-            *("run", "top", "stacks", "analysis", "rules", "render", "failures"),
-            "supervise/hangs",
-        )
+        for part in ("run", "top", "stacks", "diagnose", "render", "failures", "supervise")
         for path in sorted((PACKAGE / part).rglob("*.py"))
     ),
     PACKAGE / "commands" / "report.py",
@@ -475,7 +470,11 @@ def test_one_module_opens() -> None:
 
 @pytest.mark.parametrize("command", [[], True, 7, {"a": 1}, None])
 def test_a_command_that_is_none_is_shown_as_nothing(command: object) -> None:
-    assert events.job({"command": command}) == events.command({"command": command}) == ""
+    assert (
+        run_files.job_command({"command": command})
+        == run_files.command_line({"command": command})
+        == ""
+    )
 
 
 @pytest.mark.parametrize("value", [True, 7, "x", [7, "x", None], {"a": []}, None])

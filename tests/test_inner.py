@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpdoctor.probe.observers import inner
+from ddpdoctor.probe.observers import failures
 
 HERE = str(Path(__file__))
 
@@ -41,7 +41,7 @@ def _from() -> None:
 
 
 def test_an_explicit_cause_is_the_one() -> None:
-    raised, outer = inner.unwrapped(caught(_from))
+    raised, outer = failures.unwrapped(caught(_from))
     assert (raised.name, raised.message, raised.path) == ("KeyError", "'label'", HERE)
     assert raised.line == _missing.__code__.co_firstlineno + 2
     assert outer is not None
@@ -55,7 +55,7 @@ def test_what_merely_came_before_is_not() -> None:
         except KeyError:
             raise Wrapped("the configuration is incomplete")  # noqa: B904
 
-    raised, outer = inner.unwrapped(caught(instead))
+    raised, outer = failures.unwrapped(caught(instead))
     assert (raised.message, outer) == ("the configuration is incomplete", None)
 
 
@@ -69,8 +69,8 @@ def test_a_cause_without_words_or_from_a_library_is_not() -> None:
     def library() -> None:
         raise Wrapped("outer") from ValueError("made, and never raised")
 
-    assert inner.unwrapped(caught(silent))[0].message == "no batch"
-    assert inner.unwrapped(caught(library))[0].message == "outer"
+    assert failures.unwrapped(caught(silent))[0].message == "no batch"
+    assert failures.unwrapped(caught(library))[0].message == "outer"
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exception groups came with Python 3.11")
@@ -79,7 +79,7 @@ def test_the_first_of_a_group() -> None:
         kind = __builtins__["ExceptionGroup"]  # type: ignore[index]
         raise kind("loading failed", [caught(_missing), caught(_from)])
 
-    raised, outer = inner.unwrapped(caught(group))
+    raised, outer = failures.unwrapped(caught(group))
     assert raised.name == "KeyError"
     assert outer is not None
     assert outer.message.startswith("loading failed")
@@ -95,7 +95,7 @@ def test_the_exception_of_a_worker() -> None:
     def again() -> None:
         raise RuntimeError(text)
 
-    raised, outer = inner.unwrapped(caught(again))
+    raised, outer = failures.unwrapped(caught(again))
     assert raised == ("KeyError", "'label'", "/job/data.py", 23)
     assert outer is not None
     assert outer.message == text
@@ -106,7 +106,7 @@ def test_the_line_in_the_process_of_a_pool() -> None:
         remote = 'Traceback:\n  File "/job/tokens.py", line 5, in f\n    x\nValueError: no token\n'
         raise ValueError("no token") from _RemoteTraceback(remote)  # type: ignore[arg-type]
 
-    raised, outer = inner.unwrapped(caught(again))
+    raised, outer = failures.unwrapped(caught(again))
     assert raised == ("ValueError", "no token", "/job/tokens.py", 5)
     assert outer is None
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-import ddpdoctor.rules  # noqa: F401 (registers the rules)
+import ddpdoctor.diagnose.all_rules  # noqa: F401 (registers the rules)
 from ddpdoctor.commands import report
 from ddpdoctor.core.finding import RULES, Finding
 from ddpdoctor.core.job import Command, OwnOptions
 from ddpdoctor.debug.debugging import Debugging
 from ddpdoctor.render import console
-from ddpdoctor.render.report import Reporter
+from ddpdoctor.render.reporter import Reporter
 from ddpdoctor.run import rundir
 from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.snapshot import Run
@@ -25,11 +25,10 @@ from ddpdoctor.supervise.passthrough import Passthrough
 from ddpdoctor.supervise.run_watch import RunWatch
 from ddpdoctor.supervise.supervisor import Supervisor
 from ddpdoctor.top import headline
-from ddpdoctor.top.events import Events
+from ddpdoctor.top.frames import Want
 from ddpdoctor.top.hardware import GpuFiles
 from ddpdoctor.top.live import LiveSource
-from ddpdoctor.top.source import Want
-from ddpdoctor.top.stderr import Stderr
+from ddpdoctor.top.run_files import Stderr, SupervisorEvents
 from tests.written import T0, Written
 
 WORDS = "internal error in"
@@ -192,7 +191,7 @@ def test_a_watcher_that_fails_ends_alone(
     records = [json.loads(line) for line in journal.read_bytes().splitlines()]
     (fault,) = [each for each in records if each["kind"] == "fault"]
     assert fault["part"] == name and fault["error"] == "KeyError('what is not there')"
-    assert fault["places"][0].startswith(("supervise/", "debug/", "core/faults.py"))
+    assert fault["places"][0].startswith(("supervise/", "debug/", "core/errors.py"))
     others = {each for each in PARTS if each.removesuffix(" again") != name}
     if name == "reading the records":
         # Nobody else has anything to look at then, but the debugger's ports and what is shown.
@@ -264,7 +263,7 @@ def test_a_fault_in_the_editors_files_leaves_the_debugger(
         (LiveSource, "_row", "rank 0, rank 1"),
         (Stderr, "read", "the output"),
         (GpuFiles, "read", "the GPUs"),
-        (Events, "poll", "events"),
+        (SupervisorEvents, "poll", "events"),
         (headline, "judge", "the verdict"),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import ddpdoctor.rules  # noqa: F401 (registers the rules)
+import ddpdoctor.diagnose.all_rules  # noqa: F401 (registers the rules)
 from ddpdoctor.core.finding import RULES, examine
 from ddpdoctor.run.journal import SEGMENT_SIZE, Journal, segment_line, segment_number
 from ddpdoctor.run.names import FORMAT

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ddpdoctor.debug.vscode import jsonc, launch_json, owned, tasks_json
-from ddpdoctor.debug.vscode.jsonc import JsoncError
+from ddpdoctor.debug import jsonc, vscode_configurations, vscode_files
+from ddpdoctor.debug.jsonc import JsoncError
 from tests.jsonc_words import MAPPINGS, MORE, POINTS, add, independent
 
 KEYS = ("configurations", "compounds")
@@ -22,7 +22,7 @@ def comments(text: str) -> list[str]:
     return [
         comment.text
         for comment in jsonc.parse(text).comments
-        if comment.text not in (owned.MADE, owned.MADE_FILE)
+        if comment.text not in (vscode_files.MADE, vscode_files.MADE_FILE)
     ]
 
 
@@ -136,8 +136,8 @@ def test_add_and_remove_restores_every_byte(choose: random.Random) -> None:
     assert sum(map(is_ours, value["compounds"])) == 2
     assert comments(added) == comments(text)
     assert add(added) == added
-    assert launch_json.removed(added) == text
-    assert launch_json.removed(text) == text
+    assert vscode_configurations.without_launch_entries(added) == text
+    assert vscode_configurations.without_launch_entries(text) == text
 
 
 @SETTINGS
@@ -151,29 +151,29 @@ def test_any_order_of_updates_ends_where_it_began(choose: random.Random) -> None
         others = choose.sample(["", "a", "b (c)"], k=choose.randrange(3))
         if choose.random() < 0.2:
             now = add(now)
-        now = launch_json.updated(now, points, MAPPINGS, label, others)
-        assert launch_json.updated(now, points, MAPPINGS, label, others) == now
+        now = vscode_configurations.with_run(now, points, MAPPINGS, label, others)
+        assert vscode_configurations.with_run(now, points, MAPPINGS, label, others) == now
         assert now is not None
         value = independent(now) or {}
         present = [e["name"] for e in value.get("configurations", []) if is_ours(e)]
         assert len(present) == len(set(present))
         for compound in filter(is_ours, value.get("compounds", [])):
             assert set(compound["configurations"]) <= set(present)
-    assert launch_json.removed(now) == text
+    assert vscode_configurations.without_launch_entries(now) == text
 
 
 @SETTINGS
 @given(choices)
 def test_tasks_too(choose: random.Random) -> None:
     text = Writer(choose).document(("tasks",))
-    added = tasks_json.installed(text, ["train.py"])
+    added = vscode_configurations.with_tasks(text, ["train.py"])
     assert added is not None
     tasks = independent(added)["tasks"]
     ours = ["run", "report", "check", "top"]
     assert [task["label"].removeprefix(PREFIX) for task in tasks[:4]] == ours
     assert tasks[4:] == (independent(text) or {}).get("tasks", [])
-    assert tasks_json.installed(added, ["train.py"]) == added
-    assert tasks_json.removed(added) == text
+    assert vscode_configurations.with_tasks(added, ["train.py"]) == added
+    assert vscode_configurations.without_tasks(added) == text
 
 
 @SETTINGS
@@ -191,13 +191,13 @@ def test_what_a_person_did_to_our_entries_does_no_harm(choose: random.Random) ->
         for key, item in value.items()
     }
     text = writer.items("{}", [f'"{key}":{item}' for key, item in shaped.items()], 0)
-    removed = launch_json.removed(text)
+    removed = vscode_configurations.without_launch_entries(text)
     assert removed is not None
     assert independent(removed) == foreign(value)
     assert jsonc.parse(removed).root.value == foreign(value)  # type: ignore[union-attr]
     # A comment may end up behind another one on the line, but not a word of it is lost.
     assert "".join(comments(removed)).replace(" ", "") == "".join(comments(text)).replace(" ", "")
-    again = launch_json.updated(text, MORE, MAPPINGS)
+    again = vscode_configurations.with_run(text, MORE, MAPPINGS)
     assert foreign(independent(again or "")) == foreign(value)
 
 
@@ -215,7 +215,7 @@ def test_damage_is_named_or_harmless(choose: random.Random) -> None:
         assert (root.value if root else None) == independent(text)
         error, added = outcome(lambda: add(text))
         if added is not None:
-            assert launch_json.removed(added) == text
+            assert vscode_configurations.without_launch_entries(added) == text
             return
     assert error is not None
     assert error.message

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from ddpdoctor.debug.vscode import jsonc, launch_json, owned, tasks_json
-from ddpdoctor.debug.vscode.jsonc import JsoncError
+from ddpdoctor.debug import jsonc, vscode_configurations, vscode_files
+from ddpdoctor.debug.jsonc import JsoncError
 from tests.jsonc_words import MAPPINGS, MORE, POINTS, add, independent
 
 MESSY = (
@@ -47,7 +47,7 @@ def test_a_messy_file() -> None:
     assert added == expected.replace("[ // first", f"[{ranks}, // first")
     assert names(added)[2:] == ["Python: C:\\xampp", "é 漢 😀"]
     assert add(added) == added
-    assert launch_json.removed(added) == MESSY
+    assert vscode_configurations.without_launch_entries(added) == MESSY
 
 
 @pytest.mark.parametrize(
@@ -93,14 +93,18 @@ def test_a_messy_file() -> None:
 )
 def test_shapes(before: str | None, after: str) -> None:
     put, take = sections("ddpdoctor: x"), sections()
-    assert owned.rewrite(before, put, {"v": 2}) == after
-    assert owned.rewrite(after, put, {"v": 2}) == after
-    assert owned.rewrite(after, take, {"v": 2}) == before
-    assert owned.rewrite(before, take, {"v": 2}) == before
+    assert vscode_files.rewrite(before, put, {"v": 2}) == after
+    assert vscode_files.rewrite(after, put, {"v": 2}) == after
+    assert vscode_files.rewrite(after, take, {"v": 2}) == before
+    assert vscode_files.rewrite(before, take, {"v": 2}) == before
 
 
-def sections(*wanted: str) -> list[owned.Section]:
-    return [owned.Section("l", "name", [{"name": name} for name in wanted], owned.any_name)]
+def sections(*wanted: str) -> list[vscode_files.Section]:
+    return [
+        vscode_files.Section(
+            "l", "name", [{"name": name} for name in wanted], vscode_files.any_name
+        )
+    ]
 
 
 @pytest.mark.parametrize(
@@ -129,19 +133,19 @@ def sections(*wanted: str) -> list[owned.Section]:
 )
 def test_removal_of_what_was_moved(before: str, after: str | None) -> None:
     expected = {"=": before, None: '[ {"name": "mine"}]'}.get(after, after)
-    text = owned.rewrite(f'{{"l": {before}}}', sections(), {})
+    text = vscode_files.rewrite(f'{{"l": {before}}}', sections(), {})
     assert text == (f'{{"l": {expected}}}' if expected else "{}")
     independent(text)
 
 
 def test_a_made_file_with_something_of_the_person_stays() -> None:
     made = add(None)
-    assert launch_json.removed(made) is None
+    assert vscode_configurations.without_launch_entries(made) is None
     with_input = made.replace('"version"', '"inputs": [], // mine\n    "version"')
-    left = launch_json.removed(with_input)
+    left = vscode_configurations.without_launch_entries(with_input)
     assert left == '{\n    "inputs": [], // mine\n    "version": "0.2.0"\n}\n'
-    assert launch_json.removed("// mine\n" + made) == "// mine"
-    assert launch_json.removed(made + "// mine\n") == "// mine\n"
+    assert vscode_configurations.without_launch_entries("// mine\n" + made) == "// mine"
+    assert vscode_configurations.without_launch_entries(made + "// mine\n") == "// mine\n"
 
 
 def test_of_two_lists_with_one_name_the_last_is_the_one() -> None:
@@ -149,7 +153,7 @@ def test_of_two_lists_with_one_name_the_last_is_the_one() -> None:
     added = add(text)
     assert added.startswith('{"configurations": [1], ')
     assert len(independent(added)["configurations"]) == 3
-    assert launch_json.removed(added) == text
+    assert vscode_configurations.without_launch_entries(added) == text
     # One was put behind ours later: VS Code reads that one now.
     behind = add('{"configurations": []}')[:-1] + ', "configurations": [2]}'
     again = add(behind)
@@ -194,59 +198,61 @@ def test_what_is_refused(text: str, line: int, word: str) -> None:
 
 def test_removal_has_no_quarrel_with_what_it_need_not_touch() -> None:
     for text in ("[]", "null", '{"configurations": null}', "", "// nothing", '{"compounds": 1}'):
-        assert launch_json.removed(text) == text
-    assert launch_json.removed(None) is None
-    assert tasks_json.removed(None) is None
+        assert vscode_configurations.without_launch_entries(text) == text
+    assert vscode_configurations.without_launch_entries(None) is None
+    assert vscode_configurations.without_tasks(None) is None
 
 
 def test_long_strings_and_numbers_take_no_time() -> None:
     text = json.dumps({"a": "x\\" * 200_000, "b": int("9" * 4000)})
-    assert launch_json.removed(add(text)) == text
+    assert vscode_configurations.without_launch_entries(add(text)) == text
     with pytest.raises(JsoncError):
         jsonc.parse('{"a": "' + "x" * 400_000)
 
 
 def test_half_a_surrogate_pair_is_written_as_an_escape() -> None:
-    added = tasks_json.installed(None, ["caf\udce9.py"])
+    added = vscode_configurations.with_tasks(None, ["caf\udce9.py"])
     assert added is not None
     assert "caf\\udce9.py" in added
     added.encode()
 
 
 def test_a_run_with_other_ranks() -> None:
-    two = launch_json.updated("{}", POINTS, MAPPINGS)
-    three = launch_json.updated(two, MORE, MAPPINGS)
+    two = vscode_configurations.with_run("{}", POINTS, MAPPINGS)
+    three = vscode_configurations.with_run(two, MORE, MAPPINGS)
     assert names(three) == [f"ddpdoctor: rank {rank}" for rank in range(3)]
     assert names(three, "compounds") == ["ddpdoctor: attach all ranks"]
-    assert launch_json.updated(three, POINTS, MAPPINGS) == two
+    assert vscode_configurations.with_run(three, POINTS, MAPPINGS) == two
 
 
 def test_labels() -> None:
-    first = launch_json.updated(None, POINTS, MAPPINGS)
-    both = launch_json.updated(first, POINTS, MAPPINGS, "a", [""])
+    first = vscode_configurations.with_run(None, POINTS, MAPPINGS)
+    both = vscode_configurations.with_run(first, POINTS, MAPPINGS, "a", [""])
     ranks = ["ddpdoctor: rank 0", "ddpdoctor: rank 1"]
     assert names(both) == [*(f"{name} (a)" for name in ranks), *ranks]
     assert names(both, "compounds") == [f"ddpdoctor: attach all ranks{s}" for s in (" (a)", "")]
     # The run of "a" is over: its entries are stale for all others.
-    assert names(launch_json.updated(both, POINTS, MAPPINGS, "b", [""])) == [
+    assert names(vscode_configurations.with_run(both, POINTS, MAPPINGS, "b", [""])) == [
         *(f"{name} (b)" for name in ranks),
         *ranks,
     ]
-    assert names(launch_json.updated(both, POINTS, MAPPINGS)) == ranks
-    assert launch_json.updated(both, POINTS, MAPPINGS, "", ["a"]) == both
-    assert names(launch_json.updated(both, POINTS, MAPPINGS, "a")) == [f"{n} (a)" for n in ranks]
+    assert names(vscode_configurations.with_run(both, POINTS, MAPPINGS)) == ranks
+    assert vscode_configurations.with_run(both, POINTS, MAPPINGS, "", ["a"]) == both
+    assert names(vscode_configurations.with_run(both, POINTS, MAPPINGS, "a")) == [
+        f"{n} (a)" for n in ranks
+    ]
 
 
 def test_run_and_attach_names_the_ranks_that_are_there() -> None:
     text = add(None).replace('"ddpdoctor: run",', '"my own task", // mine')
-    text = launch_json.updated(text, MORE, MAPPINGS) or ""
+    text = vscode_configurations.with_run(text, MORE, MAPPINGS) or ""
     run = independent(text)["compounds"][-1]
-    assert run["name"] == launch_json.RUN
+    assert run["name"] == vscode_configurations.RUN_COMPOUND
     assert run["configurations"] == names(text)
     assert run["preLaunchTask"] == "my own task"
     assert "// mine" in text
     # Another run neither changes it nor takes away what it names.
-    other = launch_json.updated(text, POINTS, MAPPINGS, "a") or ""
+    other = vscode_configurations.with_run(text, POINTS, MAPPINGS, "a") or ""
     assert independent(other)["compounds"][-1] == run
     assert set(run["configurations"]) < set(names(other))
-    assert launch_json.removed(other) is None
+    assert vscode_configurations.without_launch_entries(other) is None

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ddpdoctor.core.finding import Finding
-from ddpdoctor.probe.observers import failures, weights
-from ddpdoctor.rules import launch
+from ddpdoctor.diagnose.launch import rules
+from ddpdoctor.probe.observers import ddp_modules, failures
 from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.run.records.process import OpenRecord
 from ddpdoctor.run.snapshot import Rank, Records, Run
@@ -156,24 +156,24 @@ def test_what_counts_as_not_applied(
     given: int, missing: list[str], unexpected: list[str], told: bool
 ) -> None:
     names = dict.fromkeys([*unexpected, *map(str, range(given))][: max(given, len(unexpected))])
-    record = weights.not_applied(names, missing, unexpected)
+    record = ddp_modules.not_applied(names, missing, unexpected)
     assert (record is not None) == told
 
 
 def test_the_prefix_of_either_side() -> None:
-    assert weights._prefix(["a.w", "b.w"], ["module.a.w", "module.b.w"]) == (
+    assert ddp_modules._prefix(["a.w", "b.w"], ["module.a.w", "module.b.w"]) == (
         "module.",
         "checkpoint",
     )
-    assert weights._prefix(["net.a.w"], ["a.w"]) == ("net.", "model")
-    assert weights._prefix(["a.w"], ["b.w"]) == ("", "")
+    assert ddp_modules._prefix(["net.a.w"], ["a.w"]) == ("net.", "model")
+    assert ddp_modules._prefix(["a.w"], ["b.w"]) == ("", "")
 
 
 PARSED: JsonObject = {
     "kind": "local_rank", "parsed": 0, "environment": 1, "path": "/job/train.py", "line": 3,
 }  # fmt: skip
 PARALLEL: JsonObject = {"kind": "data_parallel", "path": "/job/train.py", "line": 9}
-WRITTEN = [(PARSED, launch.local_rank_never_filled, 0), (PARALLEL, launch.data_parallel, 16)]
+WRITTEN = [(PARSED, rules.local_rank_never_filled, 0), (PARALLEL, rules.data_parallel, 16)]
 
 
 def launched(*ranks: Sequence[JsonObject], step: Sequence[int] = (), over: bool = False) -> Run:

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from ddpdoctor.core.finding import RULES, examine
-from ddpdoctor.run.journal_reader import Room
-from ddpdoctor.run.reader import RunReader
+from ddpdoctor.run.reader import Room, RunReader
 from ddpdoctor.run.snapshot import Run
 from tests.conftest import JOBS, Doctor
 from tests.left_out import left_out

@@ -18,10 +18,9 @@ import pytest
 from ddpdoctor.commands import report
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.finding import Finding
-from ddpdoctor.failures import unpacking
-from ddpdoctor.failures.lines import time_of
+from ddpdoctor.failures import sources
+from ddpdoctor.failures.lines import split_line, time_of
 from ddpdoctor.failures.log import read
-from ddpdoctor.failures.prefixes import split_line
 from ddpdoctor.failures.verdict import findings
 
 TRACEBACK = """\
@@ -293,7 +292,7 @@ def test_zstd_takes_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "compression.zstd", None)
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(DoctorError, match="is compressed with zstd") as raised:
-        list(unpacking.unpacked("job.zst", io.BytesIO(b"\x28\xb5\x2f\xfd and more")))
+        list(sources.unpacked("job.zst", io.BytesIO(b"\x28\xb5\x2f\xfd and more")))
     assert "pip install zstandard" in raised.value.hint
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ddpdoctor.failures import TABLE
+from ddpdoctor.failures.entry import any_of
 from ddpdoctor.failures.lines import segments
-from ddpdoctor.failures.literals import any_of
 from ddpdoctor.failures.log import read
+from ddpdoctor.failures.table import TABLE
 from tests.log_lines import CANCELLED, STEPS
 
 TRAINING = "".join(f"epoch {n} step {n} loss 0.{n} and all is well here\n" for n in range(3000))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ddpdoctor.failures.log import read
-from ddpdoctor.failures.printed import untangled
+from ddpdoctor.failures.tracebacks import untangled
 from ddpdoctor.failures.verdict import findings
 from tests.log_lines import BANNER, RAISED, STEPS, one, timeouts
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ddpdoctor.commands import report
-from ddpdoctor.failures.redaction import Redactor
+from ddpdoctor.failures.lines import Redactor
 
 
 def test_names_addresses_and_secrets_are_left_out(

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-import ddpdoctor.rules  # noqa: F401 (registers the rules)
-from ddpdoctor.analysis import programs
-from ddpdoctor.analysis.guards import (
+import ddpdoctor.diagnose.all_rules  # noqa: F401 (registers the rules)
+from ddpdoctor.core.user_code import Location
+from ddpdoctor.diagnose import source_files
+from ddpdoctor.diagnose.source_files import (
     constant_while,
     guards_of,
     only_sleeps,
@@ -16,7 +17,6 @@ from ddpdoctor.analysis.guards import (
     ranks_at,
     statement,
 )
-from ddpdoctor.core.finding import Location
 
 # -- the source
 
@@ -199,10 +199,10 @@ def test_the_files_that_a_script_imports_beside_it(tmp_path: Path) -> None:
     inner.write_text("from . import helper\nimport other\n")
 
     def found(path: Path) -> set[str]:
-        each = programs.imported(str(path), programs.changed(str(path)))
+        each = source_files.imported_files(str(path), source_files.modified_at(str(path)))
         return {str(Path(file).relative_to(tmp_path)) for file in each}
 
     assert found(train) == {"helper.py", "package/__init__.py", "package/inner.py"}
     assert found(inner) == {"helper.py", "other.py"}
-    assert programs.changed(str(tmp_path / "gone.py")) == 0
+    assert source_files.modified_at(str(tmp_path / "gone.py")) == 0
     assert found(tmp_path / "gone.py") == set()

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from ddpdoctor.probe.observers.finite import Losses
-from ddpdoctor.probe.observers.replicas import Replicas
+from ddpdoctor.probe.observers.ddp_modules import Replicas
+from ddpdoctor.probe.observers.nonfinite import Losses
 from ddpdoctor.run.records.base import JsonObject
 from tests.probed import a_rank
 

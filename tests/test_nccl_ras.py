@@ -10,19 +10,17 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.analysis.ras_facts import behind, unanswered
 from ddpdoctor.core.finding import Finding
-from ddpdoctor.rules.ras_words import ras_lines
+from ddpdoctor.diagnose.collectives.recorded_calls import ranks_behind, unanswered_ranks
+from ddpdoctor.diagnose.hangs.rules_diagnosis import ras_lines
+from ddpdoctor.run.mapped import Asking
 from ddpdoctor.run.records.base import as_json, json_line
 from ddpdoctor.run.records.process import OpenRecord
-from ddpdoctor.run.records.ras import Ras
-from ddpdoctor.run.records.supervisor import HangRecord
-from ddpdoctor.run.requests import Asking
+from ddpdoctor.run.records.supervisor import HangRecord, Ras
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.status import Phase
-from ddpdoctor.supervise.hangs import examination, ras
-from ddpdoctor.supervise.hangs.watch import HangWatch
-from ddpdoctor.system import nccl_ras
+from ddpdoctor.supervise import hang_examination, nccl_ras
+from ddpdoctor.supervise.hang_watch import HangWatch
 from tests.conftest import LIMIT
 from tests.hanging_ranks import call, findings, rank, stacks, status
 from tests.ras_server import BY_OPERATION, JSON, NEWEST, TEXT, Communicator, running, text
@@ -41,7 +39,7 @@ FAILED = Communicator(HEALTHY.launched, errors={2: "Remote process error"})
 def asked(kind: str, *communicators: Communicator) -> Ras:
     """What a job whose rank is such a process gets to hear."""
     with running(kind, *communicators) as (pid, _):
-        found = ras.asked(job(pid))()
+        found = nccl_ras.asked(job(pid))()
     assert found is not None
     return found
 
@@ -56,9 +54,9 @@ def job(pid: int, backend: str = "nccl") -> Run:
 def test_every_version_says_who_has_launched_less(version: str) -> None:
     found = asked(version, BEHIND)
     assert found.version.startswith(version)
-    assert behind(found, 4, [2, 3], {0: 0, 1: 0}) == {3}
+    assert ranks_behind(found, 4, [2, 3], {0: 0, 1: 0}) == {3}
     # One that went on by a call is not behind of what the others wait in.
-    assert behind(found, 4, [2, 3], {0: 1, 1: 1}) == frozenset()
+    assert ranks_behind(found, 4, [2, 3], {0: 1, 1: 1}) == frozenset()
     (line,) = ras_lines(found, 4)
     kind = "collective" if version == TEXT else "AllReduce"
     assert line.startswith(f"by NCCL's RAS {kind} operations launched: rank 3 129, ")
@@ -69,7 +67,7 @@ def test_every_version_says_who_has_launched_less(version: str) -> None:
 @pytest.mark.parametrize("communicator", [SILENT, DEAD])
 def test_every_version_says_who_does_not_answer(version: str, communicator: Communicator) -> None:
     found = asked(version, communicator)
-    assert unanswered(found, 4) == {3}
+    assert unanswered_ranks(found, 4) == {3}
     (line, *more) = ras_lines(found, 4)
     # NCCL 2.24 names the process apart from its rank.
     whole = (
@@ -96,7 +94,7 @@ def test_where_all_is_well_that_is_said(version: str) -> None:
 def test_a_rank_of_a_smaller_communicator_is_not_one_of_the_job() -> None:
     pair = Communicator({0: {"AllReduce": 7}, 1: {"AllReduce": 8}})
     found = asked(NEWEST, HEALTHY, pair)
-    assert behind(found, 4, [0], {1: 0}) == frozenset()
+    assert ranks_behind(found, 4, [0], {1: 0}) == frozenset()
     (line,) = ras_lines(found, 4)
     assert line.endswith(
         "AllReduce operations launched: rank 0 7, rank 1 8, in a communicator of 2"
@@ -105,7 +103,7 @@ def test_a_rank_of_a_smaller_communicator_is_not_one_of_the_job() -> None:
 
 def test_of_two_communicators_that_differ_none_is_known_to_be_the_group() -> None:
     found = asked(NEWEST, BEHIND, BEHIND)
-    assert behind(found, 4, [3], {0: 0}) == frozenset()
+    assert ranks_behind(found, 4, [3], {0: 0}) == frozenset()
 
 
 @pytest.mark.parametrize(
@@ -123,7 +121,7 @@ def test_a_hostile_server_costs_a_line(
     kind: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if why == "in time":
-        monkeypatch.setattr(ras, "PATIENCE", 3.0)
+        monkeypatch.setattr(nccl_ras, "PATIENCE", 3.0)
     found = asked(kind)
     assert why in found.trouble and not found.communicators
     (line,) = ras_lines(found, 4)
@@ -150,7 +148,7 @@ def test_another_job_that_answers_is_not_asked() -> None:
 
 def test_without_nccl_and_where_nothing_listens_there_is_no_answer() -> None:
     with running(NEWEST, HEALTHY) as (pid, _):
-        assert ras.asked(job(pid, "gloo"))() is None
+        assert nccl_ras.asked(job(pid, "gloo"))() is None
         with pytest.raises(nccl_ras.RasError, match=r"^$"):
             nccl_ras.ask(("127.0.0.1", 1), [pid], 5.0, structured=True)
     assert nccl_ras.address({}) == ("localhost", 28028)
@@ -164,10 +162,10 @@ def test_texts_of_any_kind_do_no_harm() -> None:
     for cut in range(0, len(whole), 37):
         for odd in (whole[:cut], whole[:cut] + "9" * 5000 + whole[cut:]):
             if odd.startswith("NCCL version "):
-                json_line(as_json(ras.from_text(odd)))
+                json_line(as_json(nccl_ras.from_text(odd)))
     for odd in ("{}", '{"communicators": [{"ranks": [{"rank": 1e400}], "size": "x"}, 3]}', "[]"):
         try:
-            ras.from_json(odd)
+            nccl_ras.from_json(odd)
         except ValueError:
             assert odd == "[]"
 
@@ -212,7 +210,7 @@ def test_the_rank_of_another_node_that_does_not_answer_is_named(tmp_path: Path) 
 def test_an_examination_has_the_answer_in_its_record_and_in_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(examination, "examine", lambda *_: [{"rank": 0, "restart": 0}])
+    monkeypatch.setattr(hang_examination, "examine", lambda *_: [{"rank": 0, "restart": 0}])
     records: list[Any] = []
     with running(BY_OPERATION, BEHIND) as (pid, _):
         watch = HangWatch(
@@ -226,4 +224,4 @@ def test_an_examination_has_the_answer_in_its_record_and_in_its_file(
     (line,) = (json_line(as_json(each)) for each in records if each.kind == "hang")
     supervisor = supervisor_records(json.loads(line))
     for hang in (supervisor.of(HangRecord)[0], Run(tmp_path, {}, (), supervisor=supervisor).hang):
-        assert hang is not None and behind(hang.ras, 4, [3], {0: 0, 1: 0}) == {3}
+        assert hang is not None and ranks_behind(hang.ras, 4, [3], {0: 0, 1: 0}) == {3}

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from ddpdoctor.core.finding import Finding, Severity
-from ddpdoctor.rules.evaluation import evaluation_differs
-from ddpdoctor.rules.nothing_reduced import nothing_reduced
+from ddpdoctor.diagnose.gradients.rules_unreduced import nothing_reduced
+from ddpdoctor.diagnose.loops.rules_evaluation import evaluation_differs
 from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.run.records.process import OpenRecord
 from ddpdoctor.run.records.supervisor import JobRecord

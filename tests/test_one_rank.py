@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ddpdoctor.core.finding import Finding
-from ddpdoctor.failures import TABLE
+from ddpdoctor.failures.table import TABLE
 from ddpdoctor.run.records.base import JsonObject
 from tests.crash_records import HEAD, error
 from tests.hanging_ranks import findings as hang_findings

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from ddpdoctor.core.errors import DoctorError
-from ddpdoctor.core.finding import Finding, Location, Severity
-from ddpdoctor.core.options import Parser
-from ddpdoctor.core.selection import CODES, Selection
-from ddpdoctor.render import console, github, json_lines
-from ddpdoctor.render.report import Reporter
+from ddpdoctor.core.finding import Finding, Severity
+from ddpdoctor.core.options import CODES, Parser, Selection
+from ddpdoctor.core.user_code import Location
+from ddpdoctor.render import console, json_lines
+from ddpdoctor.render.reporter import Reporter
 from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.reported import Reported, Withdrawn
 from ddpdoctor.supervise import command
@@ -105,7 +105,7 @@ def test_on_a_terminal_no_path_is_split_and_no_line_ends_in_a_blank(width: int) 
 
 
 def test_notes_keep_words_whole_as_findings_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpdoctor.render.report.terminal.width", lambda descriptor: 60)
+    monkeypatch.setattr("ddpdoctor.render.reporter.terminal.width", lambda descriptor: 60)
     said: list[str] = []
     own = command.build(["--quiet", "true"], {})
     assert own is not None
@@ -116,14 +116,16 @@ def test_notes_keep_words_whole_as_findings_do(monkeypatch: pytest.MonkeyPatch) 
 
 def test_an_annotation_of_github_actions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GITHUB_WORKSPACE", "/w")
-    line = github.line(FOUND, "/w/other.py")
+    line = console.github_line(FOUND, "/w/other.py")
     assert line.startswith("::error file=src/train.py,line=35,title=DDP403::rank 1 alone left")
     assert "50 %25 of rank 0's%0A" in line
     assert "\n" not in line
     assert line.endswith("%0Afix: Reduce it over the ranks")
-    gone = github.retraction(Withdrawn(2, Reported(1, FOUND, 0), "over", "done"), "/w/other.py")
+    gone = console.github_retraction(
+        Withdrawn(2, Reported(1, FOUND, 0), "over", "done"), "/w/other.py"
+    )
     assert gone == "::notice file=src/train.py,line=35,title=DDP403 over::done"
-    placed = github.line(Finding("DDP1", Severity.INFO, "a\nb"), "/x/a,b:c.py")
+    placed = console.github_line(Finding("DDP1", Severity.INFO, "a\nb"), "/x/a,b:c.py")
     assert placed == "::notice file=/x/a%2Cb%3Ac.py,line=1,title=DDP1::a%0Ab"
 
 

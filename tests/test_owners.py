@@ -19,12 +19,12 @@ from pathlib import Path
 import pytest
 
 from ddpdoctor.core.errors import DoctorError
-from ddpdoctor.core.users import as_copy, whose
-from ddpdoctor.debug import attach_points, debug_ports
+from ddpdoctor.core.opening import as_copy, whose
+from ddpdoctor.debug import attach_points, gateway
 from ddpdoctor.run import rundir
 from ddpdoctor.run.reader import RunReader
 from ddpdoctor.system import peers
-from ddpdoctor.top import ask, signals
+from ddpdoctor.top import actions
 from tests import top_snapshots as made
 from tests.conftest import LIMIT, ROOT, Doctor
 from tests.test_debug_ports import OTHER, as_another_user, let_others_into, needs_another_user
@@ -146,8 +146,8 @@ def test_no_key_of_the_monitor_acts_on_a_run_of_another_user(theirs: Path) -> No
     # As a recording may have it, which somebody mailed.
     snapshot = replace(made.run(1), path=str(theirs))
     with pytest.raises(DoctorError, match=r"another user|has ended"):
-        signals.choices(snapshot, None)
-    for act in (ask.attach_lines, ask.write_launch_json):
+        actions.signal_choices(snapshot, None)
+    for act in (actions.attach_lines, actions.write_launch_json):
         with pytest.raises(DoctorError, match="belongs to another user"):
             act(snapshot)
 
@@ -230,7 +230,7 @@ def test_files_of_another_user_in_a_closed_directory_are_a_copy(tmp_path: Path) 
         with pytest.raises(DoctorError, match=r"run\.json belongs to another user"):
             attach_points.live_run(directory)
         with pytest.raises(DoctorError, match=r"run\.json belongs to another user"):
-            signals.choices(replace(made.run(1), path=str(directory)), None)
+            actions.signal_choices(replace(made.run(1), path=str(directory)), None)
         directory.chmod(0o777)
         with pytest.raises(DoctorError, match="belongs to another user"):
             RunReader(directory)
@@ -257,7 +257,7 @@ def test_a_port_of_another_user_is_neither_printed_nor_written(
         assert f"rank 0 is left out: {taken}" in written.stderr
         assert not (workspace / "launch.json").exists()
         snapshot = replace(made.run(1), path=str(directory))
-        assert f"rank 0 is left out: {taken}" in ask.write_launch_json(snapshot)
+        assert f"rank 0 is left out: {taken}" in actions.write_launch_json(snapshot)
     # The healthy twin: the same run, and the port is ours.
     with socket.create_server(("127.0.0.1", port)):
         (directory / "lock").unlink()
@@ -303,8 +303,8 @@ def test_the_listener_is_the_one_that_a_client_reaches(tmp_path: Path) -> None:
             pytest.skip(f"no IPv6 here: {error}")
         with server:
             port = server.getsockname()[1]
-            assert peers.listener(port, debug_ports.reachable(host)) == me
-    assert debug_ports.reachable("localhost") == "127.0.0.1"
+            assert peers.listener(port, gateway.reachable(host)) == me
+    assert gateway.reachable("localhost") == "127.0.0.1"
 
 
 # -- what run.json says
@@ -331,7 +331,7 @@ def test_what_the_manifest_says_is_data(
     with live_run(tmp_path / "run", 5678, **{"workspace": str(tmp_path), **debug}) as directory:
         snapshot = replace(made.run(1), path=str(directory))
         with pytest.raises(DoctorError, match="is damaged") as error:
-            ask.write_launch_json(snapshot)
+            actions.write_launch_json(snapshot)
         assert said in error.value.message
     assert not any((tmp_path / ".vscode").iterdir())
 

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from ddpdoctor.analysis.clocks import offsets
-from ddpdoctor.analysis.pace import own_time, stands_out
-from ddpdoctor.core.finding import Finding, Location, Severity
+from ddpdoctor.core.finding import Finding, Severity
+from ddpdoctor.core.user_code import Location
+from ddpdoctor.diagnose.node_clocks import offsets
+from ddpdoctor.diagnose.speed.pace import own_time, stands_out
 from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.run.records.process import OpenRecord
 from ddpdoctor.run.records.training import StepRecord

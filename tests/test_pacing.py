@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.probe.observers import detail, pacing
-from ddpdoctor.probe.observers.detail import Detail
-from ddpdoctor.probe.observers.pacing import Pacing
+from ddpdoctor.probe.observers import overhead
+from ddpdoctor.probe.observers.overhead import Detail, Pacing
 from ddpdoctor.probe.runtime import events
 from ddpdoctor.probe.runtime.budget import Budget
 from tests.probed import a_rank
@@ -40,7 +39,7 @@ def followed(
     budget = Budget(percent)
     state = a_rank([], budget, detail=a_detail(cost, light))
     clock = [0]
-    monkeypatch.setattr(pacing, "_now", lambda: clock[0])
+    monkeypatch.setattr(overhead, "_now", lambda: clock[0])
     one = Pacing(state)
     seen, unjudged = [], []
     for number in range(steps):
@@ -57,8 +56,8 @@ def followed(
 
 def test_of_long_steps_one_window_in_64_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, unjudged, _ = followed(monkeypatch, step=10 * MILLISECOND, cost=20_000)
-    windows = [number // detail.WINDOW for number in range(4096) if number not in set(seen)]
-    assert windows == [each for each in (63, 127, 191, 255) for _ in range(detail.WINDOW)]
+    windows = [number // overhead.WINDOW for number in range(4096) if number not in set(seen)]
+    assert windows == [each for each in (63, 127, 191, 255) for _ in range(overhead.WINDOW)]
     assert unjudged == [start + each for start in (1024, 2048, 3072) for each in (0, 1)]
 
 
@@ -73,7 +72,7 @@ def test_a_light_step_that_seemed_dear_once_is_no_reason_to_follow_all(
     one.sparse, one.full, one.light, one.paced = 63, 90_000.0, 33_000.0, 26_000.0
     state = a_rank([], Budget(0.5), detail=one)
     clock = [0]
-    monkeypatch.setattr(pacing, "_now", lambda: clock[0])
+    monkeypatch.setattr(overhead, "_now", lambda: clock[0])
     Pacing(state)
     seen = []
     for number in range(4096):
@@ -87,17 +86,17 @@ def test_a_light_step_that_seemed_dear_once_is_no_reason_to_follow_all(
         if number + 1 >= events.due:
             events.ring(number + 1)
     # A window of the beginning is left out, and shows what light steps take.
-    assert [each for each in seen if each < 1024] == list(range(63 * detail.WINDOW))
+    assert [each for each in seen if each < 1024] == list(range(63 * overhead.WINDOW))
     assert len([each for each in seen if each >= 1024]) == 3072 // 64
 
 
 def test_of_short_steps_some_windows_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, unjudged, budget = followed(monkeypatch, step=MILLISECOND, cost=20_000)
-    assert seen[: detail.CLOSELY] == list(range(detail.CLOSELY))
-    windows = {number // detail.WINDOW for number in seen if number >= detail.CLOSELY}
+    assert seen[: overhead.CLOSELY] == list(range(overhead.CLOSELY))
+    windows = {number // overhead.WINDOW for number in seen if number >= overhead.CLOSELY}
     # 20 us of a step of 1 ms are 2 %, and of the 0.5 % that are allowed a half at most is for it.
     assert windows == {*range(16, 64, 4), *range(64, 256, 16)}
-    assert len(seen) == detail.CLOSELY + len(windows) * detail.WINDOW
+    assert len(seen) == overhead.CLOSELY + len(windows) * overhead.WINDOW
     assert unjudged[:4] == [320, 321, 384, 385]
     assert budget.followed == pytest.approx(20_000 * len(seen), rel=0.05)
 
@@ -141,13 +140,13 @@ def test_light_steps_are_clocked_outside_of_followed_windows(
     """Lines of the journal end where these begin."""
     monkeypatch.setattr(events, "_alarms", [])
     monkeypatch.setattr(events, "due", events.NEVER)
-    monkeypatch.setattr(detail, "CLOCKED_EVERY", 0)
+    monkeypatch.setattr(overhead, "CLOCKED_EVERY", 0)
     one = a_detail(20_000, 3_000)
     due = set()
     for number in range(2048, 4096, 64):
         one.choose(number, MILLISECOND)
         if (events.due + 1) & one.sparse:
-            due.add(events.due // detail.WINDOW % 4)
+            due.add(events.due // overhead.WINDOW % 4)
         events.ring(events.due)
     assert due == {1}
 
@@ -161,7 +160,7 @@ def test_ranks_of_different_cost_share_their_windows(monkeypatch: pytest.MonkeyP
 
 def test_a_window_is_followed_however_dear(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, _, _ = followed(monkeypatch, step=1000, cost=MILLISECOND)
-    assert set(range(3072, 3072 + detail.WINDOW)) <= set(seen)
+    assert set(range(3072, 3072 + overhead.WINDOW)) <= set(seen)
 
 
 @pytest.mark.parametrize(("light", "every"), [(100, 8), (1_400, 16), (2_000, 32), (8_000, 64)])
@@ -174,13 +173,13 @@ def test_what_the_hooks_take_is_not_there_for_gradients(
     A sixteenth is there in any case.
     """
     seen, _, _ = followed(monkeypatch, step=MILLISECOND, cost=20_000, light=light)
-    later = {number // detail.WINDOW for number in seen if number >= detail.BEGINNING}
+    later = {number // overhead.WINDOW for number in seen if number >= overhead.BEGINNING}
     assert later == set(range(64, 256, every))
 
 
 def test_without_a_budget_the_fewest_windows_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, _, _ = followed(monkeypatch, step=MILLISECOND, cost=20_000, percent=0)
-    assert {number // detail.WINDOW for number in seen if number >= detail.BEGINNING} == {
+    assert {number // overhead.WINDOW for number in seen if number >= overhead.BEGINNING} == {
         64,
         128,
         192,
@@ -198,7 +197,7 @@ def test_between_followed_windows_it_is_seldom_looked(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Pacing, "_turn", look)
     followed(monkeypatch, step=MILLISECOND, cost=20_000, percent=0)
     # At the end of one that is followed, and four times until the next one.
-    windows = [number // detail.WINDOW for number in looked if number >= detail.BEGINNING]
+    windows = [number // overhead.WINDOW for number in looked if number >= overhead.BEGINNING]
     assert windows == [64, 65, 80, 96, 112, 128, 129, 144, 160, 176, 192, 193, 208, 224, 240, 256]
 
 
@@ -207,7 +206,7 @@ def test_where_steps_become_long_all_are_followed_again(monkeypatch: pytest.Monk
     monkeypatch.setattr(events, "due", events.NEVER)
     state = a_rank([], Budget(0.5), detail=a_detail(20_000, light=200))
     clock = [0]
-    monkeypatch.setattr(pacing, "_now", lambda: clock[0])
+    monkeypatch.setattr(overhead, "_now", lambda: clock[0])
     Pacing(state)
     seen = []
     for number in range(4096):
@@ -218,5 +217,7 @@ def test_where_steps_become_long_all_are_followed_again(monkeypatch: pytest.Monk
         if number + 1 >= events.due:
             events.ring(number + 1)
     # The look that comes next sees it, two windows later.
-    later = [each for each in range(2080, 4096) if (each // detail.WINDOW + 1) % pacing.LEFT_OUT]
-    assert seen[seen.index(2048) + detail.WINDOW :] == later
+    later = [
+        each for each in range(2080, 4096) if (each // overhead.WINDOW + 1) % overhead.LEFT_OUT
+    ]
+    assert seen[seen.index(2048) + overhead.WINDOW :] == later

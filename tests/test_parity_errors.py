@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from ddpdoctor.analysis.endings import endings
+from ddpdoctor.diagnose.crashes.rank_endings import endings
 from ddpdoctor.run.records.process import ErrorRecord, ExitRecord, FaultRecord
 from ddpdoctor.run.snapshot import Rank
 from tests.conftest import JOBS, LIMIT, Doctor, Result, marked

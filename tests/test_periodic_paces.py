@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
-from ddpdoctor.analysis.lag import still_slower
-from ddpdoctor.core.finding import Finding, Location
+from ddpdoctor.core.finding import Finding
+from ddpdoctor.core.user_code import Location
+from ddpdoctor.diagnose.speed.lag import still_slower
 from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.records.base import JsonObject
 from tests.straggling import MAIN, asked, loop, profile, rank, stack

@@ -18,10 +18,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddpdoctor.analysis import plain_pickle
-from ddpdoctor.analysis.flight_dumps import read
-from ddpdoctor.analysis.plain_pickle import DamagedPickleError, loads
 from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.diagnose.hangs import flight_dumps
+from ddpdoctor.diagnose.hangs.flight_dumps import DamagedPickleError, loads, read
 from tests.flight_files import entry, write
 
 ADDRESS_SPACE = 1 << 30
@@ -136,7 +135,7 @@ def test_a_bomb_takes_no_more_than_its_share(kind: str) -> None:
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert most < 1.3 * plain_pickle.MOST_MEMORY
+    assert most < 1.3 * flight_dumps.MOST_MEMORY
 
 
 def test_what_contains_itself_is_read(tmp_path: Path) -> None:

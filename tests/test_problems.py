@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ddpdoctor.core.finding import Finding, Location, Severity
-from ddpdoctor.render import problems
+from ddpdoctor.core.finding import Finding, Severity
+from ddpdoctor.core.user_code import Location
+from ddpdoctor.render import console
 
 PLACE = Location("/w/train.py", 52)
 
@@ -31,5 +32,5 @@ def test_a_message_does_not_repeat_its_own_place(message: str, shown: str) -> No
         evidence=(),
         fix="Change it",
     )
-    line = problems.line(finding, "/w/train.py")
+    line = console.problem_line(finding, "/w/train.py")
     assert line == f"/w/train.py:52:1: error DDP801 {shown}. Change it"

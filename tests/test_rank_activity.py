@@ -7,9 +7,16 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.analysis.process_activity import doing, lacks_cpu, shown_bytes, starves, stirs, works
-from ddpdoctor.analysis.rank_activity import activity_of, came_since, state_of
 from ddpdoctor.core.finding import Severity
+from ddpdoctor.diagnose.hangs.process_activity import (
+    doing,
+    lacks_cpu,
+    shown_bytes,
+    starves,
+    stirs,
+    works,
+)
+from ddpdoctor.diagnose.hangs.rank_activity import activity_of, came_since, state_of
 from tests.hanging_ranks import stacks
 from tests.seen_ranks import LOAD, MB, died, said, seen
 

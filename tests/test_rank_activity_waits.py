@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.analysis.calls import from_flight, from_ring
-from ddpdoctor.analysis.exit_waits import NEVER_ENDS, exit_wait
-from ddpdoctor.analysis.hang_snapshot import RankState
-from ddpdoctor.analysis.rank_activity import activity_of
 from ddpdoctor.core.finding import Severity
-from ddpdoctor.stacks.model import ENDING
+from ddpdoctor.diagnose.collectives.recorded_calls import from_flight, from_ring
+from ddpdoctor.diagnose.hangs.hang_snapshot import RankState
+from ddpdoctor.diagnose.hangs.rank_activity import NEVER_ENDS, activity_of, exit_wait
+from ddpdoctor.stacks.rank_stacks import ENDING
 from tests.hanging_ranks import NOW, call, stacks
 from tests.seen_ranks import LOAD, LOADER, died, said, seen
 

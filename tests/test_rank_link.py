@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from ddpdoctor.debug import rank_link
-from ddpdoctor.debug.rank_link import Message, RankLink, SilentError
-from ddpdoctor.system.process_state import Turn
+from ddpdoctor.debug import gateway_ranks
+from ddpdoctor.debug.gateway_ranks import Message, RankLink, SilentError
+from ddpdoctor.system.process_activity import Turn
 
 
 class Writer:
@@ -47,7 +47,7 @@ def ask(after: float) -> Message:
 
 
 def test_a_rank_that_sleeps_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_link, "read_turns", lambda pid: {1: Turn("S", 0.0, 0.0, 1)})
+    monkeypatch.setattr(gateway_ranks, "read_turns", lambda pid: {1: Turn("S", 0.0, 0.0, 1)})
     with pytest.raises(SilentError, match="no answer"):
         ask(5.0)
 
@@ -58,5 +58,5 @@ def test_a_rank_that_gets_no_core_is_waited_for(monkeypatch: pytest.MonkeyPatch)
     def starved(pid: int) -> dict[int, Turn]:
         return {1: Turn("R", 0.0, time.monotonic() - began, 1)}
 
-    monkeypatch.setattr(rank_link, "read_turns", starved)
+    monkeypatch.setattr(gateway_ranks, "read_turns", starved)
     assert ask(5.0)["here"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddpdoctor.core.ranks import named
+from ddpdoctor.core.formatting import named
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import ddpdoctor.rules  # noqa: F401 (registers the rules)
+import ddpdoctor.diagnose.all_rules  # noqa: F401 (registers the rules)
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.run.names import FORMAT
 from ddpdoctor.run.reader import RunReader, read_manifest
@@ -20,10 +20,10 @@ def test_no_file_is_ever_unpickled() -> None:
     """A run directory may come from another machine; reading it must not run what is in it."""
     banned = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
     # The Flight Recorder hands a rank's own collectives to it as a pickle, in memory.
-    in_memory = PACKAGE / "probe" / "observers" / "flight.py"
+    in_memory = PACKAGE / "probe" / "observers" / "collective_calls.py"
     # A function is made of the names of the parameters that a function of torch has.
     of_names = {
-        PACKAGE / "probe" / "observers" / "calls.py",
+        PACKAGE / "probe" / "observers" / "collective_calls.py",
         # A constructor is made of the names of the fields that a class of ours declares.
         PACKAGE / "run" / "records" / "declaring.py",
     }

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.core.finding import Finding, Location, Severity
-from ddpdoctor.rules.launch import data_parallel, local_rank_never_filled
+from ddpdoctor.core.finding import Finding, Severity
+from ddpdoctor.core.user_code import Location
+from ddpdoctor.diagnose.launch.rules import data_parallel, local_rank_never_filled
 from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.run.status import Phase
 from tests.crash_records import HEAD, error

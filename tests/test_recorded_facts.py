@@ -8,14 +8,14 @@ from typing import cast
 
 import pytest
 
-from ddpdoctor.probe.observers.open_step import OpenStep
-from ddpdoctor.probe.runtime.vitals import Vitals
-from ddpdoctor.run import code, vitals
+from ddpdoctor.probe.observers.steps import OpenStep
+from ddpdoctor.probe.runtime.recorder import Vitals
+from ddpdoctor.run import code_version, vitals
+from ddpdoctor.run import vitals as keeping
 from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.records.supervisor import VitalsRecord
 from ddpdoctor.run.status import Parts, StatusPage
 from ddpdoctor.run.step_series import PARTS, series
-from ddpdoctor.supervise import vitals as keeping
 from tests.conftest import Doctor
 from tests.drawn_runs import T0, write_run
 from tests.written import MS, Written
@@ -53,10 +53,10 @@ def test_a_run_keeps_norms_memory_and_code(doctor: Doctor) -> None:
     assert [step.norm for step in steps] == printed
     found = series(result.run, result.run.last, 100)
     assert list(found.ranks[0].norm) == printed, "the reader of long runs knows the same line"
-    samples = vitals.read(result.run_dir)
+    samples = vitals.read_vitals(result.run_dir)
     assert {memory.rank for each in samples for memory in each.ranks} <= {0, 1}
     assert any(memory.rss for each in samples for memory in each.ranks)
-    kept = code.read(result.run_dir)
+    kept = code_version.read(result.run_dir)
     assert kept is not None and kept.text == script.read_text()
     assert kept.files.keys() == {"train.py"}
 
@@ -127,14 +127,14 @@ def test_memory_over_time_never_grows_large(
 ) -> None:
     now = [0.0]
     clock = SimpleNamespace(monotonic=lambda: now[0])
-    monkeypatch.setattr("ddpdoctor.supervise.vitals.time", clock)
+    monkeypatch.setattr("ddpdoctor.run.vitals.time", clock)
     run = write_run(written.path / "run", 2, 1)
     (run / "vitals.jsonl").unlink()
     watch = keeping.Vitals(run)
     snapshot = RunReader(run).snapshot()
-    for _ in range(4 * keeping.MOST):
+    for _ in range(4 * keeping.MOST_KEPT):
         assert watch.look(snapshot) is False
         now[0] += keeping.EVERY
-    samples: list[VitalsRecord] = vitals.read(run)
-    assert keeping.MOST / 2 <= len(samples) <= keeping.MOST
+    samples: list[VitalsRecord] = vitals.read_vitals(run)
+    assert keeping.MOST_KEPT / 2 <= len(samples) <= keeping.MOST_KEPT
     assert [memory.rank for memory in samples[-1].ranks] == [0, 1]

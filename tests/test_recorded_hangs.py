@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.analysis.steadiness import LASTING
-from ddpdoctor.core.finding import Finding, Location, Severity
-from ddpdoctor.probe.observers.flight import reported
-from ddpdoctor.supervise.hangs.flights import BEFORE, BEHIND, NEWEST, around
+from ddpdoctor.core.finding import Finding, Severity
+from ddpdoctor.core.user_code import Location
+from ddpdoctor.diagnose.hangs.process_activity import LASTING
+from ddpdoctor.probe.observers.collective_calls import reported_calls
+from ddpdoctor.supervise.hang_examination import BEFORE, BEHIND, NEWEST_ENTRIES, around
 from tests.written import Written
 
 RECORDINGS = Path(__file__).with_name("recordings")
@@ -131,7 +132,7 @@ def test_calls_of_every_group_are_kept_around_the_one_that_hangs() -> None:
         ]
 
     def kept(*recorded: dict[str, Any]) -> list[dict[str, Any]]:
-        return reported([*recorded], lambda _: ())
+        return reported_calls([*recorded], lambda _: ())
 
     found = around(
         {
@@ -143,9 +144,9 @@ def test_calls_of_every_group_are_kept_around_the_one_that_hangs() -> None:
         group: [each["sequence"] for each in found[1] if each["group"] == group]
         for group in ("0", "one")
     }
-    assert numbers["0"] == [*range(130 - BEFORE, 130 + BEHIND), *range(301 - NEWEST, 301)]
+    assert numbers["0"] == [*range(130 - BEFORE, 130 + BEHIND), *range(301 - NEWEST_ENTRIES, 301)]
     # Nothing hangs there.
-    assert numbers["one"] == [*range(201 - NEWEST, 201)]
+    assert numbers["one"] == [*range(201 - NEWEST_ENTRIES, 201)]
     assert [each["sequence"] for each in found[0] if each["group"] == "0"][-1] == 130
 
 

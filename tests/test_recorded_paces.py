@@ -13,14 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from ddpdoctor.core.finding import Finding, Location
-from ddpdoctor.render import summary
-from ddpdoctor.render.html import rank_table
-from ddpdoctor.render.trace import write
+from ddpdoctor.core.finding import Finding
+from ddpdoctor.core.user_code import Location
+from ddpdoctor.render import reporter
+from ddpdoctor.render.chrome_trace import write_trace
+from ddpdoctor.render.html import content
 from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.run.step_series import series
-from ddpdoctor.top.choosing import open_source
+from ddpdoctor.top.frame_sources import open_source
 from tests.top_runs import ALL
 from tests.written import Written
 
@@ -73,13 +74,13 @@ def test_a_straggler_is_the_same_in_all_views(written: Written, tmp_path: Path) 
     assert finding.location == Location("/job/g_straggler_gpu.py", 8)
 
     run = RunReader(written.path).snapshot()
-    rows = rank_table.rows(run, run.last, [finding], series(run, run.last, 1 << 16))
+    rows = content.rank_rows(run, run.last, [finding], series(run, run.last, 1 << 16))
     waits = {row["rank"]: row["parts"][5] for row in rows}
     own = {row["rank"]: row["own"] for row in rows}
     assert own[1] > 3 * own[0] and waits[0] > 0.140 > 0.002 > waits[1]
 
     path = tmp_path / "trace.json"
-    write(str(path), run, [finding], [], zipped=False)
+    write_trace(str(path), run, [finding], [], zipped=False)
     steps = [
         event
         for event in json.loads(path.read_text())["traceEvents"]
@@ -87,7 +88,7 @@ def test_a_straggler_is_the_same_in_all_views(written: Written, tmp_path: Path) 
     ]
     assert [round(each["args"]["wait ms"] / 50) for each in steps] == [3, 0]
 
-    assert "wait 3" in next(line for line in summary.lines(run) if "median step" in line)
+    assert "wait 3" in next(line for line in reporter.summary_lines(run) if "median step" in line)
 
     source = open_source(str(written.path))
     assert source.replay is not None

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-import ddpdoctor.rules  # noqa: F401 (registers the rules)
+import ddpdoctor.diagnose.all_rules  # noqa: F401 (registers the rules)
 from ddpdoctor.probe.runtime import events, rank
 from ddpdoctor.probe.runtime.rank import RankState
-from ddpdoctor.probe.runtime.recorder import QUEUE, Lazy, NotYet, Recorder
+from ddpdoctor.probe.runtime.recorder import QUEUE_SIZE, Lazy, NotYet, Recorder
 from ddpdoctor.run.journal import SEGMENT_SIZE, Journal, segment_number
 from ddpdoctor.run.records.base import json_line
 from ddpdoctor.run.records.process import FaultRecord, OpenRecord
@@ -108,7 +108,7 @@ def test_a_record_that_cannot_be_made_is_a_fault_and_no_more(rig: Rig) -> None:
 
 
 def test_a_full_queue_drops_and_counts(rig: Rig) -> None:
-    for _ in range(QUEUE + 17):
+    for _ in range(QUEUE_SIZE + 17):
         rig.recorder.add(note("a"))
     assert rig.recorder.dropped == 17
     rig.recorder.flush(5)

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.run.journal import Journal
 from ddpdoctor.run.records.base import Part, Record, encode, key_of
-from ddpdoctor.run.records.data import PassRecord, SamplerFacts
 from ddpdoctor.run.records.decode import (
     RANK_RECORDS,
     SUPERVISOR_RECORDS,
@@ -24,7 +23,14 @@ from ddpdoctor.run.records.decode import (
 from ddpdoctor.run.records.model import NonfiniteRecord, Origin, UnreducedRecord
 from ddpdoctor.run.records.process import ErrorRecord, OpenRecord
 from ddpdoctor.run.records.supervisor import ProfileRequestRecord
-from ddpdoctor.run.records.training import IdleBatch, LoopRecord, SiteRecord, StepRecord
+from ddpdoctor.run.records.training import (
+    IdleBatch,
+    LoopRecord,
+    PassRecord,
+    SamplerFacts,
+    SiteRecord,
+    StepRecord,
+)
 
 KINDS = [*RANK_RECORDS.items(), *SUPERVISOR_RECORDS.items()]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import ddpdoctor.rules  # noqa: F401 (registers the rules)
+import ddpdoctor.diagnose.all_rules  # noqa: F401 (registers the rules)
 from ddpdoctor.core.finding import Severity
 from ddpdoctor.run.journal import Journal
 from ddpdoctor.run.names import FORMAT, rank_stem
@@ -202,7 +202,7 @@ def test_the_same_waits_for_data_are_one_finding_whichever_ranks_show_it(tmp_pat
 
 
 def test_ranks_of_other_machines_are_not_watched_by_their_pids(written: Written) -> None:
-    from ddpdoctor.supervise.ranks import RankWatch
+    from ddpdoctor.supervise.rank_processes import RankWatch
 
     elsewhere = OpenRecord(format=FORMAT, rank=0, namespace="another machine")
     stem = written.path / rank_stem(0, 0)

@@ -17,7 +17,7 @@ import pytest
 
 from ddpdoctor.commands import report
 from ddpdoctor.core.errors import DoctorError
-from ddpdoctor.core.users import whose
+from ddpdoctor.core.opening import whose
 from ddpdoctor.run import rundir
 from ddpdoctor.run.reader import RunReader
 from tests.conftest import LIMIT

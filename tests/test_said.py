@@ -13,12 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import ddpdoctor.rules  # noqa: F401 (registers the rules)
-from ddpdoctor.core.finding import RULES, Finding, Location, Severity
+import ddpdoctor.diagnose.all_rules  # noqa: F401 (registers the rules)
+from ddpdoctor.core.finding import RULES, Finding, Severity
 from ddpdoctor.core.job import OwnOptions
 from ddpdoctor.core.relations import STANDSTILL
-from ddpdoctor.render import report, summary
-from ddpdoctor.render.report import Reporter
+from ddpdoctor.core.user_code import Location
+from ddpdoctor.render import reporter
+from ddpdoctor.render.reporter import Reporter
 from ddpdoctor.run.journal import Journal
 from ddpdoctor.run.names import FORMAT
 from ddpdoctor.run.reader import RunReader
@@ -37,8 +38,8 @@ from ddpdoctor.run.reported import (
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.status import Phase, Status
 from ddpdoctor.supervise.passthrough import Passthrough
-from ddpdoctor.supervise.showing import Showing
-from ddpdoctor.top.events import Events
+from ddpdoctor.supervise.run_watch import Showing
+from ddpdoctor.top.run_files import SupervisorEvents
 from tests.conftest import ROOT, Doctor
 from tests.written import supervisor_records
 
@@ -299,7 +300,7 @@ class Shown:
 def in_turn(monkeypatch: pytest.MonkeyPatch, *found: list[Finding]) -> None:
     """One examination after the other finds these."""
     rest = list(found)
-    monkeypatch.setattr(report, "examine", lambda run, rules, **_: rest.pop(0))
+    monkeypatch.setattr(reporter, "examine", lambda run, rules, **_: rest.pop(0))
 
 
 def test_a_line_on_the_terminal_and_a_line_of_json(
@@ -316,7 +317,7 @@ def test_a_line_on_the_terminal_and_a_line_of_json(
         "retracts": 1, "code": "DDP701", "ranks": [1], "why": "explained", "by": "DDP302",
         "reason": "explained by DDP302 below",
     }  # fmt: skip
-    assert summary.count(shown.reporter.current) == "findings: 1 error"
+    assert reporter.findings_count(shown.reporter.current) == "findings: 1 error"
     assert shown.reporter.found == [TWICE]
 
 
@@ -345,7 +346,7 @@ def directory(tmp_path: Path, *snapshots: tuple[list[Finding], Run]) -> Path:
 
 def test_top_shows_what_stands(tmp_path: Path) -> None:
     path = directory(tmp_path, ([APART, SLOW], GOES_ON), ([TWICE, SLOW], GOES_ON))
-    events = Events(path)
+    events = SupervisorEvents(path)
     events.poll()
     assert [row.finding.code for row in events.findings] == ["DDP610", "DDP302"]
 
@@ -373,7 +374,7 @@ def test_a_job_whose_first_finding_is_explained(doctor: Doctor) -> None:
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [each.get("retracts") for each in lines] == [None, 1, None]
     # The same from the directory, for who reads it later.
-    events = Events(result.run_dir)
+    events = SupervisorEvents(result.run_dir)
     events.poll()
     assert [row.finding.code for row in events.findings] == ["DDP302"]
     again = doctor.cli("report", "--json", str(result.run_dir))

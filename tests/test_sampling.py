@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.analysis.profiles import Profile, spot
-from ddpdoctor.probe.observers import sampling
+from ddpdoctor.diagnose.speed.stack_samples import Profile, spot
+from ddpdoctor.probe.observers import stack_sampling
 from ddpdoctor.probe.runtime.budget import Budget
+from ddpdoctor.run.mapped import MOST_PROFILES, PROFILE, Asking
 from ddpdoctor.run.records.base import JsonObject, json_line
 from ddpdoctor.run.records.decode import parse
 from ddpdoctor.run.records.training import ProfileRecord
-from ddpdoctor.run.requests import MOST_PROFILES, PROFILE, Asking
 from tests.probed import a_rank
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's counters are Linux's")
@@ -38,10 +38,10 @@ def state(added: list[JsonObject], budget: float = 0.5) -> Any:
 
 def sampled(work: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> JsonObject:
     """What is seen of this thread while it works, in steps."""
-    monkeypatch.setattr(sampling, "QUICKEST", 0.005)
+    monkeypatch.setattr(stack_sampling, "QUICKEST", 0.005)
     added: list[JsonObject] = []
     one = state(added)
-    thread = threading.Thread(target=sampling.Sampler(one, 1).run)
+    thread = threading.Thread(target=stack_sampling.Sampler(one, 1).run)
     thread.start()
     while thread.is_alive():
         work()
@@ -71,7 +71,7 @@ def collect() -> None:
 
 def test_the_line_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     record = profile(sampled(idle, monkeypatch))
-    assert record.samples == sampling.SAMPLES
+    assert record.samples == stack_sampling.SAMPLES
     one = Profile(0, record)
     other = Profile(1, profile(sampled(busy, monkeypatch)))
     found = spot(one, [other], 0.3)
@@ -109,13 +109,13 @@ def test_garbage_collections_are_counted_while_it_looks(monkeypatch: pytest.Monk
 def test_no_frame_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor would live as long as a frame that holds it."""
     kept: list[Any] = []
-    original = sampling.Sampler._record
+    original = stack_sampling.Sampler._record
 
-    def record(self: sampling.Sampler) -> ProfileRecord:
+    def record(self: stack_sampling.Sampler) -> ProfileRecord:
         kept.extend(self._samples)
         return original(self)
 
-    monkeypatch.setattr(sampling.Sampler, "_record", record)
+    monkeypatch.setattr(stack_sampling.Sampler, "_record", record)
     sampled(busy, monkeypatch)
     assert kept
     held = [each for sample in kept for each in gc.get_referents(sample)]
@@ -125,7 +125,7 @@ def test_no_frame_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rank_that_ends_writes_what_it_has(tmp_path: Path) -> None:
     added: list[JsonObject] = []
     page = Asking(str(tmp_path), PROFILE)
-    profiles = sampling.Profiles(state(added), str(tmp_path))
+    profiles = stack_sampling.Profiles(state(added), str(tmp_path))
     page.ask(7)
     profiles.look()
     profiles.rank_ends()
@@ -136,29 +136,29 @@ def test_a_rank_that_ends_writes_what_it_has(tmp_path: Path) -> None:
 
 def test_a_pause_between_steps_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loader workers that start, an evaluation: no line of theirs is one of a step."""
-    monkeypatch.setattr(sampling, "QUICKEST", 0.005)
+    monkeypatch.setattr(stack_sampling, "QUICKEST", 0.005)
     added: list[JsonObject] = []
     one = state(added)
-    thread = threading.Thread(target=sampling.Sampler(one, 1).run)
+    thread = threading.Thread(target=stack_sampling.Sampler(one, 1).run)
     thread.start()
     # Longer than all samples would take.
-    time.sleep(sampling.ATTEMPTS * sampling.SAMPLES * 0.005 * 1.2)
+    time.sleep(stack_sampling.ATTEMPTS * stack_sampling.SAMPLES * 0.005 * 1.2)
     while thread.is_alive():
         busy()
         one.tracker.steps += 1
     (record,) = added
     assert record["steps"] > 0
-    assert record["samples"] == sampling.SAMPLES
+    assert record["samples"] == stack_sampling.SAMPLES
     steps = [each for each in record["stacks"] if busy.__name__ in {frame[2] for frame in each[1]}]
-    assert sum(each[0] for each in steps) > sampling.SAMPLES / 2
+    assert sum(each[0] for each in steps) > stack_sampling.SAMPLES / 2
 
 
 def test_intervals_are_the_same_each_time_and_not_even(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither an RNG nor the rhythm of the steps has a part in them."""
-    monkeypatch.setattr(sampling, "PAUSE", 0.0)
+    monkeypatch.setattr(stack_sampling, "PAUSE", 0.0)
     waits: list[list[float]] = []
     for _ in range(2):
-        sampler = sampling.Sampler(state([]), 1)
+        sampler = stack_sampling.Sampler(state([]), 1)
         waited: list[float] = []
 
         def wait(seconds: float, waited: list[float] = waited) -> bool:
@@ -170,10 +170,10 @@ def test_intervals_are_the_same_each_time_and_not_even(monkeypatch: pytest.Monke
         waits.append(waited)
     assert waits[0] == waits[1]
     # No step was closed meanwhile: they are taken once more, and once more.
-    assert len(waits[0]) == sampling.ATTEMPTS * sampling.SAMPLES
-    first = waits[0][: sampling.SAMPLES]
-    assert len(set(first)) == sampling.SAMPLES
-    assert sum(first) == pytest.approx(sampling.QUICKEST * sampling.SAMPLES, rel=0.05)
+    assert len(waits[0]) == stack_sampling.ATTEMPTS * stack_sampling.SAMPLES
+    first = waits[0][: stack_sampling.SAMPLES]
+    assert len(set(first)) == stack_sampling.SAMPLES
+    assert sum(first) == pytest.approx(stack_sampling.QUICKEST * stack_sampling.SAMPLES, rel=0.05)
 
 
 @pytest.mark.parametrize(("budget", "taken"), [(0.5, MOST_PROFILES), (0.0, 0)])
@@ -181,7 +181,7 @@ def test_profiles_are_few(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, budget: float, taken: int
 ) -> None:
     page = Asking(str(tmp_path), PROFILE)
-    profiles = sampling.Profiles(state([], budget), str(tmp_path))
+    profiles = stack_sampling.Profiles(state([], budget), str(tmp_path))
     started: list[object] = []
 
     def start() -> None:
@@ -190,7 +190,7 @@ def test_profiles_are_few(
         profiles._running.over = True
 
     thread = SimpleNamespace(start=start)
-    monkeypatch.setattr(sampling, "background", lambda name, target: thread)
+    monkeypatch.setattr(stack_sampling, "background", lambda name, target: thread)
     for number in range(1, 8):
         page.ask(number)
         profiles.look()

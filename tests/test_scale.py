@@ -13,11 +13,10 @@ import pytest
 from ddpdoctor.core.errors import HANG, DoctorError
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.run.reader import RunReader
-from ddpdoctor.scale import causes, chart, document, picture, reference, table
-from ddpdoctor.scale.measured import measure, middle
-from ddpdoctor.scale.outcome import Outcome, Row, rows
+from ddpdoctor.scale import causes, chart, table
 from ddpdoctor.scale.plan import Size, Variant, plan, sizes, variants
-from ddpdoctor.scale.session import judged
+from ddpdoctor.scale.results import Outcome, Row, measure, median_repeat, rows
+from ddpdoctor.scale.session import judge_run
 from tests.scale_runs import measured, outcome, planned, steps, write_run
 from tests.written import T0
 
@@ -121,7 +120,7 @@ def test_the_parts_add_up_where_the_steps_that_are_timed_are_long_ones(tmp_path:
 
 
 def test_the_median_repeat_stands_for_all() -> None:
-    assert middle([measured(other=each) for each in (0.5, 0.1, 0.3)]).other == 0.3
+    assert median_repeat([measured(other=each) for each in (0.5, 0.1, 0.3)]).other == 0.3
 
 
 def test_a_run_that_crashed_is_diagnosed(tmp_path: Path) -> None:
@@ -130,7 +129,7 @@ def test_a_run_that_crashed_is_diagnosed(tmp_path: Path) -> None:
         "message": "bad batch", "path": "/job/train.py", "line": 7, "traceback": "",
     }  # fmt: skip
     write_run(tmp_path, 2, [*steps(count=8), error], status=1)
-    found = judged(planned(2), tmp_path, tmp_path / "log", 1, 5)
+    found = judge_run(planned(2), tmp_path, tmp_path / "log", 1, 5)
     assert found.measured is None
     assert found.failure.startswith("crashed: DDP901 ")
     assert "ValueError: bad batch" in found.failure
@@ -139,18 +138,18 @@ def test_a_run_that_crashed_is_diagnosed(tmp_path: Path) -> None:
 
 def test_a_run_without_findings_is_known_by_its_last_line(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("usage: train.py\ntrain.py: error: no such option\n\n")
-    found = judged(planned(2), tmp_path / "gone", tmp_path / "log", 2, 5)
+    found = judge_run(planned(2), tmp_path / "gone", tmp_path / "log", 2, 5)
     assert found.failure == "failed with exit status 2: train.py: error: no such option"
-    found = judged(planned(2), tmp_path / "gone", tmp_path / "no log", -9, 5)
+    found = judge_run(planned(2), tmp_path / "gone", tmp_path / "no log", -9, 5)
     assert found.failure == "ended by SIGKILL"
     write_run(tmp_path / "run", 2, steps(), status=HANG, ended=False)
-    found = judged(planned(2), tmp_path / "run", tmp_path / "log", HANG, 5)
+    found = judge_run(planned(2), tmp_path / "run", tmp_path / "log", HANG, 5)
     assert found.failure == "hung, and was ended"
 
 
 def test_an_abort_while_torch_exits_costs_no_measurement(tmp_path: Path) -> None:
     write_run(tmp_path, 2, steps(), status=1)
-    found = judged(planned(2), tmp_path, tmp_path / "log", 1, 5)
+    found = judge_run(planned(2), tmp_path, tmp_path / "log", 1, 5)
     assert found.measured is not None
     assert not found.failure
 
@@ -168,7 +167,7 @@ def test_a_job_that_records_nothing_is_one_line(
 ) -> None:
     write_run(tmp_path, ranks, steps(count=count))
     with pytest.raises(DoctorError) as raised:
-        judged(planned(2), tmp_path, tmp_path / "log", 0, 5)
+        judge_run(planned(2), tmp_path, tmp_path / "log", 0, 5)
     assert message in raised.value.message
     assert hint in raised.value.hint
     assert raised.value.status == 2
@@ -176,7 +175,7 @@ def test_a_job_that_records_nothing_is_one_line(
 
 def test_one_rank_may_do_without_a_process_group(tmp_path: Path) -> None:
     write_run(tmp_path, 0, [])
-    found = judged(planned(1), tmp_path, tmp_path / "log", 0, 5)
+    found = judge_run(planned(1), tmp_path, tmp_path / "log", 0, 5)
     assert "joins no process group with one rank" in found.failure
 
 
@@ -213,7 +212,7 @@ def test_without_one_rank_the_smallest_size_is_what_others_are_compared_with() -
 
 
 def shown(made: list[Outcome], *, ascii_only: bool = True) -> list[str]:
-    lines = list(table.lines(rows(made), ascii_only=ascii_only))
+    lines = list(table.table_lines(rows(made), ascii_only=ascii_only))
     assert all(len(line) <= 80 for line in lines)
     return lines
 
@@ -373,7 +372,7 @@ def with_variant() -> list[Row]:
 
 
 def test_the_chart_as_svg() -> None:
-    root = ElementTree.fromstring(picture.svg(chart.chart("a < b", with_variant())))
+    root = ElementTree.fromstring(chart.chart_as_svg(chart.chart("a < b", with_variant())))
     texts = [each.text for each in root.iter("{http://www.w3.org/2000/svg}text")]
     assert {"a < b", "samples/s", "efficiency", "ideal", "as it is", "bucket_cap_mb=1"} <= {*texts}
     circles = list(root.iter("{http://www.w3.org/2000/svg}circle"))
@@ -385,8 +384,8 @@ def test_the_chart_as_svg() -> None:
 
 def test_the_chart_as_png(tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image", reason="Pillow is an extra")
-    path = picture.check(str(tmp_path / "a.png"))
-    picture.write(path, chart.chart("title", with_variant()))
+    path = chart.check_plot_file(str(tmp_path / "a.png"))
+    chart.write_chart(path, chart.chart("title", with_variant()))
     drawn = image.open(io.BytesIO(path.read_bytes()))
     assert drawn.size == (2 * chart.WIDTH, 2 * chart.HEIGHT)
     assert len(drawn.getcolors(1 << 20)) > 8
@@ -399,7 +398,7 @@ def test_a_chart_of_nothing_has_its_title() -> None:
 
 def test_json() -> None:
     facts = {"command": ["train.py"], "repeats": 2}
-    found = json.loads(document.document(three_sizes(), facts, published=True))
+    found = json.loads(table.document(three_sizes(), facts, published=True))
     assert (found["format"], found["command"]) == (1, ["train.py"])
     one, two, four = found["rows"]
     assert (one["base"], two["ranks"], four["cause"]) == (True, 2, "batch")
@@ -410,13 +409,13 @@ def test_json() -> None:
 
 
 def test_the_published_figures_stand_beside_what_was_measured() -> None:
-    lines = reference.lines(rows(three_sizes()))
+    lines = table.reference_lines(rows(three_sizes()))
     assert all(len(line) <= 80 for line in lines)
     assert lines[3].split() == ["1", "torch", "371", "119", "252", "100%", "60.0", "100%"]
     assert lines[4].split()[:8] == ["2", "torch", "433", "134", "291", "86%", "76.0", "80%"]
     assert lines[5].split() == ["2", "apex", "423", "131", "291", "88%"]
     assert lines[-1].split() == ["8", "apex", "437", "131", "306", "85%"]
-    assert "here" not in " ".join(reference.lines(()))
+    assert "here" not in " ".join(table.reference_lines(()))
 
 
 def test_a_size_has_its_words() -> None:

@@ -16,13 +16,12 @@ import pytest
 from ddpdoctor.commands import scale
 from ddpdoctor.core.errors import HANG, DoctorError
 from ddpdoctor.core.options import Given, Passed
-from ddpdoctor.render.status_line import StatusLine
+from ddpdoctor.render.terminal import StatusLine
 from ddpdoctor.run import rundir
 from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.records.process import OverrideRecord
-from ddpdoctor.scale import running
-from ddpdoctor.scale.launch import launch
-from ddpdoctor.scale.plan import Planned
+from ddpdoctor.scale import session
+from ddpdoctor.scale.plan import Planned, launch_from
 from ddpdoctor.scale.session import Session
 from tests.conftest import JOBS, Doctor
 from tests.launching import wait_until
@@ -138,17 +137,17 @@ def given(*passed: tuple[str, str], rest: Sequence[str] = ("train.py",)) -> Give
 
 
 def test_one_node_gets_a_free_port() -> None:
-    made = launch(given(("--max-restarts", "0")), (1,))
+    made = launch_from(given(("--max-restarts", "0")), (1,))
     assert made.words(planned(2)) == [
         "--max-restarts", "0", "--standalone", "--nproc-per-node", "2", "--", "train.py",
     ]  # fmt: skip
-    chosen = launch(given(("--master_port", "29511")), (1,))
+    chosen = launch_from(given(("--master_port", "29511")), (1,))
     assert "--standalone" not in chosen.words(planned(2))
 
 
 def test_several_nodes_meet_at_another_port_in_each_run() -> None:
     options = (("--node_rank", "1"), ("--rdzv-endpoint", "node0:29600"), ("--rdzv-id", "x"))
-    made = launch(given(*options), (1, 2))
+    made = launch_from(given(*options), (1, 2))
     assert not made.takes_part(planned(2))
     two = Planned(7, planned(4, nodes=2).size, planned().variant, 1)
     assert made.takes_part(two)
@@ -156,10 +155,10 @@ def test_several_nodes_meet_at_another_port_in_each_run() -> None:
         "--rdzv-conf", "timeout=3600", "--nnodes", "2", "--node-rank", "1", "--master-addr",
         "node0", "--master-port", "29606", "--nproc-per-node", "2", "--", "train.py",
     ]  # fmt: skip
-    alone = launch(given(("--node-rank", "0"), ("--master-addr", "node0")), (1, 2))
+    alone = launch_from(given(("--node-rank", "0"), ("--master-addr", "node0")), (1, 2))
     assert "--standalone" in alone.words(planned(2))
     with pytest.raises(DoctorError, match="--node-rank 2 is none of 2 nodes"):
-        launch(given(("--node-rank", "2"), ("--rdzv-endpoint", "node0")), (1, 2))
+        launch_from(given(("--node-rank", "2"), ("--rdzv-endpoint", "node0")), (1, 2))
 
 
 @pytest.fixture
@@ -185,7 +184,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
         log.write_text("the last line\n")
         return path, log, status
 
-    monkeypatch.setattr(running, "start", start)
+    monkeypatch.setattr(session, "run_once", start)
     monkeypatch.setattr(scale, "stop_at_signals", lambda: None)
     facts["folder"] = tmp_path / "runs"
     return facts
@@ -244,7 +243,7 @@ def test_what_was_measured_is_kept_if_a_size_records_no_steps(
 
 
 @pytest.mark.parametrize(
-    ("stop", "status"), [(KeyboardInterrupt(), 130), (running.Stopped(signal.SIGTERM), 143)]
+    ("stop", "status"), [(KeyboardInterrupt(), 130), (session.Stopped(signal.SIGTERM), 143)]
 )
 def test_what_was_measured_is_kept_if_a_person_stops(
     stop: BaseException,

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.optim import lr_scheduler as lr
 
-from ddpdoctor.probe.hooks import setup
-from ddpdoctor.probe.observers.replicas import Replicas
-from ddpdoctor.probe.observers.schedulers import Schedulers
+from ddpdoctor.probe.hooks import training
+from ddpdoctor.probe.observers.ddp_modules import Replicas
+from ddpdoctor.probe.observers.optimizers import Schedulers
 from ddpdoctor.probe.runtime import events, shield
 from ddpdoctor.run.records.base import JsonObject
 from tests.probed import a_rank
@@ -34,7 +34,7 @@ def watching(told: list[JsonObject], monkeypatch: pytest.MonkeyPatch) -> Iterato
     watching = Schedulers(state, Replicas(state))
     monkeypatch.setattr(events, "scheduler_made", [watching.scheduler_made])
     originals = {each: each.__init__ for each in (lr.LRScheduler, lr.ReduceLROnPlateau)}
-    setup.install_schedulers(lr)
+    training.install_schedulers(lr)
     # Torch and the tests are many objects, which each collection would go through.
     gc.freeze()
     yield watching

@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 
 from ddpdoctor.core.finding import RULES, examine
+from ddpdoctor.run.mapped import Asking
 from ddpdoctor.run.records.base import Record
 from ddpdoctor.run.records.process import EndRecord
 from ddpdoctor.run.records.supervisor import RankExitRecord
-from ddpdoctor.run.requests import Asking
 from ddpdoctor.run.snapshot import NO_RECORDS, Rank, Records, Run
 from ddpdoctor.run.status import Phase
-from ddpdoctor.stacks.model import ENDING, from_record
-from ddpdoctor.supervise.hangs import examination, watch
-from ddpdoctor.supervise.hangs.watch import HangWatch
-from ddpdoctor.system import activity
+from ddpdoctor.stacks.rank_stacks import ENDING, from_record
+from ddpdoctor.supervise import hang_examination, hang_watch
+from ddpdoctor.supervise.hang_watch import HangWatch
+from ddpdoctor.system import process_activity
 from tests.conftest import LIMIT
 from tests.hanging_ranks import stacks, status
 from tests.starved import needs_linux
@@ -59,10 +59,10 @@ class Watched:
         )
         told = {**stacks(0, ("/job/log.py", 8, "finish")), "trouble": ENDING}
         seen = from_record({**told, "pid": pid, "state": {"letter": "S"}})
-        monkeypatch.setattr(examination, "capture", lambda *_, **__: (seen,))
-        monkeypatch.setattr(examination, "flights", lambda *_: {})
-        monkeypatch.setattr(examination, "BETWEEN", 0.05)
-        monkeypatch.setattr(watch, "is_loaded", lambda: False)
+        monkeypatch.setattr(hang_examination, "capture", lambda *_, **__: (seen,))
+        monkeypatch.setattr(hang_examination, "flights", lambda *_: {})
+        monkeypatch.setattr(hang_examination, "BETWEEN", 0.05)
+        monkeypatch.setattr(hang_watch, "is_loaded", lambda: False)
         # Nobody to hold with py-spy.
         monkeypatch.setattr(HangWatch, "_look_below", lambda *_: False)
 
@@ -89,7 +89,7 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched
     pipe = subprocess.PIPE
     sleeper = subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe)
     assert sleeper.stdout is not None and sleeper.stdout.readline()
-    while activity.sample(sleeper.pid).letter != "S":
+    while process_activity.sample(sleeper.pid).letter != "S":
         time.sleep(0.01)
     made = Watched(tmp_path, sleeper.pid, monkeypatch)
     yield made
@@ -110,7 +110,7 @@ def test_a_start_that_came_to_ranks_is_over_though_one_of_them_fails(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What they do from then on is looked at as ever."""
-    monkeypatch.setattr(watch, "SETTLE", 0.1)
+    monkeypatch.setattr(hang_watch, "SETTLE", 0.1)
     watched.started = False
     watched.examined()
     watched.started = True
@@ -139,14 +139,14 @@ def test_a_rank_that_gives_up_while_it_is_looked_at_again(
 ) -> None:
     """Its page is of the end, its stack of before: the earlier look is the one to go by."""
     watched.examined()
-    look, looks = examination.examine, threading.Event()
+    look, looks = hang_examination.examine, threading.Event()
 
     def late(*seen: Any) -> list[dict[str, Any]]:
         looks.set()
         moved = {"since": time.time_ns()} if gives_up else {}
         return [{**each, **moved} for each in look(*seen)]
 
-    monkeypatch.setattr(examination, "examine", late)
+    monkeypatch.setattr(hang_examination, "examine", late)
     deadline = time.monotonic() + LIMIT
     while not looks.is_set():
         assert time.monotonic() < deadline
@@ -172,11 +172,11 @@ def test_a_rank_that_moved_meanwhile_does_not_hang(watched: Watched) -> None:
 
 @needs_linux
 def test_what_a_rank_did_before_it_moved_last_is_no_life_in_its_silence(watched: Watched) -> None:
-    seen: dict[int, examination.Seen] = {}
-    (first,) = examination.examine(watched.run(), 1, (), {}, seen)
+    seen: dict[int, hang_examination.Seen] = {}
+    (first,) = hang_examination.examine(watched.run(), 1, (), {}, seen)
     for later, told in ((0, True), (1, False)):
         watched.page = watched.page._replace(since=first["since"] + later)
-        (again,) = examination.examine(watched.run(), 2, (), {0: first}, seen)
+        (again,) = hang_examination.examine(watched.run(), 2, (), {0: first}, seen)
         assert ("since_cpu" in again["activity"]) is told
 
 
@@ -186,9 +186,9 @@ def test_a_rank_that_was_awake_meanwhile_does_not_hang(
 ) -> None:
     watched.examined()
     assert watched.hangs()
-    found = activity.compared
+    found = process_activity.compared
     works = {"busy": 0.9, "letters": "SR"}
-    monkeypatch.setattr(activity, "compared", lambda *seen: {**found(*seen), **works})
+    monkeypatch.setattr(process_activity, "compared", lambda *seen: {**found(*seen), **works})
     assert not watched.watch.confirmed(watched.run())
     # The rules take it from the same file.
     assert examine(watched.run(), RULES.values()) == []

@@ -10,9 +10,10 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from ddpdoctor.core.finding import Severity
-from ddpdoctor.probe.observers import datasets, sketches
-from ddpdoctor.probe.observers.passes import Pass, digest_of, sample_of
-from ddpdoctor.rules import shards, shared_rows
+from ddpdoctor.diagnose.data import rules_streams
+from ddpdoctor.diagnose.loops import rules_evaluation
+from ddpdoctor.probe.observers import sample_contents
+from ddpdoctor.probe.observers.samples import Pass, digest_of, sample_of
 from ddpdoctor.run.records.base import JsonObject
 from tests.probed import as_line, pass_record
 from tests.test_data_rules import codes, drawn, evaluated, findings, its_own, run_of, shuffled
@@ -23,7 +24,7 @@ def held(value: int) -> int:
 
 
 def sketch(values: Sequence[int]) -> list[object]:
-    one = sketches.Sketch()
+    one = sample_contents.Sketch()
     one.add([held(value) for value in values])
     looked, repeats, kept = one.summary()
     return [looked, repeats, list(kept)]
@@ -53,7 +54,7 @@ def subset(indices: Sequence[int], order: Sequence[int], **facts: object) -> Jso
 
 def said(*records: JsonObject) -> list[str]:
     run = run_of(*([each] for each in records))
-    return [*codes(run), *(each.code for each in shared_rows.shared_rows(run))]
+    return [*codes(run), *(each.code for each in rules_streams.shared_rows(run))]
 
 
 def test_equal_numbers_of_other_subsets_are_other_samples() -> None:
@@ -64,7 +65,7 @@ def test_subsets_that_overlap_are_no_whole_data_set() -> None:
     parts = [range(300), range(100, 400)]
     records = [subset(part, shuffled(rank, 300)) for rank, part in enumerate(parts)]
     assert said(*records) == ["DDP117"]
-    (finding,) = shared_rows.shared_rows(run_of(*([each] for each in records)))
+    (finding,) = rules_streams.shared_rows(run_of(*([each] for each in records)))
     assert finding.severity == Severity.WARNING
     assert "of 600 samples" in finding.message
 
@@ -106,7 +107,7 @@ def test_copies_are_compared_by_what_they_hold() -> None:
     assert said(*first) == []
     again = [{**record, "pass": 1, "number": 1, "armed": 13} for record in first]
     passes = [list(pair) for pair in zip(first, again, strict=True)]
-    assert [each.code for each in shared_rows.shared_rows(run_of(*passes))] == ["DDP117"]
+    assert [each.code for each in rules_streams.shared_rows(run_of(*passes))] == ["DDP117"]
 
 
 def test_samples_made_up_at_random_are_left_alone() -> None:
@@ -116,7 +117,7 @@ def test_samples_made_up_at_random_are_left_alone() -> None:
         for rank, record in enumerate(first)
     ]
     passes = [list(pair) for pair in zip(first, again, strict=True)]
-    assert list(shared_rows.shared_rows(run_of(*passes))) == []
+    assert list(rules_streams.shared_rows(run_of(*passes))) == []
 
 
 @pytest.mark.parametrize("state", ["trains", "seen"])
@@ -187,12 +188,12 @@ def test_padding_matters_where_a_metric_is_reduced(
     reductions: int, gathers: int, severity: Severity
 ) -> None:
     run = run_of(*([each] for each in padded(reductions, gathers)))
-    (finding,) = shards.padded(run)
+    (finding,) = rules_evaluation.padded(run)
     assert finding.severity == severity
 
 
 def test_what_is_said_of_padding() -> None:
-    (finding,) = shards.padded(run_of(*([each] for each in padded(1, 0))))
+    (finding,) = rules_evaluation.padded(run_of(*([each] for each in padded(1, 0))))
     assert finding.message.startswith("the evaluation counts 1 of 399 samples twice: the sampler")
     assert finding.evidence == (
         "rank 0: 200 samples",
@@ -205,12 +206,12 @@ def test_what_is_said_of_padding() -> None:
 @pytest.mark.parametrize(("length", "expected"), [(400, 0), (399, 1), (398, 0)])
 def test_padding_is_less_than_a_sample_for_each_rank(length: int, expected: int) -> None:
     records = [{**each, "length": length} for each in padded(1, 0)]
-    assert len(list(shards.padded(run_of(*([each] for each in records))))) == expected
+    assert len(list(rules_evaluation.padded(run_of(*([each] for each in records))))) == expected
 
 
 def test_a_sampler_that_drops_the_last_samples_pads_nothing() -> None:
     records = [{**each, "sampler": {**each["sampler"], "drop_last": True}} for each in padded(1, 0)]
-    assert list(shards.padded(run_of(*([each] for each in records)))) == []
+    assert list(rules_evaluation.padded(run_of(*([each] for each in records)))) == []
 
 
 def test_before_it_is_known_what_becomes_of_the_results_nothing_is_said() -> None:
@@ -248,18 +249,21 @@ BASE = TensorDataset(torch.arange(20))
 def test_data_sets_are_followed_to_the_bottom(
     dataset: Dataset[object], expected: list[int] | None
 ) -> None:
-    found = datasets.bottom(dataset, 10**9)
+    found = sample_contents.bottom_of(dataset, 10**9)
     assert (found.lookup if found is not None else None) == expected
 
 
 def test_what_is_too_long_to_follow_is_left_alone() -> None:
-    found = datasets.bottom(Subset(BASE, range(10)), 0)
+    found = sample_contents.bottom_of(Subset(BASE, range(10)), 0)
     assert found is not None and found.lookup is None
 
 
 def test_a_batch_is_known_by_its_widest_part() -> None:
     inputs = torch.randn(4, 3, 8, 8)
-    one, other = sketches.rows([inputs, torch.zeros(4)]), sketches.rows([inputs.flip(0)])
+    one, other = (
+        sample_contents.sketch_rows([inputs, torch.zeros(4)]),
+        sample_contents.sketch_rows([inputs.flip(0)]),
+    )
     assert one is not None and other is not None
     assert len(set(one())) == 4
     assert one() == other()[::-1]
@@ -268,14 +272,17 @@ def test_a_batch_is_known_by_its_widest_part() -> None:
 def test_words_are_known_however_far_they_are_padded() -> None:
     words = torch.randint(1, 9999, (4, 30))
     padded = torch.cat([words, torch.zeros(4, 12, dtype=torch.int64)], 1)
-    one, other = sketches.rows({"ids": words}), sketches.rows({"ids": padded})
+    one, other = (
+        sample_contents.sketch_rows({"ids": words}),
+        sample_contents.sketch_rows({"ids": padded}),
+    )
     assert one is not None and other is not None and one() == other()
 
 
 def test_a_sketch_keeps_the_smallest() -> None:
-    one = sketches.Sketch()
+    one = sample_contents.Sketch()
     for start in range(0, 5000, 50):
         one.add([held(value) for value in range(start, start + 50)])
     looked, repeats, kept = one.summary()
     assert (looked, repeats) == (5000, 0)
-    assert list(kept) == sorted(held(value) for value in range(5000))[: sketches.KEEP]
+    assert list(kept) == sorted(held(value) for value in range(5000))[: sample_contents.SKETCH_SIZE]

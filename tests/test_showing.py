@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from ddpdoctor.core.finding import Finding, Location, Severity, from_record, to_record
+from ddpdoctor.core.finding import Finding, Severity, from_record, to_record
+from ddpdoctor.core.user_code import Location
 from ddpdoctor.render import json_lines
 from ddpdoctor.run import rundir
 from ddpdoctor.run.records.supervisor import FindingRecord, RetractionRecord
 from ddpdoctor.run.reported import Reported, Withdrawn, from_journal
-from ddpdoctor.supervise import showing
+from ddpdoctor.supervise import run_watch
 from ddpdoctor.supervise.passthrough import Passthrough
-from ddpdoctor.supervise.showing import Showing, keep_stderr
+from ddpdoctor.supervise.run_watch import Showing, keep_stderr
 from tests.conftest import Doctor
 
 FOUND = Finding(
@@ -87,14 +88,14 @@ def test_the_last_of_stderr_is_shown_where_it_is_new(
     shows, file = Showing(tmp_path, job), tmp_path / rundir.STDERR_SO_FAR
     shows.look()
     assert not file.exists()
-    job.text = b"x" * showing.SHOWN + b"the end"
+    job.text = b"x" * run_watch.SHOWN + b"the end"
     shows.look()
-    assert file.read_bytes() == job.text[-showing.SHOWN :]
+    assert file.read_bytes() == job.text[-run_watch.SHOWN :]
     before = file.stat().st_ino
     job.text += b"."
     shows.look()
     assert file.stat().st_ino == before, "not twice within a second"
-    monkeypatch.setattr(showing, "EVERY", 0.0)
+    monkeypatch.setattr(run_watch, "SHOW_EVERY", 0.0)
     monkeypatch.setattr(shows, "_due", 0.0)
     shows.look()
     assert file.read_bytes().endswith(b"the end.")

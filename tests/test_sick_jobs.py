@@ -13,7 +13,7 @@ import pytest
 
 from ddpdoctor.core.errors import HANG
 from ddpdoctor.run.records.process import FaultRecord
-from ddpdoctor.system.gpu.visible import visible
+from ddpdoctor.system.nvml import visible
 from tests.conftest import Doctor
 from tests.marks import (
     HEALTHY,

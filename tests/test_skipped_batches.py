@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddpdoctor.analysis.sources import source_of
-from ddpdoctor.probe.observers.batches import Loops
+from ddpdoctor.diagnose.source_files import source_of
+from ddpdoctor.probe.observers.loaders import Loops
 from ddpdoctor.probe.runtime import events
 from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.run.status import Phase

@@ -6,10 +6,10 @@ import os
 
 import pytest
 
-from ddpdoctor.stacks import py_spy
-from ddpdoctor.stacks.model import CUT, Frame, Thread
-from ddpdoctor.stacks.parse import parse
-from ddpdoctor.stacks.user_frames import is_user_path
+from ddpdoctor.stacks import capture
+from ddpdoctor.stacks.asking import parse_dump
+from ddpdoctor.stacks.frames import is_user_path
+from ddpdoctor.stacks.rank_stacks import CUT, Frame, Thread
 
 TORCH = "/srv/env/lib/python3.12/site-packages/torch"
 
@@ -23,7 +23,7 @@ def spied() -> None:
 def alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Elsewhere nobody looks into a process that does not answer."""
     if "spied" not in request.fixturenames:
-        monkeypatch.setattr(py_spy, "find_py_spy", lambda: None)
+        monkeypatch.setattr(capture, "find_py_spy", lambda: None)
 
 
 # -- what faulthandler writes
@@ -63,7 +63,7 @@ Extension modules: torch._C, numpy (total: 2)
 
 
 def test_all_threads_are_read_outermost_frame_first() -> None:
-    other, main = parse(ALL_THREADS, "/job")
+    other, main = parse_dump(ALL_THREADS, "/job")
     assert (other.ident, other.current) == (0x7FFA0EF2C6C0, False)
     assert [frame.function for frame in other.frames] == ["_bootstrap", "run"]
     assert (main.ident, main.current) == (0x7FFA0FA35B80, True)
@@ -76,30 +76,30 @@ def test_all_threads_are_read_outermost_frame_first() -> None:
 
 def test_one_thread_alone_is_read() -> None:
     text = 'Stack (most recent call first):\n  File "/job/a.py", line 4 in f\n'
-    assert parse(text) == (Thread(0, "", True, (Frame("/job/a.py", 4, "f"),)),)
+    assert parse_dump(text) == (Thread(0, "", True, (Frame("/job/a.py", 4, "f"),)),)
 
 
 def test_names_are_read_where_the_interpreter_writes_them() -> None:
-    assert [thread.name for thread in parse(NAMED)] == ["pin memory", "python"]
+    assert [thread.name for thread in parse_dump(NAMED)] == ["pin memory", "python"]
 
 
 def test_a_thread_without_python_and_the_list_of_modules_are_no_frames() -> None:
-    without, main = parse(FATAL)
+    without, main = parse_dump(FATAL)
     assert without.frames == ()
     assert main.frames == (Frame("/job/a.py", 9, "<module>"),)
 
 
 def test_a_stack_of_more_than_a_hundred_frames_is_said_to_be_cut() -> None:
     lines = ['  File "/job/a.py", line 5 in rec'] * 100
-    (thread,) = parse("\n".join(["Stack (most recent call first):", *lines, "  ..."]))
+    (thread,) = parse_dump("\n".join(["Stack (most recent call first):", *lines, "  ..."]))
     assert thread.frames[0] == CUT
     assert len(thread.frames) == 101
 
 
 def test_what_is_not_known_and_what_is_torn_is_left_out() -> None:
     text = 'Stack (most recent call first):\n  File ???, line ??? in ???\n  File "/job/a.py", li'
-    assert parse(text)[0].frames == (Frame("???", 0, "???"),)
-    assert parse("") == parse("\0\xff no stack at all\n  File") == ()
+    assert parse_dump(text)[0].frames == (Frame("???", 0, "???"),)
+    assert parse_dump("") == parse_dump("\0\xff no stack at all\n  File") == ()
 
 
 # -- whose frames

@@ -12,11 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddpdoctor.stacks import asking, py_spy
-from ddpdoctor.stacks.declared import read_declared
-from ddpdoctor.stacks.merge import merge
-from ddpdoctor.stacks.model import MAIN
-from ddpdoctor.system.process_state import read_signals, read_stat
+from ddpdoctor.stacks import asking, capture
+from ddpdoctor.stacks.asking import read_declared
+from ddpdoctor.stacks.frames import merge
+from ddpdoctor.stacks.rank_stacks import MAIN
+from ddpdoctor.system.proc import read_stat
+from ddpdoctor.system.process_activity import read_signals
 from tests.candidates import HOLDS_GIL, SLEEPS, SPINS, Candidates, at, line_of
 from tests.conftest import LIMIT, Doctor
 
@@ -32,7 +33,7 @@ def spied() -> None:
 def alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Elsewhere nobody looks into a process that does not answer."""
     if "spied" not in request.fixturenames:
-        monkeypatch.setattr(py_spy, "find_py_spy", lambda: None)
+        monkeypatch.setattr(capture, "find_py_spy", lambda: None)
 
 
 # -- asking processes: real ones with the real probe, which need no torch to be candidates

@@ -17,9 +17,9 @@ import pytest
 
 from ddpdoctor.run.reader import glance
 from ddpdoctor.run.records.process import FaultRecord
+from ddpdoctor.stacks.asking import read_declared
 from ddpdoctor.stacks.capture import capture
-from ddpdoctor.stacks.declared import read_declared
-from ddpdoctor.stacks.user_frames import innermost
+from ddpdoctor.stacks.frames import innermost
 from tests.conftest import JOBS, LIMIT, Doctor, Live, Result, marked
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="stacks are asked for by /proc")

@@ -10,15 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from ddpdoctor.core.ranks import bracketed
-from ddpdoctor.render import stacks as render
-from ddpdoctor.render.lines import Line
-from ddpdoctor.stacks import py_spy, saved
-from ddpdoctor.stacks.code import code_of
-from ddpdoctor.stacks.merge import merge
-from ddpdoctor.stacks.model import MAIN, Frame, RankStacks, Thread, from_record, to_record
-from ddpdoctor.stacks.user_frames import FOLDED, fold, innermost, tail
-from ddpdoctor.system.process_state import ChildState, ProcessState
+from ddpdoctor.core.formatting import bracketed
+from ddpdoctor.render import stack_text as render
+from ddpdoctor.render.terminal import Line
+from ddpdoctor.stacks import capture, rank_stacks
+from ddpdoctor.stacks.frames import FOLDED, code_of, fold, innermost, merge, tail
+from ddpdoctor.stacks.rank_stacks import MAIN, Frame, RankStacks, Thread, from_record, to_record
+from ddpdoctor.system.process_activity import ChildState, ProcessState
 
 TORCH = "/srv/env/lib/python3.12/site-packages/torch"
 
@@ -32,7 +30,7 @@ def spied() -> None:
 def alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Elsewhere nobody looks into a process that does not answer."""
     if "spied" not in request.fixturenames:
-        monkeypatch.setattr(py_spy, "find_py_spy", lambda: None)
+        monkeypatch.setattr(capture, "find_py_spy", lambda: None)
 
 
 TRAIN = Frame("/job/train.py", 40, "main")
@@ -133,7 +131,7 @@ def test_the_tree_as_text_in_80_columns_of_ascii() -> None:
         "    /job/train.py:12  step  loss.backward() # and so on # and so on # and so...",
         "    ... 1 frame in torch, in all_reduce (distributed_c10d.py:3252)",
     ]
-    assert render.summary(merge(ranks)) == "4 of 5 ranks: [2] is not where the other 3 are"
+    assert render.stacks_summary(merge(ranks)) == "4 of 5 ranks: [2] is not where the other 3 are"
 
 
 def test_a_long_path_keeps_its_end_and_every_line_fits() -> None:
@@ -192,9 +190,9 @@ def test_damaged_json_is_read_as_far_as_it_goes(damaged: dict[str, object]) -> N
 
 
 def test_the_last_stacks_are_kept(tmp_path: Path) -> None:
-    assert saved.load(tmp_path) is None
+    assert rank_stacks.load_stacks(tmp_path) is None
     ranks = (stacks_of(0, TRAIN), stacks_of(1, trouble="has ended"))
-    saved.save(tmp_path, ranks, 5)
-    assert saved.load(tmp_path) == saved.Saved(5, ranks)
-    (tmp_path / saved.NAME).write_text('{"ranks": [3]}')
-    assert saved.load(tmp_path) is None
+    rank_stacks.save_stacks(tmp_path, ranks, 5)
+    assert rank_stacks.load_stacks(tmp_path) == rank_stacks.Saved(5, ranks)
+    (tmp_path / rank_stacks.STACKS_FILE).write_text('{"ranks": [3]}')
+    assert rank_stacks.load_stacks(tmp_path) is None

@@ -13,15 +13,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddpdoctor.render import stacks as render
+from ddpdoctor.render import stack_text as render
 from ddpdoctor.run.reader import glance
-from ddpdoctor.stacks import py_spy
-from ddpdoctor.stacks.capture import capture
-from ddpdoctor.stacks.declared import read_declared
-from ddpdoctor.stacks.model import RankStacks
-from ddpdoctor.stacks.py_spy import find_py_spy, native_frames
-from ddpdoctor.supervise.hangs import examination
-from ddpdoctor.system.process_state import ProcessState, read_stat
+from ddpdoctor.stacks import capture as capture_module
+from ddpdoctor.stacks.asking import read_declared
+from ddpdoctor.stacks.capture import capture, find_py_spy, native_frames
+from ddpdoctor.stacks.rank_stacks import RankStacks
+from ddpdoctor.supervise import hang_examination
+from ddpdoctor.system.proc import read_stat
+from ddpdoctor.system.process_activity import ProcessState
 from tests.candidates import HOLDS_GIL, SLEEPS, Candidates, at, line_of
 from tests.conftest import Doctor
 
@@ -37,7 +37,7 @@ def spied() -> None:
 def alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Elsewhere nobody looks into a process that does not answer."""
     if "spied" not in request.fixturenames:
-        monkeypatch.setattr(py_spy, "find_py_spy", lambda: None)
+        monkeypatch.setattr(capture_module, "find_py_spy", lambda: None)
 
 
 # -- native frames
@@ -178,7 +178,7 @@ def test_a_process_of_another_host_is_nobody_here(
     assert found.trouble == "on another host or in another container: node2"
     assert (found.threads, found.state) == ((), ProcessState())
     assert not (tmp_path / "asked").exists()
-    (seen,) = examination.examine(glance(candidates.run_dir), 1, (), {}, {})
+    (seen,) = hang_examination.examine(glance(candidates.run_dir), 1, (), {}, {})
     assert seen["stacks"]["trouble"] == found.trouble and "activity" not in seen
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from textual.pilot import Pilot
 
-from ddpdoctor.stacks import saved
-from ddpdoctor.stacks.model import MAIN, Frame, RankStacks, Thread
+from ddpdoctor.stacks import rank_stacks
+from ddpdoctor.stacks.rank_stacks import MAIN, Frame, RankStacks, Thread
+from ddpdoctor.top.actions import take_stacks
 from ddpdoctor.top.app import TopApp
-from ddpdoctor.top.ask import take
 from tests import top_snapshots as made
 from tests.candidates import HOLDS_GIL, SLEEPS, SPINS, Candidates, line_of
 from tests.driven_monitor import Frames, drive, monitor, screen, until
@@ -94,7 +94,7 @@ def test_a_run_that_is_over_shows_what_was_taken_last(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"format": 1}')
     threads = (Thread(1, MAIN, False, (Frame("/data/train.py", 7, "main"),)),)
     ranks = tuple(RankStacks(rank, 0, 0, "node0", threads) for rank in (0, 1))
-    saved.save(tmp_path, ranks, time.time_ns())
+    rank_stacks.save_stacks(tmp_path, ranks, time.time_ns())
 
     async def test(app: TopApp, pilot: Pilot[None]) -> None:
         await pilot.press("d")
@@ -103,4 +103,4 @@ def test_a_run_that_is_over_shows_what_was_taken_last(tmp_path: Path) -> None:
 
     first = replace(made.run(2), path=str(tmp_path), live=False)
     drive(monitor(source=Replayed(first)), test, (100, 40))
-    assert [each.rank for each in take(first, True, (1,)).stacks] == [1]
+    assert [each.rank for each in take_stacks(first, True, (1,)).stacks] == [1]

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
-from ddpdoctor.core.finding import Location, Severity
+from ddpdoctor.core.finding import Severity
+from ddpdoctor.core.user_code import Location
 from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.run.records.model import StageRecord
 from tests.straggling import rank, steps

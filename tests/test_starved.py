@@ -18,11 +18,10 @@ from ddpdoctor.core.finding import Severity
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.status import Phase
 from ddpdoctor.stacks.asking import GIL_HELD, _Patience
-from ddpdoctor.stacks.model import ENDING
-from ddpdoctor.supervise.hangs.cores import Cores
-from ddpdoctor.supervise.hangs.signs import Signs
-from ddpdoctor.system import activity
-from ddpdoctor.system.process_state import Turn, lacked, read_turn, share
+from ddpdoctor.stacks.rank_stacks import ENDING
+from ddpdoctor.supervise.hang_signs import Cores, Signs
+from ddpdoctor.system import process_activity
+from ddpdoctor.system.process_activity import Turn, lacked, read_turn, share
 from tests.conftest import LIMIT
 from tests.hanging_ranks import TRAIN, findings, job, rank, stacks, status, waiting
 from tests.starved import late, needs_linux
@@ -98,10 +97,10 @@ def test_a_real_process_that_gets_next_to_nothing() -> None:
             earlier, turn = turn, read_turn(starved, starved)
         cores, began = Cores(), time.monotonic()
         cores.lost(starved, 1, began)
-        before, patience = activity.sample(starved), _Patience(starved)
+        before, patience = process_activity.sample(starved), _Patience(starved)
         time.sleep(1.2)
         now = time.monotonic()
-        told = activity.compared(before, activity.sample(starved), now - began)
+        told = process_activity.compared(before, process_activity.sample(starved), now - began)
         lost = cores.lost(starved, 1, now)
         assert told["busy"] > 0.9, told
         assert lost > 0.5 * (now - began), (lost, told)
@@ -118,15 +117,19 @@ def test_a_child_counts_for_its_parent() -> None:
     parent = subprocess.Popen([sys.executable, "-c", code])
     try:
         deadline = time.monotonic() + LIMIT
-        while not activity.sample(parent.pid).children_turns and time.monotonic() < deadline:
+        while (
+            not process_activity.sample(parent.pid).children_turns and time.monotonic() < deadline
+        ):
             time.sleep(0.05)
         time.sleep(0.3)
-        before, began = activity.sample(parent.pid), time.monotonic()
+        before, began = process_activity.sample(parent.pid), time.monotonic()
         time.sleep(0.5)
-        told = activity.compared(before, activity.sample(parent.pid), time.monotonic() - began)
+        told = process_activity.compared(
+            before, process_activity.sample(parent.pid), time.monotonic() - began
+        )
         assert told["children_busy"] > 0.5 and told["busy"] < 0.2, told
     finally:
-        for child in activity.sample(parent.pid).children_turns:
+        for child in process_activity.sample(parent.pid).children_turns:
             os.kill(child, 9)
         parent.kill()
         parent.wait()

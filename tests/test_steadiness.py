@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.analysis.hang_snapshot import RankState
-from ddpdoctor.analysis.steadiness import LASTING, lasts, steadiness
 from ddpdoctor.core.finding import Severity
+from ddpdoctor.diagnose.hangs.hang_snapshot import RankState
+from ddpdoctor.diagnose.hangs.process_activity import LASTING, lasts, steadiness
 from tests.hanging_ranks import NOW, findings, rank, stacks, waiting
 
 SCRIPT = """\

@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.analysis.reasons import _bytes
-from ddpdoctor.core.finding import Finding, Location, Severity
+from ddpdoctor.core.finding import Finding, Severity
+from ddpdoctor.core.user_code import Location
+from ddpdoctor.diagnose.speed.reasons import _bytes
+from ddpdoctor.run.mapped import Asking
 from ddpdoctor.run.names import FORMAT
 from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.records.base import Record
 from ddpdoctor.run.records.supervisor import ProfileRequestRecord
-from ddpdoctor.run.requests import Asking
-from ddpdoctor.supervise.stragglers import Stragglers
-from ddpdoctor.system.core_clocks import CoreClocks
+from ddpdoctor.supervise.slow_ranks import Stragglers
+from ddpdoctor.system.process_activity import CoreClocks
 from tests.straggling import BACKWARD, MAIN, asked, loop, profile, rank, sick, stack, steps
 from tests.written import MS, T0, Written
 

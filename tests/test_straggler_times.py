@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.core.finding import RULES, Finding, Location, Severity
+from ddpdoctor.core.finding import RULES, Finding, Severity
+from ddpdoctor.core.user_code import Location
 from ddpdoctor.run.reader import RunReader
 from tests.straggling import BACKWARD, MAIN, asked, loop, profile, rank, stack, steps
 from tests.written import Written

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from ddpdoctor.analysis.lag import lags, still_slower
+from ddpdoctor.diagnose.speed.lag import lags, still_slower
 from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.records.base import JsonObject
 from tests.straggling import rank

@@ -8,21 +8,26 @@ from typing import Any
 import pytest
 import torch
 
-from ddpdoctor.analysis.replicas import elements
 from ddpdoctor.core.finding import RULES, examine
-from ddpdoctor.probe.observers import looks, tensor_hashes
+from ddpdoctor.diagnose.replicas.differences import elements
+from ddpdoctor.probe.observers import fingerprints, overhead
+from ddpdoctor.probe.observers.ddp_modules import Replicas
 from ddpdoctor.probe.observers.fingerprints import Fingerprints
 from ddpdoctor.probe.observers.readback import Elements
-from ddpdoctor.probe.observers.replicas import Replicas
 from ddpdoctor.probe.runtime import torch_groups
-from ddpdoctor.run.mapped import UnreadableError
+from ddpdoctor.run.mapped import (
+    SUSPICION,
+    Suspicion,
+    SuspicionReader,
+    SuspicionWriter,
+    UnreadableError,
+)
 from ddpdoctor.run.names import FORMAT
 from ddpdoctor.run.records.base import JsonObject, Record
 from ddpdoctor.run.records.supervisor import JobRecord, SuspicionRecord
-from ddpdoctor.run.requests import SUSPICION, Suspicion, SuspicionReader, SuspicionWriter
 from ddpdoctor.run.snapshot import Rank, Run
-from ddpdoctor.supervise import suspicions
-from ddpdoctor.supervise.suspicions import Suspicions
+from ddpdoctor.supervise import slow_ranks
+from ddpdoctor.supervise.slow_ranks import Suspicions
 from tests.conftest import JOBS, Doctor
 from tests.probed import Purse, a_rank
 from tests.written import rank_records
@@ -124,7 +129,7 @@ def test_a_suspicion_brings_its_own_credit_twice(directory: Path) -> None:
     purse = Purse(-10)
     told = [(when, writer, Suspicion(0, when + 1, 1, 0, ())) for when in (1, 3, 5)]
     assert looked_at(steps(purse, *told)) == [2, 4]
-    assert 0 < purse.granted <= 2 * looks.MOST_GRANTED
+    assert 0 < purse.granted <= 2 * overhead.MOST_GRANTED
 
 
 @pytest.mark.parametrize(
@@ -166,7 +171,7 @@ def printed(step: int, value: str, *hashes: int) -> JsonObject:
         "kind": "fingerprint", "module": 0, "step": step, "armed": step + 1, "parameters": value,
     }  # fmt: skip
     if hashes:
-        detail = tensor_hashes.packed((each << 32 for each in hashes), [0.0] * len(hashes))
+        detail = fingerprints.packed((each << 32 for each in hashes), [0.0] * len(hashes))
         record["detail"] = detail
     return record
 
@@ -203,7 +208,7 @@ def test_ranks_are_asked_as_soon_as_it_is_known_what_for(tmp_path: Path) -> None
     watched.look([], [printed(2, "c")])
     first = watched.reader.news()
     assert first is not None
-    assert (first.module, first.tensors, first.steps) == (0, (), suspicions.STEPS)
+    assert (first.module, first.tensors, first.steps) == (0, (), slow_ranks.STEPS)
     watched.look([printed(3, "b")], [printed(3, "c")])
     assert watched.reader.news() is None
     watched.look([printed(4, "b", 1, 2, 3)], [printed(4, "c", 1, 7, 9)])
@@ -225,7 +230,7 @@ def test_ranks_are_asked_as_soon_as_it_is_known_what_for(tmp_path: Path) -> None
 def test_ranks_that_do_not_answer_are_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(suspicions, "PATIENCE", 0)
+    monkeypatch.setattr(slow_ranks, "PATIENCE", 0)
     watched = Watched(tmp_path)
     assert watched.look([printed(0, "a", 1)], [printed(0, "b", 2)])
     assert not watched.look()

@@ -22,7 +22,7 @@ from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.run import rundir
 from ddpdoctor.run.names import FORMAT, rank_stem
 from ddpdoctor.run.status import StatusPage
-from ddpdoctor.top import signals
+from ddpdoctor.top import actions
 from ddpdoctor.top.app import TopApp
 from ddpdoctor.top.snapshot import Snapshot
 from ddpdoctor.top.view import View
@@ -138,11 +138,11 @@ def test_only_what_is_proven_to_be_the_launcher_is_signalled(
         manifest = json.loads((live_run / "run.json").read_text())
         (live_run / "run.json").write_text(json.dumps({**manifest, **changed}))
         with pytest.raises(DoctorError) as error:
-            signals.choices(at(live_run), None)
+            actions.signal_choices(at(live_run), None)
         (live_run / "run.json").write_text(json.dumps(manifest))
         return error.value.message
 
-    choices = signals.choices(at(live_run), None)
+    choices = actions.signal_choices(at(live_run), None)
     assert [choice.words.partition(" ")[0] for choice in choices] == [
         "Cancel", "SIGINT", "SIGTERM", "SIGKILL",
     ]  # fmt: skip
@@ -152,11 +152,11 @@ def test_only_what_is_proven_to_be_the_launcher_is_signalled(
     assert "no process" in asked(supervisor=2**22 + 1)
     assert "another user" in asked(supervisor=1) or os.getuid() == 0
     with pytest.raises(DoctorError, match="nothing to signal"):
-        signals.choices(replace(at(live_run), live=False), None)
+        actions.signal_choices(replace(at(live_run), live=False), None)
     sleeper.kill()
     sleeper.wait()
     with pytest.raises(DoctorError, match="the process has ended"):
-        signals.send(choices[1])
+        actions.send_signal(choices[1])
 
 
 def test_a_rank_is_signalled_only_if_it_is_the_runs(
@@ -173,10 +173,10 @@ def test_a_rank_is_signalled_only_if_it_is_the_runs(
 
     row = replace(made.row(0), pid=sleeper.pid)
     with pytest.raises(DoctorError, match="is not known"):
-        signals.choices(at(live_run), row)
+        actions.signal_choices(at(live_run), row)
     status(0, sleeper.pid)
     with pytest.raises(DoctorError, match="is not rank 0 of this run"):
-        signals.choices(at(live_run), row)
+        actions.signal_choices(at(live_run), row)
     environment = {
         **os.environ, "DDPDOCTOR_TEST_TOKEN": token, "DDPDOCTOR_RUN_ID": "1-a",
         "DDPDOCTOR_SUPERVISOR": f"{sleeper.pid}@here",
@@ -185,9 +185,9 @@ def test_a_rank_is_signalled_only_if_it_is_the_runs(
     with subprocess.Popen(command, env=environment) as rank:
         try:
             status(1, rank.pid)
-            choices = signals.choices(at(live_run), replace(made.row(1), pid=rank.pid))
+            choices = actions.signal_choices(at(live_run), replace(made.row(1), pid=rank.pid))
             assert "the others may hang" in choices[-1].words
-            signals.send(choices[-1])
+            actions.send_signal(choices[-1])
             assert rank.wait(LIMIT) == -signal.SIGKILL
         finally:
             rank.kill()

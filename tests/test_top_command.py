@@ -16,9 +16,9 @@ import pytest
 from ddpdoctor.commands import top
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.render import terminal
-from ddpdoctor.top import demo
+from ddpdoctor.top import recording as recording_module
+from ddpdoctor.top.frames import WANT_ALL
 from ddpdoctor.top.recording import Recording
-from ddpdoctor.top.source import ALL
 
 if TYPE_CHECKING:
     from tests.conftest import Doctor
@@ -115,7 +115,7 @@ def test_one_frame_of_a_recording_is_its_last(doctor: Doctor) -> None:
     file = str(doctor.directory / "frames")
     recording = Recording(file)
     for second in range(5):
-        recording.add(demo.at(700 + second, 1000 + second, ALL))
+        recording.add(recording_module.at(700 + second, 1000 + second, WANT_ALL))
     recording.close()
     assert "frame 5/5" in doctor.cli("top", "--once", "--replay", file).stdout
 
@@ -129,7 +129,7 @@ for words in (["--demo", "--once"], ["--demo", "--json"], ["--once"]):
     assert top.main(words) == 0
 assert "textual" not in sys.modules
 import ddpdoctor.top.app
-import ddpdoctor.debug.attach_points, ddpdoctor.top.ask, ddpdoctor.top.signals
+import ddpdoctor.debug.attach_points, ddpdoctor.top.actions, ddpdoctor.top.actions
 assert "torch" not in sys.modules
 """
     subprocess.run(

@@ -20,10 +20,10 @@ from ddpdoctor.run import rundir
 from ddpdoctor.run.records.base import json_line
 from ddpdoctor.run.reported import Reported, to_journal
 from ddpdoctor.top import output
-from ddpdoctor.top.choosing import open_source
+from ddpdoctor.top.frame_sources import open_source
+from ddpdoctor.top.frames import Want
 from ddpdoctor.top.live import LiveSource
-from ddpdoctor.top.pages import Ages
-from ddpdoctor.top.source import Want
+from ddpdoctor.top.run_files import StampAges
 from tests.generated import Generated, uuid
 from tests.test_showing import FOUND
 from tests.top_runs import ALL, Make, living
@@ -234,7 +234,7 @@ def test_a_manifest_that_is_half_written(make: Make) -> None:
 
 
 def test_clocks_jump() -> None:
-    ages = Ages()
+    ages = StampAges()
     hour = 3600 * 10**9
     assert ages.age("a", 0, 5 * 10**9, 100.0) == pytest.approx(5)
     # This clock goes back an hour, then ahead: the stamp did not change, so it only got older.
@@ -269,12 +269,13 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_nothing_heavy_is_imported() -> None:
     code = (
         "import sys\n"
-        "from ddpdoctor.top.choosing import open_source\n"
-        "from ddpdoctor.top.source import Want\n"
+        "from ddpdoctor.top.frame_sources import open_source\n"
+        "from ddpdoctor.top.frames import Want\n"
         "open_source(None, demo=True).read(Want())\n"
-        "import ddpdoctor.top.live, ddpdoctor.top.finished, ddpdoctor.top.recording\n"
-        "import ddpdoctor.top.following, ddpdoctor.top.output\n"
-        "bad = {'torch', 'textual', 'numpy', 'rich', 'ddpdoctor.rules', 'prometheus_client'}\n"
+        "import ddpdoctor.top.live, ddpdoctor.top.frame_sources, ddpdoctor.top.recording\n"
+        "import ddpdoctor.top.frame_sources, ddpdoctor.top.output\n"
+        "bad = {'torch', 'textual', 'numpy', 'rich', 'prometheus_client'}\n"
+        "bad.add('ddpdoctor.diagnose.all_rules')\n"
         "print(sorted(bad & set(sys.modules)))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -21,12 +21,11 @@ from ddpdoctor.run.journal import Journal
 from ddpdoctor.run.records.base import json_line
 from ddpdoctor.run.reported import Reported, to_journal
 from ddpdoctor.run.status import Phase
-from ddpdoctor.top import steplog, times
-from ddpdoctor.top.choosing import open_source
-from ddpdoctor.top.finished import FinishedSource
+from ddpdoctor.top import step_times
+from ddpdoctor.top.frame_sources import FinishedSource, open_source
+from ddpdoctor.top.frames import Want
 from ddpdoctor.top.live import LiveSource
-from ddpdoctor.top.source import Want
-from ddpdoctor.top.steplog import StepLog
+from ddpdoctor.top.step_times import StepLog
 from tests.generated import MS, USUAL, Generated, step_line
 from tests.test_showing import FOUND
 from tests.top_runs import ALL, Make, living
@@ -144,7 +143,7 @@ def test_a_finished_run_without_steps(make: Make) -> None:
 # -- steps in long journals
 
 
-def numbers(steps: list[steplog.StepLine]) -> list[int]:
+def numbers(steps: list[step_times.StepLine]) -> list[int]:
     return [step.parts.number for step in steps]
 
 
@@ -204,13 +203,13 @@ def test_what_a_step_says_of_samples_and_loss(
 ) -> None:
     plain = step_line(USUAL, 7).rstrip()[:-1]
     for line in (plain + more + b"}", plain.replace(b'"start":7,', b"") + more + b"}"):
-        step = steplog.parse(line)
+        step = step_times.parse_step(line)
         assert step is not None and step.parts == USUAL
         assert (step.samples, step.loss, step.backwards) == (samples, loss, backwards)
 
 
 def test_medians_add_up() -> None:
-    made = times.of_steps([USUAL._replace(number=n, data=n * MS) for n in range(11)])
+    made = step_times.mean_times([USUAL._replace(number=n, data=n * MS) for n in range(11)])
     assert made is not None and made.data == pytest.approx(0.005)
     assert made.total == pytest.approx(made.own + made.wait)
-    assert times.of_steps([]) is times.of_ranks([]) is None
+    assert step_times.mean_times([]) is step_times.median_times([]) is None

@@ -12,11 +12,11 @@ from textual.pilot import Pilot
 
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.top.app import TopApp
-from ddpdoctor.top.choosing import RunChoice
 from ddpdoctor.top.draw import panels
-from ddpdoctor.top.keys import KEYS, PURE
+from ddpdoctor.top.frame_sources import RunChoice
+from ddpdoctor.top.frames import Want
 from ddpdoctor.top.snapshot import Snapshot
-from ddpdoctor.top.source import Want
+from ddpdoctor.top.view import KEYS, VIEW_ACTIONS
 from tests import top_snapshots as made
 from tests.conftest import LIMIT
 from tests.driven_monitor import Frames, drive, monitor, screen, until
@@ -89,7 +89,7 @@ _NAMES = {"?": "question_mark", "/": "slash", ",": "comma", ".": "full_stop"}
 
 def test_every_key_of_the_table_does_something() -> None:
     own = set(monitor()._own())
-    assert {key.action for key in KEYS} <= own | set(PURE)
+    assert {key.action for key in KEYS} <= own | set(VIEW_ACTIONS)
 
 
 @pytest.mark.parametrize("key", ["q", "ctrl+c"])
@@ -205,7 +205,7 @@ def test_a_fault_in_a_panel_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("of the panel")
 
     async def test(app: TopApp, pilot: Pilot[None]) -> None:
-        monkeypatch.setattr(panels, "environment", broken)
+        monkeypatch.setattr(panels, "environment_panel", broken)
         await pilot.press("e")
         assert "RuntimeError in the monitor: of the panel" in screen(app)
         await pilot.press("escape")

@@ -12,21 +12,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddpdoctor.core import units
-from ddpdoctor.render.lines import columns, look, plain
-from ddpdoctor.top.canvas import changed
-from ddpdoctor.top.draw import bars, frame
-from ddpdoctor.top.draw.marks import ASCII, UNICODE
-from ddpdoctor.top.draw.scene import Material
-from ddpdoctor.top.history import Past
-from ddpdoctor.top.keys import KEYS, act
+from ddpdoctor.core import formatting
+from ddpdoctor.render.terminal import plain, style_of, text_width
+from ddpdoctor.top.app import changed_stretches
+from ddpdoctor.top.draw import drawing, screen
+from ddpdoctor.top.draw.drawing import ASCII, UNICODE, Material
+from ddpdoctor.top.frames import Past
 from ddpdoctor.top.snapshot import FindingRow, Gpu, RankRow, Snapshot, Times, Verdict
-from ddpdoctor.top.view import SORTS, Panel, View, order, selected
+from ddpdoctor.top.view import KEYS, SORTS, Panel, View, apply_action, board_order, selected_rows
 from tests import top_snapshots as made
 
 
 def text(snapshot: Snapshot, view: View = View(), size: tuple[int, int] = (80, 24)) -> list[str]:  # noqa: B008
-    return [plain(line) for line in frame.draw(snapshot, view, *size).lines]
+    return [plain(line) for line in screen.draw_screen(snapshot, view, *size).lines]
 
 
 @pytest.mark.parametrize("name", made.CASES)
@@ -119,12 +117,12 @@ views = st.builds(
 def test_every_line_is_as_wide_as_the_screen_and_harmless(
     snapshot: Snapshot, view: View, room: int, height: int
 ) -> None:
-    drawn = frame.draw(snapshot, view, room, height, Material(asked=("one", "\x1b[2J two")))
+    drawn = screen.draw_screen(snapshot, view, room, height, Material(asked=("one", "\x1b[2J two")))
     assert len(drawn.lines) == height
     for line in drawn.lines:
-        assert columns(plain(line)) == room
+        assert text_width(plain(line)) == room
         for part, style in line:
-            look(style)
+            style_of(style)
             assert not any(unicodedata.category(each) in ("Cc", "Cf", "Cs") for each in part)
             assert part.isascii() or not view.ascii_only
     assert set(drawn.ranks) | set(drawn.entries) <= set(range(height))
@@ -189,7 +187,7 @@ def test_all_steps_have_one_axis_and_the_slow_phase_is_longer() -> None:
 
 
 def test_the_phase_that_is_to_blame_is_marked() -> None:
-    drawn = frame.draw(made.run(4), View(), 100, 24)
+    drawn = screen.draw_screen(made.run(4), View(), 100, 24)
     marked = [part.strip() for line in drawn.lines for part, style in line if style == "guilty"]
     assert marked == ["120"]
 
@@ -243,11 +241,11 @@ def test_an_ended_run_keeps_its_numbers() -> None:
 def test_sorting_puts_what_is_unknown_last_either_way(sort: str) -> None:
     whole = made.changed(made.run(8), 3, times=None, step=None, gpu=None, rss=None, reserved=None)
     for reverse in (False, True):
-        order = [row.rank for row in selected(whole, View(sort=sort, reverse=reverse))]
+        order = [row.rank for row in selected_rows(whole, View(sort=sort, reverse=reverse))]
         assert sorted(order) == list(range(8))
         if sort not in ("own", "rank"):
             assert order[-1] == 3
-    first = selected(made.run(8), View(sort="wait"))[0].rank
+    first = selected_rows(made.run(8), View(sort="wait"))[0].rank
     assert first != made.SLOW
 
 
@@ -266,7 +264,7 @@ def test_sorting_puts_what_is_unknown_last_either_way(sort: str) -> None:
     ],
 )
 def test_filter(words: str, found: list[int]) -> None:
-    shown = selected(made.run(4), View(filter=words))
+    shown = selected_rows(made.run(4), View(filter=words))
     assert sorted(row.rank for row in shown) == found
 
 
@@ -279,13 +277,13 @@ def test_groups_of_ranks_that_do_the_same() -> None:
 def test_the_cursor_stays_in_sight_and_on_its_rank() -> None:
     snapshot, view = made.run(1024), View()
     for _ in range(200):
-        view = act(view, snapshot, "down")
-        drawn = frame.draw(snapshot, view, 80, 24)
+        view = apply_action(view, snapshot, "down")
+        drawn = screen.draw_screen(snapshot, view, 80, 24)
         assert view.cursor in drawn.ranks.values()
         view = replace(view, top=drawn.top)
-    assert view.cursor == order(snapshot, View())[199]
+    assert view.cursor == board_order(snapshot, View())[199]
     view = replace(view, grouped=True)
-    assert view.cursor in frame.draw(snapshot, view, 80, 24).ranks.values()
+    assert view.cursor in screen.draw_screen(snapshot, view, 80, 24).ranks.values()
 
 
 def test_ten_thousand_findings() -> None:
@@ -314,22 +312,26 @@ def test_the_keys_that_are_shown_are_those_of_the_table() -> None:
     ],
 )  # fmt: skip
 def test_figures(value: float | None, shown: str) -> None:
-    assert units.figures(value) == shown
+    assert formatting.figures(value) == shown
 
 
 @given(st.floats(min_value=0, max_value=1e17))
 def test_figures_fit_their_columns(value: float) -> None:
-    for shown in (units.figures(value), units.size(int(value)), units.age(min(value, 8e7))):
+    for shown in (
+        formatting.figures(value),
+        formatting.size(int(value)),
+        formatting.age(min(value, 8e7)),
+    ):
         assert 1 <= len(shown) <= 4
 
 
 def test_sizes_and_durations() -> None:
-    assert units.size(71 << 30) == "71G"
-    assert units.size(0) == "0B"
-    assert units.size(None) == "-"
-    assert units.duration(0.031) == "31.0 ms"
-    assert units.duration(200) == "3 min"
-    assert units.percent(0.0) == "0%"
+    assert formatting.size(71 << 30) == "71G"
+    assert formatting.size(0) == "0B"
+    assert formatting.size(None) == "-"
+    assert formatting.duration(0.031) == "31.0 ms"
+    assert formatting.duration(200) == "3 min"
+    assert formatting.percent(0.0) == "0%"
 
 
 @given(
@@ -338,27 +340,27 @@ def test_sizes_and_durations() -> None:
 def test_a_stacked_bar_never_leaves_its_room(
     step: Times, room: int, longest: float, scale: float
 ) -> None:
-    assert columns(plain(bars.stacked(step, room, longest * scale, ASCII))) <= room
+    assert text_width(plain(drawing.step_bar(step, room, longest * scale, ASCII))) <= room
 
 
 def test_bars() -> None:
     step = Times(0.2, 0.2, 0.2, 0.2, 0.0, 0.2, 1.0, True)
-    assert plain(bars.stacked(step, 10, 1.0, ASCII)) == "ddffbboow" + "w"
-    assert [plain(line) for line in bars.stacks([step, step], 2.0, (5, 4), ASCII)] == [
+    assert plain(drawing.step_bar(step, 10, 1.0, ASCII)) == "ddffbboow" + "w"
+    assert [plain(line) for line in drawing.step_chart([step, step], 2.0, (5, 4), ASCII)] == [
         "  ", "  ", "oo", "ff",
     ]  # fmt: skip
-    assert [plain(line) for line in bars.numbers((1.0, None, 2.0), 2.0, (3, 2), UNICODE)] == [
+    assert [plain(line) for line in drawing.bar_chart((1.0, None, 2.0), 2.0, (3, 2), UNICODE)] == [
         "  █", "█ █",
     ]  # fmt: skip
-    assert bars.spread(range(10), 4) == [2, 5, 8, 9]
-    assert bars.spread(range(3), 4) == range(3)
-    assert bars.axis((1.0, 1.0, 1.0, 100.0)) == 4.0
-    assert [bars.end(value) for value in (0.222, 0.0, 181.0)] == [0.24, 0.0, 200.0]
+    assert drawing.evenly_spread(range(10), 4) == [2, 5, 8, 9]
+    assert drawing.evenly_spread(range(3), 4) == range(3)
+    assert drawing.axis_end_without_outlier((1.0, 1.0, 1.0, 100.0)) == 4.0
+    assert [drawing.axis_end(value) for value in (0.222, 0.0, 181.0)] == [0.24, 0.0, 200.0]
 
 
 @given(st.floats(min_value=1e-9, max_value=1e9))
 def test_an_axis_ends_little_above_the_longest(value: float) -> None:
-    assert value * 0.999 <= bars.end(value) <= value * 1.21
+    assert value * 0.999 <= drawing.axis_end(value) <= value * 1.21
 
 
 @pytest.mark.parametrize("marks", [UNICODE, ASCII])
@@ -367,21 +369,21 @@ def test_signs_are_one_column_wide(marks: object) -> None:
     for field in dataclasses.fields(marks):
         sign = getattr(marks, field.name)
         if field.name not in ("ascii_only", "letters", "ellipsis"):
-            assert all(columns(each) == 1 for each in sign), field.name
+            assert all(text_width(each) == 1 for each in sign), field.name
             assert sign.isascii() or marks is UNICODE
 
 
 def test_only_what_has_changed_is_written() -> None:
     before = (("rank 1 ", ""), ("bbbb", "backward"), ("ww", "wait"), ("  12 ms  ", ""))
-    assert changed(before, before) == []
+    assert changed_stretches(before, before) == []
     longer = (("rank 1 ", ""), ("bbbbb", "backward"), ("w", "wait"), ("  12 ms  ", ""))
-    assert changed(before, longer) == [(11, 12)]
+    assert changed_stretches(before, longer) == [(11, 12)]
     red = (("rank 1 ", "error"), *before[1:])
-    assert changed(before, red) == [(0, 7)]
+    assert changed_stretches(before, red) == [(0, 7)]
     both = (("rank 2 ", ""), *before[1:3], ("  13 ms  ", ""))
-    assert changed(before, both) == [(5, 6), (16, 17)]
-    assert changed(before, (("日本", ""),)) == [(0, 4)]
-    assert changed((), (("ab", ""),)) == [(0, 2)]
+    assert changed_stretches(before, both) == [(5, 6), (16, 17)]
+    assert changed_stretches(before, (("日本", ""),)) == [(0, 4)]
+    assert changed_stretches((), (("ab", ""),)) == [(0, 2)]
 
 
 def test_the_charts_go_back_to_the_beginning() -> None:

@@ -22,10 +22,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.job import LOOPBACK
-from ddpdoctor.top import demo, prometheus
+from ddpdoctor.top import prometheus, recording
+from ddpdoctor.top.frames import WANT_ALL
 from ddpdoctor.top.prometheus import Exporter, address
 from ddpdoctor.top.snapshot import Snapshot, Verdict
-from ddpdoctor.top.source import ALL
 from tests.conftest import LIMIT
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def scrape(port: int) -> dict[str, list[Any]]:
 
 @pytest.fixture
 def shown() -> list[Snapshot | None]:
-    return [demo.at(700, 1000, ALL)]
+    return [recording.at(700, 1000, WANT_ALL)]
 
 
 @pytest.fixture

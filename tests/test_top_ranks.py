@@ -12,11 +12,10 @@ import pytest
 
 from ddpdoctor.run.records.supervisor import DebugRecord, SignalRecord
 from ddpdoctor.run.status import Phase
-from ddpdoctor.top.headline import judge
+from ddpdoctor.top.hardware import Silence
+from ddpdoctor.top.headline import VerdictFacts, judge
 from ddpdoctor.top.live import LiveSource
-from ddpdoctor.top.silence import Silence
 from ddpdoctor.top.snapshot import RankRow
-from ddpdoctor.top.verdict import Facts
 from tests.generated import MS, USUAL, Generated
 from tests.top_runs import ALL, Make, living
 
@@ -105,7 +104,7 @@ def test_ranks_that_are_stopped_together(make: Make) -> None:
     stale = [replace(row, state="stale", heartbeat=9.0, said=stopped) for row in rows[:2]]
 
     def said(*rows: RankRow) -> str:
-        return judge(rows, Facts(live=True)).text
+        return judge(rows, VerdictFacts(live=True)).text
 
     assert said(stale[0], rows[1]).endswith("no heartbeat from rank 0 for 9.0 s: " + stopped)
     assert said(*stale, rows[2]) == (

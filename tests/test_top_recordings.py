@@ -13,12 +13,12 @@ import pytest
 
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.run import rundir
-from ddpdoctor.top import demo, output
-from ddpdoctor.top.choosing import live_runs, open_source
-from ddpdoctor.top.following import RunSource
+from ddpdoctor.top import output
+from ddpdoctor.top import recording as recording_module
+from ddpdoctor.top.frame_sources import RunSource, live_runs, open_source
+from ddpdoctor.top.frames import Want
 from ddpdoctor.top.recording import Recording, RecordingSource
 from ddpdoctor.top.snapshot import Snapshot
-from ddpdoctor.top.source import Want
 from tests.generated import Generated
 from tests.top_runs import ALL, Make, living
 
@@ -62,7 +62,7 @@ def test_what_is_not_known_is_absent(make: Make) -> None:
 def test_a_recording_is_played_again(tmp_path: Path) -> None:
     now = [1000.0]
     path = tmp_path / "recording"
-    source, recording = demo.DemoSource(0.5, clock=lambda: now[0]), Recording(str(path))
+    source, recording = recording_module.DemoSource(0.5, clock=lambda: now[0]), Recording(str(path))
     frames = []
     for _ in range(6):
         frames.append(source.read(ALL))
@@ -107,7 +107,7 @@ def test_a_long_recording_is_small_and_read_from_anywhere(tmp_path: Path) -> Non
     path = tmp_path / "recording"
     recording = Recording(str(path))
     for second in range(250):
-        recording.add(demo.at(700 + second, 1000 + second, ALL))
+        recording.add(recording_module.at(700 + second, 1000 + second, ALL))
     # What a monitor that is killed has written is there.
     assert path.stat().st_size < 1000 * 250
     played = RecordingSource(str(path))
@@ -117,7 +117,7 @@ def test_a_long_recording_is_small_and_read_from_anywhere(tmp_path: Path) -> Non
     played = RecordingSource(str(path))
     for position in (249, 3, 130, 119, 120, 248):
         played.seek(position)
-        assert_same(played.read(ALL), demo.at(700 + position, 1000 + position, ALL))
+        assert_same(played.read(ALL), recording_module.at(700 + position, 1000 + position, ALL))
     lines = gzip.decompress(path.read_bytes()).splitlines()
     assert len(lines) == 250 and json.loads(lines[0])["kind"] == "demo"
     played.close()
@@ -126,7 +126,10 @@ def test_a_long_recording_is_small_and_read_from_anywhere(tmp_path: Path) -> Non
 def test_ranks_that_come_and_go_are_recorded(tmp_path: Path) -> None:
     path = tmp_path / "recording"
     recording = Recording(str(path))
-    frames = [demo.at(700 + n, 1000 + n, ALL, ranks=ranks) for n, ranks in enumerate((2, 8, 1, 4))]
+    frames = [
+        recording_module.at(700 + n, 1000 + n, ALL, ranks=ranks)
+        for n, ranks in enumerate((2, 8, 1, 4))
+    ]
     for frame in frames:
         recording.add(frame)
     recording.close()
@@ -140,7 +143,7 @@ def test_ranks_that_come_and_go_are_recorded(tmp_path: Path) -> None:
 def test_a_damaged_frame_is_one_frame(tmp_path: Path) -> None:
     path = tmp_path / "recording"
     recording = Recording(str(path))
-    recording.add(demo.at(700, 1000, ALL))
+    recording.add(recording_module.at(700, 1000, ALL))
     recording.close()
     whole = path.read_bytes()
     path.write_bytes(whole + gzip.compress(b"nonsense\n") + whole)
@@ -233,7 +236,7 @@ def test_no_such_run(base: Path) -> None:
 
 
 def test_the_demonstration_is_the_same_each_time() -> None:
-    assert demo.at(700, 1000, ALL) == demo.at(700, 1000, ALL)
+    assert recording_module.at(700, 1000, ALL) == recording_module.at(700, 1000, ALL)
     snapshot = open_source(None, demo=True).read(ALL)
     assert (snapshot.kind, len(snapshot.ranks), len(snapshot.gpus)) == ("demo", 8, 8)
     assert {row.node for row in snapshot.ranks} == {"node-a", "node-b"}
@@ -241,5 +244,5 @@ def test_the_demonstration_is_the_same_each_time() -> None:
     assert "data loading" in snapshot.verdict.text
     for row in snapshot.ranks:
         assert row.times is not None and row.times.total == pytest.approx(0.221, abs=0.01)
-    assert demo.at(700, 1000, ALL, seed=1).verdict.rank == 6
-    assert len(demo.at(700, 1000, Want(frozenset()), ranks=256).ranks) == 256
+    assert recording_module.at(700, 1000, ALL, seed=1).verdict.rank == 6
+    assert len(recording_module.at(700, 1000, Want(frozenset()), ranks=256).ranks) == 256

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.analysis.training_loops import Trace, place_of, traces_of, trained_on
-from ddpdoctor.core.finding import Location
+from ddpdoctor.core.user_code import Location
+from ddpdoctor.diagnose.loops.training_loops import Trace, place_of, traces_of, trained_on
 from ddpdoctor.run.names import BEFORE_FORWARD
 from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.records.base import JsonObject

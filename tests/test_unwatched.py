@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ddpdoctor.supervise.job_environment import ENTRY
-from ddpdoctor.supervise.unwatched import Unwatched, bare_option
+from ddpdoctor.supervise.rank_processes import Unwatched, bare_option
+from ddpdoctor.supervise.run_watch import ENTRY
 from tests.conftest import Doctor
 
 

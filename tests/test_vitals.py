@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.probe.runtime import shield, vitals
-from ddpdoctor.probe.runtime.recorder import Recorder
-from ddpdoctor.probe.runtime.vitals import Vitals
+from ddpdoctor.probe.runtime import recorder, shield
+from ddpdoctor.probe.runtime.recorder import Recorder, Vitals
 from ddpdoctor.run.journal import Journal
 from ddpdoctor.run.records.decode import parse
 from ddpdoctor.run.records.process import FaultRecord
@@ -87,7 +86,7 @@ def test_memory_of_the_process_without_a_gpu(tmp_path: Path) -> None:
     assert status.beat is not None and abs(status.beat - time.time_ns()) < 60e9
     assert status.allocated is None
     # The training thread is never made to ask.
-    assert signs.due > time.perf_counter_ns() + 10 * vitals.EVERY
+    assert signs.due > time.perf_counter_ns() + 10 * recorder.MEMORY_EVERY
 
 
 class Cuda:
@@ -122,7 +121,13 @@ def test_the_allocator_is_asked_at_most_once_a_second(tmp_path: Path, cuda: Cuda
     signs = Vitals(new_page(tmp_path / "page"))
     signs.use_device("cuda:3")
     now = 5_000
-    for later in (0, 10, vitals.EVERY - 1, vitals.EVERY, vitals.EVERY + 10):
+    for later in (
+        0,
+        10,
+        recorder.MEMORY_EVERY - 1,
+        recorder.MEMORY_EVERY,
+        recorder.MEMORY_EVERY + 10,
+    ):
         if now + later >= signs.due:
             signs.ask(now + later)
     assert cuda.asked == ["cuda:3", "cuda:3"]
@@ -139,7 +144,7 @@ def test_an_allocator_that_tells_nothing_is_asked_no_more(tmp_path: Path, cuda: 
     signs.ask(0)
     signs.store()
     assert read_status(str(tmp_path / "page")).allocated is None
-    assert signs.due > vitals.EVERY * 1000
+    assert signs.due > recorder.MEMORY_EVERY * 1000
 
 
 def test_a_fault_in_a_round_is_written_and_ends_the_rounds(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import pytest
 
 from ddpdoctor.commands import vscode
 from ddpdoctor.core.errors import DoctorError
-from ddpdoctor.debug.vscode import files, launch_json
-from ddpdoctor.debug.vscode.launch_json import AttachPoint
+from ddpdoctor.debug import vscode_configurations, vscode_files
+from ddpdoctor.debug.vscode_configurations import AttachPoint
 from tests.conftest import ROOT
 from tests.vscode_schema import SCHEMA, check, load, ports
 
@@ -82,7 +82,7 @@ def test_the_command(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (here / ".vscode/launch.json").read_bytes()
     points = [AttachPoint(rank, "127.0.0.1", 5678 + rank) for rank in range(3)]
     # A run of as many ranks finds everything as it wants it.
-    assert not launch_json.update(here, points)
+    assert not vscode_configurations.update_launch(here, points)
     assert (here / ".vscode/launch.json").read_bytes() == before
     assert run_task(here)["args"] == [
         *["-m", "ddpdoctor", "run", "--wait-for-attach", "--stop-with-debugger"],
@@ -186,9 +186,9 @@ def test_the_name_that_the_shell_has_for_the_folder(
     link = tmp_path / "link"
     link.symlink_to(here)
     monkeypatch.setenv("PWD", str(link))
-    assert files.current_directory() == link
+    assert vscode_files.current_directory() == link
     monkeypatch.setenv("PWD", str(tmp_path))
-    assert files.current_directory() == here
+    assert vscode_files.current_directory() == here
 
 
 def test_the_lines_of_problems_match(here: Path) -> None:

@@ -15,9 +15,9 @@ import pytest
 
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.job import DEFAULT_PORT, OwnOptions
-from ddpdoctor.debug.editor import Editor
-from ddpdoctor.debug.vscode import files, jsonc, launch_json, tasks_json
-from ddpdoctor.debug.vscode.launch_json import AttachPoint, PathMapping
+from ddpdoctor.debug import jsonc, vscode_configurations, vscode_files
+from ddpdoctor.debug.debugging import Editor
+from ddpdoctor.debug.vscode_configurations import AttachPoint, PathMapping
 from ddpdoctor.run import rundir
 from tests.conftest import ROOT
 from tests.vscode_schema import SCHEMA, check, load
@@ -55,7 +55,7 @@ def refused(workspace: Path, *parts: str) -> DoctorError:
     """An update is refused, in one line with all these words; nothing is left lying about."""
     before = set((workspace / ".vscode").glob("*"))
     with pytest.raises(DoctorError) as caught:
-        launch_json.update(workspace, POINTS)
+        vscode_configurations.update_launch(workspace, POINTS)
     assert "\n" not in str(caught.value)
     for part in parts:
         assert part in caught.value.message
@@ -66,14 +66,14 @@ def refused(workspace: Path, *parts: str) -> DoctorError:
 def test_the_workspace_is_the_nearest_with_a_mark(tmp_path: Path) -> None:
     deep = tmp_path / "a" / "b" / "c"
     deep.mkdir(parents=True)
-    assert files.find_workspace(deep, None) == deep
+    assert vscode_files.find_workspace(deep, None) == deep
     (tmp_path / "a" / ".git").write_text("gitdir: elsewhere\n")
-    assert files.find_workspace(deep, None) == tmp_path / "a"
+    assert vscode_files.find_workspace(deep, None) == tmp_path / "a"
     (tmp_path / "a" / "b" / ".vscode").mkdir()
-    assert files.find_workspace(deep, None) == tmp_path / "a" / "b"
-    assert files.find_workspace(tmp_path / "a" / "b", None) == tmp_path / "a" / "b"
-    assert files.find_workspace(deep, "..") == tmp_path / "a" / "b"
-    assert files.find_workspace(deep, str(tmp_path)) == tmp_path
+    assert vscode_files.find_workspace(deep, None) == tmp_path / "a" / "b"
+    assert vscode_files.find_workspace(tmp_path / "a" / "b", None) == tmp_path / "a" / "b"
+    assert vscode_files.find_workspace(deep, "..") == tmp_path / "a" / "b"
+    assert vscode_files.find_workspace(deep, str(tmp_path)) == tmp_path
 
 
 def test_the_home_directory_is_no_workspace(tmp_path: Path) -> None:
@@ -81,20 +81,25 @@ def test_the_home_directory_is_no_workspace(tmp_path: Path) -> None:
     deep = tmp_path / "home" / "project"
     deep.mkdir(parents=True)
     (tmp_path / "home" / ".vscode").mkdir()
-    assert files.find_workspace(deep, None) == deep
+    assert vscode_files.find_workspace(deep, None) == deep
 
 
 def test_a_workspace_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for chosen in ("file", "nowhere"):
         with pytest.raises(DoctorError, match=f"the workspace {chosen} is not a directory"):
-            files.find_workspace(tmp_path, chosen)
+            vscode_files.find_workspace(tmp_path, chosen)
 
 
 def test_every_entry_is_one_that_vs_code_knows(workspace: Path) -> None:
-    files.edit(workspace, {"launch.json": lambda text: launch_json.installed(text, POINTS, [])})
+    vscode_files.edit(
+        workspace,
+        {"launch.json": lambda text: vscode_configurations.with_launch_entries(text, POINTS, [])},
+    )
     mappings = [PathMapping("${workspaceFolder}", "/srv/job")]
-    launch_json.update(workspace, POINTS, label="a (b)", others=[""], mappings=mappings)
+    vscode_configurations.update_launch(
+        workspace, POINTS, label="a (b)", others=[""], mappings=mappings
+    )
     written = load(workspace / ".vscode/launch.json")
     check(written, SCHEMA)
     present = names(workspace)
@@ -106,7 +111,9 @@ def test_every_entry_is_one_that_vs_code_knows(workspace: Path) -> None:
 
 
 def test_one_configuration() -> None:
-    text = launch_json.updated(None, POINTS[1:], launch_json.default_mappings(Path("/w")))
+    text = vscode_configurations.with_run(
+        None, POINTS[1:], vscode_configurations.default_mappings(Path("/w"))
+    )
     root = jsonc.parse(text or "").root
     assert root is not None and isinstance(root.value, dict)
     assert root.value["configurations"] == [
@@ -127,7 +134,7 @@ def test_one_configuration() -> None:
 def test_a_workspace_under_two_names(workspace: Path, tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(workspace)
-    launch_json.update(link, POINTS)
+    vscode_configurations.update_launch(link, POINTS)
     first = load(workspace / ".vscode/launch.json")["configurations"][0]
     assert [mapping["remoteRoot"] for mapping in first["pathMappings"]] == [
         "${workspaceFolder}",
@@ -138,23 +145,28 @@ def test_a_workspace_under_two_names(workspace: Path, tmp_path: Path) -> None:
 def test_a_file_comes_and_goes(tmp_path: Path) -> None:
     previous = os.umask(0o027)
     try:
-        assert launch_json.update(tmp_path, POINTS)
+        assert vscode_configurations.update_launch(tmp_path, POINTS)
     finally:
         os.umask(previous)
     path = tmp_path / ".vscode" / "launch.json"
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
     inode = path.stat().st_ino
-    assert not launch_json.update(tmp_path, POINTS)
+    assert not vscode_configurations.update_launch(tmp_path, POINTS)
     assert path.stat().st_ino == inode
-    assert files.edit(tmp_path, {"launch.json": launch_json.removed}) == [path]
+    assert vscode_files.edit(
+        tmp_path, {"launch.json": vscode_configurations.without_launch_entries}
+    ) == [path]
     assert not (tmp_path / ".vscode").exists()
-    assert files.edit(tmp_path, {"launch.json": launch_json.removed}) == []
+    assert (
+        vscode_files.edit(tmp_path, {"launch.json": vscode_configurations.without_launch_entries})
+        == []
+    )
 
 
 def test_what_else_is_in_the_folder_stays(workspace: Path) -> None:
     (workspace / ".vscode/settings.json").write_text("{}")
-    launch_json.update(workspace, POINTS)
-    files.edit(workspace, {"launch.json": launch_json.removed})
+    vscode_configurations.update_launch(workspace, POINTS)
+    vscode_files.edit(workspace, {"launch.json": vscode_configurations.without_launch_entries})
     assert [path.name for path in (workspace / ".vscode").iterdir()] == ["settings.json"]
 
 
@@ -162,9 +174,9 @@ def test_an_empty_file_is_a_file(workspace: Path) -> None:
     path = workspace / ".vscode/launch.json"
     path.touch(0o600)
     path.chmod(0o604)
-    launch_json.update(workspace, POINTS)
+    vscode_configurations.update_launch(workspace, POINTS)
     assert stat.S_IMODE(path.stat().st_mode) == 0o604
-    files.edit(workspace, {"launch.json": launch_json.removed})
+    vscode_files.edit(workspace, {"launch.json": vscode_configurations.without_launch_entries})
     assert path.read_bytes() == b""
 
 
@@ -172,9 +184,9 @@ def test_every_byte_comes_back(workspace: Path) -> None:
     path = workspace / ".vscode/launch.json"
     content = '\ufeff{\r\n\t"configurations": [\r\r\n], // é\r\n}'.encode()
     path.write_bytes(content)
-    launch_json.update(workspace, POINTS)
+    vscode_configurations.update_launch(workspace, POINTS)
     assert len(names(workspace)) == 2
-    files.edit(workspace, {"launch.json": launch_json.removed})
+    vscode_files.edit(workspace, {"launch.json": vscode_configurations.without_launch_entries})
     assert path.read_bytes() == content
 
 
@@ -197,11 +209,13 @@ def test_a_damaged_file_is_left_alone(workspace: Path, content: bytes, words: li
 def test_of_two_files_both_or_none_is_changed(workspace: Path) -> None:
     (workspace / ".vscode/tasks.json").write_text("{")
     with pytest.raises(DoctorError, match=r"tasks\.json:1: "):
-        files.edit(
+        vscode_files.edit(
             workspace,
             {
-                "launch.json": lambda text: launch_json.installed(text, POINTS, []),
-                "tasks.json": lambda text: tasks_json.installed(text, ["train.py"]),
+                "launch.json": lambda text: vscode_configurations.with_launch_entries(
+                    text, POINTS, []
+                ),
+                "tasks.json": lambda text: vscode_configurations.with_tasks(text, ["train.py"]),
             },
         )
     assert not (workspace / ".vscode/launch.json").exists()
@@ -214,7 +228,10 @@ def test_a_read_only_file_is_left_alone(workspace: Path) -> None:
     refused(workspace, "launch.json cannot be written", "read-only")
     assert path.read_text() == "{}"
     # There is nothing to change in it, so nothing to complain of.
-    assert files.edit(workspace, {"launch.json": launch_json.removed}) == []
+    assert (
+        vscode_files.edit(workspace, {"launch.json": vscode_configurations.without_launch_entries})
+        == []
+    )
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -237,7 +254,7 @@ def test_what_is_no_file(workspace: Path) -> None:
     (workspace / ".vscode").rmdir()
     (workspace / ".vscode").write_text("")
     with pytest.raises(DoctorError, match=r"launch\.json cannot be "):
-        launch_json.update(workspace, POINTS)
+        vscode_configurations.update_launch(workspace, POINTS)
 
 
 def test_a_link_out_of_the_workspace_is_left_alone(workspace: Path, tmp_path: Path) -> None:
@@ -259,21 +276,21 @@ def test_a_link_inside_the_workspace_stays_a_link(workspace: Path) -> None:
     target, path = workspace / "shared/launch.json", workspace / ".vscode/launch.json"
     target.write_text("{ }")
     path.symlink_to("../shared/launch.json")
-    assert launch_json.update(workspace, POINTS)
+    assert vscode_configurations.update_launch(workspace, POINTS)
     assert path.is_symlink() and len(names(workspace)) == 2
-    files.edit(workspace, {"launch.json": launch_json.removed})
+    vscode_files.edit(workspace, {"launch.json": vscode_configurations.without_launch_entries})
     assert path.is_symlink() and target.read_text() == "{ }"
 
 
 WRITER = """
 import sys
 from pathlib import Path
-from ddpdoctor.debug.vscode import launch_json
+from ddpdoctor.debug.vscode_configurations import AttachPoint, update_launch
 workspace, label, other = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 sys.stdin.readline()
 for port in range(6000, 6015):
-    points = [launch_json.AttachPoint(rank, "127.0.0.1", port + rank) for rank in range(2)]
-    assert launch_json.update(workspace, points, label=label, others=[other])
+    points = [AttachPoint(rank, "127.0.0.1", port + rank) for rank in range(2)]
+    assert update_launch(workspace, points, label=label, others=[other])
 """
 
 
@@ -310,11 +327,13 @@ def test_two_processes_at_once(workspace: Path) -> None:
 def test_the_lock_is_waited_for_but_not_for_ever(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "LOCK_SECONDS", 0.1)
-    with files.locked(workspace):
+    monkeypatch.setattr(vscode_files, "LOCK_SECONDS", 0.1)
+    with vscode_files.locked(workspace):
         refused(workspace, "another ddpdoctor is changing")
-        monkeypatch.setattr(files, "LOCK_SECONDS", 10)
-        late = threading.Thread(target=launch_json.update, args=(workspace, POINTS))
+        monkeypatch.setattr(vscode_files, "LOCK_SECONDS", 10)
+        late = threading.Thread(
+            target=vscode_configurations.update_launch, args=(workspace, POINTS)
+        )
         late.start()
         time.sleep(0.1)
         assert not (workspace / ".vscode/launch.json").exists()
@@ -330,7 +349,7 @@ def git(workspace: Path, *words: str) -> str:
 
 def test_a_file_that_git_tracks_is_put_back_when_the_job_ends(workspace: Path) -> None:
     git(workspace, "init", "-q")
-    launch_json.update(workspace, POINTS)
+    vscode_configurations.update_launch(workspace, POINTS)
     git(workspace, "add", ".vscode/launch.json")
     editor = Editor(OwnOptions(workspace=str(workspace)), "train.py")
     editor.write("127.0.0.1", {0: 9000, 1: 9001, 2: 9002})
@@ -342,7 +361,7 @@ def test_a_file_that_git_tracks_is_put_back_when_the_job_ends(workspace: Path) -
 
 def test_what_was_changed_while_the_job_ran_is_not_put_back(workspace: Path) -> None:
     git(workspace, "init", "-q")
-    launch_json.update(workspace, POINTS)
+    vscode_configurations.update_launch(workspace, POINTS)
     git(workspace, "add", ".vscode/launch.json")
     editor = Editor(OwnOptions(workspace=str(workspace)), "train.py")
     editor.write("127.0.0.1", {0: 9000})

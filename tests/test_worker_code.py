@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
-from ddpdoctor.probe.runtime import torch_loaders, worker_code
+from ddpdoctor.probe.runtime import debugger, torch_private
 
 HERE = Path(__file__)
 
@@ -86,7 +86,7 @@ def mark(name: str) -> int:
 
 def test_lines_of_workers_alone() -> None:
     calls: list[int] = []
-    worker_code.fresh.append(lambda: calls.append(1))
+    debugger.worker_code_found.append(lambda: calls.append(1))
     for dataset, workers in ((InWorkers(), 1), (InBoth(), 1), (InBoth(), 0)):
         loader: DataLoader[int] = DataLoader(
             dataset,
@@ -95,15 +95,15 @@ def test_lines_of_workers_alone() -> None:
             multiprocessing_context="fork" if workers else None,
         )
         iterator = iter(loader)
-        worker_code.note(iterator)
-        assert torch_loaders.workers_of(iterator) == workers
+        debugger.note_worker_code(iterator)
+        assert torch_private.workers_of(iterator) == workers
         assert len(list(iterator)) == 4
-    worker_code.fresh.pop()
+    debugger.worker_code_found.pop()
     assert len(calls) == 2
     marks = {name: mark(name) for name in ("length", "inner", "item", "both", "collate")}
-    found = worker_code.lines_in_workers(str(HERE), marks.values())
+    found = debugger.lines_in_workers(str(HERE), marks.values())
     assert found == [marks["inner"], marks["item"], marks["collate"]]
-    assert worker_code.lines_in_workers(__file__ + "x", marks.values()) == []
+    assert debugger.lines_in_workers(__file__ + "x", marks.values()) == []
 
 
 def test_what_a_data_set_calls() -> None:
@@ -111,8 +111,8 @@ def test_what_a_data_set_calls() -> None:
     parts = Parts()
     wrapped: ConcatDataset[int] = ConcatDataset([Subset(parts, [0, 1]), Subset(parts, [2, 3])])
     iterator = iter(DataLoader(wrapped, num_workers=1, multiprocessing_context="fork"))
-    worker_code.note(iterator)
+    debugger.note_worker_code(iterator)
     assert len(list(iterator)) == 4
     within = ["transform", "called", "load", "decode", "decorated", "partial"]
     marks = [mark(name) for name in [*within, "setup", "count"]]
-    assert worker_code.lines_in_workers(str(HERE), marks) == marks[: len(within)]
+    assert debugger.lines_in_workers(str(HERE), marks) == marks[: len(within)]

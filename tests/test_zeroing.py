@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from ddpdoctor.probe.observers.zeroing import Zeroing
+from ddpdoctor.probe.observers.optimizers import Zeroing
 from ddpdoctor.run.records.base import JsonObject
 from tests.probed import a_rank
 from tests.written import Written

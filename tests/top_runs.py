@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ddpdoctor.top.frames import Want
 from ddpdoctor.top.live import LiveSource
-from ddpdoctor.top.source import Want
 from tests.generated import Generated
 
 Make = Callable[..., Generated]

@@ -12,11 +12,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from ddpdoctor.core.finding import Finding, Location, Severity
-from ddpdoctor.render.lines import plain
-from ddpdoctor.top.draw import frame
-from ddpdoctor.top.draw.scene import Material
-from ddpdoctor.top.history import Point, point
+from ddpdoctor.core.finding import Finding, Severity
+from ddpdoctor.core.user_code import Location
+from ddpdoctor.render.terminal import plain
+from ddpdoctor.top.draw import screen
+from ddpdoctor.top.draw.drawing import Material
+from ddpdoctor.top.frames import Point, point
 from ddpdoctor.top.snapshot import (
     FindingRow,
     Gpu,
@@ -272,7 +273,7 @@ def picture(name: str) -> str:
     parts = []
     for width, height in SIZES:
         material = Material(points=history(snapshot))
-        drawn = frame.draw(snapshot, view, width, height, material)
+        drawn = screen.draw_screen(snapshot, view, width, height, material)
         parts.append(f"{width}x{height}\n" + "".join(f"{plain(x)}|\n" for x in drawn.lines))
     return "\n".join(parts)
 

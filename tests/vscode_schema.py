@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ddpdoctor.debug.vscode import jsonc
+from ddpdoctor.debug import jsonc
 
 SCHEMA = json.loads((Path(__file__).parent / "launch_schema.json").read_text())
 TYPES: dict[str, Callable[[object], bool]] = {

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import ddpdoctor.rules  # noqa: F401 (registers the rules)
+import ddpdoctor.diagnose.all_rules  # noqa: F401 (registers the rules)
 from ddpdoctor.core.finding import RULES, Finding, Rule, Severity, examine
 from ddpdoctor.run.journal import Journal
 from ddpdoctor.run.names import FORMAT, rank_stem

@@ -2,7 +2,7 @@
 
     python -m tools.mutants --count 50 --seed 1 -- tests/test_finiteness_rules.py ...
 
-Each mutant is one change of one expression in ``ddpdoctor/rules`` or ``ddpdoctor/analysis``: a
+Each mutant is one change of one expression in ``ddpdoctor/diagnose``: a
 comparison, ``and`` for ``or``, a condition without its ``not``, a guard that never holds, a number,
 a severity. It is made in a copy of the tracked files, and the tests run there with ``-x``: those
 that run the changed lines (``tools.reached``), first those that run most of the module. One that no
@@ -65,7 +65,7 @@ class Mutant:
 
     @property
     def title(self) -> str:
-        """``ddpdoctor/rules/speed.py:97: share > DATA_SHARE -> share >= DATA_SHARE``."""
+        """``ddpdoctor/diagnose/speed/rules.py:97: share > DATA_SHARE -> share >= DATA_SHARE``."""
         return f"{self.path}:{self.node.lineno}: {ast.unparse(self.node)} -> {self.becomes}"
 
     def apply(self, text: str) -> str:

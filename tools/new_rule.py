@@ -11,7 +11,7 @@ import re
 import sys
 from pathlib import Path
 
-import ddpdoctor.rules  # noqa: F401 (registers the rules)
+import ddpdoctor.diagnose.all_rules  # noqa: F401 (registers the rules)
 from ddpdoctor.core.finding import RULES
 
 ROOT = Path(__file__).parent.parent
@@ -24,8 +24,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ddpdoctor.core.finding import Finding, Severity, rule
-from ddpdoctor.core.ranks import named
-from ddpdoctor.run.records.data import SaveRecord
+from ddpdoctor.core.formatting import named
+from ddpdoctor.run.records.training import SaveRecord
 from ddpdoctor.run.snapshot import Run
 
 
@@ -103,7 +103,7 @@ TEST = '''\
 
 from __future__ import annotations
 
-from ddpdoctor.run.records.data import SaveRecord
+from ddpdoctor.run.records.training import SaveRecord
 from tests.written import Written
 
 
@@ -126,6 +126,20 @@ def test_another_name_is_left_alone(written: Written) -> None:
 '''
 
 
+FAMILIES = {
+    "1": "data",
+    "2": "launch",
+    "3": "gradients",
+    "4": "collectives",
+    "5": "checkpoints",
+    "6": "speed",
+    "7": "replicas",
+    "8": "hangs",
+    "9": "crashes",
+}
+"""The packages of rules by the first digit of their codes."""
+
+
 def layout(code: str, slug: str) -> dict[Path, str]:
     """The files of a new rule, by their paths below the repository."""
     name = slug.replace("-", "_")
@@ -138,7 +152,7 @@ def layout(code: str, slug: str) -> dict[Path, str]:
         re.sub(r"  # expect: .*", "", JOB).replace("shout.pt", "last.pt").replace("wrong", "right")
     )
     return {
-        Path("ddpdoctor/rules") / f"{name}.py": filled(RULE),
+        Path("ddpdoctor/diagnose") / FAMILIES[code[3]] / f"rules_{name}.py": filled(RULE),
         Path("sample_jobs/sick") / f"{stem}.py": filled(JOB),
         Path("sample_jobs/sick") / f"{stem}_healed.py": filled(twin),
         Path("tests") / f"test_{name}.py": filled(TEST),
@@ -151,7 +165,7 @@ def main(words: list[str] | None = None, root: Path = ROOT) -> int:
     parser.add_argument("code", help="DDP and three digits, such as DDP999")
     parser.add_argument("slug", help="its name in words, such as shouted-loss")
     asked = parser.parse_args(words)
-    if not re.fullmatch(r"DDP\d{3}", asked.code) or not re.fullmatch(
+    if not re.fullmatch(r"DDP[1-9]\d{2}", asked.code) or not re.fullmatch(
         r"[a-z][a-z0-9-]*", asked.slug
     ):
         parser.error("give a code such as DDP999 and a name such as shouted-loss")

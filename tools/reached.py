@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("ddpdoctor/rules", "ddpdoctor/analysis")
+FOLDERS = ("ddpdoctor/diagnose",)
 
 INTO, ONLY = (os.environ.get(name, "") for name in ("REACHED_INTO", "REACHED_ONLY"))
 
@@ -54,7 +54,7 @@ def _seen(name: str, lines: set[tuple[str, int]]) -> None:
 def _forget() -> None:
     """Empty the caches of the watched modules: what is remembered runs no line."""
     for name, module in list(sys.modules.items()):
-        if name.startswith(("ddpdoctor.rules.", "ddpdoctor.analysis.")):
+        if name.startswith("ddpdoctor.diagnose."):
             for value in vars(module).values():
                 if hasattr(value, "cache_clear"):
                     value.cache_clear()

@@ -13,18 +13,16 @@ from pathlib import Path
 
 import psutil
 
-from ddpdoctor.core.control_characters import shown
 from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.core.formatting import duration, shown
 from ddpdoctor.core.job import DEFAULT_PORT
 from ddpdoctor.core.opening import integer
 from ddpdoctor.core.options import DIRECTORY, PATH_MAP, Given, Parser, number
-from ddpdoctor.core.units import duration
 from ddpdoctor.core.working_directory import relative
-from ddpdoctor.debug import attach_points, injection
-from ddpdoctor.debug.vscode import launch_json
-from ddpdoctor.debug.vscode.files import current_directory, find_workspace
+from ddpdoctor.debug import attach_points, injection, vscode_configurations
+from ddpdoctor.debug.vscode_files import current_directory, find_workspace
 from ddpdoctor.run import rundir
-from ddpdoctor.run.environment import MARK
+from ddpdoctor.run.names import MARK
 from ddpdoctor.run.snapshot import Run
 
 PARSER = Parser(
@@ -102,7 +100,7 @@ def _say(text: str) -> None:
 
 def _show(run: Run) -> None:
     points = attach_points.points(run)
-    compound = launch_json.compound_name(attach_points.label(run))
+    compound = vscode_configurations.compound_name(attach_points.label(run))
     seconds = (time.time_ns() - integer(run.manifest, "started")) / 1e9
     _say(f"{run.path.name}: {_called(run)}, for {duration(seconds)}")
     if not points:
@@ -132,7 +130,7 @@ def _one_line(runs: Sequence[Run], rank: int) -> int:
                 host = attach_points.host(run)
                 print(
                     'lua require("dap").run({type = "python", request = "attach", '
-                    f'name = "{launch_json.rank_name(rank)}", '
+                    f'name = "{vscode_configurations.rank_name(rank)}", '
                     f'connect = {{host = "{host}", port = {point.port}}}}})'
                 )
                 print(f"any other client: attach to {host}:{point.port}", file=sys.stderr)
@@ -148,14 +146,14 @@ def _write(runs: Sequence[Run], given: Given, *, named: bool) -> int:
     changed = attach_points.write(
         runs,
         workspace,
-        mappings=[launch_json.PathMapping(*pair) for pair in given.get("--path-map", ())],
+        mappings=[vscode_configurations.PathMapping(*pair) for pair in given.get("--path-map", ())],
         through_tunnel="--tunnel" in given,
     )
     if "--tunnel" not in given:
         for run in runs:
             for line in attach_points.left_out(run):
                 print(f"ddpdoctor: {shown(line)}", file=sys.stderr)
-    path = os.path.join(workspace, ".vscode", launch_json.FILE)
+    path = os.path.join(workspace, ".vscode", vscode_configurations.LAUNCH_FILE)
     _say(f"{'wrote' if changed else 'unchanged:'} {relative(path)}")
     return 0
 

@@ -1,4 +1,4 @@
-"""``ddpdoctor check``: can a job start, talk and run here?"""
+"""``ddpdoctor check``: can a job start, communicate and run here?"""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from types import FrameType
 
 import ddpdoctor.preflight  # noqa: F401 (registers the checks)
 from ddpdoctor.core import working_directory
-from ddpdoctor.core.control_characters import shown
 from ddpdoctor.core.errors import DoctorError
-from ddpdoctor.preflight import arguments
-from ddpdoctor.preflight.arguments import PARSER
+from ddpdoctor.core.formatting import shown
+from ddpdoctor.preflight import command_lines
 from ddpdoctor.preflight.check import CHECKS, Check, Outcome, Status, run_checks
-from ddpdoctor.preflight.deadline import Deadline
+from ddpdoctor.preflight.command_lines import PARSER
 from ddpdoctor.preflight.machine import orphans
-from ddpdoctor.preflight.nodes.attendance import next_line, open_words
-from ddpdoctor.preflight.nodes.verdicts import excluded, records
-from ddpdoctor.preflight.place import places, seat
-from ddpdoctor.preflight.situation import Situation, gpu_facts
-from ddpdoctor.render import checks as render
+from ddpdoctor.preflight.nodes.attendance import (
+    excluded_nodes,
+    next_line,
+    open_words,
+    verdict_records,
+)
+from ddpdoctor.preflight.situation import Deadline, Situation, gpu_facts, places, seat
+from ddpdoctor.render import check_results as render
 from ddpdoctor.render import terminal
 
 WARNED, FAILED, NOT_TESTED = 1, 2, 4
@@ -41,8 +43,8 @@ def main(words: Sequence[str]) -> int:
         DoctorError: The command line cannot work.
     """
     try:
-        asked = arguments.parse(words)
-        chosen = arguments.choose(asked, CHECKS)
+        asked = command_lines.parse(words)
+        chosen = command_lines.choose(asked, CHECKS)
     except DoctorError as error:
         raise DoctorError(error.message, error.hint, status=WRONG_USAGE) from None
     if asked.help:
@@ -69,7 +71,7 @@ def _list(chosen: Sequence[Check]) -> None:
         print(f"{check.name:<20} {check.code}  {check.summary}")
 
 
-def _check(asked: arguments.Arguments, chosen: list[Check]) -> int:
+def _check(asked: command_lines.Arguments, chosen: list[Check]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A path may have letters that the terminal's encoding has not.
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -120,11 +122,11 @@ def _rows(situation: Situation, names: Sequence[str]) -> Callable[[Outcome], Non
 
 
 def _print(
-    asked: arguments.Arguments, situation: Situation, outcomes: list[Outcome], seconds: float
+    asked: command_lines.Arguments, situation: Situation, outcomes: list[Outcome], seconds: float
 ) -> None:
-    without = excluded(outcomes)
+    without = excluded_nodes(outcomes)
     if asked.json:
-        nodes = records(situation, outcomes)
+        nodes = verdict_records(situation, outcomes)
         status = exit_status(outcomes)
         print(
             render.document(

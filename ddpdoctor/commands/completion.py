@@ -1,4 +1,4 @@
-"""``ddpdoctor completion``: a script by which a shell completes commands and options."""
+"""``ddpdoctor completion``: a script with which a shell completes commands and options."""
 
 from __future__ import annotations
 

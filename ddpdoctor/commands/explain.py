@@ -10,12 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-import ddpdoctor.preflight
-import ddpdoctor.rules  # noqa: F401 (registers the rules)
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.finding import RULES
 from ddpdoctor.core.options import Parser
-from ddpdoctor.failures import TABLE
+from ddpdoctor.failures.table import TABLE
 from ddpdoctor.preflight.check import CHECKS
 from ddpdoctor.render import terminal
 

@@ -10,26 +10,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ddpdoctor.core.control_characters import shown
-from ddpdoctor.core.errors import DoctorError
-from ddpdoctor.core.faults import Faults
+from ddpdoctor.core.errors import DoctorError, Faults
 from ddpdoctor.core.finding import RULES, Finding, Severity, examine
-from ddpdoctor.core.options import DIRECTORY, FILE, OUTPUT, Given, Parser, seconds
-from ddpdoctor.core.ranks import named
-from ddpdoctor.core.selection import CODES, Selection
-from ddpdoctor.core.units import count
-from ddpdoctor.core.users import as_copy
+from ddpdoctor.core.formatting import count, named, shown
+from ddpdoctor.core.opening import as_copy
+from ddpdoctor.core.options import CODES, DIRECTORY, FILE, OUTPUT, Given, Parser, Selection, seconds
 from ddpdoctor.failures import sources, verdict
+from ddpdoctor.failures.lines import Redactor
 from ddpdoctor.failures.log import LogReader
-from ddpdoctor.failures.redaction import Redactor
 from ddpdoctor.failures.sightings import Sighting
-from ddpdoctor.render import console, json_lines, summary, terminal
-from ddpdoctor.render.report import script, single_lines
+from ddpdoctor.render import console, json_lines, reporter, terminal
+from ddpdoctor.render.reporter import job_script, line_format
 from ddpdoctor.run import rundir
 from ddpdoctor.run.reader import RunReader
-from ddpdoctor.run.reported import with_kept
+from ddpdoctor.run.reported import kept_traceback, with_kept
 from ddpdoctor.run.snapshot import Run
-from ddpdoctor.supervise.tracebacks import kept
 
 UNREADABLE = 3
 """Exit status where there is nothing to report on."""
@@ -149,7 +144,7 @@ def _print_for_tools(
     head: Callable[[Finding], dict[str, Any]],
 ) -> bool:
     """Print findings in the format that was asked for, if it is not text; whether it is not."""
-    one = single_lines(given.get("--output", "text"))
+    one = line_format(given.get("--output", "text"))
     if "--json" in given:
         _print(json_lines.line(finding, head(finding)) for finding in found)
     elif one is not None:
@@ -168,7 +163,7 @@ def _report_run(given: Given) -> list[Finding]:
         )
     path, remark = _chosen(given.rest[0] if given.rest else None)
     foreign = _is_foreign(path)
-    import ddpdoctor.rules  # noqa: F401 (registers the rules; not before they are needed)
+    import ddpdoctor.diagnose.all_rules  # noqa: F401 (registers the rules; not before they are needed)
 
     deadline = time.monotonic() + given.get("--wait", 0.0)
     while rundir.is_live(path) and time.monotonic() < deadline:
@@ -188,25 +183,25 @@ def _report_run(given: Given) -> list[Finding]:
     found = Selection.given(given).of(every)
     faults.failed(failed)
     files = _write_files(given, run, found, live, remark, faults)
-    if _print_for_tools(given, found, script(run), lambda each: json_lines.head_of(each, run)):
+    if _print_for_tools(given, found, job_script(run), lambda each: json_lines.head_of(each, run)):
         # Standard output belongs to the tool that reads it.
         for file in files:
             _complain(file)
         return found
-    counts = summary.count(found, len(every) - len(found))
+    counts = reporter.findings_count(found, len(every) - len(found))
     if files:
         _print(f"{file}; {counts}" for file in files)
         return found
     before = console.written_before(run)
 
     def text_of(each: Finding) -> str:
-        return _text(each, before, kept(run, each))
+        return _text(each, before, kept_traceback(run, each))
 
     for finding in found:
         part = f"the text of {finding.code}"
         text = faults.guarded(part, text_of, finding)
         print(text or shown(f"{finding.severity.label} {finding.code}: {finding.message}"))
-    _print(faults.guarded("the summary", lambda: list(summary.lines(run))) or ())
+    _print(faults.guarded("the summary", lambda: list(reporter.summary_lines(run))) or ())
     _print([remark] if remark else [])
     if live:
         _print(["the run is live; these are the findings so far"])
@@ -227,22 +222,22 @@ def _write_files(
     """Write what ``--html`` and ``--trace`` ask for; a line on each file."""
     written = []
     if "--html" in given:
-        from ddpdoctor.render.html.content import content
+        from ddpdoctor.render.html.content import report_content
         from ddpdoctor.render.html.page import page
 
         def html(path: str) -> int:
-            data = page(content(run, found, live=live, remark=remark)).encode()
+            data = page(report_content(run, found, live=live, remark=remark)).encode()
             return Path(path).write_bytes(data)
 
         written.append(_write(given.get("--html"), faults, "the HTML report", html))
     if "--trace" in given:
-        from ddpdoctor.render import profiler_traces, trace
+        from ddpdoctor.render import chrome_trace
 
         name, folder = given.get("--trace"), given.get("--with")
-        profiles = [] if folder is None else profiler_traces.read(folder, run)
+        profiles = [] if folder is None else chrome_trace.read_profiles(folder, run)
 
         def events(path: str) -> int:
-            return trace.write(path, run, found, profiles, name.endswith(".gz"))
+            return chrome_trace.write_trace(path, run, found, profiles, name.endswith(".gz"))
 
         written.append(_write(name, faults, "the trace", events))
     return written
@@ -266,7 +261,7 @@ def _write(name: str, faults: Faults, part: str, write: Callable[[str], int]) ->
 
 def _compare(given: Given) -> int:
     """Compare two runs; 0, as a difference is no finding."""
-    from ddpdoctor.analysis.compare import compare
+    from ddpdoctor.diagnose.speed.compare import compare
     from ddpdoctor.render import comparison
 
     paths = [_chosen(name)[0] for name in given.rest]
@@ -362,7 +357,7 @@ def _report_logs(given: Given) -> list[Finding]:
     amount = f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB"
     if not every:
         _print(["no failure in it; if the job hangs: ddpdoctor run, or ddpdoctor stacks"])
-    counts = summary.count(found, len(every) - len(found))
+    counts = reporter.findings_count(found, len(every) - len(found))
     _print([f"{counts} in {count(files, 'file')}, {amount}"])
     return found
 
@@ -382,8 +377,8 @@ def _report_flight(given: Given) -> list[Finding]:
         raise DoctorError(
             "option --flight needs a directory", "name where TORCH_FR_DUMP_TEMP_FILE points to"
         )
-    import ddpdoctor.rules  # noqa: F401 (registers the rules)
-    from ddpdoctor.analysis import flight_dumps
+    import ddpdoctor.diagnose.all_rules  # noqa: F401 (registers the rules)
+    from ddpdoctor.diagnose.hangs import flight_dumps
 
     dumps = flight_dumps.read(given.rest)
     for line in dumps.trouble:
@@ -396,7 +391,7 @@ def _report_flight(given: Given) -> list[Finding]:
         print(_text(finding, 0.0, None))
     _print([dumps.remark] if dumps.remark and not every else [])
     left = f"; {named(dumps.missing)} left none" if dumps.missing else ""
-    counts = summary.count(found, len(every) - len(found))
+    counts = reporter.findings_count(found, len(every) - len(found))
     _print([f"{counts} in the files of {named(dumps.ranks)}{left}"])
     return found
 

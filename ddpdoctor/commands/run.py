@@ -10,11 +10,11 @@ from ddpdoctor.core import working_directory
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.job import Command
 from ddpdoctor.debug.debugging import Debugging
-from ddpdoctor.render.report import Reporter
-from ddpdoctor.run import rundir
+from ddpdoctor.render.reporter import Reporter
+from ddpdoctor.run import reported, rundir
 from ddpdoctor.supervise import command as job_command
-from ddpdoctor.supervise import terminal, tracebacks
-from ddpdoctor.supervise.command_line import PARSER
+from ddpdoctor.supervise import job_signals
+from ddpdoctor.supervise.command import PARSER
 from ddpdoctor.supervise.passthrough import Passthrough
 from ddpdoctor.supervise.supervisor import Supervisor, end_like
 from ddpdoctor.system import proc
@@ -32,8 +32,8 @@ def main(words: Sequence[str]) -> int:
     if command is None:
         sys.stdout.write(PARSER.help)
         return 0
-    passthrough = Passthrough(direct=terminal.is_typed_into(command.argv))
-    reporter = Reporter(passthrough.say, command.own, tracebacks.keep)
+    passthrough = Passthrough(direct=job_signals.is_interactive_shell(command.argv))
+    reporter = Reporter(passthrough.say, command.own, reported.keep_traceback)
     if working_directory.is_gone():
         reporter.warn(f'{working_directory.GONE}, and torch hardly starts there: type `cd "$PWD"`')
     debugging = None if command.own.no_debug else _debugging(command, reporter)

@@ -1,4 +1,4 @@
-"""``ddpdoctor runs``: the runs of this user, and the removal of old ones."""
+"""``ddpdoctor runs``: list this user's runs and remove old ones."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddpdoctor.core import opening, units
-from ddpdoctor.core.control_characters import json_text, shown
+from ddpdoctor.core import formatting, opening
 from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.core.formatting import json_text, shown
 from ddpdoctor.core.opening import integer
 from ddpdoctor.core.options import Parser, number
 from ddpdoctor.run import rundir
@@ -97,8 +97,8 @@ def _prune(kept: int) -> int:
         except OSError as error:
             raise DoctorError(f"cannot remove {path}: {error.strerror}") from None
         removed, freed = removed + 1, freed + size
-    amount = f", {units.size(freed)}" if freed else ""
-    print(f"removed {units.count(removed, 'run')}{amount}; kept {min(kept, len(finished))}")
+    amount = f", {formatting.size(freed)}" if freed else ""
+    print(f"removed {formatting.count(removed, 'run')}{amount}; kept {min(kept, len(finished))}")
     return 0
 
 
@@ -114,7 +114,7 @@ def _entry(path: Path) -> _Entry:
 def _outcome(path: Path) -> tuple[str, str]:
     """How a run ended, and the worst finding that stands, by the supervisor's journal alone."""
     from ddpdoctor.core.finding import Severity
-    from ddpdoctor.run.journal_reader import JournalReader
+    from ddpdoctor.run.reader import JournalReader
     from ddpdoctor.run.records.decode import SUPERVISOR_RECORDS
     from ddpdoctor.run.records.supervisor import HangOverRecord, HangRecord, JobRecord, SignalRecord
     from ddpdoctor.run.reported import standing
@@ -131,7 +131,7 @@ def _outcome(path: Path) -> tuple[str, str]:
         if any(each.hang for each in records.of(SignalRecord)):
             return "hung", verdict
         if last is not None and last < 0:
-            from ddpdoctor.analysis.exit_statuses import signal_name
+            from ddpdoctor.diagnose.crashes.rank_endings import signal_name
 
             return signal_name(-last), verdict
         return "succeeded" if last == 0 else f"failed ({last})", verdict
@@ -161,13 +161,13 @@ def _lines(entries: Sequence[_Entry]) -> Iterator[str]:
     room = max(20, shutil.get_terminal_size((0, 0)).columns - names - states - 17)
     on_terminal = sys.stdout.isatty()
     for each in entries:
-        age = units.age(now - each.started) if each.started else units.MISSING
+        age = formatting.age(now - each.started) if each.started else formatting.MISSING
         verdict = " ".join(each.verdict.split()) or "-"
         if on_terminal and len(verdict) > room:
             verdict = f"{verdict[: room - 3]}..."
         yield (
             f"{each.path.name:<{names}}  {each.status:<{states}}  {age:>4}  "
-            f"{units.size(each.size):>5}  {verdict}"
+            f"{formatting.size(each.size):>5}  {verdict}"
         )
 
 

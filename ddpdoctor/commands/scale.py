@@ -1,4 +1,4 @@
-"""``ddpdoctor scale``: the same job at several sizes, and what keeps it from scaling."""
+"""``ddpdoctor scale``: run the same job at several sizes, and find what keeps it from scaling."""
 
 from __future__ import annotations
 
@@ -10,22 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from ddpdoctor.core import options
-from ddpdoctor.core.control_characters import shown
 from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.core.formatting import count, shown
 from ddpdoctor.core.options import Given, Parser, Value
-from ddpdoctor.core.units import count
 from ddpdoctor.render import terminal
 from ddpdoctor.run import rundir
 from ddpdoctor.run.overrides import KNOWN
-from ddpdoctor.scale import chart, document, picture, plan, reference, table
-from ddpdoctor.scale.launch import Launch, launch
-from ddpdoctor.scale.outcome import Outcome, rows
-from ddpdoctor.scale.plan import Planned, Size
-from ddpdoctor.scale.running import Stopped, stop_at_signals
-from ddpdoctor.scale.session import STRONG, WEAK, Session
+from ddpdoctor.scale import chart, plan, table
+from ddpdoctor.scale.plan import Launch, Planned, Size, launch_from
+from ddpdoctor.scale.results import Outcome, rows
+from ddpdoctor.scale.session import STRONG, WEAK, Session, Stopped, stop_at_signals
+from ddpdoctor.supervise import command
 from ddpdoctor.supervise import command as job_command
-from ddpdoctor.supervise import command_line
-from ddpdoctor.system.gpu.visible import visible
+from ddpdoctor.system.nvml import visible
 
 DEFAULT_REPEATS = 3
 DEFAULT_WARMUP = 5
@@ -123,12 +120,12 @@ def main(words: Sequence[str]) -> int:
     Raises:
         DoctorError: The command line cannot work, or the job cannot be measured.
     """
-    given = PARSER.read(words, command_line.PARSER.options)
+    given = PARSER.read(words, command.PARSER.options)
     if given.help:
         sys.stdout.write(PARSER.help)
         return 0
     if "--reference" in given and not given.rest:
-        _print(reference.lines(()))
+        _print(table.reference_lines(()))
         return 0
     if not given.rest:
         raise DoctorError(
@@ -136,12 +133,12 @@ def main(words: Sequence[str]) -> int:
         )
     nodes = given.get("--nnodes", (1,))
     sizes = plan.sizes(nodes, given.get("--nproc") or _default_sizes(os.environ))
-    started = launch(given, nodes)
+    started = launch_from(given, nodes)
     _check(given, sizes, started)
     variants = plan.variants(given.get("--try", ()), given.get("--compare", ()))
     every = list(plan.plan(sizes, variants, given.get("--repeat", DEFAULT_REPEATS)))
     _check_command(started)
-    plot = picture.check(given.get("--plot")) if "--plot" in given else None
+    plot = chart.check_plot_file(given.get("--plot")) if "--plot" in given else None
     try:
         folder = rundir.create_series(given.get("--run-dir"))
     except OSError as error:
@@ -159,7 +156,7 @@ def _measure(
 
     def keep(outcomes: Sequence[Outcome]) -> None:
         try:
-            rundir.put(folder / RESULTS, document.document(outcomes, facts).encode())
+            rundir.put(folder / RESULTS, table.document(outcomes, facts).encode())
         except OSError as error:
             raise DoctorError(f"cannot write {folder / RESULTS}: {error.strerror}") from None
 
@@ -273,18 +270,18 @@ def _show(
     """Print what was measured, and draw it."""
     published = "--reference" in given
     if "--json" in given:
-        print(document.document(outcomes, dict(facts), published=published))
+        print(table.document(outcomes, dict(facts), published=published))
     elif outcomes:
         _print([_title(facts), ""])
         found = rows(outcomes)
         ascii_only = terminal.only_ascii(sys.stdout, terminal.given_environment())
-        _print(table.lines(found, ascii_only=ascii_only))
+        _print(table.table_lines(found, ascii_only=ascii_only))
         if published:
-            _print(["", *reference.lines(found)])
+            _print(["", *table.reference_lines(found)])
         _print(["", f"kept in {facts['directory']}"])
     sys.stdout.flush()
     if plot is not None and any(each.measured for each in outcomes):
-        picture.write(plot, chart.chart(_title(facts), rows(outcomes)))
+        chart.write_chart(plot, chart.chart(_title(facts), rows(outcomes)))
 
 
 def _title(facts: Mapping[str, Any]) -> str:

@@ -10,17 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpdoctor.core.control_characters import json_text, shown
 from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.core.formatting import json_text, named, shown
+from ddpdoctor.core.opening import as_copy, stranger
 from ddpdoctor.core.options import RANKS, Given, Parser
-from ddpdoctor.core.ranks import named
-from ddpdoctor.core.users import as_copy, stranger
 
 if TYPE_CHECKING:
-    from ddpdoctor.render.lines import Line
-    from ddpdoctor.render.stacks import Look
-    from ddpdoctor.stacks.merge import Node
-    from ddpdoctor.stacks.model import RankStacks
+    from ddpdoctor.render.stack_text import Look
+    from ddpdoctor.render.terminal import Line
+    from ddpdoctor.stacks.frames import Node
+    from ddpdoctor.stacks.rank_stacks import RankStacks
 
 PARSER = Parser(
     "stacks",
@@ -109,7 +108,7 @@ def _take(name: str | None, ranks: set[int] | None, *, native: bool) -> _Taken:
         return _last(path, ranks)
     from ddpdoctor.run.reader import glance
     from ddpdoctor.stacks.capture import capture
-    from ddpdoctor.stacks.saved import save
+    from ddpdoctor.stacks.rank_stacks import save_stacks
 
     try:
         run = glance(path)
@@ -120,16 +119,16 @@ def _take(name: str | None, ranks: set[int] | None, *, native: bool) -> _Taken:
     if ranks is None:
         # What somebody looked at is what they will want to see again when the run is over.
         with contextlib.suppress(OSError):
-            save(path, found, now)
+            save_stacks(path, found, now)
     return _Taken(path, found, now, live=True)
 
 
 def _last(path: Path, ranks: set[int] | None) -> _Taken:
-    from ddpdoctor.stacks.saved import NAME, load
+    from ddpdoctor.stacks.rank_stacks import STACKS_FILE, load_stacks
 
-    saved = load(path)
-    if saved is None and (path / NAME).exists():
-        raise DoctorError(f"{path / NAME} is damaged, or too large to be read")
+    saved = load_stacks(path)
+    if saved is None and (path / STACKS_FILE).exists():
+        raise DoctorError(f"{path / STACKS_FILE} is damaged, or too large to be read")
     if saved is None or not saved.stacks:
         raise DoctorError(
             f"{path.name} {_over(path)}, and no stacks were taken while it ran",
@@ -145,14 +144,14 @@ def _over(path: Path) -> str:
 
 
 def _as_json(taken: _Taken) -> dict[str, Any]:
-    from ddpdoctor.stacks.merge import merge
-    from ddpdoctor.stacks.saved import as_record
+    from ddpdoctor.stacks.frames import merge
+    from ddpdoctor.stacks.rank_stacks import stacks_record
 
     merged = merge(taken.stacks)
     return {
         "run": taken.path.name,
         "live": taken.live,
-        **as_record(taken.stacks, taken.time),
+        **stacks_record(taken.stacks, taken.time),
         "odd": sorted(merged.odd),
         "merged": [_node(root) for root in merged.roots],
     }
@@ -168,10 +167,9 @@ def _node(node: Node) -> dict[str, Any]:
 
 
 def _print(taken: _Taken, given: Given) -> None:
-    from ddpdoctor.render import stacks as render
+    from ddpdoctor.render import stack_text as render
     from ddpdoctor.render import terminal
-    from ddpdoctor.stacks.code import code_of
-    from ddpdoctor.stacks.merge import merge
+    from ddpdoctor.stacks.frames import code_of, merge
 
     look = render.Look(
         width=terminal.columns(_WIDEST),
@@ -182,7 +180,7 @@ def _print(taken: _Taken, given: Given) -> None:
     code = code_of(frames, _started(taken.path))
     when = time.strftime("%H:%M:%S", time.localtime(taken.time / 1e9))
     state = f"at {when}" if taken.live else f"{_over(taken.path)}; its last stacks, of {when}"
-    head = f"{taken.path.name} {state}: {render.summary(merge(taken.stacks))}"
+    head = f"{taken.path.name} {state}: {render.stacks_summary(merge(taken.stacks))}"
     lines: list[Line] = [((head, "bold"),), *render.draw(taken.stacks, look, code)]
     if "--all-threads" in given:
         lines += render.draw_others(taken.stacks, look, code)
@@ -201,8 +199,8 @@ def _write(lines: Sequence[Line], look: Look) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from ddpdoctor.render.lines import cleaned
-    from ddpdoctor.render.lines import look as style
+    from ddpdoctor.render.terminal import cleaned
+    from ddpdoctor.render.terminal import style_of as style
 
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     for line in lines:

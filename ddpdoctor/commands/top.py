@@ -12,10 +12,10 @@ from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.options import FILE, Given, Parser, seconds, text
 
 if TYPE_CHECKING:
+    from ddpdoctor.top.frames import Source
     from ddpdoctor.top.output import Keep
     from ddpdoctor.top.prometheus import Exporter
     from ddpdoctor.top.snapshot import Snapshot
-    from ddpdoctor.top.source import Source
 
 PARSER = Parser(
     "top",
@@ -101,7 +101,7 @@ def _check(given: Given, run: str | None) -> None:
 
 
 def _open(given: Given, run: str | None) -> Source:
-    from ddpdoctor.top.choosing import open_source
+    from ddpdoctor.top.frame_sources import open_source
 
     return open_source(
         run,
@@ -170,7 +170,7 @@ def _json(given: Given, run: str | None) -> int:
 
 def _serve(given: Given, run: str | None) -> int:
     """Serve metrics and draw nothing, until the run is over; without a run, until it is ended."""
-    from ddpdoctor.top.source import ALL
+    from ddpdoctor.top.frames import WANT_ALL
 
     newest: list[Snapshot] = []
     with contextlib.ExitStack() as stack:
@@ -181,7 +181,7 @@ def _serve(given: Given, run: str | None) -> int:
             stack.enter_context(contextlib.closing(exporter))
             print(f"ddpdoctor: {_served(exporter)}", file=sys.stderr, flush=True)
         while True:
-            newest[:] = [source.read(ALL)]
+            newest[:] = [source.read(WANT_ALL)]
             if record is not None:
                 record(newest[0])
             over = newest[0].kind == "run" and not newest[0].live
@@ -219,7 +219,7 @@ def _monitor(given: Given, run: str | None) -> int:
     if "--replay" in given:
         _open(given, run).close()
     from ddpdoctor.top.app import TopApp
-    from ddpdoctor.top.choosing import live_runs, open_source
+    from ddpdoctor.top.frame_sources import live_runs, open_source
     from ddpdoctor.top.recording import Recording
     from ddpdoctor.top.view import View
 

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from ddpdoctor.core.control_characters import shown
 from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.core.formatting import shown
 from ddpdoctor.core.job import DEFAULT_PORT
 from ddpdoctor.core.options import DIRECTORY, PATH_MAP, Given, Parser, number
-from ddpdoctor.debug.vscode import files, launch_json, tasks_json
-from ddpdoctor.debug.vscode.launch_json import FOLDER, AttachPoint, PathMapping
-from ddpdoctor.supervise import command_line
+from ddpdoctor.debug import vscode_configurations, vscode_files
+from ddpdoctor.debug.vscode_configurations import WORKSPACE_FOLDER, AttachPoint, PathMapping
+from ddpdoctor.supervise import command
 
 DEFAULT_RANKS = 2
 _HOST = "127.0.0.1"
@@ -64,7 +64,7 @@ def main(words: Sequence[str]) -> int:
     Raises:
         DoctorError: The command line cannot work, or a file cannot be changed.
     """
-    given = PARSER.read(words, command_line.PARSER.options)
+    given = PARSER.read(words, command.PARSER.options)
     if given.help:
         sys.stdout.write(PARSER.help)
         return 0
@@ -72,10 +72,10 @@ def main(words: Sequence[str]) -> int:
         raise DoctorError("no script behind --", "leave -- out to run the open file")
     if given.separator and not given.passed:
         # All behind it is the job's, options of run and torchrun, too.
-        job = Parser("vscode", "", leading=True).read(given.rest, command_line.PARSER.options)
+        job = Parser("vscode", "", leading=True).read(given.rest, command.PARSER.options)
         given.passed, given.rest, given.separator = job.passed, job.rest, job.separator
-    here = files.current_directory()
-    workspace = files.find_workspace(here, given.get("--workspace"))
+    here = vscode_files.current_directory()
+    workspace = vscode_files.find_workspace(here, given.get("--workspace"))
     if "--remove" in given:
         if (
             given.passed
@@ -105,28 +105,28 @@ def _install(workspace: Path, here: Path, given: Given) -> None:
     # The run rewrites launch.json, and has to come to the same entries.
     own = ["--debug-port", str(port)] if port != DEFAULT_PORT else []
     if "--workspace" in given:
-        own += ["--workspace", FOLDER]
+        own += ["--workspace", WORKSPACE_FOLDER]
     for mapping in mappings:
         own += ["--path-map", f"{mapping.local}={mapping.remote}"]
-    cwd = _named(here, workspace) if given.passed or given.rest else FOLDER
-    changed = files.edit(
+    cwd = _named(here, workspace) if given.passed or given.rest else WORKSPACE_FOLDER
+    changed = vscode_files.edit(
         workspace,
         {
-            launch_json.FILE: partial(
-                launch_json.installed,
+            vscode_configurations.LAUNCH_FILE: partial(
+                vscode_configurations.with_launch_entries,
                 points=points,
-                mappings=mappings or launch_json.default_mappings(workspace),
+                mappings=mappings or vscode_configurations.default_mappings(workspace),
             ),
-            tasks_json.FILE: partial(
-                tasks_json.installed,
+            vscode_configurations.TASKS_FILE: partial(
+                vscode_configurations.with_tasks,
                 words=[*own, *_job(given, ranks)],
-                cwd="" if cwd == FOLDER else cwd,
+                cwd="" if cwd == WORKSPACE_FOLDER else cwd,
             ),
         },
     )
     names = _shown(changed or _paths(workspace), here)
     done = f"wrote {names}" if changed else f"unchanged: {names}"
-    print(f'{done}: press F5 and choose "{launch_json.RUN}"')
+    print(f'{done}: press F5 and choose "{vscode_configurations.RUN_COMPOUND}"')
 
 
 def _ranks(given: Given) -> int:
@@ -149,10 +149,14 @@ def _job(given: Given, ranks: int) -> list[str]:
 
 
 def _remove(workspace: Path) -> None:
-    changed = files.edit(
-        workspace, {launch_json.FILE: launch_json.removed, tasks_json.FILE: tasks_json.removed}
+    changed = vscode_files.edit(
+        workspace,
+        {
+            vscode_configurations.LAUNCH_FILE: vscode_configurations.without_launch_entries,
+            vscode_configurations.TASKS_FILE: vscode_configurations.without_tasks,
+        },
     )
-    here = files.current_directory()
+    here = vscode_files.current_directory()
     deleted = [path for path in changed if not path.exists()]
     edited = [path for path in changed if path.exists()]
     if deleted:
@@ -175,12 +179,15 @@ def _named(path: Path, workspace: Path) -> str:
     for root, place in ((workspace, path), (workspace.resolve(), path.resolve())):
         if place.is_relative_to(root):
             below = place.relative_to(root)
-            return FOLDER if below == Path() else f"{FOLDER}/{below}"
+            return WORKSPACE_FOLDER if below == Path() else f"{WORKSPACE_FOLDER}/{below}"
     return str(path)
 
 
 def _paths(workspace: Path) -> list[Path]:
-    return [workspace / files.FOLDER / name for name in (launch_json.FILE, tasks_json.FILE)]
+    return [
+        workspace / vscode_files.FOLDER / name
+        for name in (vscode_configurations.LAUNCH_FILE, vscode_configurations.TASKS_FILE)
+    ]
 
 
 def _shown(paths: Sequence[Path], here: Path) -> str:

@@ -1,4 +1,4 @@
-"""The commands, each with its line of help: what is typed, configured, completed and explained."""
+"""The commands of ddpdoctor, each with its line of help, for parsing and completion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ddpdoctor says: findings, and the registry of the rules that make them."""
+"""Findings, and the registry of the rules that make them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 from ddpdoctor.core.relations import Lapse, Same, fact
-from ddpdoctor.core.user_code import Location as Location
+from ddpdoctor.core.user_code import Location
 
 if TYPE_CHECKING:
     from ddpdoctor.run.snapshot import Run
@@ -146,7 +146,7 @@ class Rule:
 
 
 RULES: dict[str, Rule] = {}
-"""All registered rules by code; ``ddpdoctor.rules`` fills it when imported."""
+"""All registered rules by code; ``ddpdoctor.diagnose.all_rules`` fills it when imported."""
 
 
 def rule(

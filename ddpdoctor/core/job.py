@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ddpdoctor.core.selection import ALL, Selection
+from ddpdoctor.core.options import ALL, Selection
 
 DEFAULT_PORT = 5678
 LOOPBACK = "127.0.0.1"

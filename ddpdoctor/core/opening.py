@@ -1,4 +1,4 @@
-"""Opens what others may have put there: files of run directories, logs, sources that records name.
+"""Open files safely that others may have written: run directories, logs, sources that records name.
 
 A run directory may be a copy from anywhere, and what it names may be anything. So a file is opened
 only if it is a regular one: no FIFO that never answers, no device whose opening does something. Of
@@ -8,7 +8,8 @@ the reader says.
 
 In a directory of this user that others may write to, only files of this user and of root are read.
 
-Every reader of such a file uses this module, in the ranks, too, so it imports next to nothing.
+Also names the other users to whom files and ports belong. Every reader of such a file uses this
+module, in the ranks, too, so it imports next to nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +24,47 @@ import stat
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ddpdoctor.core.users import whose
+# -- whose a run directory or a port is, and what is said of other users
+
+
+_UNMAPPED_USER = 65534
+"""In the place of users that NFS or a user namespace does not map."""
+
+
+def stranger(path: os.PathLike[str]) -> int | None:
+    """The other user whose directory it is; None if it is this user's, or gone."""
+    try:
+        uid = os.stat(path).st_uid
+    except OSError:
+        return None
+    return None if uid == os.getuid() else uid
+
+
+def whose(uid: int) -> str:
+    """Name a user who is not this one."""
+    if uid == 0:
+        return "root"
+    if uid == _UNMAPPED_USER:
+        return f"an unknown user (uid {uid}: NFS with root_squash, or another user's container)"
+    return f"another user (uid {uid})"
+
+
+def ask_as(uid: int) -> str:
+    """Say how a job of that user is reached."""
+    return f"run this command {'with sudo' if uid == 0 else 'as the user whose job it is'}"
+
+
+def as_copy(path: os.PathLike[str]) -> str:
+    """Say that a run of another user is read as a copy; empty for one of this user."""
+    uid = stranger(path)
+    if uid is None:
+        return ""
+    copy = f"{os.fspath(path)} belongs to {whose(uid)} and is read as a copy"
+    return f"{copy}; to see it live, {ask_as(uid)}"
+
+
+# -- opening
+
 
 MOST_MANIFEST = 4 << 20
 """Bytes of ``run.json``: the command line is in it."""

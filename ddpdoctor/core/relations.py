@@ -1,4 +1,4 @@
-"""Relations between rules: what the same fault is, and what becomes of a finding that lapses.
+"""Relations between rules: which findings are consequences of which, and when a finding lapses.
 
 A rule names in its registration the rules whose findings follow from it, each with
 one of the predicates here, which is given the cause and the possible consequence.

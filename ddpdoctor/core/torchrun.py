@@ -1,4 +1,4 @@
-"""What options torchrun takes, read from the installed torch without importing it.
+"""The options that torchrun takes, read from torch's source without importing it.
 
 ``torch/distributed/run.py`` declares its options by ``add_argument`` calls with literal arguments.
 Reading them there keeps ``ddpdoctor run`` exactly as lenient and as strict as the torchrun that it

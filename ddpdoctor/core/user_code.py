@@ -1,4 +1,4 @@
-"""The user's code: a line of it, and which files are the user's, not libraries' nor ddpdoctor's."""
+"""Locations in the user's code, and which files are the user's rather than a library's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The directory that a command was typed in, which may have been removed since.
+"""The working directory of a command, which may have been removed since.
 
 A shell stays in a directory that was removed and re-created (by ``git clone``, say). torch does
 not start there: "Intel oneMKL FATAL ERROR: Cannot load libtorch_cpu.so".

@@ -1,4 +1,4 @@
-"""List the debug ports of a live run, with the state of each rank.
+"""The debug ports of a live run, with the state of each rank.
 
 An editor trusts what it attaches to. So a run has to be this user's, and so has whoever listens at
 its ports: the kernel is asked before a port is printed or written.
@@ -15,13 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddpdoctor.core.control_characters import shown
 from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.core.formatting import shown
 from ddpdoctor.core.job import LOOPBACK
-from ddpdoctor.core.users import ask_as, stranger, whose
+from ddpdoctor.core.opening import ask_as, stranger, whose
 from ddpdoctor.core.working_directory import relative_place
-from ddpdoctor.debug import debug_ports
-from ddpdoctor.debug.vscode import launch_json
+from ddpdoctor.debug import gateway, vscode_configurations
 from ddpdoctor.run import rundir
 from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.records.supervisor import DebugRecord
@@ -67,7 +66,7 @@ def points(run: Run) -> list[Point]:
     Raises:
         DoctorError: What the run directory says is no address.
     """
-    far = "" if _is_here(run) or not debug_ports.is_loopback(host(run)) else _FAR
+    far = "" if _is_here(run) or not gateway.is_loopback(host(run)) else _FAR
     return [
         Point(
             rank,
@@ -136,7 +135,7 @@ def host(run: Run) -> str:
     """
     address = run.manifest["debug"].get("host")
     if isinstance(address, str) and _ADDRESS.fullmatch(address):
-        address = debug_ports.reachable(address)
+        address = gateway.reachable(address)
         try:
             # By its name, a client may come to another address of it.
             return address if ":" in address else socket.gethostbyname(address)
@@ -211,7 +210,7 @@ def write(
     runs: Sequence[Run],
     workspace: Path,
     *,
-    mappings: Sequence[launch_json.PathMapping] = (),
+    mappings: Sequence[vscode_configurations.PathMapping] = (),
     through_tunnel: bool = False,
 ) -> bool:
     """Put the ranks of runs into the workspace's launch.json; whether it changed.
@@ -228,9 +227,9 @@ def write(
         ports = {point.rank: point.port for point in points(run) if not point.trouble}
         if through_tunnel:
             ports = {rank: end for rank, (end, _) in _ends(run).items()}
-        changed |= launch_json.update(
+        changed |= vscode_configurations.update_launch(
             workspace,
-            [launch_json.AttachPoint(rank, near, port) for rank, port in ports.items()],
+            [vscode_configurations.AttachPoint(rank, near, port) for rank, port in ports.items()],
             label=own,
             others=set(labels) - {own},
             mappings=mappings,

@@ -1,4 +1,4 @@
-"""The gateway's side of the debuggers: from the first message of a client to its last."""
+"""Serve the debuggers that connect to the gateway, from a client's first message to its last."""
 
 from __future__ import annotations
 
@@ -8,9 +8,15 @@ import secrets
 import time
 
 from ddpdoctor.debug import dap
-from ddpdoctor.debug.rank_link import Message, RankLink, SilentError, Streams
-from ddpdoctor.debug.ranks import Ranks
-from ddpdoctor.debug.slots import Slot, Slots
+from ddpdoctor.debug.gateway_ranks import (
+    Message,
+    RankLink,
+    Ranks,
+    SilentError,
+    Slot,
+    Slots,
+    Streams,
+)
 from ddpdoctor.run.records.supervisor import DebugRecord
 
 ANSWER = 5.0

@@ -1,28 +1,284 @@
-"""The debugger's side of a run: its ports, its entries in launch.json, and the words about them."""
+"""The debugger's part of a run: its ports, its entries in launch.json, and what is said about them.
+
+What serves debuggers and edits the file is imported when it is needed: the job has started by
+then.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-from collections.abc import Callable, Iterable
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from ddpdoctor.core.errors import DoctorError
-from ddpdoctor.core.faults import Faults
-from ddpdoctor.core.job import DEFAULT_PORT, Command
-from ddpdoctor.core.ranks import named
-from ddpdoctor.core.working_directory import relative
-from ddpdoctor.debug import debug_ports
-from ddpdoctor.debug.editor import Editor
-from ddpdoctor.debug.partial_stops import PartialStops
-from ddpdoctor.run.environment import DEBUG
+from ddpdoctor.core.errors import DoctorError, Faults
+from ddpdoctor.core.formatting import duration, named
+from ddpdoctor.core.job import DEFAULT_PORT, Command, OwnOptions
+from ddpdoctor.core.working_directory import relative, relative_place
+from ddpdoctor.debug import gateway
+from ddpdoctor.debug.gateway import reachable
+from ddpdoctor.debug.vscode_files import (
+    FOLDER,
+    LAUNCH,
+    current_directory,
+    edit,
+    find_workspace,
+    locked,
+)
+from ddpdoctor.run import rundir
+from ddpdoctor.run.names import DEBUG
 from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.run.records.supervisor import DebugRecord
+from ddpdoctor.run.status import Phase, Status
 from ddpdoctor.system import peers
 
 if TYPE_CHECKING:
     from ddpdoctor.debug.gateway import Gateway
+    from ddpdoctor.debug.gateway_ranks import Stop
     from ddpdoctor.run.snapshot import Run
+
+
+# -- A run's entries in the editor's launch.json, which several live runs may share
+
+
+class Editor:
+    """Writes the attach configurations of one run.
+
+    The first live run of a workspace has the plain names; one that starts beside it has its script
+    and port in its names.
+
+    Args:
+        own: ``no_vscode``, ``workspace`` and ``path_map`` are used.
+        script: What the run is called.
+
+    Raises:
+        DoctorError: The workspace that was named is no directory.
+    """
+
+    def __init__(self, own: OwnOptions, script: str) -> None:
+        self.workspace: Path | None = None
+        if not own.no_vscode:
+            self.workspace = find_workspace(current_directory(), own.workspace)
+        self._tracked: bool | None = None
+        self._before: str | None = None
+        self._after: str | None = None
+        self._path_map = own.path_map
+        self._script = script
+        self.label = ""
+        """What distinguishes this run's names from another live run's; empty for the only one."""
+
+    def configuration(self, rank: int) -> str:
+        """The name of a rank's attach configuration."""
+        from ddpdoctor.debug import vscode_configurations
+
+        return vscode_configurations.rank_name(rank, self.label)
+
+    @property
+    def compound(self) -> str:
+        """The name of the compound that attaches to all ranks."""
+        from ddpdoctor.debug import vscode_configurations
+
+        return vscode_configurations.compound_name(self.label)
+
+    def claim(self, directory: Path, port: int) -> None:
+        """Choose the label: the plain names belong to the first live run of the workspace."""
+        if self.workspace is None:
+            return
+        try:
+            with locked(self.workspace):
+                claims = _claims(self.workspace)
+                if any(claim["label"] == "" for claim in claims):
+                    self.label = f"{self._script} :{port}"
+                claims.append({"label": self.label, "directory": str(directory)})
+                file = _claims_file(self.workspace)
+                fresh = file.with_name(file.name + ".new")
+                fresh.write_text(json.dumps(claims))
+                os.replace(fresh, file)
+        except (OSError, DoctorError):
+            # Without a place to say so, the names are the plain ones.
+            return
+
+    def write(self, host: str, ports: dict[int, int]) -> str:
+        """Make launch.json hold the configurations of these ranks.
+
+        Args:
+            host: Where the ports are.
+            ports: Port by global rank.
+
+        Returns:
+            The file, if it was not there or held none of ddpdoctor's; else nothing.
+
+        Raises:
+            DoctorError: The file cannot be changed; it was left as it is.
+        """
+        if self.workspace is None:
+            return ""
+        from ddpdoctor.debug import vscode_configurations
+        from ddpdoctor.debug.vscode_files import PREFIX
+
+        points = [
+            vscode_configurations.AttachPoint(rank, reachable(host), port)
+            for rank, port in sorted(ports.items())
+        ]
+        others = {claim["label"] for claim in _claims(self.workspace)} - {self.label}
+        text = _text(self.workspace)
+        if self._tracked is None:
+            self._tracked = _tracked_by_git(self.workspace)
+            self._before = text if self._tracked else None
+        vscode_configurations.update_launch(
+            self.workspace,
+            points,
+            label=self.label,
+            others=others,
+            mappings=[vscode_configurations.PathMapping(*pair) for pair in self._path_map],
+        )
+        self._after = _text(self.workspace)
+        fresh = text is None or PREFIX not in text
+        return str(self.workspace / FOLDER / LAUNCH) if fresh else ""
+
+    def restore(self) -> None:
+        """Put back a launch.json that git tracks: a run leaves nothing to commit.
+
+        One that was changed by others meanwhile stays as it is.
+
+        Raises:
+            DoctorError: The file cannot be changed; it was left as it is.
+        """
+        before, after = self._before, self._after
+        if self.workspace is not None and before is not None:
+            edit(self.workspace, {LAUNCH: lambda text: before if text == after else text})
+
+
+def _text(workspace: Path) -> str | None:
+    try:
+        return (workspace / FOLDER / LAUNCH).read_bytes().decode()
+    except (OSError, ValueError):
+        return None
+
+
+def _tracked_by_git(workspace: Path) -> bool:
+    """Whether git has the workspace's launch.json."""
+    path = Path(FOLDER, LAUNCH)
+    if not (workspace / path).exists() or not (workspace / ".git").exists():
+        return False
+    command = ["git", "-C", str(workspace), "ls-files", "--error-unmatch", str(path)]
+    try:
+        return subprocess.run(command, capture_output=True, timeout=2).returncode == 0
+    except (OSError, subprocess.SubprocessError):
+        return False
+
+
+def _claims_file(workspace: Path) -> Path:
+    name = hashlib.sha256(os.fsencode(workspace.resolve())).hexdigest()[:16]
+    return rundir.private_base() / f"vscode-{name}.json"
+
+
+def _claims(workspace: Path) -> list[dict[str, Any]]:
+    """The live runs that have entries in this workspace's launch.json."""
+    try:
+        claims = json.loads(_claims_file(workspace).read_text())
+        return [claim for claim in claims if rundir.is_live(Path(claim["directory"]))]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+# -- some ranks stand in the debugger, the others wait for them in a collective: who for whom
+
+
+PATIENCE = 2.0
+"""Seconds in which all ranks may reach the same breakpoint."""
+
+STEPS = 3
+"""Steps that a phase has to last before it counts as a wait: backward is long on a slow machine."""
+
+_MAY_WAIT = (Phase.WAIT, Phase.FORWARD, Phase.BACKWARD)
+"""Phases with a collective in them: DDP's own run inside forward and backward."""
+
+
+class PartialStops:
+    """Says each partial stop once."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+        self._picture: tuple[frozenset[int], frozenset[int]] | None = None
+        self._said: tuple[frozenset[int], frozenset[int]] | None = None
+
+    def look(self, run: Run, stops: Sequence[Stop]) -> str:
+        """A sentence if there is something new to say, else an empty string."""
+        held = frozenset(stop.rank for stop in stops)
+        waiting = [
+            rank.status
+            for rank in run.last
+            if rank.status is not None and rank.rank not in held and _waits(rank.status)
+        ]
+        if not held:
+            self._since = None
+            if not waiting:
+                # Else it is the same stop still: somebody steps through the lines.
+                self._said = None
+            return ""
+        now = time.monotonic()
+        self._since = self._since or now
+        if now - self._since < PATIENCE:
+            return ""
+        before, self._picture = self._picture, None
+        picture = (held, frozenset(status.rank for status in waiting))
+        if not waiting or picture == self._said:
+            return ""
+        if picture != before:
+            # Ranks come one by one; said once no more of them join.
+            self._picture = picture
+            return ""
+        self._said = picture
+        return _stop_sentence(stops, waiting) + _timeout(run)
+
+
+def _stop_sentence(stops: Sequence[Stop], waiting: Sequence[Status]) -> str:
+    ranks = {stop.rank for stop in stops}
+    places = {relative_place(stop.place) for stop in stops} - {""}
+    at = f" at {places.pop()}" if len(places) == 1 else ""
+    verb, them = ("is", "it") if len(ranks) == 1 else ("are", "them")
+    wait = "waits" if len(waiting) == 1 else "wait"
+    return (
+        f"{named(ranks)} {verb} held by the debugger{at}; "
+        f"{named(status.rank for status in waiting)} {wait} for {them}{_where(waiting)} and will "
+        "stop at breakpoints after that"
+    )
+
+
+def _timeout(run: Run) -> str:
+    """What lifting timeouts does not reach: gloo of some torch keeps its group's."""
+    kept = [rank.opened.kept_timeout for rank in run.last]
+    timeouts = [each for each in kept if each is not None]
+    if not timeouts:
+        return ""
+    return (
+        f"; this torch's gloo keeps its timeout of {duration(min(timeouts))}, after which they "
+        "fail: a job that is started with --wait-for-attach has none"
+    )
+
+
+def _waits(status: Status) -> bool:
+    since = (time.time_ns() - status.since) / 1e9
+    patience = max(PATIENCE, STEPS * status.last_total / 1e9)
+    return status.phase in _MAY_WAIT and since > patience
+
+
+def _where(waiting: Sequence[Status]) -> str:
+    """What they wait in, if that is the same for all."""
+    places = {(status.collective or status.phase.label, status.site) for status in waiting}
+    if len(places) != 1:
+        return ""
+    what, site = places.pop()
+    return f" in {what} ({relative_place(site)})" if site else f" in {what}"
+
+
+# -- debugging
+
 
 ASIDE = 1000
 """How far the default ports move for a script that uses debugpy itself."""
@@ -70,8 +326,8 @@ class Debugging:
         if self._own_debugpy:
             first += ASIDE
         self._editor = Editor(own, command.script)
-        self._ports = debug_ports.bind_block(own.debug_host, first, count)
-        self._doors: debug_ports.Doors | None = None
+        self._ports = gateway.bind_block(own.debug_host, first, count)
+        self._doors: gateway.Doors | None = None
         self._gateway: Gateway | None = None
         self._stops = PartialStops()
         self._written: dict[int, int] = {}
@@ -112,7 +368,7 @@ class Debugging:
         Raises:
             OSError: The control socket cannot be made.
         """
-        self._doors = debug_ports.Doors(directory, len(self._ports.listeners))
+        self._doors = gateway.Doors(directory, len(self._ports.listeners))
 
     def announce(self, directory: Path) -> None:
         """Write launch.json, and say what there is; the job does not wait for it."""
@@ -244,7 +500,7 @@ class Debugging:
                 who = f"a client whose user is not known ({record.why})"
             self._speaker.say(f"refused: {who} at {record.door}")
         elif state == "flooded":
-            self._speaker.say(debug_ports.flooded(record))
+            self._speaker.say(gateway.flooded(record))
         elif state == "broken":
             self._speaker.say(f"warning: the debug ports are closed: {record.error}")
 
@@ -297,7 +553,7 @@ def _check_gate(command: Command) -> None:
 def _check_host(command: Command) -> None:
     """Refuse ports for clients whose user is unknown, unless they are asked for."""
     own = command.own
-    if not own.debug_unidentified and not debug_ports.is_loopback(own.debug_host):
+    if not own.debug_unidentified and not gateway.is_loopback(own.debug_host):
         raise DoctorError(
             f"--debug-host {own.debug_host} is reachable from other machines, and nothing "
             "identifies the users of their clients",

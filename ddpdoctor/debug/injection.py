@@ -1,4 +1,4 @@
-"""The debug port of a Python process that was started without ddpdoctor; gdb brings debugpy there.
+"""Open a debug port in a Python process that was started without ddpdoctor; gdb injects debugpy.
 
 The port is ours, as those of a run are: debugpy's own would be open to every user of the machine,
 and between the choice of a free port and debugpy's taking it another process could have it.
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.job import LOOPBACK
-from ddpdoctor.debug import debug_ports
+from ddpdoctor.debug import gateway as gateway_module
 from ddpdoctor.debug.gateway import Gateway
 from ddpdoctor.run.records.supervisor import DebugRecord
 
@@ -62,12 +62,12 @@ def serve(pid: int, first_port: int, say: Callable[[str], None]) -> None:
     Raises:
         DoctorError: debugpy could not be brought there, or no port is free.
     """
-    ports = debug_ports.bind_block(LOOPBACK, first_port, 1)
+    ports = gateway_module.bind_block(LOOPBACK, first_port, 1)
     news = threading.Event()
     with tempfile.TemporaryDirectory(prefix="ddpdoctor-attach-") as directory:
         gateway = Gateway(
             ports,
-            debug_ports.Doors(Path(directory), 1),
+            gateway_module.Doors(Path(directory), 1),
             unidentified=False,
             gate=None,
             ends_job=False,
@@ -108,7 +108,7 @@ def _happens(
             if record.state == "refused":
                 say(_refused(record))
             elif record.state == "flooded":
-                say(debug_ports.flooded(record))
+                say(gateway_module.flooded(record))
             elif record.state == state:
                 return True
     return False

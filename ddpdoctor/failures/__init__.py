@@ -1,4 +1,4 @@
-"""Known failures of distributed jobs, by what they print: the table, and how it is looked up."""
+"""The table of known failures of distributed jobs, by what they print, and its lookup."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import functools
 import re
 from collections.abc import Mapping
 
-from ddpdoctor.failures.literals import any_of
-from ddpdoctor.failures.model import Failure, Page, Weight
+from ddpdoctor.failures.entry import Failure, Page, Weight, any_of
 from ddpdoctor.failures.table import TABLE
 
 _LITERALS: dict[str, set[int]] = {}

@@ -1,4 +1,4 @@
-"""Which lines of a log are looked at: a scan for a few texts, at hundreds of megabytes a second.
+"""Scan a log for the lines worth reading, at hundreds of megabytes a second.
 
 A long log repeats itself: most of its lines differ from earlier ones in their numbers alone. So a
 block is searched only if it has a line of a shape that was not seen before, or not without a text.
@@ -14,8 +14,8 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ddpdoctor.failures import TABLE
 from ddpdoctor.failures.lines import HEAD
+from ddpdoctor.failures.table import TABLE
 
 _compiled: Any = None
 if not os.environ.get("DDPDOCTOR_PURE_PYTHON"):

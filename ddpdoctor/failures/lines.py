@@ -1,4 +1,4 @@
-"""Lines of a job's output: when they were written, what they say."""
+"""Read the lines of a log: prefixes of launchers removed, secrets redacted."""
 
 from __future__ import annotations
 
@@ -7,11 +7,124 @@ import os
 import re
 import time
 from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import PurePath
+from typing import NamedTuple
 
+from ddpdoctor.core.finding import Finding
 from ddpdoctor.core.opening import whole
-from ddpdoctor.core.user_code import user_file
-from ddpdoctor.failures.prefixes import split_line, without_bar
+from ddpdoctor.core.user_code import Location, user_file
+
+# -- prefixes
+
+
+_WHO = "|".join(
+    (
+        r"\[pod/(?P<pod>[^\]\s]+)\] ",  # kubectl logs --prefix
+        r"(?P<service>(?=\S*[\d_-])\w[\w.@-]*) +\| ?",  # docker compose
+        r"(?:[A-Z][a-z]{2} [ \d]\d [\d:]{8}(?:\.\d+)? )?"
+        r"(?P<host>[\w.-]+) (?P<unit>[\w./@-]+\[\d+\]): ",  # journald, syslog
+        r"\((?P<actor>[\w.:-]+ (?:\w+=\d+, )?pid=\d+(?:, ip=[\d.a-f:]+)?)\) ",  # Ray
+        # pdsh; urllib3.exceptions.MaxRetryError is no host.
+        r"(?P<node>(?=[\w.-]*\d)(?![\w.]*\.(?:[A-Z]|error: ))[a-z][\w.-]*|\d+\.\d+\.\d+\.\d+): ",
+    )
+)
+"""Prefixes that say which process or node it is."""
+
+_NUMBER = "|".join(
+    (
+        r"\[[A-Za-z_]+(?P<role>\d+)\]:[ ]?",  # torchrun --tee: role and local rank
+        r"\[\d+,(?:mpirank:)?(?P<mpi>\d+)(?:,[\w.-]+)?\]<std(?:err|out|diag)>:[ ]?",  # mpirun
+        r" {0,3}(?P<task>\d{1,5}): ",  # srun --label, which aligns the numbers
+        r"\[rank: (?P<lightning>\d+)\] ",
+        r"\[(?P<bare>\d{1,4})\]: ",
+    )
+)
+
+_PREFIX = re.compile(
+    r"\[rank(?P<rank>\d+)\]:[ ]?"  # torch's own, of an uncaught exception or a log line
+    rf"|{_NUMBER}|{_WHO}"
+    r"|\[?\d{4}[-/]\d\d[-/]\d\d[T _]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?"
+    r"(?: std(?:err|out) [FP])?[ \t]"  # a time; of CRI with the stream
+    r"|\[?\d\d:\d\d:\d\d(?:[.,]\d+)?\]? "
+    r"|(?:stderr|stdout|STDERR|STDOUT)\s?[:|] ?"  # accelerate
+    r"|> ?"  # mail and issues
+    # A comment, as people post logs.
+    r"|# (?=\[?rank|\s*File \"|Traceback|[\w.]+(?:Error|Exception|Interrupt)\b|[EW]\d{3,4} "
+    r"|\[\d|\s|=|-)"
+    # The number of a line, as editors and `cat -n` show it.
+    r"| {0,6}\d{1,6}(?:\t| {1,2})(?=\[rank\d|Traceback \(|slurmstepd: |srun: |[EW]\d{4} "
+    r"|[\w.]{3,80}(?:Error|Exception|Interrupt)(?::|$)| {2,4}File \")"
+)
+TASK = "task "
+"""Before the number of a task in ``Line.who``."""
+
+_NAMES = ("pod", "service", "host", "actor", "node")
+_LOWEST = ("role", "mpi", "task", "lightning", "bare")
+_RANK_WORD = re.compile(r"\[(?:[\w ()-]{0,80} )?Rank (\d+)\]")
+
+_BAR = re.compile(
+    r"\d+%\|[^|\n]{0,400}\|[^\]\n]{0,400}\]|\d+%\|[█▏▎▍▌▋▊▉#\ufffd ]*|\d+it \[[^\]\n]{0,200}\]"
+)
+"""A progress bar of tqdm."""
+
+_ANY_NUMBER = re.compile(r"\d+")
+
+
+class Line(NamedTuple):
+    """A line of output, split.
+
+    Attributes:
+        rank: Whose it is, None if it does not say.
+        uncaught: torch's own mark stands before it, as before each line of an uncaught exception.
+        text: What is left without marks and control characters.
+        who: The process or node that a prefix names besides, or the task whose number is taken for
+            the rank; empty if none does.
+    """
+
+    rank: int | None
+    uncaught: bool
+    text: str
+    who: str = ""
+
+
+def split_line(text: str) -> Line:
+    """A clean line without what torch, torchrun, srun, mpirun, containers and so on put before."""
+    rank: int | None = None
+    who = ""
+    while (mark := _PREFIX.match(text)) is not None and mark.end():
+        text = text[mark.end() :]
+        if mark["rank"] is not None:
+            # The global rank; the others may count per node.
+            return Line(whole(mark["rank"]), True, text, "" if who.startswith(TASK) else who)
+        if mark.lastgroup in _LOWEST and rank is None:
+            rank = whole(mark[mark.lastgroup])
+            who = who or (f"{TASK}{rank}" if mark.lastgroup == "task" else "")
+        elif mark.lastgroup == "role" and who.startswith(TASK):
+            who = f"{who}, local rank {whole(mark['role'])}"
+        who = who or next((mark[name] for name in _NAMES if mark[name]), "")
+    if rank is None and "Rank " in text and (word := _RANK_WORD.search(text)) is not None:
+        rank = whole(word[1])
+    return Line(rank, False, text, who.removeprefix("slurmstepd-"))
+
+
+def without_bar(text: str) -> str:
+    """A line without the progress bar that it was printed behind."""
+    if "%|" not in text and "it [" not in text:
+        return text
+    end = max((bar.end() for bar in _BAR.finditer(text)), default=0)
+    return text[end:] if text[end:].strip() else text
+
+
+def shape(prefix: str) -> re.Pattern[str]:
+    """What matches a prefix whose numbers may change from line to line."""
+    parts = _ANY_NUMBER.split(prefix)
+    return re.compile(r"\d+".join(map(re.escape, parts)))
+
+
+# -- lines of a job's output: when they were written, what they say
+
 
 LONGEST = 1 << 16
 """Bytes of a line that are looked at: to search one of megabytes takes seconds."""
@@ -167,3 +280,131 @@ def shortened(text: str, width: int = 160) -> str:
     """
     text = _SOURCE.sub("", _CONTROL.sub("", text)).strip()
     return text if len(text) <= width else text[: width - 3] + "..."
+
+
+# -- names, addresses and secrets taken out of findings, so that they can be posted
+
+
+_SECRET = re.compile(
+    r"\b(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[abp]-|AKIA|wandb_v1_)[\w-]{12,}"
+    r"|\beyJ[\w-]{8,}\.[\w-]+\.[\w-]+|\b[0-9a-f]{40}\b"
+)
+_ASSIGNED = re.compile(
+    r"(?i)(\b\w{0,40}(?:token|api_?key|secret|passw(?:or)?d|authorization)\w{0,40}[\"']?\s*[=:]\s*[\"']?"
+    r"(?:Bearer )?)[^\s\"',;&]{4,}|(?<=://)[^\s/@:]+:[^\s/@]+(?=@)"
+)
+_MAIL = re.compile(r"(?<![\w.+-])[\w.+-]{1,64}@[\w-]+(?:\.[\w-]+)+\b")
+_USER = re.compile(
+    r"(?i)(?<=[/\\])(?P<folder>(?:home|users?|scratch)"
+    # Clusters sort their users: /home/users/d/a/name, /users/9/name, /home/userexternal/name.
+    r"(?:[/\\]+(?:home|users?|userexternal|scratch|students?|staff|grads?|\w|\d+)"
+    r"(?=[/\\]+[^/\\\s\"':,]+[/\\]))*)"
+    r"(?P<sign>[/\\]+)(?P<name>[^/\\\s\"':,]+)(?P<below>(?:[/\\][^/\\\s\"':,()]{1,255}){0,40}[/\\])?"
+)
+_ACCOUNTS = frozenset(
+    (
+        *("admin", "coder", "ec2-user", "jovyan", "root", "runner", "ubuntu", "user", "vscode"),
+        *("data", "project", "projects", "public", "share", "shared", "work", "workspace"),
+    )
+)
+"""That a machine comes with, or all share: the name of no person, and a word like any other."""
+
+_PATH = re.compile(
+    r"(?<![\w.:/<>\\-])(?=/)"
+    r"(?!/(?:usr|opt|lib|lib64|bin|etc|proc|sys|dev|pytorch|home|[Uu]sers?|\.\.\.)/)"
+    r"(?![^\s\"':,()]{0,300}<)(?P<below>(?:/[^/\s\"':,()]{1,255}){2,40}/)(?=[^/\s\"':,()])"
+)
+"""Anywhere else a folder may bear a name as well: /nfs/data/alice/job/train.py."""
+
+_DEEP = 3
+"""Folders of which the last is shown: those before it may be a group's and a user's."""
+
+_ADDRESS = re.compile(
+    r"(?<![\w.])(?!127\.|0\.0\.0\.0)\d{1,3}(?:\.\d{1,3}){3}(?![\w.]*\w)"
+    r"|(?<![\w:])(?:[0-9a-f]{1,4}:){3,7}:?[0-9a-f]{0,4}(?:%\w+)?(?![\w:])|\bfe80::[0-9a-f:]+"
+)
+_HOST = re.compile(
+    r"\b(?:srun: error: |task \d+ on |Node failure on |slurmstepd-| ON |host\s+: |hostname[=: ]+"
+    r"|[Hh]ost |ssh |client_addr=|connect to (?:any network address of )?\(?"
+    r"|addresses of \(|a process of )"
+    r"(?P<after>(?!any\b|the\b|host\b)[A-Za-z][\w.-]*)"
+    r"|^(?P<before>[A-Za-z][\w.-]*)(?=:\d+:\d+ \[\d+\] )"
+    r"|(?<![\w.@/-])"
+    r"(?P<full>[a-z][\w-]*(?:\.[\w-]+)*\.(?:internal|local|lan|cluster|edu|corp|svc))\b"
+)
+_KEPT = frozenset(("localhost", "pod"))
+
+
+class Redactor:
+    """Replaces names, the same by the same everywhere.
+
+    Args:
+        texts: What else was printed, which may show that a word is a name.
+    """
+
+    def __init__(self, texts: Iterable[str] = ()) -> None:
+        self._names: dict[str, str] = {}
+        self._counts: dict[str, int] = {}
+        for text in texts:
+            self.text(text)
+
+    def finding(self, finding: Finding) -> Finding:
+        """A finding without names, addresses and secrets."""
+        place = finding.location
+        # All of it is read first: a name may stand where only another line shows that it is one.
+        for text in (finding.message, *finding.evidence, finding.traceback):
+            self.text(text)
+        return replace(
+            finding,
+            message=self.text(finding.message),
+            evidence=tuple(map(self.text, finding.evidence)),
+            fix=self.text(finding.fix),
+            paste=self.text(finding.paste),
+            traceback=self.text(finding.traceback),
+            location=None if place is None else Location(self.text(place.path), place.line),
+        )
+
+    def text(self, text: str) -> str:
+        """A text without them."""
+        text = _SECRET.sub("<secret>", text)
+        text = _ASSIGNED.sub(lambda found: f"{found[1] or ''}<secret>", text)
+        text = _MAIL.sub(self._by("mail"), text)
+        text = _PATH.sub(lambda found: _shortened(found["below"]), _USER.sub(self._home, text))
+        text = _ADDRESS.sub(self._by("address"), text)
+        for found in _HOST.finditer(text):
+            name = next(each for each in found.groups() if each is not None)
+            if name.lower() not in _KEPT:
+                self._name("host", name)
+        for name, shown in self._names.items():
+            if name in text:
+                text = re.sub(rf"(?<![\w<]){re.escape(name)}(?![\w>])", shown, text)
+        return text
+
+    def _home(self, found: re.Match[str]) -> str:
+        name = found["name"]
+        if name.lower() not in _ACCOUNTS:
+            name = self._name("user", name)
+        below = _shortened(found["below"]) if found["below"] else ""
+        return f"{found['folder']}{found['sign']}{name}{below}"
+
+    def _by(self, kind: str) -> Callable[[re.Match[str]], str]:
+        return lambda found: self._name(kind, found[0])
+
+    def _name(self, kind: str, name: str) -> str:
+        if name.startswith("<"):
+            return name
+        if name not in self._names:
+            self._counts[kind] = self._counts.get(kind, 0) + 1
+            self._names[name] = f"<{kind}-{self._counts[kind]}>"
+        return self._names[name]
+
+
+def _shortened(folders: str) -> str:
+    """The end of a path: what tells where a line is, and not whose it is."""
+    sign = folders[-1]
+    each = [one for one in re.split(r"[/\\]", folders) if one]
+    if "..." in each:
+        return folders
+    packages = [at for at, one in enumerate(each) if one in ("site-packages", "dist-packages")]
+    first = packages[0] if packages else len(each) - (len(each) >= _DEEP)
+    return sign.join(("", *(["..."] if first else []), *each[first:], ""))

@@ -1,15 +1,346 @@
-"""Tracebacks in a log, also where those of several ranks are woven into each other."""
+"""Tracebacks in a log: parsed, and disentangled where those of several ranks are interleaved."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
 
 from ddpdoctor.core.opening import whole
-from ddpdoctor.failures.lines import HEAD
-from ddpdoctor.failures.prefixes import Line, shape
-from ddpdoctor.failures.printed import FRAME, SPAWNED_BY, Kind, Printed, kind_of
+from ddpdoctor.core.user_code import Location
+from ddpdoctor.failures import recognise
+from ddpdoctor.failures.entry import Failure
+from ddpdoctor.failures.lines import HEAD, Line, shape, users_file
 from ddpdoctor.failures.sightings import WARNING
+
+# -- A traceback as it was printed: its lines, whether another one is its own, what it says
+
+
+_ORIGINAL = "Original Traceback"
+_MOST_LINES = 2_000
+_APART = 50
+"""Lines of others after which an exception's line is not taken for a traceback's."""
+
+_BEHIND = 8
+"""The same where its name may be any word with a colon behind it."""
+
+FRAME = re.compile(r'^\s*File "(?P<path>[^"\n]+)", line (?P<line>\d+)(?:, in (?P<name>.*))?$')
+_EXCEPTION = re.compile(
+    r"^(?!(?:Failures|Epoch|Step|Loss|Iter|INFO|WARNING|DEBUG|ERROR)\b)(?:[A-Za-z_]\w*\.)*"
+    r"(?:(?:_?[A-Z]\w*|error|gaierror|herror|timeout)(?:\([\w.]+\))?(?:: |:$)|(?<=\.)\w+$"
+    r"|\w*(?:Error|Exception|Interrupt|Exit|Iteration)$)"
+)
+_NAMED = re.compile(r"[\w.]*(?:Error|Exception|Interrupt|Exit|Iteration)\b|(?:\w+\.)+\w+")
+"""The name of an exception, which is not any word."""
+
+_SEVERAL = re.compile(
+    r"(?P<name>[A-Za-z_]\w*?(?:Error|Exception|Interrupt))(?:[: ]{0,3}(?P=name)(?![a-z]))+"
+    r"(?P<said>.*)$"
+)
+_REPEATED = re.compile(r"(.{3,300}?)\1+")
+_WITHIN = re.compile(rf"^[\w.]+(?:Error|Exception): {re.escape(HEAD)}")
+"""An exception whose message is the traceback of a DataLoader worker (torch 1.1 and before)."""
+
+_CHAIN = ("was the direct cause of the following", "another exception occurred")
+_LOGGED = re.compile(r"^\[?[IWEF](?:\d{3,4} [\d:.]+| \S+\.(?:cpp|cc|hpp|h):\d+\])")
+"""What c10d and torchrun log has such a head, which no exception's message has."""
+
+_CONTINUED = re.compile(
+    r"^(?:nccl\w+: |Last error:|CUDA kernel errors|For debugging consider|Compile with `|Search for"
+    r"|Device-side assert|Exception raised from|frame #\d|C\+\+ CapturedTraceback|If you were att"
+    r"|Parameter indices which|Parameters which did|making sure all|In addition, you can|NCCL WARN"
+    r"|If you already have done the above|Since `find_unused|You can (?:also )?make|Hint:"
+    r"|size mismatch|Missing key|Unexpected key|(?:\[[^\]]+\] )?\*\*\* "
+    r"|MPI\w*\(\d+\)|\[cli_\d+\]: |system msg for |:$)"
+)
+"""Lines of torch's and MPI's messages that are not indented."""
+
+
+_UNREADABLE = ("SyntaxError", "IndentationError", "TabError")
+_WRITER = "event_file_writer.py"
+_STARTS = re.compile(r"^<|[/\\]threading\.py$")
+"""Files in which Python starts a module or a thread."""
+
+_HELPER = re.compile(r"[/\\]wandb[/\\](?:__main__\.py$|sdk[/\\])")
+"""Where the process and the threads begin that wandb starts for itself."""
+
+_FINALIZERS = "_run_finalizers"
+"""Where multiprocessing tidies up at the end, prints what is raised there, and goes on."""
+
+_CLOSED = re.compile(r"(?:OSError: handle is closed|EOFError)$")
+
+_OUTERMOST = ("<module>", "_run_module_as_main")
+"""Where Python starts a script and a module (``python -m``)."""
+
+
+def says_more(text: str) -> bool:
+    """Whether a line is more of a message of torch's."""
+    return _CONTINUED.match(text) is not None
+
+
+def untangled(text: str) -> str:
+    """The line of an exception that several processes printed at once, piece by piece, as of one.
+
+    ``ValueErrorValueError: : badbad`` becomes ``ValueError: bad``.
+    """
+    several = _SEVERAL.match(text)
+    if several is None:
+        return text
+    said = several["said"].strip(": ")
+    repeated = _REPEATED.fullmatch(said)
+    return f"{several['name']}: {repeated[1] if repeated else said}".rstrip(": ")
+
+
+class Kind(Enum):
+    """What a line may be in a traceback."""
+
+    HEAD = auto()
+    FRAME = auto()
+    SOURCE = auto()
+    CHAIN = auto()
+    EXCEPTION = auto()
+    OTHER = auto()
+
+
+def kind_of(text: str) -> Kind:
+    """What a line may be in a traceback, by itself."""
+    if HEAD in text:
+        return Kind.HEAD
+    if FRAME.match(text):
+        return Kind.FRAME
+    if any(words in text for words in _CHAIN):
+        return Kind.CHAIN
+    if text[:1] in (" ", "\t", ""):
+        return Kind.SOURCE
+    # A progress bar has a name and a colon, too.
+    is_exception = _EXCEPTION.match(text) and "%|" not in text
+    return Kind.EXCEPTION if is_exception else Kind.OTHER
+
+
+SPAWNED_BY = " of mp.spawn"
+"""What the parent says of a process that it spawned: it raises that one's exception again."""
+
+
+@dataclass(eq=False)
+class Printed:
+    """A traceback as it was printed.
+
+    Attributes:
+        start: Offset of its first line in the log.
+        number: The number of that line.
+        rank: Whose it is, if its lines say so.
+        uncaught: torch's own mark stands before them.
+        time: Seconds, if a line shortly before it has a time.
+        lines: Its lines, without marks.
+        last: The number of its last line so far.
+        state: What its last line was; ``EXCEPTION`` until the next head, whatever follows.
+        who: The process or node that a prefix names.
+        prefix: What stands before each of its lines besides.
+        woven: Lines of others stand between its own, and some of them fit both.
+        ignored: Python says before it that it goes on in spite of it.
+        in_thread: It ended a thread, and its process goes on.
+        reported: torchrun's report has it, as what ended a rank.
+        torn: srun cut its message off behind the colon.
+    """
+
+    start: int
+    number: int
+    rank: int | None
+    uncaught: bool
+    time: float | None
+    lines: list[str] = field(default_factory=list)
+    last: int = 0
+    state: Kind = Kind.HEAD
+    who: str = ""
+    prefix: re.Pattern[str] | None = None
+    woven: bool = False
+    ignored: bool = False
+    in_thread: bool = False
+    reported: bool = False
+    torn: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """The line with the exception was seen; what follows may be the rest of its message."""
+        return self.state in (Kind.EXCEPTION, Kind.CHAIN)
+
+    def stripped(self, text: str) -> str:
+        """A line without the prefix that this traceback's lines have."""
+        found = self.prefix.match(text) if self.prefix is not None else None
+        return text[found.end() :] if found is not None else text
+
+    def fits(self, text: str, kind: Kind, number: int) -> bool:
+        """Whether a line may go on with this traceback."""
+        if len(self.lines) >= _MOST_LINES or _LOGGED.match(text):
+            return False
+        if kind is Kind.HEAD:
+            started = text.startswith(_ORIGINAL) if self.complete else self.uncaught
+            more = started or (self.state is Kind.SOURCE and _WITHIN.match(text) is not None)
+            return more or self.state is Kind.CHAIN
+        if self.uncaught:
+            return True
+        if self.complete:
+            said = kind is Kind.OTHER and self._says_more(text)
+            frame = FRAME.match(text)
+            if frame is not None:
+                # Without a function it is where Python could not read another process's file.
+                return bool(frame["name"])
+            return kind in (Kind.SOURCE, Kind.CHAIN) or said
+        if kind is Kind.FRAME:
+            return True
+        if kind is Kind.SOURCE:
+            return self.state is not Kind.HEAD
+        near = _APART if _NAMED.match(text) else _BEHIND
+        return kind is Kind.EXCEPTION and number - self.last < near
+
+    def _says_more(self, text: str) -> bool:
+        cut = text.startswith(": ") and self.lines[-1].isidentifier()
+        return says_more(text) or cut or self.torn or self.lines[-1].startswith("Last error:")
+
+    def add(self, text: str, kind: Kind, number: int) -> None:
+        """Take a line that fits; srun may cut one in two."""
+        if self.complete and (text.startswith(": ") or self.torn):
+            self.lines[-1] += text
+            self.last = number
+            self.torn = text.strip() == ":"
+            return
+        self.lines.append(text)
+        self.last = number
+        if not self.complete or kind in (Kind.HEAD, Kind.CHAIN):
+            self.state = self.state if kind is Kind.OTHER else kind
+
+    @property
+    def source(self) -> str:
+        """The line of code that was printed last."""
+        return self.lines[-1] if self.state is Kind.SOURCE else ""
+
+    @property
+    def headline(self) -> int | None:
+        """Index of the line with the exception that ended it all; None if there is none."""
+        last = max((n for n, text in enumerate(self.lines) if HEAD in text), default=0)
+        # Where the last one of a chain is cut off, the one before it.
+        after, before = range(last, len(self.lines)), range(last - 1, -1, -1)
+        raised = (n for n in (*after, *before) if _EXCEPTION.match(self.lines[n]))
+        return next((n for n in raised if HEAD not in self.lines[n]), None)
+
+    @property
+    def frames(self) -> bool:
+        """Whether any of it is there beside the exception."""
+        return any(HEAD in text or FRAME.match(text) for text in self.lines)
+
+    @property
+    def ended_it(self) -> bool:
+        """Whether its process ended with it, as far as its own lines show."""
+        whole = not self.lines[0].startswith(" ")
+        return not self.ignored and (
+            self.uncaught
+            or self.reported
+            or self._of_script
+            or self.who.endswith(SPAWNED_BY)
+            or (whole and any(name in _OUTERMOST for name in self._first))
+        )
+
+    @property
+    def of_thread(self) -> bool:
+        """Whether it ended a thread, and its process went on."""
+        return self.in_thread or any(name == "_bootstrap_inner" for name in self._first)
+
+    @property
+    def survived(self) -> bool:
+        """Whether Python says so, or it is of a tracker's own thread, or of what tidies up.
+
+        A full disk, say, stops the job as well.
+        """
+        closed = any(_CLOSED.match(text) for text in self.lines)
+        writes = closed and any(_WRITER in text for text in self.lines)
+        helps = _HELPER.search(self._begins) is not None and self.known[0] is None
+        return self.ignored or writes or helps or next(self._first, "") == _FINALIZERS
+
+    @property
+    def _of_script(self) -> bool:
+        """Whether Python cannot read the script itself, of which it prints no head."""
+        first = FRAME.match(self.lines[0])
+        return first is not None and not first["name"] and self.message.startswith(_UNREADABLE)
+
+    @property
+    def _begins(self) -> str:
+        """The outermost file of the last traceback of a chain, Python's own start left out."""
+        heads = [number for number, text in enumerate(self.lines) if HEAD in text]
+        frames = map(FRAME.match, self.lines[heads[-1] if heads else 0 :])
+        paths = (frame["path"] for frame in frames if frame)
+        return next((path for path in paths if not _STARTS.search(path)), "")
+
+    @property
+    def _first(self) -> Iterator[str]:
+        """The functions of the first frame of each traceback of a chain."""
+        of_head = False
+        for text in self.lines:
+            of_head = of_head or HEAD in text
+            if (frame := FRAME.match(text)) and of_head:
+                of_head = False
+                yield frame["name"]
+
+    @property
+    def message(self) -> str:
+        """The exception that ended it all, with the rest of its message; empty if torn."""
+        at = self.headline
+        if at is None:
+            return ""
+        first, *more = (text for text in self.lines[at:] if text.strip())
+        return "\n".join([untangled(first), *more])
+
+    @property
+    def context(self) -> str:
+        """The exception of a chain that was raised first; empty if there is no chain."""
+        chained = (
+            []
+            if self.woven
+            else [n for n, text in enumerate(self.lines) if kind_of(text) is Kind.CHAIN]
+        )
+        raised = (
+            [text for text in self.lines[: chained[0]] if _EXCEPTION.match(text)] if chained else []
+        )
+        return next((text for text in raised if HEAD not in text), "")
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "\n".join(self.lines)
+
+    @property
+    def known(self) -> tuple[Failure | None, Mapping[str, str]]:
+        """The failure that it shows, with its groups; none if it is unknown."""
+        at = self.headline
+        # The cause, or more of it, may stand earlier in a chain, or in a worker's own traceback.
+        earlier = "\n".join(text for text in self.lines[:at] if _EXCEPTION.match(text))
+        found = [recognise(text, self.text) for text in (self.message, earlier)]
+        return max(
+            (each for each in found if each is not None),
+            key=lambda each: (each[0].weight, len(each[1])),
+            default=(None, {}),
+        )
+
+    @property
+    def location(self) -> Location | None:
+        """The innermost line of the user's code; None where it may be that of another rank."""
+        for text in reversed(() if self.woven else self.lines):
+            match = FRAME.match(text)
+            if match and users_file(match["path"]):
+                return Location(match["path"], whole(match["line"]))
+        return None
+
+
+def parse(text: str) -> Printed | None:
+    """A traceback that was kept whole, as Python formats it; None if it is none."""
+    lines = text.rstrip().splitlines()
+    if not any(HEAD in line for line in lines):
+        return None
+    return Printed(0, 1, None, True, None, lines)
+
+
+# -- tracebacks in a log, also where those of several ranks are woven into each other
+
 
 _MOST_OPEN = 64
 """Tracebacks of one kind of mark that are under way at a time."""

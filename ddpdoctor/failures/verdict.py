@@ -1,21 +1,307 @@
-"""From the failures in logs to findings: the first cause, its consequences, what is not known."""
+"""Choose the first cause among the failures that a log shows."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from ddpdoctor.core.finding import Finding, Severity
+from ddpdoctor.core.formatting import named
 from ddpdoctor.core.opening import whole
-from ddpdoctor.core.ranks import named
-from ddpdoctor.failures import Failure, Weight, matching_line
-from ddpdoctor.failures.candidates import ONE_RUN, found_in, is_timed, name_of
+from ddpdoctor.failures import matching_line
+from ddpdoctor.failures.entry import Failure, Weight
 from ddpdoctor.failures.lines import shortened
-from ddpdoctor.failures.reported import with_ranks
-from ddpdoctor.failures.runs import Runs, split
-from ddpdoctor.failures.sightings import Sighting
-from ddpdoctor.failures.waiting import Awaited, awaited, together
+from ddpdoctor.failures.sightings import LATER, STATUS, Runs, Sighting, split
+
+# -- ranks that torchrun's report names, for exceptions whose lines name none
+
+
+_RAISED = re.compile(r"exitcode\s*: ?1\b")
+_SUMMARY = re.compile(r"^\s*exitcode\s*:")
+"""In torchrun's last report, which has ranks of all nodes; its line before has local ones."""
+
+
+def with_ranks(sightings: Sequence[Sighting]) -> Sequence[Sighting]:
+    """The sightings of a run, its exceptions with the ranks that ended with status 1.
+
+    Only if all of them are the same: then each of these ranks raised it.
+    """
+    raised = [
+        each
+        for each in sightings
+        if each.traceback and each.uncaught and each.weight in (Weight.CAUSE, Weight.GENERIC)
+    ]
+    ranks = _failed(sightings)
+    alike = len({each.text for each in raised}) == 1
+    if not alike or not ranks or any(each.rank is not None or each.who for each in raised):
+        return sightings
+    # Whose process the log goes on after ended last.
+    raised.sort(key=lambda each: not each.final)
+    given = {id(each): rank for each, rank in zip(raised, ranks, strict=False)}
+    return [replace(e, rank=given[id(e)]) if id(e) in given else e for e in sightings]
+
+
+def _failed(sightings: Sequence[Sighting]) -> list[int]:
+    """The ranks that ended with status 1, which torchrun noticed first first."""
+    status = [each for each in sightings if STATUS.search(each.text) and each.rank is not None]
+    status = [each for each in status if _SUMMARY.match(each.text)] or status
+    if any(not _RAISED.search(each.text) and each.root for each in status):
+        return []
+    ordered = sorted(status, key=lambda each: (not each.root, each.order))
+    failed = (each.rank for each in ordered if _RAISED.search(each.text))
+    return list(dict.fromkeys(rank for rank in failed if rank is not None))
+
+
+# -- NCCL's time-outs of several ranks, compared: which rank the others waited for
+
+
+_GROUP = re.compile(r"\bPG (?:ID )?(\d+)")
+_SIZES = re.compile(r"NumelIn=(\d+), NumelOut=(\d+)")
+_ENOUGH = 3
+"""Ranks that have to wait before one without a line is said to be missing."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The collective in which a rank waited until its time-out."""
+
+    number: int
+    operation: str
+    sizes: str
+
+    def __str__(self) -> str:
+        return f"{self.operation} #{self.number}{self.sizes}"
+
+
+@dataclass(frozen=True)
+class Awaited:
+    """The ranks that the others waited for, and how that is known."""
+
+    ranks: tuple[int, ...]
+    said: str
+    differ: bool = False
+    """All ranks are at the same number, and some in another collective."""
+
+
+def awaited(sightings: Sequence[Sighting]) -> Awaited | None:
+    """Whom the ranks that timed out waited for; None if their lines do not show it."""
+    groups: dict[str, dict[int, Place]] = defaultdict(dict)
+    enqueued: dict[str, dict[int, int]] = defaultdict(dict)
+    for each in sightings:
+        if each.failure is None or each.rank is None:
+            continue
+        group = found[1] if (found := _GROUP.search(each.text)) else ""
+        if each.failure.known.name == "nccl-timeout" and "seq" in each.groups:
+            sizes = _SIZES.search(each.text)
+            words = f" of {sizes[1]} elements" if sizes else ""
+            place = Place(whole(each.groups["seq"]), each.groups.get("op", ""), words)
+            # Later ones of the same rank follow from the first.
+            groups[group].setdefault(each.rank, place)
+        elif each.failure.known.name == "nccl-progress":
+            enqueued[group].setdefault(each.rank, int(each.groups["enqueued"]))
+    if not groups:
+        return None
+    group = max(groups, key=lambda name: len(groups[name]))
+    return _compared(groups[group], enqueued[group])
+
+
+def together(sightings: Sequence[Sighting]) -> tuple[int, ...]:
+    """The ranks that all timed out in one collective, if no rank below the highest is missing."""
+    places: dict[int, tuple[str, Mapping[str, str]]] = {}
+    for each in sightings:
+        if each.failure is None or each.rank is None or "seq" not in each.groups:
+            continue
+        if each.failure.known.name == "nccl-timeout":
+            group = found[1] if (found := _GROUP.search(each.text)) else ""
+            facts = {name: each.groups.get(name, "") for name in ("seq", "op")}
+            places.setdefault(each.rank, (group, facts))
+    alike = len(places) > 1 and all(each == next(iter(places.values())) for each in places.values())
+    ranks = tuple(sorted(places))
+    return ranks if alike and ranks == tuple(range(len(ranks))) else ()
+
+
+def _compared(places: dict[int, Place], enqueued: dict[int, int]) -> Awaited | None:
+    highest = max(place.number for place in places.values())
+    lowest = min(place.number for place in places.values())
+    others = _most([place for place in places.values() if place.number == highest])
+    if lowest < highest:
+        behind = tuple(sorted(rank for rank, place in places.items() if place.number == lowest))
+        count = f"{highest - lowest} behind the others, which waited in {others}"
+        return Awaited(behind, f"{_was(behind)} in {places[behind[0]]}, {count}")
+    late = {rank: number for rank, number in enqueued.items() if 0 <= number < highest}
+    if late and len(late) < len({*places, *enqueued}):
+        least = min(late.values())
+        behind = tuple(sorted(rank for rank, number in late.items() if number == least))
+        came = f"{_they(behind)} had come only to collective #{least}"
+        return Awaited(behind, f"{came}; the others waited in {others}")
+    odd = tuple(sorted(rank for rank, place in places.items() if place != others))
+    if odd:
+        where = f"{_was(odd)} in {places[odd[0]]}, where the others were in {others}"
+        return Awaited(odd, where, True)
+    missing = tuple(sorted({*range(max(places))} - {*places}))
+    if len(places) >= _ENOUGH and 0 < len(missing) <= len(places) // 3:
+        shows = f"the log shows no time-out of {'it' if len(missing) == 1 else 'them'}"
+        return Awaited(missing, f"{shows}; the others waited in {others}")
+    return None
+
+
+def _they(ranks: tuple[int, ...]) -> str:
+    return "it" if len(ranks) == 1 else "they"
+
+
+def _was(ranks: tuple[int, ...]) -> str:
+    return "it was" if len(ranks) == 1 else "they were"
+
+
+def _most(places: list[Place]) -> Place:
+    return Counter(places).most_common(1)[0][0]
+
+
+# -- which of the failures in a run may have ended it
+
+
+_OF_GPU = re.compile(r"(?i)cuda|nvidia|nccl|gpu|driver")
+_STATUSES = ("exit-status", "crash-status", "abort-status")
+"""A process's end as its launcher says it, which may have followed from that of another one."""
+
+ONE_RUN = 7 * 86_400.0
+"""Seconds beyond which times are of other clocks: some lines name no year, and some no zone."""
+
+
+def causes(sightings: Sequence[Sighting]) -> list[Sighting]:
+    """What may have ended the job, the likeliest first; empty if no process failed."""
+    return found_in(sightings)[0]
+
+
+def found_in(sightings: Sequence[Sighting]) -> tuple[list[Sighting], bool]:
+    """What may be the cause, the first in time first, and whether it is known to be one."""
+    sightings = _without_limits(_without_yielding(sightings))
+    if not any(map(_may_have_ended_it, sightings)):
+        return [], False
+    causes = _ending(sightings, Weight.DECISIVE, Weight.CAUSE, Weight.GENERIC, Weight.SYMPTOM)
+    if causes := _without_warnings(causes):
+        raised = _raised_before(causes, sightings)
+        return _ordered(raised or causes), not raised
+    lost = _ending(sightings, Weight.STOPPED, Weight.BARE, Weight.CONSEQUENCE)
+    unsure = [e for e in sightings if _is_unsure(e) and not (e.spoken and lost)]
+    if unsure:
+        return _ordered(unsure)[-1:], False
+    if lost:
+        return _ordered(lost), lost[0].weight == Weight.STOPPED
+    spoken = [each for each in sightings if each.spoken and each.behind < LATER]
+    if spoken:
+        return _ordered(spoken), False
+    wrappers = [each for each in sightings if each.weight == Weight.WRAPPER]
+    remarks = [each for each in sightings if each.weight == Weight.REMARK and each.final]
+    return sorted(wrappers, key=_wrapper_order) or remarks, False
+
+
+def _may_have_ended_it(each: Sighting) -> bool:
+    warns = each.is_warning or each.warned
+    return each.weight >= Weight.REMARK and not warns and (each.final or each.uncaught)
+
+
+def _is_unsure(each: Sighting) -> bool:
+    """Plain lines came after it, which may be those of other ranks, if lines do not say whose."""
+    near = each.rank is None and each.behind < LATER
+    return each.weight >= Weight.SYMPTOM and (each.uncaught or near)
+
+
+def _ending(sightings: Sequence[Sighting], *weights: Weight) -> list[Sighting]:
+    """What ended a process, of the first of these weights of which there is any."""
+    found = ([e for e in sightings if e.weight == weight and e.final] for weight in weights)
+    return next((each for each in found if each), [])
+
+
+def _raised_before(causes: Sequence[Sighting], all_: Sequence[Sighting]) -> list[Sighting]:
+    """What ended a process before a launcher said how another one ended, after plain lines."""
+    first = causes[0]
+    if name_of(first) not in _STATUSES:
+        return []
+    return [e for e in all_ if e.uncaught and e.weight == Weight.CAUSE and e.order < first.order]
+
+
+def _without_yielding(sightings: Sequence[Sighting]) -> list[Sighting]:
+    """The sightings without those that another failure in the log explains."""
+    # What the job went on after explains no end.
+    names = {name_of(each) for each in sightings if not (each.traceback and _was_caught(each))}
+    left, explained = [], set[str]()
+    for each in sightings:
+        nearer = set[str]()
+        if each.failure is not None:
+            nearer = names & {*each.failure.yields_to}
+            nearer |= {
+                name_of(one)
+                for one in sightings
+                if name_of(one) in each.failure.follows and one.order < each.order
+            }
+        if not nearer:
+            left.append(each)
+        elif each.final or each.uncaught:
+            explained |= nearer
+    # What explains the end of a process ended it.
+    return [
+        replace(each, final=True, ignored=False) if name_of(each) in explained else each
+        for each in left
+    ]
+
+
+def _without_warnings(causes: list[Sighting]) -> list[Sighting]:
+    """Without the warnings that no exception speaks of: the job went on after them."""
+    raised = [each for each in causes if each.traceback]
+    follows = any(_OF_GPU.search(each.text) for each in raised)
+    return causes if follows or not raised else [each for each in causes if not each.warned]
+
+
+def _without_limits(sightings: list[Sighting]) -> list[Sighting]:
+    """Without the time limits that only cleared away what a failure before them had left."""
+    failed = [
+        each.order
+        for each in sightings
+        if each.final
+        and (name_of(each) == "nccl-timeout" or (each.uncaught and each.weight == Weight.CAUSE))
+    ]
+    return [
+        each
+        for each in sightings
+        if name_of(each) != "time-limit" or not any(order < each.order for order in failed)
+    ]
+
+
+def _was_caught(each: Sighting) -> bool:
+    return not each.final and not each.uncaught
+
+
+def name_of(each: Sighting) -> str:
+    """The name of a failure in the table; ``exception`` of one that it does not know."""
+    return "exception" if each.failure is None else each.failure.known.name
+
+
+def _wrapper_order(each: Sighting) -> tuple[bool, bool, bool, tuple[int, int]]:
+    """Whose status is 1 comes before those that torchrun stopped, and before its own exception."""
+    stopped = each.failure is not None and each.failure.known.name == "stopped-by-torchrun"
+    return stopped, not each.root, each.rank is None, each.order
+
+
+def _ordered(sightings: list[Sighting]) -> list[Sighting]:
+    """By time where it is known of all; else by their place in the log."""
+    if is_timed(sightings):
+        return sorted(sightings, key=lambda each: (each.time or 0.0, each.order))
+    return sorted(sightings, key=lambda each: each.order)
+
+
+def is_timed(sightings: Sequence[Sighting]) -> bool:
+    """Whether their times order them: within a single log its lines do so better."""
+    several = len({each.source for each in sightings}) > 1
+    times = [each.time for each in sightings if each.time is not None]
+    return several and len(times) == len(sightings) and max(times) - min(times) <= ONE_RUN
+
+
+# -- verdict
+
 
 _FIX = "Fix this exception first; failures of other ranks follow from it."
 _WHOSE = "lines do not say whose they are, and the log goes on after it"

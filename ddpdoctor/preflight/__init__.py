@@ -3,7 +3,7 @@
 from importlib import import_module
 from pkgutil import iter_modules
 
-from ddpdoctor.preflight import machine, nodes
+from ddpdoctor.preflight import machine, nodes, selftest
 from ddpdoctor.preflight.check import CHECKS
 
 _TABLE = """
@@ -16,7 +16,7 @@ _TABLE = """
 """
 """The order of the table; across nodes: who is here, what is between them, what they have."""
 
-for _package in (machine, nodes):
+for _package in (machine, selftest, nodes):
     for _module in iter_modules(_package.__path__, f"{_package.__name__}."):
         import_module(_module.name)
 for _name in _TABLE.split():

@@ -1,21 +1,66 @@
-"""What a preflight check is and what it yields, the registry of them all, and how they run."""
+"""The registry of preflight checks, what a check yields, and how they run.
+
+Findings that say the same of several GPUs become one: "GPUs 0-7 have ...".
+"""
 
 from __future__ import annotations
 
 import inspect
 import queue
+import re
 import shlex
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial, wraps
 from typing import Any, Literal
 
 from ddpdoctor.core.finding import Finding, Severity, to_record
-from ddpdoctor.preflight.alike import merged
+from ddpdoctor.core.formatting import spans
 from ddpdoctor.preflight.situation import Situation
+
+# -- findings that say the same of several GPUs become one: "GPUs 0-7 have ..."
+
+
+_GPU = re.compile(r"\bGPU (\d+)\b")
+_NUMBER = re.compile(r"\d+(\.\d+)?")
+_CHOSEN = re.compile(r"(-i) \d+\b")
+
+_PLURAL = {"has": "have", "is": "are", "does": "do", "waits": "wait"}
+"""Verbs behind a GPU's number."""
+
+
+def merge_gpu_findings(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """The findings of a check; those that differ in the GPU and in numbers alone are one."""
+    groups: dict[object, list[Finding]] = {}
+    for each in findings:
+        start = _GPU.match(each.message)
+        alike = (each.severity, _NUMBER.sub("#", each.message)) if start else id(each)
+        groups.setdefault(alike, []).append(each)
+    return tuple(each[0] if len(each) == 1 else _of_several_gpus(each) for each in groups.values())
+
+
+def _of_several_gpus(group: Sequence[Finding]) -> Finding:
+    first = group[0]
+    numbers = sorted({int(_GPU.findall(each.message)[0]) for each in group})
+    rest = _GPU.sub("", first.message, count=1)
+    verb = rest.split(maxsplit=1)[0] if rest.startswith(" ") else ""
+    if verb in _PLURAL:
+        rest = rest.replace(verb, _PLURAL[verb], 1)
+    own = _GPU.sub("GPU", first.message)
+    same = all(_GPU.sub("GPU", each.message) == own for each in group)
+    return replace(
+        first,
+        message=f"GPUs {spans(numbers)}{rest}",
+        evidence=first.evidence if same else tuple(each.message for each in group[:16]),
+        paste=_CHOSEN.sub(rf"\1 {','.join(map(str, numbers))}", first.paste),
+    )
+
+
+# -- what a preflight check is and what it yields, the registry of them all, and how they run
+
 
 LIMIT = 10.0
 """Seconds that a check may take unless it says otherwise; never more than ``--timeout``."""
@@ -163,7 +208,9 @@ def check(
                 outcome = run(situation)
             except Skip as reason:
                 return skipped(str(reason))
-            findings = tuple(replace(each, code=code) for each in merged(outcome.findings))
+            findings = tuple(
+                replace(each, code=code) for each in merge_gpu_findings(outcome.findings)
+            )
             return replace(outcome, findings=findings)
 
         if name in CHECKS or any(other.code == code for other in CHECKS.values()):

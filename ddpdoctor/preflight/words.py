@@ -1,4 +1,4 @@
-"""Numbers and lists as people read them."""
+"""Format numbers, sizes, durations and lists for people."""
 
 from __future__ import annotations
 

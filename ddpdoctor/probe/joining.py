@@ -1,8 +1,8 @@
-"""A process becomes a rank: its files are opened and its hooks come alive.
+"""Turn a process into a rank: open its files and wake its hooks.
 
 That happens when ``init_process_group`` has succeeded, however the process was started. DataLoader
-workers and other forked children inherit the hooks, asleep; a child that makes a process
-group becomes another rank.
+workers and other forked children inherit the hooks, asleep; a child that makes a process group
+becomes another rank.
 """
 
 from __future__ import annotations
@@ -19,27 +19,20 @@ from typing import Any
 from ddpdoctor.probe.hooks import exits
 from ddpdoctor.probe.hooks.exits import Exits
 from ddpdoctor.probe.observers import buffers, optimizers
-from ddpdoctor.probe.observers.batches import Loops
-from ddpdoctor.probe.observers.edits import Edits
-from ddpdoctor.probe.observers.files import Checkpoints
-from ddpdoctor.probe.observers.fingerprints import Fingerprints
-from ddpdoctor.probe.observers.finite import Losses
-from ddpdoctor.probe.observers.flight import Flight
-from ddpdoctor.probe.observers.gradients import Gradients
-from ddpdoctor.probe.observers.independent import Independent
-from ddpdoctor.probe.observers.launch_options import LaunchOptions
-from ddpdoctor.probe.observers.ledger import Ledger
-from ddpdoctor.probe.observers.local_gradients import LocalGradients
-from ddpdoctor.probe.observers.pacing import Pacing
-from ddpdoctor.probe.observers.replicas import Models, Replicas
+from ddpdoctor.probe.observers.collective_calls import Flight, Ledger
+from ddpdoctor.probe.observers.ddp_modules import Changes, Models, Replicas, Stages
+from ddpdoctor.probe.observers.failures import Checkpoints
+from ddpdoctor.probe.observers.fingerprints import Fingerprints, Independent
+from ddpdoctor.probe.observers.gradients import Edits, Gradients
+from ddpdoctor.probe.observers.job_launch import LaunchOptions
+from ddpdoctor.probe.observers.loaders import Loops
+from ddpdoctor.probe.observers.nonfinite import LocalGradients, Losses
+from ddpdoctor.probe.observers.optimizers import Schedulers, Zeroing
+from ddpdoctor.probe.observers.overhead import Pacing
 from ddpdoctor.probe.observers.samples import Samples
-from ddpdoctor.probe.observers.sampling import Profiles
-from ddpdoctor.probe.observers.schedulers import Schedulers
-from ddpdoctor.probe.observers.stages import Stages
+from ddpdoctor.probe.observers.stack_sampling import Profiles
 from ddpdoctor.probe.observers.steps import StepTracker
-from ddpdoctor.probe.observers.weights import Changes
-from ddpdoctor.probe.observers.zeroing import Zeroing
-from ddpdoctor.probe.runtime import events, hot, shield, timeouts, watch
+from ddpdoctor.probe.runtime import events, hot, shield, torch_groups, watch
 from ddpdoctor.probe.runtime.budget import clock
 from ddpdoctor.probe.runtime.events import subscribe
 from ddpdoctor.probe.runtime.rank import (
@@ -52,9 +45,8 @@ from ddpdoctor.probe.runtime.rank import (
     warn,
 )
 from ddpdoctor.probe.runtime.recorder import Recorder
-from ddpdoctor.run.environment import namespace
 from ddpdoctor.run.journal import Journal
-from ddpdoctor.run.names import FORMAT, rank_stem
+from ddpdoctor.run.names import FORMAT, namespace, rank_stem
 from ddpdoctor.run.records.process import OpenRecord
 from ddpdoctor.run.ring import RingWriter
 from ddpdoctor.run.status import Phase, StatusPage
@@ -95,7 +87,7 @@ def become(torch: Any) -> None:
             host=socket.gethostname(),
             namespace=namespace(),
             backend=str(distributed.get_backend()),
-            kept_timeout=timeouts.kept(),
+            kept_timeout=torch_groups.kept_timeout(),
             argv=tuple(sys.argv),
             launcher="torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "other",
             versions={

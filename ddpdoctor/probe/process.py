@@ -1,4 +1,4 @@
-"""The probe's start in a process: hooks that wait for the modules they watch."""
+"""Start the probe in a process: install hooks that wait for the modules they wrap."""
 
 from __future__ import annotations
 
@@ -7,48 +7,39 @@ from collections.abc import Callable
 from types import ModuleType
 
 from ddpdoctor.probe import joining
-from ddpdoctor.probe.hooks import (
-    collectives,
-    ddp,
-    exits,
-    forwards,
-    overrides,
-    process_group,
-    setup,
-    training,
-)
-from ddpdoctor.probe.observers import flight, weights
-from ddpdoctor.probe.runtime import debugger, events, rank, shield, stacks, threads
-from ddpdoctor.probe.runtime.imports import when_imported
+from ddpdoctor.probe.hooks import collectives, ddp, exits, overrides, training
+from ddpdoctor.probe.observers import collective_calls, ddp_modules
+from ddpdoctor.probe.runtime import debugger, events, rank, shield, stacks
+from ddpdoctor.probe.runtime.wrapping import when_imported
 
 _INSTALL: tuple[tuple[str, Callable[[ModuleType], None]], ...] = (
-    ("torch.distributed.distributed_c10d", process_group.install),
-    ("torch.distributed.distributed_c10d", collectives.install),
-    ("torch.distributed.distributed_c10d", flight.install),
+    ("torch.distributed.distributed_c10d", collectives.install_groups),
+    ("torch.distributed.distributed_c10d", collectives.install_collectives),
+    ("torch.distributed.distributed_c10d", collective_calls.install_flight_recorder),
     ("torch.nn.parallel.distributed", ddp.install),
-    ("torch.nn.parallel.distributed", setup.install_verification),
+    ("torch.nn.parallel.distributed", training.install_verification),
     ("torch.nn.parallel.distributed", overrides.install_ddp),
-    ("torch.utils.data.dataloader", training.install_loader),
-    ("torch.utils.data.dataloader", setup.install_loader),
+    ("torch.utils.data.dataloader", training.install_batches),
+    ("torch.utils.data.dataloader", training.install_loaders),
     ("torch.utils.data.dataloader", overrides.install_loader),
-    ("torch.utils.data.dataset", setup.install_subset),
-    ("torch.utils.data.distributed", setup.install_distributed_sampler),
+    ("torch.utils.data.dataset", training.install_subset),
+    ("torch.utils.data.distributed", training.install_distributed_sampler),
     ("torch.autograd", training.install_backward),
-    ("torch.distributed.pipelining.stage", setup.install_stages),
-    ("torch.distributed.pipelining.stage", forwards.install_stages),
+    ("torch.distributed.pipelining.stage", training.install_stages),
+    ("torch.distributed.pipelining.stage", ddp.install_stage_forwards),
     # Where it is in 2.6 and later, and where in 2.4 and 2.5.
-    ("torch.distributed.fsdp._fully_shard._fully_shard", forwards.install_sharded),
-    ("torch.distributed._composable.fsdp.fully_shard", forwards.install_sharded),
+    ("torch.distributed.fsdp._fully_shard._fully_shard", ddp.install_sharded),
+    ("torch.distributed._composable.fsdp.fully_shard", ddp.install_sharded),
     ("torch.distributed.checkpoint.state_dict", training.install_state_dict),
-    ("torch.distributed.algorithms.join", setup.install_join),
+    ("torch.distributed.algorithms.join", training.install_join),
     ("torch.optim.optimizer", training.install_optimizer),
     ("torch.amp.grad_scaler", training.install_scaler),
-    ("torch.nn.modules.module", setup.install_module),
-    ("torch.nn.utils.clip_grad", setup.install_clipping),
-    ("torch.optim.lr_scheduler", setup.install_schedulers),
-    ("torch.serialization", setup.install_serialization),
-    ("argparse", setup.install_argparse),
-    ("torch.nn.parallel.data_parallel", setup.install_data_parallel),
+    ("torch.nn.modules.module", training.install_module),
+    ("torch.nn.utils.clip_grad", training.install_clipping),
+    ("torch.optim.lr_scheduler", training.install_schedulers),
+    ("torch.serialization", training.install_serialization),
+    ("argparse", training.install_argparse),
+    ("torch.nn.parallel.data_parallel", training.install_data_parallel),
     ("torch.multiprocessing.spawn", exits.install_spawn),
 )
 """What is installed once a module is imported."""
@@ -56,10 +47,10 @@ _INSTALL: tuple[tuple[str, Callable[[ModuleType], None]], ...] = (
 
 def start() -> None:
     """Called once per process, before it imports torch."""
-    for forget in (rank.forget, stacks.forget, debugger.forget, weights.forget):
+    for forget in (rank.forget, stacks.forget, debugger.forget, ddp_modules.forget_loads):
         os.register_at_fork(after_in_child=forget)
     events.group_joined.append(shield.shielded(joining.become))
-    threads.watch_forks()
+    shield.watch_forks()
     stacks.declare_worker()
     exits.install()
     for name, install in _INSTALL:

@@ -1,13 +1,12 @@
-"""Two runs side by side, as text and as JSON."""
+"""Print two runs side by side, as text and as JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ddpdoctor.analysis.compare import Change, Comparison
-from ddpdoctor.core import units
-from ddpdoctor.core.control_characters import json_text
-from ddpdoctor.core.ranks import named
+from ddpdoctor.core import formatting
+from ddpdoctor.core.formatting import json_text, named
+from ddpdoctor.diagnose.speed.compare import Change, Comparison
 
 MOST_RANKS = 8
 """Ranks that are named one by one."""
@@ -99,7 +98,7 @@ def _change(each: Change) -> str:
 
 
 def _time(nanoseconds: float | None) -> str:
-    return units.MISSING if nanoseconds is None else units.time(nanoseconds / 1e9)
+    return formatting.MISSING if nanoseconds is None else formatting.time(nanoseconds / 1e9)
 
 
 def _seconds(each: Change) -> dict[str, float | None]:

@@ -1,22 +1,93 @@
-"""Findings for a person at a terminal, in a pipe or in a log file."""
+"""Print findings with the code around them, or as lines for editors and GitHub."""
 
 from __future__ import annotations
 
 import io
+import os
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from ddpdoctor.core.control_characters import shown
-from ddpdoctor.core.finding import Finding, Location, Severity
+from ddpdoctor.core import opening
+from ddpdoctor.core.finding import Finding, Severity
+from ddpdoctor.core.formatting import shown
+from ddpdoctor.core.user_code import Location
 from ddpdoctor.failures.lines import users_file
-from ddpdoctor.render.code_frames import CONTEXT, code_frame
+from ddpdoctor.run.reported import Withdrawn
 from ddpdoctor.run.snapshot import Run
+
+# -- the lines around a finding's place, if they are still what the job ran
+
+
+CONTEXT = 2
+"""Lines of code shown above and below the guilty one."""
+
+
+class CodeRow(NamedTuple):
+    """A line of source; tabs stay, what would steer a terminal is shown."""
+
+    number: int
+    text: str
+    guilty: bool
+
+
+def code_frame(finding: Finding, written: float | None) -> list[CodeRow]:
+    """The lines; none where the source cannot be read, or is not what the job ran.
+
+    Args:
+        finding: What they are about.
+        written: Unix seconds; a source file that was written after it is not shown, unless the
+            traceback has the same line. None: files are as the job read them.
+    """
+    location = finding.location
+    if location is None:
+        return []
+    first = max(1, location.line - CONTEXT)
+    source = _source(location.path)[first - 1 : location.line + CONTEXT]
+    rows = [
+        CodeRow(number, shown(text.rstrip(), "\t"), number == location.line)
+        for number, text in enumerate(source, first)
+    ]
+    line = next((row.text for row in rows if row.guilty), "")
+    return rows if line and _unchanged_source(finding, location, line, written) else []
+
+
+def _unchanged_source(
+    finding: Finding, location: Location, line: str, written: float | None
+) -> bool:
+    """Whether a line of a source file is still what the job ran."""
+    head = re.compile(
+        rf'^\s*File "{re.escape(location.path)}", line {location.line}(?:, in .*)?\n +(\S.*)$',
+        re.MULTILINE,
+    )
+    reported = head.findall(finding.traceback)
+    if reported:
+        return line.strip() in (each.strip() for each in reported)
+    if written is None:
+        return True
+    try:
+        return opening.facts(location.path).st_mtime <= written
+    except OSError:
+        return False
+
+
+def _source(path: str) -> list[str]:
+    """The lines of a source file, as Python counts them; none if it cannot be read here."""
+    try:
+        text = opening.contents(path, opening.MOST_SOURCE, links=True)
+    except (OSError, ValueError):
+        return []
+    return io.TextIOWrapper(io.BytesIO(text), "utf-8", "replace").read().split("\n")
+
+
+# -- findings for a person at a terminal, in a pipe or in a log file
+
 
 _STYLE = {
     Severity.ERROR: "bold red",
@@ -71,8 +142,8 @@ def render(
     head.append(shown(finding.message), "bold")
     _wrapped(console, head, console.width)
     if finding.location is not None:
-        _code_frame(console, finding, finding.location, style, written)
-    for frame in calls(finding):
+        _print_code_frame(console, finding, finding.location, style, written)
+    for frame in user_calls(finding):
         console.print(Text(f"  {shown(frame)}", "dim"), soft_wrap=True)
     for line in finding.evidence:
         _bullet(console, "evidence:", line)
@@ -128,7 +199,7 @@ def written_before(run: Run) -> float:
     return started / 1e9 if here and isinstance(started, int) else 0.0
 
 
-def _code_frame(
+def _print_code_frame(
     console: Console, finding: Finding, location: Location, style: str, written: float | None
 ) -> None:
     console.print(
@@ -145,7 +216,7 @@ def _code_frame(
             console.print(row, soft_wrap=True)
 
 
-def calls(finding: Finding) -> list[str]:
+def user_calls(finding: Finding) -> list[str]:
     """The user's part of the traceback's calls, outermost first, if there is more than one."""
     text = finding.traceback
     for marker in _CAUSE:
@@ -175,3 +246,94 @@ def shown_path(path: str) -> str:
         return shown(str(Path(path).relative_to(Path.cwd())))
     except (ValueError, OSError):
         return shown(path)
+
+
+# -- A finding as a line for an editor's problem matcher
+
+
+def problem_line(finding: Finding, script: str) -> str:
+    """The line; one of a finding without a place stands at the top of the ``script``."""
+    message = _without_place(finding.message, finding.location)
+    text = " ".join(f"{message}. {finding.fix}".split())
+    return shown(
+        f"{_problem_place(finding, script)}: {finding.severity.label} {finding.code} {text}"
+    )
+
+
+def problem_retraction(withdrawn: Withdrawn, script: str) -> str:
+    """An info at the same place; an editor keeps the line that it is about until the next run."""
+    finding = withdrawn.reported.finding
+    text = f"info {finding.code} {withdrawn.verb}: {withdrawn.reason}"
+    return shown(f"{_problem_place(finding, script)}: {text}")
+
+
+def _without_place(message: str, place: Location | None) -> str:
+    """The message without the line that it stands at, which an editor shows already."""
+    if place is None:
+        return message
+    for path in {place.path, shown_path(place.path)}:
+        own = rf"(?<![\w/.]){re.escape(path)}:{place.line}(?!\d)"
+        message = re.sub(rf"\b(?:at|in) {own}", "here", message)
+        message = re.sub(own, "this line", message)
+    return message
+
+
+def _problem_place(finding: Finding, script: str) -> str:
+    place = finding.location
+    return f"{place.path}:{place.line}:1" if place is not None else f"{script}:1:1"
+
+
+# -- A finding as an annotation of GitHub Actions: a command in the log of a step
+
+
+_GITHUB_LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "notice"}
+
+
+def github_line(finding: Finding, script: str) -> str:
+    """The line; one of a finding without a place stands at the top of the ``script``."""
+    text = [finding.message, *finding.evidence]
+    text += [f"fix: {finding.fix}"] if finding.fix else []
+    text += [f"paste: {finding.paste}"] if finding.paste else []
+    return _workflow_command(
+        _GITHUB_LEVELS[finding.severity], finding, script, finding.code, "\n".join(text)
+    )
+
+
+def github_retraction(withdrawn: Withdrawn, script: str) -> str:
+    """A notice at the same place: GitHub takes no annotation back."""
+    finding = withdrawn.reported.finding
+    title = f"{finding.code} {withdrawn.verb}"
+    return _workflow_command("notice", finding, script, title, withdrawn.reason)
+
+
+def _workflow_command(kind: str, finding: Finding, script: str, title: str, text: str) -> str:
+    place = finding.location
+    path, number = (script, 1) if place is None else (place.path, place.line)
+    root = os.environ.get("GITHUB_WORKSPACE", "")
+    if root and path.startswith(root.rstrip("/") + "/"):
+        path = path[len(root.rstrip("/")) + 1 :]
+    fields = {"file": path, "line": str(number), "title": title}
+    said = ",".join(
+        f"{name}={_escaped_for_github(value).replace(':', '%3A').replace(',', '%2C')}"
+        for name, value in fields.items()
+        if value
+    )
+    return f"::{kind} {said}::{_escaped_for_github(text)}"
+
+
+def _escaped_for_github(text: str) -> str:
+    return shown(text, "\n").replace("%", "%25").replace("\n", "%0A")
+
+
+class LineFormat(NamedTuple):
+    """How a finding, and its withdrawal, become one line for another program."""
+
+    line: Callable[[Finding, str], str]
+    retraction: Callable[[Withdrawn, str], str]
+
+
+LINE_FORMATS = {
+    "problems": LineFormat(problem_line, problem_retraction),
+    "github": LineFormat(github_line, github_retraction),
+}
+"""The formats by the values of ``--output``."""

@@ -1,11 +1,11 @@
-"""Findings as JSON lines, for machines; ``docs/findings.schema.json`` is their schema."""
+"""Write findings as JSON lines for machines; ``docs/findings.schema.json`` is their schema."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ddpdoctor.core.control_characters import json_text
 from ddpdoctor.core.finding import Finding, to_record
+from ddpdoctor.core.formatting import json_text
 from ddpdoctor.run.records.supervisor import FindingRecord
 from ddpdoctor.run.reported import Withdrawn, from_journal
 

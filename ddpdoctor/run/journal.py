@@ -1,14 +1,48 @@
-"""The writing end of a journal: one JSON-lines file for each rank and one of the supervisor."""
+"""Write a journal: a JSON-lines file for each rank and one of the supervisor.
+
+Its file descriptor has a high number, out of the way of the job's.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import os
+import resource
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import BinaryIO
 
-from ddpdoctor.run.descriptors import move_up
 from ddpdoctor.run.records.base import EVERY, Record, encode
+
+# -- keep ddpdoctor's file descriptors out of the way of a job's
+
+
+ROOM = 64
+"""Descriptors at the end of what a process may open, or of the first 1,024, that are ours."""
+
+
+def move_up(descriptor: int) -> int:
+    """Return a descriptor with a high number in place of this one, which is closed.
+
+    A job's first ``open`` has the number that it has without us. And where a job closes all
+    descriptors, as a daemon does, and opens files then, none of these gets a number that we still
+    write to.
+    """
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if most == resource.RLIM_INFINITY or most > 1024:
+        # `select` refuses descriptors of 1024 and above.
+        most = 1024
+    try:
+        moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, max(most - ROOM, 3))
+    except OSError:
+        # None is free there.
+        return descriptor
+    os.close(descriptor)
+    return moved
+
+
+# -- the writing end of a journal: one JSON-lines file for each rank and one of the supervisor
+
 
 _SEGMENT = b'{"kind":"segment","number":"%012d"}\n'
 SEGMENT_SIZE = len(_SEGMENT % 0)

@@ -1,6 +1,6 @@
-"""What both ends call things: the files of a run directory, and collectives of DDP's own.
+"""Names that the supervisor, the ranks and the readers agree on: files and environment variables.
 
-Standard library only: ranks read this, too.
+Standard library only: ranks and keepers load this.
 """
 
 from __future__ import annotations
@@ -8,6 +8,9 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+
+# -- what both ends call things: the files of a run directory, and collectives of DDP's own
+
 
 FORMAT = 1
 """Version of every file in a run directory; raised when an old reader would misread a new file."""
@@ -27,7 +30,7 @@ VITALS = "vitals.jsonl"
 """Memory of ranks and load of GPUs over time (`ddpdoctor.run.records.supervisor.VitalsRecord`)."""
 
 CODE = "code.json"
-"""What the job was started from (`ddpdoctor.run.code`)."""
+"""What the job was started from (`ddpdoctor.run.code_version`)."""
 
 CONTROL = "control"
 """The socket in the run directory where the supervisor and its ranks meet."""
@@ -63,3 +66,28 @@ def short_path(path: str) -> Iterator[str]:
         yield f"/proc/self/fd/{directory}/{os.path.basename(path)}"
     finally:
         os.close(directory)
+
+
+# -- what a job's processes inherit from the supervisor, and what a pid is valid in
+
+
+MARK = "DDPDOCTOR_RUN_ID"
+"""The environment variable that marks a process of a job; ``outer/inner`` in a run within a run."""
+
+KEEPERS = "DDPDOCTOR_KEEPERS"
+"""That with the pids of the supervisor and the keepers: ``1,2,3``."""
+
+BUDGET = "DDPDOCTOR_OVERHEAD_BUDGET"
+"""That with the percent of the step time that diagnosis may take; 0 turns off what costs."""
+
+DEBUG = "DDPDOCTOR_DEBUG"
+"""That with the debugger's options: ``attach``, with it ``gate``, ``lift`` and ``error``."""
+
+
+def namespace() -> str:
+    """What a pid is valid in: this boot and this pid namespace."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return os.uname().nodename

@@ -1,4 +1,4 @@
-"""What `ddpdoctor scale` tries on an unedited job: arguments of torch's own, overridden by name.
+"""Arguments of torch that `ddpdoctor scale` overrides in an unedited job.
 
 The environment of the job names them, and the probe overrides them where the script gives others.
 Standard library only: ranks read this, too.

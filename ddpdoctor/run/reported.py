@@ -1,19 +1,27 @@
-"""What was reported of a run while it went on, and what of that still holds."""
+"""What was reported of a live run, which findings still stand, and their full tracebacks."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ddpdoctor.core.finding import RULES, Finding, Location, Severity, explains
+from ddpdoctor.core import opening
+from ddpdoctor.core.finding import RULES, Finding, Severity, explains
 from ddpdoctor.core.relations import ABORT, MISPAIRED, fact
+from ddpdoctor.core.user_code import Location
+from ddpdoctor.run import rundir
 from ddpdoctor.run.records.base import Record
 from ddpdoctor.run.records.supervisor import FindingRecord, FoundLocation, RetractionRecord
 
 if TYPE_CHECKING:
     from ddpdoctor.run.snapshot import Run
+
+
+# -- what was reported of a run while it went on, and what of that still holds
+
 
 PATIENCE = 3
 """Examinations in a row that do not find it before a finding is withdrawn while the job runs."""
@@ -309,3 +317,41 @@ def with_kept(found: Sequence[Finding], run: Run) -> list[Finding]:
 
 def _worst_first(findings: Iterable[Finding]) -> list[Finding]:
     return sorted(findings, key=lambda each: (-each.severity, each.code, each.ranks))
+
+
+# -- the whole text of a finding's traceback, kept in the run directory for who wants all of it
+
+
+def keep_traceback(run: Run, finding: Finding) -> Path | None:
+    """Write it down; where it is now, or None if there is none, or the disk says no."""
+    path = traceback_path(run, finding)
+    if path is None:
+        return None
+    try:
+        rundir.put(path, _traceback_text(finding))
+    except OSError:
+        return None
+    return path
+
+
+def kept_traceback(run: Run, finding: Finding) -> Path | None:
+    """Where it was written during the run; None if it was not, or another one took its place."""
+    path = traceback_path(run, finding)
+    try:
+        text = _traceback_text(finding)
+        same = path is not None and opening.contents(path, len(text)) == text
+    except OSError:
+        return None
+    return path if same else None
+
+
+def traceback_path(run: Run, finding: Finding) -> Path | None:
+    """The file of a finding, if it has a traceback."""
+    if not finding.traceback.strip():
+        return None
+    rank = f"-rank-{finding.ranks[0]:04d}" if finding.ranks else ""
+    return run.path / f"traceback-{finding.code}{rank}.txt"
+
+
+def _traceback_text(finding: Finding) -> bytes:
+    return f"{finding.traceback.rstrip()}\n".encode("utf-8", "replace")

@@ -1,4 +1,4 @@
-"""The last collectives that a rank called from Python, in a file mapped into its memory.
+"""The ring of the last collectives that a rank called from Python, in a memory-mapped file.
 
 A ring of fixed-size entries and, behind it, the texts that they refer to by number. A store costs
 about a microsecond, does not have to be asked for, and survives SIGKILL. Readers and writers meet

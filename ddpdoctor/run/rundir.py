@@ -1,4 +1,4 @@
-"""Where runs live on disk: making, finding and pruning run directories.
+"""Create, find and prune run directories.
 
 The base directory is not shared: mode 0700 and owned by this user, or it is not used, since
 on a machine with several users ``/tmp`` is where somebody else can plant a link. Then the user's
@@ -24,9 +24,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ddpdoctor.core import opening
-from ddpdoctor.core.control_characters import shown
 from ddpdoctor.core.errors import DoctorError
-from ddpdoctor.core.users import ask_as, stranger, whose
+from ddpdoctor.core.formatting import shown
+from ddpdoctor.core.opening import ask_as, stranger, whose
 
 KEEP = 20
 """How many runs of the base directory stay; the oldest finished ones go first."""

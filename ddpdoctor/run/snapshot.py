@@ -1,4 +1,4 @@
-"""A run directory at one moment: one immutable snapshot for rules and renderers."""
+"""An immutable snapshot of a run directory at one moment, for rules and renderers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from ddpdoctor.run.mapped import UnreadableError
 from ddpdoctor.run.names import FORMAT
 from ddpdoctor.run.records.base import JsonObject, Record
 from ddpdoctor.run.records.decode import parse
-from ddpdoctor.run.records.decoder import decoder
 from ddpdoctor.run.records.model import DdpRecord
 from ddpdoctor.run.records.process import (
     EndRecord,
@@ -34,6 +33,7 @@ from ddpdoctor.run.records.supervisor import (
     SignalRecord,
 )
 from ddpdoctor.run.records.training import SiteRecord, StepRecord
+from ddpdoctor.run.records.typed_json import decoder
 from ddpdoctor.run.ring import Ring, read_ring
 from ddpdoctor.run.status import Status
 

@@ -1,4 +1,4 @@
-"""The status page: one file of fixed size for each rank that says what the rank does now.
+"""The status page: a memory-mapped file for each rank that says what the rank does now.
 
 It is mapped into the rank's memory: a few stores, which survive SIGKILL. Standard library only.
 """

@@ -1,9 +1,12 @@
-"""The steps of a whole run, however long, as a table of fixed size: ranks by columns of steps.
+"""The steps of a whole run as a table of fixed size, and how long ranks waited for each other.
 
-A journal of 100,000 steps has 30 MB, and of 1,024 ranks 30 GB. So large ones are not read through:
-of each column a few neighbouring steps are read by their place in the file.
+A journal of 100,000 steps has 30 MB, and those of 1,024 ranks 30 GB. So large ones are not read
+through: of each column a few neighbouring steps are read by their place in the file.
 
-Beside it the newest steps of a rank, more of them than a snapshot keeps.
+On a GPU, DDP times every hundredth backward; on a CPU, some of the short ones. In all of them the
+rank that the others wait for does not wait itself: what their backward takes longer than the
+shortest one is their wait. A rank whose backward itself is slow is not found this way; DDP's
+timers have to show it.
 """
 
 from __future__ import annotations
@@ -12,17 +15,102 @@ import math
 import os
 import re
 from array import array
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ddpdoctor.core import opening
 from ddpdoctor.run.names import rank_stem
 from ddpdoctor.run.records.decode import parse
+from ddpdoctor.run.records.model import DdpRecord
 from ddpdoctor.run.records.training import StepRecord
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.status import PHASES
-from ddpdoctor.run.waits import together
+
+# -- how long ranks wait for each other in backwards that DDP did not time
+
+
+def on_gpu(rank: Rank) -> bool:
+    """Whether the rank's steps were timed on a GPU."""
+    return any(record.device.startswith("cuda") for record in rank.records.of(DdpRecord))
+
+
+def reducing_together(ranks: Sequence[Rank]) -> list[tuple[Rank, ...]]:
+    """The ranks whose backwards end together, by DDP group; groups of one are left out."""
+    groups: dict[tuple[int, ...], list[Rank]] = {}
+    for rank in ranks:
+        reduced = {record.group_ranks for record in rank.records.of(DdpRecord)}
+        if len(reduced) == 1:
+            groups.setdefault(next(iter(reduced)), []).append(rank)
+    return [
+        tuple(found)
+        for group, found in groups.items()
+        if len(found) > 1 and {rank.rank for rank in found} <= set(group)
+    ]
+
+
+def split_steps(run: Run) -> dict[int, tuple[StepRecord, ...]]:
+    """The newest steps of the ranks of the last attempt, split as far as possible."""
+    return split_backwards(run.last, {rank.rank: rank.steps for rank in run.last})
+
+
+def split_backwards(
+    ranks: Sequence[Rank], steps: Mapping[int, Sequence[StepRecord]], *, lines: bool = False
+) -> dict[int, tuple[StepRecord, ...]]:
+    """Split the backwards that DDP did not time into compute and wait.
+
+    Args:
+        ranks: The ranks.
+        steps: Their steps by rank.
+        lines: These are lines of the journals, which may stand for several steps.
+    """
+    found = {number: tuple(each) for number, each in steps.items()}
+    for group in reducing_together(ranks):
+        found |= split_by_comparison({rank.rank: found[rank.rank] for rank in group}, lines=lines)
+    return found
+
+
+def split_by_comparison(
+    steps: Mapping[int, Sequence[StepRecord]], *, lines: bool = False
+) -> dict[int, tuple[StepRecord, ...]]:
+    """Split the backwards of ranks that reduce together, in the steps that all of them have.
+
+    Args:
+        steps: Steps by rank.
+        lines: As :func:`split` has it.
+    """
+    took = {
+        # How long the backward of each step took, waits included, where it was reduced.
+        rank: {
+            number: each.backward + each.wait
+            for each in found
+            if each.wait or not each.split
+            for number in _numbers(each, lines)
+        }
+        for rank, found in steps.items()
+    }
+    common = set.intersection(*(set(each) for each in took.values()))
+    least = {number: min(each[number] for each in took.values()) for number in common}
+    return {
+        rank: tuple(_waited(each, _numbers(each, lines), least) for each in found)
+        for rank, found in steps.items()
+    }
+
+
+def _numbers(line: StepRecord, lines: bool) -> range:
+    return range(max(0, line.step + 1 - (line.steps if lines else 1)), line.step + 1)
+
+
+def _waited(line: StepRecord, numbers: range, least: Mapping[int, int]) -> StepRecord:
+    if line.split or not all(number in least for number in numbers):
+        return line
+    compute = sum(least[number] for number in numbers) // len(numbers)
+    wait = line.backward + line.wait - compute
+    return replace(line, backward=compute, wait=wait, split=True)
+
+
+# -- step series
+
 
 PARTS = (*PHASES, "wait")
 """What a step is divided into, in the order of :attr:`RankSeries.parts`."""
@@ -50,7 +138,7 @@ _STEP = re.compile(
     rb'(?:,"cpu":\d{1,18},"waited":\d{1,18})?(?:,"steps":(\d{1,4}))?(?:,"samples":\d{1,18})?'
     rb'(?:,"loss":([-+.\deEaNInfity]{1,24}))?(?:,"norm":([-+.\deEaNInfity]{1,24}))?[,}]'
 )
-"""A step, or several short ones, as the probe writes it (`ddpdoctor.probe.observers.open_step`)."""
+"""A step, or several short ones, as the probe writes it (`ddpdoctor.probe.observers.steps`)."""
 
 _NUMBER = re.compile(rb'\{"kind":"step","step":(\d{1,15}),')
 NAN = math.nan
@@ -125,10 +213,10 @@ def series(run: Run, ranks: Sequence[Rank], most_cells: int, most_columns: int =
 
 
 def _split(ranks: Sequence[Rank], found: Series) -> None:
-    """Split the columns without a step that DDP timed, as `ddpdoctor.run.waits` does steps."""
+    """Split the columns without a step that DDP timed, as `split` does steps."""
     of = {each.rank: each for each in found.ranks}
     backward, wait = (PARTS.index(name) for name in ("backward", "wait"))
-    for group in together(ranks):
+    for group in reducing_together(ranks):
         series = [of[rank.rank] for rank in group]
         for column in set.intersection(*(each.unsplit for each in series)):
             least = min(each.parts[backward][column] for each in series)

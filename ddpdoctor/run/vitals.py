@@ -1,36 +1,138 @@
-"""Reads memory of ranks and load of GPUs over a run (`ddpdoctor.supervise.vitals` writes it)."""
+"""Memory of ranks and load of GPUs over the whole run, in a file of bounded size: written and read.
+
+Status pages and the GPUs' file hold the present alone. What is drawn over time after the run is
+kept here: a sample every two seconds, and once there are many, every second one of them goes and
+the next ones come half as often.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from ddpdoctor.core import opening
+from ddpdoctor.core.opening import integer
+from ddpdoctor.run import rundir
 from ddpdoctor.run.names import VITALS
 from ddpdoctor.run.reader import MOST_RANKS
+from ddpdoctor.run.records.base import encode
 from ddpdoctor.run.records.decode import SUPERVISOR_RECORDS, parse
 from ddpdoctor.run.records.supervisor import GpuVitals, RankMemory, VitalsRecord
+from ddpdoctor.run.snapshot import Run
 
-MOST_BYTES = 4 << 20
+# -- memory of ranks and load of GPUs over the whole run, in a file that never grows large
+
+
+EVERY = 2.0
+"""Seconds between the first samples."""
+
+MOST_KEPT = 600
+"""Samples that are kept."""
+
+MOST_WRITTEN = 1 << 20
+"""And bytes of them: of a thousand ranks there are fewer samples."""
+
+_MOST_GPUS = 1 << 20
+
+
+class Vitals:
+    """Samples a run; as the other watches it is called again and again.
+
+    Args:
+        directory: The run directory.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._lines: list[bytes] = []
+        self._size = 0
+        self._every = EVERY
+        self._due = time.monotonic()
+
+    def look(self, run: Run) -> bool:
+        """Take a sample if one is due; never a reason to examine the run.
+
+        Raises:
+            OSError: The disk refuses the file.
+        """
+        now = time.monotonic()
+        if now < self._due or not run.last:
+            return False
+        self._due = now + self._every
+        line = encode(self._sample(run))
+        self._lines.append(line)
+        self._size += len(line)
+        path = self._directory / VITALS
+        if len(self._lines) > MOST_KEPT or self._size > MOST_WRITTEN:
+            del self._lines[1::2]
+            self._size = sum(map(len, self._lines))
+            self._every *= 2
+            rundir.put(path, b"".join(self._lines))
+        elif len(self._lines) == 1:
+            rundir.put(path, line)
+        else:
+            with path.open("ab", buffering=0) as file:
+                file.write(line)
+        return False
+
+    def _sample(self, run: Run) -> VitalsRecord:
+        pages = ((rank.rank, rank.status) for rank in run.last if rank.status is not None)
+        return VitalsRecord(
+            time=run.taken,
+            restart=run.restarts[-1],
+            ranks=tuple(
+                RankMemory(rank, page.rss, page.allocated, page.reserved) for rank, page in pages
+            ),
+            gpus=tuple(self._gpus()),
+        )
+
+    def _gpus(self) -> Iterator[GpuVitals]:
+        """What the poll of this node's GPUs wrote last."""
+        for path in self._directory.glob("gpus-*.json"):
+            found = {}
+            with contextlib.suppress(OSError, ValueError):
+                found = opening.json_object(path, _MOST_GPUS)
+            for each in found.get("gpus", ()):
+                if "utilization" in each or "memory_used" in each:
+                    yield GpuVitals(
+                        str(found.get("host", "")),
+                        integer(each, "index"),
+                        each.get("utilization"),
+                        each.get("memory_used"),
+                        each.get("memory_total"),
+                        each.get("power"),
+                        each.get("temperature"),
+                    )
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+# -- reads memory of ranks and load of GPUs over a run (`ddpdoctor.run.vitals` writes it)
+
+
+MOST_READ = 4 << 20
 MOST_LINE = 1 << 18
 MOST_SAMPLES = 1200
 MOST_CURVES = 64
 """Ranks, or GPUs, with a curve each; of more there are the least, the median and the most."""
 
 
-def read(directory: Path) -> list[VitalsRecord]:
+def read_vitals(directory: Path) -> list[VitalsRecord]:
     """The samples, oldest first; none where nothing can be read."""
     try:
-        lines = opening.ending(directory / VITALS, MOST_BYTES).split(b"\n")[-MOST_SAMPLES:]
+        lines = opening.ending(directory / VITALS, MOST_READ).split(b"\n")[-MOST_SAMPLES:]
     except OSError:
         return []
     found = (parse(line, SUPERVISOR_RECORDS) for line in lines if len(line) <= MOST_LINE)
     return [each for each in found if isinstance(each, VitalsRecord)]
 
 
-def content(directory: Path, restart: int, started: float) -> dict[str, Any]:
+def vitals_curves(directory: Path, restart: int, started: float) -> dict[str, Any]:
     """Curves of one attempt: seconds, and by name a value for each of them, or null.
 
     Args:
@@ -38,7 +140,7 @@ def content(directory: Path, restart: int, started: float) -> dict[str, Any]:
         restart: The attempt.
         started: Unix seconds from which on time is counted.
     """
-    samples = [each for each in read(directory) if each.restart == restart]
+    samples = [each for each in read_vitals(directory) if each.restart == restart]
     ranks = sorted({memory.rank for each in samples for memory in each.ranks})[:MOST_RANKS]
     gpus = sorted({(gpu.host, gpu.gpu) for each in samples for gpu in each.gpus})[:MOST_RANKS]
     memory = [{each.rank: each for each in sample.ranks} for sample in samples]

@@ -1,4 +1,4 @@
-"""Why a size is less efficient than the smallest one, in a sentence, and what to try."""
+"""Explain why a size is less efficient than the smallest one, and what to try."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ddpdoctor.core import units
+from ddpdoctor.core import formatting
 from ddpdoctor.core.finding import Finding
-from ddpdoctor.scale.measured import Measured
+from ddpdoctor.scale.results import Measured
 
 GOOD = 0.97
 """Efficiency from which on there is nothing to explain."""
@@ -90,7 +90,7 @@ def cause(
         return Cause(
             "data",
             f"data loading: a rank waits {_of(this.data, this)} for its batch, and "
-            f"{units.time(base.data)} at the smallest size",
+            f"{formatting.time(base.data)} at the smallest size",
             (_WORKERS, "cheaper samples, or a faster disk that all ranks share"),
         )
     if most == "communication":
@@ -99,8 +99,8 @@ def cause(
         return _compute(base, this, share)
     return Cause(
         "other",
-        f"code between the phases: {_of(this.other, this)}, and {units.time(base.other)} at the "
-        "smallest size",
+        f"code between the phases: {_of(this.other, this)}, and {formatting.time(base.other)} "
+        "at the smallest size",
         ("look for collectives, .item() and files in the loop: ddpdoctor report shows the lines",),
     )
 
@@ -123,7 +123,7 @@ def _cores(base: Measured, this: Measured, share: float, lost: float) -> Cause:
     else:
         how = f"a rank computes {this.compute / (base.compute * share):.1f} times as long as one"
         how += " alone" if base.ranks == 1 else f" of {base.ranks}"
-    ranks, has = units.count(this.local, "rank"), units.count(cores, "core")
+    ranks, has = formatting.count(this.local, "rank"), formatting.count(cores, "core")
     if this.local <= cores:
         return Cause(
             "cores",
@@ -152,16 +152,16 @@ def _communication(this: Measured) -> Cause:
     exposed = this.exposed or 0.0
     size = ""
     if this.gradient_bytes:
-        size = f" ({units.size(this.gradient_bytes)}B of gradients"
+        size = f" ({formatting.size(this.gradient_bytes)}B of gradients"
         if this.bucket_bytes:
-            size += f", in buckets of {units.size(this.bucket_bytes)}B"
+            size += f", in buckets of {formatting.size(this.bucket_bytes)}B"
         size += ")"
     words = f"communication that nothing overlaps: {_of(exposed, this)}{size}"
     if exposed > this.forward + this.backward:
         return Cause(
             "batch",
             f"too small a batch: forward and backward take "
-            f"{units.time(this.forward + this.backward)}, and cannot hide {words}",
+            f"{formatting.time(this.forward + this.backward)}, and cannot hide {words}",
             (_LARGER, _SELDOM, _HALF, _BUCKETS),
         )
     return Cause("communication", words, (_BUCKETS, _VIEWS, _SELDOM, _HALF))
@@ -179,8 +179,9 @@ def _compute(base: Measured, this: Measured, share: float) -> Cause:
     if this.exposed is None:
         return Cause(
             "communication",
-            f"communication within the backward pass, which takes {_of(this.backward, this)}, and "
-            f"{units.time(base.backward)} at the smallest size (more steps tell how much of it)",
+            f"communication within the backward pass, which takes {_of(this.backward, this)}, "
+            f"and {formatting.time(base.backward)} at the smallest size "
+            "(more steps tell how much of it)",
             (_BUCKETS, _VIEWS, _SELDOM, _HALF),
         )
     return Cause(
@@ -192,4 +193,4 @@ def _compute(base: Measured, this: Measured, share: float) -> Cause:
 
 def _of(seconds: float, this: Measured) -> str:
     """``62.1 ms of 433 ms``."""
-    return f"{units.time(seconds)} of {units.time(this.step)}"
+    return f"{formatting.time(seconds)} of {formatting.time(this.step)}"

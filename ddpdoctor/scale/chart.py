@@ -1,17 +1,28 @@
-"""The chart of ``--plot``: throughput and efficiency over ranks, each with its ideal line.
+"""Draw the chart of ``--plot``, and write it as SVG or, with Pillow installed, as PNG.
 
-Made of lines, dots and texts alone: what writes a file (`ddpdoctor.scale.picture`) stays short.
+The chart shows throughput and efficiency over ranks, each with its ideal line; it is made of
+lines, dots and texts alone, so the writers stay short.
 """
 
 from __future__ import annotations
 
+import io
 import math
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import NamedTuple
+from xml.sax.saxutils import escape
 
-from ddpdoctor.core import units
-from ddpdoctor.scale.outcome import Row
+from ddpdoctor.core import formatting
+from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.core.formatting import shown
+from ddpdoctor.run.rundir import put
+from ddpdoctor.scale.results import Row
+
+# -- the chart of ``--plot``: throughput and efficiency over ranks, each with its ideal line
+
 
 WIDTH, HEIGHT = 820, 400
 """Pixels."""
@@ -92,7 +103,7 @@ def _throughput(rows: Sequence[Row], colours: Mapping[str, str]) -> Iterator[Sha
     highest = max(*(each.rate for _, each in measured), per_rank * most, 1e-9)
     panel = _Panel(_LEFTS[0], most, _round_up(highest), 4)
     samples = any(each.samples for _, each in measured)
-    yield from _axes(panel, "samples/s" if samples else "steps/s", rows, units.figures)
+    yield from _axes(panel, "samples/s" if samples else "steps/s", rows, formatting.figures)
     yield from _dashes(*panel.at(0, 0), *panel.at(most, per_rank * most))
     for name, colour in colours.items():
         points = [(row.size.ranks, each.rate) for row, each in measured if row.variant.name == name]
@@ -105,7 +116,7 @@ def _efficiency(rows: Sequence[Row], colours: Mapping[str, str]) -> Iterator[Sha
     highest = max((share for row in rows for share in row.efficiencies), default=1.0)
     quarters = max(4, math.ceil(highest / _QUARTER))
     panel = _Panel(_LEFTS[1], most, quarters * _QUARTER, quarters if quarters <= 8 else 1)
-    yield from _axes(panel, "efficiency", rows, units.percent)
+    yield from _axes(panel, "efficiency", rows, formatting.percent)
     yield from _dashes(*panel.at(0, 1.0), *panel.at(most, 1.0))
     for name, colour in colours.items():
         mine = [row for row in rows if row.variant.name == name]
@@ -182,3 +193,111 @@ def _round_up(value: float) -> float:
     """The next of 1, 2, 4, 5, 8 and their tens."""
     size = 10.0 ** math.floor(math.log10(value))
     return next(step * size for step in (1, 2, 4, 5, 8, 10) if step * size >= value * 0.9999)
+
+
+# -- writes the chart into a file: SVG by hand, PNG by Pillow where that is installed
+
+
+_FONT_SIZE = 12
+_PNG_SCALE = 2
+"""Pixels of a PNG for one of the chart."""
+
+_PIL_ANCHORS = {"start": "lm", "middle": "mm", "end": "rm"}
+"""Pillow's names: left, middle and right, each at the middle of the height."""
+
+
+def check_plot_file(name: str) -> Path:
+    """The file of ``--plot``, if it can be written later.
+
+    Raises:
+        DoctorError: It cannot, which is worth knowing before hours of runs.
+    """
+    path = Path(name)
+    if path.suffix.lower() not in (".svg", ".png"):
+        raise DoctorError(f"--plot {name}: the name must end in .svg or .png")
+    if not path.absolute().parent.is_dir() or path.is_dir():
+        raise DoctorError(f"--plot {name}: there is no such directory to write a file to")
+    try:
+        with tempfile.TemporaryFile(dir=path.absolute().parent):
+            pass
+    except OSError as error:
+        raise DoctorError(
+            f"--plot {name}: no file can be written there: {error.strerror}"
+        ) from None
+    if path.suffix.lower() == ".png":
+        try:
+            chart_as_png(())
+        except (ImportError, OSError, TypeError):
+            # Before 10.1 its font has one size.
+            raise DoctorError(
+                f"--plot {name}: PNG needs Pillow 10.1 or later, which is not installed",
+                "pip install 'ddpdoctor[plot]', or name a file that ends in .svg",
+            ) from None
+    return path
+
+
+def write_chart(path: Path, shapes: Sequence[Shape]) -> None:
+    """Write the chart.
+
+    Raises:
+        DoctorError: The file cannot be written.
+    """
+    content = (
+        chart_as_png(shapes) if path.suffix.lower() == ".png" else chart_as_svg(shapes).encode()
+    )
+    try:
+        put(path, content)
+    except OSError as error:
+        raise DoctorError(f"cannot write {path}: {error.strerror}") from None
+
+
+def chart_as_svg(shapes: Sequence[Shape]) -> str:
+    """The chart as SVG."""
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
+        f'width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif" font-size="{_FONT_SIZE}">',
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
+        *map(_svg_element, shapes),
+        "</svg>",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _svg_element(shape: Shape) -> str:
+    if isinstance(shape, Stroke):
+        return (
+            f'<line x1="{shape.x1:.1f}" y1="{shape.y1:.1f}" x2="{shape.x2:.1f}" '
+            f'y2="{shape.y2:.1f}" stroke="{shape.colour}" stroke-width="{shape.width:g}"/>'
+        )
+    if isinstance(shape, Dot):
+        return (
+            f'<circle cx="{shape.x:.1f}" cy="{shape.y:.1f}" r="{shape.radius:g}" '
+            f'fill="{shape.colour}"/>'
+        )
+    return (
+        f'<text x="{shape.x:.1f}" y="{shape.y:.1f}" text-anchor="{shape.anchor}" '
+        f'dominant-baseline="middle" fill="{shape.colour}">{escape(shown(shape.text))}</text>'
+    )
+
+
+def chart_as_png(shapes: Sequence[Shape]) -> bytes:
+    """The chart as PNG."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    image = Image.new("RGB", (WIDTH * _PNG_SCALE, HEIGHT * _PNG_SCALE), "white")
+    draw = ImageDraw.Draw(image)
+    font = ImageFont.load_default(_FONT_SIZE * _PNG_SCALE)
+    for shape in shapes:
+        if isinstance(shape, Stroke):
+            ends = [each * _PNG_SCALE for each in (shape.x1, shape.y1, shape.x2, shape.y2)]
+            draw.line(ends, fill=shape.colour, width=max(1, round(shape.width * _PNG_SCALE)))
+        elif isinstance(shape, Dot):
+            x, y, radius = (each * _PNG_SCALE for each in shape[:3])
+            draw.ellipse((x - radius, y - radius, x + radius, y + radius), fill=shape.colour)
+        else:
+            place = (shape.x * _PNG_SCALE, shape.y * _PNG_SCALE)
+            anchor = _PIL_ANCHORS[shape.anchor]
+            draw.text(place, shown(shape.text), fill=shape.colour, font=font, anchor=anchor)
+    written = io.BytesIO()
+    image.save(written, "PNG")
+    return written.getvalue()

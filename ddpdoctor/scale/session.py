@@ -1,25 +1,155 @@
-"""All runs of a command, one after another, and what is kept of them whatever happens."""
+"""Make all runs of a plan, one after another, and keep their results whatever happens.
+
+Each run is ``ddpdoctor run`` in a child process, watched until it ends.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import ddpdoctor.rules  # noqa: F401 (registers the rules)
-from ddpdoctor.analysis.exit_statuses import signal_name
-from ddpdoctor.core import opening, units
+import ddpdoctor
+import ddpdoctor.diagnose.all_rules
+from ddpdoctor.core import formatting, opening
 from ddpdoctor.core.errors import HANG, DoctorError
 from ddpdoctor.core.finding import RULES, Finding, Rule, Severity, examine
-from ddpdoctor.render.status_line import StatusLine
-from ddpdoctor.run.reader import RunReader
+from ddpdoctor.diagnose.crashes.rank_endings import signal_name
+from ddpdoctor.render.terminal import StatusLine
+from ddpdoctor.run.overrides import VARIABLE
+from ddpdoctor.run.reader import RunReader, glance
 from ddpdoctor.run.records.process import ErrorRecord, ExitRecord
 from ddpdoctor.run.snapshot import Run
-from ddpdoctor.scale import running
-from ddpdoctor.scale.measured import measure
-from ddpdoctor.scale.outcome import Outcome
 from ddpdoctor.scale.plan import Planned, Size
+from ddpdoctor.scale.results import Outcome, measure
+from ddpdoctor.system import proc
+
+# -- one run underneath: ``ddpdoctor run`` in a process below this one, watched until it ends
+
+
+POLL_SECONDS = 0.5
+"""Seconds between two looks at the steps of the run."""
+
+END_TIMEOUT = 20.0
+"""Seconds for a run to end that was asked to."""
+
+RUN_OPTIONS = (
+    "--quiet", "--no-debug", "--no-vscode", "--kill-on-hang", "--grace", "5",
+    # What diagnosis costs is no part of what is measured.
+    "--overhead-budget", "0",
+)  # fmt: skip
+"""What each run gets; those that a person gives stand behind them and count."""
+
+
+THREADS_VARIABLE = "OMP_NUM_THREADS"
+"""torchrun sets it to 1 from two ranks on; so does every run here, one rank too, to compare like
+with like. One that a person has set stays."""
+
+
+_ENTRY = (
+    "import sys; sys.path = [each for each in sys.path if each]; sys.path.append(sys.argv.pop(1)); "
+    "from ddpdoctor.cli import main; sys.exit(main())"
+)
+"""``python -m ddpdoctor`` without the working directory in the path: a script's ``json.py`` may be
+there. What ``python -m`` finds there, this finds behind everything else."""
+
+
+class Stopped(BaseException):
+    """A signal asked this command to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def stop_at_signals() -> None:
+    """Let SIGTERM and SIGHUP end the run under way, and this command behind it."""
+
+    def stop(number: int, frame: object) -> None:
+        raise Stopped(number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, stop)
+
+
+def run_once(
+    planned: Planned,
+    words: Sequence[str],
+    overrides: dict[str, str],
+    folder: Path,
+    step: Callable[[int], None],
+) -> tuple[Path, Path, int]:
+    """Make one run and wait for its end.
+
+    Args:
+        planned: Which.
+        words: What stands behind ``ddpdoctor run`` and the options above.
+        overrides: Arguments of torch's to override.
+        folder: Where its directory and its log are put.
+        step: Called now and then with how many steps it has made.
+
+    Returns:
+        Its run directory, what the job printed, and the exit status.
+
+    Raises:
+        DoctorError: It cannot be started.
+    """
+    directory = folder / planned.directory
+    log = folder / f"{planned.directory}.log"
+    environment = dict(os.environ)
+    environment.pop(VARIABLE, None)
+    environment.setdefault(THREADS_VARIABLE, "1")
+    if overrides:
+        environment[VARIABLE] = " ".join(f"{name}={value}" for name, value in overrides.items())
+    here = str(Path(ddpdoctor.__file__).parents[1])
+    command = [sys.executable, "-c", _ENTRY, here, "run", *RUN_OPTIONS, "--run-dir", str(directory)]
+    try:
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                [*command, *words],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                preexec_fn=proc.end_with_parent,
+            )
+    except OSError as error:
+        raise DoctorError(f"cannot write {log}: {error.strerror}") from None
+    try:
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return directory, log, process.wait(POLL_SECONDS)
+            step(_steps_done(directory))
+    finally:
+        _end_run(process)
+
+
+def _steps_done(directory: Path) -> int:
+    with contextlib.suppress(DoctorError, OSError):
+        ranks = glance(directory).ranks
+        return max((rank.status.step for rank in ranks if rank.status is not None), default=0)
+    return 0
+
+
+def _end_run(process: subprocess.Popen[bytes]) -> None:
+    """End a run that is still there: this command was asked to end."""
+    deadline = time.monotonic() + END_TIMEOUT
+    while process.poll() is None:
+        # The second time, it does not wait for the job any longer.
+        process.send_signal(signal.SIGTERM if time.monotonic() < deadline else signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_TIMEOUT / 4)
+
+
+# -- all runs of a command, one after another, and what is kept of them whatever happens
+
 
 WEAK, STRONG = "weak", "strong"
 
@@ -81,23 +211,25 @@ class Session:
         )
 
     def _make(self, planned: Planned, head: str, left: float | None) -> None:
-        rest = f", about {units.duration(left)} left" if left is not None else ""
+        rest = f", about {formatting.duration(left)} left" if left is not None else ""
         self._line.show(f"{head}{rest}")
         overrides = {**planned.variant.overrides, **self._fixed_batch(planned)}
 
         def step(number: int) -> None:
-            self._line.show(f"{head}: {units.count(number, 'step') if number else 'starts'}{rest}")
+            self._line.show(
+                f"{head}: {formatting.count(number, 'step') if number else 'starts'}{rest}"
+            )
 
-        directory, log, status = running.start(
+        directory, log, status = run_once(
             planned, self._words(planned), overrides, self._folder, step
         )
         outcome = replace(
-            judged(planned, directory, log, status, self._warmup), overrides=overrides
+            judge_run(planned, directory, log, status, self._warmup), overrides=overrides
         )
         self._check_batch(outcome)
         self.outcomes.append(outcome)
         self._keep(self.outcomes)
-        self._line.say(f"{head}: {in_words(outcome)}")
+        self._line.say(f"{head}: {outcome_text(outcome)}")
 
     # -- weak and strong scaling
 
@@ -146,7 +278,7 @@ class Session:
             )
 
 
-def judged(planned: Planned, directory: Path, log: Path, status: int, warmup: int) -> Outcome:
+def judge_run(planned: Planned, directory: Path, log: Path, status: int, warmup: int) -> Outcome:
     """What came of a run.
 
     Raises:
@@ -156,7 +288,7 @@ def judged(planned: Planned, directory: Path, log: Path, status: int, warmup: in
     try:
         run = RunReader(directory, lenient=True).snapshot()
     except (DoctorError, OSError):
-        return replace(outcome, failure=_failed(status, log))
+        return replace(outcome, failure=_failure_text(status, log))
     # A rule that cannot read the run keeps no other from doing so.
     found = tuple(examine(run, RULES.values(), failed=_skipped))
     outcome = replace(outcome, findings=found)
@@ -189,8 +321,8 @@ def _unmeasured(run: Run, planned: Planned, warmup: int) -> DoctorError:
             "a step ends with optimizer.step(), or with DDP's forward where there is no optimizer",
         )
     return DoctorError(
-        f"the job made {units.count(steps, 'step')} ({planned.words}), and the first {warmup} are "
-        "dropped as warm-up",
+        f"the job made {formatting.count(steps, 'step')} ({planned.words}), and the first {warmup} "
+        "are dropped as warm-up",
         "let it train for more steps, or drop fewer: --warmup N",
     )
 
@@ -209,13 +341,13 @@ def _diagnosis(status: int, found: Sequence[Finding], log: Path) -> str:
     """How a run failed, in a clause, with what the rules say of it."""
     first = next((each for each in found if each.severity >= Severity.ERROR), None)
     if first is None:
-        return "hung, and was ended" if status == HANG else _failed(status, log)
+        return "hung, and was ended" if status == HANG else _failure_text(status, log)
     how = "hung" if status == HANG else "crashed"
     where = f" ({first.location.path}:{first.location.line})" if first.location else ""
     return f"{how}: {first.code} {first.message}{where}"
 
 
-def _failed(status: int, log: Path) -> str:
+def _failure_text(status: int, log: Path) -> str:
     try:
         text = opening.ending(log, _LOG_END).decode("utf-8", "replace")
     except OSError:
@@ -225,10 +357,11 @@ def _failed(status: int, log: Path) -> str:
     return f"{how}: {last}" if last else how
 
 
-def in_words(outcome: Outcome) -> str:
+def outcome_text(outcome: Outcome) -> str:
     """What came of a run, in a line."""
     measured = outcome.measured
     if measured is None:
         return outcome.failure
     what = "samples" if measured.samples is not None else "steps"
-    return f"{units.time(measured.step)} an iteration, {units.figures(measured.rate)} {what}/s"
+    rate = formatting.figures(measured.rate)
+    return f"{formatting.time(measured.step)} an iteration, {rate} {what}/s"

@@ -1,16 +1,91 @@
-"""What was measured, for a person: the table, why a size loses, what to try, bars."""
+"""Show the results of all runs: the table for a person, published figures beside it, and JSON.
+
+The published figures are ResNet-50 on up to eight V100-PCIE-32G with torch 0.4.1: forward and
+backward of a batch of 128 images of 3x224x224 per GPU, with DistributedDataParallel of torch and
+of NVIDIA Apex. One GPU has no DDP.
+"""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any, NamedTuple
 
-from ddpdoctor.core import units
-from ddpdoctor.core.units import TimeUnit, unit_for
+from ddpdoctor.core import formatting
+from ddpdoctor.core.finding import to_record
+from ddpdoctor.core.formatting import TimeUnit, json_text, unit_for
 from ddpdoctor.scale.causes import STRAGGLERS, Cause, cause
-from ddpdoctor.scale.measured import Measured
-from ddpdoctor.scale.outcome import Outcome, Row
 from ddpdoctor.scale.plan import AS_IT_IS
+from ddpdoctor.scale.results import Measured, Outcome, Row, rows
+
+# -- published figures to compare with: ResNet-50 on up to eight V100 GPUs, with torch 0.4.1
+
+
+REFERENCE_SETTING = "ResNet-50, batch 128 a GPU, 3x224x224, V100-PCIE-32G, torch 0.4.1"
+
+
+class ReferenceFigure(NamedTuple):
+    """One published measurement, in milliseconds."""
+
+    gpus: int
+    ddp: str
+    total: int
+    """As published: forward and backward, each rounded."""
+    forward: int
+    backward: int
+    """With the communication in it."""
+
+
+REFERENCE_FIGURES = (
+    ReferenceFigure(1, "torch", 371, 119, 252),
+    ReferenceFigure(2, "torch", 433, 134, 291),
+    ReferenceFigure(2, "apex", 423, 131, 291),
+    ReferenceFigure(4, "torch", 438, 138, 301),
+    ReferenceFigure(4, "apex", 430, 131, 299),
+    ReferenceFigure(8, "torch", 450, 136, 313),
+    ReferenceFigure(8, "apex", 437, 131, 306),
+)
+
+
+def reference_efficiency(figure: ReferenceFigure) -> float:
+    """Against one GPU."""
+    return REFERENCE_FIGURES[0].total / figure.total
+
+
+def reference_lines(rows: Sequence[Row]) -> list[str]:
+    """The figures as a table, with what was measured at the same sizes beside them.
+
+    Args:
+        rows: What was measured; may be empty.
+    """
+    here = {
+        row.size.ranks: row for row in rows if row.variant == AS_IT_IS and row.measured is not None
+    }
+    found = [
+        f"published: {REFERENCE_SETTING}",
+        "forward + backward, in ms",
+        "GPUs  DDP     total  forward  backward  efficiency"
+        + ("   here: ms  efficiency" if here else ""),
+    ]
+    for each in REFERENCE_FIGURES:
+        text = (
+            f"{each.gpus:>4}  {each.ddp:<5} {each.total:>7}  {each.forward:>7}  {each.backward:>8}"
+            f"  {formatting.percent(reference_efficiency(each)):>10}"
+        )
+        row = here.get(each.gpus)
+        if row is not None and row.measured is not None and each.ddp == "torch":
+            measured = row.measured
+            total = measured.forward + measured.backward + (measured.exposed or 0.0)
+            text += (
+                f"   {formatting.figures(total * 1e3):>8}  {formatting.percent(row.efficiency):>10}"
+            )
+        found.append(text)
+    return found
+
+
+# -- what was measured, for a person: the table, why a size loses, what to try, bars
+
 
 WIDTH = 80
 
@@ -25,7 +100,7 @@ _WIDTHS = (5, 6, 6, 8, 9, 7, 7, 8)
 _RATE, _EFFICIENCY = 10, 13
 
 
-def lines(rows: Sequence[Row], *, ascii_only: bool) -> Iterator[str]:
+def table_lines(rows: Sequence[Row], *, ascii_only: bool) -> Iterator[str]:
     """Everything but the heading; each line of 80 columns at most.
 
     Args:
@@ -37,20 +112,20 @@ def lines(rows: Sequence[Row], *, ascii_only: bool) -> Iterator[str]:
         yield from _table(rows, measured)
         yield ""
     yield from _sentences(rows)
-    bars = list(_bars(rows, ascii_only))
+    bars = list(_bar_lines(rows, ascii_only))
     if bars:
         yield ""
         yield from bars
 
 
-def base_of(rows: Sequence[Row]) -> Row | None:
+def base_row(rows: Sequence[Row]) -> Row | None:
     """The row that the others are compared with."""
     return next((row for row in rows if row.is_base), None)
 
 
-def cause_of(row: Row, rows: Sequence[Row]) -> Cause | None:
+def row_cause(row: Row, rows: Sequence[Row]) -> Cause | None:
     """Why a row is less efficient than the smallest size; None where that is not known."""
-    base = base_of(rows)
+    base = base_row(rows)
     if base is None or base.measured is None or row.measured is None or row.efficiency is None:
         return None
     outcome = next(each for each in row.outcomes if each.measured is row.measured)
@@ -70,7 +145,7 @@ def _table(rows: Sequence[Row], measured: Sequence[Measured]) -> Iterator[str]:
         if row.variant != variant:
             variant = row.variant
             yield f"{variant.name}:"
-        yield _line(row, unit)
+        yield _row_line(row, unit)
     yield from _footnotes(rows, measured, unit)
 
 
@@ -96,7 +171,7 @@ def _footnotes(rows: Sequence[Row], measured: Sequence[Measured], unit: TimeUnit
         )
 
 
-def _line(row: Row, unit: TimeUnit) -> str:
+def _row_line(row: Row, unit: TimeUnit) -> str:
     measured = row.measured
     where = row.size.short
     if measured is None:
@@ -113,15 +188,15 @@ def _line(row: Row, unit: TimeUnit) -> str:
         measured.other,
         measured.exposed,
     )
-    cells = [where, *(units.time_in(value, unit) for value in times)]
+    cells = [where, *(formatting.time_in(value, unit) for value in times)]
     text = "".join(cell.rjust(width) for cell, width in zip(cells, _WIDTHS, strict=True))
-    text += units.figures(measured.rate).rjust(_RATE)
-    return f"{text} {_efficiency(row).rjust(_EFFICIENCY - 1)}"
+    text += formatting.figures(measured.rate).rjust(_RATE)
+    return f"{text} {_efficiency_text(row).rjust(_EFFICIENCY - 1)}"
 
 
-def _efficiency(row: Row) -> str:
+def _efficiency_text(row: Row) -> str:
     """``86%``, with its spread over the repeats ``86% 84-88``."""
-    text = units.percent(row.efficiency)
+    text = formatting.percent(row.efficiency)
     if row.is_base or row.spread is None:
         return text
     low, high = (f"{100 * each:.0f}" for each in row.spread)
@@ -132,20 +207,20 @@ def _efficiency(row: Row) -> str:
 
 
 def _sentences(rows: Sequence[Row]) -> Iterator[str]:
-    base = base_of(rows)
+    base = base_row(rows)
     for row in rows:
         failure = row.failure
         if failure is not None:
-            yield from _failure(row, failure)
+            yield from _failure_sentence(row, failure)
         elif row.variant == AS_IT_IS and not row.is_base:
-            yield from _loss(row, rows)
+            yield from _loss_sentence(row, rows)
     if base is not None:
-        yield from _tried(rows)
-        yield from _noise(rows)
-    yield from _found(rows)
+        yield from _tried_sentences(rows)
+        yield from _noise_sentence(rows)
+    yield from _finding_lines(rows)
 
 
-def _failure(row: Row, failure: Outcome) -> Iterator[str]:
+def _failure_sentence(row: Row, failure: Outcome) -> Iterator[str]:
     name = f", {row.variant.name}" if row.variant.name else ""
     yield from _wrapped(f"{row.size.words}{name}: {failure.failure}")
     if (failure.directory / "run.json").exists():
@@ -153,8 +228,8 @@ def _failure(row: Row, failure: Outcome) -> Iterator[str]:
     yield f"  its output: {failure.log}"
 
 
-def _loss(row: Row, rows: Sequence[Row]) -> Iterator[str]:
-    found = cause_of(row, rows)
+def _loss_sentence(row: Row, rows: Sequence[Row]) -> Iterator[str]:
+    found = row_cause(row, rows)
     if found is None or row.efficiency is None:
         return
     if found.name == "none":
@@ -167,7 +242,7 @@ def _loss(row: Row, rows: Sequence[Row]) -> Iterator[str]:
         )
 
 
-def _tried(rows: Sequence[Row]) -> Iterator[str]:
+def _tried_sentences(rows: Sequence[Row]) -> Iterator[str]:
     """Of each size, what the best of what was tried brings."""
     plain = {row.size: row for row in rows if row.variant == AS_IT_IS and row.measured}
     for size, row in plain.items():
@@ -180,10 +255,10 @@ def _tried(rows: Sequence[Row]) -> Iterator[str]:
             continue
         best = max(others, key=lambda each: each.efficiency or 0.0)
         gain = (best.efficiency or 0.0) / row.efficiency - 1
-        yield from _wrapped(f"tried with {size.words}: {_gain(best, row, gain)}")
+        yield from _wrapped(f"tried with {size.words}: {_gain_sentence(best, row, gain)}")
 
 
-def _gain(best: Row, row: Row, gain: float) -> str:
+def _gain_sentence(best: Row, row: Row, gain: float) -> str:
     apart = not (best.spread and row.spread) or best.spread[0] > row.spread[1]
     if gain <= 0.0:
         return f"nothing is faster than the script as it is; next is {best.variant.name}"
@@ -195,7 +270,7 @@ def _gain(best: Row, row: Row, gain: float) -> str:
     return f"{best.variant.name} is {100 * gain:.0f}% faster than the script as it is"
 
 
-def _noise(rows: Sequence[Row]) -> Iterator[str]:
+def _noise_sentence(rows: Sequence[Row]) -> Iterator[str]:
     """How far the repeats of the job as it is are apart, where that is more than a little."""
     worst, where = 0.0, None
     for row in rows:
@@ -209,7 +284,7 @@ def _noise(rows: Sequence[Row]) -> Iterator[str]:
         )
 
 
-def _found(rows: Sequence[Row]) -> Iterator[str]:
+def _finding_lines(rows: Sequence[Row]) -> Iterator[str]:
     """Findings of the job as it is, in runs that went through; a straggler has its sentence."""
     seen: dict[str, Outcome] = {}
     for row in rows:
@@ -233,14 +308,14 @@ def _wrapped(text: str) -> list[str]:
 # -- bars
 
 
-def _bars(rows: Sequence[Row], ascii_only: bool) -> Iterator[str]:
+def _bar_lines(rows: Sequence[Row], ascii_only: bool) -> Iterator[str]:
     """Throughput of the job as it is, each bar up to the ideal: efficiency 100%."""
     shown = [row for row in rows if row.variant == AS_IT_IS and row.measured and row.efficiency]
     if len(shown) < 2:
         return
     full, empty = ("#", ".") if ascii_only else ("█", "░")
     rates = [row.measured.rate for row in shown if row.measured is not None]
-    base = base_of(rows)
+    base = base_row(rows)
     a_rank = base.measured.rate / base.size.ranks if base and base.measured else 0.0
     ideals = [max(rate, a_rank * row.size.ranks) for row, rate in zip(shown, rates, strict=True)]
     longest = max(ideals)
@@ -249,5 +324,74 @@ def _bars(rows: Sequence[Row], ascii_only: bool) -> Iterator[str]:
         room = max(1, round(_BAR * ideal / longest))
         filled = max(1, round(room * rate / ideal))
         bar = full * filled + empty * (room - filled)
-        percent = units.percent(row.efficiency)
-        yield f"{row.size.short:>5} {bar.ljust(_BAR)} {units.figures(rate)} {percent}"
+        percent = formatting.percent(row.efficiency)
+        yield f"{row.size.short:>5} {bar.ljust(_BAR)} {formatting.figures(rate)} {percent}"
+
+
+# -- what was measured as JSON: what ``--json`` prints, and what is kept after each run
+
+
+FORMAT = 1
+
+
+def document(outcomes: Sequence[Outcome], facts: dict[str, Any], *, published: bool = False) -> str:
+    """Everything as one JSON object: ``format``, the facts, ``rows`` and maybe ``reference``.
+
+    A row is a size and a variant: ``ranks, nodes, variant, overrides, median, efficiency, spread,
+    cause, try, runs``. Times are seconds; what is not known is null.
+
+    Args:
+        outcomes: The runs that are over.
+        facts: What was asked for.
+        published: Whether to add the published figures.
+    """
+    found = rows(outcomes)
+    content: dict[str, Any] = {
+        "format": FORMAT,
+        **facts,
+        "rows": [_row_record(each, found) for each in found],
+    }
+    if published:
+        content["reference"] = {
+            "setting": REFERENCE_SETTING,
+            "figures": [
+                {**each._asdict(), "efficiency": round(reference_efficiency(each), 4)}
+                for each in REFERENCE_FIGURES
+            ],
+        }
+    return json_text(content, indent=2)
+
+
+def _row_record(row: Row, every: Sequence[Row]) -> dict[str, Any]:
+    why = row_cause(row, every)
+    return {
+        "ranks": row.size.ranks,
+        "nodes": row.size.nodes,
+        "variant": row.variant.name,
+        "overrides": row.variant.overrides,
+        "base": row.is_base,
+        "median": _measured_record(row.measured),
+        "efficiency": row.efficiency,
+        "spread": row.spread,
+        "cause": None if why is None else why.name,
+        "explanation": None if why is None else why.words,
+        "try": [] if why is None else list(why.tries),
+        "runs": [_run_record(each) for each in row.outcomes],
+    }
+
+
+def _run_record(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "repeat": outcome.planned.repeat,
+        "directory": str(outcome.directory),
+        "log": str(outcome.log),
+        "exit_status": outcome.status,
+        "overrides": outcome.overrides,
+        "failure": outcome.failure or None,
+        "findings": [to_record(each) for each in outcome.findings],
+        "measured": _measured_record(outcome.measured),
+    }
+
+
+def _measured_record(measured: Measured | None) -> dict[str, Any] | None:
+    return None if measured is None else {**asdict(measured), "rate": measured.rate}

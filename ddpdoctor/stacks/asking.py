@@ -1,10 +1,15 @@
-"""Asks one process for the stacks of its threads.
+"""Ask one process for the stacks of its threads.
 
-First a thread of ours in it, in Python. If that waits for the GIL and does not get it, native code
-holds it, so that no Python runs and ``faulthandler`` can be asked, by a real-time signal. Such a
-signal kills a process that does not handle it, so before it is sent everything is looked at that
-the process declared: that it is the same process still, that it handles this signal, and that the
-file to which it will write is ours.
+A process is asked only if it declared itself (`ddpdoctor.probe.runtime.stacks`): first a thread of
+ours in it, in Python. If that waits for the GIL and does not get it, native code holds it, so that
+no Python runs and ``faulthandler`` can be asked, by a real-time signal. Such a signal kills a
+process that does not handle it, so before it is sent everything is checked that the process
+declared: that it is the same process still, that it handles this signal, and that the file to
+which it will write is ours.
+
+The format of ``faulthandler``: ``Python/traceback.c`` of CPython 3.10 to 3.14. Frames come
+innermost first, at most 100 of a thread; a text is cut after 500 characters, and what is not
+printable ASCII in it is escaped.
 """
 
 from __future__ import annotations
@@ -13,30 +18,208 @@ import array
 import ctypes
 import fcntl
 import os
+import re
 import stat
 import sys
 import termios
 import time
 from collections.abc import Generator, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ddpdoctor.core import opening
-from ddpdoctor.core.opening import integer
+from ddpdoctor.core.opening import integer, whole
+from ddpdoctor.run.names import STACKS_SUFFIX
 from ddpdoctor.run.records.base import JsonObject
-from ddpdoctor.stacks.declared import Declared
-from ddpdoctor.stacks.model import CUT, ENDING, MAIN, Frame, Thread
-from ddpdoctor.stacks.parse import at, parse
-from ddpdoctor.stacks.user_frames import is_ours
-from ddpdoctor.system.process_state import (
-    ENDED,
+from ddpdoctor.stacks.frames import is_ours
+from ddpdoctor.stacks.rank_stacks import CUT, ENDING, MAIN, Frame, Thread
+from ddpdoctor.system.proc import ENDED, read_stat
+from ddpdoctor.system.process_activity import (
     is_foreign,
     is_open,
     lacked,
     read_signals,
-    read_stat,
     read_turns,
     read_wait,
 )
+
+# -- the processes of a run that can be asked for their stacks, as they declare it
+
+
+_NAME = re.compile(rf"stacks-(\d+)-(\d+){re.escape(STACKS_SUFFIX)}$")
+_MOST_HEAD = 1 << 14
+
+
+@dataclass(frozen=True)
+class Declared:
+    """One process's word on how it is asked."""
+
+    path: Path
+    """Its answers are appended to this file, after :attr:`head`."""
+    head: int
+    """Bytes of the file's first line, in which all of this stands."""
+    pid: int
+    start: int
+    """When the process started, in ticks since boot."""
+    pipe: int
+    """Descriptor, in the process, of the pipe that takes requests."""
+    pipe_inode: int
+    thread: int
+    """Native id of the thread that answers."""
+    signal: int
+    """The signal that ``faulthandler`` answers; 0 for none."""
+    file: int
+    """Descriptor, in the process, of the file at :attr:`path`."""
+    main_thread: int
+    """Native id of the main thread."""
+    main_ident: int
+    rank: int | None
+    """As its environment said at the start."""
+    restart: int
+    host: str
+    namespace: str
+    """Where its pid is valid: a boot and a pid namespace."""
+    cwd: str
+
+
+def read_declared(directory: Path) -> list[Declared]:
+    """All declarations in a run directory, the newest last; damaged ones are left out."""
+    found: list[tuple[int, Declared]] = []
+    try:
+        names = opening.names(directory)
+    except OSError:
+        return []
+    for name in names:
+        match = _NAME.match(name)
+        if match is None:
+            continue
+        path = directory / name
+        head = _first_line(path)
+        try:
+            record = opening.loads(head)
+            declared = _from_record(record, path, len(head), int(match[1]), int(match[2]))
+            found.append((integer(record, "time"), declared))
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+            # Still being written, or damaged.
+            continue
+    return [declared for _, declared in sorted(found, key=lambda each: each[0])]
+
+
+def _from_record(record: JsonObject, path: Path, head: int, pid: int, start: int) -> Declared:
+    rank = record["rank"]
+    return Declared(
+        path=path,
+        head=head,
+        pid=pid,
+        start=start,
+        pipe=int(record["pipe"]),
+        pipe_inode=int(record["pipe_inode"]),
+        thread=int(record["thread"]),
+        signal=int(record["signal"]),
+        file=int(record["file"]),
+        main_thread=int(record["main_thread"]),
+        main_ident=int(record["main_ident"]),
+        rank=rank if isinstance(rank, int) else None,
+        restart=integer(record, "restart"),
+        host=str(record["host"]),
+        namespace=str(record["namespace"]),
+        cwd=str(record["cwd"]),
+    )
+
+
+def _first_line(path: Path) -> bytes:
+    try:
+        with opening.file(path) as file:
+            head, newline, _ = file.read(_MOST_HEAD).partition(b"\n")
+    except OSError:
+        return b""
+    return head + newline if newline else b""
+
+
+# -- parse
+
+
+_FRAME = re.compile(
+    r'  File (?:"(?P<path>.*)"|\?\?\?), line (?P<line>\d+|\?\?\?) in (?P<function>.*)$'
+)
+# "Current thread 0x00007f2f6c1b7740 (most recent call first):"; 3.14 has "[NAME]" before the
+# bracket, and a build without the GIL more words in it.
+_THREAD = re.compile(r"(?P<which>Current t|T)hread 0x(?P<ident>[0-9a-f]+)(?: \[(?P<name>.*)\])? \(")
+_STACK = "Stack (most recent call first):"
+_ESCAPED = re.compile(r"\\x([0-9a-f]{2})|\\u([0-9a-f]{4})|\\U([0-9a-f]{8})")
+
+
+def parse_dump(text: str, directory: str = "") -> tuple[Thread, ...]:
+    """The threads of a dump, or of several in a row, as they stand there.
+
+    Args:
+        text: What ``faulthandler`` wrote; lines that are not understood are skipped.
+        directory: The working directory of the process, to which relative paths are taken to
+            belong.
+    """
+    return tuple(_threads(text, directory))
+
+
+def _threads(text: str, directory: str) -> Iterator[Thread]:
+    begun: Thread | None = None
+    frames: list[Frame] = []
+    for line in text.splitlines():
+        head = _thread_head(line)
+        if head is not None:
+            if begun is not None:
+                yield _with_frames(begun, frames)
+            begun, frames = head, []
+        elif begun is not None and line.startswith("  "):
+            match = _FRAME.match(line)
+            if match:
+                frames.append(_frame(match, directory))
+            elif line == "  ...":
+                frames.append(CUT)
+        elif begun is not None:
+            # The list of extension modules, say, which ends a dump.
+            yield _with_frames(begun, frames)
+            begun = None
+    if begun is not None:
+        yield _with_frames(begun, frames)
+
+
+def _thread_head(line: str) -> Thread | None:
+    if line == _STACK:
+        return Thread(0, "", True, ())
+    match = _THREAD.match(line)
+    if match is None:
+        return None
+    return Thread(int(match["ident"], 16), match["name"] or "", match["which"] != "T", ())
+
+
+def _with_frames(thread: Thread, frames: list[Frame]) -> Thread:
+    return Thread(thread.ident, thread.name, thread.current, tuple(reversed(frames)))
+
+
+def _frame(match: re.Match[str], directory: str) -> Frame:
+    path = at(_unescaped(match["path"] or "???"), directory)
+    line = match["line"]
+    return Frame(path, whole(line), _unescaped(match["function"]))
+
+
+def at(path: str, directory: str) -> str:
+    """A frame's file, absolute if it is one and the working directory is known."""
+    if not directory or path.startswith(("/", "<", "?")):
+        return path
+    return os.path.normpath(os.path.join(directory, path))
+
+
+def _letter(match: re.Match[str]) -> str:
+    code = int(match[1] or match[2] or match[3], 16)
+    return chr(code) if code <= sys.maxunicode else "\N{REPLACEMENT CHARACTER}"
+
+
+def _unescaped(text: str) -> str:
+    return _ESCAPED.sub(_letter, text)
+
+
+# -- asks one process for the stacks of its threads
+
 
 _MOST_ANSWER = 16 << 20
 """Bytes of an answer that are read."""
@@ -200,7 +383,7 @@ class Asking:
             return
         size = min(os.fstat(file).st_size - declared.head, _MOST_ANSWER)
         written = os.pread(file, size, declared.head)
-        found = parse(written.decode("ascii", "replace"), declared.cwd)
+        found = parse_dump(written.decode("ascii", "replace"), declared.cwd)
         self.threads = _main_first(
             replace(thread, name=MAIN) if thread.ident == declared.main_ident else thread
             for thread in found

@@ -1,4 +1,4 @@
-"""What rules judge of GPUs: who holds memory on which, and how they fare once a rank is slow."""
+"""Ask the driver who holds memory on the GPUs, and how the GPUs do once a rank is slow."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from ddpdoctor.run.environment import namespace
+from ddpdoctor.run.names import namespace
 from ddpdoctor.run.records.model import DdpRecord
 from ddpdoctor.run.records.process import FaultRecord
 from ddpdoctor.run.records.supervisor import (
@@ -17,9 +17,8 @@ from ddpdoctor.run.records.supervisor import (
 )
 from ddpdoctor.run.snapshot import Run
 from ddpdoctor.run.status import Phase
-from ddpdoctor.system.gpu.health import Health, health
-from ddpdoctor.system.gpu.nvml import NvmlReader
-from ddpdoctor.system.gpu.reader import Device, Reading
+from ddpdoctor.system.gpu_health import Health, health
+from ddpdoctor.system.nvml import Device, NvmlReader, Reading
 
 FIRST = 5.0
 """Seconds after the first step that a rank on a GPU has closed."""

@@ -1,4 +1,4 @@
-"""A process between the supervisor and its job, for one purpose: that the job ends with it.
+"""The process between the supervisor and its job that makes sure that the job ends with it.
 
 Run as a script by a bare interpreter, it becomes two processes, and the job is the child of the
 second::
@@ -40,10 +40,10 @@ from typing import NoReturn
 if __name__ == "__main__":
     sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from ddpdoctor.run.environment import KEEPERS, MARK
+from ddpdoctor.run.names import KEEPERS, MARK
 from ddpdoctor.supervise import processes
 from ddpdoctor.system import proc
-from ddpdoctor.system.waiting import pause
+from ddpdoctor.system.proc import pause
 
 NAME = "ddp-keeper"
 """What the kernel calls a keeper: `killall python` is not meant for it."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ddpdoctor.core.errors import INTERNAL, DoctorError
-from ddpdoctor.run.environment import MARK
+from ddpdoctor.run.names import MARK
 from ddpdoctor.supervise import keeper
 from ddpdoctor.system import proc
 

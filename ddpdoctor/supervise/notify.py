@@ -1,4 +1,4 @@
-"""``--notify``: tells a webhook or a command what a person should know who is not looking.
+"""``--notify``: tell a webhook or a command what a person who is not looking should know.
 
 Each target has a thread, so that none waits for another, and the job for none of them: at the end
 it is waited for a second.
@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from ddpdoctor import __version__
-from ddpdoctor.core.control_characters import json_text, shown
 from ddpdoctor.core.finding import Finding, Severity, to_record
+from ddpdoctor.core.formatting import json_text, shown
 from ddpdoctor.core.job import Command
 from ddpdoctor.core.relations import STANDSTILL
-from ddpdoctor.render import json_lines, summary
+from ddpdoctor.render import json_lines, reporter
 from ddpdoctor.run.reported import Event, Reported, in_words
 from ddpdoctor.supervise import processes
-from ddpdoctor.system.waiting import pause, until
+from ddpdoctor.system.proc import pause, until
 
 if TYPE_CHECKING:
     from ddpdoctor.run.snapshot import Run
@@ -82,8 +82,8 @@ class Notifications:
         """Send that the job ended, and wait a little for all that is not sent yet."""
         if not self._targets:
             return
-        how = next(summary.lines(run)) if run is not None else f"exit status {status}"
-        self._send("end", run, f"{how}; {summary.count(found)}", status=status)
+        how = next(reporter.summary_lines(run)) if run is not None else f"exit status {status}"
+        self._send("end", run, f"{how}; {reporter.findings_count(found)}", status=status)
         deadline = time.monotonic() + FAREWELL
         for target in self._targets:
             target.close(max(0.0, deadline - time.monotonic()))

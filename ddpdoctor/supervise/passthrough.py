@@ -1,4 +1,4 @@
-"""The job's stderr on its way through: every byte unchanged, our own lines between its lines."""
+"""Pass the job's stderr through: every byte unchanged, ddpdoctor's own lines between its lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import tty
 from collections import deque
 from collections.abc import Callable
 
-from ddpdoctor.system.waiting import pause, readable, until
+from ddpdoctor.system.proc import pause, readable, until
 
 TAIL = 1 << 20
 """Bytes of the job's stderr that are kept."""

@@ -1,4 +1,4 @@
-"""The processes of a job: finding them all, and ending them.
+"""Find all processes of a job, and end them.
 
 A process belongs to the job if it descends from a keeper (`ddpdoctor.supervise.keeper`) or from the
 supervisor, which the kernel keeps true for every orphan below them, since they are subreapers. Only
@@ -20,9 +20,9 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
 
-from ddpdoctor.run.environment import MARK
+from ddpdoctor.run.names import MARK
 from ddpdoctor.system import proc
-from ddpdoctor.system.waiting import pause
+from ddpdoctor.system.proc import pause
 
 
 class Process(NamedTuple):

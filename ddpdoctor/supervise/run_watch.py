@@ -1,44 +1,153 @@
-"""What the supervisor makes of the run directory while the job lives: records, looks, findings."""
+"""Watch the run directory while the job lives: write records, examine the ranks, report findings.
+
+Also the environment that the job is given to find its run, run.json, and what is shown of the live
+run to other commands.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
+import socket
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ddpdoctor import __version__
+from ddpdoctor.core import working_directory
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.job import Command
 from ddpdoctor.debug.debugging import Debugging
-from ddpdoctor.render.report import Reporter
-from ddpdoctor.run import code, rundir
+from ddpdoctor.render.reporter import Reporter
+from ddpdoctor.run import code_version, rundir
 from ddpdoctor.run.journal import Journal
-from ddpdoctor.run.records.base import Record
+from ddpdoctor.run.mapped import PROFILE, SUSPICION, Asking, SuspicionWriter
+from ddpdoctor.run.names import BUDGET, FORMAT, namespace
+from ddpdoctor.run.records.base import JsonObject, Record
 from ddpdoctor.run.records.process import EndRecord, ErrorRecord, ExitRecord, FaultRecord
 from ddpdoctor.run.records.supervisor import JobRecord, UnwatchedRecord
-from ddpdoctor.run.requests import PROFILE, SUSPICION, Asking, SuspicionWriter
-from ddpdoctor.supervise import job_environment
-from ddpdoctor.supervise.ending import Ending
+from ddpdoctor.run.reported import Event, to_journal
+from ddpdoctor.supervise.job_signals import Ending, JobSignals
 from ddpdoctor.supervise.keepers import Keepers
 from ddpdoctor.supervise.notify import Notifications
 from ddpdoctor.supervise.passthrough import Passthrough
-from ddpdoctor.supervise.ranks import RankWatch
-from ddpdoctor.supervise.showing import Showing, keep_stderr
-from ddpdoctor.supervise.signals import JobSignals
-from ddpdoctor.supervise.unwatched import Unwatched, bare_option, of_option
+from ddpdoctor.supervise.rank_processes import RankWatch, Unwatched, bare_option, why_unwatched
 
 if TYPE_CHECKING:
     from ddpdoctor.run.reader import RunReader
     from ddpdoctor.run.snapshot import Run
-    from ddpdoctor.supervise.gpu_poll import GpuPoll
+    from ddpdoctor.run.vitals import Vitals
     from ddpdoctor.supervise.gpu_watch import GpuWatch
-    from ddpdoctor.supervise.hangs.watch import HangWatch
-    from ddpdoctor.supervise.stragglers import Stragglers
-    from ddpdoctor.supervise.suspicions import Suspicions
-    from ddpdoctor.supervise.vitals import Vitals
+    from ddpdoctor.supervise.hang_watch import HangWatch
+    from ddpdoctor.supervise.slow_ranks import Stragglers, Suspicions
+    from ddpdoctor.system.gpu_health import GpuPoll
+
+
+# -- what the job is given to find its run by, and what other commands find: run.json
+
+
+ENTRY = str(Path(__file__).parents[1] / "probe" / "entry")
+"""The folder on PYTHONPATH by which the probe comes."""
+
+
+def environment_of_job(
+    directory: Path | None, command: Command, debugging: Debugging | None
+) -> dict[str, str]:
+    """The environment of the job; without a run directory it is this process's own."""
+    environment = dict(os.environ)
+    if directory is None:
+        return environment
+    before = environment.get("PYTHONPATH")
+    environment["PYTHONPATH"] = f"{ENTRY}{os.pathsep}{before}" if before else ENTRY
+    environment["DDPDOCTOR_RUN_DIR"] = str(directory)
+    environment["DDPDOCTOR_JOURNAL_MB"] = str(command.own.journal_mb)
+    environment[BUDGET] = str(command.own.overhead_budget)
+    environment["DDPDOCTOR_SUPERVISOR"] = f"{os.getpid()}@{namespace()}"
+    return environment | (debugging.environment() if debugging is not None else {})
+
+
+def run_manifest(directory: Path, command: Command, debugging: Debugging | None) -> JsonObject:
+    """The content of run.json."""
+    from importlib import metadata
+
+    try:
+        torch = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        torch = ""
+    return {
+        "format": FORMAT,
+        "id": directory.name,
+        "started": time.time_ns(),
+        "command": list(command.argv),
+        "launcher": "torchrun" if command.through_torchrun else "command",
+        "cwd": working_directory.path(),
+        "host": socket.gethostname(),
+        "supervisor": os.getpid(),
+        "debug": debugging.manifest() if debugging is not None else None,
+        "versions": {
+            "ddpdoctor": __version__,
+            "python": ".".join(map(str, sys.version_info[:3])),
+            "torch": torch,
+        },
+    }
+
+
+# -- what the supervisor puts into the run directory for who watches the job live, or later
+
+
+SHOWN = 64 << 10
+"""Bytes of the job's stderr that are shown."""
+
+SHOW_EVERY = 1.0
+"""Seconds between two looks at it."""
+
+
+class Showing:
+    """Shows the findings that were said, and the last of the job's stderr.
+
+    Args:
+        directory: The run directory.
+        passthrough: Carries the job's stderr.
+    """
+
+    def __init__(self, directory: Path, passthrough: Passthrough) -> None:
+        self._file = directory / rundir.STDERR_SO_FAR
+        self._passthrough = passthrough
+        self._due = 0.0
+        self._shown = 0
+
+    def look(self, *, at_once: bool = False) -> None:
+        """Show what the job wrote since, at most once a second unless it matters ``at_once``."""
+        now, carried = time.monotonic(), self._passthrough.carried
+        if carried == self._shown or (now < self._due and not at_once):
+            return
+        self._due, self._shown = now + SHOW_EVERY, carried
+        # Where the disk is full, it cannot be seen; the journal says so.
+        with contextlib.suppress(OSError):
+            rundir.put(self._file, self._passthrough.last(SHOWN))
+
+    def news(self, events: Iterable[Event], taken: int) -> Iterator[Record]:
+        """The journal's records of what was said, and withdrawn, of a snapshot ``taken`` then."""
+        return (to_journal(each, taken) for each in events)
+
+    def end(self) -> None:
+        """The whole end of stderr is in its own file now."""
+        with contextlib.suppress(OSError):
+            self._file.unlink(missing_ok=True)
+
+
+def keep_stderr(directory: Path, passthrough: Passthrough) -> None:
+    """Keep the end of the job's stderr: the verdict of a crash may depend on it."""
+    with contextlib.suppress(OSError):
+        rundir.put(directory / rundir.STDERR, bytes(passthrough.tail))
+
+
+# -- run watch
+
 
 EXAMINE = 5.0
 """Seconds between two examinations of a job in which nothing has happened."""
@@ -86,7 +195,7 @@ class RunWatch:
         self._ranks = RankWatch()
         self._gpus: GpuWatch | None = None
         self._gpu_poll: GpuPoll | None = None
-        self._unwatched_ranks = Unwatched(job_environment.ENTRY)
+        self._unwatched_ranks = Unwatched(ENTRY)
         self._showing: Showing | None = None
         self._reader: RunReader | None = None
         self._journal: Journal | None = None
@@ -126,7 +235,7 @@ class RunWatch:
             self._stop_watching()
         option = bare_option(self._command.argv, self._command.through_torchrun)
         if option and self._directory is not None:
-            why = of_option(option)
+            why = why_unwatched(option)
             self._reporter.say(f"{why}: leave out {option}, or this process is not watched")
             self.write(UnwatchedRecord(time=time.time_ns(), why=why))
 
@@ -159,7 +268,7 @@ class RunWatch:
 
     def environment(self) -> dict[str, str]:
         """The environment of the job."""
-        return job_environment.environment(self._directory, self._command, self._debugging)
+        return environment_of_job(self._directory, self._command, self._debugging)
 
     def started(self) -> None:
         """The job's command has started."""
@@ -176,24 +285,23 @@ class RunWatch:
     def _begin(self, directory: Path) -> None:
         """Make what looks at the run; the job, which starts, does not wait for the imports."""
         try:
-            manifest = job_environment.manifest(directory, self._command, self._debugging)
+            manifest = run_manifest(directory, self._command, self._debugging)
             rundir.put(directory / rundir.MANIFEST, json.dumps(manifest, indent=1).encode())
         except OSError as error:
             self._give_up(error)
             return
         with contextlib.suppress(OSError, DoctorError):
             rundir.publish(directory)
-        self._guarded("the record of the code", code.keep, directory, self._command.argv)
+        self._guarded("the record of the code", code_version.keep, directory, self._command.argv)
         self._guarded("the start of the watch", self._begin_to_look, directory)
 
     def _begin_to_look(self, directory: Path) -> None:
         from ddpdoctor.run.reader import RunReader
-        from ddpdoctor.supervise.gpu_poll import GpuPoll
+        from ddpdoctor.run.vitals import Vitals
         from ddpdoctor.supervise.gpu_watch import GpuWatch
-        from ddpdoctor.supervise.hangs.watch import HangWatch
-        from ddpdoctor.supervise.stragglers import Stragglers
-        from ddpdoctor.supervise.suspicions import Suspicions
-        from ddpdoctor.supervise.vitals import Vitals
+        from ddpdoctor.supervise.hang_watch import HangWatch
+        from ddpdoctor.supervise.slow_ranks import Stragglers, Suspicions
+        from ddpdoctor.system.gpu_health import GpuPoll
 
         if self._requests is None:
             return

@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING
 
 from ddpdoctor.core.errors import HANG, STRICT, DoctorError
 from ddpdoctor.core.finding import Severity
+from ddpdoctor.core.formatting import count
 from ddpdoctor.core.job import Command
-from ddpdoctor.core.units import count
 from ddpdoctor.debug.debugging import Debugging
-from ddpdoctor.render.report import Reporter
-from ddpdoctor.run.environment import MARK
+from ddpdoctor.render.reporter import Reporter
+from ddpdoctor.run.names import MARK
 from ddpdoctor.supervise import processes
+from ddpdoctor.supervise.job_signals import JobSignals
 from ddpdoctor.supervise.keepers import Keepers
 from ddpdoctor.supervise.passthrough import Passthrough
 from ddpdoctor.supervise.run_watch import RunWatch
-from ddpdoctor.supervise.signals import JobSignals
 from ddpdoctor.system import proc
-from ddpdoctor.system.waiting import pause, readable
+from ddpdoctor.system.proc import pause, readable
 
 if TYPE_CHECKING:
     from ddpdoctor.run.snapshot import Run

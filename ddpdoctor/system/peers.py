@@ -1,7 +1,8 @@
-"""Whose process is at the other end of a connection on this machine.
+"""Find which user's process is at the other end of a connection on this machine.
 
 Every account reaches a loopback port, so the port alone says nothing. For TCP the kernel names the
-owner of a socket, for Unix sockets the connection itself does.
+owner of a socket, by one ``sock_diag`` request or else by ``/proc/net/tcp``; for Unix sockets the
+connection itself does.
 """
 
 from __future__ import annotations
@@ -12,10 +13,94 @@ import functools
 import os
 import socket
 import struct
+from typing import NamedTuple
 
-from ddpdoctor.system import sock_diag
 from ddpdoctor.system.proc import listeners
-from ddpdoctor.system.sock_diag import ESTABLISHED
+
+# -- who owns a TCP socket, by Linux's ``sock_diag``: one request for one socket
+
+
+ESTABLISHED = 1
+"""The state of a connection that neither side has closed."""
+
+_LISTENS = 10
+_NETLINK_SOCK_DIAG = 4
+_SOCK_DIAG_BY_FAMILY = 20
+_NLMSG_ERROR = 2
+_NLM_F_REQUEST = 1
+_ALL_STATES = 0xFFFFFFFF
+_NO_COOKIE = (0xFFFFFFFF, 0xFFFFFFFF)
+_HEADER = struct.Struct("=IHHII")
+"""``struct nlmsghdr``: length, type, flags, sequence number, port."""
+
+_WANTED = struct.Struct("=BBBxI")
+"""The head of ``struct inet_diag_req_v2``: family, protocol, extensions, states."""
+
+_FOUND = struct.Struct("=BB62xII")
+"""``struct inet_diag_msg``: family, state, ..., uid, inode."""
+
+
+class Found(NamedTuple):
+    """A TCP socket of this network namespace."""
+
+    state: int
+    uid: int
+    inode: int
+    """0 if its process has closed it; then the uid may be root's."""
+
+
+def find_socket(source: tuple[object, ...], target: tuple[object, ...]) -> Found | None:
+    """Look up the socket of a connection.
+
+    Args:
+        source: The socket's own address, as ``getsockname`` returns it.
+        target: The address of its peer.
+
+    Returns:
+        The socket, or None if this network namespace has none with these addresses.
+
+    Raises:
+        OSError: The kernel has no ``sock_diag``, or refuses the request.
+    """
+    request = _request(source, target)
+    kind = socket.SOCK_RAW | socket.SOCK_CLOEXEC
+    with socket.socket(socket.AF_NETLINK, kind, _NETLINK_SOCK_DIAG) as kernel:
+        # Connected to the kernel (port 0), it takes no message from another process.
+        kernel.connect((0, 0))
+        kernel.send(
+            _HEADER.pack(_HEADER.size + len(request), _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, 0, 0)
+            + request
+        )
+        # The kernel has answered before `send` returns.
+        answer = kernel.recv(4096, socket.MSG_DONTWAIT)
+    if _HEADER.unpack_from(answer)[1] == _NLMSG_ERROR:
+        number = -struct.unpack_from("=i", answer, _HEADER.size)[0]
+        if number == errno.ENOENT:
+            return None
+        raise OSError(number, os.strerror(number))
+    _, *fields = _FOUND.unpack_from(answer, _HEADER.size)
+    found = Found(*fields)
+    # Without such a socket the kernel returns one that listens at the source's address.
+    return None if found.state == _LISTENS else found
+
+
+def _request(source: tuple[object, ...], target: tuple[object, ...]) -> bytes:
+    """``struct inet_diag_req_v2`` for one TCP socket."""
+    family = socket.AF_INET6 if ":" in str(source[0]) else socket.AF_INET
+    near, far = (
+        socket.inet_pton(family, str(each[0]).partition("%")[0]) for each in (source, target)
+    )
+    # Of a link-local address the interface is a part.
+    interface = source[3] if len(source) > 3 else 0
+    return (
+        _WANTED.pack(family, socket.IPPROTO_TCP, 0, _ALL_STATES)
+        + struct.pack("!HH16s16s", source[1], target[1], near, far)
+        + struct.pack("=III", interface, *_NO_COOKIE)
+    )
+
+
+# -- whose process is at the other end of a connection on this machine
+
 
 _TABLES = {socket.AF_INET: "tcp", socket.AF_INET6: "tcp6"}
 _MAPPED = bytes(10) + b"\xff\xff"
@@ -112,13 +197,13 @@ def _owner(source: tuple[object, ...], target: tuple[object, ...]) -> tuple[int,
         GoneError: Its process has closed it, but our end does not know yet.
     """
     with contextlib.suppress(OSError):
-        found = sock_diag.find(source, target)
+        found = find_socket(source, target)
         if found is not None:
             if found.state != ESTABLISHED or not found.inode:
                 raise GoneError("the connection is closed already")
             return found.uid, found.inode
         # A kernel without the module for TCP finds no socket, not even ours.
-        if sock_diag.find(target, source) is not None:
+        if find_socket(target, source) is not None:
             return None
     return _owner_by_table(source, target)
 

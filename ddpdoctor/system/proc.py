@@ -1,20 +1,53 @@
-"""What Linux knows of processes: the one layer over ``/proc``, which waits for nothing.
-
-Standard library only, since a keeper is a bare interpreter. Without a ``/proc`` nothing is known.
-A process that has ended, or is another user's, is as one that nothing is known of.
-"""
+"""Read what Linux knows of processes, without waiting for anything."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import sys
-from collections.abc import Collection, Iterator
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+
+# -- waiting that works with any clock and any number of a descriptor
+
+
+def pause(seconds: float) -> None:
+    """Let time pass."""
+    select.select([], [], [], seconds)
+
+
+def readable(descriptors: Iterable[int], seconds: float | None) -> list[int]:
+    """Wait until one of some descriptors is readable, or at its end.
+
+    Args:
+        descriptors: Which.
+        seconds: How long at most; None for as long as it takes.
+
+    Returns:
+        Those that are.
+    """
+    poller = select.poll()
+    for descriptor in descriptors:
+        poller.register(descriptor, select.POLLIN)
+    return [found for found, _ in poller.poll(None if seconds is None else seconds * 1000)]
+
+
+def until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Wait until a condition holds, for so long at most. Returns whether it holds."""
+    deadline = time.monotonic() + seconds
+    while not (holds := condition()) and time.monotonic() < deadline:
+        pause(0.01)
+    return holds
+
+
+# -- what Linux knows of processes: the one layer over ``/proc``, which waits for nothing
+
 
 PROC = Path("/proc")
 ENDED = "ZX"

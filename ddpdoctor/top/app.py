@@ -1,31 +1,315 @@
-"""The monitor on a terminal: keys and frames in, one drawing per change out."""
+"""Run the monitor on a terminal: keys and frames in, one drawing per change out."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from threading import Thread
+from typing import TYPE_CHECKING, TypeVar
 
+from rich.segment import Segment
 from textual import events
 from textual.app import App, ComposeResult
+from textual.geometry import Region
+from textual.strip import Strip
+from textual.widget import Widget
 
+from ddpdoctor.core import formatting
 from ddpdoctor.core.errors import DoctorError
-from ddpdoctor.render.lines import clean, fitted
-from ddpdoctor.top.canvas import Canvas
-from ddpdoctor.top.choosing import RunChoice
-from ddpdoctor.top.draw import frame
-from ddpdoctor.top.draw.scene import Material
-from ddpdoctor.top.history import Past, Point
-from ddpdoctor.top.keys import ACTIONS, MOVES, PURE, act, typed
-from ddpdoctor.top.questions import Questions
-from ddpdoctor.top.reader import Position, Reader
+from ddpdoctor.render.terminal import Line, Span, clean, fitted, merged, style_of, text_width
+from ddpdoctor.top.draw import screen
+from ddpdoctor.top.draw.drawing import Material
+from ddpdoctor.top.frame_sources import RunChoice
+from ddpdoctor.top.frames import Past, Point, Position, Reader, Source, Want
 from ddpdoctor.top.snapshot import Snapshot, Verdict
-from ddpdoctor.top.source import Source, Want
-from ddpdoctor.top.view import View
+from ddpdoctor.top.view import (
+    ACTIONS,
+    MOVES,
+    VIEW_ACTIONS,
+    Panel,
+    View,
+    apply_action,
+    chosen_rank,
+    type_into_filter,
+)
 
 if TYPE_CHECKING:
+    from ddpdoctor.top.actions import SignalChoice, TakenStacks
     from ddpdoctor.top.recording import Recording
+
+
+# -- the one widget: lines of text, of which only the changed stretches are written again
+
+
+_NEAR_COLUMNS = 6
+"""Columns between two stretches that are written as one."""
+
+
+class Canvas(Widget, can_focus=True):
+    """Shows lines that are as wide as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: tuple[Line, ...] = ()
+        self._strips: list[Strip] = []
+
+    def show(self, lines: Sequence[Line]) -> None:
+        """Show these lines in place of the last ones."""
+        before, self._lines = self._lines, tuple(lines)
+        regions: list[Region] = []
+        strips: list[Strip] = []
+        for y, line in enumerate(lines):
+            if y < len(before) and before[y] == line:
+                strips.append(self._strips[y])
+                continue
+            strips.append(_strip(line))
+            stretches = changed_stretches(before[y] if y < len(before) else (), line)
+            regions += [Region(first, y, last - first, 1) for first, last in stretches]
+        self._strips = strips
+        if len(before) != len(lines):
+            self.refresh()
+        elif regions:
+            self.refresh(*regions)
+
+    def render_line(self, y: int) -> Strip:
+        """A line, as textual wants it."""
+        width = self.size.width
+        if y >= len(self._strips):
+            return Strip.blank(width)
+        strip = self._strips[y]
+        return strip if strip.cell_length == width else strip.adjust_cell_length(width)
+
+
+def _strip(line: Line) -> Strip:
+    return Strip([Segment(text, style_of(style)) for text, style in merged(line)])
+
+
+def changed_stretches(before: Line, after: Line) -> list[tuple[int, int]]:
+    """The stretches of columns that differ, each with the column behind its last."""
+    old, new = _cells(before), _cells(after)
+    if old is None or new is None or len(old) != len(new):
+        return [(0, max(1, sum(text_width(text) for text, _ in after)))]
+    found: list[tuple[int, int]] = []
+    for column, (one, other) in enumerate(zip(old, new, strict=True)):
+        if one == other:
+            continue
+        if found and column - found[-1][1] <= _NEAR_COLUMNS:
+            # To go on for a few columns costs less than to move the cursor.
+            found[-1] = (found[-1][0], column + 1)
+        else:
+            found.append((column, column + 1))
+    return found
+
+
+def _cells(line: Line) -> list[Span] | None:
+    """Each column of a line with its style; None if a character takes two of them, or none."""
+    cells = [(each, style) for text, style in line for each in text]
+    return cells if len(cells) == sum(text_width(text) for text, _ in line) else None
+
+
+# -- the keys that ask for something beyond the snapshot, and what comes of it
+
+
+T = TypeVar("T")
+
+
+class Questions:
+    """Finds things in other threads, and shows them in their panels.
+
+    What it finds them with is imported when a key is pressed: a first paint has no use for it.
+
+    Args:
+        app: Shows them.
+        runs: The live runs to choose from.
+        list_runs: Lists them again; called in the reader's thread.
+        make_run: Makes the source for a chosen run.
+    """
+
+    def __init__(
+        self,
+        app: TopApp,
+        runs: tuple[RunChoice, ...],
+        list_runs: Callable[[], Sequence[RunChoice]] | None,
+        make_run: Callable[[str], Source] | None,
+    ) -> None:
+        self._app = app
+        self.runs = runs
+        self._list_runs = list_runs
+        self._make_run = make_run
+        self._choices: tuple[SignalChoice, ...] = ()
+        self._outlier_due = 0.0
+
+    def actions(self) -> dict[str, Callable[[], None]]:
+        """What the keys do now."""
+        opens = {"runs": self._choose_run, "signal": self._send}.get(self._app.view.panel)
+        return {
+            "attach": self._ask_attach,
+            "write": self._write,
+            "signal": self._ask_signal,
+            "choose": self._ask_runs,
+            **({"open": opens} if opens is not None else {}),
+        }
+
+    def _ask(self, find: Callable[[], T], take: Callable[[T], None]) -> None:
+        """Have something found in the reader's thread, and taken in this one."""
+
+        def task() -> None:
+            try:
+                self._app.call_later(take, find())
+            except DoctorError as error:
+                self._app.frozen = False
+                self._app.call_later(self._app.answer, str(error))
+
+        self._app.reader.ask(task)
+
+    def _show(self, panel: Panel, asked: tuple[str, ...]) -> None:
+        """What a key asked for is there: it is shown in its panel."""
+        self._app.material = replace(self._app.material, asked=asked)
+        if self._app.view.panel != panel:
+            self._app.view = self._app.view.shown(panel)
+        self._app.say("")
+        self._app.redraw()
+
+    def take_stacks(self) -> None:
+        """Take the stacks, and for one rank the processes below it; show them when they come."""
+        from ddpdoctor.top import actions
+
+        snapshot, replayed = self._app.shown, self._app.replayed
+        row = None if self._app.view.everyone else chosen_rank(snapshot, self._app.view)
+        ranks = None if row is None else (row.rank,)
+        self._app.material = replace(self._app.material, taken=None)
+
+        def take() -> None:
+            taken = actions.take_stacks(snapshot, replayed, ranks)
+            self._app.call_later(self._show_stacks, taken)
+
+        # Not the reader's thread: a rank that does not answer is waited for.
+        Thread(target=take, name="stacks", daemon=True).start()
+        if row is not None:
+            self._app.material = replace(self._app.material, asked=("looking ...",))
+            self._ask(
+                lambda: actions.processes_below(row),
+                lambda found: self._show_stacks(processes=found),
+            )
+
+    def _show_stacks(
+        self, taken: TakenStacks | None = None, processes: tuple[str, ...] | None = None
+    ) -> None:
+        """What was asked for of the stacks' panel is there; it may be closed by now."""
+        if self._app.view.panel == "stacks":
+            before = self._app.material
+            asked = before.asked if processes is None else processes
+            self._app.material = replace(before, taken=taken or before.taken, asked=asked)
+            self._app.redraw()
+
+    def take_outlier(self, snapshot: Snapshot, every: float) -> None:
+        """Take the stack of the rank that is blamed, if the last one is ``every`` seconds old."""
+        rank, now = snapshot.verdict.rank, time.monotonic()
+        row = next((row for row in snapshot.ranks if row.rank == rank), None)
+        running = row is not None and row.state in ("running", "stale")
+        if not running or rank is None or not snapshot.live or snapshot.kind != "run":
+            self._app.material = replace(self._app.material, outlier=None)
+            return
+        if now < self._outlier_due:
+            return
+        self._outlier_due = now + every
+        from ddpdoctor.top import actions
+
+        def take() -> None:
+            self._app.call_later(self._show_outlier, actions.take_stacks(snapshot, False, (rank,)))
+
+        Thread(target=take, name="outlier", daemon=True).start()
+
+    def _show_outlier(self, taken: TakenStacks) -> None:
+        self._app.material = replace(self._app.material, outlier=taken)
+        self._app.redraw()
+
+    def _ask_attach(self) -> None:
+        from ddpdoctor.top import actions
+
+        if self._app.view.panel == "attach":
+            self._app.view = self._app.view.shown("")
+            return
+        snapshot = self._app.shown
+        self._ask(lambda: actions.attach_lines(snapshot), lambda lines: self._show("attach", lines))
+
+    def _write(self) -> None:
+        from ddpdoctor.top import actions
+
+        snapshot = self._app.shown
+        if self._app.view.panel == "attach":
+            self._ask(lambda: actions.write_launch_json(snapshot), self._app.answer)
+
+    def _ask_signal(self) -> None:
+        from ddpdoctor.top import actions
+
+        if self._app.view.readonly:
+            self._app.say("signals are off: --readonly")
+            return
+        if self._app.replayed:
+            self._app.say("this is a replay: there is nothing to signal")
+            return
+        self._app.frozen = True
+        snapshot, cursor = self._app.shown, self._app.view.cursor
+        row = next((row for row in snapshot.ranks if row.rank == cursor), None)
+
+        def show(found: tuple[SignalChoice, ...]) -> None:
+            self._choices = found
+            self._show("signal", tuple(choice.words for choice in found))
+
+        self._ask(lambda: actions.signal_choices(snapshot, row), show)
+
+    def _send(self) -> None:
+        from ddpdoctor.top import actions
+
+        chosen = self._choices[self._app.view.item :][:1]
+        self._app.do("escape")
+        for choice in chosen:
+            try:
+                self._app.say(actions.send_signal(choice))
+            except DoctorError as error:
+                self._app.say(str(error))
+
+    def _ask_runs(self) -> None:
+        list_runs = self._list_runs
+        if list_runs is None or self._app.view.panel == "runs":
+            self.show_runs()
+            return
+
+        def show(runs: Sequence[RunChoice]) -> None:
+            self.runs = tuple(runs)
+            self._app.say("")
+            if self._app.view.panel != "runs":
+                self.show_runs()
+            self._app.redraw()
+
+        self._ask(list_runs, show)
+
+    def show_runs(self) -> None:
+        """The runs, to choose one."""
+        if not self.runs:
+            self._app.say("there are no live runs to choose from")
+            return
+        now = time.time()
+        asked = tuple(
+            f"{formatting.age(None if run.started is None else now - run.started):>4}  "
+            f"{formatting.count(run.ranks, 'rank')}  {run.command} ({run.id})"
+            for run in self.runs
+        )
+        self._app.material = replace(self._app.material, asked=asked)
+        self._app.view = self._app.view.shown("runs")
+
+    def _choose_run(self) -> None:
+        run = self.runs[min(self._app.view.item, len(self.runs) - 1)]
+        make = self._make_run
+        self._app.view = replace(self._app.view, panel="", item=0, cursor=None, expanded=False)
+        if make is not None:
+            self._app.reader.switch(lambda: make(run.path))
+
+
+# -- the monitor on a terminal: keys and frames in, one drawing per change out
+
 
 WIDE = 160
 """Columns from which there is room for the stack of the rank that is blamed."""
@@ -74,7 +358,7 @@ class TopApp(App[None]):
         self.animation_level = "none"
         self.view = replace(view, recording="" if recording is None else recording.path)
         self.shown = Snapshot(0.0, "run", Verdict("reading ...", "info"), live=True)
-        self.drawn = frame.Frame(())
+        self.drawn = screen.Frame(())
         self._record = record
         self._recording = recording
         self._past = Past()
@@ -198,13 +482,13 @@ class TopApp(App[None]):
         width, height = self.size
         try:
             material = replace(self.material, points=tuple(self._past.points))
-            self.drawn = frame.draw(self.shown, self.view, width, height, material)
+            self.drawn = screen.draw_screen(self.shown, self.view, width, height, material)
         except Exception as error:
             # A fault in a panel is a line on the screen, and the other panels still work.
             text = f"x {type(error).__name__} in the monitor: {error} (esc: back)"
             line = ((clean(text, self.view.ascii_only), "error"),)
             blank = fitted((), width)
-            self.drawn = frame.Frame((fitted(line, width), *[blank] * (height - 1)))
+            self.drawn = screen.Frame((fitted(line, width), *[blank] * (height - 1)))
         if self.drawn.lines:
             self.view = replace(self.view, top=self.drawn.top)
             if self.view.panel in _SCROLLED or (self.view.expanded and not self.view.panel):
@@ -232,7 +516,7 @@ class TopApp(App[None]):
 
     def _key(self, key: str, character: str | None) -> None:
         if self.view.typing:
-            self.view = typed(self.view, key, character)
+            self.view = type_into_filter(self.view, key, character)
             self.redraw()
             return
         name = ACTIONS.get(key) or ACTIONS.get(character or "")
@@ -243,7 +527,7 @@ class TopApp(App[None]):
         """Text into the filter; anywhere else it is not taken for keys."""
         if self.view.typing:
             for character in event.text.partition("\n")[0]:
-                self.view = typed(self.view, character, character)
+                self.view = type_into_filter(self.view, character, character)
             self.redraw()
 
     def do(self, name: str) -> None:
@@ -255,7 +539,7 @@ class TopApp(App[None]):
             own()
             if name in ("quit", "suspend"):
                 return
-        elif name in PURE:
+        elif name in VIEW_ACTIONS:
             self._change_view(name)
         self.redraw()
         if name in _LOOKS_ELSEWHERE:
@@ -264,7 +548,7 @@ class TopApp(App[None]):
 
     def _change_view(self, name: str) -> None:
         before = self.view.panel
-        view = act(self.view, self.shown, name)
+        view = apply_action(self.view, self.shown, name)
         if view.panel in ("runs", "signal"):
             # The selection of a list stays on it.
             view = replace(view, item=max(0, min(view.item, len(self.material.asked) - 1)))

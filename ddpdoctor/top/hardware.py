@@ -1,4 +1,8 @@
-"""The GPUs that pollers report, as the monitor shows them; this machine's CPU and memory."""
+"""Read GPUs, CPU and memory of the machines, and why a process shows no sign of life.
+
+GPU readings come from the files that the pollers of all nodes write; CPU, memory and the states
+of processes are those of this machine.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +18,25 @@ import psutil
 
 from ddpdoctor.core import opening
 from ddpdoctor.run.names import FORMAT
-from ddpdoctor.system.gpu.reader import same_uuid
+from ddpdoctor.system.nvml import same_uuid
+from ddpdoctor.system.process_activity import Turn, lacked, read_turn
 from ddpdoctor.top.snapshot import Gpu, Machine
+
+# -- the GPUs that pollers report, as the monitor shows them; this machine's CPU and memory
+
 
 _REAL = frozenset(
     ("utilization", "power", "power_limit", "temperature", "clock", "clock_max", "pcie", "nvlink")
 )
 _WHOLE = frozenset(("memory_used", "memory_total", "ecc_errors"))
 
-OLD = 10.0
+STALE_READING = 10.0
 """Seconds after which what a poller reported last says nothing about the present."""
 
 MANY, MOST_NODES = 8, 1024
 """Nodes from which on their files are read every other time; and whose files are read."""
 
-_MOST = 8 << 20
+_MOST_BYTES = 8 << 20
 """Bytes of the files of all nodes, of which one has some hundred for each GPU."""
 
 
@@ -45,7 +53,7 @@ class _Node:
 
 
 def gpus_of(record: Mapping[str, Any]) -> tuple[Gpu, ...]:
-    """The GPUs of one node from what `ddpdoctor.system.gpu.poller` wrote, without damaged ones."""
+    """The GPUs of one node from what `ddpdoctor.system.gpu_health` wrote, without damaged ones."""
     listed = record.get("gpus")
     node = str(record.get("host") or "")
     found = []
@@ -75,7 +83,7 @@ def _bytes(value: object) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def silent(gpu: Gpu, problem: str) -> Gpu:
+def without_readings(gpu: Gpu, problem: str) -> Gpu:
     """A GPU of which only that is known which does not change."""
     still = Gpu(node=gpu.node, index=gpu.index, uuid=gpu.uuid, name=gpu.name, mig=gpu.mig)
     return replace(still, memory_total=gpu.memory_total, problem=problem)
@@ -125,10 +133,10 @@ class GpuFiles:
                 self._read(name, node, now)
             age = now - node.changed
             if not live or node.seen is None:
-                found += [silent(gpu, "") for gpu in node.gpus]
-            elif age > OLD:
+                found += [without_readings(gpu, "") for gpu in node.gpus]
+            elif age > STALE_READING:
                 problem = f"not read for {age:.0f} s"
-                found += [silent(gpu, problem) for gpu in node.gpus]
+                found += [without_readings(gpu, problem) for gpu in node.gpus]
                 trouble.append(f"GPUs {problem}")
             else:
                 found += node.gpus
@@ -142,7 +150,7 @@ class GpuFiles:
             key = (facts.st_mtime_ns, facts.st_ino)
             if node.seen == key:
                 return
-            record = opening.json_object(path, _MOST // len(self._nodes))
+            record = opening.json_object(path, _MOST_BYTES // len(self._nodes))
             if int(record.get("format", 0)) > FORMAT:
                 raise ValueError
         except OSError:
@@ -156,11 +164,11 @@ class GpuFiles:
         node.gpus, node.trouble = gpus_of(record), str(record.get("nvml") or "")
 
 
-SHORTEST = 0.1
+SHORTEST_INTERVAL = 0.1
 """Seconds between two looks at the CPU: its counters are in hundredths."""
 
 
-class Meter:
+class MachineMeter:
     """Reads CPU and memory of this machine."""
 
     def __init__(self) -> None:
@@ -175,7 +183,7 @@ class Meter:
         # Without /proc nothing is known.
         with contextlib.suppress(OSError, RuntimeError):
             now = time.monotonic()
-            if now - self._read >= SHORTEST:
+            if now - self._read >= SHORTEST_INTERVAL:
                 busy = psutil.cpu_percent() / 100
                 # The first call has nothing to compare with.
                 self._cpu = busy if self._read else None
@@ -183,3 +191,57 @@ class Meter:
             memory = psutil.virtual_memory()
             used, total = memory.total - memory.available, memory.total
         return Machine(self._node, self._cpu, self._cores, used, total)
+
+
+# -- why a process of this machine gives no sign of life
+
+
+SAMPLE_SECONDS = 0.05
+"""Seconds over which a process that gives no heartbeat is watched when that is seen first."""
+
+_LOOK_INTERVAL = 2.0
+"""Seconds after which that is measured again."""
+
+STOPPED = "its process is stopped (SIGSTOP)"
+_STATE_TEXTS = {
+    psutil.STATUS_STOPPED: STOPPED,
+    psutil.STATUS_TRACING_STOP: "its process is traced",
+    psutil.STATUS_DISK_SLEEP: "its process waits for a disk",
+}
+
+
+class Silence:
+    """Looks at processes, and remembers what they had had of the cores."""
+
+    def __init__(self) -> None:
+        self._turns: dict[int, tuple[float, Turn | None]] = {}
+        """What the main threads had had of the cores at a moment, by pid."""
+
+    def why(self, pid: int) -> tuple[str, str]:
+        """The state of a rank whose process it is, and the words to it."""
+        try:
+            status = psutil.Process(pid).status()
+        except psutil.NoSuchProcess:
+            return "dead", "its process is gone"
+        except (psutil.Error, OSError, ValueError, OverflowError):
+            return "stale", ""
+        if status == psutil.STATUS_ZOMBIE:
+            return "dead", "its process has ended"
+        if status == psutil.STATUS_RUNNING and self.lacks_core(pid):
+            # It works, as far as it can; so does the thread that beats.
+            return "running", "gets little CPU"
+        return "stale", _STATE_TEXTS.get(status, "")
+
+    def lacks_core(self, pid: int) -> bool:
+        """Whether a main thread that is ready to run has had no core for most of the time."""
+        now, turn = time.monotonic(), read_turn(pid, pid)
+        if pid not in self._turns:
+            self._turns[pid] = (now, turn)
+            time.sleep(SAMPLE_SECONDS)
+            now, turn = time.monotonic(), read_turn(pid, pid)
+        when, before = self._turns[pid]
+        if now - when >= _LOOK_INTERVAL:
+            self._turns[pid] = (now, turn)
+        if before is None or turn is None:
+            return False
+        return lacked(before, turn, now - when) > (now - when) / 2

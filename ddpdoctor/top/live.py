@@ -1,35 +1,212 @@
-"""A run that lives, or lived a moment ago: its status pages, and of what is looked at, more."""
+"""Make frames of a live run from its status pages, and more of the ranks that are looked at."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import TypeVar
 
-from ddpdoctor.core.errors import DoctorError
-from ddpdoctor.core.faults import words
-from ddpdoctor.core.opening import integer
-from ddpdoctor.core.users import as_copy
+from ddpdoctor.core import opening
+from ddpdoctor.core.errors import DoctorError, words
+from ddpdoctor.core.opening import as_copy, integer, whole
 from ddpdoctor.run import rundir
-from ddpdoctor.run.environment import namespace
+from ddpdoctor.run.names import namespace
 from ddpdoctor.run.reader import read_manifest
 from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.run.records.process import ErrorRecord, OpenRecord
 from ddpdoctor.run.records.supervisor import RankExitRecord
+from ddpdoctor.run.records.training import PassRecord
 from ddpdoctor.run.status import Phase, Status
-from ddpdoctor.top import events, hardware, headline, steplog, times, verdict
-from ddpdoctor.top.events import Events
-from ddpdoctor.top.live_rank import LiveRank
-from ddpdoctor.top.pages import Ages, Pages
-from ddpdoctor.top.progress import LOOKED_AT, Progress
-from ddpdoctor.top.silence import STOPPED, Silence
-from ddpdoctor.top.snapshot import Gpu, Job, RankRow, Snapshot, Verdict
-from ddpdoctor.top.source import Want
-from ddpdoctor.top.stderr import Stderr, clean
+from ddpdoctor.top import hardware, headline, run_files, step_times
+from ddpdoctor.top.frames import Want
+from ddpdoctor.top.hardware import STOPPED, Silence
+from ddpdoctor.top.run_files import (
+    StampAges,
+    StatusPages,
+    Stderr,
+    SupervisorEvents,
+    without_control_characters,
+)
+from ddpdoctor.top.snapshot import Gpu, Job, RankRow, Snapshot, Times, Verdict
+from ddpdoctor.top.step_times import RecentSteps, StepLine, StepLog, after_warm_up
+
+# -- how far a job is, how fast, and how long it will take
+
+
+RATE_WINDOW = 30.0
+"""Seconds over which the rate of steps is taken."""
+
+RANKS_LOOKED_AT = 4
+"""Ranks whose newest step's loss and samples are read."""
+
+_EPOCHS_OPTION = re.compile(r"--(?:n|num|max|total)?[-_]?(?:train)?[-_]?epochs?$")
+_STEPS_OPTION = re.compile(r"--(?:n|num|max|total)?[-_]?(?:train)?[-_]?(?:steps|iters|iterations)$")
+_RESTARTS_OPTION = re.compile(r"--max[-_]restarts$")
+
+
+class Progress:
+    """Follows the steps of a run.
+
+    Args:
+        manifest: The run's.
+    """
+
+    def __init__(self, manifest: Mapping[str, object]) -> None:
+        words = manifest.get("command")
+        named = [str(word) for word in words] if isinstance(words, list) else []
+        restarts = _option_number(named, _RESTARTS_OPTION)
+        self._job = Job(
+            script=run_files.job_command(manifest),
+            steps=_option_number(named, _STEPS_OPTION),
+            epochs=_option_number(named, _EPOCHS_OPTION),
+            attempts=None if restarts is None else restarts + 1,
+        )
+        self._seen: deque[tuple[float, int]] = deque()
+        self._per_epoch: float | None = None
+
+    def restarted(self) -> None:
+        """Another attempt begins, from its step 0."""
+        self._seen.clear()
+
+    def loads(self, record: PassRecord | None, line: StepLine | None) -> None:
+        """A pass over the loader says how long an epoch is."""
+        if record is not None and record.batches:
+            self._per_epoch = record.batches / max(1, line.backwards if line is not None else 1)
+
+    def at(self, ticks: float, step: int | None, usual: float | None) -> float | None:
+        """Steps a second at a moment, in seconds of any clock; first by their usual duration."""
+        if step is None:
+            return None
+        if self._seen and step < self._seen[-1][1]:
+            self._seen.clear()
+        self._seen.append((ticks, step))
+        while len(self._seen) > 2 and self._seen[1][0] <= ticks - RATE_WINDOW:
+            self._seen.popleft()
+        since, before = self._seen[0]
+        # A step that is under way is no sign of a lower rate until it lasts long.
+        long = max(5.0, 3 * usual) if usual else RATE_WINDOW
+        if ticks - since < long:
+            return 1 / usual if usual else None
+        return (step - before) / (ticks - since)
+
+    def job(
+        self,
+        attempt: int,
+        step: int | None,
+        epoch: int | None,
+        rate: float | None,
+        lines: Sequence[StepLine],
+        world_size: int | None,
+    ) -> Job:
+        """How far it is.
+
+        Args:
+            attempt: Which one, from 0.
+            step: Steps done.
+            epoch: Of the newest step.
+            rate: Steps a second.
+            lines: The newest steps of some ranks.
+            world_size: Ranks of the job.
+        """
+        losses = [line.loss for line in lines if line.loss is not None]
+        samples = [line.samples for line in lines if line.samples]
+        steps = self._steps(step, epoch)
+        job = replace(self._job, attempt=attempt, step=step, epoch=epoch, rate=rate, steps=steps)
+        if losses:
+            job = replace(job, loss=sum(losses) / len(losses))
+        if samples and rate is not None and world_size:
+            each = sum(samples) / len(samples)
+            job = replace(job, samples_rate=each * world_size * rate)
+        if steps is not None and step is not None and rate:
+            job = replace(job, left=max(0, steps - step) / rate)
+        return job
+
+    def _steps(self, step: int | None, epoch: int | None) -> int | None:
+        """All steps of this attempt, as far as the command and the loader tell."""
+        epochs, per_epoch = self._job.epochs, self._per_epoch
+        if epochs is None:
+            return self._job.steps
+        if per_epoch is None or step is None:
+            return None
+        before = 0 if epoch is None else epoch - int(step / per_epoch)
+        # One epoch ahead is a job that counts from 1; more, one that was resumed.
+        done = before if before > 1 else 0
+        steps = round(per_epoch * (epochs - done))
+        return steps if steps >= step else None
+
+
+def _option_number(words: Sequence[str], option: re.Pattern[str]) -> int | None:
+    """The number that an option of the command has."""
+    for word, following in zip_longest(words, words[1:], fillvalue=""):
+        name, equals, value = word.partition("=")
+        if option.match(name):
+            number = whole(value if equals else following, -1)
+            return number if number >= 0 else None
+    return None
+
+
+# -- one rank of the newest attempt, followed from frame to frame
+
+
+class LiveRank:
+    """What is known of a rank beside its status page.
+
+    Args:
+        rank: Which one.
+        pages: Of the run.
+    """
+
+    def __init__(self, rank: int, pages: StatusPages) -> None:
+        self._pages = pages
+        self.path: Path = pages.path(rank, "jsonl")
+        self._opened: OpenRecord | None = None
+        self.group: tuple[int, ...] = ()
+        """The ranks on GPUs that it reduces gradients with; empty where it does not, or unknown."""
+        before = StepLog(self.path).newest(step_times.WINDOW)
+        self.recent = RecentSteps(after_warm_up([step.parts for step in before]))
+        """The newest steps, those before the first look among them."""
+        self.row: RankRow | None = None
+        """As it was shown last."""
+
+    @property
+    def opened(self) -> OpenRecord | None:
+        """Its first record, once it is there."""
+        if self._opened is None:
+            self._opened = step_times.open_record(self.path, self.share)
+        return self._opened
+
+    def times(self, on_gpu: bool) -> Times | None:
+        """Its means over the newest steps; on a GPU the wait is still within the backward."""
+        if on_gpu and not self.group and len(self.recent):
+            self.group = step_times.ddp_group(self.path)
+        return self.recent.times(apart=not self.group)
+
+    @cached_property
+    def error(self) -> ErrorRecord | None:
+        """Its uncaught exception, once it has come to its end."""
+        return step_times.last_error(self.path, self.share)
+
+    @property
+    def newest(self) -> StepLine | None:
+        """Its newest step, as its journal has it."""
+        return next(iter(StepLog(self.path).newest(1)), None)
+
+    @property
+    def share(self) -> int:
+        """Bytes of memory that a record of each rank may take."""
+        return opening.MOST_EXPANDED // (len(self._pages.ranks) or 1)
+
+
+# -- A run that lives, or lived a moment ago: its status pages, and of what is looked at, more
+
 
 T = TypeVar("T")
 
@@ -42,7 +219,7 @@ PASSES_EVERY = 20.0
 STALE = 5.0
 """Seconds without a heartbeat, which comes four times a second, after which a rank is stale."""
 
-_still = lru_cache(maxsize=4096)(clean)
+_still = lru_cache(maxsize=4096)(without_control_characters)
 """`clean`, for texts that are the same in most frames."""
 
 MANY = 64
@@ -66,12 +243,12 @@ class LiveSource:
         self._manifest: JsonObject = {}
         self._progress = Progress({})
         self._read_manifest(rundir.is_live(path))
-        self._pages = Pages(path)
+        self._pages = StatusPages(path)
         self._gpus = hardware.GpuFiles(path)
         self._stderr = Stderr(path)
-        self._events = Events(path)
-        self._meter = hardware.Meter()
-        self._ages = Ages()
+        self._events = SupervisorEvents(path)
+        self._meter = hardware.MachineMeter()
+        self._ages = StampAges()
         self._silence = Silence()
         self._namespace = namespace()
         self._remark = as_copy(path)
@@ -117,7 +294,7 @@ class LiveSource:
                 if row is not None:
                     self._ranks[rank].row = row
         known = (self._ranks[rank].row for rank in pages if rank in self._ranks)
-        rows = times.compared([row for row in known if row is not None], self.groups)
+        rows = step_times.with_waits([row for row in known if row is not None], self.groups)
         job = self._part("the progress", lambda: self._job(pages, rows, ticks)) or Job()
         return self._snapshot(rows, pages, job, found, nvml, now)
 
@@ -236,7 +413,7 @@ class LiveSource:
         over = status.phase is Phase.ENDED
         ending = self._events.exits.get((rank, status.restart))
         if ending is not None:
-            state, said = _ended(ending, known, over)
+            state, said = _ended_state(ending, known, over)
             # Who ends at a signal that somebody sent has not failed.
             asked = self._events.asked and known.error is None and (ending.status or 0) < 0
             return ("ended" if asked else state), said
@@ -247,7 +424,7 @@ class LiveSource:
             return "stale", "no more is known of it"
         if over or not self.live:
             asked = self._events.asked and known.error is None
-            return "ended" if asked else "dead", events.died(None, known.error)
+            return "ended" if asked else "dead", run_files.how_it_ended(None, known.error)
         debugged = self._events.debugged(rank)
         if debugged:
             return "debugger", debugged
@@ -262,14 +439,14 @@ class LiveSource:
         """How far the job is: by its ranks' pages, and the newest steps of a few."""
         lines = [
             line
-            for rank in self._pages.ranks[:LOOKED_AT]
+            for rank in self._pages.ranks[:RANKS_LOOKED_AT]
             if (known := self._ranks.get(rank)) is not None and (line := known.newest) is not None
         ]
         if rows and ticks - self._passes >= PASSES_EVERY:
             self._passes = ticks
             first = self._ranks[min(row.rank for row in rows)]
             one = lines[0] if lines else None
-            self._progress.loads(steplog.last_pass(first.path, first.share), one)
+            self._progress.loads(step_times.last_pass(first.path, first.share), one)
         step = max((status.step for status in pages.values()), default=None)
         epochs = [status.epoch for status in pages.values() if status.epoch is not None]
         timed = [row.times.total for row in rows if row.times is not None]
@@ -305,7 +482,7 @@ class LiveSource:
             verdict=Verdict(""),
             run=str(self._manifest.get("id") or self.path.name),
             path=str(self.path),
-            command=events.command(self._manifest),
+            command=run_files.command_line(self._manifest),
             started=None if started is None else started / 1e9,
             live=self.live,
             exit_status=None if self.live else seen.status,
@@ -316,12 +493,12 @@ class LiveSource:
             findings=seen.findings,
             output=self._stderr.lines,
             nvml=nvml,
-            environment=events.environment(
+            environment=run_files.environment_facts(
                 self._manifest, next((each for each in opened if each is not None), None)
             ),
         )
         timed = (self._ranks[row.rank].recent for row in rows if row.times is not None)
-        facts = verdict.Facts(
+        facts = headline.VerdictFacts(
             live=self.live,
             exit_status=snapshot.exit_status,
             asked=seen.asked,
@@ -335,12 +512,12 @@ class LiveSource:
             attempt=job.attempt,
             attempts=job.attempts,
         )
-        snapshot = headline.judged(snapshot, rows, facts, self._judge)
+        snapshot = headline.judged_snapshot(snapshot, rows, facts, self._judge)
         if self._gone:
             snapshot = replace(snapshot, state="gone")
         return replace(snapshot, notes=self._notes(pages))
 
-    def _judge(self, rows: Sequence[RankRow], facts: verdict.Facts) -> Verdict:
+    def _judge(self, rows: Sequence[RankRow], facts: headline.VerdictFacts) -> Verdict:
         if self._gone:
             return Verdict("the run directory is gone: this is what was there last", "warning")
         if self._remark and not facts.live and facts.exit_status is None:
@@ -387,10 +564,10 @@ class LiveSource:
             notes.append(f"{self._events.left_out} older findings are left out")
         if self._broken:
             notes.append(words(self._broken))
-        return tuple(clean(note) for note in notes)
+        return tuple(without_control_characters(note) for note in notes)
 
 
-def _ended(ending: RankExitRecord, known: LiveRank, over: bool) -> tuple[str, str]:
+def _ended_state(ending: RankExitRecord, known: LiveRank, over: bool) -> tuple[str, str]:
     """The state of a rank whose process has ended, and the words to it."""
     code = ending.status
     if code == 0 or (code is None and over):
@@ -398,5 +575,5 @@ def _ended(ending: RankExitRecord, known: LiveRank, over: bool) -> tuple[str, st
     # An uncaught exception ends the interpreter in order, too. What else comes after the end of the
     # script is not training.
     if over and known.error is None and (code or 0) <= 0:
-        return "ended", events.died(ending, None)
-    return "dead", events.died(ending, known.error)
+        return "ended", run_files.how_it_ended(ending, None)
+    return "dead", run_files.how_it_ended(ending, known.error)

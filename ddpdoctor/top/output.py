@@ -1,6 +1,6 @@
-"""Snapshots as text: one frame (``--once``), and JSON for machines and recordings, and back.
+"""Write snapshots as text (``--once``) and as JSON, and read the JSON back.
 
-In JSON numbers are numbers in base units. What is not known is absent.
+In JSON, numbers are in base units. Unknown values are absent.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from dataclasses import replace
 from typing import Any, TextIO
 
 from ddpdoctor.core import opening
-from ddpdoctor.core.control_characters import json_text
 from ddpdoctor.core.finding import from_record, to_record
+from ddpdoctor.core.formatting import json_text
 from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.top.frames import WANT_ALL, Source, Want
 from ddpdoctor.top.snapshot import (
     FindingRow,
     Gpu,
@@ -25,7 +26,6 @@ from ddpdoctor.top.snapshot import (
     Times,
     Verdict,
 )
-from ddpdoctor.top.source import ALL, Source, Want
 from ddpdoctor.top.view import View
 
 MOST = 4 * opening.MOST_EXPANDED
@@ -52,21 +52,21 @@ def picture(source: Source, view: View, out: TextIO, keep: Keep | None = None) -
     """
     # Here, and not at the top: JSON has no use for it.
     from ddpdoctor.render import terminal
-    from ddpdoctor.render.lines import look, merged, plain
-    from ddpdoctor.top.draw import frame
-    from ddpdoctor.top.draw.scene import Material
-    from ddpdoctor.top.history import Past, point
+    from ddpdoctor.render.terminal import merged, plain, style_of
+    from ddpdoctor.top.draw import screen
+    from ddpdoctor.top.draw.drawing import Material
+    from ddpdoctor.top.frames import Past, point
 
     room, height = (max(each, 1) for each in shutil.get_terminal_size((80, 24)))
     # Which ranks are in sight is known once there is a frame; only theirs are read in full.
     first = source.read(Want(frozenset()))
-    visible = frame.draw(first, view, room, height).visible
+    visible = screen.draw_screen(first, view, room, height).visible
     replay = source.replay
     if replay is not None:
         # What a recording ended with is what a person asks for.
         replay.seek(replay.length - 1)
         view = replace(view, position=(replay.position, replay.length))
-    snapshot = source.read(Want(visible) if keep is None else ALL)
+    snapshot = source.read(Want(visible) if keep is None else WANT_ALL)
     if keep is not None:
         keep(snapshot)
     colour = terminal.wants_colour(1)
@@ -74,10 +74,10 @@ def picture(source: Source, view: View, out: TextIO, keep: Keep | None = None) -
     past.add(snapshot)
     past.before([point(each) for each in source.history()])
     material = Material(points=tuple(past.points))
-    for line in frame.draw(snapshot, view, room, height, material).lines:
+    for line in screen.draw_screen(snapshot, view, room, height, material).lines:
         text = plain(line).rstrip()
         if colour:
-            text = "".join(look(style).render(part) for part, style in merged(line))
+            text = "".join(style_of(style).render(part) for part, style in merged(line))
         out.write(f"{text}\n")
 
 
@@ -186,7 +186,7 @@ def once(source: Source, out: TextIO, keep: Keep | None = None) -> Snapshot:
     Raises:
         DoctorError: There is nothing to show.
     """
-    snapshot = source.read(ALL)
+    snapshot = source.read(WANT_ALL)
     out.write(f"{line(snapshot)}\n")
     out.flush()
     if keep is not None:

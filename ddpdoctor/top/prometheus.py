@@ -1,9 +1,7 @@
-"""The run in Prometheus' text format: what NVIDIA's DCGM exporter cannot know.
+"""Export the run in Prometheus' text format, beside what NVIDIA's DCGM exporter reports.
 
-``docs/grafana.json`` is a dashboard of it.
-
-Labels are named as that exporter names them (``gpu``, ``UUID``, ``device``, ``modelName``,
-``Hostname``), so that both join. What is not known has no sample.
+``docs/grafana.json`` is a dashboard for it. Labels have that exporter's names (``gpu``, ``UUID``,
+``device``, ``modelName``, ``Hostname``), so both can be joined. Unknown values have no sample.
 """
 
 from __future__ import annotations
@@ -23,12 +21,12 @@ from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from ddpdoctor.core.control_characters import shown
 from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.core.formatting import shown
 from ddpdoctor.core.job import LOOPBACK
 from ddpdoctor.core.opening import whole
 from ddpdoctor.top.snapshot import PHASES, RankRow, Snapshot
-from ddpdoctor.top.view import number
+from ddpdoctor.top.view import rank_value
 
 CLIENTS = 16
 """Connections at a time; one more takes the place of the oldest."""
@@ -193,7 +191,7 @@ _NUMBERS: Mapping[str, tuple[str, str]] = {
         "What torch's CUDA allocator has taken from the GPU.",
     ),
 }
-"""Numbers of a rank (`ddpdoctor.top.view.number`), and what they are."""
+"""Numbers of a rank (`ddpdoctor.top.view.rank_value`), and what they are."""
 
 _COUNTERS: Mapping[str, tuple[str, str]] = {
     "rank_steps": ("step", "Steps that a rank has done in this attempt."),
@@ -237,7 +235,7 @@ def _of_ranks(rows: Sequence[tuple[RankRow, list[str]]]) -> Iterator[Metric]:
         for name, (field, what) in numbers.items():
             family = make(name, what, _RANK)
             for row, labels in rows:
-                value = number(row, field)
+                value = rank_value(row, field)
                 if value is not None:
                     family.add_metric(labels, value)
             yield family

@@ -1,8 +1,9 @@
-"""What one frame of the monitor shows: immutable, without a trace of where it came from.
+"""Define the snapshot: everything one frame of the monitor shows.
 
-Live runs, finished ones, recordings, a machine without a run, and the demonstration all become a
-`Snapshot`; everything that draws takes one. Units are base units: seconds, bytes, watts, hertz,
-degrees Celsius, and ratios from 0 to 1. What is not known is None and never 0.
+Live runs, finished runs, recordings, a machine without a run and the demonstration all become a
+`Snapshot`; everything that draws takes one and does not know where it came from. Units are base
+units: seconds, bytes, watts, hertz, degrees Celsius, and ratios from 0 to 1. An unknown value is
+None and never 0.
 """
 
 from __future__ import annotations

@@ -1,14 +1,21 @@
-"""How a person looks at the snapshots: sort, filter, selection. Every key makes a new view."""
+"""Define how a person looks at the snapshots, and the keys that change it.
+
+A `View` holds sort order, filter and selection; every key makes a new one. Keys are plain
+letters, since editors that hold a terminal take Ctrl and F keys themselves.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from ddpdoctor.core.ranks import is_rank_set, rank_set
+from ddpdoctor.core.formatting import is_rank_set, rank_set
 from ddpdoctor.top.snapshot import PHASES, RankRow, Snapshot
+
+# -- how a person looks at the snapshots: sort, filter, selection. Every key makes a new view
+
 
 Panel = Literal["", "help", "findings", "stacks", "environment", "attach", "runs", "signal"]
 
@@ -78,15 +85,15 @@ _OF_TIMES = (*PHASES, "own", "total")
 _OF_GPU = ("utilization", "power", "temperature", "memory_share")
 
 
-def number(row: RankRow, name: str) -> float | None:
+def rank_value(row: RankRow, name: str) -> float | None:
     """A number of a rank by its name: of its `Times`, its `Gpu` or itself."""
     part = row.times if name in _OF_TIMES else row.gpu if name in _OF_GPU else row
     return None if part is None else getattr(part, name)
 
 
-def selected(snapshot: Snapshot, view: View) -> list[RankRow]:
+def selected_rows(snapshot: Snapshot, view: View) -> list[RankRow]:
     """The rows that pass the filter, sorted as the view says; what has no number comes last."""
-    rows = [row for row in snapshot.ranks if not view.filter or matches(row, view.filter)]
+    rows = [row for row in snapshot.ranks if not view.filter or matches_filter(row, view.filter)]
     if view.sort == "own":
         if view.reverse:
             return rows[::-1]
@@ -98,7 +105,7 @@ def selected(snapshot: Snapshot, view: View) -> list[RankRow]:
     ascending = (view.sort == "rank") != view.reverse
 
     def place(row: RankRow) -> tuple[bool, float]:
-        value = number(row, view.sort)
+        value = rank_value(row, view.sort)
         if value is None or not math.isfinite(value):
             return True, 0.0
         return False, value if ascending else -value
@@ -114,15 +121,15 @@ def by_node(ranks: Sequence[RankRow]) -> dict[str, list[RankRow]]:
     return nodes
 
 
-def order(snapshot: Snapshot, view: View) -> list[int]:
+def board_order(snapshot: Snapshot, view: View) -> list[int]:
     """The ranks in the order of the board."""
-    ranks = selected(snapshot, view)
+    ranks = selected_rows(snapshot, view)
     if view.grouped:
         ranks = [row for members in by_node(ranks).values() for row in members]
     return [row.rank for row in ranks]
 
 
-def matches(row: RankRow, text: str) -> bool:
+def matches_filter(row: RankRow, text: str) -> bool:
     """Whether a row has all words of a filter: ``0-7`` are ranks, other words stand anywhere."""
     where = f"{row.node} {row.state} {row.phase} {row.collective} {row.site} {row.said}".lower()
     for word in text.lower().split():
@@ -138,10 +145,183 @@ def matches(row: RankRow, text: str) -> bool:
     return True
 
 
-def chosen(snapshot: Snapshot, view: View) -> RankRow | None:
+def chosen_rank(snapshot: Snapshot, view: View) -> RankRow | None:
     """The rank that the keys are about: the selected one, else the blamed one, else the first."""
     by_rank = {row.rank: row for row in snapshot.ranks}
     for rank in (view.cursor, snapshot.verdict.rank):
         if rank is not None and rank in by_rank:
             return by_rank[rank]
-    return next(iter(selected(snapshot, view)), None)
+    return next(iter(selected_rows(snapshot, view)), None)
+
+
+# -- the keys, and what those do that change nothing but the view
+
+
+class Key(NamedTuple):
+    """A key, what it does in a word and in a line, and how long it stays on a narrow screen."""
+
+    keys: tuple[str, ...]
+    """As textual names them."""
+    shown: str
+    short: str
+    text: str
+    action: str
+    importance: int
+
+
+_STACKS = "what the ranks do and their stacks, equal ones merged; again: the selected rank alone"
+
+KEYS = (
+    Key(("question_mark", "h"), "?", "help", "this help", "help", 100),
+    Key(("q", "ctrl+c"), "q", "quit", "leave; the job goes on", "quit", 99),
+    Key(("j", "down"), "j", "down", "to the next rank or line", "down", 40),
+    Key(("k", "up"), "k", "up", "to the previous rank or line", "up", 39),
+    Key(("enter",), "enter", "open", "the selected rank in full; in a list, its entry", "open", 90),
+    Key(("f",), "f", "findings", "what is wrong with the job; enter shows the fix", "findings", 89),
+    Key(("d",), "d", "stacks", _STACKS, "stacks", 88),
+    Key(("s",), "s", "sort", "sort by the next column", "sort", 85),
+    Key(("S", "upper_s"), "S", "turn", "sort the other way round", "turn", 30),
+    Key(("slash",), "/", "filter", "ranks (0,2-7), node, state or phase", "filter", 84),
+    Key(("t",), "t", "nodes", "group by node", "nodes", 70),
+    Key(("space",), "space", "pause", "hold the picture; the job goes on", "pause", 80),
+    Key(("comma",), ",", "back", "to the frame before; <: a tenth of them back", "back", 35),
+    Key(("full_stop",), ".", "forth", "to the next frame; >: a tenth of them on", "forth", 34),
+    Key(("a",), "a", "attach", "how to attach a debugger; w writes launch.json", "attach", 60),
+    Key(("e",), "e", "env", "versions and launch settings", "environment", 50),
+    Key(("r",), "r", "record", "write the frames to a file, or stop that", "record", 45),
+    Key(("x",), "x", "signal", "send a signal to the job; asks first", "signal", 44),
+)
+"""All keys that do something, in the order of the help."""
+
+ACTIONS = {name: key.action for key in KEYS for name in key.keys} | {
+    "escape": "escape",
+    "pagedown": "page down",
+    "pageup": "page up",
+    "home": "first",
+    "end": "last",
+    "less_than_sign": "far back",
+    "greater_than_sign": "far forth",
+    "w": "write",
+    "c": "choose",
+    "ctrl+z": "suspend",
+    "ctrl+l": "redraw",
+}
+"""What each key does, by its name."""
+
+MOVES = {
+    "down": 1,
+    "up": -1,
+    "page down": 10,
+    "page up": -10,
+    "first": -1_000_000,
+    "last": 1_000_000,
+}
+"""By how many lines an action moves the selection."""
+
+_ViewAction = Callable[[View, Snapshot], View]
+
+
+def _move(by: int) -> _ViewAction:
+    """The selection, or what is scrolled, ``by`` lines further down."""
+
+    def moved(view: View, snapshot: Snapshot) -> View:
+        if view.panel == "findings":
+            last = max(len(snapshot.findings) - 1, 0)
+            return replace(view, item=max(0, min(view.item + by, last)), opened=False)
+        if view.panel or view.expanded:
+            return replace(view, item=max(0, view.item + by))
+        ranks = board_order(snapshot, view)
+        if not ranks:
+            return view
+        if view.cursor in ranks:
+            at = ranks.index(view.cursor) + by
+        else:
+            at = by - 1 if by > 0 else len(ranks) + by
+        return replace(view, cursor=ranks[max(0, min(at, len(ranks) - 1))])
+
+    return moved
+
+
+def _show(panel: Panel) -> _ViewAction:
+    return lambda view, _: view.shown(panel)
+
+
+def _open(view: View, snapshot: Snapshot) -> View:
+    """The selected thing in full, or closed again."""
+    if view.panel == "findings":
+        return replace(view, opened=not view.opened)
+    row = None if view.panel else chosen_rank(snapshot, view)
+    if row is None:
+        return view
+    return replace(view, expanded=not view.expanded, cursor=row.rank, item=0)
+
+
+def _escape(view: View, snapshot: Snapshot) -> View:
+    """One thing less: the open finding, the panel, the expanded rank, the filter, the selection."""
+    if view.opened:
+        return replace(view, opened=False)
+    if view.panel:
+        return replace(view, panel="", item=0)
+    if view.expanded:
+        return replace(view, expanded=False, item=0)
+    return view.typed("") if view.filter else replace(view, cursor=None, top=0)
+
+
+def _stacks(view: View, snapshot: Snapshot) -> View:
+    """All ranks; then the selected one; then the board again."""
+    if view.panel != "stacks":
+        return replace(view.shown("stacks"), everyone=True)
+    if view.everyone and chosen_rank(snapshot, view) is not None:
+        return replace(view, everyone=False, item=0)
+    return view.shown("stacks")
+
+
+def _sort(view: View, snapshot: Snapshot) -> View:
+    sort = SORTS[(SORTS.index(view.sort) + 1) % len(SORTS)]
+    return replace(view, sort=sort, reverse=False, top=0, message=f"sorted by {sort}")
+
+
+def _turn(view: View, snapshot: Snapshot) -> View:
+    end = "" if view.reverse else ", reversed"
+    return replace(view, reverse=not view.reverse, top=0, message=f"sorted by {view.sort}{end}")
+
+
+def _group(view: View, snapshot: Snapshot) -> View:
+    message = "not grouped" if view.grouped else "grouped by node"
+    return replace(view, grouped=not view.grouped, top=0, message=message)
+
+
+VIEW_ACTIONS: dict[str, _ViewAction] = {
+    "help": _show("help"),
+    "findings": _show("findings"),
+    "environment": _show("environment"),
+    "stacks": _stacks,
+    "sort": _sort,
+    "turn": _turn,
+    "filter": lambda view, _: replace(view.typed(""), typing=True, panel=""),
+    "nodes": _group,
+    "open": _open,
+    "escape": _escape,
+    **{name: _move(by) for name, by in MOVES.items()},
+}
+"""The actions that change nothing but the view."""
+
+
+def apply_action(view: View, snapshot: Snapshot, name: str) -> View:
+    """The view after an action of `PURE`."""
+    return VIEW_ACTIONS[name](replace(view, message=""), snapshot)
+
+
+def type_into_filter(view: View, key: str, character: str | None) -> View:
+    """The view after a key while the filter is being typed."""
+    if key == "enter":
+        return replace(view, typing=False)
+    if key in ("escape", "ctrl+c"):
+        return replace(view.typed(""), typing=False)
+    if key in ("backspace", "ctrl+h"):
+        return view.typed(view.filter[:-1]) if view.filter else replace(view, typing=False)
+    if key == "ctrl+u":
+        return view.typed("")
+    if character is not None and character.isprintable():
+        return view.typed((view.filter + character)[:60])
+    return view

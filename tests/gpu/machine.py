@@ -16,9 +16,9 @@ from collections.abc import Mapping
 
 import pytest
 
-from ddpdoctor.preflight.machine.nccl import why_no_nccl
+from ddpdoctor.preflight.selftest.collectives import why_no_nccl
 from ddpdoctor.preflight.situation import Situation
-from ddpdoctor.system.gpu.visible import visible
+from ddpdoctor.system.nvml import visible
 
 GPUS = visible(os.environ)
 

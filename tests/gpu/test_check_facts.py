@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from ddpdoctor.system.gpu.health import GpuFacts, read_health
-from ddpdoctor.system.gpu.visible import choice
+from ddpdoctor.system.gpu_health import GpuFacts, read_health
+from ddpdoctor.system.nvml import choice
 from tests.gpu.machine import cuda_count, needs_gpu, plain_smi, smi
 
 pytestmark = needs_gpu

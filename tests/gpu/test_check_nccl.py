@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.preflight.protocol.ranks import PROGRAM
-from ddpdoctor.system.gpu.health import read_health
+from ddpdoctor.preflight.selftest.collectives import REDUCTION_PROGRAM
+from ddpdoctor.system.gpu_health import read_health
 from tests.conftest import LIMIT, TOKEN, Doctor, Result, marked
 from tests.gpu.machine import (
     GPUS,
@@ -166,7 +166,7 @@ def test_the_process_that_ranks_are_forked_from_opens_no_gpu(doctor: Doctor) -> 
     """CUDA does not survive a fork."""
     code = (
         "import os, sys\n"
-        "from ddpdoctor.preflight.machine import collective_ranks\n"
+        "from ddpdoctor.preflight.selftest import collective_ranks\n"
         "collective_ranks._prepare(sys.argv[1])\n"
         "import torch\n"
         "assert not torch.cuda.is_initialized()\n"
@@ -275,7 +275,7 @@ def test_a_fault_between_gpus_is_named(doctor: Doctor, source: str, said: str) -
 def reduced(orders: list[dict[str, Any]], token: str) -> list[dict[str, Any]]:
     running = [
         subprocess.Popen(
-            [sys.executable, str(PROGRAM)],
+            [sys.executable, str(REDUCTION_PROGRAM)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -7,10 +7,10 @@ import os
 
 from ddpdoctor.run.records.model import DdpRecord, NonfiniteRecord
 from ddpdoctor.run.records.process import FaultRecord
-from ddpdoctor.system.gpu.poller import Poller
-from ddpdoctor.system.gpu.visible import visible
-from ddpdoctor.top.choosing import open_source
-from ddpdoctor.top.source import ALL
+from ddpdoctor.system.gpu_health import Poller
+from ddpdoctor.system.nvml import visible
+from ddpdoctor.top.frame_sources import open_source
+from ddpdoctor.top.frames import WANT_ALL
 from tests.conftest import ROOT, Doctor, Result
 from tests.gpu.machine import needs_gpu, needs_nccl
 
@@ -48,7 +48,7 @@ def check(result: Result, ranks: int, backend: str) -> None:
     (node,) = told
     assert node["nvml"] == ""
     # What the monitor joins by: the UUID that a rank reports, and NVML's.
-    for row in open_source(str(result.run_dir)).read(ALL).ranks:
+    for row in open_source(str(result.run_dir)).read(WANT_ALL).ranks:
         assert row.gpu is not None and row.gpu.memory_total
 
 

@@ -3,8 +3,8 @@
 import json
 import sys
 
-from ddpdoctor.system.gpu.nvml import NvmlReader
-from ddpdoctor.system.gpu.poller import Poller
+from ddpdoctor.system.gpu_health import Poller
+from ddpdoctor.system.nvml import NvmlReader
 
 now = 0.0
 poller = Poller(NvmlReader(lambda: now), lambda: now)

@@ -1,4 +1,4 @@
-"""The table of known failures: one file a family, one entry a failure, with its example lines.
+"""The table of known failures: one file for each family, one entry for each failure.
 
 To add one, write an entry into the file of its family: how the log says it (``pattern``), what that
 means (``says``), what to do (``fix``), and lines that show it (``examples``), as short as they can
@@ -8,34 +8,21 @@ each example through the reader: it has to be seen as its own entry, and as no o
 
 from __future__ import annotations
 
-from ddpdoctor.failures.model import Failure
-from ddpdoctor.failures.table import (
-    checkpoints,
-    cuda,
-    endings,
-    frameworks,
-    nccl,
-    network,
-    rendezvous,
-    resources,
-    scheduling,
-    script,
-    stores,
-    wrappers,
-)
+from ddpdoctor.failures.entry import Failure
+from ddpdoctor.failures.table import endings, frameworks, nccl, rendezvous, resources, script
 
 TABLE: tuple[Failure, ...] = (
-    *rendezvous.FAILURES,
-    *stores.FAILURES,
-    *resources.FAILURES,
-    *nccl.FAILURES,
-    *cuda.FAILURES,
-    *network.FAILURES,
-    *script.FAILURES,
-    *checkpoints.FAILURES,
-    *frameworks.FAILURES,
-    *scheduling.FAILURES,
-    *endings.FAILURES,
-    *wrappers.FAILURES,
+    *rendezvous.RENDEZVOUS,
+    *rendezvous.STORES,
+    *resources.RESOURCES,
+    *nccl.NCCL,
+    *resources.CUDA,
+    *nccl.NETWORK,
+    *script.SCRIPT,
+    *script.CHECKPOINTS,
+    *frameworks.FRAMEWORKS,
+    *endings.SCHEDULING,
+    *endings.ENDINGS,
+    *endings.WRAPPERS,
 )
 """All of them; of two that match one line at the same weight, the first one counts."""

@@ -1,11 +1,228 @@
-"""How ranks end: what launchers and peers print, and what says nothing."""
+"""How a job ends: what schedulers, containers, launchers and peers print."""
 
 from __future__ import annotations
 
 from ddpdoctor.core.finding import Severity
-from ddpdoctor.failures.model import Failure, Known, Weight
+from ddpdoctor.failures.entry import Failure, Known, Page, Weight
 
-_LOOK = (
+# -- what schedulers, containers and people do to a job
+
+
+_LOOK_AT_SCHEDULER = (
+    "See the job's record (sacct, kubectl describe pod, the queue's log) for who asked for it. Save "
+    "checkpoints often enough, and start from the last one."
+)
+
+SCHEDULING = (
+    Failure(
+        Known("DDP908", "time-limit", Weight.DECISIVE, "Slurm, LSF, PBS"),
+        r"CANCELLED AT \S+ DUE TO TIME LIMIT|TERM_RUNLIMIT|walltime \d+ exceeded limit"
+        r"|DeadlineExceeded|job killed: walltime|exceeded hard (?:wallclock )?time",
+        says="was ended by the scheduler: the job's time limit is reached",
+        fix="Ask for more time (--time), or save checkpoints and requeue (--signal=B:USR1@300).",
+        examples=(
+            "slurmstepd: error: *** JOB 4711 ON node3 CANCELLED AT 2024-05-01T12:00:00 DUE TO TIME LIMIT ***",
+        ),
+        page=Page(
+            "The job was ended from outside.",
+            "A time limit, a preemption, a node that failed or was drained, an eviction, `scancel`, "
+            "Ctrl-C, or SIGTERM to the launcher.",
+            "Nothing is wrong with the script: exceptions like SignalException and "
+            "KeyboardInterrupt, and lost connections, follow from the end.",
+            "Look at the scheduler's record of the job. Save checkpoints, and start from the last "
+            "one. If a person ended it because it made no progress, look for the hang.",
+            "Wrong: fixing the line in which the KeyboardInterrupt happened to arrive.\n"
+            "Right: `sacct -j ID --format=State,ExitCode,Reason`",
+            "If a rank failed by itself before: then the scheduler only cleaned up.",
+        ),
+    ),
+    Failure(
+        Known("DDP908", "requeued", Weight.DECISIVE, "Slurm"),
+        r"CANCELLED AT \S+ DUE TO JOB REQUEUE",
+        says="was put back into the queue",
+        fix="By its owner, an administrator, or a preemption (sacct --duplicates). It starts again: load "
+        "the last checkpoint.",
+        examples=(
+            "slurmstepd: error: *** JOB 4711 ON node3 CANCELLED AT 2024-05-01T12:00:00 DUE TO JOB REQUEUE ***",
+        ),
+    ),
+    Failure(
+        Known("DDP908", "preempted", Weight.DECISIVE, "Slurm, Kubernetes, clouds"),
+        r"CANCELLED AT \S+ DUE TO PREEMPTION|[Rr]eason: *Preempt|[Pp]reempted (?:by|in order to)"
+        r"|Preempting job|instance (?:is|was) preempted|Spot (?:instance )?interruption"
+        r"|DisruptionTarget|TaintManagerEviction",
+        says="was preempted: another job took its place",
+        fix="Save checkpoints and requeue (--requeue), or use a queue that is not preempted.",
+        examples=(
+            "slurmstepd: error: *** JOB 4711 ON node3 CANCELLED AT 2024-05-01T12:00:00 DUE TO PREEMPTION ***",
+        ),
+    ),
+    Failure(
+        Known("DDP908", "node-failed", Weight.DECISIVE, "Slurm, Kubernetes"),
+        r"CANCELLED AT \S+ DUE TO NODE FAILURE|srun: error: Node failure on (?P<node>\S+)"
+        r"|NodeNotReady|NodeLost|Node is not ready|srun: error: (?P<down>\S+): [^\n]{0,99}Node failure",
+        says="lost a node[ ({node})][ ({down})]: it failed, or stopped answering",
+        fix="Exclude that node and start from the last checkpoint; its console or `scontrol show "
+        "node` may say why.",
+        examples=(
+            "srun: error: Node failure on node7",
+            "slurmstepd: error: *** JOB 4711 ON node3 CANCELLED AT 2024-05-01T12:00:00 DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***",
+        ),
+    ),
+    Failure(
+        Known("DDP908", "evicted", Weight.DECISIVE, "Kubernetes"),
+        r"[Rr]eason: *Evicted|\bEvicted\b[^\n]{0,99}(?:pod|node|low)|The node was low on resource: (?P<what>[\w-]+)"
+        r"|\bJob was evicted\b|Usage of EmptyDir volume \S+ exceeds the limit",
+        says="was evicted from its node[, which was low on {what}]",
+        fix="Request what the pod uses (memory, ephemeral-storage), or raise the volume's limit.",
+        examples=(
+            "The node was low on resource: ephemeral-storage. Container trainer was using 92Gi.",
+        ),
+    ),
+    Failure(
+        Known("DDP903", "container-out-of-memory", Weight.DECISIVE, "Kubernetes, docker, Slurm"),
+        r"OOMKilled|oom-kill:|Out of memory: Kill(?:ed)? process|srun: error: \S+: task \d+: Out Of Memory"
+        r"|Memory cgroup out of memory|Some of your processes may have been killed by the cgroup out-of"
+        r"|TERM_MEMLIMIT|Exceeded (?:job|step) memory limit|PBS: job killed: v?mem \S+ exceeded|Job \d+\S* has exceeded memory allocation|oom_kill event|OUT_OF_MEMORY|ray\.exceptions\.OutOfMemory",
+        says="was killed by the out-of-memory killer: its container or job was out of host memory",
+        fix="Raise the limit (resources.limits.memory, --mem), or use fewer DataLoader workers and "
+        "load less in each rank.",
+        examples=(
+            "Last State: Terminated  Reason: OOMKilled  Exit Code: 137",
+            "srun: error: node3: task 5: Out Of Memory",
+        ),
+    ),
+    Failure(
+        Known("DDP960", "command-not-found", Weight.CAUSE, "Slurm, shells, containers"),
+        r"execve\(\): (?P<command>\S+): (?P<why>[^\n]{1,60})|executable file not found in \$PATH|can't open file '(?P<file>[^'\n]{1,120})': \[Errno 2\]"
+        r"|env: (?P<env>\S+): No such file or directory"
+        r"|Error while finding module specification for '(?P<module>[^'\n]{1,120})'",
+        says="could not start: there is no such program or script[ ({command})][ ({file})][ ({module})]",
+        fix="Activate the environment inside the task on every node (module load, conda, the "
+        "container), and give the script's full path.",
+        examples=(
+            "slurmstepd: error: execve(): python: No such file or directory",
+            "python: can't open file '/home/me/trian.py': [Errno 2] No such file or directory",
+            "/opt/venv/bin/python: Error while finding module specification for 'bench.run' (ModuleNotFoundError: No module named 'bench')",
+        ),
+        page=Page(
+            "The program of the job does not exist on a node.",
+            '"execve(): ... No such file or directory", "command not found", "can\'t open file".',
+            "The environment of the batch script is not that of the task, or the directory is not "
+            "shared with that node.",
+            "Activate the environment inside the task; use full paths on a shared file system.",
+            "Wrong: `srun torchrun ...` with conda activated on the login node only.\n"
+            "Right: `srun bash -c 'source env.sh; torchrun ...'`",
+            "For files that the script itself opens.",
+        ),
+    ),
+    Failure(
+        # A shell goes on after it: what the job says later is nearer.
+        Known("DDP960", "shell-command-not-found", Weight.GENERIC, "bash"),
+        r"(?:(?<!-)\bbash|: line \d+): (?:line \d+: )?(?P<shell>\S+): command not found|\bzsh: command not found: (?P<zsh>\S+)"
+        r"|\bsh: (?:\d+|line \d+): (?P<sh>\S+): not found|(?:^(?:\S*/)?(?:ba|z)?sh: |: line \d+: )(?P<what>(?:\S*/\S+|\S+\.(?:sh|py))): "
+        r"(?:No such file or directory|Permission denied|cannot execute)",
+        says="could not start[: there is no such program ({shell})][: there is no such program ({zsh})]"
+        "[: there is no such program ({sh})][: {what} cannot be run]",
+        fix="Activate the environment inside the task on every node (module load, conda, the "
+        "container), and give the program's full path.",
+        examples=(
+            "/var/spool/slurmd/job7/slurm_script: line 12: torchrun: command not found",
+            "run.sh: line 3: ./train.sh: Permission denied",
+        ),
+        yields_to=("cancelled",),
+    ),
+    Failure(
+        Known("DDP960", "container-not-started", Weight.GENERIC, "docker, enroot, Apptainer"),
+        r"docker: Error response from daemon: (?P<docker>[^\n]{1,160})|nvidia-container-cli: (?P<nvidia>[^\n]{1,160})"
+        r"|pyxis: (?P<pyxis>container start failed[^\n]{0,80})",
+        says="could not start its container[: {docker}][: {nvidia}][: {pyxis}]",
+        fix="Start it by hand on that node: the image, the driver and the container toolkit "
+        "(`nvidia-smi`, `docker run --gpus all IMAGE nvidia-smi`), and the mounts.",
+        examples=(
+            "nvidia-container-cli: initialization error: nvml error: driver not loaded",
+            "slurmstepd: error: pyxis: container start failed with error code: 1",
+        ),
+    ),
+    Failure(
+        Known("DDP960", "shell-error", Weight.CAUSE, "bash"),
+        r"^[^\n\[{]{0,200}: line \d+: (?P<what>[^\n]{0,200}: (?:bad substitution|unbound variable)|syntax error[^\n]{0,99})",
+        says="was started by a shell script that has an error[: {what}]",
+        fix="Correct that line of the script: what stands after it ran with other words, or not at all.",
+        examples=(
+            "/var/spool/slurm/slurm_script: line 32: ${NODES*GPUS}: bad substitution",
+            "run.sh: line 3: MASTER_PORT: unbound variable",
+        ),
+    ),
+    Failure(
+        Known("DDP908", "cancelled", Weight.STOPPED, "Slurm"),
+        r"\*\*\* JOB (?P<job>\S+) ON \S+ CANCELLED AT|TERM_OWNER|TERM_ADMIN|Job cancelled by user|job was cancelled"
+        r"|srun: (?:Force Terminated job|forcing job termination)|Job allocation \d+ has been revoked",
+        says="was cancelled by its owner or an administrator",
+        fix=_LOOK_AT_SCHEDULER,
+        examples=("slurmstepd: error: *** JOB 4711 ON node3 CANCELLED AT 2024-05-01T12:00:00 ***",),
+    ),
+    Failure(
+        Known("DDP908", "asked-to-stop", Weight.STOPPED, "1.9 to 2.13"),
+        r"SignalException: Process \d+ got signal: (?P<signal>(?!2\b)\d+)|Received (?:Signals\.)?(?P<name>SIG(?:TERM|HUP|INT))"
+        r"(?: death signal|: \d+|\b)|Received (?P<number>(?!2 )\d+) death signal, shutting down|got SIGTERM, exiting"
+        r"|ExitedException: process \d+ terminated with signal (?P<spawned>SIG(?:TERM|HUP|INT))"
+        r"|: line \d+: +\d+ Terminated\b|^(?:Terminated|Hangup|User defined signal [12])$|KILLED BY SIGNAL: 15\b|Launcher caught signal (?P<caught>\d+)|Main process received (?P<main>SIG(?!INT)\w+)"
+        r"|\*\*\* (?P<caught_by>SIG(?:TERM|HUP)) received at time="
+        r"|DataLoader worker \(pid[^)\n]{0,40}\) is killed by signal: Terminated|exits with return code = -15",
+        says="was asked to stop from outside[ by {name}][ by signal {signal}][ by signal {number}][ by {main}]"
+        "[ by {caught_by}][ by {spawned}]",
+        fix="SIGHUP: the terminal closed (use nohup or tmux). SIGTERM: a scheduler, a container's "
+        "stop, or a person. " + _LOOK_AT_SCHEDULER,
+        examples=(
+            "torch.distributed.elastic.multiprocessing.api.SignalException: Process 4711 got signal: 15",
+            "WARNING:torch.distributed.elastic.agent.server.api:Received 15 death signal, shutting down workers",
+            "W0312 10:00:00.123000 4711 torch/distributed/elastic/agent/server/api.py:704] Received Signals.SIGHUP death signal, shutting down workers",
+            "*** SIGTERM received at time=1755448771 on cpu 72 ***",
+            "torch.multiprocessing.spawn.ProcessExitedException: process 0 terminated with signal SIGTERM",
+        ),
+        yields_to=("cancelled", "step-cancelled", "time-limit"),
+    ),
+    Failure(
+        Known("DDP908", "interrupted", Weight.STOPPED, "any"),
+        r"^KeyboardInterrupt\b|^Aborted[.!]$|\bKeyboard [Ii]nterrupt(?:ion|ed)?\b|\^CTraceback|Detected KeyboardInterrupt|Main process received SIGINT|Received 2 death signal|SignalException: Process \d+ got signal: 2\b",
+        says="was interrupted (Ctrl-C)",
+        fix="If it was interrupted because it made no progress, the line is where it waited: run it "
+        "again with ddpdoctor run, which names the rank that the others wait for.",
+        examples=(
+            "KeyboardInterrupt",
+            "Keyboard interruption. Exiting from training",
+            "[2025-02-20 20:27:14,902] [INFO] [launch.py:328:sigkill_handler] Main process received SIGINT, exiting",
+        ),
+        yields_to=("cancelled",),
+    ),
+    Failure(
+        Known("DDP908", "step-cancelled", Weight.STOPPED, "Slurm"),
+        r"\*\*\* STEP (?P<job>\d+)\S* ON \S+ CANCELLED AT",
+        says="had its step cancelled in Slurm",
+        fix=_LOOK_AT_SCHEDULER,
+        examples=(
+            "slurmstepd: error: *** STEP 4711.0 ON node3 CANCELLED AT 2024-05-01T12:00:00 ***",
+        ),
+        yields_to=("process-failed", "killed-status", "crash-status", "abort-status", "exception"),
+    ),
+    Failure(
+        Known("DDP907", "task-terminated", Weight.CONSEQUENCE, "Slurm"),
+        r"srun: Job step aborted|srun: error: \S+: tasks? \S+: Terminated"
+        r"|Terminating StepId|srun: Terminating Job",
+        says="was ended by Slurm after another task had failed",
+        fix="The cause is the task that ended first: its exit code stands before, its output in its "
+        "own file (srun --output=%x-%t.log).",
+        examples=("srun: error: node3: task 5: Terminated",),
+        yields_to=("exit-status-1",),
+    ),
+)
+
+
+# -- how ranks end: what launchers and peers print, and what says nothing
+
+
+_LOOK_AT_LOG = (
     "The cause is on the rank that did not come, or ended first: look at its output, and at its "
     "node. `ddpdoctor run` sees all ranks."
 )
@@ -15,7 +232,7 @@ _LOG_DIR = (
     "with ddpdoctor run."
 )
 
-FAILURES = (
+ENDINGS = (
     Failure(
         Known("DDP907", "absent-from-barrier", Weight.SYMPTOM, "1.13, 2.13"),
         r"Rank (?P<rank>\d+) failed to pass monitoredBarrier",
@@ -46,7 +263,8 @@ FAILURES = (
             "[E1122 10:30:21.201 ProcessGroupNCCL.cpp:871] [TC][rank=0][name=0] Aborting process on rank 0 due to timeout - timeout watchdog detected operation timeout",
         ),
         says="waited in a collective of NCCL until its timeout, and some other rank did not come",
-        fix="It does not say in which collective: `ddpdoctor run` names it, and its line. " + _LOOK,
+        fix="It does not say in which collective: `ddpdoctor run` names it, and its line. "
+        + _LOOK_AT_LOG,
     ),
     Failure(
         Known("DDP907", "gloo-timeout", Weight.SYMPTOM, "1.13, 2.6, 2.13; pytorch#38174"),
@@ -56,7 +274,7 @@ FAILURES = (
         ),
         says="waited {ms} ms in a collective that some other rank did not join",
         fix="Batches of unequal number, a branch on the rank, or a slow save on one of them. "
-        + _LOOK,
+        + _LOOK_AT_LOG,
     ),
     Failure(
         Known("DDP907", "peer-closed", Weight.CONSEQUENCE, "1.13, 2.6, 2.13"),
@@ -67,7 +285,7 @@ FAILURES = (
             "RuntimeError: [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:6862: Connection reset by peer. This is typically caused by a remote worker hanging or bugs in the application. Check the logs of the remote worker befo",
         ),
         says="lost its connection to a peer",
-        fix=_LOOK,
+        fix=_LOOK_AT_LOG,
     ),
     Failure(
         Known("DDP907", "nccl-aborted", Weight.CONSEQUENCE, "2.x"),
@@ -78,7 +296,7 @@ FAILURES = (
             "torch.distributed.DistBackendError: NCCL communicator was aborted on rank 0. Original reason for failure was: remote process exited or there was a network error",
         ),
         says="lost its peers in NCCL",
-        fix=_LOOK,
+        fix=_LOOK_AT_LOG,
     ),
     Failure(
         Known("DDP907", "store-gone", Weight.CONSEQUENCE, "2.6, 2.13; pytorch#128970"),
@@ -89,7 +307,7 @@ FAILURES = (
             '[rank1]:[W1122 03:09:04.111 ProcessGroupNCCL.cpp:1783] [PG ID 0 PG GUID 0 Rank 1] Failed to check the "should dump" flag on TCPStore, (maybe TCPStore server has shut down too early)',
         ),
         says="lost the job's store, which ends with rank 0 or its torchrun",
-        fix=_LOOK,
+        fix=_LOOK_AT_LOG,
     ),
     Failure(
         Known("DDP903", "slurm-out-of-memory", Weight.DECISIVE, "any"),
@@ -186,7 +404,7 @@ FAILURES = (
         r"exitcode\s*: ?-(?:15|2)\b",
         examples=("exitcode  : -15 (pid: 13314)",),
         says="was stopped by its launcher after another rank had failed",
-        fix=_LOOK,
+        fix=_LOOK_AT_LOG,
     ),
     Failure(
         Known("DDP907", "exit-status-1", Weight.WRAPPER, "1.13, 2.6, 2.13"),
@@ -215,5 +433,155 @@ FAILURES = (
         ),
         says="failed, as its launcher noticed; why is not in this log",
         fix=_LOG_DIR,
+    ),
+)
+
+
+# -- what launchers say when a process failed, and lines that only call themselves errors
+
+
+_OWN_LOG = (
+    "Get the output of the process that ended first: torchrun --log-dir DIR --redirects 3 --tee 3, "
+    "srun --output=%x-%t.log, deepspeed --enable_each_rank_log DIR; or start with ddpdoctor run."
+)
+
+WRAPPERS = (
+    Failure(
+        Known("DDP902", "killed-status", Weight.GENERIC, "any"),
+        r"died with <Signals\.SIGKILL|return(?:ed)? (?:non-zero )?(?:exit )?(?:code|status)(?: =)? (?:-9|137)\b"
+        r"|[Ee]xit(?:ed with)? (?:exit )?[Cc]ode:? (?:-9|137)\b|\bexited on signal 9\b|^(?:\S+: line \d+: +\d+ )?Killed\b"
+        r"|terminated with exit code (?:-9|137)\b|[Ee]xit(?: |_)status[:=]? ?(?:137|-9)\b|(?<!: )\b[Tt]ask \d+: Killed"
+        r"|(?:rank (?P<rank>\d+) died from|KILLED BY|terminated (?:with|by)|termination \() ?[Ss](?:ignal|IGNAL):? (?:9|SIGKILL)\b"
+        r"|EXIT STRING: Killed|^\w*sh: killed\b|^\[\d+\][+-]? +(?:\d+ )?[Kk]illed\b",
+        says="was killed by SIGKILL",
+        fix="The out-of-memory killer most often (`dmesg`, oom_kill in the cgroup's memory.events), "
+        "else a scheduler's limit, or a person.",
+        examples=(
+            "subprocess.CalledProcessError: Command '['/usr/bin/python', 'train.py']' died with <Signals.SIGKILL: 9>.",
+            "[2023-05-01 12:00:00,123] [ERROR] [launch.py:321:sigkill_handler] ['/usr/bin/python', 'train.py'] exits with return code = -9",
+            "./run.sh: line 12:  4711 Killed                  python train.py",
+            "command terminated with exit code 137",
+            "node3.cluster: rank 3 died from signal 9",
+            "=   KILLED BY SIGNAL: 9 (Killed)",
+        ),
+    ),
+    Failure(
+        Known("DDP904", "crash-status", Weight.GENERIC, "any"),
+        r"died with <Signals\.(?P<name>SIG(?:SEGV|BUS|FPE|ILL))|return code = -(?:11|7|8|4)\b"
+        r"|Fatal Python error: (?P<fatal>Segmentation fault|Bus error|Floating point exception|Illegal instruction)"
+        r"|\b(?P<shell>[Ss]egmentation fault|[Bb]us error|Illegal instruction|Floating point exception|Trace/breakpoint trap)"
+        r"\b[^\n]{0,40}(?:core dumped|$)|^\w*sh: (?P<zsh>segmentation fault|bus error)\b|SIGSEGV, segmentation fault occurred"
+        r"|(?:rank (?P<rank>\d+) died from|KILLED BY|terminated (?:with|by)|termination \() ?[Ss](?:ignal|IGNAL):? (?:11|7|8|4|SIG(?:SEGV|BUS|FPE|ILL))\b"
+        r"|[Ee]xit(?:ed with)? (?:exit )?[Cc]ode:? (?:139|135|-11)\b|exited on signal (?:11|7|8|4)\b"
+        r"|\*\*\* Process received signal|Caught signal 11|Segfault encountered",
+        says="crashed in native code[ with {name}][: {fatal}][: {shell}][: {zsh}]",
+        fix="Run with PYTHONFAULTHANDLER=1 to see the Python line; suspect extensions, and libraries "
+        "that do not fit torch. A bus error: see whether /dev/shm is full.",
+        examples=(
+            "subprocess.CalledProcessError: Command '['/usr/bin/python', 'train.py']' died with <Signals.SIGSEGV: 11>.",
+            "Fatal Python error: Segmentation fault",
+            "Segmentation fault (core dumped)",
+        ),
+    ),
+    Failure(
+        Known("DDP904", "heap-damaged", Weight.GENERIC, "glibc"),
+        r"double free or corruption|^(?:free|realloc|malloc|munmap_chunk)\(\): (?P<what>in\w+ [\w ]+)|corrupted (?:size vs|double-linked)"
+        r"|malloc_consolidate\(\)|stack smashing detected",
+        says="aborted in native code: its memory is damaged[ ({what})]",
+        fix="A native library wrote where it should not, or two do not fit each other: suspect extensions "
+        "(run without them, one at a time), and reinstall those built for another torch.",
+        examples=("*** Error in `python': double free or corruption (!prev): 0x00007f3a ***",),
+    ),
+    Failure(
+        Known("DDP904", "abort-status", Weight.CONSEQUENCE, "any"),
+        r"died with <Signals\.SIGABRT|return code = -6\b|[Ee]xit(?:ed with)? (?:exit )?[Cc]ode:? (?:134|-6)\b"
+        r"|^(?:\S+: line \d+: +\d+ )?Aborted\b(?![.!]$)|^Abort trap\b|KILLED BY SIGNAL: 6\b|\bAborted \(core dumped\)|exited on signal 6\b|Fatal Python error: Aborted"
+        r"|task \d+: Aborted",
+        says="aborted in native code (SIGABRT)",
+        fix="Look above for lines of NCCL, gloo or glibc (`what():`) that say why.",
+        examples=("Aborted (core dumped)",),
+    ),
+    Failure(
+        Known("DDP907", "stopped-status", Weight.WRAPPER, "any"),
+        r"Sending process \d+ closing signal SIG|[Ee]xit(?:ed with)? (?:exit )?[Cc]ode:? (?:143|-15)\b"
+        r"|died with <Signals\.SIGTERM|Killing subprocess \d+|Unable to shutdown process \d+|terminated by signal SIGTERM",
+        says="was stopped by its launcher after another rank had failed",
+        fix=_OWN_LOG,
+        examples=(
+            "WARNING:torch.distributed.elastic.multiprocessing.api:Sending process 4711 closing signal SIGTERM",
+            "[2023-05-01 12:00:00,123] [INFO] [launch.py:315:sigkill_handler] Killing subprocess 4711",
+        ),
+    ),
+    Failure(
+        Known("DDP907", "process-failed", Weight.WRAPPER, "1.7 to 2.13, Slurm, MPI, Kubernetes"),
+        r"srun: error: (?P<node>\S+): tasks? (?P<task>\d+)[^\n]{0,99}: Exited with exit code \d+"
+        r"|returned non-zero exit status (?!137)\d+|exits with return code = (?!-9)\d+|[Ee]xit(?:ed with)? (?:exit )?[Cc]ode:? (?:[1-9]\d?|1[0-2]\d|2\d\d)\b"
+        r"|mpirun (?:noticed|detected) that|returned a non-zero exit code|MPI_ABORT was invoked"
+        r"|(?:-- Process|\brank) (?P<rank>\d+) (?:terminated with the following error|exited with code [1-9])|BAD TERMINATION OF ONE OF YOUR"
+        r"|[Pp]rocess \d+ exit with status code [1-9]|exited with (?:non-zero )?status [1-9]|^make(?:\[\d+\])?: \*\*\* [^\n]{0,200}Error [1-9]"
+        r"|Child process \S+ (?:exited|failed)"
+        r"|^papermill\.exceptions\.|CrashLoopBackOff|BackOff|process \d+ terminated with exit code [1-9]|failed \(exitcode: 1\)|Worker group failed"
+        r"|exit status [1-9]\d*\b|The main process exited with|\bFAILED(?: \(exitcode:? ?[1-9]\d*\)| *$)"
+        r"|CHILD PROCESS FAILED WITH NO ERROR_FILE|^\[\d+\][+-]? +Exit [1-9]",
+        says="failed, as its launcher noticed",
+        fix=_OWN_LOG,
+        # Triton's and torch.compile's compilers, and a script's own tools, which are not launchers.
+        unless=r"Command '(?:\['|\(')?(?:[^' ]*/)?(?:gcc|g\+\+|cc|c\+\+|clang[^']*|nvcc|ninja|ptxas|git|wget|curl|tar|unzip|ffmpeg"
+        r"|nvidia-smi|which|rsync|gsutil|aws|hdfs|make|cmake|pip)[' ]",
+        examples=(
+            "srun: error: node3: task 5: Exited with exit code 1",
+            "subprocess.CalledProcessError: Command '['/usr/bin/python', '-u', 'train.py']' returned non-zero exit status 1.",
+            "[2023-05-01 12:00:00,123] [ERROR] [launch.py:321:sigkill_handler] ['/usr/bin/python'] exits with return code = 1",
+            "Primary job  terminated normally, but 1 process returned a non-zero exit code. Per user-direction, the job has been aborted.",
+        ),
+    ),
+    Failure(
+        Known("DDP905", "exit-called", Weight.WRAPPER, "any"),
+        r"^SystemExit\b(?:: (?P<said>(?!-?\d+$|None$|True$)[^\n]{1,160}))?",
+        says="ended itself[: {said}]",
+        fix="See what it printed before: nothing else is known of it.",
+        examples=(
+            'Traceback (most recent call last):\n  File "/job/train.py", line 3, in <module>\n    sys.exit(1)\nSystemExit: 1',
+        ),
+    ),
+    Failure(
+        Known("DDP900", "launch", Weight.FACT, "any"),
+        r"Setting OMP_NUM_THREADS environment variable for each process to be|nohup: ignoring input"
+        r"|The following values were not passed to `accelerate launch`|\[runner\.py:\d+:main\] cmd = ",
+        says="was started",
+        fix="",
+        examples=(
+            "Setting OMP_NUM_THREADS environment variable for each process to be 1 in default, to avoid your system being overloaded",
+            "nohup: ignoring input",
+            "The following values were not passed to `accelerate launch` and had defaults used instead:",
+            "[2023-05-01 12:00:00,123] [INFO] [runner.py:571:main] cmd = /usr/bin/python -u -m deepspeed.launcher.launch",
+        ),
+    ),
+    Failure(
+        Known("DDP900", "error-line", Weight.REMARK, "any"),
+        r"(?<![\w/.=-])(?:ERROR|FATAL|CRITICAL\b(?=[^\n]{0,200}(?:rror|ail|annot|nable|not |bort|xception))|Fatal error|fatal error|PANIC|panic)\b(?!\s*[=:]?\s*[\d.]+\b)"
+        r"|(?:^|\s)(?:\w+\.)*[A-Z]\w+(?:Error|Exception): \S|^[Ee]rror: \S|(?:srun|slurmstepd|sbatch): error: (?![^\n]{0,200}cgroup)|core dumped"
+        r"|INTERNAL ASSERT FAILED at|terminate called after throwing|^\s*what\(\):|Fatal Python error"
+        r"|^(?:\w+\.)*[A-Z]\w*(?:Error|Exception)\(['\"]|^Error executing job|^Error in sys\.excepthook|Lmod has detected the foll"
+        r"|^(?:\w+ )?(?:[Tt]raining|[Jj]ob|[Rr]un|[Ee]xperiment)(?: job)?(?: \S+)? (?:has )?(?:failed|aborted|crashed)\b"
+        r"|\b(?:[Ll]oss|LOSS) is (?:nan|NaN|NAN|[Ii]nf\w*)\b|^libc\+\+abi: terminating|process exited unexpectedly|panicked at |PBS: job killed: "
+        r"|\[E[^\]\n]{0,60}\.cpp:\d+\] (?![^\n]{0,200}enqueued)|^Traceback \(most[^)\n]{0,20}$|^bind: Address already in use",
+        says="failed",
+        fix="Collect the whole output of every rank, " + _OWN_LOG[0].lower() + _OWN_LOG[1:],
+        # What TensorFlow, pip, NCCL's plugins and others print in healthy jobs, too.
+        unless=r"Unable to register cu|computation placer already registered|dependency resolver|TF-TRT|sharp_|^wandb: |_ARRAY_API not found|inotify_add_watch",
+        examples=("FATAL: the data service went away",),
+        page=Page(
+            "The job failed, and why is not understood.",
+            "Error lines, exit statuses, signals and tracebacks that are cut, in a log in which "
+            "nothing is recognized.",
+            "The cause may stand in the lines that are quoted, or in the output of another rank.",
+            "Read the lines that are quoted, from the first one on. Collect the output of every rank "
+            "and node: `torchrun --log-dir DIR --redirects 3 --tee 3`, NCCL_DEBUG=WARN, "
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL. Or run the job with `ddpdoctor run`.",
+            "Wrong: the last lines of rank 0 only.\n"
+            "Right: `ddpdoctor report --log DIR` with the logs of all ranks.",
+            "If anything in the log explains the failure, and if the job went on.",
+        ),
     ),
 )

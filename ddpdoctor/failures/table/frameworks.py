@@ -1,10 +1,10 @@
-"""Failures of FSDP, DeepSpeed, Lightning, Accelerate and the Hugging Face Trainer, and of autograd."""
+"""Failures of FSDP, DeepSpeed, Lightning, Accelerate, the Hugging Face Trainer, and autograd."""
 
 from __future__ import annotations
 
-from ddpdoctor.failures.model import Failure, Known, Page, Weight
+from ddpdoctor.failures.entry import Failure, Known, Page, Weight
 
-FAILURES = (
+FRAMEWORKS = (
     Failure(
         Known("DDP938", "changed-in-place", Weight.CAUSE, "1.7 to 2.13; pytorch#22095"),
         r"modified by an inplace operation",

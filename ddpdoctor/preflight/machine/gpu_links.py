@@ -1,16 +1,22 @@
-"""Whether the GPUs reach each other at full speed: PCIe, NVLink and peer-to-peer access."""
+"""Whether the GPUs reach each other at full speed: PCIe, NVLink, peer-to-peer access, ACS."""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 
 from ddpdoctor.core.finding import Finding
 from ddpdoctor.preflight.check import Outcome, check, judged, note, skipped, typed, warning
-from ddpdoctor.preflight.machine.gpu_facts import job_gpus
-from ddpdoctor.preflight.situation import Situation, gpu_facts, text
+from ddpdoctor.preflight.machine.gpu_use import bus_gpus, job_gpus, no_gpu
+from ddpdoctor.preflight.situation import Situation, gpu_facts, names, text
 from ddpdoctor.preflight.words import first
-from ddpdoctor.system.gpu.health import Health
+from ddpdoctor.system.gpu_health import Health
+
+# -- whether the GPUs reach each other at full speed: PCIe, NVLink and peer-to-peer access
+
 
 FEW = 4
 """So many times fewer lanes than there could be are no board's design."""
@@ -47,10 +53,10 @@ def gpu_links(situation: Situation) -> Outcome:
     pcie = f"PCIe x{'/'.join(map(str, widths))}, " if widths else ""
     links = sum(sum(gpu.links) for gpu in gpus)
     detail = f"{len(gpus)} GPUs: {pcie}{f'{links} NVLinks up' if links else 'no NVLink'}"
-    return judged(detail, _findings(gpus))
+    return judged(detail, _link_findings(gpus))
 
 
-def _findings(gpus: Sequence[Health]) -> Iterator[Finding]:
+def _link_findings(gpus: Sequence[Health]) -> Iterator[Finding]:
     for gpu in gpus:
         peers = [other for other in gpus if other.device.name == gpu.device.name]
         if gpu.fabric_ready is False:
@@ -171,3 +177,193 @@ def _is_translated(sys: Path, gpu: Health) -> bool:
     domain, _, rest = gpu.device.bus_id.lower().partition(":")
     folder = sys / "bus" / "pci" / "devices" / f"{domain[-4:]}:{rest}"
     return text(folder / "iommu_group" / "type").startswith("DMA")
+
+
+# -- whether PCIe access control (ACS) sends what GPUs say to each other the long way round
+
+
+_BRIDGE = 0x0604
+_STATUS, _HAS_LIST, _CLASS, _FIRST = 0x06, 0x10, 0x0A, 0x34
+"""Of the standard header: the status register and its bit for a list of capabilities, the class,
+and where the list begins. (PCI Local Bus 3.0, chapter 6; PCI Express Base, chapter 7.)"""
+
+_EXPRESS, _DOWNSTREAM = 0x10, 6
+"""The capability that holds the kind of a port, and the kind of a switch's port to a device."""
+
+_EXTENDED, _ACS = 0x100, 0x000D
+_CONTROL = 6
+"""Where the control register lies in the ACS capability."""
+
+REDIRECTS = 0x04 | 0x08 | 0x20
+"""Request redirect, completion redirect, egress control. "Source validation" alone does no harm."""
+
+_MOST_CAPABILITIES = 128
+"""So that a damaged list has an end."""
+
+
+class Unreadable(Exception):
+    """The part of the configuration space that describes ACS cannot be read."""
+
+
+@dataclass(frozen=True)
+class BridgePort:
+    """A port of a PCIe switch with a GPU below.
+
+    Attributes:
+        address: Such as ``0000:05:08.0``.
+        control: Its ACS control register; None without ACS.
+    """
+
+    address: str
+    control: int | None
+
+    @property
+    def redirects(self) -> bool:
+        """Whether it sends transfers between devices of its switch up to the root."""
+        return bool((self.control or 0) & REDIRECTS)
+
+
+@check("gpu-acs", "DDP026")
+def gpu_acs(situation: Situation) -> Outcome:
+    """PCIe access control (ACS) routes transfers between GPUs through the root complex.
+
+    What it finds
+        With two or more GPUs: ports of PCIe switches above a GPU on which ACS redirects requests or
+        completions. Reading the configuration space needs root.
+
+    Why it is bad
+        Transfers between GPUs of one switch, and to a network card with GPUDirect next to them,
+        take the way through the CPU. NCCL is slow, hangs, or silently gives wrong data.
+
+    How to fix it
+        Turn ACS off with `setpci` at every boot, or in the BIOS. Leave it on where virtual machines
+        have devices passed through, which ACS isolates.
+
+    Example
+        Wrong: `ACSCtl: SrcValid+ ReqRedir+ CmpltRedir+` in `lspci -vvv`.
+        Right: `ACSCtl: SrcValid- ReqRedir- CmpltRedir-`
+
+    When it stays silent
+        For ports that only validate sources. For root ports, between which transfers go through the
+        CPU anyway. If NVLink connects all GPUs and there is no InfiniBand. In virtual machines,
+        where the host decides.
+    """
+    gpus = bus_gpus(situation.sys)
+    if len(gpus) < 2:
+        return skipped("a single GPU" if gpus else no_gpu(situation))
+    if _is_virtual(situation.proc):
+        return skipped("a virtual machine: its host decides")
+    try:
+        ports = list(_ports(situation.sys, gpus))
+    except Unreadable as error:
+        return skipped(str(error))
+    if not ports:
+        return skipped("no PCIe switch above the GPUs")
+    on = [port for port in ports if port.redirects]
+    detail = f"{len(ports)} switch ports above {len(gpus)} GPUs, ACS redirects on {len(on)}"
+    return judged(detail, _acs_findings(situation, on, len(ports)))
+
+
+def _acs_findings(situation: Situation, on: list[BridgePort], ports: int) -> Iterator[Finding]:
+    if not on or not _uses_pcie(situation):
+        return
+    yield warning(
+        f"PCIe access control (ACS) redirects on {len(on)} of {ports} switch ports above GPUs: "
+        "transfers between GPUs go by way of the processor",
+        evidence=tuple(f"{port.address}: ACS control {port.control:#06x}" for port in on[:8]),
+        fix="Turn it off until the next boot, or for good in the BIOS; not where virtual machines "
+        "get devices of their own:",
+        paste=typed(
+            f"for port in {' '.join(['{}'] * len(on))}; do "
+            "sudo setpci -v -s $port ECAP_ACS+0x6.w=0000; done",
+            *(port.address for port in on),
+        ),
+        about="acs",
+    )
+
+
+def _uses_pcie(situation: Situation) -> bool:
+    """Whether GPUs reach each other, or a fabric, over PCIe."""
+    facts = situation.shared(gpu_facts)
+    indices = sorted(gpu.device.index for gpu in facts.gpus)
+    wired = set(facts.nvlinked)
+    if len(indices) < 2 or not all(pair in wired for pair in combinations(indices, 2)):
+        return True
+    return bool(names(situation.sys / "class" / "infiniband"))
+
+
+def _is_virtual(proc: Path) -> bool:
+    return "hypervisor" in text(proc / "cpuinfo").split()
+
+
+def _ports(sys: Path, gpus: list[Path]) -> Iterator[BridgePort]:
+    """The downstream ports of switches that lead to a GPU.
+
+    Raises:
+        Unreadable: One of them cannot be read as far as needed.
+    """
+    seen = set()
+    for gpu in gpus:
+        # Every bridge is a folder around those of the devices below.
+        for folder in gpu.resolve().parents:
+            if folder in seen or not (folder / "config").exists():
+                continue
+            seen.add(folder)
+            space = _space(folder)
+            if _is_downstream(space, folder.name):
+                yield BridgePort(folder.name, acs_control(space, folder.name))
+
+
+def _space(folder: Path) -> bytes:
+    try:
+        return (folder / "config").read_bytes()
+    except OSError as error:
+        raise Unreadable(f"PCI {folder.name} cannot be read: {error.strerror}") from None
+
+
+def _is_downstream(space: bytes, name: str) -> bool:
+    if len(space) < 64 or _word(space, _CLASS) != _BRIDGE:
+        return False
+    if not _word(space, _STATUS) & _HAS_LIST:
+        return False
+    at = space[_FIRST] & ~3
+    for _ in range(_MOST_CAPABILITIES):
+        if at < 0x40:
+            return False
+        if at + 4 > len(space):
+            raise Unreadable(f"only {len(space)} bytes of PCI {name} can be read: run it as root")
+        if space[at] == _EXPRESS:
+            return _word(space, at + 2) >> 4 & 0xF == _DOWNSTREAM
+        at = space[at + 1] & ~3
+    return False
+
+
+def acs_control(space: bytes, name: str) -> int | None:
+    """The ACS control register in a port's configuration space; None if it has no ACS.
+
+    Args:
+        space: All bytes that could be read.
+        name: The port, for a message.
+
+    Raises:
+        Unreadable: It ends before the extended capabilities, at byte 256.
+    """
+    if len(space) <= _EXTENDED:
+        raise Unreadable(
+            f"only {len(space)} bytes of PCI {name} can be read: run it as root"
+            if len(space) < _EXTENDED
+            else f"the kernel shows 256 bytes of PCI {name} and no extended capabilities"
+        )
+    at = _EXTENDED
+    for _ in range(_MOST_CAPABILITIES):
+        if at < _EXTENDED or at + 8 > len(space):
+            return None
+        (head,) = struct.unpack_from("<I", space, at)
+        if head & 0xFFFF == _ACS:
+            return _word(space, at + _CONTROL)
+        at = head >> 20 & ~3
+    return None
+
+
+def _word(space: bytes, at: int) -> int:
+    return int.from_bytes(space[at : at + 2], "little")

@@ -1,17 +1,54 @@
-"""Whether the launcher's variables are complete and agree with each other."""
+"""What the job is launched with: the launcher's variables, debug variables, the rendezvous port."""
 
 from __future__ import annotations
 
+import errno
+import os
+import socket
+import struct
 from collections.abc import Iterator, Mapping
+from math import inf
+from pathlib import Path
+from typing import NamedTuple
 
 from ddpdoctor.core.finding import Finding, Severity
-from ddpdoctor.preflight.check import Outcome, check, finding, judged, passed, typed
-from ddpdoctor.preflight.command_lines import meeting_point, run_line
-from ddpdoctor.preflight.place import Place, number, places, seat
-from ddpdoctor.preflight.protocol.addresses import is_local
-from ddpdoctor.preflight.situation import Situation
+from ddpdoctor.preflight.check import (
+    Outcome,
+    check,
+    failure,
+    finding,
+    judged,
+    note,
+    passed,
+    skipped,
+    typed,
+)
+from ddpdoctor.preflight.command_lines import corrected_line, meeting_point, run_line
+from ddpdoctor.preflight.machine import software
+from ddpdoctor.preflight.machine.network import (
+    LOOKUPS_LIMIT,
+    endpoint_name,
+    interfaces,
+    is_local,
+    owner,
+)
+from ddpdoctor.preflight.situation import (
+    DEFAULT_PORT,
+    Place,
+    Situation,
+    environment_number,
+    names,
+    places,
+    seat,
+    text,
+    visible_gpus,
+)
+from ddpdoctor.system.proc import Listed, listed, listening, sockets
 
-_TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+# -- whether the launcher's variables are complete and agree with each other
+
+
+_NEEDED_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @check("launch-environment", "DDP001")
@@ -44,8 +81,8 @@ def launch_environment(situation: Situation) -> Outcome:
         rendezvous.
     """
     environ = situation.environ
-    findings = list(_findings(situation, environ))
-    found = [name for name in _TORCH if environ.get(name)]
+    findings = list(_launch_findings(situation, environ))
+    found = [name for name in _NEEDED_VARIABLES if environ.get(name)]
     launched = [place for place in places(environ) if place.launcher != "torchrun"]
     if not found and not launched and not findings:
         return passed("no launcher's variables: torchrun will set them")
@@ -63,7 +100,7 @@ def _wrong(message: str, fix: str, paste: str, *, about: str, warning: bool = Fa
     return finding(severity, message, fix=fix, paste=paste, about=about)
 
 
-def _findings(situation: Situation, environ: Mapping[str, str]) -> Iterator[Finding]:
+def _launch_findings(situation: Situation, environ: Mapping[str, str]) -> Iterator[Finding]:
     yield from _numbers(environ)
     yield from _incomplete(environ)
     mine = [place for place in places(environ) if place.launcher != "torchrun"]
@@ -75,7 +112,7 @@ def _findings(situation: Situation, environ: Mapping[str, str]) -> Iterator[Find
 
 def _numbers(environ: Mapping[str, str]) -> Iterator[Finding]:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
-        if environ.get(name) and number(environ, name) is None:
+        if environ.get(name) and environment_number(environ, name) is None:
             yield _wrong(
                 f"{name} is {environ[name]!r}, which is not a number",
                 "Leave it to the launcher.",
@@ -83,7 +120,7 @@ def _numbers(environ: Mapping[str, str]) -> Iterator[Finding]:
                 about=name,
             )
     for name, of in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
-        rank, size = number(environ, name), number(environ, of)
+        rank, size = environment_number(environ, name), environment_number(environ, of)
         if rank is not None and size is not None and rank >= size:
             yield _wrong(
                 f"{name} is {rank}, but {of} is {size}: ranks count from 0",
@@ -91,7 +128,7 @@ def _numbers(environ: Mapping[str, str]) -> Iterator[Finding]:
                 typed("unset {} {}", name, of),
                 about=f"{name} range",
             )
-    port = number(environ, "MASTER_PORT")
+    port = environment_number(environ, "MASTER_PORT")
     if port is not None and not 0 < port < 65536:
         yield _wrong(
             f"MASTER_PORT is {port}, which is not a port",
@@ -117,7 +154,7 @@ def _host_in(address: str) -> str:
 
 
 def _incomplete(environ: Mapping[str, str]) -> Iterator[Finding]:
-    has = {name for name in _TORCH if environ.get(name)}
+    has = {name for name in _NEEDED_VARIABLES if environ.get(name)}
     placed = {"RANK", "WORLD_SIZE"} & has
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
                if name not in has]  # fmt: skip
@@ -134,7 +171,7 @@ def _incomplete(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _contradicting(environ: Mapping[str, str], place: Place) -> Iterator[Finding]:
-    rank, size = number(environ, "RANK"), number(environ, "WORLD_SIZE")
+    rank, size = environment_number(environ, "RANK"), environment_number(environ, "WORLD_SIZE")
     several = (place.world_size or 1) > 1
     if rank is not None and place.rank is not None and rank != place.rank and several:
         if size is not None and size != place.world_size:
@@ -153,7 +190,7 @@ def _launched_twice(situation: Situation, place: Place) -> Iterator[Finding]:
     asked = situation.options.nproc
     tasks = place.local_size
     if tasks is None and place.launcher == "Slurm" and place.world_size != 1:
-        tasks = number(situation.environ, "SLURM_NTASKS_PER_NODE")
+        tasks = environment_number(situation.environ, "SLURM_NTASKS_PER_NODE")
     if tasks and tasks > 1 and asked and asked > 1:
         each = run_line(situation, "--nproc-per-node", str(asked))
         yield _wrong(
@@ -180,3 +217,313 @@ def _rendezvous(situation: Situation) -> Iterator[Finding]:
     elif is_local(place.host):
         message = f"the rendezvous of {nodes} is on {place.host}: {alone}"
         yield _wrong(message, fix, paste, about="rendezvous")
+
+
+# -- variables that were set to debug something once, and slow down or break every job since
+
+
+OFF = frozenset({"", "0", "false", "off", "no"})
+
+
+class _Leftover(NamedTuple):
+    """A variable, what it does, and where that hurts.
+
+    Attributes:
+        gpus: Of how many GPUs on the machine, at least and at most.
+        value: The one that hurts; empty for any that turns it on.
+        fabric: Whether it hurts between nodes with InfiniBand alone.
+    """
+
+    name: str
+    effect: str
+    gpus: tuple[float, float] = (1, inf)
+    value: str = ""
+    fabric: bool = False
+    severity: Severity = Severity.WARNING
+
+    def _is_on(self, value: str) -> bool:
+        value = value.strip()
+        return value.upper() == self.value if self.value else value.lower() not in OFF
+
+    def elsewhere(self, value: str, situation: Situation) -> bool:
+        """Whether it would hurt on a machine with GPUs, and this one has none."""
+        return self.gpus[1] > 0 and self._is_on(value) and not situation.shared(visible_gpus)
+
+    def hurts(self, value: str, situation: Situation) -> bool:
+        """Whether a value of it slows down or breaks jobs on this machine."""
+        on = self._is_on(value)
+        fabric = situation.options.nnodes > 1 and names(situation.sys / "class" / "infiniband")
+        least, most = self.gpus
+        return (
+            on
+            and least <= situation.shared(visible_gpus) <= most
+            and bool(fabric or not self.fabric)
+        )
+
+
+_HANGS = "a collective that fails or times out hangs forever instead of ending the job"
+
+_LEFTOVERS = (
+    _Leftover(
+        "TORCH_DISTRIBUTED_DEBUG",
+        "DDP over gloo crashes with a segmentation fault in its constructor (torch 2.8 to 2.15)",
+        (0, 0),
+        "DETAIL",
+        severity=Severity.ERROR,
+    ),
+    _Leftover(
+        "TORCH_DISTRIBUTED_DEBUG",
+        "every collective is preceded by another that compares the ranks, and DDP over gloo "
+        "crashes",
+        value="DETAIL",
+    ),
+    _Leftover(
+        "CUDA_LAUNCH_BLOCKING", "every kernel waits for the one before, so that nothing overlaps"
+    ),
+    _Leftover(
+        "NCCL_P2P_DISABLE",
+        "the GPUs of this machine exchange gradients through host memory, not NVLink or PCIe",
+        (2, inf),
+    ),
+    _Leftover(
+        "NCCL_SHM_DISABLE", "ranks of this machine communicate through the network", (2, inf)
+    ),
+    _Leftover(
+        "NCCL_IB_DISABLE", "the nodes communicate over TCP though there is InfiniBand", fabric=True
+    ),
+    _Leftover("TORCH_NCCL_ASYNC_ERROR_HANDLING", _HANGS, value="0"),
+    _Leftover("NCCL_ASYNC_ERROR_HANDLING", _HANGS, value="0"),
+    _Leftover(
+        "PYTORCH_NO_CUDA_MEMORY_CACHING",
+        "every tensor is allocated by the driver, which is slow and synchronizes",
+    ),
+)
+
+
+@check("variables", "DDP007")
+def variables(situation: Situation) -> Outcome:
+    """An environment variable meant for debugging slows down or breaks every job.
+
+    What it finds
+        TORCH_DISTRIBUTED_DEBUG=DETAIL, CUDA_LAUNCH_BLOCKING, NCCL_P2P_DISABLE, NCCL_SHM_DISABLE,
+        NCCL_IB_DISABLE, NCCL_ASYNC_ERROR_HANDLING=0 or PYTORCH_NO_CUDA_MEMORY_CACHING, where it has
+        an effect on this machine; in the environment, in ~/.nccl.conf or in /etc/nccl.conf.
+
+    Why it is bad
+        These variables often stay in a .bashrc or an image long after they were needed, and the job
+        takes three times as long for no visible reason. With TORCH_DISTRIBUTED_DEBUG=DETAIL and
+        gloo, DDP ends in a segmentation fault without a traceback.
+
+    How to fix it
+        Remove them. Set them for a single run when you need them.
+
+    Example
+        Wrong: `export NCCL_P2P_DISABLE=1` in .bashrc.
+        Right: `NCCL_P2P_DISABLE=1 torchrun ...` for one test.
+
+    When it stays silent
+        Where the variable has no effect: NCCL's variables with one GPU, NCCL_IB_DISABLE without
+        InfiniBand or on one node. Without GPUs it is information.
+    """
+    sources = {"the environment": situation.environ, **_startup_files(situation)}
+    known = len({each.name for each in _LEFTOVERS})
+    findings = list(_leftover_findings(situation, sources))
+    about = ", ".join(each.about for each in findings if each.severity > Severity.INFO)
+    return judged(about or f"none of {known} known ones is set where it hurts", findings)
+
+
+def _leftover_findings(
+    situation: Situation, sources: Mapping[str, Mapping[str, str]]
+) -> Iterator[Finding]:
+    for each in _LEFTOVERS:
+        for source, values in sources.items():
+            value = values.get(each.name)
+            if value is not None and each.elsewhere(value, situation):
+                yield note(
+                    f"{each.name}={value} is set; where there are GPUs, {each.effect}",
+                    evidence=(f"it is set in {source}",),
+                    about=each.name,
+                )
+            if value is None or not each.hurts(value, situation):
+                continue
+            inside = source == "the environment"
+            yield finding(
+                each.severity,
+                f"{each.name}={value} is set: {each.effect}",
+                evidence=() if inside else (f"it is set in {source}",),
+                fix="Remove it, from the shell's start files and the image as well."
+                if inside
+                else f"Remove the line from {source}.",
+                paste=typed("unset {}", each.name) if inside else _line_without(each.name, source),
+                about=each.name,
+            )
+
+
+def _line_without(name: str, source: str) -> str:
+    """The line that takes a variable out of a file."""
+    sudo = "sudo " if source.startswith("/etc/") else ""
+    return typed(f"{sudo}sed -i {{}} {{}}", f"/^ *{name} *=/d", source)
+
+
+def _startup_files(situation: Situation) -> dict[str, dict[str, str]]:
+    """What NCCL reads from files, by path; the environment takes precedence."""
+    home = situation.environ.get("HOME", "")
+    paths = [situation.proc.parent / "etc" / "nccl.conf"]
+    if home:
+        paths.insert(0, Path(home) / ".nccl.conf")
+    found: dict[str, dict[str, str]] = {}
+    for path in paths:
+        rows = (row.strip() for row in text(path).splitlines())
+        pairs = (row.partition("=") for row in rows if "=" in row and not row.startswith("#"))
+        values = {name.strip(): value.strip() for name, _, value in pairs}
+        found[str(path)] = {
+            name: value for name, value in values.items() if name not in situation.environ
+        }
+    return found
+
+
+# -- whether the port of the rendezvous is free, and who holds it
+
+
+_STORE_MAGIC = 0x3C85F7CE
+_VALIDATE, _COUNT_KEYS = 0, 7
+"""Of torch/csrc/distributed/c10d/TCPStoreBackend.hpp, unchanged from torch 2.4 to 2.15."""
+
+
+@check("port", "DDP002", limit=LOOKUPS_LIMIT)
+def port(situation: Situation) -> Outcome:
+    """The port on which rank 0 will listen is in use.
+
+    What it finds
+        A rendezvous port (--rdzv-endpoint, --master-port, MASTER_PORT, or 29500) that this user
+        cannot listen on. Where it can be seen, the process that holds the port, and whether that is
+        the store of another distributed job.
+
+    Why it is bad
+        torchrun fails with "The server socket has failed to listen on any local network address".
+        If another job's store listens there, the ranks may even join that job and wait.
+
+    How to fix it
+        Choose another port, or end the process that holds it if it is left over.
+
+    Example
+        Wrong: two jobs on one machine, both with `--master-port 29500`.
+        Right: `--master-port 29501` for the second job, or `--standalone`, which picks a free port.
+
+    When it stays silent
+        On nodes other than the first. Where torchrun picks a free port itself (one machine, no port
+        given, torch 2.13 and later).
+    """
+    options, endpoint = situation.options, situation.endpoint
+    if options.nnodes > 1 and not seat(situation).host:
+        return skipped("it is not known where the nodes meet")
+    if options.nnodes > 1 and not _is_first_node(situation):
+        return skipped("node 0 listens, not this one")
+    number = endpoint[1] if endpoint else DEFAULT_PORT
+    if endpoint is None and options.nnodes == 1 and software.torchrun_picks_a_port():
+        return passed("torchrun takes a free one by itself")
+    # Of several nodes the check itself listens there meanwhile: then only others are looked for.
+    problem = _bind_error(number) if options.nnodes == 1 else 0
+    holders = [each for each in _holders(situation, number) if each.pid != os.getpid()]
+    if problem == errno.EACCES:
+        return judged(f"{number} is reserved", [_reserved(situation, number)])
+    if not problem and not holders and not _others_listen(situation, number):
+        return passed(f"{number} is free")
+    return judged(f"{number} is taken", [_taken(situation, number, holders)])
+
+
+def _is_first_node(situation: Situation) -> bool:
+    """Whether this is the node of the rendezvous: by its rank, else by the rendezvous' address."""
+    if situation.options.node_rank is not None:
+        return situation.options.node_rank == 0
+    found = situation.shared(endpoint_name)
+    here = situation.shared(interfaces)
+    return found is not None and any(owner(each, here) for each in found.addresses)
+
+
+def _bind_error(number: int) -> int:
+    """The error number with which listening as torch's store does fails; 0 if it works."""
+    for family, address in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as server:
+                server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+                server.bind((address, number))
+                server.listen()
+                return 0
+        except OSError as error:
+            if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                return error.errno
+    return 0
+
+
+def _taken(situation: Situation, number: int, holders: list[Listed]) -> Finding:
+    who = "; ".join(each.described for each in holders[:3])
+    store = speaks_store(number)
+    what = "the store of another distributed job" if store else "a process"
+    owner = f"{what}: {who}" if who else f"{what} that this user may not see"
+    free = next((each for each in range(number + 1, number + 100) if not _bind_error(each)), None)
+    evidence = [f"it is held by {owner}"]
+    if store:
+        evidence.append("it answers in the protocol of torch's TCPStore")
+    return failure(
+        f"port {number}, on which rank 0 will listen, is taken",
+        evidence=tuple(evidence),
+        fix=f"Choose another port, the same on every node ({free} is free here), or end the "
+        "process if it is a left-over.",
+        paste=_with_port(situation, free) if free else typed("ss -tlnp {}", f"sport = :{number}"),
+    )
+
+
+def _with_port(situation: Situation, number: int) -> str:
+    if situation.options.endpoint or situation.endpoint is None:
+        return corrected_line(situation, port=number)
+    return typed("export MASTER_PORT={}", number)
+
+
+def _reserved(situation: Situation, number: int) -> Finding:
+    return failure(
+        f"this user may not listen on port {number}",
+        evidence=("ports below 1024 are the superuser's",),
+        fix="Choose a port from 1024 on.",
+        paste=_with_port(situation, DEFAULT_PORT),
+    )
+
+
+def _listening(situation: Situation, number: int) -> set[int]:
+    """The sockets that listen on a port."""
+    found = listening(situation.proc)
+    return {inode for inode, port_of_it in found.items() if port_of_it == number}
+
+
+def _others_listen(situation: Situation, number: int) -> bool:
+    """Whether a process listens there that is not this one, even one that cannot be seen."""
+    return bool(_listening(situation, number) - sockets(situation.proc / "self"))
+
+
+def _holders(situation: Situation, number: int) -> list[Listed]:
+    """The processes that hold a listening socket of that port, as far as this user may see."""
+    inodes = _listening(situation, number)
+    if not inodes:
+        return []
+    return [each for each in listed(situation.proc) if inodes & sockets(each.folder)]
+
+
+def speaks_store(number: int, host: str = "127.0.0.1", seconds: float = 1.0) -> bool:
+    """Whether torch's TCPStore answers at a port: it is asked for the number of its keys."""
+    question = bytes([_VALIDATE]) + struct.pack("=I", _STORE_MAGIC) + bytes([_COUNT_KEYS])
+    try:
+        with socket.create_connection((host, number), seconds) as connection:
+            connection.settimeout(seconds)
+            connection.sendall(question)
+            answer = b""
+            while len(answer) < 8:
+                part = connection.recv(8 - len(answer))
+                if not part:
+                    return False
+                answer += part
+    except OSError:
+        return False
+    keys: int = struct.unpack("=q", answer)[0]
+    return 0 <= keys < 1 << 40

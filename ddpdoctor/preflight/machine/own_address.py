@@ -1,21 +1,147 @@
-"""Whether another machine has this machine's address as well."""
+"""Whether this machine's name and address are its own, and its neighbour table has room."""
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ddpdoctor.core.finding import Finding
-from ddpdoctor.preflight.check import Outcome, check, failure, judged, skipped, typed
-from ddpdoctor.preflight.machine.interfaces import Interface, best, gloo_choice, interfaces
-from ddpdoctor.preflight.machine.lookups import ALL, endpoint_name, own_name
+from ddpdoctor.core.finding import Finding, Severity
+from ddpdoctor.preflight.check import (
+    Outcome,
+    check,
+    failure,
+    finding,
+    judged,
+    skipped,
+    typed,
+    warning,
+)
+from ddpdoctor.preflight.machine import software
+from ddpdoctor.preflight.machine.network import (
+    ADDRESSES,
+    LOOKUPS_LIMIT,
+    Interface,
+    Lookup,
+    best,
+    endpoint_name,
+    export_line,
+    full_name,
+    gloo_choice,
+    interfaces,
+    own_name,
+    owner,
+)
 from ddpdoctor.preflight.situation import Situation
 
-ATTEMPTS = 3
-PATIENCE = 0.4
+# -- whether this machine's own name leads back to it
+
+
+@check("host-name", "DDP003", limit=LOOKUPS_LIMIT)
+def host_name(situation: Situation) -> Outcome:
+    """This machine's host name does not resolve to an address that other machines can reach.
+
+    What it finds
+        A host name that does not resolve, a full name (`hostname -f`) that does not resolve, or a
+        name that resolves to an address of another machine. In a job of several nodes, also a name
+        that resolves to 127.0.0.1 or 127.0.1.1.
+
+    Why it is bad
+        torchrun gives the first node's name to all ranks as MASTER_ADDR. If that name does not
+        resolve, even a job on one machine never starts and repeats a warning. gloo listens on the
+        name's address: with 127.0.1.1, which Debian and Ubuntu write to /etc/hosts, no other node
+        can connect.
+
+    How to fix it
+        Add the machine's address and name to /etc/hosts, or choose the interface with
+        GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME.
+
+    Example
+        Wrong, in /etc/hosts of node1: `127.0.1.1 node1`
+        Right: `10.0.0.5 node1`
+
+    When it stays silent
+        For a loopback address in a job on one machine, and where GLOO_SOCKET_IFNAME names the
+        interface.
+    """
+    found = situation.shared(own_name)
+    is_ = f" is {', '.join(found.addresses[:3])}" if found.addresses else f": {found.problem}"
+    detail = f"{found.name}{is_}"
+    return judged(detail, _name_findings(situation, found, situation.shared(interfaces)))
+
+
+def _name_findings(
+    situation: Situation, found: Lookup, here: tuple[Interface, ...]
+) -> Iterator[Finding]:
+    many = situation.options.nnodes > 1
+    endpoint = situation.shared(endpoint_name)
+    interface = best(here, endpoint.addresses[0] if endpoint and endpoint.addresses else "")
+    wanted = interface.addresses[0] if interface else "" if many else "127.0.0.1"
+    unknown = [each for each in (found, situation.shared(full_name)) if not each.addresses]
+    own = [each for each in (owner(address, here) for address in found.addresses) if each]
+    if unknown:
+        yield _unknown(unknown[0], wanted, many)
+    elif not own:
+        yield _foreign(found, here, wanted, many)
+    elif many and own[0].loopback and not situation.environ.get("GLOO_SOCKET_IFNAME"):
+        loopback = next(each for each in found.addresses if owner(each, here) is own[0])
+        yield finding(
+            _where_addresses_are_judged(situation),
+            f"this machine's host name {found.name} resolves to {loopback}: gloo will listen where "
+            "no other node can connect",
+            fix="Choose the interface by its name, or correct the line in /etc/hosts: "
+            f"{wanted or 'ADDRESS'} {found.name}",
+            paste=export_line(interface) if interface else ADDRESSES,
+        )
+
+
+def _where_addresses_are_judged(situation: Situation) -> Severity:
+    """How bad it is: with the other nodes' addresses known, that check says whether it matters."""
+    judged_together = "gloo-addresses" in (situation.chosen or ())
+    return Severity.WARNING if judged_together else Severity.ERROR
+
+
+def _foreign(found: Lookup, here: tuple[Interface, ...], wanted: str, many: bool) -> Finding:
+    mine = [each for other in here if not other.loopback for each in other.addresses]
+    return finding(
+        Severity.ERROR if many else Severity.WARNING,
+        f"this machine's host name {found.name} resolves to {', '.join(found.addresses[:3])}, "
+        "which is not an address of this machine",
+        evidence=(f"it has {', '.join(mine) or 'no address'}",),
+        fix="Correct the name in /etc/hosts or in the name server.",
+        paste=_hosts_line(wanted, found.name),
+    )
+
+
+def _unknown(name: Lookup, wanted: str, many: bool) -> Finding:
+    # Older versions of torchrun use 127.0.0.1 on one machine, unless --standalone is given.
+    always = many or software.torchrun_picks_a_port()
+    return finding(
+        Severity.ERROR if always else Severity.WARNING,
+        f"this machine's host name {name.name} does not resolve: {name.problem}",
+        evidence=(
+            "torchrun gives it to the ranks as MASTER_ADDR, on one machine as well, and they wait "
+            "for it",
+        ),
+        fix="Put the name into /etc/hosts.",
+        paste=_hosts_line(wanted, name.name),
+    )
+
+
+def _hosts_line(address: str, name: str) -> str:
+    if not address:
+        return ADDRESSES
+    return typed("echo {} | sudo tee -a /etc/hosts", f"{address} {name}")
+
+
+# -- whether another machine has this machine's address as well
+
+
+ARP_ATTEMPTS = 3
+ARP_PATIENCE = 0.4
 """Seconds that an answer to one of them may take; on a local network it takes less than 1 ms."""
 
 MOST_PACKETS = 1000
@@ -23,12 +149,12 @@ MOST_PACKETS = 1000
 
 _ARP = 0x0806
 _BROADCAST = b"\xff" * 6
-_PACKET = struct.Struct("!HHBBH6s4s6s4s")
+_ARP_PACKET = struct.Struct("!HHBBH6s4s6s4s")
 """ARP for IPv4 over Ethernet (RFC 826): hardware, protocol, sizes, operation, sender, target."""
-_REQUEST, _REPLY = 1, 2
+_ARP_REQUEST, _ARP_REPLY = 1, 2
 
 
-@check("own-address", "DDP018", limit=ALL)
+@check("own-address", "DDP018", limit=LOOKUPS_LIMIT)
 def own_address(situation: Situation) -> Outcome:
     """Another machine has this machine's IP address as well.
 
@@ -57,18 +183,20 @@ def own_address(situation: Situation) -> Outcome:
     if situation.options.nnodes < 2:
         return skipped("one node")
     try:
-        found = situation.shared(answers)
+        found = situation.shared(arp_answers)
     except PermissionError:
         return skipped("raw sockets need root")
     except (OSError, AttributeError) as error:
         return skipped(f"no raw sockets for ARP here: {error}")
     if not found:
         return skipped("no interface with an IPv4 address on an Ethernet")
-    return judged(f"asked by ARP for {', '.join(each.address for each in found)}", _findings(found))
+    return judged(
+        f"asked by ARP for {', '.join(each.address for each in found)}", _address_findings(found)
+    )
 
 
 @dataclass(frozen=True)
-class Answer:
+class ArpAnswer:
     """What came of asking for an address of this machine.
 
     Attributes:
@@ -85,32 +213,32 @@ class Answer:
         return f"asked by ARP on {self.interface}, {self.card} answers for {self.address}"
 
 
-def _findings(found: tuple[Answer, ...]) -> Iterator[Finding]:
+def _address_findings(found: tuple[ArpAnswer, ...]) -> Iterator[Finding]:
     for each in found:
         if each.card:
             yield failure(
                 f"another machine has this machine's address, {each.address}: packets for one "
                 "arrive at the other",
                 evidence=(str(each),),
-                fix=FIX,
-                paste=typed(PASTE, each.interface),
+                fix=SHARED_ADDRESS_FIX,
+                paste=typed(SHARED_ADDRESS_PASTE, each.interface),
                 about=each.interface,
             )
 
 
-FIX = "Give each machine its own address. What this one has:"
-PASTE = "ip address show dev {}"
+SHARED_ADDRESS_FIX = "Give each machine its own address. What this one has:"
+SHARED_ADDRESS_PASTE = "ip address show dev {}"
 
 
-def shared_address(situation: Situation) -> Answer | None:
+def shared_address(situation: Situation) -> ArpAnswer | None:
     """The answer of another machine that has this one's address, if one is known to be there."""
     try:
-        return next((each for each in situation.shared(answers) if each.card), None)
+        return next((each for each in situation.shared(arp_answers) if each.card), None)
     except (OSError, AttributeError):
         return None
 
 
-def answers(situation: Situation) -> tuple[Answer, ...]:
+def arp_answers(situation: Situation) -> tuple[ArpAnswer, ...]:
     """What came of asking for each address at which the other nodes reach this machine.
 
     Raises:
@@ -119,7 +247,7 @@ def answers(situation: Situation) -> tuple[Answer, ...]:
     """
     cards = _cards()
     return tuple(
-        Answer(interface.name, address, card)
+        ArpAnswer(interface.name, address, card)
         for interface, address in _own(situation)
         if (card := _asked(interface.name, address, cards)) is not None
     )
@@ -162,20 +290,85 @@ def _asked(name: str, address: str, cards: frozenset[bytes]) -> str | None:
         if len(own) != 6:
             return None
         # Without a sender's address: no machine learns from the question that it is here.
-        question = _PACKET.pack(1, 0x0800, 6, 4, _REQUEST, own, bytes(4), bytes(6), wanted)
-        for _ in range(ATTEMPTS):
+        question = _ARP_PACKET.pack(1, 0x0800, 6, 4, _ARP_REQUEST, own, bytes(4), bytes(6), wanted)
+        for _ in range(ARP_ATTEMPTS):
             line.sendto(question, (name, _ARP, 0, 0, _BROADCAST))
-            until = time.monotonic() + PATIENCE
+            until = time.monotonic() + ARP_PATIENCE
             for _ in range(MOST_PACKETS):
                 # What came while this process got no core is read as well.
                 line.settimeout(max(0.001, until - time.monotonic()))
                 try:
-                    packet = line.recv(_PACKET.size)
+                    packet = line.recv(_ARP_PACKET.size)
                 except TimeoutError:
                     break
-                if len(packet) < _PACKET.size:
+                if len(packet) < _ARP_PACKET.size:
                     continue
-                *_, operation, sender, said, _, _ = _PACKET.unpack(packet)
-                if operation == _REPLY and said == wanted and sender not in cards:
+                *_, operation, sender, said, _, _ = _ARP_PACKET.unpack(packet)
+                if operation == _ARP_REPLY and said == wanted and sender not in cards:
                     return str(sender.hex(":"))
     return ""
+
+
+# -- whether the kernel's neighbour table has room for the nodes of the job
+
+
+NEARLY_FULL = 0.9
+"""The share of the table from which it counts as full."""
+
+
+@check("neighbour-table", "DDP013")
+def neighbour_table(situation: Situation) -> Outcome:
+    """The kernel's neighbour (ARP) table is full or too small for the nodes of the job.
+
+    What it finds
+        An IPv4 neighbour table filled to 90 % of net.ipv4.neigh.default.gc_thresh3, or one that the
+        nodes of this job would fill.
+
+    Why it is bad
+        The kernel drops packets to machines that are not in the table ("neighbour: arp_cache:
+        neighbor table overflow!" in its log). Connections to some nodes hang now and then.
+
+    How to fix it
+        Raise gc_thresh1, gc_thresh2 and gc_thresh3 on every node.
+
+    Example
+        Wrong: 1,024 entries, the kernel's default, in a flat network of 2,000 nodes.
+        Right: `sysctl -w net.ipv4.neigh.default.gc_thresh3=16384`
+
+    When it stays silent
+        Below these limits, and on systems that do not report the table.
+    """
+    thresholds = situation.proc / "sys" / "net" / "ipv4" / "neigh" / "default"
+    entries = 0
+    try:
+        most = int((thresholds / "gc_thresh3").read_text())
+        # The second row's first column, in hexadecimal: every row has the same.
+        row = (situation.proc / "net" / "stat" / "arp_cache").read_text().splitlines()[1]
+        entries = int(row.split()[0], 16)
+    except (OSError, ValueError, IndexError):
+        with contextlib.suppress(OSError):
+            entries = len((situation.proc / "net" / "arp").read_text().splitlines()) - 1
+        if not (thresholds / "gc_thresh3").exists():
+            return skipped("this kernel does not say (inside a container's network)")
+        most = int((thresholds / "gc_thresh3").read_text())
+    return judged(f"{entries} of {most} entries", _neighbour_findings(situation, entries, most))
+
+
+def _neighbour_findings(situation: Situation, entries: int, most: int) -> Iterator[Finding]:
+    nodes = situation.options.nnodes
+    coming = entries + nodes if nodes > 1 else entries
+    if most <= 0 or coming < NEARLY_FULL * most:
+        return
+    wanted = 1 << max(12, (4 * coming).bit_length())
+    yield warning(
+        f"the kernel's neighbour table holds {entries} of {most} entries"
+        + (f", and the job has {nodes} nodes" if nodes > 1 else ""),
+        fix="Raise its thresholds, on every node.",
+        paste=typed(
+            "sudo sysctl -w net.ipv4.neigh.default.gc_thresh1={} "
+            "net.ipv4.neigh.default.gc_thresh2={} net.ipv4.neigh.default.gc_thresh3={}",
+            wanted // 4,
+            wanted // 2,
+            wanted,
+        ),
+    )

@@ -1,15 +1,30 @@
-"""Whether the options of all nodes agree."""
+"""Whether all nodes agree: options, clocks, software, code and checkpoint folder."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import errno
+import os
+import statistics
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 
-from ddpdoctor.core.finding import Finding
-from ddpdoctor.preflight.check import Outcome, failure, judged, warning
+from ddpdoctor.core.finding import Finding, Severity
+from ddpdoctor.preflight.check import (
+    Outcome,
+    failure,
+    finding,
+    judged,
+    note,
+    skipped,
+    typed,
+    warning,
+)
 from ddpdoctor.preflight.command_lines import check_line
-from ddpdoctor.preflight.nodes.judging import across_nodes, of_all
+from ddpdoctor.preflight.nodes.reductions import across_nodes, grouped, of_all, usual_of
 from ddpdoctor.preflight.protocol.meet import Meeting
+from ddpdoctor.preflight.protocol.messages import Facts, Folder
+
+# -- whether the options of all nodes agree
 
 
 @across_nodes("same-job", "DDP051")
@@ -36,10 +51,10 @@ def agreement(meeting: Meeting) -> Outcome:
         If the options agree.
     """
     ranks = sum(node.facts.nproc for node in meeting.nodes)
-    return judged(f"{of_all(meeting)}, {ranks} ranks", _findings(meeting))
+    return judged(f"{of_all(meeting)}, {ranks} ranks", _option_findings(meeting))
 
 
-def _findings(meeting: Meeting) -> Iterator[Finding]:
+def _option_findings(meeting: Meeting) -> Iterator[Finding]:
     by_rank: dict[int, list[int]] = {}
     for index, node in enumerate(meeting.nodes):
         if node.facts.rank is not None:
@@ -118,3 +133,380 @@ def _each(meeting: Meeting, values: list[int], option: str) -> tuple[str, ...]:
         + meeting.hosts([index for index, other in enumerate(values) if other == value])
         for value in sorted(set(values))[:8]
     )
+
+
+# -- whether the nodes' clocks agree
+
+
+CLOCK_WARN_S = 1.0
+CLOCK_FAIL_S = 10.0
+
+
+@across_nodes("clocks", "DDP052")
+def clocks(meeting: Meeting) -> Outcome:
+    """The clocks of the nodes differ.
+
+    What it finds
+        A node whose wall clock differs from the others' by more than 1 s (warning) or more than 10
+        s (error), after subtracting the error of the measurement, which is half a round trip.
+
+    Why it is bad
+        torchrun's rendezvous uses the clock to decide which nodes are alive. A node that is 20 s
+        behind is considered dead: the others continue without it, and a job of two nodes trains on
+        one, with exit status 0. Logs of the nodes cannot be compared either.
+
+    How to fix it
+        Run a time service on every node: `sudo timedatectl set-ntp true`, or
+        `sudo chronyc makestep` where chrony runs.
+
+    Example
+        Wrong: a machine that was suspended, without NTP.
+        Right: chrony or systemd-timesyncd on every node.
+
+    When it stays silent
+        If all clocks are within 1 s.
+    """
+    # How far a node's clock is ahead of the coordinator's.
+    ahead = [-node.offset for node in meeting.nodes]
+    spread = max(ahead) - min(ahead)
+    detail = f"{of_all(meeting)}, at most {spread:.3f} s apart"
+    findings = list(_clock_findings(meeting, ahead))
+    median = statistics.median(ahead)
+    far = [
+        node.facts.host
+        for node, own in zip(meeting.nodes, ahead, strict=True)
+        if len(ahead) > 2
+        and _clock_severity(abs(own - median) - node.uncertainty) is Severity.ERROR
+    ]
+    return judged(detail, findings, exclude=far)
+
+
+def _clock_findings(meeting: Meeting, ahead: list[float]) -> Iterator[Finding]:
+    fix = "Let a time service run on every node (chrony, systemd-timesyncd)."
+    paste = "sudo timedatectl set-ntp true"
+    if len(ahead) == 2:
+        difference = abs(ahead[0] - ahead[1])
+        unsure = sum(node.uncertainty for node in meeting.nodes)
+        first, second = (0, 1) if ahead[0] > ahead[1] else (1, 0)
+        severity = _clock_severity(difference - unsure)
+        if severity is not None:
+            yield finding(
+                severity,
+                f"the clock of {meeting.name(second)} is {difference:.1f} s behind that of "
+                f"{meeting.name(first)}",
+                evidence=("which of the two is wrong is not visible from here",),
+                fix=fix,
+                paste=paste,
+                about="clocks",
+            )
+        return
+    median = statistics.median(ahead)
+    for index, node in enumerate(meeting.nodes):
+        away = ahead[index] - median
+        severity = _clock_severity(abs(away) - node.uncertainty)
+        if severity is not None:
+            side = "ahead of" if away > 0 else "behind"
+            yield finding(
+                severity,
+                f"the clock of {meeting.name(index)} is {abs(away):.1f} s {side} the others",
+                fix=fix,
+                paste=paste,
+                about=f"clock {index}",
+            )
+
+
+def _clock_severity(seconds: float) -> Severity | None:
+    if seconds > CLOCK_FAIL_S:
+        return Severity.ERROR
+    return Severity.WARNING if seconds > CLOCK_WARN_S else None
+
+
+# -- whether all nodes have the same software, the same settings of NCCL and the same code
+
+
+DRIVER = "nvidia-smi --query-gpu=driver_version --format=csv"
+
+SAID_VERSIONS = 3
+"""Of more than these, besides the usual one, only the number is shown."""
+
+OF_EACH_NODE = (
+    "_IFNAME",
+    "_IB_HCA",
+    "_DEBUG",
+    "_DEBUG_FILE",
+    "_TOPO_FILE",
+    "_HOSTID",
+    "_IB_GID_INDEX",
+)
+"""Endings of variables that rightly differ between nodes: names of devices and files."""
+
+
+@across_nodes("node-versions", "DDP057")
+def node_versions(meeting: Meeting) -> Outcome:
+    """The nodes have different versions of torch, NCCL, the driver or Python, or NCCL settings.
+
+    What it finds
+        Different torch or NCCL versions (errors; a warning if torch differs only in its last
+        number), different NVIDIA drivers or Python minor versions (warnings), and NCCL variables
+        that are not the same on every node (warning), except those that name devices or files.
+
+    Why it is bad
+        Different NCCL versions fail with "unhandled system error" or hang. Different torch versions
+        may split gradients into different buckets: wrong sums or a hang. An NCCL algorithm that is
+        set on one node only is a hang.
+
+    How to fix it
+        Use the same environment on every node: one container image or one lock file.
+
+    Example
+        Wrong: `pip install torch` on each node, a month apart.
+        Right: `pip install -r requirements.lock` on each node.
+
+    When it stays silent
+        If the versions are equal, and where a node does not have the component (no GPU, no driver).
+    """
+    detail = f"{of_all(meeting)}, torch {_first(meeting, lambda facts: facts.torch)}"
+    return judged(detail, [*_version_findings(meeting), *_setting_findings(meeting)])
+
+
+def _first(meeting: Meeting, of: Callable[[Facts], str]) -> str:
+    return next(filter(None, (of(node.facts) for node in meeting.nodes)), "not installed")
+
+
+def _version_findings(meeting: Meeting) -> Iterator[Finding]:
+    torch = grouped(meeting, lambda facts: facts.torch or "none")
+    if len(torch) > 1:
+        minor = {_minor(version) for version in torch}
+        severity = Severity.ERROR if len(minor) > 1 else Severity.WARNING
+        usual = usual_of(torch)
+        wanted = usual if usual != "none" else next(each for each in torch if each != "none")
+        # Without the label of its build (+cu126), which an index need not have.
+        paste = typed("pip install torch=={}", wanted.partition("+")[0])
+        yield _differ(meeting, "torch", torch, severity, paste)
+    nccl = grouped(meeting, lambda facts: facts.nccl)
+    if len(nccl) > 1:
+        yield _differ(meeting, "NCCL", nccl, Severity.ERROR, "pip list | grep -i nccl")
+    driver = grouped(meeting, lambda facts: facts.driver)
+    if len(driver) > 1:
+        yield _differ(meeting, "the NVIDIA driver", driver, Severity.WARNING, DRIVER)
+    python = grouped(meeting, lambda facts: _minor(facts.python))
+    if len(python) > 1:
+        paste = typed("python{} -m venv venv", usual_of(python))
+        yield _differ(meeting, "Python", python, Severity.WARNING, paste)
+    own = grouped(meeting, lambda facts: facts.ddpdoctor)
+    if len(own) > 1:
+        paste = typed("pip install ddpdoctor=={}", usual_of(own))
+        yield _differ(meeting, "ddpdoctor", own, Severity.WARNING, paste)
+
+
+def _differ(
+    meeting: Meeting, what: str, groups: dict[str, list[int]], severity: Severity, paste: str
+) -> Finding:
+    usual = usual_of(groups)
+    odd = [version for version in groups if version != usual]
+    each = [f"{version} on {meeting.hosts(groups[version])}" for version in odd[:SAID_VERSIONS]]
+    if len(odd) > SAID_VERSIONS:
+        each.append(f"{len(odd) - SAID_VERSIONS} other versions on others")
+    return finding(
+        severity,
+        f"{what} is {', '.join(each)}, and {usual} on {meeting.hosts(groups[usual])}",
+        fix="Use the same environment on every node.",
+        paste=paste,
+        about=what,
+    )
+
+
+def _setting_findings(meeting: Meeting) -> Iterator[Finding]:
+    names = sorted(
+        {
+            name
+            for node in meeting.nodes
+            for name in node.facts.variables
+            if name.startswith("NCCL_") and not name.endswith(OF_EACH_NODE)
+        }
+    )
+    for name in names:
+        groups = grouped(meeting, lambda facts, name=name: facts.variables.get(name, "not set"))  # type: ignore[misc]
+        if len(groups) < 2:
+            continue
+        usual = usual_of(groups)
+        yield warning(
+            f"{name} is not the same on all nodes",
+            evidence=tuple(
+                f"{value}: {meeting.hosts(indices)}" for value, indices in sorted(groups.items())
+            )[:8],
+            fix="Set it alike on every node, or on none.",
+            paste=typed("export {}={}", name, usual)
+            if usual != "not set"
+            else typed("unset {}", name),
+            about=name,
+        )
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+@across_nodes("same-code", "DDP058")
+def same_code(meeting: Meeting) -> Outcome:
+    """The nodes do not have the same script, commit or uncommitted changes.
+
+    What it finds
+        If a script is given (`ddpdoctor check ... -- train.py`): a script that differs between
+        nodes or is missing on one, a different commit of its git repository, or different
+        uncommitted changes in tracked files.
+
+    Why it is bad
+        Ranks that run different code call different collectives. The job hangs, or it trains and
+        gives a wrong model.
+
+    How to fix it
+        Check out the same commit on every node, or put the code in a directory that all nodes
+        share.
+
+    Example
+        Wrong: `git pull` on node 0 only.
+        Right: `git checkout 3f2a91c` on every node.
+
+    When it stays silent
+        If everything is equal, or no script is given. Packages other than torch and NCCL are not
+        compared.
+    """
+    if not any(node.facts.script for node in meeting.nodes):
+        return skipped("no script was named: ddpdoctor check ... -- train.py")
+    first = next(node.facts for node in meeting.nodes if node.facts.script)
+    commit = f", commit {first.commit[:9]}" if first.commit else ", no git repository"
+    return judged(f"{of_all(meeting)}, {first.script}{commit}", _code_findings(meeting))
+
+
+def _code_findings(meeting: Meeting) -> Iterator[Finding]:
+    script = next(node.facts.script for node in meeting.nodes if node.facts.script)
+    lacking = [i for i, node in enumerate(meeting.nodes) if not node.facts.script_hash]
+    if lacking and len(lacking) < len(meeting.nodes):
+        yield failure(
+            f"{script} cannot be read on {meeting.hosts(lacking)}",
+            fix="Put it there, name the same script on every node, or use a shared folder. There:",
+            paste=typed("ls -l {}", script),
+            about="lacking",
+        )
+    hashes = grouped(meeting, lambda facts: facts.script_hash)
+    if len(hashes) > 1:
+        yield _code_differs(
+            meeting, f"{script} is not the same file", hashes, typed("sha256sum {}", script)
+        )
+    commits = grouped(meeting, lambda facts: facts.commit[:9])
+    if len(commits) > 1:
+        usual = usual_of(commits)
+        yield _code_differs(
+            meeting, f"the commit of {script} differs", commits, typed("git checkout {}", usual)
+        )
+        return
+    changes = grouped(meeting, lambda facts: (facts.changes or "none") if facts.commit else "")
+    if len(changes) > 1:
+        yield warning(
+            f"the uncommitted changes are not the same: {meeting.hosts(_odd(changes))} differ"
+            f"{'s' if len(_odd(changes)) == 1 else ''} from the others",
+            evidence=tuple(
+                f"{'no changes' if value == 'none' else f'changes {value[:9]}'}: "
+                f"{meeting.hosts(indices)}"
+                for value, indices in changes.items()
+            )[:8],
+            fix="Commit them and bring every node to that commit.",
+            paste="git diff HEAD --stat",
+            about="changes",
+        )
+
+
+def _code_differs(meeting: Meeting, what: str, groups: dict[str, list[int]], paste: str) -> Finding:
+    return failure(
+        f"{what}: {meeting.hosts(_odd(groups))} differ"
+        f"{'s' if len(_odd(groups)) == 1 else ''} from {meeting.hosts(groups[usual_of(groups)])}",
+        evidence=tuple(f"{value}: {meeting.hosts(indices)}" for value, indices in groups.items())[
+            :8
+        ],
+        fix="Bring every node to the same code.",
+        paste=paste,
+        about=what,
+    )
+
+
+def _odd(groups: dict[str, list[int]]) -> list[int]:
+    usual = usual_of(groups)
+    return sorted(i for value, indices in groups.items() if value != usual for i in indices)
+
+
+# -- whether the checkpoint folder is one folder on all nodes
+
+
+@across_nodes("shared-folder", "DDP059")
+def shared_folder(meeting: Meeting) -> Outcome:
+    """The checkpoint directory is not the same directory on all nodes.
+
+    What it finds
+        With `--checkpoint-dir`, one node writes a file there and the others look for it for a few
+        seconds. A node that does not see the file has a local directory at that path. If all nodes
+        see the file, a sample of names and sizes is compared as well.
+
+    Why it is bad
+        Rank 0 writes checkpoints on node 0. After a restart, the other nodes find no checkpoint or
+        an old one, and the ranks resume from different states.
+
+    How to fix it
+        Mount the same file system at that path on every node, or copy the checkpoints before you
+        resume.
+
+    Example
+        Wrong: `--checkpoint-dir /tmp/run7` on two machines.
+        Right: a directory on NFS, Lustre or another shared file system.
+
+    When it stays silent
+        If all nodes see the file, or no directory is given. It is only a warning: a job that never
+        resumes, or broadcasts the weights from rank 0, works without it.
+    """
+    test = meeting.report.folder
+    if not test.asked:
+        return skipped("no --checkpoint-dir was named")
+    writer = test.asked[0]
+    folder = meeting.nodes[writer].facts.folder
+    if test.error:
+        message = f"{folder} cannot be written on {meeting.name(writer)}"
+        wrong = failure(
+            f"{message}: {test.error}",
+            fix="Make the folder, or let this user write there.",
+            paste=typed("mkdir -p {}", folder)
+            if test.error == os.strerror(errno.ENOENT)
+            else typed("ls -ld {0}; df -h {0}", folder),
+            about="write",
+        )
+        return judged(message, [wrong])
+    return judged(
+        f"{len(test.seen) + 1} of {meeting.expected} nodes see the same {folder}",
+        _folder_findings(meeting, test, writer, folder),
+    )
+
+
+def _folder_findings(meeting: Meeting, test: Folder, writer: int, folder: str) -> Iterator[Finding]:
+    blind = [index for index in test.asked if index != writer and index not in test.seen]
+    if blind:
+        yield warning(
+            f"{folder} is another folder on {meeting.hosts(blind)} than on {meeting.name(writer)}",
+            evidence=(f"a file that {meeting.host(writer)} wrote there was not seen",),
+            fix="Mount the same file system there on every node, or copy checkpoints before a "
+            "resume.",
+            paste=typed("findmnt -T {}", folder),
+            about="blind",
+        )
+    elif len(set(filter(None, test.listings))) > 1:
+        yield warning(
+            f"the nodes see the same {folder}, but not the same files in it",
+            fix="A process writes there now, or a node's view is old: wait, and check again. On "
+            "each:",
+            paste=typed("ls -la {}", folder),
+            about="listing",
+        )
+    unasked = [index for index in range(len(meeting.nodes)) if index not in test.asked]
+    if unasked:
+        yield note(
+            f"{meeting.hosts(unasked)} came without --checkpoint-dir, and did not look",
+            about="unasked",
+        )

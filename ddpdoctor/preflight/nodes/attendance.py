@@ -1,9 +1,11 @@
-"""Whether all nodes come together at the rendezvous endpoint."""
+"""Which nodes met at the rendezvous endpoint, why others did not, and which are unfit for a job."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.preflight.check import (
@@ -14,25 +16,252 @@ from ddpdoctor.preflight.check import (
     failure,
     finding,
     judged,
+    note,
+    typed,
 )
 from ddpdoctor.preflight.command_lines import (
     NO_ID,
     check_line,
+    line_on_node_0,
     meeting_point,
     open_port,
     run_line,
     words,
 )
-from ddpdoctor.preflight.nodes.judging import LIMIT
-from ddpdoctor.preflight.nodes.unreached import CLOSED, own_problem
-from ddpdoctor.preflight.place import seat
-from ddpdoctor.preflight.protocol.addresses import is_local, own_host
+from ddpdoctor.preflight.machine import own_address
+from ddpdoctor.preflight.machine.network import is_local, own_host
+from ddpdoctor.preflight.nodes.reductions import LIMIT, across_nodes
+from ddpdoctor.preflight.protocol.joining import Problem
 from ddpdoctor.preflight.protocol.meet import LOCAL_LIMIT, Meeting, meeting_of
-from ddpdoctor.preflight.protocol.report import (
-    Caller,
-)
-from ddpdoctor.preflight.situation import ATTENDANCE, Situation
+from ddpdoctor.preflight.protocol.messages import Caller, Verdict
+from ddpdoctor.preflight.situation import ATTENDANCE, Situation, seat
 from ddpdoctor.preflight.words import counted, first
+
+# -- unreached
+
+
+CLOSED = {
+    "dropped": "the packets are silently dropped",
+    "refused": "it is refused, though it is open there",
+    "prohibited": "a firewall rejects it",
+    "unreachable": "it is rejected on the way",
+}
+"""What a node that is blocked reports about the port, by the kind of its problem."""
+
+
+def own_problem(meeting: Meeting, problem: Problem, situation: Situation) -> Finding:
+    """The finding of a node that did not meet the others."""
+    host, port = meeting.seat.host, meeting.seat.port
+    if not host:
+        fix, paste = meeting_point(meeting.seat, situation)
+        return _unreached_finding("no rendezvous endpoint is given (--rdzv-endpoint)", fix, paste)
+    if problem.kind == "other id":
+        # No line to paste leaves the id out: without one the meeting is open to anybody.
+        return _unreached_finding(
+            f"the check at {_at(meeting, problem)} is of another job: it has another rendezvous id",
+            "If it is this job's, give --rdzv-id the same value on every node. If it is another "
+            "one's, choose another port, on every node; here:",
+            check_line(replace(meeting.seat, port=_other_port(port)), situation.nproc),
+            f"the rendezvous id here is {meeting.seat.rdzv_id!r}",
+        )
+    if meeting.holder:
+        return _unreached_finding(
+            f"port {port} cannot be listened on here: {problem.words}",
+            "Node rank 0 needs it: stop what holds the port, or choose another one in "
+            "--rdzv-endpoint on every node.",
+            typed("ss -tlnp {}", f"sport = :{port}"),
+        )
+    if problem.kind in ("refused", "dropped", "prohibited", "unreachable", "no route", "no host"):
+        if is_local(host):
+            fix, paste = meeting_point(meeting.seat, situation)
+            return _unreached_finding(
+                f"node 0 is not at {meeting.seat.endpoint}: on every node that is the node itself",
+                fix,
+                paste,
+                f"within {problem.waited:.0f} s nothing listened there",
+            )
+        if meeting.own_endpoint:
+            return _unreached_finding(
+                f"the endpoint {meeting.seat.endpoint} is this machine, which is node rank "
+                f"{meeting.seat.rank}: node rank 0 is not here",
+                "Name the machine of node rank 0 in --rdzv-endpoint, on every node. There, this "
+                "starts the check:",
+                line_on_node_0(meeting.seat, situation.nproc),
+                f"within {problem.waited:.0f} s nothing listened there",
+            )
+        return _closed_port(meeting, problem, situation)
+    where = meeting.seat.endpoint
+    at = _at(meeting, problem)
+    again = check_line(meeting.seat, situation.nproc)
+    if problem.kind == "unresolved":
+        return _unreached_finding(
+            f"the name {host} does not resolve on this node",
+            "If the name is right, add it to /etc/hosts here: typed on that machine, this prints "
+            "the line. Or give its address in --rdzv-endpoint, on every node.",
+            typed('echo "$(hostname -I | cut -d " " -f 1)" {}', host),
+            problem.words,
+        )
+    if problem.kind == "no files":
+        return _unreached_finding(
+            f"this node may open no more files: the connection to {at} could not be tested",
+            "Raise the limit in the shell that starts the check and the job, here:",
+            "ulimit -n 65536",
+            problem.words,
+        )
+    if problem.kind == "silent":
+        return _unreached_finding(
+            f"a program takes the connection at {at} and says nothing",
+            f"Look at {host}: another program that holds port {port} (a job that still runs?), or "
+            "a check that may open no more files or gets no CPU. There:",
+            typed("ss -tlnp {}; ulimit -n", f"sport = :{port}"),
+        )
+    if problem.kind == "other service":
+        return _unreached_finding(
+            f"another program answers at {at}, not `ddpdoctor check`",
+            f"Stop what holds port {port} on {host} (a job that still runs?), or choose another "
+            "port in --rdzv-endpoint on every node.",
+            typed("ss -tlnp {}", f"sport = :{port}"),
+        )
+    if problem.kind == "late":
+        return _unreached_finding(
+            f"the check at {at} went on without this node",
+            "Start it on all nodes at about the same time.",
+            again,
+            problem.words,
+        )
+    if problem.kind == "full" and situation.hostname in problem.here:
+        return _unreached_finding(
+            f"the check at {at} runs already, with {situation.hostname} among its nodes",
+            "If it was started here a second time, wait for the first, or start it again on all "
+            "nodes. If two nodes share this host name, give each its own. Then here:",
+            again,
+            problem.words,
+        )
+    if problem.kind == "full":
+        return _unreached_finding(
+            f"the check at {at} had all its nodes already",
+            "Give --nnodes the number of all nodes, on each of them:",
+            check_line(meeting.seat, situation.nproc, nnodes=meeting.seat.nnodes + 1),
+            problem.words,
+        )
+    return _unreached_finding(
+        f"the connection to node 0 at {where} was lost: {problem.words}",
+        "See what the check on node 0 says; it may have been interrupted. Then start it again:",
+        again,
+    )
+
+
+def _other_port(port: int) -> int:
+    return port + 1 if port < 65535 else port - 1
+
+
+def _closed_port(meeting: Meeting, problem: Problem, situation: Situation) -> Finding:
+    """There is no connection to the endpoint."""
+    host, port = meeting.seat.host, meeting.seat.port
+    at = _at(meeting, problem)
+    opened = open_port(port, problem.address or host)
+    door = f"the check runs there: it answers at port {problem.door}" if problem.door else ""
+    if problem.behind:
+        return _unreached_finding(
+            f"{at} is not the machine of node 0, but leads to it for other ports: {problem.behind}",
+            f"An address is translated on the way (NAT, a load balancer, a container): forward TCP "
+            f"port {port} as well, or name an address of node 0 itself in --rdzv-endpoint, on "
+            "every node. gloo and NCCL need that in any case. Here:",
+            check_line(meeting.seat, situation.nproc, host=problem.behind),
+            door,
+        )
+    sender = f"{problem.sender} says so by ICMP" if problem.sender else ""
+    in_firewall = f"Open TCP port {port} in the firewall of {host}, or of the network (a security "
+    in_firewall += f"group). On {host}:"
+    if problem.kind == "refused" and door:
+        return _unreached_finding(
+            f"{at} refuses connections, though the check listens there: a firewall rejects it",
+            in_firewall,
+            opened,
+            door,
+            sender,
+        )
+    if problem.kind == "refused":
+        return _unreached_finding(
+            f"{at} refuses connections: within {problem.waited:.0f} s nothing listened there",
+            "Start the same command on node 0. If it runs there, a firewall rejects the port: open "
+            f"it on {host}:",
+            opened,
+            sender,
+        )
+    if problem.kind == "dropped":
+        other = own_address.shared_address(situation)
+        if other is not None:
+            return _unreached_finding(
+                f"{at} does not answer: another machine has this machine's address, "
+                f"{other.address}, and gets what is sent to it",
+                own_address.SHARED_ADDRESS_FIX,
+                typed(own_address.SHARED_ADDRESS_PASTE, other.interface),
+                str(other),
+            )
+        up = f"the machine is up: it answers at port {problem.answering}"
+        if door or problem.answering:
+            what = "packets to that port are silently dropped"
+            return _unreached_finding(
+                f"{at} does not answer: {what}", in_firewall, opened, door or up
+            )
+        everywhere = f"{at} does not answer, at no port that was tried"
+        everywhere += ": packets are silently dropped"
+        if problem.echoes:
+            return _unreached_finding(
+                everywhere, in_firewall, opened, "the machine is up: it answers a ping"
+            )
+        return _unreached_finding(
+            everywhere,
+            f"See whether {host} is up and has that address. If it is, open TCP port {port} in its "
+            "firewall, or in the network's (a security group). There:",
+            opened,
+        )
+    if problem.kind == "no host":
+        return _unreached_finding(
+            f"no machine answers at {problem.address}"
+            + (f", the address of {host} on this node" if problem.address != host else ""),
+            "Check the address: an old line in /etc/hosts, or a machine that is down.",
+            typed("getent ahosts {}", host),
+        )
+    if problem.kind == "no route":
+        return _unreached_finding(
+            f"{at} cannot be reached: {problem.words}",
+            "This machine has no route to it: name an endpoint in a network that both have.",
+            typed("ip route get {}", problem.address),
+        )
+    if problem.kind == "prohibited":
+        return _unreached_finding(
+            f"{at} cannot be reached: a firewall rejects it ({problem.words})",
+            in_firewall,
+            opened,
+            sender or "it is rejected on this machine: see its routes and its outgoing rules",
+            door,
+        )
+    return _unreached_finding(
+        f"{at} cannot be reached: {problem.words}",
+        f"A router or a firewall on the way rejects it, or {host} is down. Open TCP port {port} on "
+        f"{host}, or choose an endpoint in a network that both have.",
+        opened,
+        sender,
+        door,
+        f"the route from here: ip route get {problem.address}",
+    )
+
+
+def _at(meeting: Meeting, problem: Problem) -> str:
+    where = meeting.seat.endpoint
+    named = problem.address not in ("", meeting.seat.host)
+    return f"{where} ({problem.address})" if named else where
+
+
+def _unreached_finding(message: str, fix: str, paste: str, *evidence: str) -> Finding:
+    return failure(
+        message, evidence=tuple(filter(None, evidence)), fix=fix, paste=paste, about="own"
+    )
+
+
+# -- whether all nodes come together at the rendezvous endpoint
 
 
 @check("nodes", "DDP050", scope="nodes", limit=LIMIT)
@@ -77,7 +306,7 @@ def attendance(situation: Situation) -> Outcome:
     seconds = meeting.report.gathered
     detail = f"{here} of {meeting.expected} nodes are here"
     detail += "".join(f"; {each}" for each in _uninvited(meeting))
-    findings = [*_absent(meeting, seconds, situation), *_others(meeting, situation)]
+    findings = [*_absent(meeting, seconds, situation), *_uninvited_findings(meeting, situation)]
     return judged(detail, findings, exclude=_without(meeting))
 
 
@@ -180,7 +409,7 @@ def _absent_ranks(meeting: Meeting) -> list[int] | None:
     return [rank for rank in range(meeting.expected) if rank not in ranks]
 
 
-def _others(meeting: Meeting, situation: Situation) -> Iterator[Finding]:
+def _uninvited_findings(meeting: Meeting, situation: Situation) -> Iterator[Finding]:
     yield from _blocked(meeting)
     lost = {node.facts.host for node in meeting.nodes if node.lost}
     for extra in meeting.report.surplus:
@@ -211,7 +440,7 @@ def _blocked(meeting: Meeting) -> Iterator[Finding]:
     port = meeting.seat.port
     for kind in dict.fromkeys(each.kind for each in blocked):
         alike = [each for each in blocked if each.kind == kind]
-        who = ", ".join(_caller(each) for each in alike[:8])
+        who = ", ".join(_caller_words(each) for each in alike[:8])
         who += f" and {len(alike) - 8} more" if len(alike) > 8 else ""
         yield failure(
             f"{who} cannot connect to port {port} of node 0: {CLOSED.get(kind, 'it is closed')}",
@@ -223,7 +452,7 @@ def _blocked(meeting: Meeting) -> Iterator[Finding]:
         )
 
 
-def _caller(caller: Caller) -> str:
+def _caller_words(caller: Caller) -> str:
     """A node that was not admitted, for a person."""
     rank = "" if caller.rank is None else f"node {caller.rank}, "
     return f"{caller.host} ({rank}{caller.address})"
@@ -262,3 +491,99 @@ def next_line(situation: Situation, outcomes: Sequence[Outcome]) -> str:
     if seat.rank is None:
         line += ["--rdzv-backend", "c10d"]
     return run_line(situation, *line)
+
+
+# -- what the checks of the other machines found, and which nodes a job has to do without
+
+
+ERROR_LABEL = Severity.ERROR.label
+
+
+@across_nodes("verdicts", "DDP062")
+def verdicts(meeting: Meeting) -> Outcome:
+    """What the checks of the other machines found, shown on every node.
+
+    What it finds
+        Nothing itself: each node sends the warnings and errors of the checks of its machine
+        (DDP001 to DDP026) to node 0, which sends them to all. Each is shown here as information,
+        with its node.
+
+    Why it is bad
+        A full disk on node 37 ends the job of all nodes, and is printed on node 37 alone.
+
+    How to fix it
+        Follow the finding: its line to paste is on the node that has it. Or leave the node out: the
+        last line names the nodes that a job has to do without, as `--exclude` of Slurm takes them.
+
+    Example
+        Wrong: to read 64 outputs for the one that says FAIL.
+        Right: to read the output of node 0.
+
+    When it stays silent
+        If the other machines are healthy. What was found changes the exit status only on the node
+        that has the fault.
+    """
+    faulty = [
+        index
+        for index, verdict in enumerate(meeting.report.verdicts)
+        if any(said.severity == ERROR_LABEL for said in verdict.findings)
+    ]
+    well = sum(not each.findings for each in meeting.report.verdicts)
+    detail = f"{counted(well, 'node')} of {meeting.expected} without a fault in their own checks"
+    late = [i for i, each in enumerate(meeting.report.verdicts) if each.untested]
+    if late:
+        detail += f"; not all was tested on {meeting.hosts(late)}"
+    return judged(
+        detail, _verdict_findings(meeting), exclude=[meeting.host(index) for index in faulty]
+    )
+
+
+def _verdict_findings(meeting: Meeting) -> Iterator[Finding]:
+    for index, verdict in enumerate(meeting.report.verdicts):
+        if index == meeting.own:
+            continue
+        for said in verdict.findings:
+            yield note(
+                f"{meeting.name(index)}: {said.message}",
+                evidence=(f"its check {said.check} ({said.code}): {said.severity}",),
+                about=f"{index} {said.code} {said.message}",
+            )
+
+
+def excluded_nodes(outcomes: Iterable[Outcome]) -> list[str]:
+    """The nodes that a job has to do without, by host name, each once."""
+    return list(dict.fromkeys(name for outcome in outcomes for name in outcome.exclude))
+
+
+def verdict_records(situation: Situation, outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
+    """Every node that came, with the verdict on it, in the words of JSON; empty if none met."""
+    if not any(outcome.check == "verdicts" for outcome in outcomes):
+        return []
+    meeting = meeting_of(situation)
+    without = set(excluded_nodes(outcomes))
+    none = Verdict()
+    found = []
+    for index, node in enumerate(meeting.nodes):
+        known = meeting.report.verdicts
+        verdict = known[index] if index < len(known) else none
+        host = node.facts.host
+        found.append(
+            {
+                "host": host,
+                "node_rank": node.facts.rank,
+                "address": node.address,
+                "exclude": host in without,
+                "lost": node.lost or None,
+                "untested": list(verdict.untested),
+                "findings": [
+                    {
+                        "check": said.check,
+                        "code": said.code,
+                        "severity": said.severity,
+                        "message": said.message,
+                    }
+                    for said in verdict.findings
+                ],
+            }
+        )
+    return found

@@ -1,14 +1,24 @@
-"""Whether every node can open a connection to every other, and packets of full size arrive."""
+"""Whether every node reaches every other, at the addresses of gloo and NCCL, and how fast."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
 from ddpdoctor.core.finding import Finding, Severity
-from ddpdoctor.preflight.check import Outcome, failure, finding, judged, typed, warning
+from ddpdoctor.preflight.check import (
+    Outcome,
+    could_not_run,
+    failure,
+    finding,
+    judged,
+    skipped,
+    typed,
+    warning,
+)
 from ddpdoctor.preflight.command_lines import let_through
 from ddpdoctor.preflight.machine import own_address
-from ddpdoctor.preflight.nodes.judging import (
+from ddpdoctor.preflight.machine.network import dialled_at, gloo_dials, is_loopback
+from ddpdoctor.preflight.nodes.reductions import (
     Blame,
     Way,
     across_nodes,
@@ -20,10 +30,13 @@ from ddpdoctor.preflight.nodes.judging import (
     translated,
     with_address,
 )
-from ddpdoctor.preflight.protocol.addresses import gloo_dials
 from ddpdoctor.preflight.protocol.meet import Meeting
-from ddpdoctor.preflight.protocol.pairs import STALLS, Dialled
+from ddpdoctor.preflight.protocol.messages import Speeds
+from ddpdoctor.preflight.protocol.pairs import BANDWIDTH_FLOOR, LEAST_TO_COMPARE, STALLS, Dialled
 from ddpdoctor.preflight.words import counted
+
+# -- whether every node can open a connection to every other, and packets of full size arrive
+
 
 MOST_WAYS = 6
 
@@ -34,7 +47,7 @@ SILENT_FIX = (
     "the machine is overloaded. The way to it, from the dialling node:"
 )
 
-_WORDS = {
+_DIAL_WORDS = {
     "dropped": "the packets are silently dropped",
     "refused": "the port is refused, though it is open there",
     "unreachable": "it is rejected on the way",
@@ -100,7 +113,7 @@ def links(meeting: Meeting) -> Outcome:
     findings = [_out_of_files(meeting, node, untested) for node in sorted(short)]
     return judged(
         detail,
-        [*findings, *_findings(meeting, closed, tested)],
+        [*findings, *_link_findings(meeting, closed, tested)],
         exclude=[*(meeting.host(node) for node in sorted(short)), *without],
     )
 
@@ -118,7 +131,9 @@ def _out_of_files(meeting: Meeting, node: int, untested: Collection[Way]) -> Fin
     )
 
 
-def _findings(meeting: Meeting, failed: dict[Way, Dialled], ways: list[Way]) -> Iterator[Finding]:
+def _link_findings(
+    meeting: Meeting, failed: dict[Way, Dialled], ways: list[Way]
+) -> Iterator[Finding]:
     doubled = {way for way in failed if _twins(meeting, way[1])}
     yield from _doubled(meeting, {target for _, target in doubled})
     failed = {way: result for way, result in failed.items() if way not in doubled}
@@ -128,18 +143,20 @@ def _findings(meeting: Meeting, failed: dict[Way, Dialled], ways: list[Way]) -> 
         if each in single[MOST_WAYS:]:
             continue
         if failed[each.ways[0]].outcome == "lossy":
-            yield _lossy(meeting, each, failed, ways)
+            yield _lossy_link(meeting, each, failed, ways)
             continue
         hidden = translated(meeting, each.ways[0][1])
         if hidden:
             yield from _translated(meeting, each, hidden)
             continue
-        yield _closed(meeting, each, failed, ways)
+        yield _closed_link(meeting, each, failed, ways)
     if len(single) > MOST_WAYS:
         yield _more_closed(meeting, single[MOST_WAYS:])
 
 
-def _closed(meeting: Meeting, each: Blame, failed: dict[Way, Dialled], ways: list[Way]) -> Finding:
+def _closed_link(
+    meeting: Meeting, each: Blame, failed: dict[Way, Dialled], ways: list[Way]
+) -> Finding:
     outcome = failed[each.ways[0]].outcome
     closed = outcome not in ("silent", "stranger")
     used = any(_is_used(meeting, way) for way in each.ways)
@@ -147,7 +164,7 @@ def _closed(meeting: Meeting, each: Blame, failed: dict[Way, Dialled], ways: lis
     route = typed("ip route get {}", meeting.nodes[each.ways[0][1]].address)
     return finding(
         Severity.ERROR if used else Severity.WARNING,
-        f"{_message(meeting, each)}: {_WORDS.get(outcome, 'it fails')}",
+        f"{_message(meeting, each)}: {_DIAL_WORDS.get(outcome, 'it fails')}",
         evidence=evidence if used else (*evidence, UNUSED),
         fix=_fix(meeting, each) if closed else SILENT_FIX,
         paste=_paste(meeting, each) if closed else route,
@@ -180,17 +197,19 @@ def _doubled(meeting: Meeting, nodes: Collection[int]) -> Iterator[Finding]:
         yield failure(
             f"{' and '.join(map(meeting.name, holders))} have the same address, {address}: what is "
             "sent to one arrives at the other",
-            fix=own_address.FIX,
-            paste=typed(own_address.PASTE, interface(meeting, node)[0] or "eth0"),
+            fix=own_address.SHARED_ADDRESS_FIX,
+            paste=typed(own_address.SHARED_ADDRESS_PASTE, interface(meeting, node)[0] or "eth0"),
             about=f"address {address}",
         )
 
 
-def _lossy(meeting: Meeting, each: Blame, failed: dict[Way, Dialled], ways: list[Way]) -> Finding:
+def _lossy_link(
+    meeting: Meeting, each: Blame, failed: dict[Way, Dialled], ways: list[Way]
+) -> Finding:
     name = interface(meeting, each.node)[0] or "eth0"
     where = each.words(meeting, "on the way to", "on the way from", "to and from")
     return failure(
-        f"packets are lost {where}: {_WORDS['lossy'].partition(' that ')[2]}",
+        f"packets are lost {where}: {_DIAL_WORDS['lossy'].partition(' that ')[2]}",
         evidence=(
             *_evidence(meeting, each, failed, ways),
             "a connection opens, and a part of it arrives",
@@ -383,3 +402,251 @@ def _differing(meeting: Meeting) -> Iterator[Finding]:
         paste=typed("sudo ip link set dev {} mtu {}", name, min(by_mtu)),
         about="mtu",
     )
+
+
+# -- whether the addresses that gloo and NCCL give to the other nodes are ones they can reach
+
+
+LUCK = (
+    "it works while no other node's gloo has a higher address, since the higher one dials: with a "
+    "second node like this it hangs"
+)
+
+
+@across_nodes("gloo-addresses", "DDP055")
+def gloo_addresses(meeting: Meeting) -> Outcome:
+    """The address that gloo or NCCL gives to the other nodes does not lead back to this node.
+
+    What it finds
+        The address that torch's gloo will listen on, for every node: that of `GLOO_SOCKET_IFNAME`,
+        or else what the node's host name resolves to. Reported if it is a loopback address while
+        there are other nodes (Debian's `127.0.1.1` line), the same on several nodes (a container
+        bridge), closed for the others while another address of the node is open, or missing because
+        the interface does not exist. Where all nodes have GPUs, also the address of NCCL's first
+        interface, if it is closed for the others.
+
+    Why it is bad
+        The other nodes connect to themselves or to no machine at all, time out after minutes, and
+        name a peer that did nothing wrong.
+
+    How to fix it
+        On that node, name the interface that the nodes share (its name may differ between nodes):
+        `export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0`. Or correct the host name's line in
+        /etc/hosts.
+
+    Example
+        Wrong: `127.0.1.1 node1` in /etc/hosts of node1.
+        Right: `10.0.0.12 node1`
+
+    When it stays silent
+        If the others reach every node at these addresses. Of two nodes, the one with the higher
+        address connects, so a loopback address on the highest one is only a warning. A job that
+        uses only NCCL does not need gloo, but most also make a gloo group (for barriers,
+        checkpoints, objects).
+    """
+    findings = list(_gloo_findings(meeting))
+    good = len(meeting.nodes) - len({each.about for each in findings})
+    wrong = {each.about for each in findings if each.severity is Severity.ERROR}
+    both = all(node.facts.nccl_address for node in meeting.nodes)
+    return judged(
+        f"{good} of {meeting.expected} nodes are reached where gloo "
+        f"{'and NCCL listen' if both else 'listens'}",
+        findings,
+        exclude=[meeting.host(i) for i in range(len(meeting.nodes)) if f"node {i}" in wrong],
+    )
+
+
+def _gloo_findings(meeting: Meeting) -> Iterator[Finding]:
+    closed, closed_for_nccl = (
+        _unreachable_peers(meeting, "gloo"),
+        _unreachable_peers(meeting, "nccl"),
+    )
+    for index, node in enumerate(meeting.nodes):
+        address, why = node.facts.gloo_address, node.facts.gloo_why
+        name = meeting.name(index)
+        others = [other for other in meeting.nodes if other.facts.machine != node.facts.machine]
+        if not address:
+            yield _wrong_address(meeting, index, f"gloo would not start on {name}: {why}")
+        elif is_loopback(address) and others:
+            dialled = any(gloo_dials(other.facts.gloo_address, address) for other in others)
+            yield _wrong_address(
+                meeting,
+                index,
+                f"gloo on {name} listens on {address}, where no other node reaches it",
+                *((why,) if dialled else (why, LUCK)),
+                severity=Severity.ERROR if dialled else Severity.WARNING,
+            )
+        elif index in closed:
+            yield _not_reached(meeting, index, "gloo", address, why, closed[index])
+        elif index in closed_for_nccl:
+            why = node.facts.variables.get("NCCL_SOCKET_IFNAME", "")
+            why = f"NCCL_SOCKET_IFNAME={why}" if why else "NCCL's own order of interfaces"
+            at = node.facts.nccl_address
+            yield _not_reached(meeting, index, "NCCL", at, why, closed_for_nccl[index])
+
+
+def _unreachable_peers(meeting: Meeting, kind: str) -> dict[int, list[int]]:
+    """The nodes that are not reached at an address of theirs, and by which nodes.
+
+    Those that a node does not reach anyway are left out, and those that may open no more files.
+    """
+    unreached, short = bad_ways(meeting, "route"), short_of_files(meeting)
+    found: dict[int, list[int]] = {}
+    for i, j in bad_ways(meeting, kind):
+        if (i, j) not in unreached and not short & {i, j}:
+            found.setdefault(j, []).append(i)
+    return found
+
+
+def _not_reached(
+    meeting: Meeting, index: int, library: str, address: str, why: str, by: list[int]
+) -> Finding:
+    same = with_address(meeting, index, address)
+    called = interface(meeting, index, address)[0]
+    return _wrong_address(
+        meeting,
+        index,
+        f"{library} on {meeting.name(index)} listens on {address}{f' ({called})' if called else ''}"
+        ", where other nodes do not reach it",
+        why,
+        f"dialled from {meeting.hosts(by)}, twice",
+        *([f"{meeting.hosts(same)} has the same address"] if same else ()),
+    )
+
+
+def _wrong_address(
+    meeting: Meeting, index: int, message: str, *evidence: str, severity: Severity = Severity.ERROR
+) -> Finding:
+    host, reached = meeting.host(index), meeting.nodes[index].address
+    name = interface(meeting, index)[0]
+    at = f"the others do reach it at {reached}{f' ({name})' if name else ''}"
+    return finding(
+        severity,
+        message,
+        evidence=(*evidence, at),
+        fix=f"Name the interface, or correct the line of {host} in /etc/hosts. On {host}, in the "
+        "job's environment:",
+        paste=typed("export GLOO_SOCKET_IFNAME={0} NCCL_SOCKET_IFNAME={0}", name)
+        if name
+        else typed("echo {} | sudo tee -a /etc/hosts", f"{reached} {host}"),
+        about=f"node {index}",
+    )
+
+
+# -- whether a link between nodes is slower than the others
+
+
+MOST_SLOW_LINKS = 6
+
+
+@across_nodes("link-speed", "DDP056")
+def link_speed(meeting: Meeting) -> Outcome:
+    """A link between nodes is much slower than the others, or loses packets.
+
+    What it finds
+        A link with less than half the median bandwidth, or with more than twice the median round
+        trip plus 1 ms, where there are three links or more; any link below 80 Mbit/s. A link on
+        which 2 % of the small messages, and 3 at least, had to be sent again (the kernel's count).
+        It is measured again, alone and several times, before it is reported. Up to eight nodes,
+        every path is measured; with more, log2(n) paths from each node.
+
+    Why it is bad
+        An all_reduce is as fast as its slowest link: one cable at 1 Gbit/s slows down all nodes.
+
+    How to fix it
+        Check the link's speed (`ethtool eth0 | grep Speed`), its cable and switch port, limits on
+        outgoing traffic (`tc qdisc`), and whether the node uses another interface than the others.
+
+    Example
+        Wrong: one node on the management network.
+        Right: all nodes on the fast network, with `NCCL_SOCKET_IFNAME` and `GLOO_SOCKET_IFNAME`.
+
+    When it stays silent
+        If all links are similar. Time in which either end waited for a core does not count; where
+        that was most of it, or torch could not be imported in time, nothing is judged, and the
+        output says so. One TCP connection in Python finds slow links, not the network's capacity:
+        links of 10 Gbit/s and more are not compared.
+    """
+    speed = meeting.report.speed
+    if speed.untested:
+        return could_not_run(speed.untested)
+    if not speed.measured:
+        return skipped("no link could be measured")
+    detail = (
+        f"{counted(speed.measured, 'link')}: median {bandwidth_shown(speed.bandwidth)}, round trip "
+        f"{1e3 * speed.rtt:.2f} ms"
+    )
+    findings = [*_loss_findings(meeting, speed), *_speed_findings(meeting, speed)][:MOST_SLOW_LINKS]
+    if speed.starved and not findings:
+        return could_not_run(
+            f"{detail}; for lack of CPU, {counted(speed.starved, 'link')} could not be judged"
+        )
+    return judged(detail, findings)
+
+
+def _loss_findings(meeting: Meeting, speed: Speeds) -> Iterator[Finding]:
+    lost = {(i, j): (sent, resent) for i, j, sent, resent in speed.lossy}
+    for each in blame(lost, speed.cells):
+        sent, resent = (sum(lost[way][place] for way in each.ways) for place in (0, 1))
+        name, over = _slow_interface(meeting, each)
+        where = each.words(meeting, "on the way to", "on the way from", "to and from")
+        yield warning(
+            f"packets are lost {where}: {resent} of {sent} small messages were sent again "
+            f"({100 * resent / sent:.0f} %)",
+            evidence=("they were sent one at a time: no queue on the way was full", *over),
+            fix=f"Check the cable, the switch port and the interface of {each.hosts(meeting)}: "
+            "its errors and drops. There:",
+            paste=typed("ip -s link show dev {}", name),
+            about=f"lossy {each.about}",
+        )
+
+
+def _slow_interface(meeting: Meeting, bad: Blame) -> tuple[str, tuple[str, ...]]:
+    """The interface of the node to look at, and the evidence for it if gloo or NCCL chose it."""
+    source, target = (meeting.nodes[index] for index in bad.ways[0])
+    kind, address = list(dialled_at(source.facts, target.facts, target.address).items())[-1]
+    if kind == "route":
+        return interface(meeting, bad.node)[0] or "eth0", ()
+    facts = meeting.nodes[bad.node].facts
+    if bad.node == bad.ways[0][0]:
+        address = facts.gloo_address if kind == "gloo" else facts.nccl_address
+    where = f"{facts.host} {address}"
+    taken = f"gloo takes: {where} ({facts.gloo_why})" if kind == "gloo" else f"NCCL takes: {where}"
+    name = interface(meeting, bad.node, address)[0] or "eth0"
+    return name, (f"it is the way that {taken}",)
+
+
+def _speed_findings(meeting: Meeting, speed: Speeds) -> Iterator[Finding]:
+    slow = {(i, j): (rtt, bandwidth) for i, j, rtt, bandwidth in speed.slow}
+    for each in blame(slow, speed.cells):
+        name, over = _slow_interface(meeting, each)
+        rtt = min(slow[way][0] for way in each.ways)
+        bandwidth = max(slow[way][1] for way in each.ways)
+        link = "the link" if each.kind in ("way", "between") else "every link"
+        ends = meeting.host(each.node)
+        if each.kind == "way":
+            # A limit on the way out of one end looks like one on the way into the other.
+            ends = f"{meeting.host(each.ways[0][0])} (on the way out) and of {ends} (on the way in)"
+        yield warning(
+            f"{link} {each.words(meeting, 'to', 'from', 'of')} is slow: {bandwidth_shown(bandwidth)}, "
+            f"round trip {1e3 * rtt:.2f} ms",
+            evidence=(
+                f"the median link has {bandwidth_shown(speed.bandwidth)} "
+                f"and {1e3 * speed.rtt:.2f} ms"
+                if len(speed.cells) >= LEAST_TO_COMPARE
+                else "less than a network of 100 Mbit/s carries "
+                f"({bandwidth_shown(BANDWIDTH_FLOOR)})",
+                "it was measured again alone, and the best counts",
+                *over,
+            ),
+            fix=f"Check the cable, the switch port, the chosen interface and limits on traffic of "
+            f"{ends}. There:",
+            paste=typed("ethtool {0} | grep -E 'Speed|Duplex'; tc qdisc show dev {0}", name),
+            about=each.about,
+        )
+
+
+def bandwidth_shown(bandwidth: float) -> str:
+    """Bytes per second for a person, in the unit that links are sold in."""
+    bits = bandwidth * 8
+    return f"{bits / 1e9:.1f} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.0f} Mbit/s"

@@ -1,17 +1,30 @@
-"""Opens a TCP connection; where that fails, says what the network said."""
+"""Open TCP connections, say why one fails, and limit callers that have not proved the id.
+
+A port of a check is open to whoever reaches it. Until a caller has proved that it knows the
+rendezvous id it may hold little: a connection for a few seconds, and of one address only some.
+Where all places are taken the oldest one goes, since a node proves it within milliseconds.
+
+An ICMP echo tells a machine that is down from a port that is closed.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import errno
+import ipaddress
 import os
+import resource
 import socket
 import struct
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from typing import Literal, TypeVar
+
+# -- opens a TCP connection; where that fails, says what the network said
+
 
 T = TypeVar("T")
 
@@ -233,3 +246,167 @@ def listen(port: int) -> socket.socket:
             if error.errno == errno.EADDRINUSE:
                 raise
     return socket.create_server(("", port), backlog=1024)
+
+
+# -- connections that have not proved yet that they are of this check: few, and not for long
+
+
+MOST_UNPROVED = 2048
+"""Connections without a proof at a time; half of the files that this process may open, if less."""
+
+MOST_UNPROVED_OF_ADDRESS = 32
+"""And of one address: a node has one or two; behind a translation of addresses are several."""
+
+PROOF_SECONDS = 5.0
+"""For the proof, of the time that this process gets."""
+
+PROOF_BYTES = 4096
+"""Most bytes of a message without a proof."""
+
+
+class Admission:
+    """The connections that are not admitted yet.
+
+    Attributes:
+        turned_away: How many were closed for lack of a place.
+    """
+
+    def __init__(self) -> None:
+        self.turned_away = 0
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._most = (
+            MOST_UNPROVED
+            if files == resource.RLIM_INFINITY
+            else max(16, min(MOST_UNPROVED, files // 2))
+        )
+        self._waiting: dict[asyncio.StreamWriter, str] = {}
+        self._of: Counter[str] = Counter()
+
+    @contextlib.contextmanager
+    def place(self, writer: asyncio.StreamWriter, address: str) -> Iterator[bool]:
+        """A place for a connection until it has proved what it is; False if it gets none."""
+        network = _network_of(address)
+        if self._of[network] >= MOST_UNPROVED_OF_ADDRESS:
+            self.turned_away += 1
+            yield False
+            return
+        if len(self._waiting) >= self._most:
+            self.turned_away += 1
+            oldest = next(iter(self._waiting))
+            self._leave(oldest)
+            oldest.transport.abort()
+        self._waiting[writer] = network
+        self._of[network] += 1
+        try:
+            yield True
+        finally:
+            self._leave(writer)
+
+    def _leave(self, writer: asyncio.StreamWriter) -> None:
+        network = self._waiting.pop(writer, None)
+        if network is not None:
+            self._of[network] -= 1
+            if not self._of[network]:
+                del self._of[network]
+
+
+async def proof_in_time(proof: Awaitable[T]) -> T:
+    """What a caller says to prove itself.
+
+    Raises:
+        TimeoutError: It did not within :data:`SECONDS`.
+    """
+    async with patient() as patience:
+        return await patience.within(proof, PROOF_SECONDS)
+
+
+def _network_of(address: str) -> str:
+    """What one machine may call from: its address, and of IPv6 a whole subnet."""
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    return address if found.version == 4 else str(ipaddress.ip_network(f"{address}/64", False))
+
+
+# -- echo
+
+
+ECHO_TRIES = 2
+
+_ICMP_TYPES = {
+    socket.AF_INET: (socket.IPPROTO_ICMP, 8, 0),
+    socket.AF_INET6: (socket.IPPROTO_ICMPV6, 128, 129),
+}
+"""Protocol, and the types of an echo request and its reply (RFC 792, RFC 4443)."""
+
+_ICMP_HEADER = struct.Struct("!BBHHH")
+"""Type, code, checksum, identifier, sequence number."""
+
+_ECHO_BYTES = 16
+
+
+async def echoes(address: str, limit: float) -> bool:
+    """Whether a machine answers an echo request; False also where this process may not ask.
+
+    Args:
+        address: Of the machine.
+        limit: Seconds for each of the two tries.
+    """
+    family = family_of(address)
+    asking = _icmp_socket(family)
+    if asking is None:
+        return False
+    with asking:
+        asking.setblocking(False)
+        loop = asyncio.get_running_loop()
+        payload = os.urandom(_ECHO_BYTES)
+        async with patient() as patience:
+            for number in range(1, ECHO_TRIES + 1):
+                # A firewall on the way may say that it is not allowed.
+                with contextlib.suppress(TimeoutError, OSError):
+                    if number == 1:
+                        asking.connect((address, 0))
+                    await loop.sock_sendall(asking, _echo_request(family, number, payload))
+                    await patience.within(_echo_reply(asking, family, payload), limit)
+                    return True
+    return False
+
+
+def _icmp_socket(family: socket.AddressFamily) -> socket.socket | None:
+    """A socket for echo requests, if this process may have one.
+
+    Linux gives it to the groups of ``net.ipv4.ping_group_range``, macOS to everybody; else it takes
+    a raw one, which is for root.
+    """
+    for kind in (socket.SOCK_DGRAM, socket.SOCK_RAW):
+        with contextlib.suppress(OSError):
+            return socket.socket(family, kind, _ICMP_TYPES[family][0])
+    return None
+
+
+def _echo_request(family: socket.AddressFamily, number: int, payload: bytes) -> bytes:
+    kind = _ICMP_TYPES[family][1]
+    identifier = os.getpid() & 0xFFFF
+    unsummed = _ICMP_HEADER.pack(kind, 0, 0, identifier, number) + payload
+    # Of ICMPv6 the kernel makes the checksum, since the addresses are part of it.
+    return _ICMP_HEADER.pack(kind, 0, _checksum(unsummed), identifier, number) + payload
+
+
+def _checksum(data: bytes) -> int:
+    """The checksum of RFC 1071, of an even number of bytes."""
+    total: int = sum(struct.unpack(f"!{len(data) // 2}H", data))
+    total = (total & 0xFFFF) + (total >> 16)
+    return ~(total + (total >> 16)) & 0xFFFF
+
+
+async def _echo_reply(asking: socket.socket, family: socket.AddressFamily, payload: bytes) -> None:
+    """Return once the reply is there; a raw socket also gets what is meant for others."""
+    loop = asyncio.get_running_loop()
+    while True:
+        data = await loop.sock_recv(asking, 512)
+        if family == socket.AF_INET and data[:1] and data[0] >> 4 == 4:
+            # A raw socket, and any on macOS, gets the IP header as well.
+            data = data[4 * (data[0] & 15) :]
+        if data[:1] == bytes([_ICMP_TYPES[family][2]]) and data[_ICMP_HEADER.size :] == payload:
+            return

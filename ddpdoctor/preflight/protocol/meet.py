@@ -17,27 +17,27 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ddpdoctor.preflight.machine import container
-from ddpdoctor.preflight.machine.interfaces import interfaces
-from ddpdoctor.preflight.machine.lookups import resolve
-from ddpdoctor.preflight.place import Seat, seat
-from ddpdoctor.preflight.protocol import caller, coordinator
-from ddpdoctor.preflight.protocol.addresses import is_local, mine
-from ddpdoctor.preflight.protocol.caller import Call, CallError, Kind, Problem
+from ddpdoctor.preflight.machine.network import interfaces, is_local, is_own_address, resolve
+from ddpdoctor.preflight.protocol import coordinator, joining
 from ddpdoctor.preflight.protocol.connecting import NO_FILES, words_of
-from ddpdoctor.preflight.protocol.coordinator import Coordinator
-from ddpdoctor.preflight.protocol.facts import gather, host_of
-from ddpdoctor.preflight.protocol.joining import SETTLED_AFTER, SPEAK_AFTER, Goal, call_any, join
-from ddpdoctor.preflight.protocol.pairs import Listener
-from ddpdoctor.preflight.protocol.phases import Phases
-from ddpdoctor.preflight.protocol.ranks import Ranks
-from ddpdoctor.preflight.protocol.report import (
-    Facts,
-    Node,
-    Report,
+from ddpdoctor.preflight.protocol.coordinator import Coordinator, Phases
+from ddpdoctor.preflight.protocol.joining import (
+    SETTLED_AFTER,
+    SPEAK_AFTER,
+    Call,
+    CallError,
+    Goal,
+    Kind,
+    Problem,
+    call_any,
+    join,
 )
+from ddpdoctor.preflight.protocol.messages import Facts, Node, Report
+from ddpdoctor.preflight.protocol.pairs import Listener
 from ddpdoctor.preflight.protocol.wire import WireError, key_of
-from ddpdoctor.preflight.protocol.worker import Worker
-from ddpdoctor.preflight.situation import Situation
+from ddpdoctor.preflight.protocol.worker import Worker, gather_facts, host_of
+from ddpdoctor.preflight.selftest.collectives import Ranks
+from ddpdoctor.preflight.situation import Seat, Situation, seat
 from ddpdoctor.preflight.words import first
 
 GATHER_LIMIT = 30.0
@@ -193,7 +193,7 @@ async def _meet(situation: Situation) -> Meeting:
         port = await listener.open()
         if reduces:
             await ranks.start(situation.nproc)
-        facts = await asyncio.to_thread(gather, situation, place, port, reduces=reduces)
+        facts = await asyncio.to_thread(gather_facts, situation, place, port, reduces=reduces)
         goal = Goal(place.host, place.port, key_of(place.rdzv_id), host_of(situation), place.rank)
         participant = Participant(
             situation, place, goal, facts, listener, ranks, gather_until, deadline
@@ -224,7 +224,7 @@ class Participant:
         if is_local(self.seat.host):
             self.gather_until = min(self.gather_until, time.monotonic() + LOCAL_LIMIT)
         addresses = (await asyncio.to_thread(resolve, self.seat.host)).addresses
-        at_home = mine(addresses, self.situation.shared(interfaces))
+        at_home = is_own_address(addresses, self.situation.shared(interfaces))
         if self.seat.rank == 0 or (self.seat.rank is None and at_home):
             return await self._coordinate(at_home, addresses)
         return replace(await self._join(), own_endpoint=at_home)
@@ -277,7 +277,7 @@ class Participant:
 
     async def _call_here(self) -> Call:
         goal = self.goal
-        return await caller.call_once("127.0.0.1", goal.port, goal.key, goal.hostname)
+        return await joining.call_once("127.0.0.1", goal.port, goal.key, goal.hostname)
 
     async def _work_here(self) -> Meeting:
         """Take part as any other node."""

@@ -1,26 +1,125 @@
-"""Collectives called from Python: which one a rank is in, what it is about, how long it waits.
+"""Wrap what makes process groups, and the collectives called from Python.
 
-DDP's own all-reduces run in C++: DDP's logger has them (see ``hooks.ddp``), and torch's Flight
-Recorder. A collective that is made of others (``all_gather_object``) counts as one.
+``init_process_group`` is the moment a process becomes a rank. Of a collective it is recorded which
+one it is, what it is about and how long the rank waits. DDP's own all-reduces run in C++: DDP's
+logger has them (see ``hooks.ddp``), and torch's Flight Recorder. A collective that is made of
+others (``all_gather_object``) counts as one.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
+import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
-from ddpdoctor.probe.observers import calls
-from ddpdoctor.probe.observers.calls import Call
-from ddpdoctor.probe.observers.ledger import Ledger
+from ddpdoctor.probe.observers import collective_calls, failures, job_launch
+from ddpdoctor.probe.observers.collective_calls import Call, Ledger
 from ddpdoctor.probe.observers.steps import StepTracker
-from ddpdoctor.probe.runtime import hot, rank, shield
+from ddpdoctor.probe.runtime import debugger, events, hot, rank, shield, stacks, torch_groups
 from ddpdoctor.probe.runtime.hot import Chain
 from ddpdoctor.probe.runtime.sites import Site, caller
 from ddpdoctor.probe.runtime.wrapping import around
 from ddpdoctor.run.status import Phase, page_name
+
+# -- how process groups are made: ``init_process_group`` is the moment a process becomes a rank
+
+
+def install_groups(c10d: ModuleType) -> None:
+    """Wrap what makes process groups in ``torch.distributed.distributed_c10d``.
+
+    Runs before ``torch.distributed`` copies the names, so every way to reach them is wrapped.
+    """
+    for name in ("init_process_group", "new_group", "split_group"):
+        if hasattr(c10d, name):
+            _wrap_constructor(c10d, name, joins=name == "init_process_group")
+
+
+@shield.shielded
+def _declare(kwargs: dict[str, Any]) -> None:
+    """``init_process_group`` is called; for how many ranks, as far as it is easy to see."""
+    stacks.declare()
+    asked = kwargs.get("world_size", -1)
+    elsewhere = kwargs.get("init_method") not in (None, "env://") or "store" in kwargs
+    size = None if elsewhere else rank.environment_int("WORLD_SIZE")
+    stacks.joining = asked if isinstance(asked, int) and asked > 0 else size or 0
+
+
+def _joined() -> None:
+    stacks.joining = 0
+    torch = sys.modules["torch"]
+    for subscriber in events.group_joined:
+        subscriber(torch)
+    _offer(torch.distributed)
+
+
+@shield.shielded
+def _offer(distributed: Any) -> None:
+    """This rank may be debugged."""
+    debugger.joined(
+        {
+            "rank": distributed.get_rank(),
+            "world_size": distributed.get_world_size(),
+            "local_rank": rank.environment_int("LOCAL_RANK"),
+        }
+    )
+
+
+@shield.shielded
+def _note_store(arguments: dict[str, Any]) -> None:
+    """Write down the address of a store that no process will open: the call may never return."""
+    record = job_launch.unopened_store(arguments, caller()) if rank.current() is None else None
+    if record is not None:
+        failures.stray(record)
+
+
+def _wrap_constructor(c10d: ModuleType, name: str, joins: bool) -> None:
+    original = getattr(c10d, name)
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def make_group(*args: Any, **kwargs: Any) -> Any:
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError:
+            # torch says so.
+            bound = None
+        if joins:
+            arguments = dict(bound.arguments) if bound is not None else {}
+            _declare(arguments)
+            _note_store(arguments)
+        asked = bound.arguments.get("timeout") if bound is not None else None
+        if bound is not None and isinstance(asked, timedelta) and torch_groups.least_timeout():
+            # Whoever is in the debugger comes late.
+            bound.arguments["timeout"] = max(asked, torch_groups.least_timeout())
+            args, kwargs = bound.args, bound.kwargs
+        try:
+            result = original(*args, **kwargs)
+        except BaseException as error:
+            shield.hide_frame(error)
+            raise
+        if torch_groups.least_timeout():
+            _lift_timeout(c10d, asked)
+        if joins:
+            _joined()
+        return result
+
+    setattr(c10d, name, make_group)
+
+
+@shield.shielded
+def _lift_timeout(c10d: ModuleType, asked: object) -> None:
+    if isinstance(asked, timedelta):
+        torch_groups.note_backends(list(torch_groups.backends(c10d)), asked)
+    torch_groups.update_timeouts()
+
+
+# -- collectives
+
 
 _WAIT = int(Phase.WAIT)
 _HOOK = "collectives"
@@ -31,11 +130,11 @@ Noted = tuple[Ledger, int]
 """A call as it was written down: where, and its order there."""
 
 
-def install(c10d: ModuleType) -> None:
+def install_collectives(c10d: ModuleType) -> None:
     """Wrap the collectives before ``torch.distributed`` copies their names."""
-    for name in calls.TENSORS:
+    for name in collective_calls.TENSORS:
         if hasattr(c10d, name) and not _install_compiled(c10d, name):
-            begin = _begin(name, calls.binder(name, getattr(c10d, name)))
+            begin = _begin(name, collective_calls.binder(name, getattr(c10d, name)))
             around(c10d, name, _HOOK, begin, _end, compiled=True)
     # What an asynchronous collective returns: here the rank waits for it.
     around(getattr(c10d, "Work", None), "wait", _HOOK, _wait_begins, _wait_ended, waits=True)
@@ -47,11 +146,13 @@ def _install_compiled(c10d: ModuleType, name: str) -> bool:
     Dynamo puts its own functions in place of those that it knows, and these have to be Python's.
     """
     original = getattr(c10d, name)
-    places = calls.places(name, original) if hot.core is not None else None
+    places = collective_calls.parameter_places(name, original) if hot.core is not None else None
     if places is None:
         return False
-    first, peer = calls.TENSORS[name].endswith("[0]"), name in ("send", "recv")
-    in_python = hot.core.Around(original, _HOOK, _begin(name, calls.binder(name, original)), _end)
+    first, peer = collective_calls.TENSORS[name].endswith("[0]"), name in ("send", "recv")
+    in_python = hot.core.Around(
+        original, _HOOK, _begin(name, collective_calls.binder(name, original)), _end
+    )
     followed = hot.core.Collective(name, original, in_python, *places, first, peer).call
 
     @functools.wraps(original)
@@ -113,7 +214,7 @@ def _begin(name: str, bind: Callable[..., Call]) -> Callable[..., object]:
                 tracker.collective = name
                 tracker.page.set_collective(shown)
                 _count(tracker, name)
-                return _note(name, bind, chain, args, kwargs) or True
+                return _note_call(name, bind, chain, args, kwargs) or True
         if not tracker.is_here():
             _note_elsewhere(bind, args, kwargs)
         return None
@@ -144,7 +245,7 @@ def _ledger() -> Ledger | None:
     return state.ledger if state is not None and _RING not in shield.off else None
 
 
-def _note(
+def _note_call(
     name: str, bind: Callable[..., Call], chain: tuple[Site, ...], args: Any, kwargs: Any
 ) -> Noted | None:
     """Write the call down; where, or None if nothing was written."""

@@ -1,8 +1,12 @@
-"""DistributedDataParallel: how it was built, its forward, its buffer broadcast, its own timers.
+"""Wrap DistributedDataParallel and other forward passes: construction, forward, buffer broadcast.
 
 The split of a backward into compute and exposed all-reduce comes from DDP's logger
-(``_get_ddp_logging_data``). It has an iteration when the next one begins, and a wall-clock
-around ``backward()`` cannot: the all-reduce makes every rank as slow as the slowest.
+(``_get_ddp_logging_data``). It has an iteration when the next one begins, and a wall-clock around
+``backward()`` cannot: the all-reduce makes every rank as slow as the slowest.
+
+Forward passes of what is no DDP module are those of ``fully_shard`` (FSDP2) and of pipeline stages.
+The outermost counts: blocks that are sharded by themselves, and what activation checkpointing runs
+again in backward, are part of what they run in.
 """
 
 from __future__ import annotations
@@ -18,9 +22,8 @@ from types import FrameType, ModuleType, TracebackType
 from typing import Any
 
 from ddpdoctor.probe.hooks import collectives
-from ddpdoctor.probe.observers import contents, steps
-from ddpdoctor.probe.observers.open_step import OpenStep
-from ddpdoctor.probe.observers.steps import StepTracker
+from ddpdoctor.probe.observers import sample_contents, steps
+from ddpdoctor.probe.observers.steps import OpenStep, StepTracker
 from ddpdoctor.probe.runtime import (
     events,
     hot,
@@ -29,21 +32,24 @@ from ddpdoctor.probe.runtime import (
     recorder,
     shield,
     sites,
-    torch_dynamo,
     torch_groups,
     torch_private,
 )
 from ddpdoctor.probe.runtime.budget import clock
-from ddpdoctor.probe.runtime.clocks import CudaClock
 from ddpdoctor.probe.runtime.hot import Chain
+from ddpdoctor.probe.runtime.phases import CudaClock
+from ddpdoctor.probe.runtime.sites import caller
 from ddpdoctor.probe.runtime.wrapping import CODES, after, around
 from ddpdoctor.run import status
 from ddpdoctor.run.names import BUCKETS, BUFFERS
 from ddpdoctor.run.records.model import DdpRecord, Parameter
 from ddpdoctor.run.status import Phase
 
+# -- ddp
+
+
 _FORWARD = int(Phase.FORWARD)
-_HOOK = "ddp.forward"
+_DDP_HOOK = "ddp.forward"
 FINALIZE = "DDP's finalize_backward"
 """The same of the wait at the end of a backward that the job finishes itself (2.15)."""
 
@@ -210,7 +216,7 @@ class _Forward:
                 if error is None and not _grad_enabled():
                     tracker.evaluated()
             except Exception as broken:
-                shield.fault(_HOOK, broken)
+                shield.fault(_DDP_HOOK, broken)
         return self._context.__exit__(kind, error, traceback)
 
 
@@ -218,19 +224,18 @@ def _wrap_inside(torch: Any, ddp_class: Any) -> None:
     original: Any = torch_private.inside_forward(ddp_class)
     if original is None:
         return
-    torch_dynamo.skip_wrappers(torch, CODES)
-    torch_dynamo.skip_frames(
+    torch_private.skip_wrappers(torch, CODES)
+    torch_private.skip_frames(
         torch,
         (
             sys.modules[__name__],
-            contents,
+            sample_contents,
             collectives,
             phases,
             status,
             recorder,
             sites,
             steps,
-            torch_dynamo,
             torch_private,
         ),
     )
@@ -246,12 +251,12 @@ def _wrap_inside(torch: Any, ddp_class: Any) -> None:
         context = bare(self)
         return context if rank.active is None else forward(self, context, _before)
 
-    ddp_class._inside_ddp_forward = torch_dynamo.disable_dynamo(torch, _inside_ddp_forward, False)
+    ddp_class._inside_ddp_forward = torch_private.disable_dynamo(torch, _inside_ddp_forward, False)
 
 
 def _before(ddp: Any, frame: FrameType) -> StepTracker | None:
     tracker = rank.active
-    if tracker is None or _HOOK in shield.off:
+    if tracker is None or _DDP_HOOK in shield.off:
         return None
     began = clock() if tracker.clocked else 0
     try:
@@ -271,10 +276,10 @@ def _before(ddp: Any, frame: FrameType) -> StepTracker | None:
         if not tracker.light and not tracker.step.fetched:
             # It is that of DDP's _run_ddp_forward, which holds the inputs.
             inputs = frame.f_locals
-            size = contents.batch_size
+            size = sample_contents.batch_size
             tracker.step.fed += size(inputs.get("inputs")) or size(inputs.get("kwargs"))
     except Exception as error:
-        shield.fault(_HOOK, error)
+        shield.fault(_DDP_HOOK, error)
         return None
     if began:
         tracker.spent += clock() - began
@@ -358,3 +363,85 @@ def _sync_begins(ddp: Any) -> bool | None:
 
 def _finalize_begins(ddp: Any) -> bool | None:
     return collectives.enter(FINALIZE) or None
+
+
+# -- forward passes of what is no DDP module: ``fully_shard`` (FSDP2), and stages of pipelines
+
+
+_BETWEEN = (int(Phase.STARTING), int(Phase.OTHER))
+_FORWARD_HOOK = "forward"
+
+
+def install_stage_forwards(module: ModuleType) -> None:
+    """Forward passes of micro-batches; DDP's own are followed by its hook."""
+    stage_class = getattr(module, torch_private.STAGE, None)
+    around(
+        stage_class, torch_private.STAGE_FORWARD, _FORWARD_HOOK, _micro_batch_begins, _forward_ended
+    )
+
+
+def _micro_batch_begins(stage: Any, *args: Any, **kwargs: Any) -> bool | None:
+    tracker = rank.active
+    if tracker is None or tracker.phase not in _BETWEEN or torch_private.is_ddp(stage.submod):
+        return None
+    return tracker.enter(_FORWARD, caller()) or None
+
+
+def install_sharded(module: ModuleType) -> None:
+    """``FSDPModule``, the class that ``fully_shard`` gives a module as its first base.
+
+    Its ``__call__`` alone: a hook in a module would be pickled with it, and one around FSDP's own
+    hooks would not notice that a forward raised.
+    """
+    sharded = getattr(module, "FSDPModule", None)
+    if sharded is None or "__call__" in vars(sharded):
+        return
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        begun = _sharded_begins()
+        try:
+            result = super(sharded, self).__call__(*args, **kwargs)
+        except BaseException as error:
+            shield.hide_frame(error)
+            if begun:
+                _sharded_ended(error)
+            raise
+        if begun:
+            _sharded_ended(None)
+        return result
+
+    torch = sys.modules["torch"]
+    sharded.__call__ = torch_private.disable_dynamo(torch, __call__, False)
+
+
+def _sharded_begins() -> bool:
+    tracker = rank.active
+    if tracker is None or tracker.phase not in _BETWEEN or _FORWARD_HOOK in shield.off:
+        return False
+    try:
+        if not tracker.is_here():
+            return False
+        if sys.modules["torch"].is_grad_enabled():
+            tracker.forward(False)
+        else:
+            tracker.evaluating()
+        return tracker.enter(_FORWARD, caller())
+    except Exception as error:
+        shield.fault(_FORWARD_HOOK, error)
+    return False
+
+
+def _sharded_ended(error: BaseException | None) -> None:
+    try:
+        _forward_ended(True, None, error)
+        tracker = rank.active
+        if tracker is not None and error is None and not sys.modules["torch"].is_grad_enabled():
+            tracker.evaluated()
+    except Exception as broken:
+        shield.fault(_FORWARD_HOOK, broken)
+
+
+def _forward_ended(begun: bool, result: Any, error: BaseException | None) -> None:
+    tracker = rank.active
+    if tracker is not None:
+        tracker.leave(error)

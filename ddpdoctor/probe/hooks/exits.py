@@ -1,7 +1,7 @@
-"""How a process ends: ``sys.exit``, ``os._exit``, fatal signals, exceptions in threads.
+"""Wrap the ways a process ends: ``sys.exit``, ``os._exit``, fatal signals, exceptions in threads.
 
-What is printed, and the exit status, stay as they are. Of an uncaught exception the entry learns
-(`probe/entry/ddpdoctor_entry.py`).
+What is printed, and the exit status, stay as they are. An uncaught exception is reported by the
+entry (`probe/entry/ddpdoctor_entry.py`).
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from collections.abc import Callable
 from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
-from ddpdoctor.probe.observers import failures, inner
+from ddpdoctor.probe.observers import failures
 from ddpdoctor.probe.runtime import debugger, rank, shield
 from ddpdoctor.probe.runtime.events import Observer
-from ddpdoctor.probe.runtime.imports import when_imported
 from ddpdoctor.probe.runtime.sites import Site, caller
-from ddpdoctor.probe.runtime.wrapping import before
-from ddpdoctor.run.descriptors import move_up
+from ddpdoctor.probe.runtime.wrapping import before, when_imported
+from ddpdoctor.run.journal import move_up
 from ddpdoctor.run.records.process import ErrorRecord, ExitRecord
 
 _SAID = 300
@@ -106,7 +105,7 @@ def _note_exit(status: Any) -> None:
     if threading.current_thread() is not threading.main_thread():
         return
     number = failures.status_of(status)
-    said = inner.text(status)[:_SAID] if number and not isinstance(status, int) else None
+    said = failures.text_of(status)[:_SAID] if number and not isinstance(status, int) else None
     refused = _refusal()
     call = failures.exit_record("sys.exit", number, caller(), said, refused)
     _last = call, failures.behind() if number and not refused else None
@@ -196,7 +195,7 @@ def _recording(function: Callable[..., Any]) -> Callable[..., Any]:
 @shield.shielded
 def _leaves(error: SystemExit) -> None:
     """Record what ends a process of multiprocessing, which exits once more by itself afterwards."""
-    state, frames = rank.current(), inner.frames(error)
+    state, frames = rank.current(), failures.frames_of(error)
     if state is None or state.has_error or not frames:
         return
     path, line, _ = frames[-1]

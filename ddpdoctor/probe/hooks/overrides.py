@@ -1,4 +1,4 @@
-"""Overrides arguments of the job's, only where `ddpdoctor scale` was asked to try others.
+"""Override arguments of the job, only where `ddpdoctor scale` was asked to try others.
 
 The one hook that changes what a job does. Without the environment variable it installs nothing;
 each override is recorded with the line of the script. One that cannot be made is a recorded fault,
@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from ddpdoctor.probe.runtime import rank, shield
-from ddpdoctor.probe.runtime.clocks import CudaClock
+from ddpdoctor.probe.runtime.phases import CudaClock
 from ddpdoctor.probe.runtime.sites import caller
 from ddpdoctor.run.overrides import DDP, KNOWN, LOADER, VARIABLE, Value, parse
 from ddpdoctor.run.records.process import OverrideRecord

@@ -1,11 +1,12 @@
-"""Buffers that DDP leaves to each rank, looked at where a broadcast would have made them equal.
+"""Look at buffers that DDP leaves to each rank, where a broadcast would have made them equal.
 
 Before a forward DDP broadcasts all buffers of rank 0, those that were replaced since included: then
 there is nothing to look at, but that all ranks have to take part: without gradients it does so
 before the first forward after a training step only. It does not where the user turned that off, and
-where the module had no buffers when DDP was built. Integers (counters, positions, states of
-generators) and what is no part of the state dict are never looked at. Running statistics of
-normalizing layers are, in evaluations, which normalize with them.
+where the module had no buffers when DDP was built.
+
+Integers (counters, positions, states of generators) and what is no part of the state dict are never
+looked at. Running statistics of normalizing layers are, in evaluations, which normalize with them.
 """
 
 from __future__ import annotations
@@ -16,15 +17,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ddpdoctor.probe.observers import modes
-from ddpdoctor.probe.observers.hashing import hash_of, hashable
-from ddpdoctor.probe.observers.readback import Elements, Readback, capturing, when_ready
-from ddpdoctor.probe.observers.replicas import Replicas
+from ddpdoctor.probe.observers import steps
+from ddpdoctor.probe.observers.ddp_modules import Replicas
+from ddpdoctor.probe.observers.readback import (
+    Elements,
+    Readback,
+    capturing,
+    hash_of,
+    hashable,
+    when_ready,
+)
 from ddpdoctor.probe.runtime import sites, torch_groups, torch_private
 from ddpdoctor.probe.runtime.budget import clock
 from ddpdoctor.probe.runtime.events import Observer
 from ddpdoctor.probe.runtime.rank import RankState
-from ddpdoctor.run.records.replicas import BuffersRecord, StatisticsRecord
+from ddpdoctor.run.records.model import BuffersRecord, StatisticsRecord
 from ddpdoctor.run.records.training import EvaluationRecord
 
 DENSE = 8
@@ -76,7 +83,7 @@ class Buffers(Observer):
         budget = self.state.budget
         if (
             module is None
-            or modes.uneven_inputs
+            or steps.uneven_inputs
             or self._last.get(module) == step
             or budget.left() <= self._cost
         ):

@@ -1,33 +1,305 @@
-"""What a process ends of, as records.
-
-An exception is recorded before the interpreter prints anything, so the times of several ranks tell
-which failed first.
-"""
+"""Record what ends a process, and the files that it saves and loads."""
 
 from __future__ import annotations
 
+import errno
 import os
+import re
+import resource
 import sys
 import time
 import traceback
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from threading import Thread
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
-from ddpdoctor.probe.observers import file_facts, inner, ports
-from ddpdoctor.probe.runtime import events, rank, shield, watch
-from ddpdoctor.probe.runtime.sites import Site
+from ddpdoctor.core.user_code import user_file
+from ddpdoctor.probe.observers import job_launch
+from ddpdoctor.probe.runtime import events, rank, shield, torch_private, watch
+from ddpdoctor.probe.runtime.events import Observer
+from ddpdoctor.probe.runtime.sites import Site, caller
 from ddpdoctor.run.records.base import CodeFrame, encode
 from ddpdoctor.run.records.process import (
     EndOfProcess,
     ErrorRecord,
     ExitRecord,
     OuterError,
+    ResourceFacts,
     ShownErrorRecord,
     ThreadErrorRecord,
 )
+from ddpdoctor.run.records.training import GpuLoadRecord, SaveRecord
 from ddpdoctor.run.status import Phase
+
+# -- files that ``torch.save`` writes, and GPUs that ``torch.load`` puts tensors on
+
+
+MOST_FILES = 50
+"""Different paths, and loads, that a rank records; a job may give each file a new name."""
+
+_CONTENT_DEPTH = 3
+_WRAPPER_PREFIX = "module."
+
+
+def tensors_loaded(device: Any, mapped: bool) -> None:
+    """``torch.load`` put a storage on a GPU; ``mapped``: it was given a ``map_location``."""
+    site = caller()
+    record = GpuLoadRecord(
+        time=time.time_ns(),
+        device=str(device),
+        device_uuid=torch_private.device_uuid(sys.modules["torch"], device),
+        mapped=mapped,
+        **site.place,
+    )
+    rank.add(record, MOST_FILES, once=("load", site.path, site.line, str(device)))
+
+
+class Checkpoints(Observer):
+    """The checkpoints that a rank saves."""
+
+    def saves(self, content: Any, file: Any) -> None:
+        """Record the file, once for each kind of content."""
+        path = regular_file(file)
+        if path:
+            kind = _content(content)
+            record = SaveRecord(
+                time=time.time_ns(),
+                file=path,
+                content=kind,
+                step=self.state.tracker.steps,
+                **caller().place,
+            )
+            self.state.add(record, MOST_FILES, once=("save", path, kind))
+
+
+def path_of(file: Any) -> str:
+    """The path, through links, of what was given to ``torch.save`` or ``torch.load``, or empty."""
+    name = file if isinstance(file, (str, os.PathLike)) else getattr(file, "name", None)
+    path = os.fspath(name) if isinstance(name, (str, os.PathLike)) else ""
+    return os.path.realpath(path) if isinstance(path, str) and path else ""
+
+
+def regular_file(file: Any) -> str:
+    """The same of a regular file; empty for a buffer or a device."""
+    path = path_of(file)
+    return "" if os.path.exists(path) and not os.path.isfile(path) else path
+
+
+def _content(obj: Any, depth: int = _CONTENT_DEPTH) -> str:
+    """What a checkpoint holds, as DDP502 judges it.
+
+    ``module`` is a pickled model, ``wrapper`` a pickled DDP module, ``wrapped`` are keys with the
+    wrapper's prefix, ``data`` is anything else, modules without parameters (a loss) among it.
+
+    A wrapper within the wrapped model gives some of the keys the prefix; all of them have it only
+    if they are the outermost wrapper's.
+    """
+    torch = sys.modules["torch"]
+    if isinstance(obj, torch.nn.parallel.DistributedDataParallel):
+        return "wrapper"
+    if isinstance(obj, torch.nn.Module):
+        return "data" if next(obj.parameters(), None) is None else "module"
+    if not isinstance(obj, Mapping) or not obj:
+        return "data"
+    tensors = [key for key, value in obj.items() if isinstance(value, torch.Tensor)]
+    if tensors and all(isinstance(key, str) and key.startswith(_WRAPPER_PREFIX) for key in tensors):
+        return "wrapped"
+    nested = list(obj.values())[:20] if depth else []
+    return next(
+        (found for each in nested if (found := _content(each, depth - 1)) != "data"), "data"
+    )
+
+
+# -- the file or address that an exception is about, and the room there was; words name neither
+
+
+_SERIALIZATION = os.path.join("torch", "serialization.py")
+_DOWNLOADERS = (
+    (os.path.join("urllib", "request.py"), "urlopen", "url"),
+    (os.path.join("requests", "sessions.py"), "request", "url"),
+)
+"""Functions that download, and their argument that says what."""
+
+_ACCESS = {"save": "write", "load": "read"}
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_MOST_CHAINED = 8
+"""Exceptions of a chain that are looked at."""
+
+
+def file_facts(error: BaseException) -> ResourceFacts | None:
+    """What is known of the file that ``torch.save`` or ``torch.load`` failed on, or of a download.
+
+    None if the exception is about neither.
+    """
+    for each in _chain(error):
+        trace = each.__traceback__
+        while trace is not None:
+            code = trace.tb_frame.f_code
+            if code.co_name in _ACCESS and code.co_filename.endswith(_SERIALIZATION):
+                path = path_of(trace.tb_frame.f_locals.get("f"))
+                if path:
+                    return _facts_of(path, _ACCESS[code.co_name])
+            for file, function, argument in _DOWNLOADERS:
+                if code.co_name == function and code.co_filename.endswith(file):
+                    url = _address(trace.tb_frame.f_locals.get(argument))
+                    if url:
+                        return ResourceFacts(url=url)
+            trace = trace.tb_next
+        if isinstance(each, OSError) and each.errno in _NO_ROOM:
+            return _facts_of(path_of(each.filename), "write")
+    return None
+
+
+def _address(url: Any) -> str:
+    """Server and path of a URL or of a request for it."""
+    # Imported only here: a start must not pay for it.
+    from urllib.parse import urlsplit
+
+    url = url if isinstance(url, str) else getattr(url, "full_url", "")
+    try:
+        parts = urlsplit(url if isinstance(url, str) else "")
+    except ValueError:
+        return ""
+    return f"{parts.scheme}://{parts.hostname}{parts.path}"[:200] if parts.hostname else ""
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    current: BaseException | None = error
+    for _ in range(_MOST_CHAINED):
+        if current is None:
+            return
+        yield current
+        current = current.__cause__ or current.__context__
+
+
+def _facts_of(path: str, access: str) -> ResourceFacts:
+    limit: int | None = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if access != "write" or limit == resource.RLIM_INFINITY:
+        limit = None
+    found = ResourceFacts(path=path, access=access, limit=limit)
+    try:
+        room = os.statvfs(os.path.dirname(path) or ".")
+        free, total = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
+        found = replace(found, free=free, total=total)
+        return replace(found, size=os.stat(path).st_size)
+    except OSError:
+        return found
+
+
+# -- the exception that another one wraps, where it says more: a cause, a part, a worker's text
+
+
+Frames = list[tuple[str, int, str]]
+"""Path, line and function of the user's frames, the innermost last."""
+
+_FILE_LINE = re.compile(r'File "([^"\n]+)", line (\d+)')
+_HEADLINE = re.compile(r"^[A-Za-z_][\w.]*(?:: |:?$)")
+_WORKER_TRACEBACK = "Original Traceback (most recent call last)"
+
+
+class Raised(NamedTuple):
+    """An exception in words."""
+
+    name: str
+    message: str
+    path: str
+    line: int
+
+
+def unwrapped(error: BaseException) -> tuple[Raised, Raised | None]:
+    """What to report of an exception, and what it was wrapped in, if it was.
+
+    An inner exception counts if it came through the user's own code and says something: what a
+    library catches and rewords is better known by the library's words.
+    """
+    outer = _raised(error)
+    current = error
+    for _ in range(_MOST_CHAINED):
+        part = _first_part(current) or current.__cause__
+        if part is None or not frames_of(part) or not text_of(part):
+            break
+        current = part
+    inner = _of_worker(current) or _raised(current)
+    remote = _remote(current)
+    if remote:
+        inner = inner._replace(path=remote[0], line=remote[1])
+    return inner, None if inner[:2] == outer[:2] else outer
+
+
+def text_of(error: object) -> str:
+    """A message, mostly that of an exception; never raises."""
+    try:
+        return str(error)
+    except Exception:
+        return "(its message could not be made)"
+
+
+def name_of(kind: type[BaseException]) -> str:
+    """The class as Python prints it."""
+    if kind.__module__ in ("builtins", "__main__"):
+        return kind.__qualname__
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def frames_of(error: BaseException) -> Frames:
+    """The user's frames that it flew through."""
+    return [
+        (os.path.abspath(frame.f_code.co_filename), number, frame.f_code.co_name)
+        for frame, number in traceback.walk_tb(error.__traceback__)
+        if user_file(frame.f_code.co_filename)
+    ]
+
+
+def _raised(error: BaseException) -> Raised:
+    path, line = "", 0
+    if isinstance(error, SyntaxError) and error.filename:
+        path, line = os.path.abspath(error.filename), error.lineno or 0
+    elif found := frames_of(error):
+        path, line = found[-1][:2]
+    return Raised(name_of(type(error)), text_of(error), path, line)
+
+
+def _first_part(error: BaseException) -> BaseException | None:
+    """The first exception of a group; groups exist from Python 3.11 on."""
+    parts = getattr(error, "exceptions", None)
+    is_group = any(each.__name__ == "BaseExceptionGroup" for each in type(error).__mro__)
+    if not is_group or not isinstance(parts, tuple) or not parts:
+        return None
+    return parts[0] if isinstance(parts[0], BaseException) else None
+
+
+def _of_worker(error: BaseException) -> Raised | None:
+    """The exception of a DataLoader's worker, which is raised again in the rank with its text."""
+    _, head, rest = text_of(error).partition(_WORKER_TRACEBACK)
+    if not head:
+        return None
+    lines = rest.splitlines()
+    last = max((n for n, line in enumerate(lines) if _FILE_LINE.search(line)), default=-1)
+    at = next((n for n in range(last + 1, len(lines)) if _HEADLINE.match(lines[n])), None)
+    if at is None:
+        return None
+    name, _, message = "\n".join(lines[at:]).strip().partition(": ")
+    path, line = _last_user_line(rest) or _raised(error)[2:]
+    return Raised(name.rstrip(":"), message, path, line)
+
+
+def _remote(error: BaseException) -> tuple[str, int] | None:
+    """The line in the process of a pool, whose traceback travels as text."""
+    cause = error.__cause__
+    if cause is None or type(cause).__name__ not in ("_RemoteTraceback", "RemoteTraceback"):
+        return None
+    return _last_user_line(text_of(cause))
+
+
+def _last_user_line(printed: str) -> tuple[str, int] | None:
+    found = [each for each in _FILE_LINE.findall(printed) if user_file(each[0])]
+    return (os.path.abspath(found[-1][0]), int(found[-1][1])) if found else None
+
+
+# -- what a process ends of, as records
+
 
 _MESSAGE = 4_000
 _LINE = 1_500
@@ -112,7 +384,7 @@ def describe(error: BaseException) -> ErrorRecord:
     """An exception as a record, with what the system knows of its file or port."""
     record = _in_words(error)
     try:
-        file = file_facts.facts(error) or ports.facts(inner.text(error))
+        file = file_facts(error) or job_launch.port_facts(text_of(error))
     except Exception as fault:
         shield.fault("file_facts", fault)
         return record
@@ -120,7 +392,7 @@ def describe(error: BaseException) -> ErrorRecord:
 
 
 def _in_words(error: BaseException) -> ErrorRecord:
-    raised, outer = inner.unwrapped(error)
+    raised, outer = unwrapped(error)
     formatted = "".join(_format_exception(type(error), error, error.__traceback__))
     return ErrorRecord(
         time=time.time_ns(),
@@ -129,7 +401,7 @@ def _in_words(error: BaseException) -> ErrorRecord:
         message=_shortened(raised.message),
         path=raised.path,
         line=raised.line,
-        user_frames=tuple(CodeFrame(*frame) for frame in inner.frames(error)),
+        user_frames=tuple(CodeFrame(*frame) for frame in frames_of(error)),
         traceback=formatted[-_TRACEBACK:],
         outer=outer
         and OuterError(

@@ -1,60 +1,222 @@
-"""Fingerprints of DDP's modules after a training step: what differs between ranks, and since when.
+"""Fingerprint models after a training step: what differs between ranks, and since when.
 
 Ranks compare nothing among themselves: each writes its own hashes, and a rule compares the files.
-Now and then a fingerprint is *rich*: one hash and norm per tensor, and hashes of the gradients and
-of the optimizer's state, at several times the price. At steps that are suspected all are, and after
-the first of these elements of the tensors that differ are written.
+Now and then a fingerprint of a DDP module is *rich*: one hash and norm per tensor, and hashes of
+the gradients and of the optimizer's state, at several times the price. At steps that are suspected
+all are, and after the first of these elements of the tensors that differ are written.
+
+Without DDP (`Independent`) the norms of a few gradients and of their parameters are written down
+before some steps of the optimizer; by comparing the ranks a rule sees whether anything was
+exchanged.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import math
+import struct
 import sys
+import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ddpdoctor.probe.observers import modes
-from ddpdoctor.probe.observers.hashing import hashable, pieces
-from ddpdoctor.probe.observers.ledger import Ledger
-from ddpdoctor.probe.observers.looks import LONGEST, Pace, Suspected
-from ddpdoctor.probe.observers.optimizers import options_of
-from ddpdoctor.probe.observers.readback import Elements, Readback, capturing
-from ddpdoctor.probe.observers.replicas import Replica, Replicas
-from ddpdoctor.probe.observers.tensor_hashes import (
-    MOST_TENSORS,
-    ModuleHashes,
-    combined,
-    compared_tensors,
-    hashes_of,
-    state_hashes,
+from ddpdoctor.probe.observers import readback, steps
+from ddpdoctor.probe.observers.collective_calls import Ledger
+from ddpdoctor.probe.observers.ddp_modules import Replica, Replicas
+from ddpdoctor.probe.observers.optimizers import options_of, parameters_of
+from ddpdoctor.probe.observers.overhead import LONGEST_INTERVAL, Pace, Suspected
+from ddpdoctor.probe.observers.readback import (
+    Elements,
+    Readback,
+    capturing,
+    hash_of,
+    hash_pieces,
+    hashable,
+    when_ready,
 )
-from ddpdoctor.probe.observers.versions import Versions
 from ddpdoctor.probe.runtime import events, torch_groups, torch_private
 from ddpdoctor.probe.runtime.budget import clock
 from ddpdoctor.probe.runtime.events import Observer
 from ddpdoctor.probe.runtime.rank import RankState
+from ddpdoctor.run.mapped import Suspicion
 from ddpdoctor.run.records.base import Record
-from ddpdoctor.run.records.replicas import (
+from ddpdoctor.run.records.model import (
     ElementsRecord,
     FingerprintRecord,
     IndexedTensor,
+    OutsideRecord,
+    SoloEndRecord,
+    SoloRecord,
     TensorsRecord,
     TogetherRecord,
 )
-from ddpdoctor.run.requests import Suspicion
+
+# -- hashes of a module's tensors as fingerprints have them
+
+
+MOST_TENSORS = 4096
+"""Tensors of a module of which a rich fingerprint has a hash each."""
+
+LARGEST_NORM = 3.4e38
+"""Norms from here on are written as infinite: in single precision they are."""
+
+
+class ModuleHashes:
+    """The hashes of one module, on their way; to be made with gradients off.
+
+    Args:
+        number: The module's.
+        parameters: Those that DDP keeps equal.
+        rich: Whether gradients are hashed, too, and each tensor has a hash and a norm.
+    """
+
+    def __init__(self, number: int, parameters: list[Any], rich: bool) -> None:
+        self._number = number
+        self._parameters = hashes_of(parameters)
+        self._gradients: Readback | None = None
+        self._norms: Readback | None = None
+        if rich:
+            gradients = [each.grad for each in parameters]
+            self._gradients = hashes_of(g for g in gradients if g is not None and hashable(g))
+            self._norms = tensor_norms(parameters[:MOST_TENSORS])
+
+    def reads(self) -> list[Readback]:
+        """What has to be ready."""
+        reads = (self._parameters, self._gradients, self._norms)
+        return [each for each in reads if each is not None]
+
+    def record(self, step: int, armed: int) -> FingerprintRecord:
+        """The record, once they are."""
+        hashes, gradients, norms = self._parameters.numbers(), self._gradients, self._norms
+        return FingerprintRecord(
+            step=step,
+            module=self._number,
+            armed=armed,
+            parameters=combined(hashes),
+            gradients=None if gradients is None else combined(gradients.numbers()),
+            detail=None if norms is None else packed(hashes, norms.numbers()),
+        )
+
+
+def compared_tensors(ddp: Any) -> list[tuple[str, Any]]:
+    """Names and parameters that DDP keeps equal, trained or not."""
+    ignored: set[str] = getattr(ddp, "parameters_to_ignore", None) or set()
+    return [
+        (name, parameter)
+        for name, parameter in ddp.module.named_parameters()
+        if name not in ignored and hashable(parameter)
+    ]
+
+
+def hashes_of(tensors: Iterable[Any]) -> Readback:
+    """The hashes of tensors, on their way; with gradients off."""
+    return Readback([hash_of(each) for each in tensors])
+
+
+def packed(hashes: Iterable[int], norms: Iterable[float]) -> str:
+    """Per tensor, four bytes of its hash and its norm, as text."""
+    data = b"".join(
+        # The upper half: it depends on all bits.
+        struct.pack(
+            "<If", hash_ >> 32 & 0xFFFFFFFF, norm if norm < LARGEST_NORM else norm * math.inf
+        )
+        for hash_, norm in zip(hashes, norms, strict=False)
+    )
+    return base64.b64encode(data).decode()
+
+
+def combined(hashes: Sequence[int]) -> str:
+    """One hash of many; of an empty sequence, too."""
+    data = struct.pack(f"<{len(hashes)}q", *hashes)
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+def tensor_norms(tensors: Sequence[Any]) -> Readback:
+    """A norm per tensor, in double precision as no other fits all; 0 for what has none."""
+    torch: Any = sys.modules["torch"]
+    found = [
+        torch.linalg.vector_norm(each.detach(), dtype=torch.float64)
+        if each.is_floating_point() and each.element_size() > 1
+        else torch.zeros((), dtype=torch.float64, device=each.device)
+        for each in tensors
+    ]
+    return Readback(found)
+
+
+def state_hashes(optimizers: Iterable[Any]) -> Readback | None:
+    """The hashes of the tensors of the optimizers' states, in the order of their parameters."""
+    tensor: Any = sys.modules["torch"].Tensor
+    found = []
+    for optimizer in optimizers:
+        if torch_private.is_sharded(optimizer):
+            continue
+        for parameter in parameters_of(optimizer):
+            values = optimizer.state.get(parameter)
+            if isinstance(values, dict):
+                kept = (each for each in values.values() if isinstance(each, tensor))
+                found += [each for each in kept if hashable(each)]
+    return hashes_of(found) if found else None
+
+
+# -- versions
+
+
+NAMED_CHANGED = 8
+"""Parameters that a record names; it counts the rest."""
+
+
+class Versions:
+    """How often parameters had been written, and where they lay, after a step.
+
+    Args:
+        step: Its number; -1 before the first one.
+    """
+
+    def __init__(self, step: int = -1) -> None:
+        self._step = step
+        self._noted: list[tuple[int, str, weakref.ref[Any], int, int]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._noted)
+
+    def note(self, module: int, named: list[tuple[str, Any]]) -> None:
+        """Note the parameters of a module as they are now."""
+        self._noted += [
+            (module, name, weakref.ref(each), each._version, each.data_ptr())
+            for name, each in named[:MOST_TENSORS]
+        ]
+
+    def changed(self) -> Iterator[OutsideRecord]:
+        """What has been changed since, by module; all is forgotten."""
+        noted, self._noted = self._noted, []
+        changed: dict[int, list[str]] = {}
+        for module, name, ref, *before in noted:
+            parameter = ref()
+            if parameter is not None and [parameter._version, parameter.data_ptr()] != before:
+                changed.setdefault(module, []).append(name)
+        for module, names in changed.items():
+            yield OutsideRecord(
+                step=self._step, module=module, count=len(names), names=tuple(names[:NAMED_CHANGED])
+            )
+
+
+# -- fingerprints
+
 
 RICH_STEPS = 16
 """Steps at the beginning whose fingerprints are rich."""
 
-RICHER = 4
+RICH_PRICE = 4
 """Times the price of a plain fingerprint that a rich one costs, as long as only one is known."""
 
-KERNELS = 20_000
+KERNEL_COST = 20_000
 """Nanoseconds that it takes to ask for the hash of a tensor, or on a GPU of a piece of one."""
 
-BEHIND = 100_000
+NEXT_STEP_COST = 100_000
 """Nanoseconds that the step behind a fingerprint takes more, since the caches hold other things.
 
 Charged where not every step has one: at the beginning a credit pays.
@@ -72,7 +234,7 @@ MOST_OPTIMIZERS = 8
 MOST_PENDING = 8
 """Fingerprints that wait for a device; no more are taken until it has passed them."""
 
-TOGETHER = 8
+DENSE_AVERAGES = 8
 """Times that parameters may have been averaged that are looked at; later the powers of two."""
 
 
@@ -140,7 +302,7 @@ class Fingerprints(Observer):
             for record in self._versions.changed():
                 self.state.recorder.add(record)
         if behind and self.pace.interval > 1:
-            self.state.budget.spend_behind(BEHIND)
+            self.state.budget.spend_behind(NEXT_STEP_COST)
 
     def step_ended(self, optimizer: Any, number: int) -> None:
         """An optimizer's step ended: take a fingerprint if it closed a training step."""
@@ -158,7 +320,7 @@ class Fingerprints(Observer):
         if self.state.tracker.steps == number:
             return
         # After join() a rank may have taken fewer steps than others: numbers tell nothing any more.
-        if not modes.uneven_inputs:
+        if not steps.uneven_inputs:
             self._look_at(number)
         if not self._pending and not self._suspected.active:
             self._rest_until_due(number)
@@ -197,13 +359,13 @@ class Fingerprints(Observer):
             or number < RICH_STEPS
             or not number & (self.pace.interval * self._rich_stride - 1)
         )
-        rich = wanted and left >= (self._rich_cost or RICHER * cost)
+        rich = wanted and left >= (self._rich_cost or RICH_PRICE * cost)
         start = clock()
         with sys.modules["torch"].no_grad():
             self._take(number, rich)
         spent = clock() - start
         if rich not in self._loaded and self._on_gpu():
-            usual = (RICHER if rich else 1) * self._guess()
+            usual = (RICH_PRICE if rich else 1) * self._guess()
             budget.spend_first(spent, usual)
             spent = min(spent, usual)
         else:
@@ -211,7 +373,7 @@ class Fingerprints(Observer):
         self._loaded.update((rich, False))
         if rich:
             self._rich_cost = spent
-            self._cost = self._cost or spent // RICHER
+            self._cost = self._cost or spent // RICH_PRICE
         else:
             self._cost = spent
         if not closely:
@@ -248,7 +410,7 @@ class Fingerprints(Observer):
             return
         self._together += 1
         count = self._together
-        if count > TOGETHER and count & (count - 1):
+        if count > DENSE_AVERAGES and count & (count - 1):
             return
         torch: Any = sys.modules["torch"]
         paid = self.state.budget.left() >= (self._cost or self._guess())
@@ -302,7 +464,9 @@ class Fingerprints(Observer):
     def _guess(self) -> int:
         """Nanoseconds that the first fingerprint will cost, without loading a GPU's kernels."""
         return sum(
-            KERNELS * pieces(parameter) if parameter.is_cuda else KERNELS + parameter.numel()
+            KERNEL_COST * hash_pieces(parameter)
+            if parameter.is_cuda
+            else KERNEL_COST + parameter.numel()
             for parameter in self._parameters()
         )
 
@@ -386,12 +550,121 @@ class Fingerprints(Observer):
                 self.state.recorder.add(record)
             if self._rich_bytes > RICH_BYTES:
                 self._rich_bytes = 0
-                self._rich_stride = min(self._rich_stride * 2, LONGEST)
+                self._rich_stride = min(self._rich_stride * 2, LONGEST_INTERVAL)
 
 
 def _scale() -> Readback | None:
     """The GradScaler's scale."""
-    scale = torch_private.scale_of(modes.scaler())
+    scale = torch_private.scale_of(steps.current_scaler())
     if scale is None or not hashable(scale):
         return None
     return Readback([scale.detach().reshape(())])
+
+
+# -- training without DDP: whether the ranks of a group still train one model
+
+
+DENSE_STEPS = 8
+"""Steps at the beginning that are looked at one by one; later the powers of two."""
+
+SOLO_WITNESSES = 3
+"""Parameters that are looked at."""
+
+LARGEST_WITNESS = 1 << 20
+"""Elements of a parameter that is looked at, if there are smaller ones than the larger."""
+
+
+class Independent(Observer):
+    """What a rank trains without DDP."""
+
+    def __init__(self, state: RankState) -> None:
+        super().__init__(state)
+        self._begun = False
+        self._last = -1
+        """The last training step that was looked at."""
+        self._before = 0
+        """Calls that may have moved parameters before the first step."""
+        self._outside = False
+        """Whether parameters were changed between steps of the optimizer."""
+        self._versions: list[tuple[weakref.ref[Any], int]] = []
+        self._wrapped = False
+
+    def ddp_built(self, ddp: Any) -> None:
+        """From now on DDP has the say."""
+        self._wrapped = True
+        self.rest("step_begins", "step_ended")
+
+    def step_begins(self, optimizer: Any) -> None:
+        """Look at the gradients of some steps."""
+        if self._wrapped:
+            return
+        ledger, budget = self.state.ledger, self.state.budget
+        if not self._begun:
+            self._begun = True
+            self._before = ledger.wide if ledger is not None else 0
+        for reference, version in self._versions:
+            parameter = reference()
+            if parameter is not None and parameter._version != version:
+                self._outside = True
+        self._versions = []
+        number = self.state.tracker.steps
+        if number == self._last or (number >= DENSE_STEPS and number & (number - 1)):
+            return
+        if budget.left() < 0 or sys.modules["torch"].distributed.get_world_size() < 2:
+            return
+        self._last = number
+        with budget.spending():
+            self._look(optimizer, number)
+
+    def _look(self, optimizer: Any, number: int) -> None:
+        parameters = parameters_of(optimizer)
+        reached = [each for each in parameters if readback.has_plain_gradient(each)]
+        small = [each for each in reached if 0 < each.numel() <= LARGEST_WITNESS] or reached
+        looked = sorted(small, key=lambda each: -each.numel())[:SOLO_WITNESSES]
+        read = readback.gradients_and_values(looked)
+        if read is None:
+            return
+        ledger = self.state.ledger
+        record = SoloRecord(
+            time=time.time_ns(),
+            step=number,
+            optimizer=type(optimizer).__name__,
+            shapes=tuple(tuple(each.shape) for each in looked),
+            parameters=len(parameters),
+            elements=sum(each.numel() for each in parameters),
+            # Where it differs, the ranks are meant to.
+            hyper=options_of(optimizer),
+            calls=ledger.count if ledger is not None else None,
+            before=self._before,
+            wide=ledger.wide if ledger is not None else None,
+            outside=self._outside,
+        )
+
+        def with_norms(values: list[float]) -> SoloRecord:
+            return replace(record, gradients=tuple(values[::2]), values=tuple(values[1::2]))
+
+        self.state.recorder.add(when_ready([read], with_norms))
+
+    def step_ended(self, optimizer: Any, number: int) -> None:
+        """Remember the parameters as the step has left them."""
+        if not self._begun or self._outside or self._wrapped:
+            return
+        first = next(iter(parameters_of(optimizer)), None)
+        if first is not None:
+            self._versions.append((weakref.ref(first), first._version))
+
+    def rank_ends(self) -> None:
+        """Record what was exchanged up to the end."""
+        if self._last < 0:
+            return
+        ledger = self.state.ledger
+        self.state.recorder.add(
+            SoloEndRecord(
+                time=time.time_ns(),
+                steps=self.state.tracker.steps,
+                wrapped=self._wrapped,
+                calls=ledger.count if ledger is not None else None,
+                wide=ledger.wide if ledger is not None else None,
+                outside=self._outside,
+            )
+        )

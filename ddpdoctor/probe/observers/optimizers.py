@@ -1,7 +1,15 @@
-"""Which optimizer steps which parameters, and where each was made.
+"""Follow optimizers and schedulers: which parameters they step, made again, gradients never zeroed.
 
 Parameters that no optimizer steps do not learn. Whether something else trains them (an update by
 hand, an optimizer that is not torch's) shows in their values: these are compared over some steps.
+
+Which position of its schedule a scheduler reaches is read at the steps of optimizers: wrapping
+``scheduler.step`` would stand in the way of a step that the job compiles.
+
+Where gradients are never set to zero the next backward adds to those of the last. One parameter of
+each optimizer is watched, and only until its gradient was set to zero or to None once: in most jobs
+that is the first step. A change that the counter of versions does not see, as one through `.data`,
+is seen by the norm.
 """
 
 from __future__ import annotations
@@ -10,19 +18,22 @@ import sys
 import time
 import weakref
 from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import Any
 
-from ddpdoctor.probe.observers import norms
+from ddpdoctor.probe.observers import readback
+from ddpdoctor.probe.observers.ddp_modules import Mark, Replica, Replicas, mark_of
 from ddpdoctor.probe.observers.readback import Readback, when_ready
-from ddpdoctor.probe.observers.replicas import Replica, Replicas
 from ddpdoctor.probe.runtime import events, sites
 from ddpdoctor.probe.runtime.events import Observer
 from ddpdoctor.probe.runtime.rank import RankState
-from ddpdoctor.probe.runtime.sites import Site
-from ddpdoctor.run.records.model import RemadeRecord, UnownedRecord
-from ddpdoctor.run.records.replicas import Hyper
+from ddpdoctor.probe.runtime.sites import NOWHERE, Site
+from ddpdoctor.run.records.model import Hyper, RemadeRecord, UnownedRecord, UnzeroedRecord
 
-FROM, TO = 2, 12
+# -- which optimizer steps which parameters, and where each was made
+
+
+COMPARED_FROM, COMPARED_TO = 2, 12
 """Synchronized backwards of a DDP module between which a parameter without optimizer is watched."""
 
 REMADE = 5
@@ -31,16 +42,16 @@ REMADE = 5
 REMADE_BY_EPOCH = 3
 """The same of optimizers that stepped for one epoch each."""
 
-MEASURED = 4
+COMPARED_PARAMETERS = 4
 """Parameters whose values are compared."""
 
-NAMED = 8
+NAMED_PARAMETERS = 8
 """Parameters that a record names; it counts the rest."""
 
-MOST = 256
+MOST_OPTIMIZERS = 256
 """Optimizers that are remembered; a job that makes ever new ones is known well before."""
 
-HYPER = ("lr", "momentum", "betas", "weight_decay")
+HYPERPARAMETERS = ("lr", "momentum", "betas", "weight_decay")
 """What is recorded of the options of a parameter group, in this order."""
 
 MOST_GROUPS = 4
@@ -50,7 +61,7 @@ any_made = False
 """Whether this process ever made an optimizer, or may have without being seen."""
 
 
-class Made:
+class MadeOptimizer:
     """An optimizer as it was made."""
 
     __slots__ = ("groups", "ids", "name", "site", "steps")
@@ -64,15 +75,15 @@ class Made:
         self.ids: frozenset[int] = frozenset()
 
 
-_made: weakref.WeakKeyDictionary[Any, Made] = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[Any, MadeOptimizer] = weakref.WeakKeyDictionary()
 
 
 def made(optimizer: Any) -> None:
     """An optimizer is being made, its parameters not yet in it; the process may be no rank yet."""
     global any_made
     any_made = True
-    if len(_made) < MOST and optimizer not in _made:
-        _made[optimizer] = Made(type(optimizer).__name__, sites.caller())
+    if len(_made) < MOST_OPTIMIZERS and optimizer not in _made:
+        _made[optimizer] = MadeOptimizer(type(optimizer).__name__, sites.caller())
     for subscriber in events.optimizer_made:
         subscriber()
 
@@ -111,16 +122,16 @@ def parameters_of(optimizer: Any) -> list[Any]:
 def options_of(optimizer: Any) -> tuple[tuple[Hyper, ...], ...]:
     """`HYPER` of each parameter group, as far as it is on the CPU."""
     return tuple(
-        tuple(_plain(group.get(name)) for name in HYPER)
+        tuple(_plain_option(group.get(name)) for name in HYPERPARAMETERS)
         for group in optimizer.param_groups[:MOST_GROUPS]
     )
 
 
-def _plain(value: Any) -> Any:
+def _plain_option(value: Any) -> Any:
     if isinstance(value, (int, float)):
         return value
     if isinstance(value, (tuple, list)):
-        return tuple(_plain(each) for each in value)
+        return tuple(_plain_option(each) for each in value)
     # A tensor on a GPU would have to be waited for.
     device = getattr(value, "device", None)
     if device is not None and device.type == "cpu" and value.numel() == 1:
@@ -132,7 +143,7 @@ def _plain(value: Any) -> Any:
 class _Habit:
     """The optimizers that one line has made for one parameter."""
 
-    last: Made
+    last: MadeOptimizer
     began: int
     """The step at which the last one began."""
     since: int
@@ -183,7 +194,11 @@ class Optimizers(Observer):
             return
         for each in self._replicas.alive:
             looks = each.looks
-            if looks > 1 or each.reduced < (FROM, TO)[looks] or not _concerns(optimizer, each):
+            if (
+                looks > 1
+                or each.reduced < (COMPARED_FROM, COMPARED_TO)[looks]
+                or not _concerns(optimizer, each)
+            ):
                 continue
             each.looks += 1
             with self.state.budget.spending():
@@ -194,7 +209,7 @@ class Optimizers(Observer):
 
     def _first_look(self, each: Replica) -> None:
         indices = _without(each)
-        read = norms.norms([each.parameter(index) for index in indices[:MEASURED]])
+        read = readback.norms_of([each.parameter(index) for index in indices[:COMPARED_PARAMETERS]])
         if read is not None:
             orphans = sum(self._orphans(optimizer) for optimizer in list(_made))
             self._unowned[each.number] = _Unowned(indices, orphans, read, self.state.tracker.steps)
@@ -205,10 +220,10 @@ class Optimizers(Observer):
             return
         without = set(_without(each))
         still = [index for index in before.indices if index in without]
-        same = before.indices[:MEASURED]
-        if still[:MEASURED] != same:
+        same = before.indices[:COMPARED_PARAMETERS]
+        if still[:COMPARED_PARAMETERS] != same:
             return
-        read = norms.norms([each.parameter(index) for index in same])
+        read = readback.norms_of([each.parameter(index) for index in same])
         if read is None:
             return
         orphans = {optimizer: self._orphans(optimizer) for optimizer in list(_made)}
@@ -220,7 +235,7 @@ class Optimizers(Observer):
             time=time.time_ns(),
             ddp=each.number,
             steps=(before.step, self.state.tracker.steps),
-            parameters=tuple(each.names[index] for index in still[:NAMED]),
+            parameters=tuple(each.names[index] for index in still[:NAMED_PARAMETERS]),
             count=len(still),
             of=len(each.names),
             orphans=min(before.orphans, orphans[lost]),
@@ -260,10 +275,10 @@ class Optimizers(Observer):
         each.steps += 1
         if each.steps > 1:
             self._settled = weakref.ref(optimizer)
-        elif len(self._habits) < MOST:
+        elif len(self._habits) < MOST_OPTIMIZERS:
             self._first_step(optimizer, each, number)
 
-    def _first_step(self, optimizer: Any, each: Made, number: int) -> None:
+    def _first_step(self, optimizer: Any, each: MadeOptimizer, number: int) -> None:
         first = next(iter(parameters_of(optimizer)), None)
         if first is None:
             return
@@ -314,7 +329,7 @@ def _without(each: Replica) -> list[int]:
         and id(parameter) not in everything
         and parameter.requires_grad
         and parameter.grad is not None
-        and norms.plain(parameter)
+        and readback.is_plain(parameter)
     ]
 
 
@@ -326,3 +341,327 @@ def _remembers(optimizer: Any, parameter: Any) -> bool:
         isinstance(value, torch.Tensor) and value.shape == parameter.shape
         for value in kept.values()
     )
+
+
+# -- schedulers that are re-created before their schedule has come to its end
+
+
+_SCHEDULERS = "torch.optim.lr_scheduler"
+
+_SCHEDULE_ENDS = {
+    "ConstantLR": "total_iters",
+    "CosineAnnealingLR": "T_max",
+    "CosineAnnealingWarmRestarts": "T_0",
+    "CyclicLR": "total_size",
+    "LinearLR": "total_iters",
+    "OneCycleLR": "total_steps",
+    "PolynomialLR": "total_iters",
+    "StepLR": "step_size",
+}
+"""Where a class keeps the number of positions after which it ends, begins again, or first cuts."""
+
+NEARLY_COMPLETE = 0.9
+"""The part of a schedule after which it counts as complete."""
+
+MOST_SCHEDULERS = 16
+"""Places that make schedulers which are remembered."""
+
+_VARIES = ("last_epoch", "_step_count", "_last_lr")
+
+
+class MadeScheduler:
+    """The newest scheduler of a place, and how many in a row before it were cut short."""
+
+    __slots__ = (
+        "end", "epoch", "gone", "position", "restored", "row",
+        "scheduler", "shape", "since", "step",
+    )  # fmt: skip
+
+    def __init__(self, scheduler: Any, end: float, step: int, epoch: int) -> None:
+        self.scheduler = weakref.ref(scheduler)
+        self.end = end
+        self.step = step
+        self.epoch = epoch
+        self.shape = _schedule_shape(scheduler)
+        self.position = 0
+        self.gone = False
+        """Its last step may have come after the last look."""
+        self.restored = False
+        """It does not begin at the beginning."""
+        self.row = 0
+        self.since = step
+        """The step at which the first one of the row was made."""
+
+    def look(self) -> None:
+        """Read the position."""
+        scheduler = self.scheduler()
+        if scheduler is None:
+            self.gone = True
+        else:
+            self.position = scheduler.last_epoch
+
+    @property
+    def cut_short(self) -> bool:
+        """Whether it ends before its schedule does."""
+        return not self.restored and self.position + self.gone < NEARLY_COMPLETE * self.end
+
+
+class Schedulers(Observer):
+    """The schedulers of a rank."""
+
+    def __init__(self, state: RankState, replicas: Replicas) -> None:
+        super().__init__(state)
+        self._replicas = replicas
+        self._made: dict[tuple[Site, str, int], MadeScheduler] = {}
+
+    def step_begins(self, optimizer: Any) -> None:
+        """Read where the schedulers are."""
+        if not self._made:
+            self.rest("step_begins")
+        for each in self._made.values():
+            each.look()
+            if each.position and self.state.tracker.steps == each.step:
+                # It was brought there by a loaded state, or by steps to catch up.
+                each.restored = True
+
+    def scheduler_made(self, scheduler: Any) -> None:
+        """See whether it takes the place of one whose schedule has not come to its end."""
+        end = _schedule_end(scheduler)
+        first = next(iter(parameters_of(scheduler.optimizer)), None)
+        if end is None or first is None:
+            return
+        site, name = sites.caller(), type(scheduler).__name__
+        key = (site, name, id(first))
+        before = self._made.get(key)
+        if before is None and len(self._made) >= MOST_SCHEDULERS:
+            return
+        tracker = self.state.tracker
+        self.wake("step_begins")
+        now = self._made[key] = MadeScheduler(scheduler, end, tracker.steps, tracker.epoch)
+        now.restored = scheduler.last_epoch != 0
+        if before is None:
+            return
+        before.look()
+        steps = now.step - before.step
+        by_epoch = now.epoch == before.epoch + 1 and steps > 1
+        # With other options it is the next phase of a training.
+        if before.cut_short and now.shape == before.shape and (by_epoch or steps == 1):
+            now.row, now.since = before.row + 1, before.since
+        enough = REMADE_BY_EPOCH - 1 if by_epoch else REMADE
+        if now.row == enough and self._replicas.holds(first):
+            self.state.recorder.add(
+                RemadeRecord(
+                    time=time.time_ns(),
+                    step=now.step,
+                    since=now.since,
+                    scheduler=name,
+                    times=now.row + 1,
+                    every="epoch" if by_epoch else "step",
+                    position=before.position,
+                    end=end if name in _SCHEDULE_ENDS else None,
+                    **site.place,
+                )
+            )
+
+
+def _schedule_end(scheduler: Any) -> float | None:
+    """The position at which a schedule ends; None if it is the same at each, or is not known."""
+    name = type(scheduler).__name__
+    if type(scheduler).__module__ != _SCHEDULERS:
+        return None
+    if name == "ReduceLROnPlateau":
+        # The first value is the best one so far.
+        return float(scheduler.patience + 2)
+    if name == "LambdaLR":
+        # A function may well end with an epoch; but not where it is stepped once.
+        return 2.0
+    if name == "MultiStepLR":
+        return float(max(scheduler.milestones, default=0))
+    end = getattr(scheduler, _SCHEDULE_ENDS.get(name, ""), None)
+    # StepLR of one step multiplies at each.
+    return float(end) if isinstance(end, (int, float)) and end > 1 else None
+
+
+def _schedule_shape(scheduler: Any) -> str:
+    """A scheduler's options."""
+    kept = {name: value for name, value in vars(scheduler).items() if name not in _VARIES}
+    return repr({name: _plain_value(value) for name, value in kept.items()})
+
+
+def _plain_value(value: Any) -> object:
+    if isinstance(value, (int, float, str)):
+        return value
+    if isinstance(value, FunctionType):
+        # What it reads may be the epoch.
+        read = [value.__globals__.get(name) for name in value.__code__.co_names]
+        read += [getattr(cell, "cell_contents", None) for cell in value.__closure__ or ()]
+        return [each for each in read if isinstance(each, (int, float, str))]
+    return [_plain_value(each) for each in value] if isinstance(value, (list, tuple)) else None
+
+
+# -- zeroing
+
+
+LARGEST_WATCHED = 1 << 16
+"""Elements of a parameter that is watched."""
+
+MOST_WATCHED = 8
+"""Optimizers that are watched."""
+
+COMPARED_STEPS = 3
+"""Steps after which the norm is taken twice: after the step, and before the next backward."""
+
+MOST_EDITS = 4
+"""Changes of a gradient between two steps, as by a GradScaler that skips one, that are looked at.
+
+An optimizer whose gradients are changed more often is not watched any more.
+"""
+
+LEAST_UNZEROED = 5
+"""Steps with gradients of the step before that are written at the end of a rank."""
+
+ENOUGH_UNZEROED = 100
+"""The same while it goes on: gradients may be set to zero each so many steps on purpose."""
+
+
+class _WatchedOptimizer:
+    """One optimizer, and the parameter that speaks for its gradients."""
+
+    def __init__(self, optimizer: Any, parameter: Any) -> None:
+        self.optimizer = weakref.ref(optimizer)
+        self.name = type(optimizer).__name__
+        self.parameter = weakref.ref(parameter)
+        self.mark: Mark | None = None
+        """The gradient as it was left; None until the first step has ended."""
+        self.grew = False
+        """Whether a backward has added to it since the last step."""
+        self.kept = False
+        """Whether what it held after the last step was there then."""
+        self.carried = 0
+        """Steps whose gradient held that of the step before."""
+        self.pairs: list[Readback] = []
+        self.edits: list[Readback] = []
+        self.site: Site = NOWHERE
+
+    def keep(self, parameter: Any) -> None:
+        """At the begin of a backward the gradient is still there."""
+        self.kept = True
+        if len(self.pairs) % 2:
+            _measure_gradient(self.pairs, parameter)
+        if not self.carried:
+            self.site = sites.caller()
+
+
+class Zeroing(Observer):
+    """The optimizers of a rank that keep their gradients."""
+
+    def __init__(self, state: RankState) -> None:
+        super().__init__(state)
+        self._watches: list[_WatchedOptimizer] = []
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+        """The optimizers that are watched, or were."""
+
+    def step_begins(self, optimizer: Any) -> None:
+        """Count a step; meet an optimizer."""
+        if optimizer not in self._known:
+            self._meet(optimizer)
+            return
+        each = self._of(optimizer)
+        if each is None:
+            if not self._watches and len(self._known) >= min(MOST_WATCHED, count()):
+                # Most jobs come here in their second step.
+                self.rest("step_begins", "step_ended", "backward_begins", "backward_ended")
+            return
+        each.carried += each.grew and each.kept
+        each.grew = each.kept = False
+        if each.carried == ENOUGH_UNZEROED:
+            self._watches.remove(each)
+            self._record(each)
+
+    def optimizer_made(self) -> None:
+        """It is to be met."""
+        self.wake("step_begins", "step_ended", "backward_begins", "backward_ended")
+
+    def _of(self, optimizer: Any) -> _WatchedOptimizer | None:
+        return next((each for each in self._watches if each.optimizer() is optimizer), None)
+
+    def _meet(self, optimizer: Any) -> None:
+        if len(self._known) >= MOST_WATCHED:
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if (
+                    gradient is not None
+                    and gradient.numel() <= LARGEST_WATCHED
+                    and readback.is_plain(gradient)
+                ):
+                    self._known.add(optimizer)
+                    self._watches.append(_WatchedOptimizer(optimizer, parameter))
+                    return
+
+    def step_ended(self, optimizer: Any, number: int) -> None:
+        """Remember the gradient that a step leaves behind."""
+        each = self._of(optimizer) if self._watches else None
+        parameter = each.parameter() if each is not None else None
+        if each is None or parameter is None:
+            return
+        each.mark = mark_of(parameter)
+        if len(each.pairs) < 2 * COMPARED_STEPS:
+            # The one after a step without a backward is not needed.
+            del each.pairs[len(each.pairs) // 2 * 2 :]
+            _measure_gradient(each.pairs, parameter)
+
+    def backward_begins(self) -> None:
+        """See whether the gradient is still there."""
+        for each in tuple(self._watches):
+            parameter = each.parameter()
+            if parameter is None or parameter.grad is None or each.optimizer() is None:
+                self._watches.remove(each)
+            elif each.mark is None or mark_of(parameter) == each.mark:
+                if each.mark is not None and not each.grew:
+                    each.keep(parameter)
+            elif len(each.edits) < MOST_EDITS:
+                # Whatever is added from now on is not added to what the step has left.
+                each.kept, each.grew = False, True
+                _measure_gradient(each.edits, parameter)
+            else:
+                self._watches.remove(each)
+
+    def backward_ended(self) -> None:
+        """See whether a backward has added to it."""
+        for each in self._watches:
+            parameter = each.parameter()
+            if each.mark is not None and parameter is not None:
+                mark = mark_of(parameter)
+                each.grew |= mark != each.mark
+                each.mark = mark
+
+    def rank_ends(self) -> None:
+        """Write what was carried all along."""
+        for each in self._watches:
+            if each.carried >= LEAST_UNZEROED:
+                self._record(each)
+
+    def _record(self, each: _WatchedOptimizer) -> None:
+        record = UnzeroedRecord(
+            optimizer=each.name,
+            step=self.state.tracker.steps,
+            carried=each.carried,
+            **each.site.place,
+        )
+        pairs = each.pairs[: len(each.pairs) // 2 * 2]
+
+        def with_norms(values: list[float]) -> UnzeroedRecord:
+            after, edited = values[: len(pairs)], tuple(values[len(pairs) :])
+            return replace(
+                record, after=tuple(after[::2]), before=tuple(after[1::2]), edited=edited
+            )
+
+        self.state.recorder.add(when_ready([*pairs, *each.edits], with_norms))
+
+
+def _measure_gradient(readbacks: list[Readback], parameter: Any) -> None:
+    read = readback.norms_of([parameter.grad]) if parameter.grad is not None else None
+    if read is not None:
+        readbacks.append(read)

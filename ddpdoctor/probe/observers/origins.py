@@ -1,9 +1,10 @@
-"""Where in the forward pass a loss stopped being finite, read from the graph of its backward.
+"""Find where in the forward pass a loss stopped being finite, in the graph of its backward.
 
-From the loss downwards those results that are not finite are followed to the first one: what
-autograd keeps for backward shows it. Nothing is computed again. A loss on the CPU is followed when
-it is not finite; that of a GPU is read some steps later, when its graph is gone, so that sizes are
-asked for beforehand.
+From the loss downwards those results that are not finite are followed to the first one. Autograd
+keeps what an operation needs for its backward, mostly its inputs or its result: that is read before
+backward frees it, only numbers and names are kept of it, and nothing is computed again. A loss on
+the CPU is followed when it is not finite; that of a GPU is read some steps later, when its graph is
+gone, so that all sizes are asked for beforehand. No hook of the job is called.
 """
 
 from __future__ import annotations
@@ -11,23 +12,175 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from ddpdoctor.probe.observers import graphs, norms
-from ddpdoctor.probe.observers.graphs import UNKNOWN, Kept, Operation, Sizes
+from ddpdoctor.probe.observers import readback
+from ddpdoctor.probe.observers import readback as readback_module
+from ddpdoctor.probe.observers.ddp_modules import Replica
 from ddpdoctor.probe.observers.readback import Readback
-from ddpdoctor.probe.observers.replicas import Replica
+from ddpdoctor.probe.runtime import torch_private
 from ddpdoctor.run.records.model import Origin
 
-MOST = 20_000
+# -- the operations behind a loss, and how large what they keep for backward is
+
+
+UNKNOWN = -1
+"""In place of a number: no such operation, or no size."""
+
+Sizes = Callable[[int], float]
+"""By place, the greatest magnitude in a tensor: NaN if any element is; 0 where it is unknown."""
+
+_Key = tuple[int, Any, tuple[tuple[int, int], ...]]
+
+
+class Kept(NamedTuple):
+    """A tensor that an operation keeps for its backward."""
+
+    own: bool
+    """Whether it is the operation's own result."""
+    maker: int
+    """The operation that it came out of, or `UNKNOWN`."""
+    trained: bool
+    """Whether gradients flow into it."""
+    size: int
+    """The place of its size, or `UNKNOWN` where it has none."""
+
+
+class Operation(NamedTuple):
+    """One operation of the forward, as its backward knows it."""
+
+    name: str
+    below: tuple[int, ...]
+    """The operations whose results entered it."""
+    kept: tuple[Kept, ...]
+    complete: bool
+    """Whether all that it keeps could be looked at."""
+    parameter: str | None
+    """The name of the parameter that is here, where one does that is known."""
+    size: int
+    """The place of that parameter's size, of any parameter."""
+    ran: int
+    """Operations that ran later have greater numbers; -1 where that is not known."""
+
+
+def read_graph(
+    loss: Any, names: dict[int, str], most: int
+) -> tuple[list[Operation], list[Any]] | None:
+    """The operations behind a loss, and the tensors whose sizes they speak of.
+
+    Args:
+        loss: The tensor that backward begins with.
+        names: The parameters' names by ``id``.
+        most: Operations of a graph that is not too large.
+
+    Returns:
+        None for a graph that is too large.
+    """
+    root = loss.grad_fn
+    if root is None:
+        return [], []
+    nodes, numbers = [root], {root: 0}
+    below: list[tuple[int, ...]] = []
+    for node in nodes:
+        found = []
+        for child, _ in node.next_functions:
+            if child is None:
+                continue
+            number = numbers.get(child)
+            if number is None:
+                number = numbers[child] = len(nodes)
+                nodes.append(child)
+            found.append(number)
+        below.append(tuple(found))
+        if len(nodes) > most:
+            return None
+    tensors: list[Any] = []
+    places: dict[_Key, int] = {}
+
+    def place(tensor: Any) -> int:
+        if not measurable(tensor):
+            return UNKNOWN
+        # What one operation gave, another one took, transposed perhaps: it is looked at once.
+        laid = tuple(sorted(zip(tensor.stride(), tensor.shape, strict=True)))
+        key = (tensor.data_ptr(), tensor.dtype, laid)
+        found = places.get(key)
+        if found is None:
+            found = places[key] = len(tensors)
+            tensors.append(tensor)
+        return found
+
+    operations = []
+    for node, children in zip(nodes, below, strict=True):
+        saved, complete = torch_private.saved_tensors(node)
+        variable = getattr(node, "variable", None)
+        operations.append(
+            Operation(
+                node.name(),
+                children,
+                tuple(
+                    Kept(
+                        own,
+                        UNKNOWN if tensor.grad_fn is None else numbers.get(tensor.grad_fn, UNKNOWN),
+                        tensor.requires_grad,
+                        place(tensor),
+                    )
+                    for own, tensor in saved
+                ),
+                complete,
+                names.get(id(variable)),
+                UNKNOWN if variable is None else place(variable),
+                torch_private.sequence_of(node),
+            )
+        )
+    return operations, tensors
+
+
+def measurable(tensor: Any) -> bool:
+    """Whether a tensor has a size that its device can compute."""
+    return bool(
+        readback.is_plain(tensor)
+        and tensor.layout is sys.modules["torch"].strided
+        and tensor.element_size() > 1
+        and tensor.numel()
+    )
+
+
+def sizes_at_once(tensors: Sequence[Any]) -> Sizes:
+    """The sizes of tensors on the CPU, each computed when it is asked for."""
+    known: dict[int, float] = {UNKNOWN: 0.0}
+
+    def size(place: int) -> float:
+        found = known.get(place)
+        if found is None:
+            tensor = tensors[place].detach()
+            found = 0.0
+            # Any other device would have to be waited for.
+            if tensor.device.type == "cpu":
+                least, most = (each.item() for each in tensor.aminmax())
+                found = math.nan if math.isnan(most) else max(-least, most)
+            known[place] = found
+        return found
+
+    return size
+
+
+def computed_sizes(numbers: Sequence[float]) -> Sizes:
+    """Sizes that were computed already."""
+    return lambda place: 0.0 if place == UNKNOWN else numbers[place]
+
+
+# -- where in the forward pass a loss stopped being finite, read from the graph of its backward
+
+
+MOST_OPERATIONS = 20_000
 """Operations that are looked at; a larger graph is given up."""
 
 MOST_TRACED = 4096
 """The same where nothing is known to be wrong yet."""
 
-NAMED = 4
+NAMED_OPERATIONS = 4
 """Operations that are named where what they gave was not kept."""
 
 SINGULAR = frozenset(
@@ -37,7 +190,7 @@ SINGULAR = frozenset(
 )
 """Operations that make numbers of no size out of small ones; others have to overflow for it."""
 
-_WORDS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+_WORD_BREAK = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
 def origin(loss: Any, value: float, replicas: Sequence[Replica]) -> Origin | None:
@@ -52,11 +205,11 @@ def origin(loss: Any, value: float, replicas: Sequence[Replica]) -> Origin | Non
         None if the graph does not show it.
     """
     with sys.modules["torch"].no_grad():
-        found = graphs.read(loss, _names(replicas), MOST)
+        found = read_graph(loss, _names(replicas), MOST_OPERATIONS)
         if found is None:
             return None
         operations, tensors = found
-        return _Search(operations, graphs.at_once(tensors), math.isnan(value)).run()
+        return _Search(operations, sizes_at_once(tensors), math.isnan(value)).run()
 
 
 class Trace:
@@ -85,7 +238,7 @@ class Trace:
 
     def origin(self, value: float) -> Origin | None:
         """Where the loss became what it is, once the sizes are there; as `origin` gives it."""
-        sizes = graphs.computed(self._readback.numbers())
+        sizes = computed_sizes(self._readback.numbers())
         return _Search(self._operations, sizes, math.isnan(value)).run()
 
 
@@ -96,11 +249,11 @@ def trace(loss: Any, replicas: Sequence[Replica]) -> tuple[Trace, int] | None:
         The trace, and how many bytes the device reads for it; None if the graph shows nothing.
     """
     with sys.modules["torch"].no_grad():
-        found = graphs.read(loss, _names(replicas), MOST_TRACED)
+        found = read_graph(loss, _names(replicas), MOST_TRACED)
         if found is None or not found[1]:
             return None
         operations, tensors = found
-        readback = norms.largest(tensors)
+        readback = readback_module.largest_magnitudes(tensors)
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         return None if readback is None else (Trace(operations, readback), size)
 
@@ -166,7 +319,7 @@ class _Search:
         if not all(self._operations[number].complete for number in queue):
             return None, None
         suspects = [each for each in (*tellers, bad) if self._word(each) in SINGULAR]
-        numbers = (suspects or [*tellers, bad])[-NAMED:]
+        numbers = (suspects or [*tellers, bad])[-NAMED_OPERATIONS:]
         return None, self._origin("operation", numbers, numbers[0])
 
     def _is_blank(self, number: int) -> bool:
@@ -265,4 +418,4 @@ class _Search:
 def _words(name: str) -> str:
     """``NllLossBackward0`` as ``nll_loss``."""
     bare = re.sub(r"Backward\d*$", "", name.rpartition("::")[2])
-    return _WORDS.sub("_", bare).lower()
+    return _WORD_BREAK.sub("_", bare).lower()

@@ -1,42 +1,315 @@
-"""What each rank draws from its data: the indices of map-style data sets, the content of others.
+"""Record what each rank draws from its data: indices of map-style data sets, content of others.
 
 A pass over a loader is recorded when it has begun to train, when it has drawn more than its share,
 and when it is over, or when the budget is spent and the rest of it is not followed; the first few
-passes of a loader are followed, later ones now and then.
+passes of a loader are followed, later ones now and then. Indices are hashed and counted in the
+writing thread. Of every index space all ranks keep the same small pseudo-random part, so that what
+two ranks drew of it tells exactly whether they overlap.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import operator
 import sys
 import time
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
+from zlib import crc32
 
-from ddpdoctor.probe.observers import contents, datasets, samplers, sketches
-from ddpdoctor.probe.observers.passes import Pass, digest_of, sample_of
-from ddpdoctor.probe.runtime import torch_loaders, torch_private
+from ddpdoctor.probe.observers import loaders, sample_contents
+from ddpdoctor.probe.observers.loaders import runs_to_end
+from ddpdoctor.probe.observers.sample_contents import Hashes, Rows, Sketch
+from ddpdoctor.probe.runtime import torch_private
 from ddpdoctor.probe.runtime.budget import clock
 from ddpdoctor.probe.runtime.events import Observer
 from ddpdoctor.probe.runtime.rank import RankState
+from ddpdoctor.probe.runtime.recorder import Lazy
 from ddpdoctor.probe.runtime.sites import Site, caller
-from ddpdoctor.run.records.data import PassRecord
+from ddpdoctor.run.records.training import Head, PassRecord
 
-MOST = 32
+# -- one pass over a data loader: which samples it drew, and what some of them held
+
+
+FOLLOWED_INDICES = 128
+"""Indices of an index space that are followed one by one."""
+
+HASHED_CONTENTS = 64
+"""Those of them whose content is hashed, too."""
+
+CLOSED = ("ended", "left")
+"""States of a pass that draws no more."""
+
+HEAD_DRAWS = 64
+"""Draws at the beginning whose order has its own hash."""
+
+FIRST_CONTENTS = 16
+"""Samples of the first batch whose content is hashed in any case."""
+
+_UINT64 = (1 << 64) - 1
+_JSON_BITS = (1 << 53) - 1
+
+Draw = tuple[Any, ...]
+
+
+@functools.lru_cache(maxsize=16)
+def sample_of(length: int) -> tuple[int, ...]:
+    """The indices below ``length`` that every rank follows, in an order that is no one's."""
+    if length <= FOLLOWED_INDICES:
+        return tuple(range(length))
+    found: dict[int, None] = {}
+    number = 0
+    while len(found) < FOLLOWED_INDICES:
+        number += 1
+        mixed = number * 0x9E3779B97F4A7C15 & _UINT64
+        mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 & _UINT64
+        mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB & _UINT64
+        found[(mixed ^ (mixed >> 31)) % length] = None
+    return tuple(found)
+
+
+def digest_of(numbers: Iterable[Any]) -> int:
+    """A hash of whole numbers in their order, the same in every process."""
+    return hash(tuple(map(operator.index, numbers))) & _JSON_BITS
+
+
+def _whole_numbers(indices: Draw) -> tuple[int, ...]:
+    """Indices as whole numbers, whatever they are."""
+    try:
+        return tuple(map(operator.index, indices))
+    except Exception:
+        # Words, tuples with a size, tensors of several elements: no index space.
+        return tuple(crc32(repr(index).encode()) for index in indices)
+
+
+def _meets(wanted: frozenset[int], indices: tuple[Any, ...]) -> bool:
+    try:
+        return not wanted.isdisjoint(indices)
+    except TypeError:
+        # Indices of a kind of their own, lists say.
+        return False
+
+
+class Pass:
+    """What one pass over a loader drew.
+
+    The training thread calls :meth:`draw` and :meth:`see`; what :meth:`as_it_is` returns does the
+    rest in the writing thread.
+
+    Args:
+        record: What is known when the pass begins.
+        followed: By index as it is drawn, the index in the space that all ranks share.
+        share_at: Draws at which the pass has drawn more than its share.
+        lookup: By index as it is drawn, the index in that space, for each; None if they are one.
+    """
+
+    __slots__ = (
+        "_awaited", "_contents", "_digested", "_drawn", "_falls", "_head", "_hits",
+        "_keys", "_opaque", "_order", "_pending", "_repeats", "_rows", "_seen", "_sketch",
+        "batches", "collectives", "draws", "fetched", "followed", "joins", "lookup",
+        "marks", "over", "record", "share_at",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        record: PassRecord,
+        followed: dict[int, int] | None = None,
+        share_at: int = 0,
+        lookup: list[int] | None = None,
+    ) -> None:
+        self.record = record
+        self.followed = followed or {}
+        self.share_at = share_at
+        self.lookup = lookup
+        self.collectives = 0, 0, 0
+        """Collectives that the rank had called when the pass began; reductions and gathers of them.
+        """
+        self.batches = 0
+        """Batches of indices drawn so far."""
+        self.draws = 0
+        """Samples drawn so far, prefetched ones included."""
+        self.fetched = 0
+        """Batches that the training loop got."""
+        self.marks = 0
+        """Batches after which a backward pass came."""
+        self.joins = False
+        self.over = False
+        self._keys = frozenset(self.followed)
+        length = record.length or 0
+        inside = frozenset(
+            sample_of(length)[
+                :: 1 if length <= HASHED_CONTENTS else FOLLOWED_INDICES // HASHED_CONTENTS
+            ]
+        )
+        self._contents = frozenset(index for index, name in self.followed.items() if name in inside)
+        self._awaited: deque[list[tuple[int, int, int]]] = deque(maxlen=4096)
+        self._pending: deque[Draw | Rows | list[tuple[Any, Hashes]]] = deque()
+        self._digested = self._seen = self._drawn = 0
+        self._head: list[int] = []
+        self._order = 0
+        self._hits: dict[int, None] = {}
+        self._repeats = 0
+        self._falls = 0
+        self._opaque = False
+        self._rows: list[tuple[int | None, ...]] = []
+        self._sketch = Sketch()
+
+    # -- in the training thread
+
+    def draw(self, batch: Any) -> bool:
+        """The sampler gave a batch of indices; whether the pass now exceeds its share."""
+        indices = tuple(batch) if isinstance(batch, (list, tuple)) else (batch,)
+        self._pending.append(indices)
+        self._drawn += 1
+        before = self.draws
+        self.draws += len(indices)
+        if before < HEAD_DRAWS:
+            self._begin(indices[: HEAD_DRAWS - before])
+        wanted = self._contents
+        looked: list[tuple[int, int, int]] = []
+        if before == 0 or _meets(wanted, indices):
+            size, lookup = len(indices), self.lookup
+            looked = [
+                (place, index if lookup is None else lookup[index], size)
+                for place, index in enumerate(indices)
+                if type(index) is int
+                and (index in wanted or (before == 0 and place < FIRST_CONTENTS))
+            ]
+        self._awaited.append(looked)
+        return before < self.share_at <= self.draws
+
+    def _begin(self, indices: Draw) -> None:
+        """Keep the names of the first draws."""
+        lookup = self.lookup
+        if lookup is not None:
+            with contextlib.suppress(TypeError, IndexError):
+                indices = tuple(lookup[index] for index in indices)
+        self._head.extend(indices)
+
+    def arrived(self) -> list[tuple[int, int, int]]:
+        """A batch arrived, in the order drawn: what to look at, as position, index, batch size."""
+        return self._awaited.popleft() if self._awaited else []
+
+    def see(self, names: list[int | None], contents: Hashes) -> None:
+        """Keep what samples held; ``contents`` hashes them later, and holds copies only."""
+        self._pending.append([(names, contents)])
+        self._drawn += 1
+
+    def gave(self, rows: Rows) -> None:
+        """A batch arrived; ``rows`` hashes its samples later, and holds copies only."""
+        self._pending.append(rows)
+        self._drawn += 1
+
+    def as_it_is(self, state: str) -> Lazy:
+        """The record of the pass as it stands now."""
+        upto = self._drawn
+        head = tuple(self._head)
+        record = replace(
+            self.record, state=state, fetched=self.fetched, marks=self.marks, joins=self.joins
+        )
+
+        def made(last: bool) -> PassRecord:
+            self._digest(upto)
+            return self._summed_up(record, head)
+
+        return made
+
+    def digested(self) -> Lazy:
+        """No record, but what was drawn up to now is hashed, and let go."""
+        upto = self._drawn
+
+        def nothing(last: bool) -> bytes:
+            self._digest(upto)
+            return b""
+
+        return nothing
+
+    # -- in the writing thread
+
+    def _digest(self, upto: int) -> None:
+        while self._digested < upto:
+            item = self._pending.popleft()
+            self._digested += 1
+            if isinstance(item, tuple):
+                self._count(item)
+                continue
+            if callable(item):
+                # A tensor of a kind that has no plain bits.
+                with contextlib.suppress(Exception):
+                    self._sketch.add(item())
+                continue
+            for names, contents in item:
+                try:
+                    hashes = contents()
+                except Exception:
+                    # A tensor of a kind that has no plain bits.
+                    continue
+                self._rows += [(name, *row) for name, row in zip(names, hashes, strict=False)]
+
+    def _count(self, indices: Draw) -> None:
+        if set(map(type, indices)) != {int}:
+            try:
+                indices = tuple(map(operator.index, indices))
+            except Exception:
+                self._opaque = True
+                indices = _whole_numbers(indices)
+        self._seen += len(indices)
+        self._order = hash((self._order, indices))
+        self._falls += sum(map(operator.gt, indices, indices[1:]))
+        hits = self._keys.intersection(indices)
+        if hits:
+            known = self._hits
+            for index in indices:
+                if index in hits:
+                    name = self.followed[index]
+                    self._repeats += name in known
+                    known[name] = None
+
+    def _summed_up(self, record: PassRecord, head: Draw) -> PassRecord:
+        trained = record.marks > 0
+        looked = record.state in CLOSED and self._sketch.looked and trained
+        return replace(
+            record,
+            draws=self._seen,
+            order=self._order & _JSON_BITS,
+            falls=self._falls,
+            repeats=self._repeats,
+            opaque=self._opaque,
+            # Of an evaluation nothing depends on which samples they were.
+            hits=tuple(self._hits) if trained and not self._opaque else (),
+            rows=tuple(self._rows) if trained else (),
+            head=Head(len(head), digest_of(_whole_numbers(head))),
+            sketch=self._sketch.summary() if looked else None,
+            to_end=(
+                record.state == "trains"
+                and record.batches is not None
+                and runs_to_end(record.path, record.line)
+            ),
+        )
+
+
+# -- samples
+
+
+MOST_PASSES = 32
 """Passes that are followed, of all loaders together."""
 
-BATCHES = 24
+MOST_BATCHES = 24
 """Batches of a pass over an iterable-style data set that are looked at."""
 
-ROWS = 8
+MOST_ROWS = 8
 """Samples of a batch that are looked at."""
 
-CHUNK = 32
+CHUNK_BATCHES = 32
 """Batches of indices that wait for the writing thread at most."""
 
-SKETCHED = 2
+SKETCHED_PASSES = 2
 """Passes over a loader whose samples are all looked at, the first ones."""
 
-IDLE = 16
+IDLE_FORWARDS = 16
 """Forwards without a batch after which forwards are not looked at, until a batch comes."""
 
 SKETCH_AHEAD = 10_000_000
@@ -63,7 +336,7 @@ class Samples(Observer):
 
     def indices_drawn(self, index: Any, iterator: Any) -> None:
         """Follow what the sampler gives; a pass begins with it."""
-        begun = torch_loaders.pass_of(iterator)
+        begun = torch_private.pass_of(iterator)
         known = getattr(iterator, "_ddpdoctor_pass", None)
         if known is None or known[0] is not begun:
             known = iterator._ddpdoctor_pass = (begun, self._begin(iterator))
@@ -76,7 +349,7 @@ class Samples(Observer):
         recorder, budget = self.state.recorder, self.state.budget
         if exceeds:
             recorder.add(drawn.as_it_is("share"))
-        elif drawn.batches % CHUNK == 0:
+        elif drawn.batches % CHUNK_BATCHES == 0:
             recorder.add(drawn.digested())
         budget.spend(clock() - began)
         if budget.left() < 0:
@@ -90,18 +363,23 @@ class Samples(Observer):
         if self.state.closed:
             return None
         site = caller()
-        dataset = torch_loaders.dataset_of(iterator)
-        built = samplers.loader_of(dataset, torch_loaders.index_sampler_of(iterator))
+        dataset = torch_private.dataset_of(iterator)
+        built = loaders.loader_of(dataset, torch_private.index_sampler_of(iterator))
         key = (site, built.site if built is not None else None)
         number = self._passes[key] = self._passes.get(key, -1) + 1
         before = self._open.pop(key, None)
         if before is not None:
             self._close(before, "left")
-        iterable = torch_loaders.is_iterable_style(iterator)
+        iterable = torch_private.is_iterable_style(iterator)
         often = number < (2 if iterable else 4)
         often = often or number & (number - 1) == 0
         left = self.state.budget.left()
-        if not often or self._followed >= MOST or len(self._passes) > MOST or left <= 0:
+        if (
+            not often
+            or self._followed >= MOST_PASSES
+            or len(self._passes) > MOST_PASSES
+            or left <= 0
+        ):
             return None
         with self.state.budget.spending():
             record = PassRecord(
@@ -111,11 +389,11 @@ class Samples(Observer):
                 state="",
                 made=(built.site if built is not None else site).location,
                 armed=self.state.tracker.armed,
-                workers=torch_loaders.workers_of(iterator),
-                collates=torch_loaders.batches_at_once(iterator),
+                workers=torch_private.workers_of(iterator),
+                collates=torch_private.batches_at_once(iterator),
                 dataset=type(dataset).__name__,
                 iterable=iterable,
-                in_order=not iterable or torch_loaders.keeps_order(iterator),
+                in_order=not iterable or torch_private.keeps_order(iterator),
                 **site.place,
             )
             drawn = _opened(iterator, dataset, record, left)
@@ -145,33 +423,33 @@ class Samples(Observer):
             elif drawn in self._waiting:
                 self._waiting.remove(drawn)
             self._waiting.append(drawn)
-            if self._idle > IDLE:
+            if self._idle > IDLE_FORWARDS:
                 self.wake("forward_begins", "backward_ended")
             self._idle = 0
-            if record.number < SKETCHED and record.collates:
+            if record.number < SKETCHED_PASSES and record.collates:
                 self._sketch(drawn, data)
         if record.iterable:
-            if drawn.fetched <= BATCHES:
+            if drawn.fetched <= MOST_BATCHES:
                 self._look(drawn, data)
-                if drawn.fetched == BATCHES:
+                if drawn.fetched == MOST_BATCHES:
                     self.state.recorder.add(drawn.as_it_is("seen"))
             return
         places = drawn.arrived()
-        if places and torch_loaders.keeps_order(iterator):
+        if places and torch_private.keeps_order(iterator):
             with self.state.budget.spending():
                 wanted = [place for place, _, _ in places]
-                hashes = contents.hashes(data, wanted, places[0][2])
+                hashes = sample_contents.sample_hashes(data, wanted, places[0][2])
                 if hashes is not None:
                     drawn.see([index for _, index, _ in places], hashes)
 
     def _look(self, drawn: Pass, data: Any) -> None:
         """Look at the samples of a batch that has no indices."""
         with self.state.budget.spending():
-            leaves = contents.leaves(data)
+            leaves = sample_contents.leaves(data)
             if leaves:
                 size = len(leaves[0]) if drawn.record.collates else None
-                places = [0] if size is None else list(range(min(size, ROWS)))
-                hashes = contents.hashes(data, places, size)
+                places = [0] if size is None else list(range(min(size, MOST_ROWS)))
+                hashes = sample_contents.sample_hashes(data, places, size)
                 if hashes is not None:
                     drawn.see([drawn.fetched - 1] * len(places), hashes)
 
@@ -181,10 +459,10 @@ class Samples(Observer):
         if self._sketched > SKETCH_AHEAD + budget.earned() // 8:
             return
         began = clock()
-        rows = sketches.rows(data)
+        rows = sample_contents.sketch_rows(data)
         if rows is not None:
             drawn.gave(rows)
-            if drawn.record.iterable and drawn.fetched % CHUNK == 0:
+            if drawn.record.iterable and drawn.fetched % CHUNK_BATCHES == 0:
                 self.state.recorder.add(drawn.digested())
         spent = clock() - began
         self._sketched += spent
@@ -194,7 +472,7 @@ class Samples(Observer):
         """See whether uneven inputs are meant."""
         if not self._waiting:
             self._idle += 1
-            if self._idle > IDLE:
+            if self._idle > IDLE_FORWARDS:
                 self.rest("forward_begins", "backward_ended")
         for drawn in self._waiting:
             if not drawn.marks:
@@ -267,17 +545,19 @@ def _opened(iterator: Any, dataset: Any, record: PassRecord, left: int) -> Pass:
     """
     if record.iterable:
         return Pass(record)
-    mine = torch_loaders.samplers_of(iterator)
-    record = replace(record, sampler=samplers.facts_of(mine), idle=samplers.idle_of(dataset))
+    mine = torch_private.samplers_of(iterator)
+    record = replace(
+        record, sampler=loaders.sampler_facts(mine), idle=loaders.idle_samplers(dataset)
+    )
     try:
-        found = datasets.bottom(dataset, left)
+        found = sample_contents.bottom_of(dataset, left)
         length = len(dataset) if found is None else found.length
     except Exception:
         # Lengths and indices are the job's own code, and may be anything.
         return Pass(record)
     lookup = None if found is None else found.lookup
     if found is not None:
-        split = samplers.subsets.find(found.subset)
+        split = loaders.built_subsets.find(found.subset)
         if split is not None and split.site.path:
             record = replace(record, split=split.site.location)
         if lookup is None:
@@ -289,7 +569,7 @@ def _opened(iterator: Any, dataset: Any, record: PassRecord, left: int) -> Pass:
         inside = frozenset(wanted)
         followed = {place: name for place, name in enumerate(lookup) if name in inside}
     record = replace(
-        record, length=length, batches=samplers.batches_of(mine), followed=len(followed)
+        record, length=length, batches=loaders.batch_count(mine), followed=len(followed)
     )
     world = sys.modules["torch"].distributed.get_world_size()
     whole = length if lookup is None else len(lookup)

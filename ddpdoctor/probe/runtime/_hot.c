@@ -3,7 +3,7 @@
  * Each type here is a type of the same name in Python (phases.py, sites.py, wrapping.py), with the
  * same attributes, and is tested by the same tests. Where this file is not compiled the Python ones
  * are taken. Beside them stand the ways through a step of which only that is seen which must not be
- * missed ("light", see observers/detail.py): they do without any Python code what the hooks do
+ * missed ("light", see probe/observers/overhead.py): they do without any Python code what the hooks do
  * otherwise, and hand over to these wherever anything more is to be done.
  *
  * Nothing here raises into the job, blocks, or calls torch. The GIL is held throughout.

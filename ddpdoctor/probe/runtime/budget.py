@@ -1,8 +1,8 @@
-"""What diagnosis may cost: a share of the time that the rank has trained.
+"""Account for what diagnosis may cost: a share of the time that the rank has trained.
 
 Looks at parameters, gradients and buffers count, and what it takes to follow the steps: the hooks
-of each (`ddpdoctor.probe.observers.detail`) with the thread that writes their records, and its
-gradients (`ddpdoctor.probe.observers.pacing`). Either is thinned out to take no more than a half,
+of each (`ddpdoctor.probe.observers.overhead`) with the thread that writes their records, and its
+gradients (`ddpdoctor.probe.observers.overhead`). Either is thinned out to take no more than a half,
 and both together to leave a fifth for diagnoses. What cannot be thinned out may take more where
 steps are very short; the fifth is left for diagnoses in any case. A quarter is left for what no
 clock sees.
@@ -20,7 +20,7 @@ import os
 import time
 from collections.abc import Iterator
 
-from ddpdoctor.run.environment import BUDGET
+from ddpdoctor.run.names import BUDGET
 
 DEFAULT = 0.5
 AHEAD = 10_000_000_000

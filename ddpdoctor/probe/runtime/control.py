@@ -1,4 +1,4 @@
-"""The rank's end of the control socket: the supervisor asks, a thread of this process acts.
+"""Serve the rank's end of the control socket: the supervisor asks, a thread of this process acts.
 
 The thread sleeps in ``recv`` until something is asked. In a run without a debugger there is none.
 """
@@ -15,10 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ddpdoctor.probe.runtime import shield
-from ddpdoctor.probe.runtime.threads import background
-from ddpdoctor.run.descriptors import move_up
-from ddpdoctor.run.environment import namespace
-from ddpdoctor.run.names import CONTROL, short_path
+from ddpdoctor.probe.runtime.shield import background
+from ddpdoctor.run.journal import move_up
+from ddpdoctor.run.names import CONTROL, namespace, short_path
 
 _CLAIM = "DDPDOCTOR_RANK_PID"
 """Set by the process that is the rank, so that its children know that they are not."""

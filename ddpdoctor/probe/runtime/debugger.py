@@ -1,9 +1,12 @@
-"""The debugger in a rank: started when somebody attaches, silent again after they left.
+"""Run the debugger in a rank: started when somebody attaches, silent again after they left.
 
 debugpy is imported by the first client's request, on the control thread. It listens nowhere: each
 session is a connection that the rank makes to the supervisor, which passes the client's bytes. A
 rank waits for a client at three places: before its first user line if asked to, at
 ``breakpoint()``, and after an uncaught exception if asked to.
+
+DataLoader workers have no debugger, so a breakpoint in code that only they run is not hit, although
+debugpy answers it as verified: the file and the line are right.
 """
 
 from __future__ import annotations
@@ -12,12 +15,14 @@ import ast
 import atexit
 import contextlib
 import datetime
+import inspect
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
-from types import FrameType, TracebackType
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from types import CodeType, FrameType, FunctionType, MethodType, TracebackType
 from typing import Any
 
 from ddpdoctor.core.user_code import user_file
@@ -26,12 +31,150 @@ from ddpdoctor.probe.runtime import (
     debugpy_private,
     rank,
     shield,
-    timeouts,
-    torch_dynamo,
-    worker_code,
+    torch_groups,
+    torch_private,
 )
 from ddpdoctor.probe.runtime.control import Message
-from ddpdoctor.run.environment import DEBUG
+from ddpdoctor.run.names import DEBUG
+
+# -- code that DataLoader workers run: no debugger is in them, so a breakpoint there is not hit
+
+
+_WORKER_ENTRIES = ("__getitem__", "__getitems__", "__iter__", "__next__", "__call__")
+"""The methods of a data set, and of a transform, that workers call by themselves."""
+
+_MOST_PARTS = 64
+_MOST_ITEMS = 64
+"""A longer list holds data, not data sets or transforms."""
+
+_in_workers: set[CodeType] = set()
+_in_this_process: set[CodeType] = set()
+"""What this process runs itself, for a loader without workers."""
+
+worker_code_found: list[Callable[[], None]] = []
+"""Called when code has become known that workers run."""
+
+
+def note_worker_code(iterator: Any) -> None:
+    """Take in whose code a loader's iterator runs; called once per pass over the data."""
+    known = _in_workers if torch_private.workers_of(iterator) else _in_this_process
+    found = set(_codes(iterator)) - known
+    if found:
+        known |= found
+        if known is _in_workers:
+            for listener in worker_code_found:
+                listener()
+
+
+def lines_in_workers(path: str, lines: Iterable[int]) -> list[int]:
+    """Those of ``lines`` of a file that only workers run."""
+    file = os.path.realpath(path)
+    spans = [
+        _span(code)
+        for code in _in_workers - _in_this_process
+        if os.path.realpath(code.co_filename) == file
+    ]
+    return [line for line in lines if any(first <= line <= last for first, last in spans)]
+
+
+def _codes(iterator: Any) -> Iterator[CodeType]:
+    roots = [torch_private.dataset_of(iterator), *torch_private.worker_functions_of(iterator)]
+    for part in _parts(roots):
+        function = _function(part)
+        if function is None:
+            yield from _methods(type(part))
+        elif user_file(function.co_filename):
+            yield function
+
+
+def _parts(roots: list[Any]) -> list[Any]:
+    """What workers call: ``roots``, and what hangs on these, such as wrapped data sets, transforms.
+
+    Attributes are read as they lie there, so that no code of the user runs.
+    """
+    found: list[Any] = []
+    waiting, seen = list(roots), set[int]()
+    while waiting and len(found) < _MOST_PARTS:
+        part = waiting.pop(0)
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        if isinstance(part, (list, tuple, dict)):
+            if len(part) <= _MOST_ITEMS:
+                waiting += part.values() if isinstance(part, dict) else part
+        elif isinstance(part, partial):
+            waiting.append(part.func)
+        elif _function(part) is not None:
+            found.append(part)
+        elif any(_function(_members(type(part)).get(name)) for name in _WORKER_ENTRIES):
+            found.append(part)
+            with contextlib.suppress(AttributeError):
+                waiting += object.__getattribute__(part, "__dict__").values()
+    return found
+
+
+def _methods(kind: type) -> Iterator[CodeType]:
+    """The methods of a class that workers enter at, and those that no other method calls."""
+    members = {
+        name: code
+        for name, member in _members(kind).items()
+        if (code := _function(member)) is not None and user_file(code.co_filename)
+    }
+    entries = members.keys() & set(_WORKER_ENTRIES)
+    inside = _called(members, entries)
+    outside = _called(members, members.keys() - inside)
+    for name in entries | (inside - outside):
+        yield members[name]
+
+
+def _called(members: dict[str, CodeType], names: Iterable[str]) -> set[str]:
+    """These methods of a class, and the methods of it that these call."""
+    found: set[str] = set()
+    waiting = list(names)
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            waiting += _names(members[name]) & members.keys()
+    return found
+
+
+def _names(code: CodeType) -> set[str]:
+    """The attributes and globals that a function names, functions within it included."""
+    found = set(code.co_names)
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            found |= _names(each)
+    return found
+
+
+def _members(kind: type) -> dict[str, Any]:
+    return {name: member for base in reversed(kind.__mro__) for name, member in vars(base).items()}
+
+
+def _function(member: Any) -> CodeType | None:
+    """The code of a function, a method or a property; None for anything else."""
+    if isinstance(member, (MethodType, staticmethod, classmethod)):
+        member = member.__func__
+    elif isinstance(member, property):
+        member = member.fget
+    if not isinstance(member, FunctionType):
+        return None
+    # Behind its decorators, such as torch.no_grad().
+    inner = inspect.unwrap(member)
+    return inner.__code__ if isinstance(inner, FunctionType) else member.__code__
+
+
+def _span(code: CodeType) -> tuple[int, int]:
+    """The first line of a function's body and its last one, functions within it included."""
+    last = max((line for _, _, line in code.co_lines() if line), default=code.co_firstlineno)
+    inner = [_span(each)[1] for each in code.co_consts if isinstance(each, CodeType)]
+    # The line of `def` itself is run where the module is imported.
+    return code.co_firstlineno + 1, max([last, *inner])
+
+
+# -- the debugger in a rank: started when somebody attaches, silent again after they left
+
 
 _MAIN_PROGRAM = frozenset({"cpython.run_file", "cpython.run_module", "cpython.run_command"})
 _MOST_SOURCE = 1 << 20
@@ -73,13 +216,13 @@ def install() -> None:
         detached=_client_left,
         release=lambda _: _wake.set(),
         go=lambda _: _go.set(),
-        lift=lambda _: timeouts.lift(),
-        restore=lambda _: timeouts.restore(),
+        lift=lambda _: torch_groups.lift_timeouts(),
+        restore=lambda _: torch_groups.restore_timeouts(),
         workers=_workers,
     )
-    worker_code.fresh.append(lambda: control.say("workers"))
+    worker_code_found.append(lambda: control.say("workers"))
     if wanted & {"error", "lift"}:
-        timeouts.keep_at_least(timeouts.LIFTED)
+        torch_groups.keep_timeouts_at_least(torch_groups.LIFTED_TIMEOUT)
     if "error" in wanted:
         atexit.register(_hold_unseen)
     if control.is_worker():
@@ -115,12 +258,12 @@ def _join(hello: Message) -> None:
 def _debug(message: Message) -> Message:
     """Start debugpy, or wake it, and connect it to the supervisor; the answer may have an error."""
     error = debugpy_private.serve_safely(str(message["key"]))
-    return {"compiled": torch_dynamo.has_compiled()} if error is None else {"error": error}
+    return {"compiled": torch_private.has_compiled()} if error is None else {"error": error}
 
 
 def _workers(message: Message) -> Message:
     """Which of these lines of a file only DataLoader workers run."""
-    return {"lines": worker_code.lines_in_workers(str(message["path"]), message["lines"])}
+    return {"lines": lines_in_workers(str(message["path"]), message["lines"])}
 
 
 def _client_came(message: Message) -> None:
@@ -226,7 +369,7 @@ def _expect_breakpoint() -> None:
         if isinstance(path, str) and path.endswith(".py") and user_file(path):
             line = _first_breakpoint(path)
             if line:
-                timeouts.keep_at_least(PATIENCE)
+                torch_groups.keep_timeouts_at_least(PATIENCE)
                 control.say("expects", path=os.path.abspath(path), line=line)
                 return
 

@@ -1,4 +1,4 @@
-"""The parts of debugpy and its pydevd that the probe uses beyond their documented API.
+"""Use the parts of debugpy and its pydevd that are beyond their documented API.
 
 Seen in debugpy 1.8.1 and 1.8.22. Tracing works by ``sys.settrace`` up to Python 3.11 and by
 ``sys.monitoring`` from 3.12 on; each is guarded by the feature.

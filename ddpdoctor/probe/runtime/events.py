@@ -1,4 +1,4 @@
-"""Moments in a rank that several diagnoses want to know of; hooks call who has subscribed.
+"""Announce events in a rank to the observers that have subscribed; hooks do the calling.
 
 An `Observer` is made when the process becomes a rank, and overrides the methods of the moments that
 it wants to know of. They are called on the training thread and return at once when there is nothing

@@ -1,4 +1,4 @@
-"""What runs in every step, as compiled code where this package's was compiled for this Python.
+"""Run what happens in every step as compiled code, where it was compiled for this Python.
 
 ``_hot.c`` is compiled when ddpdoctor is installed, if there is a C compiler, and fits one version
 of Python alone: that of the job may be another one. Then, and with ``DDPDOCTOR_PURE_PYTHON`` set in
@@ -29,8 +29,7 @@ if not os.environ.get("DDPDOCTOR_PURE_PYTHON"):
         core = core if getattr(core, "CONTRACT", 0) == CONTRACT else None
 
 if TYPE_CHECKING or core is None:
-    from ddpdoctor.probe.runtime.calls import Calls
-    from ddpdoctor.probe.runtime.phases import Phases
+    from ddpdoctor.probe.runtime.phases import Calls, Phases
     from ddpdoctor.probe.runtime.sites import Chain
 else:
     Calls, Chain, Phases = core.Calls, core.Chain, core.Phases

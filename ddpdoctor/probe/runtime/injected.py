@@ -1,4 +1,4 @@
-"""In a process that was started without ddpdoctor, and into which gdb has brought the debugger.
+"""Serve the debugger that gdb has brought into a process which was started without ddpdoctor.
 
 It has no probe. What the gateway asks of a rank is answered here as far as a debugger needs it.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-from ddpdoctor.probe.runtime import control, debugpy_private, timeouts
+from ddpdoctor.probe.runtime import control, debugpy_private, torch_groups
 from ddpdoctor.probe.runtime.control import Message
 from ddpdoctor.run.names import CONTROL
 
@@ -28,8 +28,8 @@ def join(directory: str) -> None:
     control.actions.update(
         debug=_debug,
         detached=lambda _: debugpy_private.silence(),
-        lift=lambda _: timeouts.lift(),
-        restore=lambda _: timeouts.restore(),
+        lift=lambda _: torch_groups.lift_timeouts(),
+        restore=lambda _: torch_groups.restore_timeouts(),
         # Nothing in this process waits for these.
         **dict.fromkeys(("answer", "attached", "release", "go", "workers"), lambda _: None),
     )

@@ -1,26 +1,254 @@
-"""Which phase the training thread is in: stores into the status page, and the time each phase took.
+"""Follow the phase that the training thread is in, and the time of each on host, cores and GPU.
 
-This is what runs most often in a rank, several times a step. It exists twice: here, and as the type
-of the same name in ``_hot.c``, which is taken where it could be compiled (`runtime.hot`). Both keep
-the same attributes and are tested by the same tests.
+This is what runs most often in a rank, several times a step. `Phases` and `Calls` exist twice:
+here, and as the types of the same names in ``_hot.c``, which are taken where it could be compiled
+(`runtime.hot`). Both keep the same attributes and are tested by the same tests.
+
+Times on a GPU are by events that are read later. On a machine that runs more than it has cores for,
+a rank may be slow without any fault in the job: the kernel counts by thread how long it was ready
+and had to wait (``schedstat``, Linux). It is read once a step, in 2 us, from a file that is kept
+open.
 """
 
 from __future__ import annotations
 
+import bisect
+import contextlib
+import itertools
+import os
 import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ddpdoctor.probe.runtime import torch_private
 from ddpdoctor.probe.runtime.sites import Site
+from ddpdoctor.run.journal import move_up
 from ddpdoctor.run.status import NO_EPOCH, Phase, StatusPage
 
-if TYPE_CHECKING:
-    from ddpdoctor.probe.runtime.clocks import CudaClock, Times
+# -- cores
+
+
+def waited_for_core(descriptor: int) -> int:
+    """Nanoseconds that a thread, or a process's first one, was ready to run and had to wait.
+
+    Args:
+        descriptor: Its ``schedstat``.
+
+    Raises:
+        OSError: It is gone.
+        ValueError: This is no such file.
+        IndexError: Likewise.
+    """
+    return int(os.pread(descriptor, 64, 0).split()[1])
+
+
+class CoreClock:
+    """The CPU time and the core waits of the thread that makes it, from one cut to the next."""
+
+    def __init__(self) -> None:
+        self._descriptor = -1
+        # No Linux, or a kernel that does not count, or a sandbox: nothing is known then.
+        with contextlib.suppress(OSError):
+            self._descriptor = move_up(
+                os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+            )
+        self._ran = self._waited = 0
+        self.cut()
+
+    def cut(self) -> tuple[int, int] | None:
+        """Nanoseconds run and waited since the last cut; None if they cannot be known."""
+        if self._descriptor < 0:
+            return None
+        try:
+            waited = waited_for_core(self._descriptor)
+        except (OSError, ValueError, IndexError):
+            # The job has closed what is not its own. The number may be one of its files now.
+            self._descriptor = -1
+            return None
+        ran = time.thread_time_ns()
+        counted = ran - self._ran, waited - self._waited
+        self._ran, self._waited = ran, waited
+        # Of another thread, which closes a last step, they say nothing.
+        return counted if min(counted) >= 0 else None
+
+    def close(self) -> None:
+        """Let go of the file."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                # Only if it is still ours.
+                waited_for_core(descriptor)
+                os.close(descriptor)
+
+
+# -- how long each phase took on a GPU, by events that are read later
+
+
+Times = list[int]
+"""Nanoseconds by `Phase`; the first, of no step, is what passed in steps not seen in full."""
+
+Measured = Callable[[], "Times | None"]
+"""The phases of a closed step; None while the device is still busy with it."""
+
+Mark = tuple[int, Any, int]
+"""The phase that a marker ends, its event, and when the host put it there (Unix nanoseconds)."""
+
+MOST_MARKS = 256
+"""Phase boundaries of one step that are marked; what comes after them is one stretch."""
+
+MOST_PENDING = 64
+"""Steps that wait for the device at most; those before them are given up."""
+
+SETTLE_TIME = 50_000_000
+"""Nanoseconds that a device has at the end of a rank to come to what it was asked for."""
 
 _now = time.perf_counter_ns
+
+
+class _Pending:
+    """A closed step whose events the device has not passed yet."""
+
+    __slots__ = ("first", "marks", "times")
+
+    def __init__(self, first: Any, marks: list[Mark]) -> None:
+        self.first = first
+        self.marks = marks
+        self.times: Times | None = None
+
+    def measured(self) -> Times | None:
+        return self.times
+
+
+class CudaClock:
+    """The phases of a rank on a GPU: an event per phase boundary, read once it has passed.
+
+    ``torch.cuda.Event.record`` enqueues a marker and returns; ``query`` asks without waiting.
+    Neither synchronizes. All of it happens in the training thread, and nothing while a CUDA graph
+    is being captured: a marker would become part of the graph, and a query would break the capture.
+    Steps that are not seen in full have no markers but the one at their end (`Phases.light`).
+
+    Args:
+        cuda: ``torch.cuda``.
+        device: The device that DDP's module is on, which need not be the current one.
+    """
+
+    def __init__(self, cuda: Any, device: Any) -> None:
+        self._cuda = cuda
+        self.device = device
+        self._current = torch_private.current_stream(cuda, device)
+        self._free: list[Any] = []
+        self._pending: deque[_Pending] = deque()
+        self._last = self._record()
+        self._marks: list[Mark] = []
+        self._passed: list[Mark] = []
+        """The last one of the steps that were read."""
+        self.captures = False
+        """Whether a graph was being captured at the last boundary."""
+
+    def _record(self) -> Any:
+        event = self._free.pop() if self._free else self._cuda.Event(enable_timing=True)
+        event.record(self._current())
+        return event
+
+    def charge(self, phase: int) -> None:
+        """Put a marker into the device's stream: what came before it belongs to ``phase``."""
+        self.captures = self._cuda.is_current_stream_capturing()
+        if len(self._marks) < MOST_MARKS and not self.captures:
+            self._marks.append((phase, self._record(), time.time_ns()))
+
+    def cut(self) -> Measured:
+        """End a step: its times, once the device has passed its last marker."""
+        pending = _Pending(self._last, self._marks)
+        if self._marks:
+            self._last = self._marks[-1][1]
+            self._marks = []
+            self._pending.append(pending)
+        else:
+            pending.times = [0] * len(Phase)
+        if not self._cuda.is_current_stream_capturing():
+            while self._pending and self._read(self._pending[0]):
+                self._pending.popleft()
+        if len(self._pending) > MOST_PENDING:
+            self._pending.popleft().times = [0] * len(Phase)
+        return pending.measured
+
+    def standing(self) -> list[tuple[str, int, bool]]:
+        """How far the device has come: the last marker that it passed, and the three behind it.
+
+        Asked by the writing thread, of a rank that makes no progress.
+
+        Returns:
+            Of each the phase that it ends, when it was put there (Unix nanoseconds), and whether
+            the device has passed it.
+        """
+        steps = [self._passed, *(step.marks for step in list(self._pending)), self._marks]
+        marks = list(itertools.chain.from_iterable(steps))
+        ahead = bisect.bisect_left(marks, True, key=lambda mark: not mark[1].query())
+        shown = enumerate(marks[: ahead + 3])
+        return [(Phase(phase).label, when, at < ahead) for at, (phase, _, when) in shown][
+            max(0, ahead - 1) :
+        ]
+
+    def settle(self) -> None:
+        """Before a rank ends: give the device a moment to come to what it was asked for.
+
+        Without it what was computed last is not known: losses, NaN, hashes. Nothing waits for a
+        device that has more to do than that.
+        """
+        if self._cuda.is_current_stream_capturing():
+            return
+        asked, deadline = self._record(), _now() + SETTLE_TIME
+        while not asked.query() and _now() < deadline:
+            time.sleep(0.001)
+
+    def _read(self, pending: _Pending) -> bool:
+        if not pending.marks[-1][1].query():
+            return False
+        times = [0] * len(Phase)
+        previous = pending.first
+        for phase, event, _ in pending.marks:
+            times[phase] += int(previous.elapsed_time(event) * 1e6)
+            previous = event
+        self._passed = pending.marks[-1:]
+        # The last event begins the next step and must not be used again before its end.
+        self._free.append(pending.first)
+        self._free.extend(event for _, event, _ in pending.marks[:-1])
+        pending.times = times
+        return True
+
+
+# -- what a rank has called so far: counts that the compiled core keeps, where there is one
+
+
+class Calls:
+    """The counts of one rank (`ddpdoctor.probe.observers.collective_calls.Ledger`).
+
+    Args:
+        memory: The rank's ring, which compiled code writes into by itself.
+    """
+
+    def __init__(self, memory: Any) -> None:
+        self.count = 0
+        """Calls so far."""
+        self.wide = 0
+        """Calls that may have moved gradients or parameters, unknown ones among them."""
+        self.carried = 0
+        """Elements that collectives were called with since the step `carried_in` began, none of
+        them point to point."""
+        self.carried_in = 0
+        self.enough = 0
+        """So many of them are waited for; 0: none are."""
+        self.elsewhere = False
+        """Whether other threads than the training one call collectives, too."""
+
+
+# -- phases
+
+
 _thread = threading.get_ident
 
 _OTHER = int(Phase.OTHER)

@@ -1,4 +1,4 @@
-"""What this process is as a rank, if it is one (`ddpdoctor.probe.joining`), and its end."""
+"""Hold what this process is as a rank, if it is one (`ddpdoctor.probe.joining`), and end it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ddpdoctor.run.records.process import EndRecord, FaultRecord
 from ddpdoctor.run.status import Phase
 
 if TYPE_CHECKING:
-    from ddpdoctor.probe.observers.ledger import Ledger
+    from ddpdoctor.probe.observers.collective_calls import Ledger
     from ddpdoctor.probe.observers.steps import StepTracker
 
 

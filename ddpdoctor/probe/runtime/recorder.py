@@ -1,30 +1,118 @@
-"""Writes what the hooks saw: the status page at once, the journal from another thread.
+"""Write what the hooks saw: the status page at once, the journal from another thread.
 
 A hook appends to a bounded queue and returns; a full queue drops and counts. The thread drains it a
-few times a second, so a slow or full disk costs the job nothing but the record.
+few times a second, so a slow or full disk costs the job nothing but the record. It also puts vital
+signs on the status page: the last step, the memory.
+
+torch's allocator is asked on the training thread, between two steps: it is guarded by a lock that a
+thread may hold while it waits for the GPU, and a second thread that waits for that lock would keep
+Python's from all others, in the very hang that somebody wants to look into.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
-from ddpdoctor.probe.runtime.threads import background
+from ddpdoctor.probe.runtime import torch_private
+from ddpdoctor.probe.runtime.shield import background
 from ddpdoctor.run.journal import Journal
 from ddpdoctor.run.records.base import Record, encode
 from ddpdoctor.run.records.process import FaultRecord
-from ddpdoctor.run.status import StatusPage
+from ddpdoctor.run.status import Parts, StatusPage
+
+# -- what the writing thread puts on the status page for who watches: the last step, the memory
+
+
+MEMORY_EVERY = 1_000_000_000
+"""Nanoseconds between two looks at the memory."""
+
+_NEVER = 1 << 62
+_PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
+
+
+class Vitals:
+    """The vital signs of one rank.
+
+    Args:
+        page: The rank's status page.
+    """
+
+    def __init__(self, page: StatusPage) -> None:
+        self._page = page
+        self._parts: Parts | None = None
+        self._shown: Parts | None = None
+        self._allocator: tuple[int, int, int] | None = None
+        self._device: Any = None
+        self._looked = 0
+        self.due = _NEVER
+        """When :meth:`ask` is wanted, on the clock of the steps; never without a GPU."""
+
+    # -- the training thread
+
+    def use_device(self, device: Any) -> None:
+        """The rank computes on this CUDA device."""
+        self._device = device
+        self.due = 0
+        self._page.set_gpu(torch_private.device_uuid(sys.modules["torch"], device))
+
+    def ask(self, now: int) -> None:
+        """Ask the allocator, which reports its counters and does not touch the device."""
+        self.due = now + MEMORY_EVERY
+        try:
+            counters = sys.modules["torch"].cuda.memory_stats_as_nested_dict(self._device)
+            given, taken = counters["allocated_bytes"]["all"], counters["reserved_bytes"]["all"]
+            self._allocator = (int(given["current"]), int(taken["current"]), int(given["peak"]))
+        except Exception:
+            # Another allocator was plugged in, which counts nothing.
+            self._allocator, self.due = None, _NEVER
+
+    # -- the writing thread
+
+    def wrote(self, parts: Parts) -> None:
+        """A step was written to the journal."""
+        self._parts = parts
+
+    def store(self) -> None:
+        """Put on the page what is new."""
+        now = time.time_ns()
+        self._page.set_beat(now)
+        if self._parts is not None and self._parts is not self._shown:
+            self._shown = self._parts
+            self._page.set_parts(self._parts)
+        if abs(now - self._looked) >= MEMORY_EVERY:
+            self._looked = now
+            self._page.set_memory(_resident(), self._allocator)
+
+
+def _resident() -> int | None:
+    """Bytes of memory of this process."""
+    try:
+        file = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return int(os.read(file, 256).split()[1]) * _PAGE_SIZE
+        finally:
+            os.close(file)
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+# -- writes what the hooks saw: the status page at once, the journal from another thread
+
 
 FLUSH_EVERY = 0.25
 """Seconds between two writes of the journal."""
 
-ROUNDS = round(1 / FLUSH_EVERY)
+ROUNDS_PER_SECOND = round(1 / FLUSH_EVERY)
 """How often the writing thread wakes in a second."""
 
-QUEUE = 20_000
+QUEUE_SIZE = 20_000
 """Records that wait at most; a step every 12.5 microseconds would fill it."""
 
 AT_ONCE = 32
@@ -71,7 +159,7 @@ class Recorder:
 
     def add(self, record: Record | Lazy) -> None:
         """Queue a record; never blocks, never raises."""
-        if len(self._queue) >= QUEUE:
+        if len(self._queue) >= QUEUE_SIZE:
             self.dropped += 1
         else:
             self._queue.append(record)
@@ -123,7 +211,7 @@ class Recorder:
                     self._drain(last=False)
             self._call(self.each_round)
             rounds += 1
-            if not rounds % ROUNDS:
+            if not rounds % ROUNDS_PER_SECOND:
                 self._call(self.each_second)
 
     def _call(self, calls: list[Callable[[], None]]) -> None:

@@ -1,4 +1,4 @@
-"""Ends the processes of a job whose supervisor and guards were killed; run as a script, bare.
+"""End the processes of a job whose supervisor and guards were killed; run as a script, bare.
 
     python -I -S rescue.py RUN_ID PID
 

@@ -1,4 +1,4 @@
-"""Which line of the user's code are we called from?"""
+"""Find the line of the user's code that a hook was called from."""
 
 from __future__ import annotations
 

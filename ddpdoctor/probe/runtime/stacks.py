@@ -1,4 +1,4 @@
-"""Lets others see where this process is in its code: it is asked, and a thread of ours answers.
+"""Write the stacks of this process when asked, from a thread of ours.
 
 The thread sleeps until somebody writes into its pipe, and then writes the stacks of all threads to
 a file of the run directory. It needs the GIL for that, as all of Python does, so nothing runs
@@ -26,10 +26,9 @@ import time
 from types import FrameType
 
 from ddpdoctor.probe.runtime import control, rank, shield
-from ddpdoctor.probe.runtime.threads import background
-from ddpdoctor.run.descriptors import move_up
-from ddpdoctor.run.environment import namespace
-from ddpdoctor.run.names import STACKS_SUFFIX, stacks_stem
+from ddpdoctor.probe.runtime.shield import background
+from ddpdoctor.run.journal import move_up
+from ddpdoctor.run.names import STACKS_SUFFIX, namespace, stacks_stem
 from ddpdoctor.run.records.base import JsonObject, json_line
 
 MOST_FRAMES = 200

@@ -1,17 +1,25 @@
-"""The private parts of ``torch.distributed`` that the probe uses: backends, Flight Recorder.
+"""Use private parts of ``torch.distributed``: backends, timeouts, Flight Recorder.
 
 As with `ddpdoctor.probe.runtime.torch_private`, each is guarded by the feature.
+
+Timeouts of collectives are lifted while a rank is stopped in the debugger: its peers wait for it. A
+collective that was already waiting keeps the timeout it began with. Some gloo keeps the one that
+its group was made with (:func:`kept_timeout`).
 """
 
 from __future__ import annotations
 
+import datetime
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
 from ddpdoctor.probe.runtime import torch_private
+
+# -- the private parts of ``torch.distributed`` that the probe uses: backends, Flight Recorder
 
 
 def backends(c10d: Any) -> Iterator[Any]:
@@ -129,3 +137,93 @@ def flight_recorders(torch: Any) -> list[Callable[[], bytes]]:
             for name in sorted(others)
         ]
     return found
+
+
+# -- collective timeouts, lifted while a rank is stopped in the debugger: its peers wait for it
+
+
+LIFTED_TIMEOUT = datetime.timedelta(days=7)
+"""What takes the place of the job's timeouts; it fits into the 32-bit milliseconds of a store."""
+
+_lifted = False
+_least_timeout = datetime.timedelta(0)
+
+_changed_timeouts: dict[int, tuple[Any, datetime.timedelta, datetime.timedelta]] = {}
+"""Backends whose timeout was changed, by id: the backend, the job's timeout, and ours."""
+
+_changing = threading.Lock()
+
+
+def least_timeout() -> datetime.timedelta:
+    """What every timeout has to be at least now; zero as long as nothing is wanted."""
+    return LIFTED_TIMEOUT if _lifted else _least_timeout
+
+
+def lift_timeouts() -> None:
+    """Lift the timeouts of all process groups of this process, and of those that come later."""
+    global _lifted
+    _lifted = True
+    update_timeouts()
+
+
+def restore_timeouts() -> None:
+    """Give every group back the timeout it had, unless the job has set another one meanwhile."""
+    global _lifted
+    _lifted = False
+    update_timeouts()
+
+
+def keep_timeouts_at_least(timeout: datetime.timedelta) -> None:
+    """Have no timeout below ``timeout``, to the end of the process."""
+    global _least_timeout
+    _least_timeout = max(_least_timeout, timeout)
+    update_timeouts()
+
+
+def update_timeouts() -> None:
+    """Bring the timeouts of all groups, new ones included, to where they have to be."""
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    if c10d is None:
+        return
+    with _changing:
+        for backend in backends(c10d):
+            current = timeout_of(backend)
+            if current is None:
+                continue
+            _, users, ours = _changed_timeouts.get(id(backend), (None, current, current))
+            if current != ours:
+                # Set by the job itself since.
+                users = current
+            _change_timeout(backend, current, users)
+
+
+def kept_timeout() -> float | None:
+    """The seconds of the shortest timeout that cannot be lifted any more; None where all can."""
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    found = [
+        timeout.total_seconds()
+        for backend in (backends(c10d) if c10d is not None else ())
+        if keeps_timeout(backend)
+        and (timeout := timeout_of(backend)) is not None
+        and timeout < LIFTED_TIMEOUT
+    ]
+    return min(found, default=None)
+
+
+def note_backends(backends: list[Any], timeout: datetime.timedelta) -> None:
+    """New backends were made with :func:`least` in place of the job's ``timeout``."""
+    with _changing:
+        for backend in backends:
+            current = timeout_of(backend)
+            if id(backend) not in _changed_timeouts and current is not None:
+                _change_timeout(backend, current, timeout)
+
+
+def _change_timeout(backend: Any, current: datetime.timedelta, users: datetime.timedelta) -> None:
+    wanted = max(users, least_timeout())
+    if wanted != current:
+        set_timeout(backend, wanted)
+    if wanted == users:
+        _changed_timeouts.pop(id(backend), None)
+    else:
+        _changed_timeouts[id(backend)] = (backend, users, wanted)

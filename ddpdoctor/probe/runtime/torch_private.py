@@ -1,9 +1,9 @@
-"""The private torch APIs the probe uses: which versions have them, and what happens without.
+"""Use torch's private APIs: which versions have them, and what happens without.
 
-Every access goes through here and is guarded by the feature, not by a version number. Public APIs
+Every access goes through here, or through `torch_groups` for process groups, and is guarded by the
+feature, not by a version number. Public APIs
 (``torch.optim.optimizer.register_optimizer_step_pre_hook``, ``torch.distributed``, ``GradScaler``)
-are used directly by their hooks. Those of Dynamo, of process groups and of loaders have modules of
-their own beside this one. Versions are those whose sources were read, 2.13 and 2.15 among
+are used directly by their hooks. Versions are those whose sources were read, 2.13 and 2.15 among
 them; 2.14 was not.
 """
 
@@ -12,8 +12,12 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
+
+# -- the private torch APIs the probe uses: which versions have them, and what happens without
+
 
 MOST_STREAMS = 64
 """Streams that are remembered; torch has 32 of a priority for a device."""
@@ -385,3 +389,158 @@ def largest(torch: Any, tensors: list[Any]) -> Any:
     if together is not None:
         return torch.stack(together(tensors, math.inf)).double()
     return torch.stack([torch.linalg.vector_norm(each, ord=math.inf) for each in tensors]).double()
+
+
+# -- the private parts of Dynamo that the probe uses
+
+
+def skip_frames(torch: Any, modules: Iterable[ModuleType]) -> None:
+    """Have Dynamo leave the functions of ``modules`` alone, with all that they call.
+
+    They run between the graphs of a compiled region. ``torch._C._dynamo.eval_frame`` marks code
+    objects at no cost per call: ``set_code_exec_strategy`` (2.7 to 2.15), ``skip_code`` before.
+    Without either, Dynamo compiles them: slower to warm up, the same results.
+    """
+    mark = _marker(getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None))
+    if mark is None:
+        return
+    for module in modules:
+        for owner in (module, *(v for v in vars(module).values() if isinstance(v, type))):
+            for value in vars(owner).values():
+                if isinstance(value, FunctionType) and value.__module__ == module.__name__:
+                    mark(value.__code__)
+
+
+def skip_wrappers(torch: Any, codes: Iterable[CodeType]) -> None:
+    """Have Dynamo leave functions alone that call others of the job's, but not those others."""
+    mark = _marker(getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None), within=False)
+    if mark is not None:
+        for code in codes:
+            mark(code)
+
+
+def _marker(eval_frame: Any, within: bool = True) -> Callable[[CodeType], object] | None:
+    setter = getattr(eval_frame, "set_code_exec_strategy", None)
+    action = getattr(eval_frame, "_FrameAction", None)
+    strategy = getattr(eval_frame, "_FrameExecStrategy", None)
+    if setter is not None and action is not None and strategy is not None:
+        skip = strategy(action.SKIP, action.SKIP if within else action.DEFAULT)
+        return lambda code: setter(code, skip)
+    older: Callable[[CodeType], object] | None = getattr(eval_frame, "skip_code", None)
+    return older
+
+
+def disable_dynamo(torch: Any, function: Any, recursive: bool) -> Any:
+    """``torch._disable_dynamo`` (2.4 to 2.15), which imports Dynamo only when first called.
+
+    Without it the function is returned as it is.
+    """
+    disable = getattr(torch, "_disable_dynamo", None)
+    return function if disable is None else disable(function, recursive=recursive)
+
+
+def has_compiled() -> bool:
+    """Whether ``torch.compile`` took functions here: ``torch._dynamo.utils.counters``, 2.0 to 2.15.
+
+    Without it users do not learn that breakpoints in such functions are not hit (debugpy#999).
+    """
+    counters: Any = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
+    # Not by index: these make an entry where there is none, and they are the job's.
+    return bool((counters or {}).get("frames", {}).get("ok"))
+
+
+# -- the private parts of ``torch.utils.data.dataloader`` that the probe reads
+
+
+def loader_iterator_classes(dataloader: Any) -> list[Any]:
+    """The classes of ``torch.utils.data.dataloader`` that have a ``_next_data`` (2.4 to 2.15).
+
+    Without them data waits count as ``other``.
+    """
+    names = ("_SingleProcessDataLoaderIter", "_MultiProcessingDataLoaderIter")
+    classes = [getattr(dataloader, name, None) for name in names]
+    return [each for each in classes if "_next_data" in vars(each or object)]
+
+
+def is_first_batch(iterator: Any) -> bool:
+    """Whether a loader's iterator was never asked before: ``_num_yielded`` (2.4 to 2.15).
+
+    Without it the time between epochs is charged to the first step of the next.
+    """
+    return getattr(iterator, "_num_yielded", None) == 0
+
+
+def index_sampler_of(iterator: Any) -> Any:
+    """What a loader's iterator takes indices from: ``_index_sampler`` (2.4 to 2.15), or None."""
+    return getattr(iterator, "_index_sampler", None)
+
+
+def sampler_of(iterator: Any) -> Any:
+    """The sampler behind a loader's iterator, or None."""
+    outer = index_sampler_of(iterator)
+    return getattr(outer, "sampler", outer)
+
+
+def loader_iterator_base(dataloader: Any) -> Any:
+    """``_BaseDataLoaderIter``, whose ``_next_index`` asks the sampler for a batch (2.4 to 2.15).
+
+    Without it what the ranks draw is not known.
+    """
+    base = getattr(dataloader, "_BaseDataLoaderIter", None)
+    return base if hasattr(base, "_next_index") else None
+
+
+LOADER_BUILT = "_DataLoader__initialized"
+"""What ``DataLoader.__init__`` sets when its samplers are in place (2.4 to 2.15).
+
+Without it a loader is named by the line that iterates over it, not by the one that built it.
+"""
+
+
+def samplers_of(iterator: Any) -> list[Any]:
+    """The sampler behind a loader's iterator, and the batch sampler around it, if there are any."""
+    outer = index_sampler_of(iterator)
+    inner = getattr(outer, "sampler", None)
+    return [each for each in (inner, outer) if each is not None]
+
+
+def pass_of(iterator: Any) -> Any:
+    """What changes when a loader's iterator begins again: ``_sampler_iter`` (2.4 to 2.15), or None.
+
+    Without it the passes of persistent workers count as one.
+    """
+    return getattr(iterator, "_sampler_iter", None)
+
+
+def is_iterable_style(iterator: Any) -> bool:
+    """Whether the loader's data set is iterable-style: ``_dataset_kind`` (2.4 to 2.15)."""
+    return getattr(iterator, "_dataset_kind", 0) == 1
+
+
+def dataset_of(iterator: Any) -> Any:
+    """The data set behind a loader's iterator: ``_dataset`` (2.4 to 2.15), or None."""
+    return getattr(iterator, "_dataset", None)
+
+
+def batches_at_once(iterator: Any) -> bool:
+    """Whether the loader itself makes batches of samples: ``_auto_collation`` (2.4 to 2.15)."""
+    return bool(getattr(iterator, "_auto_collation", True))
+
+
+def keeps_order(iterator: Any) -> bool:
+    """Whether batches come in the order they were drawn: ``_in_order`` (2.6 to 2.15), else yes."""
+    return bool(getattr(iterator, "_in_order", True))
+
+
+def workers_of(iterator: Any) -> int:
+    """How many worker processes a loader's iterator has: ``_num_workers`` (2.4 to 2.15), or 0."""
+    workers = getattr(iterator, "_num_workers", 0)
+    return workers if isinstance(workers, int) else 0
+
+
+def worker_functions_of(iterator: Any) -> list[Any]:
+    """What a loader's workers call beside its data set: ``_collate_fn``, ``_worker_init_fn``.
+
+    None where there is none (2.4 to 2.15 have them, the second only with workers).
+    """
+    return [getattr(iterator, name, None) for name in ("_collate_fn", "_worker_init_fn")]

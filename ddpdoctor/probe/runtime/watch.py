@@ -1,4 +1,4 @@
-"""Ends this process when what launched it has vanished.
+"""End this process when what launched it has vanished.
 
 The last net: the supervisor and two keepers (`ddpdoctor.supervise.keeper`) each end the job if the
 others are gone, and this thread of a rank does it if all three were killed.
@@ -13,8 +13,8 @@ import signal
 import sys
 import time
 
-from ddpdoctor.probe.runtime.threads import background
-from ddpdoctor.run.environment import KEEPERS, MARK, namespace
+from ddpdoctor.probe.runtime.shield import background
+from ddpdoctor.run.names import KEEPERS, MARK, namespace
 
 GRACE = 4.0
 """Seconds between SIGTERM and SIGKILL for a process whose launcher vanished."""

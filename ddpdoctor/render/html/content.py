@@ -1,6 +1,8 @@
-"""What the HTML report says, as JSON: the same facts as the report in a terminal, and the numbers.
+"""Collect what the HTML report says, as JSON: the facts of the terminal report, and the numbers.
 
-Times are seconds unless a name says otherwise. Tables of numbers are packed (:func:`packed`).
+The table of ranks, the merged stacks, and what was not measured, so that a gap is not taken for
+good news. Times are seconds unless a name says otherwise. Tables of numbers are packed
+(:func:`packed`).
 """
 
 from __future__ import annotations
@@ -11,21 +13,229 @@ import shlex
 import sys
 import time
 from array import array
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from ddpdoctor import __version__
 from ddpdoctor.core.finding import Finding, Severity
+from ddpdoctor.core.formatting import count, named, spans
 from ddpdoctor.core.opening import integer
-from ddpdoctor.core.ranks import named
-from ddpdoctor.render import console, summary
-from ddpdoctor.render.code_frames import code_frame
-from ddpdoctor.render.html import gaps, rank_table, stack_tree
-from ddpdoctor.render.report import script
-from ddpdoctor.run import code, vitals
-from ddpdoctor.run.records.supervisor import HangOverRecord, HangRecord
-from ddpdoctor.run.snapshot import Run
+from ddpdoctor.diagnose.crashes.rank_endings import endings
+from ddpdoctor.diagnose.hangs.hang_snapshot import hang_snapshot
+from ddpdoctor.diagnose.speed.pace import WARM_UP
+from ddpdoctor.render import console, reporter
+from ddpdoctor.render.console import code_frame, shown_path
+from ddpdoctor.render.reporter import job_script
+from ddpdoctor.render.stack_text import inner_frames, stacks_summary
+from ddpdoctor.run import code_version, vitals
+from ddpdoctor.run.names import VITALS
+from ddpdoctor.run.records.model import DdpRecord
+from ddpdoctor.run.records.process import FaultRecord
+from ddpdoctor.run.records.supervisor import HangOverRecord, HangRecord, UnwatchedRecord
+from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.step_series import PARTS, RankSeries, Series, series
+from ddpdoctor.stacks import rank_stacks
+from ddpdoctor.stacks.frames import FOLDED, Code, Merged, Node, code_of, fold, merge, tail
+from ddpdoctor.stacks.rank_stacks import CUT, Frame, RankStacks
+
+# -- what was not measured, so that a gap in the report is not taken for good news
+
+
+def measurement_gaps(run: Run, steps: Series) -> Iterator[str]:
+    """What is not known of a run and why, a sentence each without a full stop."""
+    for unwatched in run.supervisor.of(UnwatchedRecord):
+        yield f"ranks were not watched: {unwatched.why}"
+    yield from _rank_gaps(run)
+    yield from _step_gaps(steps)
+    yield from _machine_gaps(run)
+    yield from _record_gaps(run)
+
+
+def _rank_gaps(run: Run) -> Iterator[str]:
+    seen = {rank.rank for rank in run.last}
+    absent = set(range(min(run.world_size, 1 << 17))) - seen
+    if seen and absent:
+        yield f"{named(absent)}: no records here; a run directory has the ranks of one node"
+    if len(run.restarts) > 1:
+        yield "steps of attempts before the last one: the charts show the last"
+
+
+def _step_gaps(steps: Series) -> Iterator[str]:
+    if not steps.ranks:
+        yield "steps: no rank closed one"
+        return
+    if steps.edges[0]:
+        yield f"steps before {steps.edges[0]}: the journals have room for --journal-mb megabytes"
+    if steps.sampled:
+        yield "each step: of each column of the charts a few steps were read, as the run is long"
+    read, split = (sum(getattr(each, name) for each in steps.ranks) for name in ("steps", "split"))
+    unsplit = sum(len(each.unsplit) for each in steps.ranks)
+    if len(steps.ranks) == 1:
+        # It waits for none.
+        pass
+    elif unsplit == steps.columns * len(steps.ranks):
+        yield "the wait for other ranks: it is part of backward, as DDP timed no step"
+    elif split < read:
+        yield (
+            f"the wait for other ranks in {read - split} of {read} steps, which DDP did not time: "
+            "columns without a timed one show how much longer a backward took than the shortest"
+        )
+    if not any(each == each for rank in steps.ranks for each in rank.loss):
+        yield "the loss: no backward began with a tensor of one element"
+    if not any(each == each for rank in steps.ranks for each in rank.norm):
+        yield "gradient norms: they are known where the job calls clip_grad_norm_"
+
+
+def _machine_gaps(run: Run) -> Iterator[str]:
+    if not (run.path / VITALS).exists():
+        yield "memory and GPUs over time: the run has no record of them"
+    elif not any(run.path.glob("gpus-*.json")):
+        yield "GPUs: no NVML on this machine"
+
+
+def _record_gaps(run: Run) -> Iterator[str]:
+    lost = sum(rank.status.dropped for rank in run.last if rank.status is not None)
+    if lost:
+        yield f"{count(lost, 'record')} that did not fit or could not be written"
+    for line in run.unreadable:
+        yield f"not read: {line}"
+    faults = [each for rank in run.ranks for each in rank.records.of(FaultRecord)]
+    for fault in (*faults, *run.supervisor.of(FaultRecord))[:10]:
+        yield f"{fault.hook or fault.part} of ddpdoctor failed and was switched off: {fault.error}"
+
+
+# -- the table of ranks: who it is, how it ended, where its steps went
+
+
+def rank_rows(
+    run: Run, ranks: Sequence[Rank], findings: Sequence[Finding], steps: Series
+) -> list[dict[str, Any]]:
+    """A row for each rank; what is not known is absent. Times are seconds, means over the run."""
+    blamed = {rank: each.code for each in reversed(findings) for rank in _blamed_ranks(each)}
+    ended = {each.rank: each.text for each in reversed(endings(run, run.restarts[-1]))}
+    series = {each.rank: each for each in steps.ranks}
+    found = []
+    for rank in ranks:
+        status = rank.status
+        row = {
+            "rank": rank.rank,
+            "node": rank.opened.host,
+            "local": rank.opened.local_rank,
+            "pid": status.pid if status is not None else rank.opened.pid,
+            "state": ended.get(rank.rank) or _rank_state(rank),
+            "failed": rank.rank in ended or None,
+            "finding": blamed.get(rank.rank),
+            "steps": status.step if status is not None else None,
+            "gpu": next((each.device_name for each in rank.records.of(DdpRecord)), ""),
+            "rss": status.rss if status is not None else None,
+            "peak": status.peak if status is not None else None,
+            **_rank_times(series.get(rank.rank), steps.edges),
+        }
+        found.append({key: value for key, value in row.items() if value or value == 0})
+    return found
+
+
+def _blamed_ranks(finding: Finding) -> tuple[int, ...]:
+    return finding.ranks if finding.severity > Severity.INFO else ()
+
+
+def _rank_state(rank: Rank) -> str:
+    if rank.ended:
+        return "ended"
+    if rank.exit is not None:
+        return "exited"
+    if rank.status is None:
+        return ""
+    where = f" at {rank.status.site.rpartition('/')[2]}" if rank.status.site else ""
+    return f"{rank.status.phase.label}{where}"
+
+
+def _rank_times(series: RankSeries | None, edges: Sequence[int]) -> dict[str, Any]:
+    if series is None or not series.steps:
+        return {}
+    steady = [place for place, edge in enumerate(edges[:-1]) if edge >= WARM_UP]
+    means = [_steady_mean(values, steady) / 1e9 for values in series.parts]
+    longest = max(value for value in series.worst if value == value)
+    return {
+        "parts": [round(each, 7) for each in means],
+        "own": round(sum(means[: PARTS.index("wait")]), 7),
+        "longest": round(longest / 1e9, 7),
+        "unsplit": len(series.unsplit) == len(series.worst) or None,
+    }
+
+
+def _steady_mean(values: Sequence[float], steady: Sequence[int]) -> float:
+    """Without those of the warm-up, if there are others, and without those that are not known."""
+    known = [values[place] for place in steady if values[place] == values[place]]
+    return fmean(known or [value for value in values if value == value] or [0.0])
+
+
+# -- the stacks of all ranks at the hang, or those that were taken last, as a merged tree
+
+
+def stack_tree(run: Run) -> dict[str, Any] | None:
+    """The tree and when it was taken; None if no stacks were taken."""
+    hang = hang_snapshot(run)
+    if hang is not None:
+        stacks = [each.stacks for each in hang.ranks if each.stacks is not None]
+        when, what = hang.record.time, "while the job made no progress"
+    else:
+        kept = rank_stacks.load_stacks(run.path)
+        stacks = list(kept.stacks) if kept is not None else []
+        when, what = (kept.time if kept is not None else 0), "taken last"
+    if not stacks:
+        return None
+    merged = merge(stacks, fold)
+    frames = [frame for each in stacks for thread in each.threads for frame in thread.frames]
+    code = code_of(frames, integer(run.manifest, "started"))
+    mains = {each.rank: main.frames for each in stacks if (main := each.main) is not None}
+    at = time.strftime("%H:%M:%S", time.localtime(when / 1e9))
+    return {
+        "head": f"{what}, at {at}: {stacks_summary(merged)}",
+        "roots": [_tree_node(root, code, mains) for root in merged.roots],
+        "missing": _missing_stacks(merged),
+    }
+
+
+def _tree_node(node: Node, code: Code, mains: Mapping[int, Sequence[Frame]]) -> dict[str, Any]:
+    deeper = {rank for each in node.children for rank in each.ranks}
+    ends: dict[str, list[int]] = defaultdict(list)
+    for rank in node.ranks:
+        if rank not in deeper and (below := tail(mains[rank])):
+            ends[inner_frames(below)].append(rank)
+    return {
+        "ranks": spans(node.ranks),
+        "count": len(node.ranks),
+        "odd": node.odd,
+        "frames": [_tree_frame(frame, code) for frame in node.frames],
+        "ends": [[spans(ranks), text] for text, ranks in ends.items()],
+        "children": [_tree_node(each, code, mains) for each in node.children],
+    }
+
+
+def _tree_frame(frame: Frame, code: Code) -> list[str]:
+    """Place, function and source of a frame; of library frames between, only a sentence."""
+    if frame == CUT:
+        return ["the frames above are not known"]
+    if frame.function == FOLDED:
+        return [f"in {frame.path}"]
+    place = f"{shown_path(frame.path)}:{frame.line}" if frame.line else shown_path(frame.path)
+    return [place, frame.function, code.get(frame, "")]
+
+
+def _missing_stacks(merged: Merged) -> list[list[str]]:
+    """Ranks without a stack, and why."""
+    troubles: dict[str, list[int]] = defaultdict(list)
+    each: RankStacks
+    for each in merged.missing:
+        troubles[each.trouble or "no main thread"].append(each.rank)
+    return [[spans(ranks), trouble] for trouble, ranks in troubles.items()]
+
+
+# -- content
+
 
 MOST_BYTES = 3_600_000
 """Bytes that the tables over time take in the file, of the five million that it may have."""
@@ -35,7 +245,9 @@ _PER_CELL = (len(PARTS) + 1) * 2 * 4 / 3
 _PER_CURVE = 4 * 4 / 3
 
 
-def content(run: Run, findings: Sequence[Finding], *, live: bool, remark: str) -> dict[str, Any]:
+def report_content(
+    run: Run, findings: Sequence[Finding], *, live: bool, remark: str
+) -> dict[str, Any]:
     """The report on a run.
 
     Args:
@@ -52,20 +264,20 @@ def content(run: Run, findings: Sequence[Finding], *, live: bool, remark: str) -
         "title": str(run.manifest.get("id") or run.path.name),
         "verdict": _verdict(run, findings, live),
         "summary": [
-            *summary.lines(run),
+            *reporter.summary_lines(run),
             *([remark] if remark else []),
             *(["the run is live; these are the findings so far"] if live else []),
-            summary.count(findings),
+            reporter.findings_count(findings),
         ],
         "findings": [_finding(each, console.written_before(run)) for each in findings],
-        "ranks": rank_table.rows(run, attempt, findings, steps),
+        "ranks": rank_rows(run, attempt, findings, steps),
         "series": _series(steps, started),
-        "vitals": vitals.content(run.path, run.restarts[-1], started),
-        "hangs": _hangs(run, started),
-        "stacks": stack_tree.content(run),
+        "vitals": vitals.vitals_curves(run.path, run.restarts[-1], started),
+        "hangs": _hang_spans(run, started),
+        "stacks": stack_tree(run),
         "environment": environment(run),
-        "gaps": list(gaps.gaps(run, steps)),
-        "made": f"ddpdoctor {__version__}, {_when(time.time_ns())}",
+        "gaps": list(measurement_gaps(run, steps)),
+        "made": f"ddpdoctor {__version__}, {_date_and_time(time.time_ns())}",
     }
 
 
@@ -79,7 +291,7 @@ def _verdict(run: Run, findings: Sequence[Finding], live: bool) -> dict[str, str
         return {"level": "info", "text": "The run is live, and nothing wrong was found so far."}
     if status == 0:
         return {"level": "good", "text": "The job succeeded, and nothing wrong was found."}
-    how = next(iter(summary.lines(run)), "")
+    how = next(iter(reporter.summary_lines(run)), "")
     level = "warning" if run.stopped_at is not None or status is None else "error"
     return {"level": level, "text": f"No cause was found: {how}."}
 
@@ -94,7 +306,7 @@ def _finding(finding: Finding, written: float) -> dict[str, Any]:
         "who": named(finding.ranks) if finding.ranks else "the job",
         "place": "" if at is None else f"{console.shown_path(at.path)}:{at.line}",
         "frame": [list(row) for row in code_frame(finding, written)],
-        "calls": console.calls(finding),
+        "calls": console.user_calls(finding),
         "evidence": list(finding.evidence),
         "fix": finding.fix,
         "paste": finding.paste,
@@ -159,7 +371,7 @@ def _base64(values: array[Any]) -> str:
 # -- words
 
 
-def _hangs(run: Run, started: float) -> list[list[float]]:
+def _hang_spans(run: Run, started: float) -> list[list[float]]:
     """When the job made no progress: seconds from the start, from and until."""
     found: list[list[float]] = []
     for each in run.supervisor:
@@ -178,7 +390,7 @@ def _hangs(run: Run, started: float) -> list[list[float]]:
 def environment(run: Run) -> list[list[str]]:
     """What ran, where, with which versions: pairs of a name and a text."""
     manifest = run.manifest
-    kept = code.read(run.path)
+    kept = code_version.read(run.path)
     opened = next((rank.opened for rank in run.last if rank.opened.versions), None)
     given = manifest.get("versions")
     versions = {**(given if isinstance(given, dict) else {}), **(opened.versions if opened else {})}
@@ -190,9 +402,9 @@ def environment(run: Run) -> list[list[str]]:
         ("records", str(run.path)),
         ("command", shlex.join(words)),
         ("directory", str(manifest.get("cwd", ""))),
-        ("script", script(run) if words else ""),
+        ("script", job_script(run) if words else ""),
         ("commit", kept.commit if kept is not None else ""),
-        ("started", _when(integer(manifest, "started"))),
+        ("started", _date_and_time(integer(manifest, "started"))),
         ("host", ", ".join(hosts) or str(manifest.get("host", ""))),
         ("backend", opened.backend if opened is not None else ""),
         ("launcher", str(manifest.get("launcher", ""))),
@@ -204,7 +416,7 @@ def environment(run: Run) -> list[list[str]]:
     return [[name, text] for name, text in found if text]
 
 
-def _when(moment: int) -> str:
+def _date_and_time(moment: int) -> str:
     if not moment:
         return ""
     return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(moment / 1e9))

@@ -1,7 +1,7 @@
-"""Puts the report's file together: template, style, scripts and data.
+"""Put the HTML report together: template, style, scripts and data in one file.
 
-What the run says is JSON in an inert element, and the script puts it on the page as text alone. A
-policy in the file lets no other script or style run, and nothing be fetched.
+The run's data is JSON in an inert element, and the script puts it on the page as text alone. A
+policy in the file allows no other script or style to run, and nothing to be fetched.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ddpdoctor.core import opening
-from ddpdoctor.core.control_characters import json_text, shown
-from ddpdoctor.render.colours import PHASES, SEVERITIES, Colour
+from ddpdoctor.core.formatting import json_text, shown
+from ddpdoctor.render.terminal import PHASE_COLOURS, SEVERITY_COLOURS, Colour
 
 SCRIPTS = ("elements.js", "series.js", "charts.js", "heatmap.js", "sections.js", "page.js")
 """In the order in which they run, behind the plotting library."""
@@ -87,7 +87,7 @@ def _colours() -> str:
     """The colours of phases and severities as variables, for light, dark and print."""
 
     def variables(which: int) -> str:
-        named: dict[str, Colour] = {**PHASES, **SEVERITIES}
+        named: dict[str, Colour] = {**PHASE_COLOURS, **SEVERITY_COLOURS}
         return "".join(f"--{name}:{colour[which]};" for name, colour in named.items())
 
     light, dark = variables(0), variables(1)

@@ -1,4 +1,4 @@
-"""What the records of a journal are made of.
+"""The base classes of journal records, and how a record becomes a line of JSON.
 
 Each kind of record is a frozen dataclass, declared once in a module of this package: a rank or the
 supervisor constructs it, :func:`ddpdoctor.run.records.decode.decode` reads it back. Standard
@@ -15,7 +15,7 @@ import json
 from dataclasses import fields
 from typing import Any, ClassVar, NamedTuple
 
-from ddpdoctor.core.user_code import Location as Location
+from ddpdoctor.core.user_code import Location
 from ddpdoctor.run.records.declaring import Base, dataclass
 
 EVERY = 1 << 62

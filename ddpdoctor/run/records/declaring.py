@@ -1,4 +1,4 @@
-"""``dataclass`` for records, which a rank declares by the dozen at its start and hardly ever makes.
+"""A ``dataclass`` for records that costs little at import: a rank declares dozens and makes few.
 
 The standard library compiles six methods for each class, most of a millisecond. Here those that are
 alike for all are inherited, and a constructor is compiled when the first object is made: a tenth of

@@ -1,6 +1,6 @@
-"""Reads records back; a kind that is not known is skipped.
+"""Read records back from lines of a journal; an unknown kind is skipped.
 
-:mod:`~ddpdoctor.run.records.decoder` judges what a line holds.
+:mod:`~ddpdoctor.run.records.typed_json` judges what a line holds.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import types
 from collections.abc import Mapping
 
 from ddpdoctor.core import opening
-from ddpdoctor.run.records import data, model, process, replicas, supervisor, training
+from ddpdoctor.run.records import model, process, supervisor, training
 from ddpdoctor.run.records.base import Record
-from ddpdoctor.run.records.decoder import decoder
+from ddpdoctor.run.records.typed_json import decoder
 
 
 def _kinds(*families: types.ModuleType) -> dict[str, type[Record]]:
@@ -23,7 +23,7 @@ def _kinds(*families: types.ModuleType) -> dict[str, type[Record]]:
     }
 
 
-RANK_RECORDS = _kinds(process, training, model, replicas, data)
+RANK_RECORDS = _kinds(process, training, model)
 """The kinds of records that processes of the job write."""
 
 SUPERVISOR_RECORDS = {**_kinds(supervisor), "fault": process.FaultRecord}

@@ -1,4 +1,4 @@
-"""Records of a rank's process: who it is, how it ends. Times are Unix nanoseconds."""
+"""Records of a rank's process: who it is, and how it ends. Times are Unix nanoseconds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class OpenRecord(Record):
     """Process id of its parent."""
     host: str = ""
     namespace: str | None = None
-    """Where its pid is valid (`ddpdoctor.run.environment.namespace`); None if it is not known."""
+    """Where its pid is valid (`ddpdoctor.run.names.namespace`); None if it is not known."""
     backend: str = ""
     kept_timeout: float | None = None
     """Seconds of the shortest timeout of collectives that cannot be lifted while a debugger holds a

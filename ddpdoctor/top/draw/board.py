@@ -1,30 +1,229 @@
-"""The board: a line for each rank, its step as a bar, and as many numbers as there is room for."""
+"""Draw the board of ranks, groups of ranks that do the same, and one rank in full."""
 
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from statistics import median
 
-from ddpdoctor.core import units
-from ddpdoctor.render.lines import Line, Span, columns, fit
-from ddpdoctor.top.draw import bars
+from ddpdoctor.core import formatting
+from ddpdoctor.core.formatting import bracketed
+from ddpdoctor.render.terminal import Line, Span, fit, labelled, text_width
+from ddpdoctor.top.draw import drawing
 from ddpdoctor.top.draw.columns import (
     LEAST_BAR,
     QUANTILES,
-    TIMES,
+    TIME_COLUMNS,
     Column,
-    cell,
-    cell_of,
-    fitting,
+    fitted_cell,
+    fitting_columns,
     phase_cell,
+    rank_cell,
 )
-from ddpdoctor.top.draw.rank import doing, short_site
-from ddpdoctor.top.draw.scene import Scene
-from ddpdoctor.top.snapshot import PHASES, RankRow
-from ddpdoctor.top.view import by_node, number, selected
+from ddpdoctor.top.draw.drawing import Scene
+from ddpdoctor.top.snapshot import PHASES, Gpu, RankRow
+from ddpdoctor.top.view import by_node, rank_value, selected_rows
+
+# -- what ranks do, equal ones merged; and one rank in full
+
+
+_LABEL_WIDTH = 9
+_OVER = ("dead", "ended")
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """Ranks that do the same."""
+
+    ranks: tuple[int, ...]
+    doing: str
+    """Phase or collective, or the state where the rank does nothing."""
+    site: str
+    since: float | None
+    """Seconds that the longest of them has been at it."""
+
+
+def rank_groups(rows: Sequence[RankRow]) -> list[RankGroup]:
+    """The groups, those of few ranks first: the odd one out is what a person looks for."""
+    found: dict[tuple[str, str], list[RankRow]] = {}
+    for row in rows:
+        found.setdefault((activity_text(row), short_site(row.site)), []).append(row)
+    merged = []
+    for (what, site), members in found.items():
+        ages = [row.since for row in members if row.since is not None and row.state not in _OVER]
+        ranks = tuple(sorted(row.rank for row in members))
+        merged.append(RankGroup(ranks, what, site, max(ages, default=None)))
+    return sorted(merged, key=lambda group: (len(group.ranks), group.ranks))
+
+
+def activity_text(row: RankRow) -> str:
+    """What a rank does, in a few words."""
+    if row.state in _OVER:
+        return row.said or row.state
+    what = f"{row.phase or 'unknown'} ({row.collective})" if row.collective else row.phase
+    if row.state == "debugger":
+        return f"in the debugger, {what}" if what else "in the debugger"
+    return what or row.state
+
+
+@lru_cache(maxsize=1024)
+def short_site(site: str) -> str:
+    """A place in the code, relative to the working directory if it lies below it."""
+    path, colon, line = site.rpartition(":")
+    if not path:
+        return site
+    try:
+        relative = os.path.relpath(path)
+    except (OSError, ValueError):
+        return site
+    return f"{path if relative.startswith('..') else relative}{colon}{line}"
+
+
+def group_line(group: RankGroup, scene: Scene) -> Line:
+    """A group in a line, in shorter words where there is no room: ranks, what, where, how long."""
+    ranks = scene.cut(bracketed(group.ranks), max(scene.room // 3, 8))
+    since = "" if group.since is None else f" for {formatting.duration(group.since)}"
+    site = f" {group.site}" if group.site else ""
+    name = f" {site.rpartition('/')[2].strip()}" if site else ""
+    left = scene.room - text_width(ranks) - 1
+    text = f"{group.doing}{site}{since}"
+    for shorter in (f"{group.doing}{name}{since}", f"{group.doing}{name}"):
+        if text_width(text) <= left:
+            break
+        text = shorter
+    return ((f"{ranks} ", "bold"), (scene.cut(text, left), ""))
+
+
+def activity_lines(row: RankRow, processes: Sequence[str], room: int) -> list[Line]:
+    """What one rank does, and the processes below it."""
+    facts = [
+        ("doing", activity_text(row)),
+        ("at", short_site(row.site)),
+        ("for", "" if row.since is None else formatting.duration(row.since)),
+        ("collective", row.collective),
+        ("process", "" if row.pid is None else str(row.pid)),
+        *(("below it", each) for each in processes),
+    ]
+    return [line for label, text in facts if text for line in labelled(label, text, room, 12)]
+
+
+def full_rank(row: RankRow, scene: Scene) -> list[Line]:
+    """Everything that is known of a rank, the most important first."""
+    facts = [f"rank {row.rank} on {row.node or 'this node'}"]
+    facts += [f"stage {row.stage}"] if row.stage else []
+    facts += [f"pid {row.pid}"] if row.pid is not None else []
+    facts += [f"local rank {row.local_rank}"] if row.local_rank is not None else []
+    facts += [f"restart {row.restart}"] if row.restart else []
+    facts += [f"epoch {row.epoch}"] if row.epoch is not None else []
+    lines = [scene.rule(", ".join(facts)), *_step_lines(row, scene)]
+    port = row.debug_port
+    for label, text in (
+        ("now", _now_text(row)),
+        ("memory", _memory_text(row)),
+        ("gpu", "" if row.gpu is None else _gpu_text(row.gpu)),
+        ("cost", "" if row.cost is None else f"ddpdoctor takes {row.cost:.2%} of its time"),
+        ("debugger", "" if port is None else f"attach to port {port} (a: how)"),
+        ("records", f"{row.dropped} dropped: its journal has gaps" if row.dropped else ""),
+    ):
+        if text:
+            lines += labelled(label, text, scene.room, _LABEL_WIDTH)
+    if row.output:
+        lines += [(("last output", "dim"),), *(((f" {text}", ""),) for text in row.output)]
+    return lines
+
+
+def _step_lines(row: RankRow, scene: Scene) -> list[Line]:
+    """The last steps of a rank and of the median rank as bars, with a legend."""
+    room = scene.room
+    if row.times is None:
+        return labelled("step", "no step has ended yet", room, _LABEL_WIDTH)
+    shown = [("step", row.times)]
+    if scene.snapshot.median is not None and len(scene.snapshot.ranks) > 1:
+        shown.append(("median", scene.snapshot.median))
+    typical = scene.snapshot.median or row.times
+    longest = drawing.axis_end(max(row.times.total, typical.total))
+    width = max(room - _LABEL_WIDTH, 4)
+    lines: list[Line] = [
+        ((f"{label:<{_LABEL_WIDTH}}", "dim"), *drawing.step_bar(times, width, longest, scene.marks))
+        for label, times in shown
+    ]
+    unit = formatting.unit_for(longest)
+    legend = [
+        (f"{drawing.glyph(phase, scene.marks)} {phase} {phase_cell(row.times, phase, unit)}", phase)
+        for phase in PHASES
+    ]
+    lines += _legend(
+        [*legend, (f"= {formatting.time_in(row.times.total, unit)} {unit.name}", "bold")], room
+    )
+    if not row.times.split:
+        text = "~ backward includes the wait for others: it is not measured separately"
+        lines += labelled("", text, room, _LABEL_WIDTH, "dim")
+    return lines
+
+
+def _legend(spans: Sequence[Span], room: int) -> list[Line]:
+    """The spans in as many lines as they need."""
+    lines: list[list[Span]] = [[(" " * _LABEL_WIDTH, "")]]
+    used = _LABEL_WIDTH
+    for text, style in spans:
+        if used + text_width(text) + 2 * (style != "bold") > room and len(lines[-1]) > 1:
+            lines.append([(" " * _LABEL_WIDTH, "")])
+            used = _LABEL_WIDTH
+        lines[-1] += [(text, style), ("  ", "")]
+        used += text_width(text) + 2
+    return [tuple(line) for line in lines]
+
+
+def _now_text(row: RankRow) -> str:
+    text = activity_text(row)
+    if row.since is not None and row.state not in _OVER:
+        text += f" for {formatting.duration(row.since)}"
+    if row.site:
+        text += f", at {short_site(row.site)}"
+    if row.state in ("running", *_OVER):
+        return text
+    return ", ".join(part for part in (row.state, row.said, text) if part)
+
+
+def _memory_text(row: RankRow) -> str:
+    sizes: list[tuple[str, int | None]] = [
+        ("allocated", row.allocated),
+        ("reserved", row.reserved),
+        ("peak", row.peak),
+        ("device", None if row.gpu is None else row.gpu.memory_used),
+        ("host", row.rss),
+    ]
+    facts = {name: f"{name} {formatting.size(value)}" for name, value in sizes if value is not None}
+    if "device" in facts and row.gpu is not None and row.gpu.memory_total:
+        facts["device"] += f" of {formatting.size(row.gpu.memory_total)}"
+    return ", ".join(facts.values())
+
+
+def _gpu_text(gpu: Gpu) -> str:
+    facts = [f"{gpu.index} {gpu.name}".strip() + (" (MIG)" if gpu.mig else "")]
+    if gpu.utilization is not None:
+        facts.append(f"util {formatting.percent(gpu.utilization)}")
+    if gpu.power is not None:
+        limit = f" of {formatting.watts(gpu.power_limit)}" if gpu.power_limit else ""
+        facts.append(f"{formatting.watts(gpu.power)}{limit}")
+    if gpu.temperature is not None:
+        facts.append(formatting.degrees(gpu.temperature))
+    if gpu.clock is not None:
+        most = f" of {gpu.clock_max / 1e6:.0f}" if gpu.clock_max else ""
+        facts.append(f"{gpu.clock / 1e6:.0f}{most} MHz")
+    facts += [f"PCIe {formatting.size(gpu.pcie)}/s"] if gpu.pcie is not None else []
+    facts += [f"NVLink {formatting.size(gpu.nvlink)}/s"] if gpu.nvlink is not None else []
+    facts += [f"throttled: {reason}" for reason in gpu.throttle]
+    facts += [f"{gpu.ecc_errors} ECC errors"] if gpu.ecc_errors else []
+    return ", ".join([*facts, gpu.problem] if gpu.problem else facts)
+
+
+# -- board
+
 
 NO_NUMBERS = ("dead", "starting", "debugger")
 """States in which words take the place of a rank's numbers, if there is no room for both."""
@@ -37,7 +236,7 @@ _STYLES = {"dead": "error", "stale": "dim", "ended": "dim", "starting": "dim"}
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnBoard:
     """Lines, and what each of them is about."""
 
     lines: tuple[Line, ...]
@@ -47,14 +246,14 @@ class Drawn:
     """The first row that was drawn, once the cursor is in sight."""
 
 
-def draw(scene: Scene, height: int) -> Drawn:
+def draw_board(scene: Scene, height: int) -> DrawnBoard:
     """The board in at most ``height`` lines: header, ranks, median, legend."""
-    return _Board(scene).draw(height) if height > 0 else Drawn(())
+    return _Board(scene).draw(height) if height > 0 else DrawnBoard(())
 
 
-def lines_of(scene: Scene) -> int:
+def board_lines(scene: Scene) -> int:
     """The lines of a whole board."""
-    ranks = selected(scene.snapshot, scene.view)
+    ranks = selected_rows(scene.snapshot, scene.view)
     nodes = len({row.node for row in scene.snapshot.ranks}) if scene.view.grouped else 0
     return max(len(ranks), 1) + nodes + 4
 
@@ -70,17 +269,17 @@ class _Board:
         self._view = scene.view
         self._room = scene.room
         self._marks = scene.marks
-        self._ranks = selected(snapshot, scene.view)
+        self._ranks = selected_rows(snapshot, scene.view)
         totals = [row.times.total for row in snapshot.ranks if row.times is not None]
-        self._unit = units.unit_for(max(totals, default=1.0))
+        self._unit = formatting.unit_for(max(totals, default=1.0))
         self._still = snapshot.state in _STILL
         self._bar = scene.room
-        said = max((columns(self._words(row)) for row in self._ranks), default=0)
+        said = max((text_width(self._words(row)) for row in self._ranks), default=0)
         least = max(LEAST_BAR, min(said + 1, scene.room // 2)) if self._still else LEAST_BAR
-        self._columns, self._bar = fitting(snapshot.ranks, scene.room, least)
-        self._axis = bars.end(max(totals, default=0.0))
+        self._columns, self._bar = fitting_columns(snapshot.ranks, scene.room, least)
+        self._axis = drawing.axis_end(max(totals, default=0.0))
 
-    def draw(self, height: int) -> Drawn:
+    def draw(self, height: int) -> DrawnBoard:
         """At most so many lines."""
         header, last, legend = self._around(height)
         body = height - header - last - legend
@@ -105,7 +304,7 @@ class _Board:
             lines.append(self._median_line())
         if legend:
             lines.append(self._legend())
-        return Drawn(tuple(lines[:height]), about, first)
+        return DrawnBoard(tuple(lines[:height]), about, first)
 
     # -- what is shown
 
@@ -156,7 +355,7 @@ class _Board:
     # -- lines
 
     def _cells(self, text: Callable[[Column], str]) -> str:
-        return "  " + "".join(f" {cell(column, text(column))}" for column in self._columns)
+        return "  " + "".join(f" {fitted_cell(column, text(column))}" for column in self._columns)
 
     def _header(self, lines: int) -> list[Line]:
         """The titles; in a second line their units."""
@@ -166,11 +365,11 @@ class _Board:
             title = column.title if len(column.title) <= column.width else "#"
             phase = column.name if column.name in PHASES else "head"
             style = "bold" if column.name == self._view.sort else phase
-            titles += [(" ", "head"), (cell(column, title), style)]
-            unit = self._unit.name if column.name in TIMES else column.unit
-            heads += [(" ", "head"), (cell(column, unit), "head")]
+            titles += [(" ", "head"), (fitted_cell(column, title), style)]
+            unit = self._unit.name if column.name in TIME_COLUMNS else column.unit
+            heads += [(" ", "head"), (fitted_cell(column, unit), "head")]
         if self._bar and not self._still and self._axis:
-            end = f"{units.time_in(self._axis, self._unit)} {self._unit.name}"
+            end = f"{formatting.time_in(self._axis, self._unit)} {self._unit.name}"
             title = "step" if lines > 1 else f"step, 0 to {end}"
             titles.append((f" {fit(title, self._bar)}", "head"))
             heads.append((f" 0{end:>{self._bar - 1}}", "head"))
@@ -181,11 +380,11 @@ class _Board:
         head = self._rank_cells(row, words)
         bar: Line = ()
         if words:
-            used = sum(columns(text) for text, _ in head)
+            used = sum(text_width(text) for text, _ in head)
             words = self._scene.cut(words, self._room - used - 1)
             head.append((f" {words}", _STYLES.get(row.state, "")))
         elif self._bar and row.times is not None:
-            stacked = bars.stacked(row.times, self._bar, self._axis, self._marks)
+            stacked = drawing.step_bar(row.times, self._bar, self._axis, self._marks)
             bar = ((" ", ""), *stacked)
         if row.rank != self._view.cursor:
             return (*head, *bar)
@@ -204,13 +403,13 @@ class _Board:
                 verdict.level if blamed and row.state != "dead" else style or "info",
             ),
         ]
-        fits = row.times is not None and columns(words) <= self._bar
+        fits = row.times is not None and text_width(words) <= self._bar
         numbers = fits or not words or row.state not in NO_NUMBERS
         for column in self._columns:
             if column.live and not numbers:
                 break
             marked = "guilty" if column.name == guilty else style or ("bold" if blamed else "")
-            cells += [(" ", ""), *cell_of(row, column, self._unit, marked)]
+            cells += [(" ", ""), *rank_cell(row, column, self._unit, marked)]
         return cells
 
     def _guilty(self, row: RankRow) -> str:
@@ -227,12 +426,12 @@ class _Board:
         """What there is to say of a rank that does not simply run."""
         room = self._bar or self._room // 2
         if row.state == "stale":
-            text = row.said or f"no heartbeat for {units.duration(row.heartbeat)}"
-            return text if columns(text) <= room else f"stale {units.age(row.heartbeat)}"
+            text = row.said or f"no heartbeat for {formatting.duration(row.heartbeat)}"
+            return text if text_width(text) <= room else f"stale {formatting.age(row.heartbeat)}"
         if row.state == "running" and self._still:
-            since = "" if row.since is None else f" for {units.duration(row.since)}"
+            since = "" if row.since is None else f" for {formatting.duration(row.since)}"
             site = f", {short_site(row.site).rpartition('/')[2]}" if row.site else ""
-            return f"{doing(row)}{since}{site}"
+            return f"{activity_text(row)}{since}{site}"
         if row.state in ("running", "ended") and row.times is not None:
             return ""
         if row.said and row.state == "dead" and not row.said.startswith("dead"):
@@ -243,14 +442,14 @@ class _Board:
 
     def _node_line(self, node: str, ranks: Sequence[RankRow]) -> Line:
         """A node in one line: how many ranks, who is the slowest, how it stands."""
-        parts = [units.count(len(ranks), "rank"), *self._times_of(ranks), *_loads(ranks)]
+        parts = [formatting.count(len(ranks), "rank"), *self._times_of(ranks), *_gpu_loads(ranks)]
         states = Counter(row.state for row in ranks if row.state != "running")
         parts += [f"{count} {state}" for state, count in sorted(states.items())]
         name = node or "node"
         text = f" {name if self._room >= 40 else name[-12:]}:"
         for part in parts:
             more = f", {part}" if part is not parts[0] else f" {part}"
-            if columns(text) + columns(more) > self._room:
+            if text_width(text) + text_width(more) > self._room:
                 break
             text += more
         return ((self._scene.cut(text), "bold"),)
@@ -262,8 +461,8 @@ class _Board:
         worst = max(owns, key=lambda rank: owns[rank])
         unit = self._unit
         return [
-            f"OWN {units.time_in(median(owns.values()), unit)} {unit.name}",
-            f"most {units.time_in(owns[worst], unit)} on rank {worst}",
+            f"OWN {formatting.time_in(median(owns.values()), unit)} {unit.name}",
+            f"most {formatting.time_in(owns[worst], unit)} on rank {worst}",
         ]
 
     def _tail(self, rest: Sequence[RankRow], before: int, after: int, lines: int) -> list[Line]:
@@ -274,7 +473,7 @@ class _Board:
         result: list[Line] = [((f"  {text}{above}", "dim"),)]
         if lines >= 4 and rest:
             names = [column.name for column in self._columns if column.name in QUANTILES]
-            ordered = {name: _sorted(rest, name) for name in names}
+            ordered = {name: _sorted_values(rest, name) for name in names}
             split = all(row.times.split for row in rest if row.times is not None)
             for share in (0.9, 0.5, 0.1):
 
@@ -296,15 +495,15 @@ class _Board:
         if column.shown is not None:
             return column.shown(value)
         if value is None or (column.name == "wait" and not split):
-            return units.MISSING
+            return formatting.MISSING
         mixed = "" if split or column.name not in ("own", "backward") else "~"
-        return mixed + units.time_in(value, self._unit)
+        return mixed + formatting.time_in(value, self._unit)
 
     def _median_line(self) -> Line:
         """The median of all ranks, and how far the slowest is from it."""
 
         def typical(column: Column) -> str:
-            if column.name in TIMES:
+            if column.name in TIME_COLUMNS:
                 return phase_cell(self._snapshot.median, column.name, self._unit)
             return "" if column.name != "rank" else "med" if column.width >= 3 else "m"
 
@@ -313,7 +512,7 @@ class _Board:
         if skew is not None:
             long, short = f"skew {skew:.2f}x", f"{skew:.1f}x"
             for words in (f"{long}: the slowest rank to the median", long, short):
-                if len(words) + columns(text) + 1 <= self._room:
+                if len(words) + text_width(text) + 1 <= self._room:
                     text += f" {words}"
                     break
         return ((text, "info"),)
@@ -324,19 +523,19 @@ class _Board:
         spans: list[Span] = [("   ", "")]
         for phase in PHASES:
             name = phase if self._room >= 66 else short.get(phase, phase)
-            spans += [(bars.glyph(phase, self._marks) * 2, phase), (f" {name}  ", "dim")]
+            spans += [(drawing.glyph(phase, self._marks) * 2, phase), (f" {name}  ", "dim")]
         return tuple(spans)
 
 
-def _loads(ranks: Sequence[RankRow]) -> list[str]:
+def _gpu_loads(ranks: Sequence[RankRow]) -> list[str]:
     """What the GPUs of a node's ranks do."""
     gpus = [row.gpu for row in ranks if row.gpu is not None]
     used = [gpu.utilization for gpu in gpus if gpu.utilization]
     watts = [gpu.power for gpu in gpus if gpu.power is not None]
-    util = [f"util {units.percent(median(used))}"] if used else []
-    return [*util, f"{units.figures(sum(watts))} W"] if watts else util
+    util = [f"util {formatting.percent(median(used))}"] if used else []
+    return [*util, f"{formatting.figures(sum(watts))} W"] if watts else util
 
 
-def _sorted(ranks: Sequence[RankRow], name: str) -> list[float]:
-    values = (number(row, name) for row in ranks)
+def _sorted_values(ranks: Sequence[RankRow], name: str) -> list[float]:
+    values = (rank_value(row, name) for row in ranks)
     return sorted(value for value in values if value is not None and math.isfinite(value))

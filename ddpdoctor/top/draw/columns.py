@@ -1,20 +1,20 @@
-"""The columns of the board: which there are, which fit, and what a cell of theirs says."""
+"""Define the columns of the board: which there are, which fit, and the text of each cell."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from ddpdoctor.core import units
-from ddpdoctor.render.lines import Line, columns, fit
-from ddpdoctor.top.draw import bars
+from ddpdoctor.core import formatting
+from ddpdoctor.render.terminal import Line, fit, text_width
+from ddpdoctor.top.draw import drawing
 from ddpdoctor.top.snapshot import PHASES, RankRow, Times
-from ddpdoctor.top.view import number
+from ddpdoctor.top.view import rank_value
 
 LEAST_BAR, MOST_BAR = 20, 80
 """Columns of a step's bar: the fewest worth drawing, and the most."""
 
-TIMES = (*PHASES, "own", "total")
+TIME_COLUMNS = (*PHASES, "own", "total")
 
 
 @dataclass(frozen=True)
@@ -41,49 +41,49 @@ _COLUMNS = (
     Column("place", "gpu", 7, 52, live=False, left=True),
     Column("step", "step", 6, 30, live=False),
     Column("phase", "doing", 9, 15, left=True),
-    Column("heartbeat", "beat", 4, 12, "ago", units.age),
+    Column("heartbeat", "beat", 4, 12, "ago", formatting.age),
     Column("own", "OWN", 5, 95),
     Column("data", "data", 4, 88),
     Column("forward", "fwd", 4, 84),
     Column("backward", "bwd", 5, 86),
     Column("optimizer", "opt", 4, 60),
     Column("wait", "wait", 5, 90),
-    Column("memory", "mem", 5, 70, "bytes", units.size),
-    Column("utilization", "util", 5, 72, "%", units.percent, of_gpu=True),
-    Column("power", "watt", 4, 50, "W", units.watts, of_gpu=True),
-    Column("temperature", "temp", 4, 13, "C", units.degrees, of_gpu=True),
+    Column("memory", "mem", 5, 70, "bytes", formatting.size),
+    Column("utilization", "util", 5, 72, "%", formatting.percent, of_gpu=True),
+    Column("power", "watt", 4, 50, "W", formatting.watts, of_gpu=True),
+    Column("temperature", "temp", 4, 13, "C", formatting.degrees, of_gpu=True),
     Column("total", "total", 5, 11),
 )
-_BAR = 92
+_BAR_IMPORTANCE = 92
 """How important the bar is."""
 
 _SOMETIMES = ("stage", "phase", "heartbeat", "memory", "utilization", "power", "temperature")
 """What no rank has of a run that is over or without a pipeline, or not every GPU: then there is no
 column."""
 
-_METERS = {"memory": 12, "utilization": 10}
+_METER_WIDTHS = {"memory": 12, "utilization": 10}
 """The columns that are bars, and how wide they are on a wide screen."""
 
-QUANTILES = (*TIMES, "memory", "utilization", "power")
+QUANTILES = (*TIME_COLUMNS, "memory", "utilization", "power")
 """The columns that say something of many ranks."""
 
-_MEMORY = ((0.95, "error"), (0.80, "warning"), (0.0, "good"))
-_UTILIZATION = ((0.70, "good"), (0.30, "warning"), (0.0, "error"))
+_MEMORY_STYLES = ((0.95, "error"), (0.80, "warning"), (0.0, "good"))
+_UTILIZATION_STYLES = ((0.70, "good"), (0.30, "warning"), (0.0, "error"))
 """Colours from a share on: full memory is bad, and so is an idle GPU."""
 
 
-def phase_cell(times: Times | None, name: str, unit: units.TimeUnit) -> str:
+def phase_cell(times: Times | None, name: str, unit: formatting.TimeUnit) -> str:
     """A phase's time; ``~`` where the wait for others is in it, not measured separately."""
     if times is None:
-        return units.MISSING
+        return formatting.MISSING
     value = float(getattr(times, name))
     if not times.split and name == "wait" and value <= 0:
-        return units.MISSING
+        return formatting.MISSING
     mixed = "~" if not times.split and name in ("own", "backward", "wait") else ""
-    return f"{mixed}{units.time_in(value, unit)}"
+    return f"{mixed}{formatting.time_in(value, unit)}"
 
 
-def fitting(
+def fitting_columns(
     ranks: Sequence[RankRow], room: int, least: int = LEAST_BAR
 ) -> tuple[tuple[Column, ...], int]:
     """The most important columns that fit, and the room for the bar, or words (0: none).
@@ -93,9 +93,9 @@ def fitting(
         room: Columns of the screen.
         least: Columns that the bar needs.
     """
-    possible = _possible(ranks, room)
+    possible = _possible_columns(ranks, room)
     wished = [(column.importance, column.name, column.width) for column in possible]
-    wished.append((_BAR, "bar", least))
+    wished.append((_BAR_IMPORTANCE, "bar", least))
     left = room - 2
     taken: set[str] = set()
     for _, name, width in sorted(wished, reverse=True):
@@ -108,16 +108,16 @@ def fitting(
     return tuple(column for column in possible if column.name in taken), bar
 
 
-def _possible(ranks: Sequence[RankRow], room: int) -> list[Column]:
+def _possible_columns(ranks: Sequence[RankRow], room: int) -> list[Column]:
     """The columns that these ranks have something for, with their titles and widths."""
     gpus = any(row.gpu is not None for row in ranks)
     nodes = len({row.node for row in ranks}) > 1
     none = {
         *(column.name for column in _COLUMNS if column.of_gpu and not gpus),
-        *(name for name in _SOMETIMES if not any(_has(row, name) for row in ranks)),
+        *(name for name in _SOMETIMES if not any(_has_value(row, name) for row in ranks)),
         *(["place"] if not gpus and not nodes else []),
     }
-    widths = _widths(ranks, room) | (_METERS if room >= 130 and gpus else {})
+    widths = _column_widths(ranks, room) | (_METER_WIDTHS if room >= 130 and gpus else {})
     titles = {"place": "gpu" if gpus else "node", "memory": "mem" if gpus else "rss"}
     return [
         replace(
@@ -130,11 +130,11 @@ def _possible(ranks: Sequence[RankRow], room: int) -> list[Column]:
     ]
 
 
-def _widths(ranks: Sequence[RankRow], room: int) -> dict[str, int]:
+def _column_widths(ranks: Sequence[RankRow], room: int) -> dict[str, int]:
     """Of the columns whose texts are as long as the numbers and names of the job."""
     rank = max((len(str(row.rank)) for row in ranks), default=1)
     step = max((len(str(row.step)) for row in ranks if row.step is not None), default=4)
-    longest = max((columns(place(row, 99)) for row in ranks), default=4)
+    longest = max((text_width(node_and_gpu(row, 99)) for row in ranks), default=4)
     most = 8 if room < 100 else 12 if room < 140 else 20
     return {
         "rank": max(4 if room >= 40 else 2, rank),
@@ -143,50 +143,50 @@ def _widths(ranks: Sequence[RankRow], room: int) -> dict[str, int]:
     }
 
 
-def text_of(row: RankRow, column: Column, unit: units.TimeUnit) -> str:
+def cell_text(row: RankRow, column: Column, unit: formatting.TimeUnit) -> str:
     """What a cell says of a rank."""
     name = column.name
-    if name in TIMES:
+    if name in TIME_COLUMNS:
         return phase_cell(row.times, name, unit)
     if name == "memory" and row.gpu is not None and column.width > 9:
-        return f"{units.size(row.memory)}/{units.size(row.gpu.memory_total)}"
+        return f"{formatting.size(row.memory)}/{formatting.size(row.gpu.memory_total)}"
     if column.shown is not None:
-        return column.shown(number(row, name))
+        return column.shown(rank_value(row, name))
     if name == "place":
-        return place(row, column.width)
+        return node_and_gpu(row, column.width)
     value = getattr(row, name)
-    return units.MISSING if value in (None, "") else str(value)
+    return formatting.MISSING if value in (None, "") else str(value)
 
 
-def _has(row: RankRow, name: str) -> bool:
+def _has_value(row: RankRow, name: str) -> bool:
     words = name in ("stage", "phase")
-    return bool(getattr(row, name)) if words else number(row, name) is not None
+    return bool(getattr(row, name)) if words else rank_value(row, name) is not None
 
 
-def cell_of(row: RankRow, column: Column, unit: units.TimeUnit, style: str) -> Line:
+def rank_cell(row: RankRow, column: Column, unit: formatting.TimeUnit, style: str) -> Line:
     """A cell of a rank's line, in its width."""
-    text = text_of(row, column, unit)
-    if row.gpu is not None and column.name in _METERS:
+    text = cell_text(row, column, unit)
+    if row.gpu is not None and column.name in _METER_WIDTHS:
         memory = column.name == "memory"
         share = row.gpu.memory_share if memory else row.gpu.utilization
-        scale = _MEMORY if memory else _UTILIZATION
+        scale = _MEMORY_STYLES if memory else _UTILIZATION_STYLES
         colour = next((name for least, name in scale if (share or 0.0) >= least), "good")
-        return bars.meter(text, share, column.width, colour)
-    return ((cell(column, text), style),)
+        return drawing.meter(text, share, column.width, colour)
+    return ((fitted_cell(column, text), style),)
 
 
-def cell(column: Column, text: str) -> str:
+def fitted_cell(column: Column, text: str) -> str:
     """A text in the width of a column."""
-    text = fit(text, column.width) if columns(text) > column.width else text
-    gap = " " * (column.width - columns(text))
+    text = fit(text, column.width) if text_width(text) > column.width else text
+    gap = " " * (column.width - text_width(text))
     return text + gap if column.left else gap + text
 
 
-def place(row: RankRow, room: int) -> str:
+def node_and_gpu(row: RankRow, room: int) -> str:
     """``node:gpu``, the node's name cut where need be: its end tells nodes apart."""
     suffix = "" if row.gpu is None else f":{row.gpu.index}"
     node = row.node if row.node.replace(".", "").isdigit() else row.node.partition(".")[0]
     left = max(room - len(suffix), 0)
-    if columns(node) > left:
+    if text_width(node) > left:
         node = node[-left:] if left else ""
     return node + suffix

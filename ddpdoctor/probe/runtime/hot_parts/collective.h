@@ -1,4 +1,4 @@
-/* A call of a collective, as hooks/collectives.py follows it. */
+/* A call of a collective, as probe/hooks/collectives.py follows it. */
 
 static int add_to(PyObject *object, PyObject *name, long long *sum)
 {

@@ -1,4 +1,4 @@
-/* DDP's own context around the wrapped module's forward, with ours around it (hooks/ddp.py). */
+/* DDP's own context around the wrapped module's forward, with ours around it (probe/hooks/ddp.py). */
 
 typedef struct {
     PyObject_HEAD

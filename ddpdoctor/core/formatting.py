@@ -1,0 +1,235 @@
+"""Format numbers, sizes, durations, ranks and foreign text for people."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import unicodedata
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any, NamedTuple
+
+# -- numbers with units, as people read them; most fit four columns. What is not known is ``-``
+
+
+MISSING = "-"
+
+
+class TimeUnit(NamedTuple):
+    """A unit that several times share, so that they compare at a glance."""
+
+    name: str
+    factor: float
+
+
+_MICROSECONDS, _MILLISECONDS, _SECONDS = TimeUnit("us", 1e6), TimeUnit("ms", 1e3), TimeUnit("s", 1)
+
+
+def unit_for(longest: float) -> TimeUnit:
+    """The unit in which times up to ``longest`` seconds have few digits."""
+    if longest < 1e-3:
+        return _MICROSECONDS
+    return _MILLISECONDS if longest < 10 else _SECONDS
+
+
+def _where_known(show: Callable[[float], str]) -> Callable[[float | None], str]:
+    @wraps(show)
+    def shown(value: float | None) -> str:
+        return MISSING if value is None or not math.isfinite(value) else show(value)
+
+    return shown
+
+
+@_where_known
+def figures(value: float) -> str:
+    """A number in at most four columns (five from a million on), with the digits that matter."""
+    size = abs(value)
+    if size < 0.005:
+        return "0"
+    for limit, digits in ((9.995, 2), (99.95, 1), (9999.5, 0)):
+        if size < limit:
+            return f"{value:.{digits}f}"
+    return _scaled(value, 1000, "kMGTP")
+
+
+def _scaled(value: float, base: int, letters: str) -> str:
+    for letter in letters:
+        value /= base
+        if abs(value) < 9.95:
+            return f"{value:.1f}{letter}"
+        if abs(value) < 999.5:
+            break
+    return f"{value:.0f}{letter}"
+
+
+def time_in(value: float | None, unit: TimeUnit) -> str:
+    """Seconds in a unit, without its name."""
+    return figures(None if value is None else value * unit.factor)
+
+
+def time(seconds: float) -> str:
+    """A time with three digits and its unit: ``31.0 ms``, ``1.23 s``."""
+    unit = unit_for(seconds if seconds < 1 else math.inf)
+    return f"{time_in(seconds, unit)} {unit.name}"
+
+
+@_where_known
+def duration(seconds: float) -> str:
+    """A time in words: ``31.0 ms``, ``1.2 s``, ``5 min``."""
+    seconds = max(seconds, 0.0)
+    if seconds < 0.9995:
+        return time(seconds)
+    if seconds < 120:
+        return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
+
+
+@_where_known
+def age(seconds: float) -> str:
+    """A time in at most four columns: ``3s``, ``2m``, ``5h``, ``4d``."""
+    for limit, size, letter in ((120, 1, "s"), (7200, 60, "m"), (172800, 3600, "h")):
+        if seconds < limit:
+            return f"{max(seconds, 0) / size:.0f}{letter}"
+    return f"{seconds / 86400:.0f}d"
+
+
+@_where_known
+def size(count: float) -> str:
+    """Bytes in at most four columns: ``640M``, ``9.5G``, ``71G``."""
+    return f"{count:.0f}B" if count < 1000 else _scaled(count, 1024, "KMGTP")
+
+
+@_where_known
+def percent(ratio: float) -> str:
+    """A ratio in at most four columns: ``87%``."""
+    return f"{ratio * 100:.0f}%"
+
+
+@_where_known
+def watts(power: float) -> str:
+    """A power in at most four columns: ``412W``."""
+    return f"{power:.0f}W"
+
+
+@_where_known
+def degrees(celsius: float) -> str:
+    """A temperature: ``61C``."""
+    return f"{celsius:.0f}C"
+
+
+def count(number: int, noun: str, plural: str = "") -> str:
+    """``1 rank``, ``2 ranks``; ``plural`` is for nouns that take no s."""
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
+
+
+# -- sets of ranks, as people write and read them: ``0,2-3``, ``ranks 0, 2 and 3``
+
+
+SHORT = 4
+"""Ranks that a sentence names one by one."""
+
+_SET = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
+
+
+def is_rank_set(text: str) -> bool:
+    """Whether a word is a set of ranks."""
+    return _SET.fullmatch(text) is not None
+
+
+def rank_set(text: str) -> frozenset[int]:
+    """The ranks of a set.
+
+    Raises:
+        ValueError: It is none, or has more than 100,000 ranks.
+    """
+    if not is_rank_set(text):
+        raise ValueError(text)
+    ranks: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        low, high = int(first), int(last or first)
+        if high < low or high > 100_000:
+            raise ValueError(text)
+        ranks.update(range(low, high + 1))
+    return frozenset(ranks)
+
+
+def spans(ranks: Iterable[int]) -> str:
+    """``0,2-7``."""
+    found: list[list[int]] = []
+    for number in sorted(set(ranks)):
+        if found and found[-1][1] == number - 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in found)
+
+
+def bracketed(ranks: Iterable[int]) -> str:
+    """``[0,2-7]``, as stacks are headed."""
+    return f"[{spans(ranks)}]"
+
+
+def named(ranks: Iterable[int], noun: str = "rank") -> str:
+    """``rank 1``, ``ranks 0, 2 and 3``, ``ranks 0,2-7``; or of what else is numbered."""
+    chosen = sorted(set(ranks))
+    words = [str(number) for number in chosen]
+    if len(words) == 1:
+        return f"{noun} {words[0]}"
+    if len(words) > SHORT:
+        return f"{noun}s {spans(chosen)}"
+    return f"{noun}s {', '.join(words[:-1])} and {words[-1]}"
+
+
+# -- foreign text on a terminal or in a log: what would steer it is shown, and never sent
+
+
+_JOINERS = "\u200c\u200d"
+"""Invisible, but words and emoji are spelled with them, and they steer nothing."""
+
+_FORMATTING = re.compile(r"\x1b\[[0-9;:?]*[ -/]*[@-~]")
+
+
+def shown(text: str, keep: str = "") -> str:
+    r"""A text that steers nothing: its control characters as ``\x1b``, ``\x9b``, ``\u202e``.
+
+    Those are C0 and C1, the marks that turn the order of letters round, other invisible marks,
+    separators of lines, and halves of characters, as names of files have them that are no UTF-8.
+
+    Args:
+        text: Any text.
+        keep: Control characters that stay: newlines and tabs, where the caller lays out lines.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        each if each.isprintable() or each in keep or not _steers(each) else _escape(each)
+        for each in text
+    )
+
+
+def _steers(character: str) -> bool:
+    category = unicodedata.category(character)
+    return category in ("Cc", "Cs", "Zl", "Zp") or (category == "Cf" and character not in _JOINERS)
+
+
+def _escape(character: str) -> str:
+    code = ord(character)
+    if code < 0x100:
+        return {"\n": "\\n", "\t": "\\t", "\r": "\\r"}.get(character, f"\\x{code:02x}")
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def without_formatting(text: str) -> str:
+    """A text without the sequences that colour it and move the cursor, as a job's output has them.
+
+    What is left of controls is for :func:`shown`.
+    """
+    return _FORMATTING.sub("", text) if "\x1b" in text else text
+
+
+def json_text(value: Any, **options: Any) -> str:
+    """JSON in ASCII without control characters; ``options`` are those of ``json.dumps``."""
+    # JSON escapes all controls but this one.
+    return json.dumps(value, **options).replace("\x7f", "\\u007f")

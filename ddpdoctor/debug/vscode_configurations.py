@@ -1,0 +1,327 @@
+"""ddpdoctor's entries in VS Code's launch.json and tasks.json.
+
+In launch.json an attach configuration for each rank, and the compounds that start them all; in
+tasks.json the tasks that run a job, check a script, and watch a run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddpdoctor.debug import jsonc, vscode_files
+from ddpdoctor.debug.vscode_files import PREFIX, Section
+
+# -- launch.json: an attach configuration for each rank, and the compounds that start them all
+
+
+LAUNCH_FILE = vscode_files.LAUNCH
+RUN_COMPOUND = f"{PREFIX}run + attach"
+"""The compound that F5 starts: the task that runs the job, then all ranks."""
+RUN_TASK = f"{PREFIX}run"
+REPORT_TASK = f"{PREFIX}report"
+"""The task whose problems stay when the job has ended."""
+
+WORKSPACE_FOLDER = "${workspaceFolder}"
+
+_LAUNCH_DEFAULTS = {"version": "0.2.0"}
+_NAME = re.compile(rf"{PREFIX}(?:rank \d+|attach all ranks)(?: \((?P<label>.*)\))?", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class AttachPoint:
+    """Where a rank can be reached by the debugger."""
+
+    rank: int
+    host: str
+    port: int
+
+
+@dataclass(frozen=True)
+class PathMapping:
+    """A folder as VS Code sees it, and as the ranks do."""
+
+    local: str
+    remote: str
+
+
+def update_launch(
+    workspace: Path,
+    points: Sequence[AttachPoint],
+    *,
+    label: str = "",
+    others: Collection[str] = (),
+    mappings: Sequence[PathMapping] = (),
+) -> bool:
+    """Make launch.json hold one attach configuration per point, and the compound of them all.
+
+    Args:
+        workspace: The folder that VS Code has open.
+        points: The ranks.
+        label: Tells this run from another live one in the same workspace; part of the names.
+        others: The labels of the other live runs, whose entries stay; those of any other are stale.
+        mappings: In place of the workspace itself.
+
+    Returns:
+        Whether the file changed.
+
+    Raises:
+        DoctorError: The file cannot be edited; it is as it was.
+    """
+    shown = mappings or default_mappings(workspace)
+    return bool(
+        vscode_files.edit(
+            workspace, {LAUNCH_FILE: lambda text: with_run(text, points, shown, label, others)}
+        )
+    )
+
+
+def default_mappings(workspace: Path) -> list[PathMapping]:
+    """The workspace as it was named, and under its real path if that is another one."""
+    found = [PathMapping(WORKSPACE_FOLDER, WORKSPACE_FOLDER)]
+    real = os.path.realpath(workspace)
+    if real != os.path.abspath(workspace):
+        found.append(PathMapping(WORKSPACE_FOLDER, real))
+    return found
+
+
+def with_run(
+    text: str | None,
+    points: Sequence[AttachPoint],
+    mappings: Sequence[PathMapping],
+    label: str = "",
+    others: Collection[str] = (),
+) -> str | None:
+    """The text of launch.json for a run; the arguments are those of :func:`update`.
+
+    The compound "run + attach" is a person's to have: if it is there it stays, and names the ranks
+    of the unlabelled run.
+
+    Raises:
+        JsoncError: The text cannot be edited.
+    """
+    kept = set(others) - {label}
+    document = jsonc.parse(text or "")
+    if label and vscode_files.find(document, "compounds", "name", RUN_COMPOUND):
+        # What it names has to be there.
+        kept.add("")
+
+    def replaced(name: str) -> bool:
+        found = _NAME.fullmatch(name)
+        return found is not None and (found["label"] or "") not in kept
+
+    points = sorted(points, key=lambda point: point.rank)
+    names = [rank_name(point.rank, label) for point in points]
+    wanted = _configurations(points, mappings, label, reports=not label and _has_report(document))
+    sections = [
+        Section("configurations", "name", wanted, replaced),
+        Section("compounds", "name", [_attach_all(names, label)] if names else [], replaced),
+    ]
+    text = vscode_files.rewrite(text, sections, _LAUNCH_DEFAULTS)
+    return text if label or text is None else _with_names_in_run(text, names)
+
+
+def with_launch_entries(
+    text: str | None, points: Sequence[AttachPoint], mappings: Sequence[PathMapping]
+) -> str | None:
+    """The text of launch.json with the unlabelled entries and the compound "run + attach".
+
+    Raises:
+        JsoncError: The text cannot be edited.
+    """
+
+    def replaced(name: str) -> bool:
+        found = _NAME.fullmatch(name)
+        return name == RUN_COMPOUND or (found is not None and found["label"] is None)
+
+    names = [rank_name(point.rank) for point in points]
+    run = {
+        "name": RUN_COMPOUND,
+        "configurations": names,
+        "preLaunchTask": RUN_TASK,
+        "stopAll": True,
+        "presentation": _presentation(1),
+    }
+    wanted = _configurations(points, mappings, "", reports=True)
+    sections = [
+        Section("configurations", "name", wanted, replaced),
+        Section("compounds", "name", [_attach_all(names, ""), run], replaced),
+    ]
+    return vscode_files.rewrite(text, sections, _LAUNCH_DEFAULTS)
+
+
+def without_launch_entries(text: str | None) -> str | None:
+    """The text of launch.json without anything of ours; None if nothing else was in it.
+
+    Raises:
+        JsoncError: The text is damaged.
+    """
+    keys = ("configurations", "compounds")
+    sections = [Section(key, "name", [], vscode_files.any_name) for key in keys]
+    return vscode_files.rewrite(text, sections, _LAUNCH_DEFAULTS)
+
+
+def rank_name(rank: int, label: str = "") -> str:
+    """The name of a rank's configuration; ``label`` is that of :func:`update`."""
+    return f"{PREFIX}rank {rank}{_suffix(label)}"
+
+
+def compound_name(label: str = "") -> str:
+    """The name of the compound of all ranks."""
+    return f"{PREFIX}attach all ranks{_suffix(label)}"
+
+
+def _suffix(label: str) -> str:
+    return f" ({label})" if label else ""
+
+
+def _presentation(order: int) -> dict[str, object]:
+    return {"group": "ddpdoctor", "order": order}
+
+
+def _configurations(
+    points: Sequence[AttachPoint], mappings: Sequence[PathMapping], label: str, *, reports: bool
+) -> list[Mapping[str, object]]:
+    """The configurations; with ``reports`` the end of the first one's session runs that task."""
+    return [
+        {
+            "name": rank_name(point.rank, label),
+            "type": "debugpy",
+            "request": "attach",
+            "connect": {"host": point.host, "port": point.port},
+            "pathMappings": [
+                {"localRoot": mapping.local, "remoteRoot": mapping.remote} for mapping in mappings
+            ],
+            "justMyCode": False,
+            "presentation": _presentation(order),
+            **({"postDebugTask": REPORT_TASK} if reports and order == 3 else {}),
+        }
+        for order, point in enumerate(points, 3)
+    ]
+
+
+def _attach_all(names: Sequence[str], label: str) -> Mapping[str, object]:
+    return {
+        "name": compound_name(label),
+        "configurations": list(names),
+        "stopAll": True,
+        "presentation": _presentation(2),
+    }
+
+
+def _has_report(document: jsonc.Document) -> bool:
+    """Whether `ddpdoctor vscode` has made the task that the end of a session runs."""
+    configurations = document.root.members("configurations") if document.root else []
+    items = [item.node.value for node in configurations for item in node.items]
+    return any(
+        isinstance(each, dict) and each.get("postDebugTask") == REPORT_TASK for each in items
+    )
+
+
+def _with_names_in_run(text: str, names: Sequence[str]) -> str:
+    """The text with these ranks in "run + attach", whatever else a person changed in it."""
+    document = jsonc.parse(text)
+    run = vscode_files.find(document, "compounds", "name", RUN_COMPOUND)
+    listed = run.members("configurations") if run else []
+    if not listed or listed[-1].value == list(names):
+        return text
+    return jsonc.replace(document, listed[-1], list(names))
+
+
+# -- tasks.json: the tasks that run a job, check a script, and watch a run
+
+
+TASKS_FILE = "tasks.json"
+
+_RUN_WORDS = ("run", "--wait-for-attach", "--stop-with-debugger", "--output", "problems")
+_TASKS_DEFAULTS = {"version": "2.0.0"}
+_MATCHER: Mapping[str, object] = {
+    "owner": "ddpdoctor",
+    "source": "ddpdoctor",
+    "fileLocation": ["autoDetect", WORKSPACE_FOLDER],
+    "pattern": {
+        "regexp": r"^(.+?):(\d+):(\d+): (error|warning|info) (DDP\d+) (.*)$",
+        "file": 1,
+        "line": 2,
+        "column": 3,
+        "severity": 4,
+        "code": 5,
+        "message": 6,
+    },
+}
+_BACKGROUND = {
+    # Without a pattern that ends the start, VS Code waits for the job itself before it attaches.
+    "background": {
+        "activeOnStart": True,
+        "beginsPattern": "^ddpdoctor: waiting for the ranks to start",
+        "endsPattern": "^ddpdoctor: all ranks listening",
+    },
+}
+_REPORT_WORDS = ("report", "latest", "--output", "problems", "--wait", "10")
+"""VS Code takes a background task's problems away when it ends; those of this one stay.
+
+The ranks, and with them the debugger, end a moment before the run has said all that it found.
+"""
+
+
+def with_tasks(text: str | None, words: Sequence[str], cwd: str = "") -> str | None:
+    """The text of tasks.json with our tasks.
+
+    Args:
+        text: The file; None if there is none.
+        words: What the run gets: options of torchrun, the script and its arguments.
+        cwd: Where it runs; empty for the workspace.
+
+    Raises:
+        JsoncError: The text cannot be edited.
+    """
+    run = {
+        **_process(RUN_TASK, [*_RUN_WORDS, *words], cwd),
+        "isBackground": True,
+        "presentation": {"reveal": "always", "panel": "dedicated", "clear": True},
+        "problemMatcher": {**_MATCHER, **_BACKGROUND},
+    }
+    tasks = [
+        run,
+        {
+            **_process(REPORT_TASK, _REPORT_WORDS, cwd),
+            "presentation": {"reveal": "silent", "panel": "dedicated", "clear": True},
+            # Stop on a compound ends the focused session twice for VS Code, which then asks which
+            # instance of the task to end.
+            "runOptions": {"instancePolicy": "silent"},
+            "problemMatcher": _MATCHER,
+        },
+        {**_process(f"{PREFIX}check", ["check"], cwd), "problemMatcher": []},
+        {
+            **_process(f"{PREFIX}top", ["top"], cwd),
+            "presentation": {"reveal": "always", "panel": "dedicated", "focus": True},
+            "problemMatcher": [],
+        },
+    ]
+    return vscode_files.rewrite(
+        text, [Section("tasks", "label", tasks, vscode_files.any_name)], _TASKS_DEFAULTS
+    )
+
+
+def without_tasks(text: str | None) -> str | None:
+    """The text of tasks.json without anything of ours; None if nothing else was in it.
+
+    Raises:
+        JsoncError: The text is damaged.
+    """
+    return vscode_files.rewrite(
+        text, [Section("tasks", "label", [], vscode_files.any_name)], _TASKS_DEFAULTS
+    )
+
+
+def _process(label: str, words: Sequence[str], cwd: str) -> Mapping[str, object]:
+    task: dict[str, object] = {
+        "label": label,
+        "type": "process",
+        "command": "${command:python.interpreterPath}",
+        "args": ["-m", "ddpdoctor", *words],
+    }
+    return {**task, "options": {"cwd": cwd}} if cwd else task

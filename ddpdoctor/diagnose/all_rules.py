@@ -1,0 +1,14 @@
+"""Register every rule of every family in `ddpdoctor.core.finding.RULES` by being imported."""
+
+import importlib
+import pkgutil
+
+from ddpdoctor import diagnose
+from ddpdoctor.diagnose.crashes import rules_failures
+
+for _found in pkgutil.walk_packages(diagnose.__path__, f"{diagnose.__name__}."):
+    if _found.name.rpartition(".")[2].startswith("rules"):
+        importlib.import_module(_found.name)
+
+# Last, since the table also adds to codes that others have.
+rules_failures.register()

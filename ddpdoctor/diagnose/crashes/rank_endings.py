@@ -1,0 +1,579 @@
+"""How each process of a job ended, and which of them was the first to fail by itself."""
+
+from __future__ import annotations
+
+import functools
+import re
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ddpdoctor.core.opening import whole
+from ddpdoctor.core.user_code import Location
+from ddpdoctor.diagnose.collectives.recorded_calls import UNEQUAL
+from ddpdoctor.diagnose.source_files import location
+from ddpdoctor.run.records.process import (
+    EndRecord,
+    ErrorRecord,
+    ExitRecord,
+    OuterError,
+    ResourceFacts,
+    ShownErrorRecord,
+    ThreadErrorRecord,
+)
+from ddpdoctor.run.records.training import SiteRecord
+from ddpdoctor.run.snapshot import Rank, Run
+from ddpdoctor.run.status import Phase
+
+# -- the exit statuses of ranks: as they were seen, or as their launcher printed them
+
+
+_TORCHRUN_EXIT = re.compile(r"exitcode\s*: (-?\d+)\s*\(pid: (\d+)\)")
+_TORCHRUN_LOG = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)\)")
+
+_SPAWNED = re.compile(r"process \d+ terminated with (?:signal (SIG[A-Z]+)|exit code (\d+))")
+"""What ``torch.multiprocessing.spawn`` says of the first of its processes that failed."""
+
+_STOPPED = re.compile(r"(?:Terminating|Sending) process (\d+) (?:via|closing) signal (SIG[A-Z]+)")
+"""What it says of each of the others, which it ends, and what torchrun says of them."""
+
+
+def exit_status(rank: Rank, statuses: dict[int, int]) -> int | None:
+    """The exit status of a rank, negative for a signal; None if it is not known.
+
+    Args:
+        rank: The rank.
+        statuses: Those that its launcher printed, by pid.
+    """
+    if rank.exit is not None and rank.exit.status is not None:
+        return rank.exit.status
+    printed = statuses.get(rank.status.pid) if rank.status is not None else None
+    if printed is None and rank.exit is not None and rank.exit.oom:
+        return -signal.SIGKILL
+    return printed
+
+
+def printed_statuses(stderr: str) -> dict[int, int]:
+    """Exit statuses by pid, as torchrun printed them."""
+    return {
+        int(pid): int(status)
+        for pattern in (_TORCHRUN_EXIT, _TORCHRUN_LOG)
+        for status, pid in pattern.findall(stderr)
+    }
+
+
+def signal_name(number: int) -> str:
+    """``SIGKILL`` for 9; ``signal 99`` for one without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def spawned_statuses(run: Run, ranks: tuple[Rank, ...], statuses: dict[int, int]) -> dict[int, int]:
+    """The exit statuses, by pid, of ranks whose parent took them before they were seen."""
+    unknown = {
+        rank.status.pid: rank.exit.time
+        for rank in ranks
+        if rank.exit is not None
+        and rank.status is not None
+        and exit_status(rank, statuses) is None
+        and not recorded_end(rank)
+    }
+    stopped = {
+        int(pid): _number(name)
+        for pid, name in _STOPPED.findall(run.stderr)
+        if int(pid) in unknown and _number(name)
+    }
+    said = _SPAWNED.search(run.stderr)
+    first = min(unknown.keys() - stopped.keys(), key=lambda pid: unknown[pid], default=None)
+    status = _number(said[1]) or int(said[2] or 0) if said is not None else 0
+    return {**stopped, **({first: status} if first is not None and status else {})}
+
+
+def _number(name: str | None) -> int:
+    """The exit status of a process that a signal of that name ended; 0 if there is none."""
+    number = getattr(signal, name, None) if name else None
+    return -int(number) if isinstance(number, signal.Signals) else 0
+
+
+def recorded_end(rank: Rank) -> bool:
+    """Whether a rank itself recorded how it ends."""
+    return any(map(rank.records.of, (EndRecord, ErrorRecord, ExitRecord)))
+
+
+# -- what an exception that ended a rank says: whether a lost peer is its cause, and in short
+
+
+_VICTIM = re.compile(
+    r"Connection closed by peer"
+    r"|Connection reset by peer"
+    r"|Broken pipe"
+    r"|Timed out waiting \d+ms for (?:recv|send)"
+    r"|Gloo connectFullMesh failed"
+    r"|Socket Timeout|wait timeout after \d+ms|Socket closed"
+    r"|failed to recv, got 0 bytes|should dump"
+    r"|NCCL communicator (?:was|is) aborted|remote process exited|ncclRemoteError"
+    r"|Watchdog caught collective operation timeout|NCCL operation timed out"
+    r"|Application timeout caused pair closure",
+    re.IGNORECASE,
+)
+"""What a rank says whose peers are gone: the consequence of a failure elsewhere."""
+
+_COMMON = re.compile(r"Connection reset by peer|Broken pipe|Socket (?:Timeout|closed)", re.I)
+"""What a database or a download says, too."""
+
+_OF_TORCH = re.compile(r"gloo|nccl|TCPStore|c10d|\[[^\]]*\.(?:cc|cpp|h):\d+\]", re.IGNORECASE)
+_THROUGH_TORCH = re.compile(r"[/\\]torch[/\\](?:distributed|autograd|_tensor|nn[/\\]parallel)")
+
+_WRAPPERS = (
+    "ChildFailedError",
+    "ProcessRaisedException",
+    "ProcessExitedException",
+    "CalledProcessError",
+    "SignalException",
+)
+"""Exceptions of launchers: they only say that a child failed."""
+
+_NOISE = re.compile(
+    r"\x1b\[[\d;]*m|\[/[^\]]*\.(?:cc|cpp|h):\d+\]\s*|\s*\[[\da-fA-F.:]+\](?::\d+)?|^\[[^\]]*\.cpp:\d+\]\s*"
+)
+
+_RAISED = re.compile(r"^(?:.*:)? *raise\b[^\n]*\n(?: *[~^]+ *\n)?[^\s:]+\s*\Z", re.MULTILINE)
+"""The end of a traceback whose innermost line raises the exception."""
+
+_IN_WORKER = re.compile(r"Caught \w+ in (DataLoader worker process \d+)")
+
+
+def is_consequence(record: ErrorRecord) -> bool:
+    """Whether a rank only failed because another had, or because it was asked to stop."""
+    name = record.exception
+    wrapper = name.rpartition(".")[2] in _WRAPPERS
+    return wrapper or is_sigint(name, record.traceback) or _lost_peer(record)
+
+
+def is_sigint(exception: str, traceback: str) -> bool:
+    """Whether an exception is SIGINT, as Python passes that on, and not raised by the script."""
+    return exception == "KeyboardInterrupt" and not _RAISED.search(traceback)
+
+
+def _lost_peer(record: ErrorRecord) -> bool:
+    """Whether torch says that a peer is gone; the same words of a download are its own failure."""
+    name, message = record.exception, record.message
+    if name != "RuntimeError" and not name.startswith("torch."):
+        return False
+    found = _VICTIM.search(message)
+    if found is None or not _COMMON.fullmatch(found[0]):
+        return found is not None
+    trace = record.traceback
+    return bool(_OF_TORCH.search(message) or not trace or _THROUGH_TORCH.search(trace))
+
+
+def _clean(message: str) -> str:
+    """A message without the C++ source lines and socket addresses that gloo and c10d put into it.
+
+    The addresses are wrong besides: gloo prints ports byte-swapped.
+    """
+    return _NOISE.sub("", message).strip()
+
+
+def in_short(error: ErrorRecord | OuterError) -> str:
+    """An exception with the first line of its message."""
+    name = error.exception or "an exception"
+    first = next((line for line in error.message.splitlines() if line.strip()), "")
+    return f"{name}: {_clean(first)}" if first else name
+
+
+def notes_of(record: ErrorRecord) -> Iterator[str]:
+    """What became of an exception before it ended the process."""
+    if isinstance(record, ThreadErrorRecord) and record.thread:
+        yield f"it ended the thread {record.thread[:60]!r}, which the main one waited for"
+    outer, left = record.outer, record.left
+    if outer is not None:
+        place = f" at {outer.location}" if outer.location is not None else ""
+        worker = _IN_WORKER.match(outer.message)
+        if worker is not None:
+            yield f"in {worker[1]}, whose batch was awaited{place}"
+        else:
+            yield f"it was raised again as {in_short(outer)[:160]}{place}"
+    if left is not None:
+        place = f" at {left.location}" if left.location is not None else ""
+        yield f"the script caught it and ended itself by {exit_call(left)}{place}"
+    elif isinstance(record, ShownErrorRecord):
+        yield "the script caught it, printed it, and ended itself"
+
+
+def exit_call(record: ExitRecord) -> str:
+    """The call by which a process ended itself: ``sys.exit(3)``."""
+    return f"{record.how}({record.status if record.said is None else repr(record.said)})"
+
+
+# -- how each process of a job ended, and which of them was the first to fail by itself
+
+
+Kind = Literal["exception", "exit", "signal", "abort-at-exit"]
+
+PATIENCE = 3_000_000_000
+"""Nanoseconds in one phase after which a rank of a live job is taken to wait for its peers."""
+
+_MISPAIRED = re.compile(
+    r"op\.preamble\.length <= op\.nbytes|Received data size doesn't match expected size"
+    rf"|Detected mismatch between collectives on ranks|{UNEQUAL}",
+    re.IGNORECASE,
+)
+"""What is said where a collective meets another one, or another rank's, of other size."""
+
+_NATIVE_VICTIM = re.compile(
+    r"Watchdog caught collective operation timeout"
+    r"|To avoid data inconsistency, we are taking the entire process down"
+    r"|Aborting process on rank \d+ due to (?:timeout|[^\n]{0,400}remote process exited)"
+)
+"""What NCCL's watchdog says of the rank that it then aborts, for want of a peer.
+
+The last are the words of the one in torch 2.15, whose number is the rank's within its group.
+"""
+
+_OF_RANK = re.compile(r"\[rank(\d+)\]:")
+_HEAD = 2_000
+"""Characters before such words in which the rank stands, in the same line."""
+
+_FATAL = re.compile(r"Fatal Python error: ([A-Z][a-z ]+)")
+_FATAL_SIGNALS = {
+    "Segmentation fault": signal.SIGSEGV,
+    "Bus error": signal.SIGBUS,
+    "Aborted": signal.SIGABRT,
+    "Floating point exception": signal.SIGFPE,
+    "Illegal instruction": signal.SIGILL,
+}
+"""What ``faulthandler`` writes for which signal."""
+
+_ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""torchrun sends these to the survivors of a failure."""
+
+_STARVED = ("Empty", "TimeoutError", "BrokenBarrierError")
+"""What the main thread raises that waits in vain for another one."""
+
+NOTHING = ResourceFacts()
+"""Of an exception that is about no file."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The end of one process.
+
+    Attributes:
+        rank: Its rank; None for a process that never said one.
+        time: Unix nanoseconds.
+        kind: ``abort-at-exit`` is a native abort after the script had come to its end.
+        victim: It only failed because another had.
+        text: The exception with its message, the signal, or the exit call.
+        where: What it did at that moment, in words: ``step 12, backward``.
+        status: The exit status (negative: a signal), where known.
+        message: All of the exception's own words.
+        oom: Who says that the out-of-memory killer did it, or empty.
+        file: What is known of the file that an exception is about.
+        last_seen: The last line of the user's code that the probe saw, if ``location`` is unknown.
+        initialized: Whether it had joined the process group.
+        notes: How it came from there to the end of the process, a sentence each.
+    """
+
+    rank: int | None
+    time: int
+    kind: Kind
+    victim: bool
+    text: str
+    where: str = ""
+    location: Location | None = None
+    traceback: str = ""
+    status: int | None = None
+    message: str = ""
+    oom: str = ""
+    file: ResourceFacts = NOTHING
+    last_seen: Location | None = None
+    initialized: bool = True
+    notes: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Whose end it is, as the subject of a sentence."""
+        return f"rank {self.rank}" if self.rank is not None else "a process of the job"
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal that asks a process to end did it."""
+        return self.kind == "signal" and self.status is not None and -self.status in _ASKED
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether SIGINT ended it, as Python passes that on."""
+        return self.kind == "exception" and is_sigint(self.text, self.traceback)
+
+    @property
+    def printed(self) -> str:
+        """An exception with all of its message, as Python prints it."""
+        return f"{self.text.partition(': ')[0]}: {self.message}"
+
+
+def endings(run: Run, restart: int) -> list[Ending]:
+    """The failed processes of one attempt, the earliest first; regular ends are left out.
+
+    What happened after somebody asked the job to stop is no failure and left out, too.
+    """
+    statuses = printed_statuses(run.stderr)
+    aborted = _aborted(run.stderr)
+    found: list[Ending] = []
+    ranks = run.attempt(restart)
+    statuses |= spawned_statuses(run, ranks, statuses)
+    for rank in ranks:
+        ending = _rank_ending(rank, statuses, bool(run.exit_status), aborted)
+        if ending is not None:
+            found.append(ending)
+    found += _unseen_endings(run, ranks, statuses, found)
+    joined = {rank.rank for rank in ranks}
+    found += _stray_endings(run, restart, joined)
+    limit = run.stopped_at
+    found = sorted(
+        (each for each in found if limit is None or each.time < limit), key=lambda each: each.time
+    )
+    if run.exit_status is not None and limit is None:
+        stops = [each for each in found if each.interrupted]
+        # Ctrl-C reaches every rank; a signal to a single one is a cause.
+        if len(stops) == 1 and len(ranks) > 1 and stops[0] is found[0]:
+            found[0] = replace(stops[0], victim=False)
+        if run.world_size == 1 and all(each.victim for each in found):
+            # There is no rank that it could have lost.
+            found = [replace(each, victim=False) for each in found]
+    return found
+
+
+@functools.lru_cache(maxsize=2)
+def _aborted(stderr: str) -> frozenset[int]:
+    """The ranks that NCCL's watchdog said it aborts; each rule asks."""
+    found = set()
+    for words in _NATIVE_VICTIM.finditer(stderr):
+        begin = stderr.rfind("\n", max(0, words.start() - _HEAD), words.start()) + 1
+        head = _OF_RANK.search(stderr, max(begin, words.start() - _HEAD), words.start())
+        if head is not None:
+            found.add(whole(head[1], -1))
+    return frozenset(found)
+
+
+def first_failure(run: Run, restart: int) -> Ending | None:
+    """The cause of an attempt's failure: the earliest end that is no consequence of another.
+
+    A rank's own failure counts before that of a process that never was one (a helper's, say).
+    """
+    causes = [each for each in endings(run, restart) if not each.victim]
+    causes = [each for each in causes if each.kind != "abort-at-exit"]
+    return next((each for each in causes if each.rank is not None), None) or next(
+        iter(causes if run.exit_status else ()), None
+    )
+
+
+def mispaired(run: Run, cause: Ending) -> bool:
+    """Whether a rank failed in a collective that met one of another kind or size."""
+    if cause.kind == "exception":
+        return bool(_MISPAIRED.search(cause.text) or _MISPAIRED.search(cause.traceback))
+    aborted = cause.kind == "signal" and cause.status == -signal.SIGABRT
+    return aborted and bool(_MISPAIRED.search(run.stderr))
+
+
+def _rank_ending(
+    rank: Rank, statuses: dict[int, int], job_failed: bool, aborted: frozenset[int]
+) -> Ending | None:
+    status = exit_status(rank, statuses)
+    if status == 0 or rank.status is None:
+        # Whatever it recorded was caught, or did not matter.
+        return None
+    error = rank.records.first(ErrorRecord)
+    if error is not None:
+        return _exception(rank.rank, _of_thread(rank, error) or error, status)
+    call = next((each for each in rank.records.of(ExitRecord) if each.status), None)
+    if call is not None and (status == call.status or (status is None and job_failed)):
+        thread = _of_thread(rank, call)
+        return _exit_call(rank.rank, call) if thread is None else _exception(rank.rank, thread)
+    if status is None:
+        return None
+    # An end that was not observed is dated by the last sign of life.
+    seen = rank.exit is not None and rank.exit.status is not None
+    when = rank.exit.time if rank.exit is not None and seen else rank.status.since
+    if status < 0:
+        return _signal_ending(rank, status, when, aborted)
+    shown = rank.records.first(ShownErrorRecord)
+    if shown is not None:
+        return _exception(rank.rank, shown, status)
+    text = f"exit status {status} without an exception"
+    return Ending(rank.rank, when, "exit", False, text, _where(rank), _site(rank), status=status)
+
+
+def _signal_ending(rank: Rank, status: int, when: int, aborted: frozenset[int]) -> Ending | None:
+    """The end of a rank by a signal; None where it had already reached its regular end.
+
+    Args:
+        rank: The rank.
+        status: Its exit status: the number of the signal, negative.
+        when: Unix nanoseconds.
+        aborted: The ranks that NCCL's watchdog aborted.
+    """
+    name = signal_name(-status)
+    asked = -status in _ASKED
+    if rank.ended is not None:
+        # A launcher also stops who has ended, but had no core yet to exit.
+        return (
+            None if asked else Ending(rank.rank, when, "abort-at-exit", False, name, status=status)
+        )
+    return Ending(
+        rank=rank.rank,
+        time=when,
+        kind="signal",
+        victim=asked or (-status == signal.SIGABRT and rank.rank in aborted),
+        text=name,
+        where=_where(rank),
+        location=_site(rank),
+        status=status,
+        oom=rank.exit.oom if rank.exit is not None else "",
+        last_seen=last_line(rank),
+    )
+
+
+def _unseen_endings(
+    run: Run, ranks: tuple[Rank, ...], statuses: dict[int, int], found: list[Ending]
+) -> Iterator[Ending]:
+    """Ranks of a live job that ended first and without a word.
+
+    Their launcher took the exit status before it was seen, and prints it only once the others have
+    ended, too, which may hang.
+    """
+    if run.exit_status is not None or all(rank.exit is not None for rank in ranks):
+        return
+    for rank in ranks:
+        if (
+            rank.exit is None
+            or rank.status is None
+            or recorded_end(rank)
+            or exit_status(rank, statuses) is not None
+        ):
+            continue
+        when = rank.exit.time
+        if any(each.time <= when for each in found):
+            continue
+        native = _FATAL.search(rank.fault)
+        number = _FATAL_SIGNALS.get(native[1]) if native is not None else None
+        text = "a signal, most likely SIGKILL (its exit status was not seen)"
+        yield Ending(
+            rank=rank.rank,
+            time=when,
+            kind="signal",
+            victim=False,
+            text=text if number is None else signal_name(number),
+            where=_where(rank),
+            location=_site(rank),
+            status=None if number is None else -number,
+            last_seen=last_line(rank),
+        )
+
+
+def _stray_endings(run: Run, restart: int, joined: set[int]) -> Iterator[Ending]:
+    for record in run.strays:
+        if not isinstance(record, (ErrorRecord, ExitRecord)):
+            continue
+        if record.restart != restart or record.rank in joined:
+            continue
+        worker = record.rank is not None and record.leads_session
+        if not run.exit_status and not (worker and run.exit_status is None):
+            # A helper program of a healthy job may fail, and a caught `sys.exit` is recorded, too:
+            # only once the job is known to have failed do they say why.
+            continue
+        if isinstance(record, ErrorRecord):
+            yield _exception(record.rank, record, None, initialized=False)
+        elif run.exit_status:
+            yield _exit_call(record.rank, record, initialized=False)
+
+
+def _exception(
+    rank: int | None, record: ErrorRecord, status: int | None = None, initialized: bool = True
+) -> Ending:
+    return Ending(
+        rank=rank,
+        time=record.time,
+        kind="exception",
+        victim=is_consequence(record),
+        text=in_short(record),
+        where=_moment(record.step, record.collective or record.phase),
+        location=record.location,
+        traceback=record.traceback,
+        message=record.message,
+        status=status,
+        file=record.file or NOTHING,
+        initialized=initialized,
+        notes=tuple(notes_of(record)),
+    )
+
+
+def _of_thread(rank: Rank, end: ErrorRecord | ExitRecord) -> ThreadErrorRecord | None:
+    """The exception of a thread for whose work the main one waited until it failed, too."""
+    if isinstance(end, ErrorRecord) and end.exception.rpartition(".")[2] not in _STARVED:
+        return None
+    failed = [each for each in rank.records.of(ThreadErrorRecord) if each.time < end.time]
+    return failed[-1] if failed else None
+
+
+def _exit_call(rank: int | None, record: ExitRecord, initialized: bool = True) -> Ending:
+    return Ending(
+        rank=rank,
+        time=record.time,
+        kind="exit",
+        victim=False,
+        text=exit_call(record),
+        where=_moment(record.step, record.phase),
+        location=record.location,
+        message=record.refused,
+        status=record.status,
+        initialized=initialized,
+    )
+
+
+def _moment(step: object, phase: object) -> str:
+    parts = [f"step {step}"] if step is not None else []
+    return ", ".join([*parts, str(phase)] if phase and phase != "other" else parts)
+
+
+def _where(rank: Rank) -> str:
+    status = rank.status
+    if status is None:
+        return ""
+    return _moment(status.step, None if status.phase is Phase.OTHER else status.phase.label)
+
+
+def _site(rank: Rank) -> Location | None:
+    """The line of the phase under way; None between phases, where only the last one is known."""
+    if rank.status is not None and rank.status.phase in (Phase.OTHER, Phase.STARTING):
+        return None
+    return last_line(rank)
+
+
+def last_line(rank: Rank) -> Location | None:
+    """The line of the user's code that the probe saw last."""
+    return location(rank.status.site) if rank.status is not None else None
+
+
+def last_phase(rank: Rank) -> Phase | None:
+    """The phase in which a rank is, or was when it ended; None if it has no status page.
+
+    An exception ends a phase at once. Starved of CPU the rank may be ended before its page says
+    that it is over, or before it writes the exception down: from its newest backward it had not
+    come to the end of the step then.
+    """
+    status = rank.status
+    if status is None or status.phase is not Phase.OTHER or rank.exit is None:
+        return None if status is None else status.phase
+    error = rank.records.first(ErrorRecord)
+    if error is not None or rank.ended is not None:
+        phases = (each for each in Phase if error is not None and each.label == error.phase)
+        return next(phases, status.phase)
+    places = {
+        str(each.location) for each in rank.records.of(SiteRecord) if each.phase == "backward"
+    }
+    begun = status.site in places and status.reduced == status.armed
+    return Phase.BACKWARD if begun else Phase.OTHER

@@ -1,0 +1,181 @@
+"""What is behind an exception about a file or a port, such as a full disk or an unopened store."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from ddpdoctor.diagnose.crashes.rank_endings import NOTHING, Ending, first_failure
+from ddpdoctor.failures import recognise
+from ddpdoctor.failures.entry import Failure
+from ddpdoctor.failures.lines import shortened
+from ddpdoctor.run.records.process import ErrorRecord, OwnStoreRecord, ResourceFacts
+from ddpdoctor.run.records.training import SaveRecord
+from ddpdoctor.run.snapshot import Run
+
+# -- what lies behind an exception about a file: a full disk, a limit, several writers
+
+
+DISK_FULL = "DDP935"
+NO_NETWORK = "DDP936"
+UNREADABLE = ("DDP944", "DDP945")
+"""Codes of checkpoints that cannot be read; what torch says of a torn one fits either."""
+
+_FULL = 0.002
+"""The part of a file system that is as good as nothing: some of it is kept for root."""
+
+_LITTLE = 1 << 20
+
+
+@dataclass(frozen=True)
+class FailureFacts:
+    """What more can be said of a failure than its text does; empty where that is all."""
+
+    said: str = ""
+    fix: str = ""
+    evidence: tuple[str, ...] = ()
+
+
+def file_facts(cause: Ending, failure: Failure) -> FailureFacts:
+    """What is known of the file that an exception is about."""
+    path = cause.file.path
+    if failure.code == DISK_FULL:
+        return _unwritten(cause, path)
+    url = shortened(cause.file.url)
+    if failure.code == NO_NETWORK and url:
+        return FailureFacts(f"has no network for a download from {url}")
+    if failure.code in UNREADABLE and path:
+        return FailureFacts(evidence=(f"the file is {path}, {_size(cause.file.size)}",))
+    return FailureFacts()
+
+
+def _unwritten(cause: Ending, path: str) -> FailureFacts:
+    name = path or "a file"
+    free, total = cause.file.free, cause.file.total
+    limit, size = cause.file.limit, cause.file.size
+    if limit is not None and size >= 0.9 * limit:
+        return FailureFacts(
+            f"could not write {name}: files may be {_size(limit)} at most (`ulimit -f`)",
+            "Raise the limit in the shell or the scheduler's script that starts the job.",
+            (f"{path} has {_size(size)}",),
+        )
+    if free is None or total is None:
+        return FailureFacts(f"could not write {path}: no room is left for it" if path else "")
+    room = f"{_size(free)} of {_size(total)} are free in {os.path.dirname(path) or '.'}"
+    if free <= max(_LITTLE, _FULL * total):
+        return FailureFacts(f"could not write {name}: the disk is full", evidence=(room,))
+    return FailureFacts(
+        f"could not write {name}: a quota is reached, or the disk was full at that moment",
+        evidence=(f"{room} now",),
+    )
+
+
+def writers(run: Run, path: str) -> tuple[int, ...]:
+    """The ranks that wrote a file with ``torch.save`` in the last attempt."""
+    return tuple(
+        rank.rank
+        for rank in run.last
+        if path and any(record.file == path for record in rank.records.of(SaveRecord))
+    )
+
+
+def torn(run: Run) -> Ending | None:
+    """The end of a rank that could not read a checkpoint which several ranks had written."""
+    cause = first_failure(run, run.restarts[-1])
+    if cause is None or cause.file.access != "read":
+        return None
+    known = recognise(cause.printed, cause.traceback)
+    if known is None or known[0].code not in UNREADABLE:
+        return None
+    return cause if len(writers(run, cause.file.path)) > 1 else None
+
+
+def _size(count: int) -> str:
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.1f} {unit}"
+    return f"{count} bytes"
+
+
+# -- what lies behind a store that cannot be opened, or that no process opens
+
+
+PORT_IN_USE = "DDP002"
+UNREACHABLE = "DDP912"
+
+_SPAWNED = (
+    "torchrun has started every rank already: start the script with python, or call its main "
+    "function without mp.spawn."
+)
+_OWN_RANK = (
+    "Only rank 0 opens the port: give each process its own rank "
+    '(rank=int(os.environ["RANK"])), or leave rank and init_method out under torchrun.'
+)
+_NO_ADDRESS = (
+    'Leave init_method and MASTER_PORT out, or use init_method="env://": under torchrun no rank '
+    "opens a port."
+)
+
+
+def port_facts(run: Run, cause: Ending, failure: Failure) -> FailureFacts:
+    """What is known of the port that an exception is about."""
+    if failure.code == PORT_IN_USE:
+        return _taken(cause.file if cause.file.port is not None else _elsewhere(run))
+    store = unopened_store(run)
+    if failure.code == UNREACHABLE and store is not None and store.port in cause.text:
+        return FailureFacts(
+            f"waited for a store at {store_address(store)} that no rank opens", *store_advice(store)
+        )
+    return FailureFacts()
+
+
+def unopened_store(run: Run) -> OwnStoreRecord | None:
+    """The address of a store that ranks of torchrun's wait for, and none of them opens."""
+    restart = run.restarts[-1]
+    found = run.strays.of(OwnStoreRecord)
+    return next((each for each in found if each.restart == restart), None)
+
+
+def store_address(store: OwnStoreRecord) -> str:
+    """Host and port of it."""
+    return shortened(f"{store.host}:{store.port}")
+
+
+def store_advice(store: OwnStoreRecord) -> tuple[str, tuple[str, ...]]:
+    """The fix, and the evidence."""
+    evidence = [f"torchrun keeps the job's store at {shortened(store.launcher)}"]
+    if store.spawned:
+        evidence.append("a worker of torchrun started this process")
+        return _SPAWNED, tuple(evidence)
+    return _NO_ADDRESS, tuple(evidence)
+
+
+def _elsewhere(run: Run) -> ResourceFacts:
+    """What a process that never was a rank saw of it, where stderr alone reports the failure."""
+    here = (each for each in run.strays.of(ErrorRecord) if each.restart == run.restarts[-1])
+    files = (each.file for each in here)
+    return next((each for each in files if each and each.port is not None), NOTHING)
+
+
+def _taken(facts: ResourceFacts) -> FailureFacts:
+    holder = facts.holder
+    if holder is None:
+        return FailureFacts()
+    failed = f"could not listen on port {facts.port}"
+    who = f"pid {holder.pid}"
+    name = shortened(holder.name, 100)
+    evidence = (f"{who} holds it: {name}",) if name else ()
+    if holder.itself:
+        return FailureFacts(
+            f"{failed}: this process holds it already",
+            "Open the store once, and hand it over: init_process_group(store=...).",
+        )
+    if holder.ours:
+        rank = holder.rank or ""
+        known = f", started as rank {rank}" if rank.isdigit() else ""
+        return FailureFacts(
+            f"{failed}: another process of this job holds it ({who}{known})",
+            _SPAWNED if facts.spawned else _OWN_RANK,
+            evidence,
+        )
+    return FailureFacts(f"{failed}: a process of another job holds it ({who})", "", evidence)

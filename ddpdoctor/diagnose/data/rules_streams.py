@@ -1,0 +1,364 @@
+"""Rules for data judged by content (DDP115 to DDP117): samples that several ranks have."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ddpdoctor.core.finding import Finding, Severity, rule
+from ddpdoctor.core.formatting import named
+from ddpdoctor.diagnose.data.draws import (
+    FEW,
+    WHOLE,
+    Pass,
+    Passes,
+    matched,
+    other_data,
+    overlap,
+    passes_of,
+    repeatable,
+    same_data,
+    same_part,
+)
+from ddpdoctor.run.snapshot import Run
+
+# -- data (DDP1xx) without indices: streams that ranks or workers do not share out
+
+
+@rule("DDP115", "duplicated-iterable", Severity.ERROR)
+def same_stream(run: Run) -> Iterator[Finding]:
+    """Every rank gets the same samples from an iterable data set.
+
+    What it finds
+        A training loader over an iterable-style data set whose first batches hold the same samples
+        on all ranks of a DDP group, by a hash of their content.
+
+    Why it is bad
+        The ranks compute the same gradients: N GPUs train no faster than one. A `DataLoader` cannot
+        shard an iterable data set and takes no sampler for it.
+
+    How to fix it
+        Make `__iter__` skip the samples of other ranks and workers, with `dist.get_rank()` and
+        `torch.utils.data.get_worker_info()`, or use your library's `split_by_node`.
+
+    Example
+        Wrong:
+            def __iter__(self):
+                yield from read(self.files)
+        Right:
+            def __iter__(self):
+                yield from read(self.files[self.rank :: self.world_size])
+
+    When it stays silent
+        For evaluation loaders, for batches that repeat within a rank (synthetic data), for data
+        that is augmented at random in all its parts, and for tensors on a GPU.
+    """
+    for passes in matched(run):
+        each = list(passes.values())
+        if not all(one.trains and one.record.iterable for one in each):
+            continue
+        values = common_stream(each)
+        if values is None:
+            continue
+        first = each[0]
+        yield Finding(
+            code="DDP115",
+            about=str(first.made),
+            severity=Severity.ERROR,
+            message=f"every rank trains on the same samples of the iterable data set that the "
+            f"loader built at {first.made} reads",
+            ranks=tuple(passes),
+            location=first.made,
+            evidence=(
+                f"of {len(first.record.rows)} samples hashed on rank {first.rank}, {values} are "
+                f"the same on all {len(each)} ranks",
+                f"data set {first.record.dataset}, read at {first.read}",
+            ),
+            fix="Give each rank its own part in the data set's __iter__, by dist.get_rank() and "
+            "dist.get_world_size(), and each worker its part of that.",
+        )
+        return
+
+
+def _column(one: Pass, number: int) -> list[int | None]:
+    return [row[1 + number] for row in one.record.rows]
+
+
+def _columns(each: Sequence[Pass]) -> range:
+    return range(min((len(row) - 1 for one in each for row in one.record.rows), default=0))
+
+
+def common_stream(each: Sequence[Pass]) -> int | None:
+    """How many samples all ranks have in common, if that is nearly all they have."""
+    if not all(one.record.rows for one in each):
+        return None
+    for column in _columns(each):
+        streams = [_column(one, column) for one in each]
+        distinct = [set(stream) for stream in streams]
+        workers = max(1, *(one.record.workers for one in each))
+        if any(
+            len(values) < 2 * FEW or WHOLE * len(stream) > len(values) * workers
+            for values, stream in zip(distinct, streams, strict=True)
+        ):
+            continue
+        common = set.intersection(*distinct)
+        if len(common) >= WHOLE * min(map(len, distinct)):
+            return len(common)
+    return None
+
+
+@rule("DDP116", "duplicated-between-workers", Severity.ERROR)
+def same_workers(run: Run) -> Iterator[Finding]:
+    """All workers of a DataLoader give the same samples of an iterable data set.
+
+    What it finds
+        A training loader with several workers over an iterable-style data set, whose batches come
+        in groups of equal content: one copy from each worker.
+
+    Why it is bad
+        Each worker has a copy of the data set and iterates over all of it. An epoch is as many
+        times longer as there are workers, and consecutive steps repeat the same samples.
+
+    How to fix it
+        In `__iter__`, let each worker take its part with `torch.utils.data.get_worker_info()`.
+
+    Example
+        Wrong:
+            for i in range(self.start, self.end):
+                yield self.load(i)
+        Right:
+            worker = get_worker_info()
+            for i in range(self.start + worker.id, self.end, worker.num_workers):
+                yield self.load(i)
+
+    When it stays silent
+        For a single worker, for batches that repeat for other reasons (synthetic data), for workers
+        that each shuffle differently, for evaluation loaders, and for tensors on a GPU.
+    """
+    sick: dict[tuple[object, ...], list[tuple[Pass, int, int]]] = {}
+    observed: Counter[tuple[object, ...]] = Counter()
+    for rank in run.last:
+        known: set[tuple[object, ...]] = set()
+        for one in passes_of(rank):
+            if one.place in known or not one.trains or not one.record.iterable:
+                continue
+            if one.record.in_order:
+                known.add(one.place)
+                copied = _copies(one)
+                if copied is not None:
+                    sick.setdefault(one.place, []).append((one, *copied))
+        observed.update(known)
+    for place, found in sick.items():
+        if observed[place] < len(run.last):
+            # The other ranks may be about to report the same.
+            continue
+        first, doubled, of = found[0]
+        ranks = tuple(one.rank for one, _, _ in found)
+        yield Finding(
+            code="DDP116",
+            about=str(first.made),
+            severity=Severity.ERROR,
+            message=f"the {first.record.workers} workers of the loader built at {first.made} all "
+            f"give the same samples, on {named(ranks)}",
+            ranks=ranks,
+            location=first.made,
+            evidence=(
+                f"of {of} samples in batches that came at one time from each worker, {doubled} "
+                f"came from another worker, too",
+                f"data set {first.record.dataset}, read at {first.read}",
+            ),
+            fix="Give each worker its part in the data set's __iter__, by "
+            "torch.utils.data.get_worker_info().",
+        )
+
+
+def _copies(one: Pass) -> tuple[int, int] | None:
+    """Samples that came from several workers in one round of batches, of all in such rounds."""
+    workers = one.record.workers
+    if workers < 2:
+        return None
+    for column in _columns([one]):
+        rounds = _rounds(one, workers, column)
+        seen = [value for batches in rounds for batch in batches for value in batch]
+        if len(set(seen)) < 2 * FEW or any(
+            len(set(batch)) < WHOLE * len(batch) for batches in rounds for batch in batches
+        ):
+            continue
+        doubled = sum(map(_doubled, rounds))
+        if doubled >= WHOLE * len(seen) and len(set(seen)) * workers <= 1.2 * len(seen) + workers:
+            return doubled, len(seen)
+    return None
+
+
+def _rounds(one: Pass, workers: int, column: int) -> list[list[list[int | None]]]:
+    """The hashes of a column in each round that all workers gave a batch in, by batch."""
+    rounds: dict[int, dict[int, list[int | None]]] = {}
+    for batch, *hashes in one.record.rows:
+        if batch is not None:
+            of_round = rounds.setdefault(batch // workers, {})
+            of_round.setdefault(batch % workers, []).append(hashes[column])
+    return [list(each.values()) for each in rounds.values() if len(each) == workers]
+
+
+def _doubled(batches: list[list[int | None]]) -> int:
+    """How many samples of a round are in several of its batches."""
+    times = Counter(value for batch in batches for value in set(batch))
+    return sum(times[value] > 1 for batch in batches for value in batch)
+
+
+# -- data (DDP117): ranks whose parts of the data overlap, whatever they call the samples
+
+
+LEAST = 0.02
+"""The part of all draws that has to be shared; less may be what fills a last round."""
+
+REPEATED = 0.1
+"""The part of a rank's own draws above which it draws with replacement."""
+
+KEPT = 256
+"""Hashes that a rank writes of a pass: with fewer, these are all."""
+
+
+@dataclass(frozen=True)
+class _Shared:
+    shared: int
+    looked: int
+    """Draws that could be compared, of which so many were of samples that another rank drew."""
+    what: str
+
+
+@rule("DDP117", "shared-rows", Severity.WARNING)
+def shared_rows(run: Run) -> Iterator[Finding]:
+    """The ranks' parts of the training data overlap.
+
+    What it finds
+        A pass in which ranks of a DDP group drew the same samples although each has a part of the
+        data: subsets that overlap, a copy that each rank shuffled differently, slices that reach
+        into the next rank's slice. Samples are identified by their content, or by their index in a
+        data set that is the same on all ranks.
+
+    Why it is bad
+        Samples in several parts count more than others in each epoch, and as many samples are in no
+        part and are never used for training.
+
+    How to fix it
+        Cut the parts from one order: the same permutation (same seed) on every rank, then
+        `order[rank::world_size]`. Or use a `DistributedSampler`.
+
+    Example
+        Wrong:
+            order = torch.randperm(len(data))  # another seed on each rank
+            mine = Subset(data, order[rank::world_size])
+        Right:
+            order = torch.randperm(len(data), generator=torch.Generator().manual_seed(0))
+            mine = Subset(data, order[rank::world_size])
+
+    When it stays silent
+        For draws with replacement, for custom samplers that give ranks the same samples, for data
+        that repeats within a rank, below 2 % of the draws, and where inputs are augmented at random
+        or are on a GPU. If every rank draws all of one data set, it is DDP102, or DDP115 for an
+        iterable data set.
+    """
+    for passes in matched(run):
+        each = list(passes.values())
+        if not all(one.trains and one.closed for one in each):
+            continue
+        if any(one.sampler.replacement for one in each):
+            continue
+        found = _by_content(passes) or _by_number(passes)
+        if found is None:
+            continue
+        first = each[0]
+        at = first.record.split or first.made
+        drawn = sum(max(one.record.draws, _looked(one)) for one in each)
+        about = round(drawn * found.shared / found.looked)
+        count = f"{about}" if found.looked == drawn else f"about {about}"
+        yield Finding(
+            code="DDP117",
+            about=str(at),
+            severity=Severity.WARNING,
+            message=f"the ranks' parts of the training data overlap: {count} of {drawn} samples "
+            f"drawn in one pass at {first.read} were "
+            "drawn by another rank, too",
+            ranks=tuple(passes),
+            location=at,
+            evidence=(
+                f"of {found.looked} draws that were compared {found.what}, {found.shared} were of "
+                "samples that another rank drew in the same pass",
+                *(
+                    f"rank {one.rank}: {max(one.record.draws, _looked(one))} samples"
+                    for one in each[:4]
+                ),
+            ),
+            fix="Cut the ranks' parts from one order that is the same on every rank (one seed), "
+            "or give the whole data set to a DistributedSampler.",
+        )
+        return
+
+
+def _by_number(passes: Passes) -> _Shared | None:
+    """Of subsets of one data set: the samples that several of them gave."""
+    each = list(passes.values())
+    if (
+        not all(one.indexed for one in each)
+        or len({one.whole for one in each}) > 1
+        or any(one.record.repeats > REPEATED * len(one.hits) for one in each)
+    ):
+        return None
+    if same_part(passes):
+        # Which sampler gives ranks the same samples on purpose, its class alone knows.
+        names = {(one.sampler.name, one.sampler.torch) for one in each}
+        if names != {("SubsetRandomSampler", True)}:
+            return None
+    elif all(one.shard is not None and one.shard[1] == len(each) for one in each):
+        # Shards of other subsets: DDP110.
+        return None
+    if not same_data(passes):
+        return None
+    shared, looked = overlap(passes)
+    return _enough(shared, looked, len(each), "by their number in the data set")
+
+
+def _by_content(passes: Passes) -> _Shared | None:
+    """Samples that were equal, whatever the ranks call them."""
+    each = list(passes.values())
+    sketches = [one.record.sketch for one in each if one.record.sketch is not None]
+    if not all(_looked(one) for one in each) or not _comparable(passes):
+        return None
+    hashes = [frozenset(sketch.hashes) for sketch in sketches]
+    bounds = [max(known) for known in hashes if len(known) >= KEPT]
+    if bounds:
+        # Of what is larger, some rank has not written all.
+        hashes = [frozenset(value for value in known if value <= min(bounds)) for known in hashes]
+    looked = sum(map(len, hashes))
+    shared = looked - len(frozenset[int]().union(*hashes))
+    # What the data themselves hold several times comes again within a rank as well.
+    if 4 * len(each) * sum(sketch.repeats for sketch in sketches) > shared:
+        return None
+    return _enough(shared, looked, max(FEW, 2 * len(each)), "by their content")
+
+
+def _comparable(passes: Passes) -> bool:
+    """Whether equal samples on several ranks say that the ranks share them by mistake."""
+    each = list(passes.values())
+    if all(one.record.iterable for one in each):
+        return common_stream(each) is None
+    same, (shared, _) = same_part(passes), overlap(passes)
+    if not other_data(passes) and same and shared >= len(each):
+        # The ranks mean the same samples by the same numbers: that is the sampler's affair.
+        return False
+    if not same:
+        # Each rank has its own shard: then that is meant.
+        return not all(one.shard and one.shard[1] == len(each) for one in each)
+    # Equal samples under other numbers: copies in another order, or samples made at random.
+    return bool(shared) or all(map(repeatable, each))
+
+
+def _enough(shared: int, looked: int, least: int, what: str) -> _Shared | None:
+    return _Shared(shared, looked, what) if shared >= max(3, least, LEAST * looked) else None
+
+
+def _looked(one: Pass) -> int:
+    """How many samples a rank hashed."""
+    return one.record.sketch.looked if one.record.sketch is not None else 0

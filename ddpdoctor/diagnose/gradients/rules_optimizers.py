@@ -1,0 +1,271 @@
+"""Rules for optimizers and schedulers (DDP311, DDP312, DDP324, DDP325)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from ddpdoctor.core.finding import Finding, Severity, rule
+from ddpdoctor.diagnose.gradients.reducer import OfModule, by_module
+from ddpdoctor.diagnose.gradients.rules import listed, plural
+from ddpdoctor.run.records.model import (
+    LoadRecord,
+    RemadeRecord,
+    TogetherRecord,
+    UnownedRecord,
+    UnzeroedRecord,
+)
+from ddpdoctor.run.snapshot import Rank, Run
+
+
+def _unowned(run: Run, orphans: bool) -> Iterator[OfModule[UnownedRecord]]:
+    """Parameters of DDP modules that no optimizer holds and that did not change."""
+    for found in by_module(run, UnownedRecord).values():
+        if found.record.unchanged and bool(found.record.orphans) is orphans:
+            yield found
+
+
+def _still(record: UnownedRecord) -> str:
+    first, last = record.steps
+    return (
+        f"they got gradients, and their values were the same before step {first} and before "
+        f"step {last}"
+    )
+
+
+@rule("DDP324", "not-in-optimizer", Severity.WARNING)
+def not_in_optimizer(run: Run) -> Iterator[Finding]:
+    """Trainable parameters are in no optimizer.
+
+    What it finds
+        Parameters of a DDP module that require gradients and get them, that no optimizer holds, and
+        whose values did not change over ten steps.
+
+    Why it is bad
+        They are not trained. Their gradients are computed and all-reduced in every step for
+        nothing.
+
+    How to fix it
+        Pass them to the optimizer. If they should not be trained, freeze them before DDP is
+        created.
+
+    Example
+        Wrong: `SGD(model.head.parameters(), lr=0.1)` with an encoder that requires gradients.
+        Right: `SGD(model.parameters(), lr=0.1)`, or `model.encoder.requires_grad_(False)` before
+        DDP.
+
+    When it stays silent
+        For frozen parameters, for parameters that something else changes (an update by hand, a
+        communication hook), and in the first dozen steps.
+    """
+    for found in _unowned(run, orphans=False):
+        record = found.record
+        yield Finding(
+            code="DDP324",
+            severity=Severity.WARNING,
+            message=f"{record.count} of {plural(record.of)} require gradients and are in no "
+            f"optimizer, so that they never learn: {listed(record.parameters, record.count)}",
+            ranks=found.ranks,
+            location=record.location,
+            evidence=(
+                _still(record),
+                f"the optimizer made here is {record.optimizer}",
+            ),
+            fix="Give them to the optimizer, or freeze them before DDP is built, which saves their "
+            "gradients and the all-reduce of these.",
+            about=f"module {record.ddp}",
+        )
+
+
+@rule("DDP325", "optimizer-of-old-parameters", Severity.ERROR)
+def optimizer_of_old_parameters(run: Run) -> Iterator[Finding]:
+    """The optimizer holds parameters that the model no longer has.
+
+    What it finds
+        An optimizer with parameters that never get a gradient and belong to no DDP module, while
+        parameters of the DDP module are in no optimizer and do not change: the optimizer was
+        created before they were replaced.
+
+    Why it is bad
+        `optimizer.step()` updates tensors that nothing uses. The new parameters keep their initial
+        values, without any error.
+
+    How to fix it
+        Create the optimizer after the last change of the model's parameters. Before or after DDP
+        makes no difference: DDP keeps the parameters.
+
+    Example
+        Wrong:
+            optimizer = SGD(model.parameters(), lr=0.1)
+            model.fc = nn.Linear(512, 10)
+        Right:
+            model.fc = nn.Linear(512, 10)
+            optimizer = SGD(model.parameters(), lr=0.1)
+
+    When it stays silent
+        While every trainable parameter is in an optimizer or changes by other means.
+    """
+    for found in _unowned(run, orphans=True):
+        record, old = found.record, found.record.orphans
+        yield Finding(
+            code="DDP325",
+            severity=Severity.ERROR,
+            message=f"this optimizer holds {plural(old)} that the model no longer has, and "
+            f"{record.count} of the model's {plural(record.of)} are in none: "
+            f"{listed(record.parameters, record.count)}",
+            ranks=found.ranks,
+            location=record.location,
+            evidence=(
+                _still(record),
+                f"{plural(old)} of {record.optimizer} never got a gradient and "
+                f"{'is' if old == 1 else 'are'} in no DDP module",
+            ),
+            fix="Make the optimizer after the model's parameters were replaced for the last time.",
+            about=f"module {record.ddp}",
+        )
+
+
+@rule("DDP311", "optimizer-in-loop", Severity.WARNING)
+def optimizer_in_loop(run: Run) -> Iterator[Finding]:
+    """The optimizer or the learning-rate scheduler is re-created in every step or every epoch.
+
+    What it finds
+        Optimizers that are re-created at the same line for the same parameters, each used for one
+        step or one epoch although it keeps state (momentum, Adam's moments). Schedulers of torch
+        that are re-created with the same options, each of which only reaches an early part of its
+        schedule.
+
+    Why it is bad
+        The optimizer's state is lost: Adam stays in its biased first step, and momentum has no
+        effect. A schedule that restarts again and again never decays.
+
+    How to fix it
+        Create it once, before the loop.
+
+    Example
+        Wrong:
+            for batch in loader:
+                optimizer = Adam(model.parameters())
+        Right:
+            optimizer = Adam(model.parameters())
+            for batch in loader:
+
+    When it stays silent
+        For optimizers without state (plain SGD), LBFGS, and optimizers of copies, as in
+        meta-learning. By epoch: below three of them, with changed options or parameters, after
+        loaded weights, for several epochs each, and where replicas are averaged, as in federated
+        training. For schedulers that reach their end (warm restarts), that are given a position
+        (`last_epoch`, a loaded state), or whose factor is constant (`ExponentialLR`), and for
+        `LambdaLR` that is stepped more than once.
+    """
+    for role in ("optimizer", "scheduler"):
+        seen = [
+            (rank.rank, record)
+            for rank in run.last
+            for record in rank.records.of(RemadeRecord)
+            if getattr(record, role) and not (record.every == "epoch" and _restarts(rank, record))
+        ]
+        if seen:
+            ranks = tuple(sorted({rank for rank, _ in seen}))
+            yield _remade(role, ranks, seen[0][1])
+            # A scheduler is re-created with its optimizer: one fault.
+            return
+
+
+def _remade(role: str, ranks: tuple[int, ...], record: RemadeRecord) -> Finding:
+    every = "epoch" if record.every == "epoch" else "step"
+    times = record.times
+    if role == "optimizer":
+        lost = "its state is lost each time"
+        seen = (
+            f"{times} optimizers of the same parameters in a row by step {record.step}, all "
+            f"but the last stepped {'for one epoch' if every == 'epoch' else 'once'}"
+        )
+    else:
+        lost = "its schedule begins again each time"
+        of = f" of {record.end:g}" if record.end is not None else ""
+        seen = (
+            f"{times} schedulers of the same optimizer and options in a row by step "
+            f"{record.step}; the one before the last came to position "
+            f"{record.position or 0:g}{of}"
+        )
+    return Finding(
+        code="DDP311",
+        severity=Severity.WARNING,
+        message=f"{getattr(record, role)} is re-created here for every {every}, and {lost}",
+        ranks=ranks,
+        location=record.location,
+        evidence=(seen,),
+        fix=f"Make the {role} once, before the loop.",
+        about="remade",
+    )
+
+
+def _restarts(rank: Rank, record: RemadeRecord) -> bool:
+    """Whether weights were loaded or averaged meanwhile, so that the old state is of no use."""
+    loads = rank.records.of(LoadRecord)
+    return any(each.step > record.since for each in loads) or bool(rank.records.of(TogetherRecord))
+
+
+@rule("DDP312", "zero-grad-missing", Severity.ERROR)
+def zero_grad_missing(run: Run) -> Iterator[Finding]:
+    """Gradients are never set to zero.
+
+    What it finds
+        Gradients that are still there when the next backward begins, after each of an optimizer's
+        steps: a watched parameter's gradient has the same norm as at the end of the step, and the
+        backward adds to it.
+
+    Why it is bad
+        Each step uses the sum of all gradients since the start. The loss falls at first, then the
+        steps become too large or point the wrong way. No error is raised.
+
+    How to fix it
+        Call `optimizer.zero_grad()` once per step, before the backward or after the step.
+
+    Example
+        Wrong:
+            loss.backward()
+            optimizer.step()
+        Right:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    When it stays silent
+        If gradients were ever set to zero or None, as in accumulation, if something else changes
+        them between steps, and in jobs with fewer than six steps. In a running job it waits for 100
+        such steps.
+    """
+    found: dict[tuple[str, int], list[tuple[int, UnzeroedRecord]]] = {}
+    for rank in run.last:
+        for record in rank.records.of(UnzeroedRecord):
+            found.setdefault((record.path, record.line), []).append((rank.rank, record))
+    for (path, line), seen in sorted(found.items()):
+        if not all(_is_carried(record) for _, record in seen):
+            continue
+        ranks = sorted({rank for rank, _ in seen})
+        first = seen[0][1]
+        norm = first.after[0]
+        yield Finding(
+            code="DDP312",
+            severity=Severity.ERROR,
+            message=f"the gradients of {first.optimizer} are never set to zero: each "
+            "backward adds to those of all steps before",
+            ranks=tuple(ranks),
+            location=first.location,
+            evidence=(
+                f"{first.carried} steps in a row by step {first.step} whose gradients were still "
+                "there when the next backward began",
+                f"the norm of one of them is {norm:.6g} when a step ends, and the same when the "
+                "next backward begins",
+            ),
+            fix="Call optimizer.zero_grad() once for each step, before the backward.",
+            about=f"unzeroed {path}:{line}",
+        )
+
+
+def _is_carried(record: UnzeroedRecord) -> bool:
+    """Whether gradients were really there, and not set to zero without anybody seeing it."""
+    after = record.after
+    return bool(after) and after == record.before and min(*after, *record.edited, math.inf) > 0

@@ -1,0 +1,598 @@
+"""Rules for gradients that are never averaged (DDP301, DDP302, DDP303, DDP308, DDP326).
+
+A backward that DDP does not reduce may be meant: gradients are accumulated, or averaged by hand. So
+a rule speaks only if the gradients differed between ranks at the optimizer's step, and the
+parameters have diverged since.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ddpdoctor.core.finding import Finding, Severity, rule
+from ddpdoctor.core.formatting import named
+from ddpdoctor.core.user_code import Location
+from ddpdoctor.diagnose import source_operations
+from ddpdoctor.diagnose.data.draws import Pass, passes_of
+from ddpdoctor.diagnose.gradients.reducer import by_module
+from ddpdoctor.diagnose.gradients.rules import Missing, listed, missing_gradients, plural
+from ddpdoctor.diagnose.replicas.differences import together
+from ddpdoctor.run.records.model import (
+    DdpRecord,
+    NoSyncVainRecord,
+    SoloEndRecord,
+    SoloRecord,
+    UnreducedRecord,
+)
+from ddpdoctor.run.records.process import DataParallelRecord
+from ddpdoctor.run.records.training import SaveRecord
+from ddpdoctor.run.snapshot import Rank, Run
+
+# -- unreduced
+
+
+GRADIENTS_DIFFER = 1e-6
+"""Relative difference of two norms above which gradients were not averaged: these are bit-equal."""
+
+PARAMETERS_DIFFER = 1e-12
+"""The same for parameters, of which a small learning rate changes little; norms are in doubles."""
+
+
+CERTAIN = 6
+"""Later sightings that must show different parameters, without one that shows them equal again,
+before it is said of a job that runs on; of one that has ended, one."""
+
+
+@dataclass(frozen=True)
+class Unreduced:
+    """Gradients of one DDP module that an optimizer used as they were, on each rank its own."""
+
+    ddp: int
+    cause: str
+    record: UnreducedRecord
+    """The lowest rank's record of the first step in which they differed."""
+    ranks: tuple[int, ...]
+    names: tuple[str, ...]
+    worst: str
+    """The parameter whose gradients differed most."""
+    norms: dict[int, float]
+    """The norm of its gradient, by rank."""
+    drift: tuple[int, str, float]
+    """Step and name of the parameter that was seen to differ between ranks, and by how much."""
+
+
+def _spread(values: list[float]) -> float:
+    """The greatest relative difference of some norms; 0 where one is not finite."""
+    if not all(math.isfinite(value) for value in values):
+        return 0.0
+    high = max(values)
+    return (high - min(values)) / high if high > 0 else 0.0
+
+
+Sightings = dict[int, dict[int, UnreducedRecord]]
+"""Records of one DDP module and cause: by step, by rank."""
+
+
+def unreduced(run: Run) -> Iterator[Unreduced]:
+    """What was seen on all ranks of a group alike, differed, and did harm."""
+    grouped: dict[tuple[int, tuple[int, ...], str], Sightings] = {}
+    built: dict[tuple[int, tuple[int, ...]], int] = {}
+    for rank in run.last:
+        for number, ddp in enumerate(rank.records.of(DdpRecord)):
+            key = number, ddp.group_ranks
+            built[key] = built.get(key, 0) + 1
+        for record in rank.records.of(UnreducedRecord):
+            module = rank.ddp(record.ddp)
+            # Replicas of different groups are different models.
+            members = module.group_ranks if module is not None else ()
+            steps = grouped.setdefault((record.ddp, members, record.cause), {})
+            steps.setdefault(record.step, {}).setdefault(rank.rank, record)
+    for (number, members, cause), steps in sorted(grouped.items()):
+        # While the job runs, a step is judged when it has come to all of them.
+        live = run.exit_status is None
+        needed = max(2, built.get((number, members), 0)) if live else 2
+        found = _harm(number, cause, steps, needed, CERTAIN if live else 1)
+        if found is None or source_operations.averaging_pending(run):
+            continue
+        group = [rank for rank in run.last if rank.rank in found.ranks]
+        if not together(group, number, found.record.step):
+            yield found
+
+
+def _harm(number: int, cause: str, steps: Sightings, needed: int, certain: int) -> Unreduced | None:
+    together = {step: steps[step] for step in sorted(steps) if len(steps[step]) >= needed}
+    for step, records in together.items():
+        spreads = _spreads([each.gradients for each in records.values()])
+        worst, widest = _widest(spreads)
+        if widest < GRADIENTS_DIFFER:
+            continue
+        moved = [
+            (later, *_widest(_spreads([each.parameters for each in after.values()])))
+            for later, after in together.items()
+            if later > step
+        ]
+        # Parameters that are equal again were averaged by hand, as in local SGD.
+        if len(moved) < certain or any(spread <= PARAMETERS_DIFFER for _, _, spread in moved):
+            return None
+        return Unreduced(
+            ddp=number,
+            cause=cause,
+            record=records[min(records)],
+            ranks=tuple(sorted(records)),
+            names=tuple(name for name in spreads if spreads[name] >= GRADIENTS_DIFFER),
+            worst=worst,
+            norms={rank: record.gradients[worst] for rank, record in records.items()},
+            drift=moved[0],
+        )
+    return None
+
+
+def _widest(spreads: dict[str, float]) -> tuple[str, float]:
+    return max(spreads.items(), key=lambda each: each[1], default=("", 0.0))
+
+
+def _spreads(norms: list[dict[str, float]]) -> dict[str, float]:
+    common = [name for name in norms[0] if all(name in each for each in norms)]
+    return {name: _spread([each[name] for each in norms]) for name in common}
+
+
+def _evidence(found: Unreduced) -> tuple[str, ...]:
+    norms = ", ".join(
+        f"{norm:.6g} on rank {rank}" for rank, norm in sorted(found.norms.items())[:4]
+    )
+    step, name, spread = found.drift
+    return (
+        f"in step {found.record.step} the gradient of {found.worst} had the norm {norms} "
+        "when the optimizer used it",
+        f"in step {step} the norms of the parameter {name} differed by {spread:.1e} between ranks",
+    )
+
+
+def _finding(
+    code: str,
+    found: Unreduced,
+    message: str,
+    fix: str,
+    *,
+    location: Location | None = None,
+    evidence: tuple[str, ...] = (),
+) -> Finding:
+    return Finding(
+        code=code,
+        severity=Severity.ERROR,
+        message=message,
+        ranks=found.ranks,
+        location=location or found.record.location,
+        evidence=evidence + _evidence(found),
+        fix=fix,
+        about=f"module {found.ddp} {found.cause}",
+    )
+
+
+@rule("DDP301", "forward-around-ddp", Severity.ERROR)
+def forward_around_ddp(run: Run) -> Iterator[Finding]:
+    """The training forward bypasses DDP, so gradients are not synchronized.
+
+    What it finds
+        A backward that reached the parameters of a DDP module without a forward through DDP since
+        the last step, gradients that differed between ranks when the optimizer used them, and
+        parameters that differ since then.
+
+    Why it is bad
+        DDP prepares the all-reduce in its `forward`. After `ddp.module(x)`, or a call of the model
+        that was wrapped, every rank trains a separate model without any error. The checkpoint has
+        learned from rank 0's data only.
+
+    How to fix it
+        Call the DDP object, and move whatever else the loss needs into the module's `forward`.
+
+    Example
+        Wrong: `loss = ddp.module.loss(batch)`
+        Right: `loss = ddp(batch)`
+
+    When it stays silent
+        For evaluation, for gradients that are averaged by hand or set to zero before the step, and
+        while the ranks' parameters are equal.
+    """
+    for found in unreduced(run):
+        if found.cause == "around":
+            yield _finding(
+                "DDP301",
+                found,
+                f"{named(found.ranks)} train separate models: this backward's forward bypassed "
+                "DDP, so its gradients were not averaged",
+                "Call the DDP object in training, not .module or the model that was wrapped.",
+            )
+
+
+@rule("DDP302", "second-backward", Severity.ERROR)
+def second_backward(run: Run) -> Iterator[Finding]:
+    """A second backward after one forward is not synchronized.
+
+    What it finds
+        A backward that came after DDP had already reduced for its forwards: forward, forward,
+        backward, backward, or two backwards of one forward. Its gradients differed between ranks
+        when the optimizer used them, and the parameters differ since then.
+
+    Why it is bad
+        DDP reduces once after each forward. The gradients of a second backward stay local, and the
+        replicas diverge without any error.
+
+    How to fix it
+        Add the losses and call `backward()` once, or alternate: forward, backward, forward,
+        backward.
+
+    Example
+        Wrong:
+            first.backward(retain_graph=True)
+            second.backward()
+        Right:
+            (first + second).backward()
+
+    When it stays silent
+        For several forwards before one backward, for `no_sync()`, for gradients that are averaged
+        by hand, and while the ranks' parameters are equal.
+    """
+    for found in unreduced(run):
+        if found.cause == "second backward":
+            yield _finding(
+                "DDP302",
+                found,
+                f"{named(found.ranks)} train separate models: this is a second backward after "
+                "the one that DDP reduced, and its gradients were not averaged",
+                "Add the losses and call backward once, or call forward and backward in turn.",
+            )
+
+
+@rule("DDP308", "no-sync-scope", Severity.ERROR)
+def no_sync_scope(run: Run) -> Iterator[Finding]:
+    """`no_sync()` covers only the forward or only the backward.
+
+    What it finds
+        A forward inside `no_sync()` with its backward outside: it was not synchronized, the
+        gradients differed when the optimizer used them, and the parameters differ since then
+        (error). Or a backward inside `no_sync()` with its forward outside: it was synchronized
+        anyway (warning).
+
+    Why it is bad
+        The forward decides. In the first case, replicas diverge without any error; in the second,
+        every accumulation step pays for the all-reduce that `no_sync()` was meant to save.
+
+    How to fix it
+        Put both the forward and the backward inside the block.
+
+    Example
+        Wrong:
+            loss = model(x)
+            with model.no_sync():
+                loss.backward()
+        Right:
+            with model.no_sync():
+                model(x).backward()
+
+    When it stays silent
+        If both are inside, and if a later synchronized backward reduces what was accumulated.
+    """
+    for found in unreduced(run):
+        if found.cause == "forward in no_sync":
+            yield _finding(
+                "DDP308",
+                found,
+                f"{named(found.ranks)} train separate models: this backward's forward stood within "
+                "no_sync(), so its gradients were not averaged",
+                "Put forward and backward into no_sync() while accumulating, and both outside of "
+                "it before the optimizer's step.",
+            )
+    for number, vain in by_module(run, NoSyncVainRecord).items():
+        record = vain.record
+        yield Finding(
+            code="DDP308",
+            severity=Severity.WARNING,
+            message="no_sync() around this backward does nothing, since its forward stood outside: "
+            "the gradients were reduced all the same",
+            ranks=vain.ranks,
+            location=record.location,
+            evidence=(
+                f"first in step {record.step}: the forward had armed the all-reduce, and "
+                "the backward within no_sync() ran it",
+            ),
+            fix="Put the forward into the no_sync() block, too.",
+            about=f"module {number} vain",
+        )
+
+
+@rule("DDP303", "changed-after-wrap", Severity.ERROR)
+def changed_after_wrap(run: Run) -> Iterator[Finding]:
+    """Parameters were frozen, unfrozen, replaced or added after DDP was created.
+
+    What it finds
+        Parameters that require gradients but were not among those that DDP reduces: their gradients
+        differed between ranks when the optimizer used them, and they differ since then. Also
+        parameters that DDP reduces and that were frozen or replaced: they get no gradient, and DDP
+        raises "Expected to have finished reduction".
+
+    Why it is bad
+        DDP collects the parameters once, in its constructor. A layer that is unfrozen or added
+        later is trained on each rank separately, without any error.
+
+    How to fix it
+        Change the model first and wrap it afterwards, or wrap it again.
+
+    Example
+        Wrong:
+            ddp = DDP(model)
+            model.head = nn.Linear(512, 10)
+        Right:
+            model.head = nn.Linear(512, 10)
+            ddp = DDP(model)
+
+    When it stays silent
+        For gradients that are averaged by hand, parameters that DDP ignores by request, changes
+        that are undone before the next backward, and `p.grad = None`.
+    """
+    for found in unreduced(run):
+        if found.cause in ("unfrozen", "added", "replaced"):
+            built = next((each for rank in run.last if (each := rank.ddp(found.ddp))), None)
+            yield _finding(
+                "DDP303",
+                found,
+                f"{named(found.ranks)} train separate models: {listed(found.names)} "
+                f"{'was' if len(found.names) == 1 else 'were'} {found.cause} after DDP was built "
+                "here, so that DDP does not average the gradients",
+                "Change the model before it is wrapped, or wrap it again after the change.",
+                location=built.location if built is not None else None,
+            )
+    for missing in missing_gradients(run):
+        if missing.altered:
+            yield _altered(run, missing)
+
+
+def _altered(run: Run, missing: Missing) -> Finding:
+    record = next(
+        record
+        for record in missing.records.values()
+        if any(each.why != "unused" for each in record.parameters)
+    )
+    changes = [(each.name, each.why) for each in record.parameters if each.why != "unused"]
+    how = " or ".join(sorted({why for _, why in changes}))
+    built = next((each for rank in run.last if (each := rank.ddp(missing.ddp))), None)
+    error = next((missing.errors[rank] for rank in sorted(missing.errors)), None)
+    count = record.count
+    return Finding(
+        code="DDP303",
+        severity=Severity.ERROR,
+        message=f"{plural(count)} that DDP was built here to reduce "
+        f"{'was' if count == 1 else 'were'} {how} afterwards: "
+        f"{listed([name for name, _ in changes], count)}",
+        ranks=tuple(missing.ranks),
+        location=(built or record).location,
+        evidence=(
+            f"no gradient reached {'it' if count == 1 else 'them'} in step {record.step}",
+            *missing.fate(),
+        ),
+        fix="Change the model before it is wrapped, or wrap it again after the change.",
+        traceback=error.traceback if error is not None else "",
+        about=f"module {missing.ddp} altered",
+    )
+
+
+# -- training without DDP (DDP326): ranks that share a group and no gradient
+
+
+LOOKS = 4
+"""Steps of which all ranks have to have written."""
+
+LONG = 1024
+"""Steps after which a job that runs on is taken not to average its models now and then."""
+
+REDUCTIONS = ("all_reduce", "reduce")
+
+
+@rule("DDP326", "nothing-reduced", Severity.ERROR)
+def nothing_reduced(run: Run) -> Iterator[Finding]:
+    """Each rank trains a separate model: gradients and parameters are never exchanged.
+
+    What it finds
+        Ranks of one process group that all train a model of the same shape without
+        DistributedDataParallel. Gradients and parameters differ between ranks, and no collective
+        carried more than a few numbers. An error if the job shards its data (a DistributedSampler),
+        starts from equal weights, or reduces numbers over the ranks; a warning if the group is not
+        used for anything.
+
+    Why it is bad
+        N ranks train N models, each on a part of the data. The saved model has learned from rank
+        0's part only.
+
+    How to fix it
+        Wrap the model before training.
+
+    Example
+        Wrong:
+            dist.init_process_group("nccl")
+            model = Net().cuda()
+        Right:
+            dist.init_process_group("nccl")
+            model = DistributedDataParallel(Net().cuda())
+
+    When it stays silent
+        If any rank uses DDP or sharded parameters. For gradients or parameters that are averaged by
+        hand, even occasionally. If models or hyper-parameters differ between ranks, if each rank
+        saves a separate file, or if only some ranks train: then separate models are intended. In a
+        running job, before its 1,024th step and its second epoch.
+    """
+    ranks = run.last
+    if run.world_size < 2 or len(ranks) != run.world_size:
+        return
+    if any(rank.records.of(DdpRecord) or rank.records.of(DataParallelRecord) for rank in ranks):
+        # Evidence, not another finding: what is wrapped in nn.DataParallel is meant to be reduced.
+        return
+    looks = _looks(ranks)
+    if len(looks) < LOOKS or not _settled(run, max(looks)):
+        return
+    if not _one_training(looks.values()) or _exchanged(ranks) or _separate_files(ranks):
+        return
+    if not _diverge(looks):
+        return
+    first, last = looks[min(looks)], looks[max(looks)]
+    meant = list(_meant(ranks, first))
+    if not meant and not all(map(_unused, ranks)):
+        # Trials of one search, say, that only meet to hand in their results.
+        return
+    everyone = tuple(rank.rank for rank in ranks)
+    at = ranks[0].site("optimizer")
+    yield Finding(
+        code="DDP326",
+        about="nothing reduced",
+        severity=Severity.ERROR if meant else Severity.WARNING,
+        message=f"each rank trains its own model: {named(everyone)} share a process group, and no "
+        f"gradient was reduced in {_steps(ranks, max(looks))} steps",
+        ranks=everyone,
+        location=at,
+        evidence=(
+            *meant,
+            *(["the process group is not used for anything"] if not meant else []),
+            f"gradients of {last[0].optimizer} before the step {max(looks)}: norm "
+            + _listed(ranks, _gradients(last)),
+            f"the parameters that belong to them: norm {_listed(ranks, _values(last))}",
+            "no DistributedDataParallel was built, and no collective carried as much as a gradient",
+        ),
+        fix="Wrap the model in DistributedDataParallel before training, or all-reduce the "
+        "gradients before each optimizer step.",
+    )
+
+
+def _diverge(looks: Looks) -> bool:
+    """Whether all gradients differ between ranks, and so do all parameters but the first."""
+    first = min(looks)
+    return all(
+        _differ(_gradients(records)) and (step == first or _differ(_values(records)))
+        for step, records in looks.items()
+    )
+
+
+Looks = dict[int, list[SoloRecord]]
+"""By step, what each rank wrote."""
+
+
+def _looks(ranks: Sequence[Rank]) -> Looks:
+    found = [{each.step: each for each in rank.records.of(SoloRecord)} for rank in ranks]
+    return {step: [each[step] for each in found] for step in set.intersection(*map(set, found))}
+
+
+def _gradients(records: Sequence[SoloRecord]) -> list[tuple[float, ...]]:
+    return [each.gradients for each in records]
+
+
+def _values(records: Sequence[SoloRecord]) -> list[tuple[float, ...]]:
+    return [each.values for each in records]
+
+
+def _settled(run: Run, last: int) -> bool:
+    """Whether an average would have been taken by now, if there were one now and then."""
+    # The end of each rank tells what was exchanged after its last look.
+    if run.exit_status == 0 and all(rank.records.of(SoloEndRecord) for rank in run.last):
+        return True
+    if last < LONG:
+        return False
+    epochs = [[one for one in passes_of(rank) if one.trains] for rank in run.last]
+    return all(
+        any(one.closed for one in each) and any(one.record.number > 0 for one in each)
+        for each in epochs
+    )
+
+
+def _one_training(looks: Iterable[list[SoloRecord]]) -> bool:
+    """Whether all ranks train the same kind of model in the same way."""
+    return all(
+        len(
+            {
+                (each.optimizer, each.shapes, each.parameters, each.elements, each.hyper)
+                for each in one
+            }
+        )
+        == 1
+        for one in looks
+    )
+
+
+def _exchanged(ranks: Sequence[Rank]) -> bool:
+    """Whether parameters or gradients may have gone from rank to rank."""
+    for rank in ranks:
+        looks, ends = rank.records.of(SoloRecord), rank.records.of(SoloEndRecord)
+        if rank.lost:
+            return True
+        before = looks[0].before
+        if any(each.wide != before or each.outside for each in looks):
+            return True
+        if any(each.wide != before or each.outside or each.wrapped for each in ends):
+            return True
+        # Compiled code calls collectives itself.
+        if rank.ring is None or rank.ring.partial:
+            return True
+    return False
+
+
+def _unused(rank: Rank) -> bool:
+    """Whether a rank never called a collective, but to wait for the others."""
+    ring = rank.ring
+    return (
+        ring is not None
+        and ring.calls == len(ring.collectives)
+        and all("barrier" in each.name for each in ring.collectives)
+    )
+
+
+def _separate_files(ranks: Sequence[Rank]) -> bool:
+    """Whether each rank saves its own file."""
+    files = [{record.file for record in rank.records.of(SaveRecord)} for rank in ranks]
+    return all(
+        mine and all(mine.isdisjoint(other) for other in files if other is not mine)
+        for mine in files
+    )
+
+
+def _differ(norms: list[tuple[float, ...]]) -> bool:
+    """Whether no two ranks have the same norm, of some tensor."""
+    for values in zip(*norms, strict=False):
+        high = max(map(abs, values))
+        differ = high > 0 and (max(values) - min(values)) / high > GRADIENTS_DIFFER
+        if differ and len(set(values)) == len(norms):
+            return True
+    return False
+
+
+def _meant(ranks: Sequence[Rank], first: list[SoloRecord]) -> Iterator[str]:
+    """What says that the ranks were to train one model."""
+    passes = [one for rank in ranks for one in passes_of(rank)]
+    idle = next((place for one in passes for place in one.record.idle), None)
+    if idle is not None:
+        yield f"the DistributedSampler built at {idle} was handed to no loader"
+    sampled = next((one for one in passes if one.trains and _shares_out(one, len(ranks))), None)
+    if sampled is not None:
+        yield f"the sampler built at {sampled.at} gives each rank its part of the data"
+    if first[0].values and len(set(_values(first))) == 1:
+        yield f"before step {first[0].step} the parameters were the same on all ranks"
+    if all(_reduces(rank) for rank in ranks):
+        yield "other numbers are reduced over the ranks"
+
+
+def _shares_out(one: Pass, world: int) -> bool:
+    return one.shard is not None and one.shard[1] == world
+
+
+def _reduces(rank: Rank) -> bool:
+    return rank.ring is not None and any(each.name in REDUCTIONS for each in rank.ring.collectives)
+
+
+def _steps(ranks: Sequence[Rank], looked: int) -> int:
+    ends = [record.steps for rank in ranks for record in rank.records.of(SoloEndRecord)]
+    return max(min(ends, default=0), looked)
+
+
+def _listed(ranks: Sequence[Rank], norms: list[tuple[float, ...]]) -> str:
+    """The norms of the first tensor that has not the same one everywhere."""
+    column = next(each for each in zip(*norms, strict=False) if len(set(each)) > 1)
+    shown = list(zip(column, ranks, strict=True))[:4]
+    return ", ".join(f"{norm:.6g} on rank {rank.rank}" for norm, rank in shown)

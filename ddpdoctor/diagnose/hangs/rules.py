@@ -1,0 +1,524 @@
+"""Rules for jobs that hang (DDP801, DDP802, DDP805 to DDP815): who is missing, and why.
+
+All but DDP801 read one examination (`Run.hang`), which `rules_diagnosis` judges once for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Sequence
+
+from ddpdoctor.core.finding import Finding, Severity, rule
+from ddpdoctor.core.relations import STANDSTILL, STANDSTILLS, Lapsed, brings_about, hang, start
+from ddpdoctor.core.user_code import Location
+from ddpdoctor.diagnose.crashes.rank_endings import PATIENCE, endings, last_phase
+from ddpdoctor.diagnose.hangs.hang_snapshot import seen_waiting
+from ddpdoctor.diagnose.hangs.rank_activity import NEVER_ENDS
+from ddpdoctor.diagnose.hangs.rules_diagnosis import diagnosed
+from ddpdoctor.diagnose.loops.rules_evaluation import alone_evaluating
+from ddpdoctor.run.records.model import DdpRecord
+from ddpdoctor.run.records.process import ErrorRecord, ExitRecord
+from ddpdoctor.run.snapshot import Rank, Run
+from ddpdoctor.run.status import Phase
+
+# -- hangs (DDP8xx): ranks that wait for one that does not come
+
+
+@rule(
+    "DDP801",
+    "left-early",
+    Severity.ERROR,
+    supersedes=dict.fromkeys(STANDSTILLS, brings_about),
+)
+def left_early(run: Run) -> Iterator[Finding]:
+    """A rank finished while the other ranks started another step.
+
+    What it finds
+        A rank whose script ended normally after fewer synchronized steps than another rank of its
+        group has started. The other rank waits in a collective or failed there.
+
+    Why it is bad
+        The remaining ranks hang until their timeout, or fail with "Connection closed by peer". The
+        launcher blames them: the rank that left has exit status 0.
+
+    How to fix it
+        Give every rank the same number of batches (`DistributedSampler` pads; `drop_last=True`
+        cuts), or run the loop inside `with model.join():`. Decide to stop on all ranks together.
+
+    Example
+        Wrong:
+            for batch in my_shard(rank):  # 100 batches on rank 0, 97 on rank 1
+                train(batch)
+        Right:
+            for batch in islice(my_shard(rank), 97):
+                train(batch)
+
+    When it stays silent
+        Inside `join()`, for ranks of different DDP groups, for extra forwards in an evaluation, if
+        a rank failed (DDP9xx), and if the cause is known: the statement by which a rank alone left
+        or skipped a step (DDP403), or loaders of different length (DDP109).
+    """
+    for leaver, wanting in leavers(run):
+        yield _finding(leaver, wanting)
+
+
+def leavers(run: Run) -> Iterator[tuple[Rank, list[Rank]]]:
+    """Ranks that left, each with those that wanted another step of it."""
+    restart = run.restarts[-1]
+    ranks = run.attempt(restart)
+    failures = {each.rank: each for each in endings(run, restart)}
+    if any(not each.victim and each.kind != "abort-at-exit" for each in failures.values()):
+        return
+    at_exit = {rank for rank, each in failures.items() if each.kind == "abort-at-exit"}
+    left = [r for r in ranks if r.ended is not None and r.rank not in failures]
+    left += [r for r in ranks if r.rank in at_exit]
+    for leaver in left:
+        wanting = _wanting(leaver, ranks, run, failures) if _ended_well(leaver, run) else []
+        if wanting:
+            yield leaver, wanting
+
+
+def _wanting(
+    leaver: Rank, ranks: Sequence[Rank], run: Run, failed: Container[int | None]
+) -> list[Rank]:
+    """The ranks that wanted another step of one that left, beyond its part of an evaluation."""
+    count = _armed(leaver)
+    wanting = [
+        rank
+        for rank in ranks
+        if _shares(leaver, rank) and _wants_more(rank, count, run, rank.rank in failed)
+    ]
+    if wanting:
+        # Their last evaluation waits for ranks that never evaluate: DDP402 says so. No relation
+        # of rules, since the others of them may want another step.
+        alone = {each for present in alone_evaluating(run) for each in present}
+        wanting = [rank for rank in wanting if rank.rank not in alone]
+    return wanting
+
+
+def _finding(leaver: Rank, wanting: list[Rank]) -> Finding:
+    count = _armed(leaver)
+    names = ", ".join(str(rank.rank) for rank in wanting)
+    many = len(wanting) > 1
+    call = _leaving_call(leaver)
+    evidence = [
+        f"rank {leaver.rank} ended regularly after {_steps(count)}",
+        *(f"rank {rank.rank} {_wish(rank)}" for rank in wanting[:4]),
+    ]
+    if call is not None and call.location is not None:
+        evidence.append(f"rank {leaver.rank} called {call.how} at {call.location}")
+    return Finding(
+        code="DDP801",
+        severity=Severity.ERROR,
+        message=f"rank {leaver.rank} left after {_steps(count)} while "
+        f"rank{'s' if many else ''} {names} wanted another",
+        ranks=(leaver.rank,),
+        location=_leaving(leaver),
+        subjects=frozenset((STANDSTILL,)),
+        moment=leaver.ended.time if leaver.ended is not None else 0,
+        evidence=tuple(evidence),
+        fix="Give all ranks the same number of steps (equal shards, drop_last), or wrap the "
+        "loop in `with model.join():`.",
+    )
+
+
+def _ended_well(rank: Rank, run: Run) -> bool:
+    """Whether nothing that the rank reported says otherwise; its exit status is not known yet."""
+    if any(call.status for call in rank.records.of(ExitRecord)) or rank.records.of(ErrorRecord):
+        return False
+    stopped = run.stopped_at
+    return stopped is None or rank.ended is None or rank.ended.time < stopped
+
+
+def _armed(rank: Rank) -> int:
+    """Synchronized forwards begun so far."""
+    if rank.ended is not None:
+        return rank.ended.armed
+    return rank.status.armed if rank.status is not None else 0
+
+
+def _wants_more(rank: Rank, count: int, run: Run, failed: bool) -> bool:
+    """Whether the rank needs, or needed when it failed, a peer that left after ``count`` steps."""
+    status, last = rank.status, last_phase(rank)
+    if status is None or last is None:
+        return False
+    phase, armed = last.label, status.armed
+    error = rank.records.first(ErrorRecord)
+    if error is not None:
+        # By the time the process was gone the status page had moved on.
+        phase, armed = error.phase, error.armed
+    elif not failed and (run.exit_status is not None or run.waits_for(rank) < PATIENCE):
+        return False
+    if failed and error is not None and phase == Phase.FORWARD.label:
+        # In it DDP broadcasts buffers, and once the order of its buckets.
+        return armed >= count
+    behind = phase == Phase.BACKWARD.label or seen_waiting(run, rank.rank)
+    return (armed > count and behind) or (armed >= count and phase == Phase.WAIT.label)
+
+
+def _shares(one: Rank, other: Rank) -> bool:
+    """Whether some DDP module is replicated on both ranks."""
+    groups = [record.group_ranks for record in one.records.of(DdpRecord)]
+    return one is not other and any({one.rank, other.rank} <= set(group) for group in groups)
+
+
+def _wish(rank: Rank) -> str:
+    """What the rank wanted of the one that left: ``waits in backward of step 25 (train.py:28)``."""
+    error = rank.records.first(ErrorRecord)
+    if error is not None:
+        place = f" ({error.location})" if error.location is not None else ""
+        return f"failed in {error.collective or error.phase} of step {error.step}{place}"
+    status = rank.status
+    if status is None:
+        return "waits"
+    place = f" ({status.site})" if status.site else ""
+    return f"waits in {status.collective or status.phase.label} of step {status.step}{place}"
+
+
+def _steps(count: int) -> str:
+    return f"{count} synchronized step{'' if count == 1 else 's'}"
+
+
+def _leaving_call(rank: Rank) -> ExitRecord | None:
+    """The ``sys.exit(0)`` by which the rank left, if it did so."""
+    return next((call for call in rank.records.of(ExitRecord) if call.status == 0), None)
+
+
+def _leaving(rank: Rank) -> Location | None:
+    """The loop that came to its end: where its batches are drawn, else its forward."""
+    call = _leaving_call(rank)
+    if call is not None and call.location is not None:
+        return call.location
+    return rank.site("data") or rank.site("forward")
+
+
+# -- stalls
+
+
+@rule("DDP802", "never-joined", Severity.ERROR, lapses=hang)
+def never_joined(run: Run) -> Iterator[Finding]:
+    """A rank does something else while the other ranks wait for it in a collective.
+
+    What it finds
+        Ranks that wait in a collective, and a rank that never called it: where it is instead, for
+        how long, and whether it is idle, computes, reads or writes. With NCCL also a rank whose GPU
+        never came to it, because it is still at work that was queued before.
+
+    Why it is bad
+        The others wait until their timeout (10 minutes with NCCL, 30 with gloo), and the error then
+        names a rank that waited.
+
+    How to fix it
+        Look at the line of the missing rank. Work that one rank does alone has to be shorter than
+        the timeout (`init_process_group(timeout=...)`); it is better to share it among all ranks.
+
+    Example
+        Wrong: a rank that waits for a server's answer while the others are in `backward()`.
+        Right: `requests.get(url, timeout=10)`, or the same request on all ranks.
+
+    When it stays silent
+        Until `--hang-after`, which counts only the time in which a busy rank had a core, and in a
+        debugger. For a rank that computes or transfers data it is a warning; once three looks find
+        it in one loop that polls, or its GPU at the same work, an error. Causes with a code
+        (DDP401, DDP403, DDP801, DDP805 and up) are reported instead.
+    """
+    yield from diagnosed(run, "DDP802")
+
+
+@rule("DDP805", "stopped", Severity.ERROR, lapses=hang)
+def stopped(run: Run) -> Iterator[Finding]:
+    """A rank's process is stopped.
+
+    What it finds
+        A process in state T: stopped by SIGSTOP, SIGTSTP (Ctrl-Z) or SIGTTOU, or held by a tracer.
+
+    Why it is bad
+        It does nothing until it is continued, and the other ranks wait for it.
+
+    How to fix it
+        Run `kill -CONT PID`, and find out what stopped it: a batch system that suspends jobs, or a
+        shell.
+
+    Example
+        Wrong: `kill -STOP` of one rank.
+        Right: stop and continue all ranks together.
+
+    When it stays silent
+        If it is continued before `--hang-after`.
+    """
+    yield from diagnosed(run, "DDP805")
+
+
+@rule("DDP806", "disk-sleep", Severity.ERROR, lapses=hang)
+def disk_sleep(run: Run) -> Iterator[Finding]:
+    """A rank waits in the kernel for a disk or a device.
+
+    What it finds
+        A process in uninterruptible sleep (state D) at two moments a second apart.
+
+    Why it is bad
+        Not even SIGKILL ends it before the device responds: a network file system that hangs, a
+        failing disk, or a driver.
+
+    How to fix it
+        Check the file system of the file that the line reads or writes. `dmesg` shows errors of
+        devices.
+
+    Example
+        Wrong: a checkpoint written to an NFS server that is down.
+        Right: write to a local disk first, then copy.
+
+    When it stays silent
+        A rank that transfers data all the time is a warning, not an error.
+    """
+    yield from diagnosed(run, "DDP806")
+
+
+@rule("DDP807", "endless-loop", Severity.ERROR, lapses=hang)
+def endless_loop(run: Run) -> Iterator[Finding]:
+    """A rank runs in a Python loop that cannot end.
+
+    What it finds
+        A rank that computes in the same `while` at two moments, whose condition is a constant or
+        reads names that the body never sets, and whose body never leaves it. Also in a data set or
+        a collate function, and in a DataLoader worker if py-spy is installed.
+
+    Why it is bad
+        The other ranks wait for it until their timeout; nothing else fails.
+
+    How to fix it
+        Give the loop a way to end.
+
+    Example
+        Wrong:
+            while not done:
+                poll()
+        Right:
+            while not done:
+                done = poll()
+
+    When it stays silent
+        For loops that may end: those are DDP802, a warning until three looks find the same.
+    """
+    yield from diagnosed(run, "DDP807")
+
+
+@rule("DDP808", "waits-for-input", Severity.ERROR, lapses=hang)
+def waits_for_input(run: Run) -> Iterator[Finding]:
+    """A rank waits for keyboard input.
+
+    What it finds
+        A rank in `input()` or in pdb while the others wait for it.
+
+    Why it is bad
+        There may be no person at the keyboard, and under torchrun several ranks share one terminal.
+
+    How to fix it
+        Remove the call. `breakpoint()` under `ddpdoctor run` waits for a debugger to attach to that
+        rank, and lifts the other ranks' timeouts meanwhile.
+
+    Example
+        Wrong: `import pdb; pdb.set_trace()` in the training loop.
+        Right: `breakpoint()`
+
+    When it stays silent
+        While a rank is in the debugger that ddpdoctor offers. A question at a terminal before the
+        first step is information: a person may be about to answer it.
+    """
+    yield from diagnosed(run, "DDP808")
+
+
+@rule("DDP809", "waits-for-loader", Severity.ERROR, lapses=hang)
+def waits_for_loader(run: Run) -> Iterator[Finding]:
+    """A rank waits for a DataLoader that delivers no batch.
+
+    What it finds
+        A rank in its DataLoader while no batch arrives: its workers died, are stopped, or all
+        sleep, which is a deadlock; or it loads the data itself and is stuck.
+
+    Why it is bad
+        torch detects a worker that was killed, but not one that waits forever.
+
+    How to fix it
+        A lock that was held when a worker was forked is never released in it. Start workers with
+        `multiprocessing_context="spawn"`, and open files and clients in the worker. With
+        `DataLoader(..., timeout=60)` torch raises an error instead.
+
+    Example
+        Wrong: a data set that takes a lock which a thread of the parent process holds.
+        Right: a lock created in `worker_init_fn`.
+
+    When it stays silent
+        Workers that compute or lack a core are a warning: loading is slow then. So are those that
+        wait for the network, until three looks in a row find the same.
+    """
+    yield from diagnosed(run, "DDP809")
+
+
+@rule("DDP810", "holds-the-gil", Severity.ERROR, lapses=hang)
+def holds_the_gil(run: Run) -> Iterator[Finding]:
+    """A rank is in native code that blocks all of its other Python threads.
+
+    What it finds
+        A rank none of whose Python threads has run for seconds, although its process is not
+        stopped.
+
+    Why it is bad
+        Its background threads are blocked too: the DataLoader's pin-memory thread, loggers, NCCL's
+        monitoring, the debugger.
+
+    How to fix it
+        Release the GIL in the extension while it works or waits.
+
+    Example
+        Wrong: `ctypes.PyDLL("libclient.so").wait()`, which holds the GIL.
+        Right: `ctypes.CDLL("libclient.so").wait()`
+
+    When it stays silent
+        Until `--hang-after`, and for a process that is stopped (DDP805), in disk sleep (DDP806), or
+        whose threads wait for a core.
+    """
+    yield from diagnosed(run, "DDP810")
+
+
+@rule("DDP811", "still-starting", Severity.WARNING, lapses=start)
+def still_starting(run: Run) -> Iterator[Finding]:
+    """A rank is still starting while the other ranks wait for it.
+
+    What it finds
+        Before the first step: a rank that computes, compiles, reads, writes or waits for the
+        network while the others are already in a collective or in `init_process_group`.
+
+    Why it is bad
+        It may be harmless: a download or a compilation takes time. But the other ranks' timeout is
+        running.
+
+    How to fix it
+        Prepare data and caches before the job starts, or raise the timeout of `init_process_group`.
+
+    Example
+        Wrong: rank 0 downloads 200 GB while the others are in a barrier.
+        Right: a separate job for the download.
+
+    When it stays silent
+        For ten times `--hang-after` while any process of the job uses the CPU. A rank that idles
+        elsewhere is DDP802, as a warning if it has not joined the others yet.
+    """
+    yield from diagnosed(run, "DDP811")
+
+
+@rule("DDP812", "died-unnoticed", Severity.ERROR, lapses=hang)
+def died_unnoticed(run: Run) -> Iterator[Finding]:
+    """A rank died, and its launcher continues without it.
+
+    What it finds
+        A rank whose process is gone while the others wait for it and the job's command is still
+        running.
+
+    Why it is bad
+        Some launchers wait for the ranks one after the other, or in a shell's `wait`: the job hangs
+        until a timeout.
+
+    How to fix it
+        Use torchrun, or a launcher that ends all ranks when one dies.
+
+    Example
+        Wrong:
+            for process in processes:
+                process.join()  # waits for rank 0 while rank 1 is dead
+        Right:
+            torch.multiprocessing.spawn(train, nprocs=8)
+
+    When it stays silent
+        If the job ends because of it, which is a crash (DDP9xx).
+    """
+    yield from diagnosed(run, "DDP812")
+
+
+@rule("DDP813", "waits-for-ranks", Severity.ERROR, lapses=hang)
+def waits_for_ranks(run: Run) -> Iterator[Finding]:
+    """The job waits in the rendezvous for a node or a rank that never came.
+
+    What it finds
+        torchrun without any rank, or ranks in `init_process_group` or `new_group`, for longer than
+        `--hang-after`.
+
+    Why it is bad
+        Nothing is printed until the timeout, after 10 to 30 minutes.
+
+    How to fix it
+        Start the command on every node. Check world size, address, port and firewall
+        (`ddpdoctor check`).
+
+    Example
+        Wrong: `torchrun --nnodes 2 ...` on one node only.
+        Right: the same command on both nodes.
+
+    When it stays silent
+        While processes are starting (they use the CPU), for ten times `--hang-after`; while one of
+        them, or the launcher, computes or lacks a core. If as many ranks came as expected, it is
+        DDP814.
+    """
+    yield from diagnosed(run, "DDP813")
+
+
+@rule("DDP814", "stands-still", Severity.WARNING, lapses=hang)
+def stands_still(run: Run) -> Iterator[Finding]:
+    """The job makes no progress, and no rank is to blame.
+
+    What it finds
+        All ranks in the same collective, which does not end. Or all ranks idle, with none in a
+        collective. Once three looks in a row find the same it is an error. With NCCL the network is
+        named only if it is known that every GPU has begun the collective.
+
+    Why it is bad
+        The cause may be the network, the backend, or an external service that all ranks wait for.
+
+    How to fix it
+        Check network and interfaces (`ddpdoctor check`). Look at the line where all ranks are.
+
+    Example
+        Wrong: a firewall between the nodes that drops NCCL's packets.
+        Right: `NCCL_SOCKET_IFNAME` set to an interface that all nodes can reach.
+
+    When it stays silent
+        If a rank is missing or does something else, which is then reported. If a rank has no core
+        to run on. If all ranks are in a `sleep` outside a `while`: a pause.
+    """
+    yield from diagnosed(run, "DDP814")
+
+
+def _lapses(finding: Finding, run: Run) -> Lapsed | None:
+    """What a rank was seen to wait for did keep it there; a shutdown may only be slow."""
+    return hang(finding, run) if NEVER_ENDS in finding.message else None
+
+
+@rule("DDP815", "does-not-end", Severity.ERROR, lapses=_lapses)
+def does_not_end(run: Run) -> Iterator[Finding]:
+    """A rank's script is over, but its process does not exit.
+
+    What it finds
+        Ranks that reached the end of their script and wait there for longer than `--hang-after`:
+        for a non-daemon thread, a child process, an `atexit` function, or in native code while the
+        interpreter shuts down.
+
+    Why it is bad
+        torchrun waits for it silently, and the GPUs stay in use until the job is ended.
+
+    How to fix it
+        End threads and child processes before the script ends, or make them daemons. Delete the DDP
+        model before `destroy_process_group()`: with gloo, torch 2.13 sometimes hangs if the
+        interpreter's shutdown deletes it.
+
+    Example
+        Wrong:
+            thread = threading.Thread(target=upload)  # waits for the queue forever
+            thread.start()
+        Right:
+            queue.put(None)  # at the end of the script: upload() returns
+            thread.join()
+
+    When it stays silent
+        Until `--hang-after`; for 5 minutes if the rank computes, lacks a core, writes or waits for
+        the network. It is a warning, unless native code hangs or other ranks wait for this one.
+    """
+    yield from diagnosed(run, "DDP815")

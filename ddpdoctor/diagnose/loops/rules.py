@@ -1,0 +1,406 @@
+"""Rules for decisions that some ranks take alone (DDP403) and for uneven inputs (DDP109)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ddpdoctor.core import relations
+from ddpdoctor.core.finding import Finding, Severity, rule
+from ddpdoctor.core.formatting import named
+from ddpdoctor.core.relations import (
+    MISPAIRED,
+    STANDSTILL,
+    STANDSTILLS,
+    Lapsed,
+    always,
+    brings_about,
+    fact,
+    same_subject,
+)
+from ddpdoctor.core.user_code import Location
+from ddpdoctor.diagnose.crashes.rank_endings import PATIENCE, last_phase
+from ddpdoctor.diagnose.data.draws import UNFOLLOWED, Pass, Passes, matched
+from ddpdoctor.diagnose.hangs.hang_snapshot import seen_waiting
+from ddpdoctor.diagnose.loops.training_loops import Departure, Trace, departures, traces_of
+from ddpdoctor.diagnose.replicas.differences import Replica, replicas
+from ddpdoctor.diagnose.source_files import source_of
+from ddpdoctor.run.records.process import ErrorRecord
+from ddpdoctor.run.snapshot import Rank, Run
+from ddpdoctor.run.status import Phase
+
+# -- updates
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """An optimizer step that ranks left out.
+
+    Attributes:
+        step: The step that they ended one or more backwards later than the others.
+        ranks: Those ranks.
+        others: Those that took it.
+        backwards: Backwards of that step, by rank.
+        member: One of the ranks.
+    """
+
+    step: int
+    ranks: tuple[int, ...]
+    others: tuple[int, ...]
+    backwards: dict[int, int]
+    member: Rank
+
+
+def left_out(run: Run) -> Iterator[LeftOut]:
+    """The first such step of each DDP module."""
+    for replica in replicas(run):
+        found = _first_left_out(replica)
+        if found is not None and _diverged(replica, found):
+            yield found
+
+
+def _first_left_out(replica: Replica) -> LeftOut | None:
+    """The first step that took some ranks more backwards than others."""
+    counts = {
+        rank.rank: {each.step: each.backwards for each in rank.steps} for rank in replica.ranks
+    }
+    common = set.intersection(*(set(each) for each in counts.values()))
+    for step in sorted(common):
+        backwards = {rank: each[step] for rank, each in counts.items()}
+        least = min(backwards.values())
+        if not least:
+            # A step without a backward is another fault than a backward without a step.
+            return None
+        guilty = tuple(sorted(rank for rank, count in backwards.items() if count > least))
+        if guilty:
+            others = tuple(sorted(set(backwards) - set(guilty)))
+            member = next(each for each in replica.ranks if each.rank in guilty)
+            return LeftOut(step, guilty, others, backwards, member)
+    return None
+
+
+def _diverged(replica: Replica, found: LeftOut) -> bool:
+    """Whether it did harm: from there on the ranks differ in reduced backwards, or in parameters.
+
+    Backwards of a rank's own, through another model, are in neither.
+    """
+    prints = list(replica.prints.values())
+    later = [step for step in sorted(set.intersection(*map(set, prints))) if step >= found.step]
+    ahead = [
+        step
+        for step in later
+        if _armed(replica, found.ranks[0], step) > _armed(replica, found.others[0], step)
+    ]
+    if ahead and ahead[0] == later[0]:
+        return len(ahead) > 1 or replica.over
+    difference = replica.difference("parameters")
+    return difference is not None and difference.within(found.step)
+
+
+def _armed(replica: Replica, rank: int, step: int) -> int:
+    return replica.prints[rank][step].armed
+
+
+def left_out_finding(found: LeftOut) -> Finding:
+    """DDP403, in words."""
+    who, others = named(found.ranks), named(found.others)
+    many = len(found.ranks) > 1
+    return Finding(
+        code="DDP403",
+        about=f"left out {found.step}",
+        severity=Severity.ERROR,
+        message=f"{who} alone did not step the optimizer after a backward of step {found.step}, "
+        f"and {others} did: the value that decided was not reduced, and the parameters differ",
+        ranks=found.ranks,
+        location=_location(found.member) or found.member.site("optimizer"),
+        evidence=tuple(
+            f"rank {rank} had {count} backward{'' if count == 1 else 's'} in step {found.step}"
+            for rank, count in sorted(found.backwards.items())[:6]
+        ),
+        fix=f"Reduce the value over the ranks before the comparison, so that {who} "
+        f"step{'' if many else 's'} whenever {others} "
+        f"do{'' if len(found.others) > 1 else 'es'}; torch.amp.GradScaler does so by itself.",
+    )
+
+
+def _location(rank: Rank) -> Location | None:
+    """The statement between the backward and the optimizer's step that decides on it."""
+    at, backward = rank.site("optimizer"), rank.site("backward")
+    source = source_of(at.path) if at is not None else None
+    if at is None or source is None:
+        return None
+    loops = source.around(at.line)
+    if not loops:
+        return None
+    conditions = source.conditions(at.line, loops[0])
+    if conditions:
+        return Location(at.path, conditions[0].lineno)
+    after = backward.line if backward is not None and backward.path == at.path else 0
+    skips = [each for each in source.skips(loops[0]) if after < each.lineno < at.line]
+    return Location(at.path, skips[0].lineno) if len(skips) == 1 else None
+
+
+# -- decisions (DDP403) that some ranks took alone: a skipped step, a loop left early
+
+
+def _lapses(finding: Finding, run: Run) -> Lapsed | None:
+    """A step that was left out shows in the newest steps alone."""
+    return fact(finding, run) if STANDSTILL in finding.subjects else None
+
+
+@rule(
+    "DDP403",
+    "rank-local-decision",
+    Severity.ERROR,
+    supersedes={
+        "DDP701": always,
+        "DDP801": same_subject,
+        **dict.fromkeys(STANDSTILLS, brings_about),
+    },
+    lapses=_lapses,
+)
+def rank_local_decision(run: Run) -> Iterator[Finding]:
+    """One rank alone skipped a step or left the training loop.
+
+    What it finds
+        A batch without a backward on some ranks of a DDP group, a training loop that some ranks
+        left before its loader's end, or epochs that some ranks did not start, while the other ranks
+        continued. Also an `optimizer.step()` that some ranks skipped. The finding names the
+        statement: `break`, `return`, `continue` or `if`.
+
+    Why it is bad
+        Every backward is a collective. The rank's next backward pairs with another step of the
+        others, and at the end the job hangs or fails with "Connection closed by peer", far from the
+        cause. A skipped optimizer step makes the rank's parameters different, and nothing fails.
+
+    How to fix it
+        Decide on all ranks together: reduce the value over the ranks before you compare it.
+
+    Example
+        Wrong:
+            if loss.isnan():
+                continue
+        Right:
+            bad = loss.isnan().float()
+            dist.all_reduce(bad)  # the same value on every rank
+            if bad > 0:
+                continue
+
+    When it stays silent
+        If all ranks leave after the same step or skip the same batch, inside `join()`, for a loader
+        that simply ended (DDP109), for loops that call `next()`, for a rank that failed or was
+        stopped, and where a loop that counts its steps makes up for a skipped batch.
+    """
+    made = departures(run)
+    for departure in made:
+        yield _finding(departure)
+    if not made:
+        yield from map(left_out_finding, left_out(run))
+
+
+def _finding(departure: Departure) -> Finding:
+    who, others = named(departure.ranks), named(each.rank.rank for each in departure.others)
+    loop = departure.place.location
+    if departure.kind == "skipped":
+        what = f"skipped batch {departure.batch} of the training loop (step {departure.step})"
+        went = f"{others} trained on it"
+    elif departure.kind == "left":
+        after = "" if departure.batch is None else f", after {_batches(departure.batch)}"
+        what = f"left the training loop in step {departure.step}{after}"
+        went = f"{others} went on"
+    else:
+        what = f"began no further epoch after {departure.step} steps"
+        went = f"{others} did"
+    return Finding(
+        code="DDP403",
+        about=f"{departure.kind} {departure.location}",
+        subjects=frozenset((MISPAIRED, STANDSTILL)),
+        severity=Severity.ERROR,
+        message=f"{who} alone {what} while {went}: the value that decided was not reduced",
+        ranks=departure.ranks,
+        location=departure.location,
+        evidence=(
+            *(_did(each, loop) for each in (*departure.traces, *departure.others)[:6]),
+            *(
+                [f"the training loop is at {_beside(loop, departure.location)}"]
+                if loop != departure.location
+                else []
+            ),
+        ),
+        fix="Reduce the value over the ranks before the comparison (dist.all_reduce, with MAX for "
+        "a flag), so that every rank takes the same branch in the same step.",
+    )
+
+
+def _beside(loop: Location, at: Location) -> str:
+    """A loop's place, for who has just read another one."""
+    return f"line {loop.line}" if loop.path == at.path else str(loop)
+
+
+def _did(trace: Trace, loop: Location) -> str:
+    reached = trace.reached
+    steps = "" if reached is None else f" and began {reached} reduced backwards in it"
+    if trace.fetched is None:
+        took = "is still in the loop"
+    elif trace.recorded_end or trace.state != "left":
+        took = f"took {_batches(trace.fetched)}"
+    else:
+        took = "left the loop"
+    return f"rank {trace.rank.rank} {took}{steps}"
+
+
+def _batches(count: int) -> str:
+    return f"{count} batch{'' if count == 1 else 'es'}"
+
+
+# -- data (DDP109): ranks that have different numbers of batches
+
+
+@rule(
+    "DDP109",
+    "uneven-inputs",
+    Severity.ERROR,
+    supersedes={
+        "DDP801": relations.same_ranks_afterwards,
+        "DDP802": relations.same_ranks_afterwards,
+        "DDP803": relations.afterwards,
+        "DDP815": relations.same_ranks_afterwards,
+    },
+)
+def uneven(run: Run) -> Iterator[Finding]:
+    """The ranks have different numbers of batches: the rank with fewer will stop before the others.
+
+    What it finds
+        A training loop over a loader that has more batches on one rank of a DDP group than on
+        another. This is known from the loaders' lengths during the first epoch if the source of the
+        loop shows that it takes every batch; otherwise once the rank with more batches waits alone.
+
+    Why it is bad
+        Every backward is a collective. The rank that ran out of batches continues with something
+        else, and the others wait for it until their timeout, or pair with its next step.
+
+    How to fix it
+        Give every rank the same number of batches (`DistributedSampler` pads, `drop_last=True`
+        cuts), or run the loop inside `with model.join():`.
+
+    Example
+        Wrong:
+            for batch in DataLoader(my_files(rank)):  # 100 files on rank 0, 97 on rank 1
+                train(batch)
+        Right:
+            with model.join():
+                for batch in DataLoader(my_files(rank)):
+                    train(batch)
+
+    When it stays silent
+        Inside `join()`. For loops that may stop before the loader ends (`break`, `islice`, `zip`, a
+        generator), unless they really leave a rank alone. For evaluation loaders, and for iterable
+        data sets, whose length is not known. DDP801 and DDP803, which follow from it, are not
+        reported as well.
+    """
+    for passes in matched(run):
+        each = list(passes.values())
+        counts = {one.rank: one.record.batches for one in each if one.record.batches is not None}
+        if len(counts) < len(each) or not _is_uneven(run, passes):
+            continue
+        few, many = min(counts.values()), max(counts.values())
+        short = sorted(rank for rank, count in counts.items() if count < many)
+        first = passes[short[0]]
+        ends = [_ran_out(run, passes[rank]) for rank in short]
+        yield Finding(
+            code="DDP109",
+            moment=min((end for end in ends if end), default=0),
+            about=str(first.made),
+            severity=Severity.ERROR,
+            message=f"{named(short)} will run out of batches before the others: the loader built "
+            f"at {first.made} has {few} batches on {named([r for r in short if counts[r] == few])}"
+            f" and {many} elsewhere",
+            ranks=tuple(short),
+            location=first.made,
+            evidence=(
+                *(
+                    f"rank {rank}: {counts[rank]} batches of {passes[rank].length} samples"
+                    for rank in sorted(counts)[:8]
+                ),
+                f"read at {first.read}",
+            ),
+            fix="Give all ranks the same number of batches (a DistributedSampler, or drop_last and "
+            "equal shards), or wrap the loop in `with model.join():`.",
+        )
+        return
+
+
+def _is_uneven(run: Run, passes: Passes) -> bool:
+    """Whether ranks train on different numbers of batches, and that will do harm, or did."""
+    each = list(passes.values())
+    if not all(one.trains for one in each) or any(one.record.joins for one in each):
+        return False
+    if len({one.record.batches for one in each}) == 1:
+        return False
+    return all(one.record.to_end for one in each) or _left_alone(run, passes)
+
+
+def _ran_out(run: Run, one: Pass) -> int:
+    """When a rank had had all batches of a pass, in Unix nanoseconds; 0 if that is not known."""
+    if one.closed:
+        return one.record.closed if one.record.state == "ended" else 0
+    loop = _loop(run, one)
+    return loop.time if loop is not None and loop.last.state == "ended" else 0
+
+
+def _loop(run: Run, one: Pass) -> Trace | None:
+    """The loop that read a pass: its end is recorded at once, and whatever the budget."""
+    return next(
+        (
+            each
+            for each in traces_of(run.rank(one.rank), run)
+            if each.frames[0] == one.read and each.before == one.record.armed
+        ),
+        None,
+    )
+
+
+def _goes_on(run: Run, one: Pass) -> bool:
+    """Whether a rank is still in a pass, or was when its process ended."""
+    if one.closed:
+        return False
+    loop, status = _loop(run, one), run.rank(one.rank).status
+    if loop is not None:
+        return not loop.recorded_end
+    # Without its loop, what a rotated journal no longer holds may have ended it.
+    made = status.armed - one.record.armed if status is not None else 0
+    return one.record.state != UNFOLLOWED and made <= (one.record.batches or 0)
+
+
+def _left_alone(run: Run, passes: Passes) -> bool:
+    """Whether a rank with more batches failed in, or hangs in, a step that one with fewer left."""
+    if any(run.rank(rank).lost for rank in passes):
+        return False
+    few = min(one.record.batches or 0 for one in passes.values())
+    short = [one for one in passes.values() if one.record.batches == few]
+    over = [
+        (one.record.armed_after or 0) if one.closed else one.record.armed + few
+        for one in short
+        if _ran_out(run, one)
+    ]
+    return bool(over) and any(
+        _is_alone(run, one, max(over)) for one in passes.values() if one not in short
+    )
+
+
+def _is_alone(run: Run, one: Pass, over: int) -> bool:
+    """Whether a rank waits for, or failed in, a step behind the last of the others."""
+    rank = run.rank(one.rank)
+    if rank.status is None:
+        return False
+    error = rank.records.first(ErrorRecord)
+    armed = error.armed if error is not None else rank.status.armed
+    if not _goes_on(run, one) and (error is None or armed != one.record.armed_after):
+        return False
+    if error is None and rank.ended is not None:
+        return False
+    # Native code, or a signal, may have ended it without another record.
+    died = rank.exit is not None and rank.ended is None
+    waits = error is not None or died or run.waits_for(rank) > PATIENCE
+    within = last_phase(rank) in (Phase.BACKWARD, Phase.ENDED)
+    return waits and armed > over and (within or seen_waiting(run, rank.rank))

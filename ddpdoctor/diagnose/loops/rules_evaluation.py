@@ -1,0 +1,419 @@
+"""Rules for evaluation (DDP106, DDP107, DDP402, DDP708): shards, guards and statistics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from ddpdoctor.core.finding import Finding, Severity, rule
+from ddpdoctor.core.formatting import named
+from ddpdoctor.core.relations import MISPAIRED, STANDSTILL, STANDSTILLS, brings_about
+from ddpdoctor.diagnose.data.draws import Pass, Passes, matched, passes_of, same_part
+from ddpdoctor.diagnose.loops.training_loops import departures
+from ddpdoctor.diagnose.replicas.differences import elements
+from ddpdoctor.run.records.model import FingerprintRecord, StatisticsRecord
+from ddpdoctor.run.records.training import EvaluationRecord, SaveRecord
+from ddpdoctor.run.snapshot import Rank, Run
+
+# -- data (DDP1xx) in evaluation: shards whose results never meet, and samples counted twice
+
+
+MOST_SAVES = 50
+"""Saved files that a rank writes down; with that many, later ones are not known."""
+
+
+def _evaluation_passes(run: Run) -> Iterator[Passes]:
+    """Passes that every rank finished over its shard of one data set without training on it."""
+    for passes in matched(run):
+        each = list(passes.values())
+        if (
+            all(
+                one.record.state == "ended"
+                and not one.record.marks
+                and one.indexed
+                and one.record.armed > 0
+                and one.shard is not None
+                and one.shard[1] == len(each)
+                for one in each
+            )
+            and len({one.length for one in each}) == 1
+            and same_part(passes)
+            and len({one.shard for one in each}) == len(each)
+        ):
+            yield passes
+
+
+@rule("DDP106", "eval-shard-not-reduced", Severity.INFO)
+def not_reduced(run: Run) -> Iterator[Finding]:
+    """Each rank evaluates its own shard, and the results are never combined.
+
+    What it finds
+        An evaluation in which a sampler gave every rank a shard, after which no rank called any
+        collective before it continued training or ended.
+
+    Why it is bad
+        The metric is that of one shard. What rank 0 prints, and what selects the best checkpoint or
+        stops early, is based on a part of the validation data.
+
+    How to fix it
+        Sum the counts over the ranks before you divide.
+
+    Example
+        Wrong:
+            accuracy = right / seen
+        Right:
+            counts = torch.tensor([right, seen])
+            dist.all_reduce(counts)
+            accuracy = counts[0] / counts[1]
+
+    When it stays silent
+        If any collective is called from Python in between, for whatever purpose. If each rank then
+        passes `torch.save` a separate file (predictions, say). For data that every rank reads in
+        full, and before the first training step.
+    """
+    if len(run.last) < 2:
+        return
+    for passes in _evaluation_passes(run):
+        each = list(passes.values())
+        if len(each) != len(run.last) or any(one.record.collectives != 0 for one in each):
+            continue
+        if _separate_files(run, passes):
+            continue
+        first = each[0]
+        at = first.read
+        yield Finding(
+            code="DDP106",
+            about=str(at),
+            severity=Severity.INFO,
+            message=f"each rank evaluates only its shard at {at}, and no collective brings the "
+            f"results together",
+            ranks=(),
+            location=at,
+            evidence=(
+                *(
+                    f"rank {one.rank}: {one.record.draws} of {one.length} samples"
+                    for one in each[:4]
+                ),
+                "0 collectives from the loop's beginning to the next training step",
+            ),
+            fix="all_reduce the sums and counts of the metric before dividing them.",
+        )
+        return
+
+
+def _separate_files(run: Run, passes: Passes) -> bool:
+    """Whether each rank saved its own file before it went on, or may have.
+
+    Then results are to stay separate. Of a file that is saved again only the first time is known.
+    """
+    files: list[str] = []
+    for rank in run.last:
+        one = passes[rank.rank]
+        begun = one.record.time
+        later = [each.record.time for each in passes_of(rank) if each.trains]
+        until = min((time for time in later if time > begun), default=run.taken)
+        saves = rank.records.of(SaveRecord)
+        if rank.lost or len(saves) >= MOST_SAVES:
+            return True
+        saved = {record.file for record in saves if record.time <= until}
+        if not saved:
+            return False
+        files += saved
+    return len(set(files)) == len(files)
+
+
+@rule("DDP107", "eval-padding-duplicates", Severity.WARNING)
+def padded(run: Run) -> Iterator[Finding]:
+    """The evaluation counts some samples twice.
+
+    What it finds
+        An evaluation over a sampler's shards that drew more samples than the data set has, because
+        its length is not a multiple of the number of ranks. A warning if a metric is then reduced
+        over the ranks; otherwise information, since gathered results can be cut.
+
+    Why it is bad
+        `DistributedSampler` repeats samples until all shards have the same length. This does no
+        harm in training, but a reduced accuracy is slightly wrong and depends on the number of
+        ranks.
+
+    How to fix it
+        Cut off the repeated samples after gathering, or give each rank a `Subset` instead of a
+        sampler.
+
+    Example
+        Wrong: `DistributedSampler(validation, shuffle=False)` with 10,001 samples on 4 ranks.
+        Right: `Subset(validation, range(rank, len(validation), world_size))`
+
+    When it stays silent
+        With `drop_last=True`, for lengths that divide evenly, for shards without padding, and in
+        training.
+    """
+    for passes in _evaluation_passes(run):
+        each = list(passes.values())
+        first = each[0]
+        drawn = sum(one.record.draws for one in each)
+        extra = drawn - first.length
+        if first.sampler.drop_last or not 0 < extra < len(each):
+            continue
+        if any(one.record.collectives is None for one in each):
+            # What becomes of the results is not known yet.
+            continue
+        reported = all(
+            (one.record.reductions or 0) > 0 >= (one.record.gathers or 0) for one in each
+        )
+        yield Finding(
+            code="DDP107",
+            about=str(first.at),
+            severity=Severity.WARNING if reported else Severity.INFO,
+            message=f"the evaluation counts {extra} of {first.length} samples twice: the sampler "
+            f"built at {first.at} pads its shards to equal length",
+            location=first.at,
+            evidence=(
+                *(f"rank {one.rank}: {one.record.draws} samples" for one in each[:4]),
+                f"together {drawn} of {first.length}",
+                *(["numbers are reduced over the ranks afterwards"] if reported else []),
+            ),
+            fix="Drop the repeated samples after gathering, or shard the evaluation without "
+            "padding.",
+        )
+        return
+
+
+# -- evaluation: a broadcast that some ranks miss (DDP402), statistics that differ (DDP708)
+
+
+MOST = 64
+"""Evaluations that a rank writes down; with that many, later ones are not known."""
+
+APART = 0.01
+"""How far statistics have to differ to change an evaluation: means in standard deviations,
+variances as a part of themselves."""
+
+
+@rule(
+    "DDP402",
+    "forward-under-rank-guard",
+    Severity.ERROR,
+    supersedes=dict.fromkeys(STANDSTILLS, brings_about),
+)
+def forward_under_rank_guard(run: Run) -> Iterator[Finding]:
+    """Only some ranks evaluate through the DDP wrapper of a model with buffers.
+
+    What it finds
+        A forward of the DDP object without gradients that broadcasts the model's buffers (running
+        statistics of BatchNorm, say) on some ranks, at a point that the other ranks have passed
+        without it.
+
+    Why it is bad
+        The broadcast is a collective. It pairs with a collective of the other ranks' next epoch, so
+        the error goes unnoticed for long. The broadcast of the last evaluation has no partner, and
+        the job hangs or fails at its end. Before the second training step it fails at once.
+
+    How to fix it
+        Evaluate the model inside, `ddp.module(inputs)`, or evaluate on every rank.
+
+    Example
+        Wrong:
+            if rank == 0:
+                evaluate(ddp, validation)
+        Right:
+            if rank == 0:
+                evaluate(ddp.module, validation)
+
+    When it stays silent
+        For models without buffers, with `forward_sync_buffers=False`, if all ranks evaluate, and
+        after a rank left the loop alone (DDP403).
+    """
+    for present, found in alone_evaluating(run).items():
+        point, record, absent = found[0]
+        buffers = record.buffers
+        times = f"{len(found)} times" if len(found) > 1 else "once"
+        yield Finding(
+            code="DDP402",
+            about=f"evaluation {record.path}:{record.line}",
+            severity=Severity.ERROR,
+            message=f"{named(present)} alone evaluate{'s' if len(present) == 1 else ''} through "
+            f"the DDP wrapper, whose broadcast of {buffers} buffers waits for all ranks",
+            ranks=present,
+            location=record.location,
+            subjects=frozenset((MISPAIRED, STANDSTILL)),
+            evidence=(
+                f"{times}, the first one after {point} synchronized forwards; {named(absent)} "
+                "passed that point without it",
+                f"the model ({record.type}) has {buffers} buffers, which DDP broadcasts "
+                "from rank 0",
+            ),
+            fix="Evaluate ddp.module instead of the wrapper, or evaluate on all ranks.",
+        )
+
+
+Alone = list[tuple[int, EvaluationRecord, tuple[int, ...]]]
+"""Evaluations: after how many synchronized forwards, their records, and who made none."""
+
+
+def alone_evaluating(run: Run) -> dict[tuple[int, ...], Alone]:
+    """What some ranks evaluated alone, by these ranks."""
+    members = {rank.rank: rank for rank in run.last}
+    evaluations = {rank.rank: _evaluations_of_rank(rank) for rank in run.last}
+    alone: dict[tuple[int, ...], Alone] = {}
+    for number, mine in evaluations.items():
+        for point, record in mine.items():
+            group = [each for each in record.group if each in members]
+            present = tuple(each for each in group if point in evaluations[each])
+            absent = tuple(each for each in group if each not in present)
+            # What several ranks did alone counts once, for the first of them.
+            if number != present[0] or not absent:
+                continue
+            if all(_passed(members[each], point, run) for each in absent):
+                alone.setdefault(present, []).append((point, record, absent))
+    # No relation of rules, since a decision is only suspected here, and may do no harm yet.
+    return {} if alone and departures(run, suspected=True) else alone
+
+
+def _evaluations_of_rank(rank: Rank) -> dict[int, EvaluationRecord]:
+    """A rank's evaluations by the synchronized forwards before them."""
+    return {
+        record.armed: record
+        for record in rank.records.of(EvaluationRecord)
+        if rank.rank in record.group
+    }
+
+
+def _passed(rank: Rank, point: int, run: Run) -> bool:
+    """Whether a rank has gone on without that evaluation, or has ended."""
+    if len(_evaluations_of_rank(rank)) >= MOST or rank.lost:
+        return False
+    if rank.ended is not None or run.exit_status is not None:
+        return True
+    # Two forwards later, what it wrote before them has arrived.
+    fingerprints = [record.armed for record in rank.records.of(FingerprintRecord)]
+    return max(fingerprints, default=0) > point + 1
+
+
+@rule("DDP708", "evaluation-differs", Severity.WARNING)
+def evaluation_differs(run: Run) -> Iterator[Finding]:
+    """The ranks evaluate with different running statistics and combine their results.
+
+    What it finds
+        An evaluation in which each rank of a DDP group takes a part of the data, in evaluation
+        mode, with BatchNorm running statistics that differ between ranks, followed by a reduce or
+        gather of numbers.
+
+    Why it is bad
+        The metric mixes as many models as there are ranks. The saved model, rank 0's, was evaluated
+        on its part of the data only.
+
+    How to fix it
+        Let DDP broadcast the buffers (the default), broadcast them before the evaluation, or train
+        with `SyncBatchNorm.convert_sync_batchnorm(model)`, which keeps them equal.
+
+    Example
+        Wrong:
+            model = DDP(net, broadcast_buffers=False)
+            evaluate(model, my_shard)
+        Right:
+            for buffer in model.buffers():
+                dist.broadcast(buffer, src=0)
+            evaluate(model, my_shard)
+
+    When it stays silent
+        If one rank evaluates, or each evaluates all of the data. If nothing is reduced or gathered.
+        For statistics that agree within 1 %, for models without any, and if DDP broadcasts the
+        buffers: then the statistics differ by the last step only.
+    """
+    members = {rank.rank: rank for rank in run.last}
+    looks: dict[tuple[int, tuple[int, ...], int], dict[int, StatisticsRecord]] = {}
+    for rank in run.last:
+        for record in rank.records.of(StatisticsRecord):
+            key = record.module, record.group, record.armed
+            looks.setdefault(key, {})[rank.rank] = record
+    evaluations = {
+        (tuple(sorted(passes)), next(iter(passes.values())).record.armed): passes
+        for passes in matched(run)
+        if _put_together(passes)
+    }
+    for (module, group, armed), records in sorted(looks.items()):
+        passes = evaluations.get((tuple(sorted(group)), armed))
+        if passes is None or set(records) != set(group) or not set(group) <= set(members):
+            continue
+        name, most, differing = _worst_statistics([records[each] for each in sorted(group)])
+        if most < APART:
+            continue
+        first = passes[min(passes)]
+        at = first.read
+        layers = records[min(records)].layers
+        yield Finding(
+            code="DDP708",
+            about=f"module {module} {at}",
+            severity=Severity.WARNING,
+            message=f"{named(group)} evaluate with other running statistics at {at}, and their "
+            "results are put together",
+            ranks=tuple(sorted(group)),
+            location=at,
+            evidence=(
+                f"after {armed} synchronized forwards, {differing} of {layers} normalizing layers "
+                f"differ between ranks, layer "
+                f"{name or 'without a name'} by {most:.1%}",
+                "DDP's broadcast of buffers is turned off",
+                *(
+                    f"rank {one.rank}: {one.record.draws} samples"
+                    for one in list(passes.values())[:4]
+                ),
+                f"{_combined(first)} reductions and gathers before the next training step",
+            ),
+            fix="Broadcast the buffers from one rank before the evaluation, leave "
+            "broadcast_buffers on, or convert the model to SyncBatchNorm.",
+        )
+        return
+
+
+def _put_together(passes: Passes) -> bool:
+    """Whether each rank evaluated its part, and results met afterwards."""
+    each = list(passes.values())
+    return (
+        all(
+            one.record.state == "ended"
+            and not one.record.marks
+            and one.indexed
+            and _combined(one) > 0
+            for one in each
+        )
+        # Of one data set that all read in full, the result of any rank would do.
+        and not (same_part(passes) and all(one.record.draws >= one.length for one in each))
+        and len({(one.record.subset, one.head) for one in each}) == len(each)
+    )
+
+
+def _combined(one: Pass) -> int:
+    """Collectives that put results together afterwards."""
+    return (one.record.reductions or 0) + (one.record.gathers or 0)
+
+
+def _worst_statistics(records: list[StatisticsRecord]) -> tuple[str, float, int]:
+    """The layer that differs most of those looked at, by how much, and how many layers differ."""
+    hashes = zip(*(record.hashes for record in records), strict=False)
+    differing = {place // 2 for place, values in enumerate(hashes) if len(set(values)) > 1}
+    found = ("", 0.0)
+    names = records[0].names
+    for index in sorted(differing):
+        places = slice(2 * index, 2 * index + 2)
+        pairs = [[elements(each) for each in record.samples[places]] for record in records]
+        if any(len(pair) != 2 for pair in pairs):
+            continue
+        distance = _distance([(mean, variance) for mean, variance in pairs])
+        if distance > found[1]:
+            found = (names[index] if index < len(names) else "", distance)
+    return (*found, len(differing))
+
+
+def _distance(statistics: list[tuple[tuple[float, ...], tuple[float, ...]]]) -> float:
+    """How far means and variances of a layer differ between ranks."""
+    (mean, variance), *others = statistics
+    size, deviation = math.hypot(*variance), math.sqrt(sum(map(abs, variance)))
+    if not size or any(len(each) != len(mean) for pair in statistics for each in pair):
+        return 0.0
+    distance = max(
+        max(math.dist(mean, theirs) / deviation, math.dist(variance, spread) / size)
+        for theirs, spread in others
+    )
+    return distance if math.isfinite(distance) else 0.0

@@ -1,0 +1,343 @@
+"""Rules for models that differ before the first step (DDP707), and for buffers (DDP704)."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ddpdoctor.core.finding import Finding, Severity, rule
+from ddpdoctor.core.formatting import named
+from ddpdoctor.core.relations import MODELS
+from ddpdoctor.diagnose.replicas.differences import Replica, elements, replicas
+from ddpdoctor.run.records.model import BuffersRecord, ModelRecord
+from ddpdoctor.run.snapshot import Run
+
+# -- models that differ between ranks before the first step (DDP707)
+
+
+_REFUSALS = ("DDP expects same model across all ranks", "appears not to match")
+"""What DDP says of models with other counts or shapes, on some of the ranks."""
+
+
+def is_refusal(error: str) -> bool:
+    """Whether an exception is DDP's refusal of models that differ."""
+    return any(each in error for each in _REFUSALS)
+
+
+@rule("DDP707", "models-differ", Severity.ERROR)
+def models_differ(run: Run) -> Iterator[Finding]:
+    """The model structure differs between ranks.
+
+    What it finds
+        Trainable parameters whose number, order, shape or dtype differs between ranks when
+        `DistributedDataParallel` is created.
+
+    Why it is bad
+        DDP matches parameters by their order only. It raises on some ranks and leaves the others
+        waiting. If only dtype or order differ, it raises no error, and broadcasts and averages
+        bytes that do not belong together.
+
+    How to fix it
+        Build the model from the same configuration on every rank. If a vocabulary or a number of
+        classes is counted in the data, count it in all of the data, or broadcast it.
+
+    Example
+        Wrong: `nn.Linear(512, len(set(my_shard_labels)))`
+        Right: `nn.Linear(512, len(set(all_labels)))`
+
+    When it stays silent
+        For parameters with `requires_grad=False`, for names that differ while everything else is
+        equal, and after the 16th model of a process.
+    """
+    shared: dict[tuple[int, tuple[int, ...]], dict[int, ModelRecord]] = {}
+    for rank in run.last:
+        for record in rank.records.of(ModelRecord):
+            if rank.rank in record.group:
+                shared.setdefault((record.number, record.group), {})[rank.rank] = record
+    for (number, group), models in sorted(shared.items()):
+        missing = any(rank.rank in group and rank.rank not in models for rank in run.last)
+        if missing and run.exit_status is None:
+            # With one more, another rank may be the odd one.
+            continue
+        if not _differ(models):
+            continue
+        kinds: dict[tuple[object, ...], list[int]] = defaultdict(list)
+        for each, record in sorted(models.items()):
+            kinds[_kind(record, models)].append(each)
+        groups = sorted(kinds.values(), key=lambda ranks: (-len(ranks), ranks))
+        # Without a majority none is right; each is held against the first.
+        clear = 2 * len(groups[0]) > len(models)
+        usual = groups[0] if clear else min(groups)
+        odd = [ranks for ranks in groups if ranks is not usual]
+        yield Finding(
+            code="DDP707",
+            about=f"model {number}",
+            subjects=frozenset((MODELS,)),
+            severity=Severity.ERROR,
+            message=_message(models, usual, odd, clear),
+            ranks=tuple(sorted(rank for ranks in (odd if clear else groups) for rank in ranks)),
+            location=models[odd[0][0]].location,
+            evidence=tuple(
+                f"{named(ranks)}: {models[ranks[0]].count} parameters, "
+                f"{_elements(models[ranks[0]]):,} elements"
+                for ranks in sorted(groups)[:6]
+            ),
+            fix="Build the model from the same configuration on every rank; count classes and "
+            "vocabularies in all of the data, or broadcast them.",
+        )
+
+
+_SHOWN = 4
+"""Groups of ranks that a sentence names."""
+
+
+def _message(
+    models: dict[int, ModelRecord], usual: list[int], odd: list[list[int]], clear: bool
+) -> str:
+    """What each group of ranks gives DDP, against what the usual one does."""
+    first = models[usual[0]]
+    if clear and len(odd) == 1:
+        verb = "give" if len(odd[0]) > 1 else "gives"
+        return (
+            f"{named(odd[0])} {verb} DDP another model than {named(usual)}: "
+            f"{_first_difference(models[odd[0][0]], first)}"
+        )
+    everyone = named(models if not clear else [rank for ranks in odd for rank in ranks])
+    head = f"{everyone} give DDP {'other' if clear else 'different'} models"
+    than = f"than {named(usual)}" if clear else f"here against {named(usual)}"
+    parts = [
+        f"on {named(ranks)}, {_first_difference(models[ranks[0]], first)}" for ranks in odd[:_SHOWN]
+    ]
+    more = f"; {len(odd) - _SHOWN} more kinds" if len(odd) > _SHOWN else ""
+    return f"{head}{' ' if clear else ', '}{than}: {'; '.join(parts)}{more}"
+
+
+def _kind(record: ModelRecord, models: dict[int, ModelRecord]) -> tuple[object, ...]:
+    """What has to be the same; names only where all ranks have the same ones."""
+    named_alike = {frozenset(each[0] for each in one.parameters) for one in models.values()}
+    parameters = record.parameters
+    if len(named_alike) > 1:
+        return record.count, *(each[1:] for each in parameters)
+    return record.count, *parameters
+
+
+def _differ(models: dict[int, ModelRecord]) -> bool:
+    """Whether more than names differ: shapes, dtypes, counts, or the order of the same names."""
+    found = [record.parameters for record in models.values()]
+    if len({record.count for record in models.values()}) > 1:
+        return True
+    if len({tuple(each[1:] for each in parameters) for parameters in found}) > 1:
+        return True
+    names = [tuple(name for name, _, _ in parameters) for parameters in found]
+    return len(set(names)) > 1 and len({frozenset(each) for each in names}) == 1
+
+
+def _first_difference(here: ModelRecord, there: ModelRecord) -> str:
+    """The first parameter that differs, in words."""
+    mine, theirs = here.parameters, there.parameters
+    for (name, shape, dtype), (other, shape_there, dtype_there) in zip(mine, theirs, strict=False):
+        if shape != shape_there:
+            return f"{name or other} is {list(shape)}, not {list(shape_there)}"
+        if dtype != dtype_there:
+            return f"{name or other} is {dtype}, not {dtype_there}"
+        if name != other and here.count == there.count:
+            return f"{name} stands in the place of {other}"
+    # Of a large model the first parameters alone are listed.
+    more, fewer = (mine, theirs) if here.count > there.count else (theirs, mine)
+    known = {name for name, _, _ in fewer}
+    names = ", ".join([name for name, _, _ in more if name not in known][:3]) or "some parameter"
+    return f"it has {names}, too" if more is mine else f"it is without {names}"
+
+
+def _elements(record: ModelRecord) -> int:
+    return sum(math.prod(each.shape) for each in record.parameters)
+
+
+# -- buffers of a DDP module that the ranks do not share (DDP704)
+
+
+ENOUGH_LOOKS = 3
+"""Looks in a row that have to show a difference."""
+
+NEAR = 0.5
+"""Of the larger norm, how far the values of two ranks may differ to be versions of one."""
+
+SLOW = 0.75
+"""Of the distance between ranks, how far a buffer may move in a step to be one that gathers."""
+
+
+@rule("DDP704", "buffers-differ", Severity.WARNING)
+def buffers_differ(run: Run) -> Iterator[Finding]:
+    """A buffer of the model differs between ranks, and DDP does not broadcast it.
+
+    What it finds
+        Floating-point buffers of the state dict that differ between ranks when a forward begins,
+        after DDP's broadcast, but stay similar and change little per step: a codebook, a center or
+        an average that each rank computes from its data. A warning if DDP was meant to broadcast
+        them: it does not, if the module had no buffers when DDP was created. Information with
+        `broadcast_buffers=False`, and for single numbers, which may be a rank's meters.
+
+    Why it is bad
+        The ranks compute with values that differ from the saved ones, which are rank 0's. What the
+        other ranks learned is lost.
+
+    How to fix it
+        Make the update the same on every rank: all-reduce what the buffer is computed from.
+        Register buffers in `__init__`, before DDP is created, and let DDP broadcast them.
+
+    Example
+        Wrong:
+            self.codebook.lerp_(means, 0.01)  # means of this rank's batch
+        Right:
+            dist.all_reduce(means, op=dist.ReduceOp.AVG)
+            self.codebook.lerp_(means, 0.01)
+
+    When it stays silent
+        For running statistics (BatchNorm, InstanceNorm, names like `running_mean`), integers,
+        buffers that are not saved (`persistent=False`), buffers that DDP ignores by request, and
+        buffers that are unrelated or new in every step (hidden states, queues). Without the
+        broadcast, for buffers that differ from the start.
+    """
+    for replica in replicas(run):
+        found = [
+            each
+            for name in sorted(_names(replica))
+            if (each := _buffer_difference(replica, name)) is not None
+        ]
+        if not found:
+            continue
+        meant = any(each.broadcast for each in found)
+        found = [each for each in found if each.broadcast == meant]
+        first, built = found[0], replica.ranks[0].ddp(replica.module)
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        verb = "differ" if more else "differs"
+        everyone = tuple(rank.rank for rank in replica.ranks)
+        why = (
+            "DDP broadcasts no buffers, as the module had none when DDP was built"
+            if meant
+            else "DDP's broadcast of buffers is turned off"
+        )
+        yield Finding(
+            code="DDP704",
+            about=f"module {replica.module}",
+            severity=Severity.WARNING
+            if meant and not all(each.alone for each in found)
+            else Severity.INFO,
+            message=f"buffer {first.name}{more} {verb} between {named(everyone)} since step "
+            f"{first.step}, and {why}",
+            ranks=everyone,
+            location=built.location if built is not None else None,
+            evidence=tuple(each.text for each in found[:3]),
+            fix="Register it before DistributedDataParallel(model), which then broadcasts rank 0's,"
+            " or all-reduce what it is computed from."
+            if meant
+            else "If it is meant to be one for all ranks, all-reduce what it is computed from; a "
+            "checkpoint holds rank 0's alone.",
+        )
+
+
+@dataclass(frozen=True)
+class _Difference:
+    name: str
+    step: int
+    broadcast: bool
+    alone: bool
+    """It is a single number, as a meter of the rank's own losses is."""
+    text: str
+
+
+_Look = tuple[int, list[BuffersRecord], list[int]]
+"""A step, what the ranks wrote of it, and where in it the buffer stands."""
+
+
+def _looks(replica: Replica) -> dict[tuple[int, int], list[BuffersRecord]]:
+    """What all ranks wrote of the same moments, oldest first."""
+    written = [
+        {
+            (record.step, record.armed): record
+            for record in rank.records.of(BuffersRecord)
+            if record.module == replica.module
+        }
+        for rank in replica.ranks
+    ]
+    common = set.intersection(*(set(each) for each in written))
+    return {key: [each[key] for each in written] for key in sorted(common)}
+
+
+def _names(replica: Replica) -> set[str]:
+    looks = _looks(replica).values()
+    return {name for records in looks for record in records for name in record.names}
+
+
+def _buffer_difference(replica: Replica, name: str) -> _Difference | None:
+    """Since when a buffer differs, if it became different and stayed so."""
+    looks: list[_Look] = [
+        (step, records, [record.names.index(name) for record in records])
+        for (step, _), records in _looks(replica).items()
+        if all(name in record.names for record in records)
+    ]
+    hashes = [
+        {record.hashes[at : at + 1] for record, at in zip(records, places, strict=True)}
+        for _, records, places in looks
+    ]
+    first = next((index for index, each in enumerate(hashes) if len(each) > 1), None)
+    if first is None or len(hashes) - first < ENOUGH_LOOKS:
+        return None
+    if any(len(each) == 1 for each in hashes[first:]):
+        return None
+    step, records, places = looks[-1]
+    broadcast = all(record.broadcast for record in records)
+    if (first == 0 and not broadcast) or not _gathers(looks[first:]):
+        return None
+    samples = [
+        (_values(record, at), rank.rank)
+        for record, at, rank in zip(records, places, replica.ranks, strict=True)
+    ]
+    norms = ", ".join(f"{_norm(values):.4g} on rank {rank}" for values, rank in samples[:4])
+    equal = f"equal before step {looks[first - 1][0]}, " if first else ""
+    return _Difference(
+        name,
+        looks[first][0],
+        broadcast,
+        len(samples[0][0]) == 1,
+        f"{name}: {equal}different at all {len(hashes) - first} looks from step "
+        f"{looks[first][0]} to {step}; norm of {len(samples[0][0])} elements {norms}",
+    )
+
+
+def _values(record: BuffersRecord, at: int) -> tuple[float, ...]:
+    return elements(record.samples[at]) if at < len(record.samples) else ()
+
+
+def _norm(values: tuple[float, ...]) -> float:
+    return math.sqrt(sum(value * value for value in values))
+
+
+def _gathers(looks: list[_Look]) -> bool:
+    """Whether ranks hold versions of one thing: alike, and changing little in a step.
+
+    What is computed from each batch moves as far in a step as ranks differ.
+    """
+    samples = {
+        step: [_values(record, at) for record, at in zip(records, places, strict=True)]
+        for step, records, places in looks
+    }
+    pairs = [(each, samples[step + 1]) for step, each in samples.items() if step + 1 in samples]
+    if not pairs:
+        return False
+    before, after = pairs[-1]
+    differences = [_distance(after[0], other) for other in after[1:]]
+    moved = [_distance(one, other) for one, other in zip(before, after, strict=True)]
+    size = max(map(_norm, after))
+    if not all(map(math.isfinite, (*differences, *moved, size))):
+        return False
+    return 0 < max(differences) <= NEAR * size and max(moved) <= SLOW * max(differences)
+
+
+def _distance(one: tuple[float, ...], other: tuple[float, ...]) -> float:
+    """Of two lists of values; infinite if they cannot be compared."""
+    if len(one) != len(other):
+        return math.inf
+    return _norm(tuple(a - b for a, b in zip(one, other, strict=True)))

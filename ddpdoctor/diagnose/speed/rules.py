@@ -1,0 +1,341 @@
+"""Rules for speed (DDP610, DDP611, DDP612): who holds the others up, and what a step waits for."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from statistics import median
+from typing import NamedTuple
+
+from ddpdoctor.core.finding import Finding, Severity, rule
+from ddpdoctor.core.formatting import named
+from ddpdoctor.core.relations import Lapsed, pace
+from ddpdoctor.diagnose.speed.lag import lags, stage_lags, stage_of, stages, still_slower
+from ddpdoctor.diagnose.speed.pace import (
+    BORNE_OUT,
+    DATA_SHARE,
+    ENOUGH,
+    NOTICEABLE,
+    PHASE_NAMES,
+    UNEVEN,
+    WARM_UP,
+)
+from ddpdoctor.diagnose.speed.reasons import (
+    PERSISTENT,
+    asked_lately,
+    explain,
+    loader_workers,
+    restarted,
+    shown_ms,
+)
+from ddpdoctor.diagnose.speed.surplus import MOSTLY, Lag, mean_step
+from ddpdoctor.run.records.training import StepRecord
+from ddpdoctor.run.snapshot import Rank, Run
+from ddpdoctor.run.step_series import on_gpu
+
+# -- speed (DDP6xx): who holds the others up, and what a step waits for
+
+
+def _caught_up(finding: Finding, run: Run) -> Lapsed | None:
+    """It is over once the rank is about as fast as the others."""
+    return None if any(still_slower(run, rank) for rank in finding.ranks) else pace(finding, run)
+
+
+@rule("DDP610", "straggler", Severity.WARNING, lapses=_caught_up)
+def straggler(run: Run) -> Iterator[Finding]:
+    """One rank is slower than the others, and they wait for it.
+
+    What it finds
+        A rank whose own time (data, forward, backward compute, optimizer, and its code in between)
+        exceeds the others' by more than 15 % of a step, while they wait correspondingly longer in
+        the all-reduce: in three of four steps or, by sums, in every 10th one, say, or the first of
+        each pass. Stack samples show the line, and whether it computes, sleeps, waits for a lock or
+        a disk, or has no core; the driver, how its GPU differs.
+
+    Why it is bad
+        DDP runs at the pace of its slowest rank: every other rank idles for the difference.
+
+    How to fix it
+        Look at the line in the finding. If there is none, look at the phase. Data: this rank's
+        storage, workers or samples. Forward or backward: a GPU that is throttled or shared.
+
+    Example
+        Wrong:
+            if rank == 0:
+                save_images(batch)  # in every step
+        Right:
+            if rank == 0 and step % 100 == 0:
+                save_images(batch)
+
+    When it stays silent
+        In the first 30 steps (16 periods), if no rank waits for the difference, for steps with a
+        rank in the debugger, and for time without a core if the others lack cores, too. A shorter
+        job takes a rank that is twice as slow, and 20 ms slower, in 8 steps, at a line that samples
+        show. On GPUs, DDP times every hundredth step: a backward that is slow itself takes 6 of
+        them, and twice the time of the others' where all GPUs are shared with other processes.
+    """
+    found = list(lags(run))
+    over = run.exit_status is not None or all(rank.ended for rank in run.last)
+    for lag in found:
+        if asked_lately(run) or (lag.few and not over):
+            # The stacks are being sampled; or there will be more steps to judge by.
+            continue
+        slow = {each.rank.rank for each in found}
+        reason = explain(run, lag, [each for each in run.last if each.rank not in slow])
+        if reason is None:
+            continue
+        rank, name = lag.rank.rank, PHASE_NAMES[lag.phase]
+        who, others, waits = f"rank {rank}", "the others", "a step in the all-reduce"
+        stage = stage_of(run, rank)
+        if stage is not None:
+            who, others = f"{who} ({stage.name} of {stage.of})", "the other replicas"
+            waits = "a step"
+        where = "" if lag.crowded else f", in its {name}"
+        evidence: tuple[str, ...] = (
+            f"own time {shown_ms(lag.own[0])} a step; {others} {shown_ms(lag.own[1])} "
+            f"({'medians' if lag.rhythm is None else 'means'} of {lag.steps} steps)",
+            f"{name}: {shown_ms(lag.slow)} against {shown_ms(lag.usual)}",
+            f"{others} wait {shown_ms(lag.wait[1])} {waits}, rank {rank} {shown_ms(lag.wait[0])}",
+        )
+        if lag.rhythm is not None and lag.rhythm.words:
+            where += f", {lag.rhythm.words}"
+            evidence += (f"{lag.rhythm.words}: {shown_ms(lag.rhythm.gap)} more than the others",)
+        if not lag.crowded and not lag.calm:
+            evidence += (
+                f"not counted: rank {rank} waits {shown_ms(lag.cores[0])} a step for a CPU core, "
+                f"{others} {shown_ms(lag.cores[1])}: the machine is crowded",
+            )
+        yield Finding(
+            code="DDP610",
+            about=f"rank {rank}",
+            severity=Severity.WARNING,
+            message=f"{who} holds {others} up by {shown_ms(lag.gap)} a step{where}{reason.words}",
+            ranks=(rank,),
+            location=reason.location or lag.rank.site(lag.phase),
+            evidence=(*reason.evidence, *evidence),
+            fix=reason.fix or _STRAGGLER_FIX[lag.phase],
+        )
+
+
+WAITS_FOR_CORE = 0.05
+"""Share of a step that the training thread wants a core and gets none, on a machine too full."""
+
+
+STRETCHES = 8
+"""Into how many stretches steps are divided, so that one long wait says nothing of the rest."""
+
+STARTING = 5_000_000_000
+"""Nanoseconds of waits at the beginning of passes that are worth a word: a short job has few."""
+
+
+class DataWait(NamedTuple):
+    """How long a rank waits for data in a step; medians, of steps or of stretches of them."""
+
+    share: float
+    """Of the step."""
+    wait: float
+    """Nanoseconds."""
+    total: float
+    """Of the whole step."""
+    of_passes: bool
+    """Most of it is in the first steps of passes over the data."""
+
+
+def _data_wait(run: Run, rank: Rank) -> DataWait | None:
+    """What is known of it; None where it says nothing about the loader."""
+    if rank.opened.backend.startswith("nccl") and not on_gpu(rank):
+        # No DDP module, so no times of the device: the host's say nothing about it.
+        return None
+    steps = [step for step in rank.steps if step.step >= WARM_UP and step.total > 0]
+    steps = [step for step in steps if run.undisturbed(step)]
+    if len(steps) < ENOUGH:
+        return None
+    if _lack_cores(steps):
+        # The loader's workers get no core either.
+        return None
+    found = _usual_wait(steps, False)
+    if found.share > DATA_SHARE:
+        return found
+    edges = [len(steps) * each // STRETCHES for each in range(STRETCHES + 1)]
+    # What comes between passes is no part of a step here: evaluations say nothing of the loader.
+    means = [mean_step(steps[begin:end], between=False) for begin, end in itertools.pairwise(edges)]
+    of_passes = _of_passes(steps)
+    if _lack_cores(means) or (of_passes and sum(step.data for step in steps) < STARTING):
+        return found
+    return _usual_wait(means, of_passes)
+
+
+def _lack_cores(steps: Sequence[StepRecord]) -> bool:
+    return median((step.waited or 0) / step.total for step in steps) >= WAITS_FOR_CORE
+
+
+def _usual_wait(steps: Sequence[StepRecord], of_passes: bool) -> DataWait:
+    return DataWait(
+        median(step.data / step.total for step in steps),
+        median(step.data for step in steps),
+        median(step.total for step in steps),
+        of_passes,
+    )
+
+
+def _of_passes(steps: Sequence[StepRecord]) -> bool:
+    """Whether most of the waits for data are in the first steps of passes."""
+    firsts = sum(step.data for step in steps if step.outside > 0)
+    return firsts >= MOSTLY * sum(step.data for step in steps) > 0
+
+
+@rule("DDP611", "data-bound", Severity.WARNING, lapses=pace)
+def data_bound(run: Run) -> Iterator[Finding]:
+    """The ranks wait for data for more than a fifth of every step.
+
+    What it finds
+        A data wait above 20 % of the time of steps on most ranks, once the job runs steadily: in
+        each step, in one of several, or in the first one of each pass.
+
+    Why it is bad
+        The GPU, or the CPU that computes, is idle for that time.
+
+    How to fix it
+        Use more DataLoader workers (`num_workers`), `persistent_workers=True`, `pin_memory=True`,
+        cheaper transforms, a faster disk, or a packed data format.
+
+    Example
+        Wrong: `DataLoader(dataset, batch_size=64)` with JPEG decoding in the training process.
+        Right: `DataLoader(dataset, batch_size=64, num_workers=8, persistent_workers=True)`
+
+    When it stays silent
+        In the first 30 steps, below 1 ms per step, for batches that do not come from a DataLoader,
+        if the ranks lack CPU cores, and if only one rank waits for data (DDP610).
+    """
+    shares: dict[int, DataWait] = {}
+    for rank in run.last:
+        found = _data_wait(run, rank)
+        if found is None:
+            return
+        shares[rank.rank] = found
+    bound = [n for n, each in shares.items() if each.share > DATA_SHARE and each.wait >= NOTICEABLE]
+    if 2 * len(bound) <= len(shares):
+        return
+    worst = max(bound, key=lambda number: shares[number].share)
+    share, wait, total, of_passes = shares[worst]
+    workers = loader_workers(run.rank(worst))
+    evidence = [
+        f"rank {number}: {100 * each.share:.0f} %, {shown_ms(each.wait)} a step"
+        for number, each in [(number, shares[number]) for number in sorted(bound)[:4]]
+    ]
+    if of_passes:
+        evidence.append("most of it is in the first step of each pass")
+    if of_passes and workers:
+        evidence.append(restarted(workers))
+    yield Finding(
+        code="DDP611",
+        about="data",
+        severity=Severity.WARNING,
+        message=f"{_ranks(bound, len(shares))} for data {100 * share:.0f} % of "
+        f"{'the time' if of_passes else 'every step'} ({shown_ms(wait)} of {shown_ms(total)})",
+        ranks=tuple(sorted(bound)),
+        location=run.rank(worst).site("data"),
+        evidence=tuple(evidence),
+        fix=PERSISTENT
+        if of_passes and workers
+        else "Give the DataLoader more workers (num_workers, persistent_workers=True), or make a "
+        "sample cheaper to load.",
+    )
+
+
+_STRAGGLER_FIX = {
+    "data": "Look at this rank's data: its storage, its workers, the cost of its samples.",
+    "forward": "Look at this rank's device (throttled, shared, other model?) and its batch shapes.",
+    "backward": "Look at this rank's device (throttled, shared?) and at hooks in its backward.",
+    "optimizer": "Look at what this rank's optimizer step does that the others' does not.",
+    "other": "Look at what only this rank does in the loop: logging, checkpoints, image dumps.",
+}
+
+
+def _ranks(numbers: Sequence[int], of: int) -> str:
+    if len(numbers) == of > 1:
+        return "both ranks wait" if of == 2 else f"all {of} ranks wait"
+    return f"{named(numbers)} {'waits' if len(numbers) == 1 else 'wait'}"
+
+
+# -- stages of a pipeline that take longer than the others (DDP612)
+
+
+CROWDED_STAGE = 1.5
+"""By how much more a stage has to be slower where it waits longer for a core than it works: what is
+left of its steps without these waits is not exact."""
+
+
+@rule("DDP612", "uneven-stages", Severity.WARNING, lapses=pace)
+def uneven_stages(run: Run) -> Iterator[Finding]:
+    """A stage of a pipeline takes twice as long as the others, and they wait for it.
+
+    What it finds
+        A stage (torch.distributed.pipelining) whose own time (data, forward, backward compute,
+        optimizer, and the code in between) is at least twice that of the others, which wait for it
+        in each micro-batch. Of several replicas, the median rank of each stage is compared. A rank
+        that is slower than the same stage of the other replicas is reported by DDP610.
+
+    Why it is bad
+        A pipeline runs at the pace of its slowest stage: all other devices idle for the rest.
+
+    How to fix it
+        Move the cut, so that the stage has fewer layers: time the layers, forward and backward, and
+        cut where the largest sum is smallest, as `--split auto` of
+        sample_jobs/hybrid_pipeline.py does. If it is the data, load it faster.
+
+    Example
+        Wrong: cut = 2  # stage 1 has the other 13 layers
+        Right: cut = min(range(1, n), key=lambda c: max(sum(times[:c]), sum(times[c:])))
+
+    When it stays silent
+        In the first 30 steps (8 if it is plain to see), below twice the time (three times if the
+        stage waits longer for a CPU core than it works), and for steps with a rank in the debugger.
+    """
+    over = run.exit_status is not None or all(rank.ended for rank in run.last)
+    found = [each for each in stage_lags(run) if _counts(each[1], over)]
+    if not found:
+        return
+    stage, lag = max(found, key=lambda each: each[1].own[0])
+    others = [each for each in stages(run) if each.numbers != stage.numbers]
+    theirs = named((number for each in others for number in each.numbers), "stage")
+    compared = theirs if len(others) == 1 else "the others"
+    ranks = tuple(rank.rank for rank in stage.ranks)
+    is_data = lag.phase == "data"
+    words = f", for its {PHASE_NAMES[lag.phase]}" if is_data else ""
+    evidence: tuple[str, ...] = (
+        f"own time {shown_ms(lag.own[0])} a step; {theirs} {shown_ms(lag.own[1])} "
+        f"(medians of {lag.steps} steps)",
+        f"{PHASE_NAMES[lag.phase]}: {shown_ms(lag.slow)} against {shown_ms(lag.usual)}",
+        f"{theirs} {'waits' if theirs.startswith('stage ') else 'wait'} "
+        f"{shown_ms(lag.wait[1])} a step, {stage.name} {shown_ms(lag.wait[0])}",
+    )
+    if not lag.calm:
+        evidence += (
+            f"not counted in its own time: {stage.name} waits {shown_ms(lag.cores[0])} a step for "
+            f"a CPU core, {theirs} {shown_ms(lag.cores[1])}: the machine is crowded",
+        )
+    yield Finding(
+        code="DDP612",
+        about="stages",
+        severity=Severity.WARNING,
+        message=f"{stage.name} of {stage.of} ({named(ranks)}) "
+        f"{'needs' if len(stage.numbers) == 1 else 'need'} {lag.own[0] / lag.own[1]:.1f}x the time "
+        f"of {compared}{words}",
+        ranks=ranks,
+        location=lag.rank.site("data") if is_data else stage.record.location,
+        evidence=evidence,
+        fix="Load the data of this stage faster: more loader workers, or lighter samples."
+        if is_data
+        else f"Move the cut: give {stage.name} fewer layers. To find the cut, time the layers, as "
+        "`--split auto` of sample_jobs/hybrid_pipeline.py does.",
+    )
+
+
+def _counts(lag: Lag, over: bool) -> bool:
+    """Whether it is the stage's own time, and no matter of a crowded machine."""
+    works = lag.cpu >= BORNE_OUT * lag.gap
+    sure = lag.calm or (lag.sure and lag.phase != "data")
+    enough = UNEVEN * (CROWDED_STAGE if lag.cores[0] > lag.own[0] else 1)
+    uneven = lag.own[0] >= enough * lag.own[1] > 0
+    return uneven and not lag.crowded and (works or sure) and (over or not lag.few)

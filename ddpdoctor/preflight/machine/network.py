@@ -1,0 +1,671 @@
+"""Name lookups, and the network interfaces that gloo and NCCL choose."""
+
+from __future__ import annotations
+
+import ipaddress
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from ddpdoctor.core.finding import Finding, Severity
+from ddpdoctor.preflight.check import Outcome, check, failure, finding, judged, typed, warning
+from ddpdoctor.preflight.protocol.messages import Facts
+from ddpdoctor.preflight.situation import Situation, bounded, text, visible_gpus, waited_for_core
+
+# -- which of this machine's name servers answer: a dead one costs 5 s before the next is asked
+
+
+MOST_SERVERS = 3
+"""Servers that glibc asks (MAXNS of resolv.h)."""
+
+SERVER_ANSWER_S, SERVER_TRIES = 1.5, 2
+
+_DNS_HEADER = struct.Struct("!6H")
+_RECURSION, _ADDRESS, _INTERNET = 0x0100, 1, 1
+"""Of RFC 1035: the flag "recursion desired", the type A, the class IN."""
+
+
+@dataclass(frozen=True)
+class NameServer:
+    """A server of /etc/resolv.conf, and whether it answered a question."""
+
+    address: str
+    answers: bool
+
+
+def ask_servers(situation: Situation, name: str) -> list[NameServer]:
+    """The servers in their order, each asked for a name; that it has no such name is an answer."""
+    rows = text(situation.proc.parent / "etc" / "resolv.conf").splitlines()
+    words = [row.split() for row in rows]
+    listed = [each[1] for each in words if len(each) > 1 and each[0] == "nameserver"][:MOST_SERVERS]
+    if not listed:
+        return []
+    with ThreadPoolExecutor(len(listed)) as pool:
+        return list(pool.map(lambda each: NameServer(each, server_answers(each, name)), listed))
+
+
+def dead_servers(servers: list[NameServer]) -> str:
+    """Those that do not answer, in a line; empty if all do."""
+    silent = [each.address for each in servers if not each.answers]
+    if not silent:
+        return ""
+    first = ", the first one," if silent[0] == servers[0].address and len(servers) > 1 else ""
+    line = f"name server {', '.join(silent)}{first} in /etc/resolv.conf does not answer"
+    well = [each.address for each in servers if each.answers]
+    return f"{line}; {', '.join(well)} does" if well else line
+
+
+def server_answers(server: str, name: str, *, port: int = 53) -> bool:
+    """Whether a name server says anything about a name."""
+    question = _dns_question(name)
+    try:
+        (family, kind, _, _, address), *_ = socket.getaddrinfo(
+            server, port, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST
+        )
+        with socket.socket(family, kind) as asking:
+            asking.settimeout(SERVER_ANSWER_S)
+            asking.connect(address)
+            for _ in range(SERVER_TRIES):
+                asking.send(question)
+                try:
+                    if asking.recv(512)[:2] == question[:2]:
+                        return True
+                except TimeoutError:
+                    continue
+    except OSError:
+        pass
+    return False
+
+
+def _dns_question(name: str) -> bytes:
+    labels = [each.encode("ascii", "replace")[:63] for each in name.strip(".").split(".")]
+    encoded = b"".join(bytes([len(each)]) + each for each in labels if each)
+    head = _DNS_HEADER.pack(secrets.randbits(16), _RECURSION, 1, 0, 0, 0)
+    return head + encoded + struct.pack("!BHH", 0, _ADDRESS, _INTERNET)
+
+
+# -- lookups
+
+
+LOOKUP_LIMIT = 12.0
+"""Seconds that a lookup may take before it counts as one without an answer: glibc waits 5 s for
+each name server, and the third one may be the first that answers."""
+
+LOOKUPS_LIMIT = 45.0
+"""Seconds that a check may take which waits for several of them."""
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """The answer to a name.
+
+    Attributes:
+        name: What was asked for.
+        addresses: What it resolves to, in the resolver's order.
+        seconds: How long that took, without the time in which this process waited for a core.
+        problem: Why there is no answer; empty if there is one.
+    """
+
+    name: str
+    addresses: tuple[str, ...] = ()
+    seconds: float = 0.0
+    problem: str = ""
+
+
+def lookup(name: str, limit: float = LOOKUP_LIMIT) -> Lookup:
+    """Resolve a name as the C library does, IPv4 and IPv6; one that looks slow twice."""
+    found = resolve(name, limit)
+    if found.addresses and found.seconds > SLOW:
+        # Other work makes a lookup slow once; a name server does each time.
+        again = resolve(name, limit)
+        found = min(found, again, key=lambda each: (not each.addresses, each.seconds))
+    return found
+
+
+def resolve(name: str, limit: float = LOOKUP_LIMIT) -> Lookup:
+    """Resolve a name as the C library does, IPv4 and IPv6, once: its time is not to be judged."""
+
+    def ask() -> tuple[list[str], str, float]:
+        began, before = time.monotonic(), waited_for_core()
+        problem, addresses = "", []
+        try:
+            answer = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+            addresses = [str(each[4][0]).partition("%")[0] for each in answer]
+        except (OSError, UnicodeError) as error:
+            words = error.strerror if isinstance(error, OSError) else str(error)
+            problem = words or str(error)
+        took = time.monotonic() - began
+        return addresses, problem, max(0.0, took - (waited_for_core() - before))
+
+    try:
+        addresses, problem, seconds = bounded(ask, limit)
+    except TimeoutError:
+        return Lookup(name, (), limit, f"no answer within {limit:.0f} s")
+    return Lookup(name, tuple(dict.fromkeys(addresses)), seconds, problem)
+
+
+def own_name(situation: Situation) -> Lookup:
+    """This machine's host name, looked up."""
+    return lookup(situation.hostname)
+
+
+def full_name(situation: Situation) -> Lookup:
+    """This machine's full name, as torchrun takes it for MASTER_ADDR, looked up again.
+
+    It comes from the name server or /etc/hosts by the machine's address, and need not resolve.
+    The time is that of both lookups. Where the host name has no answer, neither has this.
+    """
+    own = situation.shared(own_name)
+    if not own.addresses:
+        return own
+
+    def ask() -> tuple[str, float]:
+        began, before = time.monotonic(), waited_for_core()
+        name = socket.getfqdn(situation.hostname)
+        return name, max(0.0, time.monotonic() - began - (waited_for_core() - before))
+
+    try:
+        name, seconds = bounded(ask, LOOKUP_LIMIT)
+        if seconds > SLOW:
+            name, seconds = min(
+                (name, seconds), bounded(ask, LOOKUP_LIMIT), key=lambda each: each[1]
+            )
+    except TimeoutError:
+        return Lookup(
+            situation.hostname, (), LOOKUP_LIMIT, f"no answer within {LOOKUP_LIMIT:.0f} s"
+        )
+    except (OSError, UnicodeError) as error:
+        return Lookup(situation.hostname, (), 0.0, str(error))
+    if name == situation.hostname:
+        return replace(own, seconds=seconds)
+    found = lookup(name)
+    return replace(found, seconds=seconds + found.seconds)
+
+
+def endpoint_name(situation: Situation) -> Lookup | None:
+    """The rendezvous' host, looked up; None if none is known."""
+    endpoint = situation.endpoint
+    return None if endpoint is None else lookup(endpoint[0])
+
+
+SLOW = 1.0
+"""Seconds from which a lookup holds a start up that a person notices."""
+
+
+@check("lookups", "DDP008", limit=LOOKUPS_LIMIT)
+def lookups(situation: Situation) -> Outcome:
+    """Name lookups are so slow that they delay or break the start of a job.
+
+    What it finds
+        A lookup of this machine's name, of its address (reverse lookup), or of the rendezvous host
+        that takes more than 1 s, twice. A rendezvous host that does not resolve. Then each name
+        server is asked, and one that does not answer is named: glibc waits 5 s for it, each time.
+
+    Why it is bad
+        torchrun and every rank look up these names several times before the first step. A name
+        server that does not answer costs 5 to 30 s each time, and the rendezvous times out.
+
+    How to fix it
+        Add the names of the nodes to /etc/hosts, or fix the name server in /etc/resolv.conf.
+
+    Example
+        Wrong: a name server in /etc/resolv.conf that was switched off.
+        Right: a name server that answers, or `10.0.0.5 node1` in /etc/hosts.
+
+    When it stays silent
+        If names resolve within 1 s, less the time in which this process waited for a core. A host
+        name that does not resolve is DDP003. If several nodes are checked, a rendezvous host that
+        does not resolve is DDP050.
+    """
+    # First what the other checks ask for last, so that slow ones are waited for side by side.
+    endpoint = situation.shared(endpoint_name)
+    asked = [situation.shared(own_name)]
+    if endpoint is not None and endpoint.name != situation.hostname:
+        asked.append(endpoint)
+    full = situation.shared(full_name)
+    if full is not asked[0]:
+        asked.append(replace(full, name=f"the full name of {situation.hostname}"))
+    slowest = max(asked, key=lambda each: each.seconds)
+    detail = f"{len(asked)} lookups, the slowest ({slowest.name}) in {slowest.seconds:.2f} s"
+    # The nodes cannot meet without it, as that check says.
+    troubled = [each for each in asked if each.seconds > SLOW or not each.addresses]
+    silent = dead_servers(ask_servers(situation, troubled[0].name)) if troubled else ""
+    elsewhere = situation.attendance_checked
+    return judged(detail, _lookup_findings(asked, endpoint, silent, elsewhere=elsewhere))
+
+
+def _lookup_findings(
+    asked: list[Lookup], endpoint: Lookup | None, silent: str, *, elsewhere: bool
+) -> Iterator[Finding]:
+    if endpoint is not None and not endpoint.addresses and not elsewhere:
+        yield failure(
+            f"the rendezvous' host {endpoint.name} does not resolve: {endpoint.problem}",
+            evidence=(silent,) if silent else (),
+            fix="Repair the name server: the name may be right. Or give its address instead, or "
+            "put it into /etc/hosts."
+            if silent
+            else "Correct the name, give its address instead, or put it into /etc/hosts.",
+            paste="cat /etc/resolv.conf" if silent else typed("getent hosts {}", endpoint.name),
+            about="endpoint",
+        )
+    slow = [each for each in asked if each.seconds > SLOW and (each.addresses or each != endpoint)]
+    if slow:
+        yield warning(
+            "name lookups are slow: "
+            + ", ".join(f"{each.name} takes {each.seconds:.1f} s" for each in slow),
+            evidence=(
+                *(f"{each.name}: {each.problem}" for each in slow if each.problem),
+                *([silent] if silent else ()),
+            ),
+            fix="Take the name server that does not answer out of /etc/resolv.conf, or repair it."
+            if silent
+            else "Put the names of the nodes into /etc/hosts, or repair the name server.",
+            paste="cat /etc/resolv.conf",
+            about="slow",
+        )
+
+
+# -- the network interfaces of this machine, and whether those that gloo and NCCL choose work
+
+
+ADDRESSES = "ip -brief address"
+"""The line to type where there is no address that could be named."""
+
+VIRTUAL = ("docker", "virbr", "br-", "veth", "cni", "flannel", "podman", "lxcbr", "lxdbr", "vmnet")
+"""How the names of interfaces begin that lead to containers or virtual machines of this host."""
+
+
+@dataclass(frozen=True)
+class Interface:
+    """One interface; its addresses are in the kernel's order, IPv4 before IPv6."""
+
+    name: str
+    addresses: tuple[str, ...] = ()
+    running: bool = True
+    """Whether it is up and has a carrier (IFF_RUNNING)."""
+    loopback: bool = False
+    mtu: int = 1500
+
+    @property
+    def virtual(self) -> bool:
+        """Whether it is a bridge or the like that no other machine is reached by."""
+        return self.name.startswith(VIRTUAL)
+
+    @property
+    def outward(self) -> bool:
+        """Whether another machine may be reached by it."""
+        reaching = any(not ipaddress.ip_address(each).is_link_local for each in self.addresses)
+        return self.running and reaching and not self.loopback and not self.virtual
+
+
+def interfaces(situation: Situation) -> tuple[Interface, ...]:
+    """All interfaces, in the order in which libraries see those that have an address."""
+    import psutil
+
+    stats = psutil.net_if_stats()
+    found = []
+    for name, addresses in psutil.net_if_addrs().items():
+        usable = [
+            each.address.partition("%")[0]
+            for each in addresses
+            if each.family in (socket.AF_INET, socket.AF_INET6)
+        ]
+        facts = stats.get(name)
+        flags = getattr(facts, "flags", "").split(",")
+        found.append(
+            Interface(
+                name=name,
+                addresses=tuple(usable),
+                running=facts is not None and facts.isup,
+                loopback="loopback" in flags or name == "lo",
+                mtu=facts.mtu if facts is not None else 0,
+            )
+        )
+    return tuple(found)
+
+
+def owner(address: str, among: Iterable[Interface]) -> Interface | None:
+    """The interface that has an address; all of 127.0.0.0/8 is the loopback's."""
+    for each in among:
+        if address in each.addresses or (each.loopback and address.startswith("127.")):
+            return each
+    return None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a library will take: interfaces in its order, or why it will find none."""
+
+    interfaces: tuple[Interface, ...] = ()
+    problem: str = ""
+    reason: str = ""
+    """What decided: a variable, the host name, a default."""
+
+
+def gloo_choice(
+    environ: Mapping[str, str], among: Iterable[Interface], own_addresses: Iterable[str]
+) -> Choice:
+    """The interface that torch's gloo binds to.
+
+    ``GLOO_SOCKET_IFNAME`` is a comma-separated list of exact names. Without it, the first address
+    of the machine's own host name that can be bound; if there is none, the loopback, with a
+    warning. (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, createDefaultDevice;
+    gloo/transport/tcp/device.cc, lookupAddrForIface and lookupAddrForHostname.)
+
+    Args:
+        environ: The job's environment.
+        among: The machine's interfaces.
+        own_addresses: What the host name resolves to, in the resolver's order.
+    """
+    here = tuple(among)
+    chosen = environ.get("GLOO_SOCKET_IFNAME", "")
+    if chosen:
+        found = []
+        for name in chosen.split(","):
+            interface = next((each for each in here if each.name == name), None)
+            if interface is None or not interface.addresses:
+                what = "has no address" if interface else "does not exist"
+                return Choice((), f"{name!r} {what}", "GLOO_SOCKET_IFNAME")
+            found.append(interface)
+        return Choice(tuple(found), "", "GLOO_SOCKET_IFNAME")
+    for address in own_addresses:
+        interface = owner(address, here)
+        if interface is not None:
+            return Choice((interface,), "", f"the host name is {address}")
+    loopback = tuple(each for each in here if each.loopback)
+    return Choice(loopback, "", "the host name resolves to no address of this machine")
+
+
+def nccl_choice(environ: Mapping[str, str], among: Iterable[Interface]) -> Choice:
+    """The interfaces that NCCL uses for its sockets; the first is that of its bootstrap.
+
+    ``NCCL_SOCKET_IFNAME`` is a list of prefixes; with ``=`` before it of exact names, with ``^`` of
+    what to leave out. Without it: ``ib*``; else all but ``docker*``, ``lo*`` and ``virbr*``; else
+    ``docker*``; else ``lo*``; else ``virbr*``. Only running interfaces with an address count.
+    (NCCL's src/misc/socket.cc, ncclFindInterfaces, and src/os/linux.cc, ncclOsFindInterfaces.)
+    """
+    here = [each for each in among if each.running and _usable(each, environ)]
+    chosen = environ.get("NCCL_SOCKET_IFNAME", "")
+    if len(chosen) > 1:
+        found = tuple(each for each in here if _matches(each.name, chosen))
+        problem = "" if found else f"{chosen!r} matches no running interface with an address"
+        return Choice(found, problem, "NCCL_SOCKET_IFNAME")
+    for wanted in ("ib", "^docker,lo,virbr", "docker", "lo", "virbr"):
+        found = tuple(each for each in here if _matches(each.name, wanted))
+        if found:
+            return Choice(found, "", "NCCL's own order")
+    return Choice((), "no running interface has an address", "NCCL's own order")
+
+
+def _usable(interface: Interface, environ: Mapping[str, str]) -> bool:
+    family = {"AF_INET": 4, "AF_INET6": 6}.get(environ.get("NCCL_SOCKET_FAMILY", ""))
+    versions = [ipaddress.ip_address(each).version for each in interface.addresses if each != "::1"]
+    return bool(versions) and (family is None or family in versions)
+
+
+def _matches(name: str, wanted: str) -> bool:
+    exclude = wanted.startswith("^")
+    wanted = wanted.removeprefix("^")
+    exact = wanted.startswith("=")
+    # NCCL takes a port behind a colon, which does not matter here.
+    parts = [each.partition(":")[0] for each in wanted.removeprefix("=").split(",") if each]
+    hit = any(name == each if exact else name.startswith(each) for each in parts)
+    return hit != exclude
+
+
+def towards(address: str, among: Iterable[Interface]) -> Interface | None:
+    """The interface by which the kernel would send to an address; nothing is sent."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))
+            source = probe.getsockname()[0]
+    except OSError:
+        return None
+    return owner(source.partition("%")[0], among)
+
+
+def best(among: Iterable[Interface], address: str = "") -> Interface | None:
+    """The interface to name in a fix: that towards ``address``, else the first outward one."""
+    here = tuple(among)
+    routed = towards(address, here) if address else None
+    if routed is not None and routed.outward:
+        return routed
+    return next((each for each in here if each.outward), None)
+
+
+def export_line(interface: Interface) -> str:
+    """The line that makes gloo and NCCL use an interface."""
+    return typed("export GLOO_SOCKET_IFNAME={0} NCCL_SOCKET_IFNAME={0}", interface.name)
+
+
+@check("network-interface", "DDP004", limit=LOOKUPS_LIMIT)
+def network_interface(situation: Situation) -> Outcome:
+    """The network interface that gloo or NCCL will use does not work for this job.
+
+    What it finds
+        A GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME that names a missing interface, one that is down,
+        or, in a job of several nodes, the loopback or a bridge of containers or virtual machines
+        (docker0, virbr0). Such a bridge chosen by default. A loopback interface that is down.
+
+    Why it is bad
+        gloo fails with "Unable to find address for: eth1", NCCL with "Bootstrap : no socket
+        interface found". On a bridge or the loopback, the nodes wait for each other until the
+        timeout, 10 to 30 minutes later.
+
+    How to fix it
+        Set the variables to the interface that reaches the other nodes. Its name may differ between
+        nodes.
+
+    Example
+        Wrong: `export NCCL_SOCKET_IFNAME=eth0` where the interface is called ens5.
+        Right: `export GLOO_SOCKET_IFNAME=ens5 NCCL_SOCKET_IFNAME=ens5`
+
+    When it stays silent
+        On one machine, for any working interface. For NCCL's variable on a machine without a GPU.
+    """
+    here = situation.shared(interfaces)
+    gloo = gloo_choice(situation.environ, here, situation.shared(own_name).addresses)
+    nccl = nccl_choice(situation.environ, here)
+    detail = f"gloo will use {_named(gloo)} ({gloo.reason}), NCCL {_named(nccl)}"
+    return judged(detail, _findings(situation, here, gloo, nccl))
+
+
+def _named(choice: Choice) -> str:
+    return ", ".join(each.name for each in choice.interfaces[:4]) or "none"
+
+
+def _findings(
+    situation: Situation, here: tuple[Interface, ...], gloo: Choice, nccl: Choice
+) -> Iterator[Finding]:
+    many = situation.options.nnodes > 1
+    down = next((each for each in here if each.loopback and not each.running), None)
+    if down is not None:
+        yield failure(
+            f"the loopback interface {down.name} is down: the ranks of this machine cannot connect "
+            "to each other",
+            fix="Bring it up.",
+            paste=typed("sudo ip link set {} up", down.name),
+            about="loopback",
+        )
+    towards = situation.shared(endpoint_name)
+    interface = best(here, towards.addresses[0] if towards and towards.addresses else "")
+    both = [("gloo", "GLOO_SOCKET_IFNAME", gloo)]
+    if situation.shared(visible_gpus):
+        both.append(("NCCL", "NCCL_SOCKET_IFNAME", nccl))
+    for library, variable, choice in both:
+        problem = _problem(library, variable, choice, many)
+        if problem is None:
+            continue
+        severity, message = problem
+        listed = ", ".join(each.name for each in here if each.outward) or "none"
+        # Without the variable the library chooses by itself, and may find one.
+        otherwise = typed("unset {}", variable) if choice.reason == variable else ADDRESSES
+        yield finding(
+            severity,
+            message,
+            evidence=(f"running, with an address, and no bridge: {listed}",),
+            fix="Name the interface that leads to the other nodes."
+            if many
+            else "Name an interface of this machine, or none.",
+            paste=export_line(interface) if interface else otherwise,
+            about=library,
+        )
+
+
+def _problem(
+    library: str, variable: str, choice: Choice, many: bool
+) -> tuple[Severity, str] | None:
+    if choice.problem:
+        named = variable == choice.reason
+        hint = ""
+        if named and library == "gloo" and choice.problem.startswith(("'^", "'=")):
+            hint = "; gloo takes exact names alone, not NCCL's ^ and ="
+        what = f"{variable}: " if named else f"{library} will find no interface: "
+        return Severity.ERROR, f"{what}{choice.problem}{hint}"
+    if not choice.interfaces:
+        return None
+    first = choice.interfaces[0]
+    # A loopback that is down has its own finding.
+    if not first.running and not first.loopback:
+        return Severity.ERROR, f"{library} will use {first.name}, which is down ({choice.reason})"
+    # A host name that leads to the loopback is reported by the check of the host name.
+    if many and first.loopback and choice.reason == variable:
+        return Severity.ERROR, f"{variable} is {first.name}, which reaches no other node"
+    if many and first.virtual:
+        return (
+            Severity.ERROR if choice.reason == variable else Severity.WARNING,
+            f"{library} will use {first.name} ({choice.reason}), a bridge of this machine, which "
+            "no other node is likely to reach",
+        )
+    return None
+
+
+# -- the addresses that gloo and NCCL give to the other nodes, and whose an address is
+
+
+LOCAL_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost", "0.0.0.0", "::")
+"""Names and addresses that are another machine on every machine."""
+
+
+def advertised_address(situation: Situation) -> tuple[str, str]:
+    """The address that gloo has the other nodes dial, and how it comes to it.
+
+    The address is empty if gloo would not start; then the second is why.
+    """
+    here = situation.shared(interfaces)
+    own = situation.shared(own_name)
+    choice = gloo_choice(situation.environ, here, own.addresses)
+    if choice.problem:
+        return "", f"{choice.reason}: {choice.problem}"
+    given = situation.environ.get("GLOO_SOCKET_IFNAME", "")
+    if not given:
+        for address in own.addresses:
+            if owner(address, here) is not None:
+                return address, f"{own.name} resolves to it"
+    addresses = choice.interfaces[0].addresses if choice.interfaces else ()
+    if not addresses:
+        return "", "no interface has an address"
+    return addresses[0], f"GLOO_SOCKET_IFNAME={given}" if given else choice.reason
+
+
+def nccl_address(situation: Situation) -> str:
+    """The address at which NCCL's ranks find each other: of the first interface that it takes.
+
+    Empty without a GPU, and where it takes none or the loopback, which another check reports.
+    """
+    if not situation.shared(visible_gpus):
+        return ""
+    chosen = nccl_choice(situation.environ, situation.shared(interfaces)).interfaces[:1]
+    family = situation.environ.get("NCCL_SOCKET_FAMILY", "")
+    addresses = [
+        each
+        for interface in chosen
+        for each in interface.addresses
+        if not is_loopback(each) and (family != "AF_INET6" or ":" in each)
+    ]
+    return addresses[0] if addresses else ""
+
+
+def gloo_dials(own: str, other: str) -> bool:
+    """Whether gloo at one address dials the other, or waits to be dialled by it.
+
+    Of two addresses the higher one dials; of equal ones the ports decide, which are not known yet.
+    (gloo/transport/tcp/pair.cc, Pair::connect.)
+    """
+    try:
+        first, second = ipaddress.ip_address(own), ipaddress.ip_address(other)
+    except ValueError:
+        return True
+    return first.version != second.version or first.packed >= second.packed
+
+
+def dialled_at(here: Facts, there: Facts, route: str) -> dict[str, str]:
+    """The addresses of ``there`` at which ``here`` dials it, by kind: the way's, gloo's, NCCL's.
+
+    What carries most of a job's traffic comes last.
+    """
+    found = {"route": route}
+    gloo = there.gloo_address
+    if gloo and gloo != route and gloo_dials(here.gloo_address, gloo):
+        found["gloo"] = gloo
+    nccl = there.nccl_address
+    if nccl and here.nccl_address and nccl not in found.values():
+        found["nccl"] = nccl
+    return found
+
+
+def may_be_node(address: str, coordinator: str) -> bool:
+    """Whether an address may be another node's, by the one at which node 0 was reached.
+
+    Not this machine itself, the machine's own link (where clouds keep credentials), many at once,
+    nor the Internet where node 0 is in a private network.
+    """
+    try:
+        one, zero = ipaddress.ip_address(address), ipaddress.ip_address(coordinator)
+    except ValueError:
+        return False
+    if one.is_multicast or one.is_unspecified:
+        return False
+    if zero.is_loopback:
+        # Node 0 is on this very machine.
+        return True
+    if one.is_loopback or (one.is_link_local and not zero.is_link_local):
+        return False
+    return not (zero.is_private and one.is_global)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address leads only to the machine itself."""
+    try:
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def is_own_address(addresses: Iterable[str], here: Iterable[Interface]) -> bool:
+    """Whether one of these addresses is this machine's."""
+    known = tuple(here)
+    return any(is_loopback(each) or owner(each, known) is not None for each in addresses)
+
+
+def is_local(host: str) -> bool:
+    """Whether a name or an address, as it was typed, means the machine on which it is used."""
+    return host.lower() in LOCAL_NAMES or is_loopback(host)
+
+
+def own_host(situation: Situation) -> str:
+    """What the other nodes may call this machine.
+
+    Its name if that is one of its addresses, and not of the loopback only; else such an address.
+    """
+    here = situation.shared(interfaces)
+    owners = [owner(each, here) for each in situation.shared(own_name).addresses]
+    interface = best(here)
+    if interface is None or any(each is not None and not each.loopback for each in owners):
+        return situation.hostname
+    return interface.addresses[0]

@@ -1,0 +1,655 @@
+"""Whether the ranks get enough of this machine: cores, memory, limits, and room for files."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import secrets
+import tempfile
+from collections.abc import Iterator
+from itertools import chain
+from math import inf
+from pathlib import Path
+
+from ddpdoctor.core.finding import Finding, Severity
+from ddpdoctor.preflight.check import (
+    Outcome,
+    check,
+    failure,
+    finding,
+    judged,
+    skipped,
+    typed,
+    warning,
+)
+from ddpdoctor.preflight.command_lines import corrected_line
+from ddpdoctor.preflight.machine import container
+from ddpdoctor.preflight.situation import Situation, bounded, names, text, visible_gpus
+from ddpdoctor.preflight.words import GIB, KIB, MIB, counted, shown
+from ddpdoctor.system.proc import Listed, listed
+
+# -- whether there is a core for each rank, and how many threads they will start
+
+
+@check("cores", "DDP012")
+def cores(situation: Situation) -> Outcome:
+    """There are fewer cores than ranks, or the ranks start more threads than there are cores.
+
+    What it finds
+        Fewer cores than ranks, by CPU affinity and the container's quota. An OMP_NUM_THREADS with
+        which the ranks start more than twice as many threads as there are cores.
+
+    Why it is bad
+        Ranks that share a core wait for each other in every collective, and the slowest one sets
+        the pace. With more threads than cores, OpenMP's spinning barriers can make a step take ten
+        times as long.
+
+    How to fix it
+        Start fewer ranks, give the container more cores, or set OMP_NUM_THREADS to cores / ranks.
+
+    Example
+        Wrong: `OMP_NUM_THREADS=64` with eight ranks on 64 cores.
+        Right: `OMP_NUM_THREADS=8`. torchrun sets 1 if the variable is not set.
+
+    When it stays silent
+        With at least as many cores as ranks, and if OMP_NUM_THREADS is not set (torchrun then sets
+        1). Two ranks on a single core without a GPU, as on small test machines, are reported as
+        information.
+    """
+    have, nproc = available_cores(situation), situation.nproc
+    threads = situation.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    detail = f"{counted(have, 'core')} for {counted(nproc, 'rank')}"
+    if not threads.isdigit():
+        return judged(detail, _core_findings(situation, have, 1))
+    return judged(
+        f"{detail}, OMP_NUM_THREADS={threads}", _core_findings(situation, have, int(threads))
+    )
+
+
+def available_cores(situation: Situation) -> float:
+    """How many cores' time this process and its children can have."""
+    try:
+        count = float(len(os.sched_getaffinity(0)))
+    except (AttributeError, OSError):
+        count = float(os.cpu_count() or 1)
+    quota = container.cores(situation)
+    return count if quota is None else min(count, quota)
+
+
+def _core_findings(situation: Situation, have: float, threads: int) -> Iterator[Finding]:
+    nproc = situation.nproc
+    quota = container.cores(situation)
+    where = "the quota of the container" if quota is not None and quota <= have else "the affinity"
+    if have < nproc:
+        # Two ranks are what is started by default, also where there is a single core to try it.
+        small = (
+            nproc == 2 and situation.options.nproc is None and not situation.shared(visible_gpus)
+        )
+        yield finding(
+            Severity.INFO if small else Severity.WARNING,
+            f"{nproc} ranks will share {counted(have, 'core')} and wait for each other",
+            evidence=(f"{counted(have, 'core')} by {where}; this machine has {os.cpu_count()}",),
+            fix="Give the container or the batch job more cores, or start fewer ranks.",
+            paste=typed("#SBATCH --cpus-per-task={}", nproc)
+            if "SLURM_JOB_ID" in situation.environ
+            else container.run_line(situation, f"--cpus={nproc}")
+            if quota is not None and container.kind(situation) in ("docker", "podman")
+            else corrected_line(situation, nproc=max(1, int(have))),
+            about="cores",
+        )
+    elif threads > 1 and threads * nproc > 2 * have:
+        fair = max(1, int(have / nproc))
+        yield warning(
+            f"OMP_NUM_THREADS={threads} makes {threads * nproc} threads of {nproc} ranks, on "
+            f"{counted(have, 'core')}",
+            fix=f"Give each rank {counted(fair, 'thread')}.",
+            paste=typed("export OMP_NUM_THREADS={}", fair),
+            about="threads",
+        )
+
+
+# -- whether the ranks of this node have memory to start with, and enough of /dev/shm
+
+
+MEMORY_PER_RANK = 300 * MIB
+"""What a rank holds once torch is imported and a small model trains on the CPU, measured."""
+
+MEMORY_PER_CUDA_RANK = 2 * GIB
+"""The same with CUDA's libraries and a context."""
+
+
+@check("memory", "DDP011")
+def memory(situation: Situation) -> Outcome:
+    """There is not enough free memory for the ranks to start.
+
+    What it finds
+        Less free memory, on the machine or within the container's limit, than 300 MiB per rank, or
+        2 GiB per rank with a GPU. That is what a rank needs before it loads any data.
+
+    Why it is bad
+        The kernel kills a rank with SIGKILL, without a message. The other ranks wait for it and
+        report "Connection closed by peer".
+
+    How to fix it
+        Raise the container's limit, end the processes that hold the memory, or start fewer ranks.
+
+    Example
+        Wrong: `docker run --memory 1g ...` with eight ranks.
+        Right: `docker run --memory 64g ...`
+
+    When it stays silent
+        If there is more memory than that. How much the model and the data need is not known in
+        advance.
+    """
+    left, limit, source = available_memory(situation)
+    each = MEMORY_PER_CUDA_RANK if situation.shared(visible_gpus) else MEMORY_PER_RANK
+    detail = f"{shown(left)} of {shown(limit)} left by {source}"
+    return judged(detail, _memory_findings(situation, left, limit, source, each * situation.nproc))
+
+
+def available_memory(situation: Situation) -> tuple[int, int, str]:
+    """Bytes left, bytes allowed, and what allows them."""
+    total = left = 0
+    with contextlib.suppress(OSError):
+        rows = (situation.proc / "meminfo").read_text().splitlines()
+        values = {row.partition(":")[0]: row.partition(":")[2].split() for row in rows}
+        total = int(values["MemTotal"][0]) * KIB
+        left = int((values.get("MemAvailable") or values["MemFree"])[0]) * KIB
+    if not total:
+        import psutil
+
+        facts = psutil.virtual_memory()
+        total, left = facts.total, facts.available
+    group = container.memory(situation)
+    if group is not None and group[1] - group[0] < left:
+        return max(0, group[1] - group[0]), group[1], "the container's limit"
+    return left, total, "the machine"
+
+
+def _memory_findings(
+    situation: Situation, left: int, limit: int, source: str, wanted: int
+) -> Iterator[Finding]:
+    if left >= wanted:
+        return
+    nproc = situation.nproc
+    inside = container.kind(situation)
+    paste = "ps aux --sort=-rss | head"
+    if limit < wanted and source != "the machine":
+        paste = (
+            typed("{} run --memory {}g ...", inside, max(1, 2 * wanted // GIB))
+            if inside in ("docker", "podman")
+            else typed("#SBATCH --mem={}G", max(1, 2 * wanted // GIB))
+            if "SLURM_JOB_ID" in situation.environ
+            else paste
+        )
+    yield finding(
+        Severity.ERROR if left < wanted // 2 else Severity.WARNING,
+        f"{shown(left)} of memory are left by {source}, and {nproc} ranks need {shown(wanted)} to "
+        "start",
+        evidence=(f"the limit is {shown(limit)}",),
+        fix="Raise the limit, end what holds the memory, or start fewer ranks.",
+        paste=paste,
+    )
+
+
+SHARED_MEMORY_PER_RANK = 64 * MIB
+"""Below this the segments of NCCL and a DataLoader's batches do not fit side by side."""
+
+LEAST_SHARED_MEMORY = 128 * MIB
+
+
+@check("shared-memory", "DDP005")
+def shared_memory(situation: Situation) -> Outcome:
+    """/dev/shm is too small for the ranks of this node, or cannot be written.
+
+    What it finds
+        A /dev/shm that is missing or cannot be written (error), or whose size or free space is
+        below 64 MiB per rank or 128 MiB in total.
+
+    Why it is bad
+        DataLoader workers pass batches through shared memory, and NCCL connects the ranks of a node
+        through it. When it is full, the job fails with "Bus error", "No space left on device" or
+        "Error while creating shared memory segment". Containers have 64 MiB by default.
+
+    How to fix it
+        Give the container more: `docker run --shm-size=8g`, or in Kubernetes an `emptyDir` with
+        `medium: Memory` mounted at /dev/shm. If it is full, remove the files that dead jobs left
+        there.
+
+    Example
+        Wrong: `docker run --gpus all image torchrun train.py`
+        Right: `docker run --gpus all --shm-size=8g image torchrun train.py`
+
+    When it stays silent
+        If there is enough space, and on systems without /dev/shm.
+    """
+    folder = situation.shm
+    if not folder.is_dir():
+        return skipped(f"no {folder} on this system")
+    problem = _unwritable_shared_memory(folder)
+    if problem:
+        return judged(
+            f"{folder} cannot be written",
+            [
+                failure(
+                    f"{folder} cannot be written: {problem}",
+                    fix="NCCL and DataLoader workers need it: mount a tmpfs there that this user "
+                    "may write.",
+                    paste=typed(
+                        "sudo mount -t tmpfs -o rw,nosuid,nodev,mode=1777,size=8g tmpfs {}", folder
+                    )
+                    if problem != "it is full"
+                    else typed("ls -lS {}", folder),
+                )
+            ],
+        )
+    facts = os.statvfs(folder)
+    size, free = facts.f_blocks * facts.f_frsize, facts.f_bavail * facts.f_frsize
+    wanted = max(LEAST_SHARED_MEMORY, SHARED_MEMORY_PER_RANK * situation.nproc)
+    detail = f"{shown(free)} of {shown(size)} free in {folder}, for {_ranks(situation.nproc)}"
+    return judged(detail, _short_of_shared_memory(situation, size, free, wanted))
+
+
+def _short_of_shared_memory(
+    situation: Situation, size: int, free: int, wanted: int
+) -> Iterator[Finding]:
+    folder = situation.shm
+    ranks = _ranks(situation.nproc)
+    # A file system without a size reports 0.
+    if 0 < size < wanted:
+        yield warning(
+            f"{folder} has {shown(size)} for {ranks}: too small for DataLoader workers and NCCL",
+            evidence=(f"{shown(wanted)} is the least that {ranks} get by with",),
+            fix="Give it more room: what does not fit ends in a bus error during training.",
+            paste=_larger_shared_memory(situation),
+        )
+    elif size and free < wanted:
+        left = sorted(_left_behind(folder), reverse=True)
+        largest = tuple(
+            f"{shown(amount)} in {folder / name}, of user {owner}"
+            for amount, name, owner in left[:3]
+        )
+        yield warning(
+            f"{folder} is nearly full: {shown(free)} of {shown(size)} free for {ranks}",
+            evidence=largest,
+            fix="Remove what dead jobs left there (the largest files are named above), or give it "
+            "more room.",
+            paste=typed("ls -lS {}", folder),
+        )
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' if count != 1 else ''}"
+
+
+def _larger_shared_memory(situation: Situation) -> str:
+    where = container.kind(situation)
+    if where == "kubernetes":
+        return "volumes: [{name: shm, emptyDir: {medium: Memory, sizeLimit: 8Gi}}]"
+    if where:
+        return typed("{} run --shm-size=8g ...", where)
+    return typed("sudo mount -o remount,size=8g {}", situation.shm)
+
+
+def _unwritable_shared_memory(folder: Path) -> str:
+    """Why a file of a page cannot be made there; empty if it can."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(4 * KIB))
+            file.flush()
+    except OSError as error:
+        import errno
+
+        return "it is full" if error.errno == errno.ENOSPC else (error.strerror or str(error))
+    return ""
+
+
+def _left_behind(folder: Path) -> Iterator[tuple[int, str, int]]:
+    """Size in bytes, name and owner of the files there."""
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(folder):
+            with contextlib.suppress(OSError):
+                facts = entry.stat(follow_symlinks=False)
+                if entry.is_file(follow_symlinks=False):
+                    yield facts.st_blocks * 512, entry.name, facts.st_uid
+
+
+# -- whether the limits of this user and this container let the ranks work
+
+
+OPEN_FILES = 256
+"""What a rank opens besides its connections: libraries, data files, pipes to DataLoader workers."""
+
+THREADS = 64
+"""What a rank starts: OpenMP, autograd, gloo, NCCL, DataLoader workers."""
+
+PINNED = 64 * MIB
+"""The least that RDMA has to lock in memory."""
+
+
+@check("limits", "DDP006")
+def limits(situation: Situation) -> Outcome:
+    """A limit on open files, locked memory, processes or file sizes is too low for the ranks.
+
+    What it finds
+        A limit on open files below 256 plus two per rank of the job. Fewer processes and threads
+        left, for this user or the container, than 64 per rank of this node. Less than 64 MiB of
+        locked memory on a machine with InfiniBand. A limit on file sizes below 1 GiB, or on address
+        space below 16 GiB per rank.
+
+    Why it is bad
+        The job fails with "Too many open files", "Resource temporarily unavailable" when a thread
+        cannot start, "ibv_reg_mr failed: Cannot allocate memory", or SIGXFSZ when it writes a
+        checkpoint. This usually happens hours into the job, on one rank, while the others wait.
+
+    How to fix it
+        Raise the limit for the shell that starts the job, in /etc/security/limits.conf, or in the
+        container's options.
+
+    Example
+        Wrong: `docker run --pids-limit 100 ...` with eight ranks.
+        Right: `docker run --pids-limit -1 --ulimit memlock=-1 ...`
+
+    When it stays silent
+        With the usual limits: 1024 open files are enough for 384 ranks. For locked memory on
+        machines without InfiniBand, and for processes of root.
+    """
+    files, left = _limit(resource.RLIMIT_NOFILE)[0], _threads_left(situation)
+    detail = "unlimited open files, " if files == inf else f"{files:.0f} open files, "
+    detail += "threads unlimited" if left is None else f"{left} more threads"
+    found = (
+        _open_files(situation),
+        _thread_limit(situation, left),
+        _locked_memory(situation),
+        _sizes(),
+    )
+    return judged(detail, chain(*found))
+
+
+def _limit(kind: int) -> tuple[float, float]:
+    """The soft and the hard limit; infinite where there is none."""
+    soft, hard = resource.getrlimit(kind)
+    return tuple(inf if each == resource.RLIM_INFINITY else each for each in (soft, hard))  # type: ignore[return-value]
+
+
+def _open_files(situation: Situation) -> Iterator[Finding]:
+    world = situation.nproc * situation.options.nnodes
+    wanted = OPEN_FILES + 2 * world
+    files, most = _limit(resource.RLIMIT_NOFILE)
+    if files >= wanted:
+        return
+    enough = most >= wanted
+    goal = max(wanted, min(65536, most))
+    yield finding(
+        Severity.ERROR if files < wanted // 2 else Severity.WARNING,
+        f"a process may open {files:.0f} files, and a rank of {world} needs about {wanted}",
+        fix="Raise the limit in the shell that starts the job."
+        + ("" if enough else f" The hard limit is {most:.0f}: only an administrator can raise it."),
+        paste=typed("ulimit -n {}", f"{goal:.0f}")
+        if enough
+        else typed(
+            "echo {} | sudo tee -a /etc/security/limits.conf", f"* - nofile {max(65536, wanted)}"
+        ),
+        about="open files",
+    )
+
+
+def _thread_limit(situation: Situation, left: int | None) -> Iterator[Finding]:
+    nproc = situation.nproc
+    if left is not None and left < THREADS * nproc:
+        yield finding(
+            Severity.ERROR if left < 16 * nproc else Severity.WARNING,
+            f"{left} more processes and threads may be started, and {nproc} ranks need about "
+            f"{THREADS * nproc}",
+            fix="Raise the limit of the container, or of the user.",
+            paste=container.run_line(situation, "--pids-limit -1") or "ulimit -u unlimited",
+            about="threads",
+        )
+
+
+def _locked_memory(situation: Situation) -> Iterator[Finding]:
+    locked, most = _limit(resource.RLIMIT_MEMLOCK)
+    if locked < PINNED and names(situation.sys / "class" / "infiniband"):
+        by_hand = (
+            "ulimit -l unlimited"
+            if most == inf
+            else "echo '* - memlock unlimited' | sudo tee -a /etc/security/limits.conf"
+        )
+        yield warning(
+            f"{shown(locked)} may be locked in memory, and RDMA over InfiniBand needs far more",
+            fix="Allow unlimited locked memory, for the container or the user.",
+            paste=container.run_line(situation, "--ulimit memlock=-1") or by_hand,
+            about="locked memory",
+        )
+
+
+def _sizes() -> Iterator[Finding]:
+    for kind, least, what, effect, flag, about in (
+        (resource.RLIMIT_FSIZE, GIB, "a file may have {}",
+         ": writing a larger checkpoint ends the rank (SIGXFSZ)", "-f", "file size"),
+        (resource.RLIMIT_AS, 16 * GIB, "a process may have {} of address space",
+         "; torch maps more than it uses", "-v", "address space"),
+    ):  # fmt: skip
+        size = _limit(kind)[0]
+        if size < least:
+            yield warning(
+                what.format(shown(size)) + effect,
+                fix="Raise the limit in the shell that starts the job.",
+                paste=typed("ulimit {} unlimited", flag),
+                about=about,
+            )
+
+
+def _threads_left(situation: Situation) -> int | None:
+    """How many processes and threads may still be started here; None if there is no limit."""
+    left = []
+    group = container.pids(situation)
+    if group is not None:
+        left.append(group[1] - group[0])
+    most = _limit(resource.RLIMIT_NPROC)[0]
+    if most < inf and os.getuid() != 0:
+        mine = (each for each in listed(situation.proc) if each.uid == os.getuid())
+        left.append(int(most) - sum(_threads_of(each) for each in mine))
+    return max(0, min(left)) if left else None
+
+
+def _threads_of(process: Listed) -> int:
+    fields = text(process.folder / "stat").rpartition(")")[2].split()
+    return int(fields[17]) if len(fields) > 17 else 0
+
+
+# -- whether a checkpoint can be written where the job will write it
+
+
+LEAST_CHECKPOINT_SPACE = 1 * GIB
+"""Free space under which not even a small model's checkpoint is safe."""
+
+DISK_PATIENCE = 6.0
+"""Seconds until a file system counts as one that does not answer."""
+
+SAMPLE_BYTES = 1 * MIB
+
+
+@check("checkpoint-dir", "DDP010")
+def checkpoint_dir(situation: Situation) -> Outcome:
+    """The checkpoint directory cannot be written, has no space, or does not respond.
+
+    What it finds
+        A directory that does not exist or is not writable; where a file cannot be written, synced
+        to disk and renamed over another one; with less than 1 GiB or no inodes free; or whose file
+        system does not respond within 6 s.
+
+    Why it is bad
+        The job trains until its first checkpoint and then fails: rank 0 raises, or waits for a dead
+        file server while the other ranks wait for rank 0.
+
+    How to fix it
+        As the message says: create the directory, free space, or choose another one.
+
+    Example
+        Wrong: `--checkpoint-dir /scratch/user/run` on a node where /scratch is not mounted.
+        Right: a directory that every node has mounted.
+
+    When it stays silent
+        If a file could be written and renamed there. Without --checkpoint-dir nothing is tested,
+        and the output says so.
+    """
+    folder = situation.options.checkpoint_dir
+    if folder is None:
+        return skipped("no folder named: --checkpoint-dir DIR tests it")
+    try:
+        problem, free, inodes = bounded(lambda: written_to(folder), DISK_PATIENCE)
+    except TimeoutError:
+        return judged(f"{folder} does not answer", [_hung_file_system(folder)])
+    detail = f"wrote, synchronized and renamed {shown(SAMPLE_BYTES)}; {shown(free)} free"
+    return judged(problem or detail, _checkpoint_findings(folder, problem, free, inodes))
+
+
+def written_to(folder: Path) -> tuple[str, int, int]:
+    """Write a file and remove it: what went wrong, bytes free, inodes free (-1 if not known)."""
+    try:
+        facts = os.statvfs(folder)
+    except OSError as error:
+        return _error_words(error), 0, -1
+    try:
+        problem = _written(folder)
+    except FileNotFoundError:
+        # The folder is there: /proc and the like, or a mount that was taken away.
+        problem = "no file can be made there"
+    except OSError as error:
+        problem = _error_words(error)
+        if error.errno == errno.ENOSPC and facts.f_files and not facts.f_favail:
+            problem = "its file system has no inodes left for another file"
+    return problem, facts.f_bavail * facts.f_frsize, facts.f_favail if facts.f_files else -1
+
+
+def _written(folder: Path) -> str:
+    """Write a file, and rename it over another; what was wrong with it, or empty."""
+    name = folder / f".ddpdoctor-{secrets.token_hex(8)}"
+    other = name.with_suffix(".renamed")
+    # Not zeros, which some file systems do not store.
+    content = os.urandom(SAMPLE_BYTES)
+    try:
+        with open(name, "xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        other.write_bytes(b"an older one")
+        os.replace(name, other)
+        return "" if other.read_bytes() == content else "what is read back is not what was written"
+    finally:
+        for path in (name, other):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+_ERROR_WORDS = {
+    errno.ENOENT: "it does not exist",
+    errno.ENOTDIR: "it is not a folder",
+    errno.EACCES: "this user may not write there",
+    errno.EPERM: "this user may not write there",
+    errno.EROFS: "it is mounted read-only",
+    errno.ENOSPC: "its file system is full",
+    errno.EDQUOT: "this user's quota is used up",
+    errno.ESTALE: "its file server has lost it (stale file handle)",
+}
+
+
+def _error_words(error: OSError) -> str:
+    return _ERROR_WORDS.get(error.errno or 0, error.strerror or str(error))
+
+
+def _hung_file_system(folder: Path) -> Finding:
+    top = folder.parts[1] if len(folder.parts) > 1 else str(folder)
+    return failure(
+        f"{folder} does not answer: nothing came back within {DISK_PATIENCE:.0f} s",
+        fix="Its file server is down or overloaded: ask its administrator, or choose another "
+        "folder.",
+        paste=typed("mount | grep -F -- {}", top),
+    )
+
+
+def _checkpoint_findings(folder: Path, problem: str, free: int, inodes: int) -> Iterator[Finding]:
+    if problem:
+        missing = problem == _ERROR_WORDS[errno.ENOENT]
+        yield failure(
+            f"checkpoints cannot be written to {folder}: {problem}",
+            fix="Make it, or choose another one." if missing else "Choose another folder.",
+            paste=typed("mkdir -p {}", folder)
+            if missing
+            else typed("ls -ld {0}; df -h {0}; df -i {0}", folder),
+        )
+    elif free < LEAST_CHECKPOINT_SPACE or inodes == 0:
+        without = "" if inodes else ", and no inodes for another file"
+        yield warning(
+            f"{folder} has {shown(free)} free{without}",
+            fix="Free some space, or choose another folder, before the first checkpoint is due.",
+            paste=typed("df -h {0}; df -i {0}", folder),
+        )
+
+
+# -- temporary folder
+
+
+LEAST_TEMPORARY_SPACE = 256 * MIB
+"""What torch.compile, Triton and DataLoader workers put there before anything is wrong."""
+
+
+@check("temporary-dir", "DDP017")
+def temporary_dir(situation: Situation) -> Outcome:
+    """The directory for temporary files cannot be written, is full, or has no inodes left.
+
+    What it finds
+        A TMPDIR (or /tmp) in which no file can be made, or with less than 256 MiB or no inodes
+        (`df -i`) free.
+
+    Why it is bad
+        torchrun, torch.compile, Triton and DataLoader workers write there. They fail with "No
+        usable temporary directory found" or "No space left on device", on one node, when the job
+        has already started.
+
+    How to fix it
+        Free some space, or set TMPDIR to another directory.
+
+    Example
+        Wrong: a /tmp of 1 GiB, filled by core dumps.
+        Right: `export TMPDIR=/scratch/$USER`
+
+    When it stays silent
+        If a file could be written there and there is room.
+    """
+    named = situation.environ.get("TMPDIR", "")
+    folder = Path(named) if named and Path(named).is_dir() else Path(_default_temporary_dir())
+    try:
+        problem, free, inodes = bounded(lambda: written_to(folder), DISK_PATIENCE)
+    except TimeoutError:
+        problem, free, inodes = f"nothing came back within {DISK_PATIENCE:.0f} s", 0, -1
+    lost = f"; TMPDIR={named} is no folder" if named and not Path(named).is_dir() else ""
+    detail = f"{problem or shown(free) + ' free'} in {folder}{lost}"
+    return judged(detail, _temporary_findings(folder, problem, free, inodes))
+
+
+def _default_temporary_dir() -> str:
+    try:
+        return tempfile.gettempdir()
+    except OSError:
+        return next((each for each in ("/tmp", "/var/tmp") if os.path.isdir(each)), "/tmp")
+
+
+def _temporary_findings(folder: Path, problem: str, free: int, inodes: int) -> Iterator[Finding]:
+    paste = typed("df -h {0}; df -i {0}", folder)
+    if problem:
+        yield failure(
+            f"temporary files cannot be written to {folder}: {problem}",
+            fix="Free some space there, or set TMPDIR to another folder, on every node.",
+            paste=paste,
+        )
+    elif free < LEAST_TEMPORARY_SPACE or inodes == 0:
+        without = "" if inodes else ", and no inodes for another file"
+        yield warning(
+            f"{folder}, where temporary files go, has {shown(free)} free{without}",
+            fix="Free some space there, or set TMPDIR to another folder, on every node.",
+            paste=paste,
+        )

@@ -1,0 +1,373 @@
+"""Follow loaders and the loops over them: who built them, and what becomes of their batches.
+
+Loaders, samplers and subsets are remembered with the lines that built them. A loop here is one pass
+over a loader. It is recorded when it begins to train, when a batch was passed over without a
+backward, and when it is over; a rule compares the ranks. Whether a loop was left before its
+loader's end shows when the iterator is let go: the frame that does so is at the very statement that
+left it.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import sys
+import time
+import weakref
+from typing import Any
+
+from ddpdoctor.core.user_code import Location
+from ddpdoctor.probe.runtime import shield, torch_private
+from ddpdoctor.probe.runtime.events import Observer
+from ddpdoctor.probe.runtime.rank import RankState
+from ddpdoctor.probe.runtime.sites import NOWHERE, Site, sites_of
+from ddpdoctor.run.records.training import IdleBatch, LoopRecord, SamplerFacts
+
+# -- loaders, samplers and subsets, the lines that built them, and what they say of themselves
+
+
+MOST_BUILT = 64
+"""Loaders and samplers that are remembered with the line that built them."""
+
+_SAMPLER_FACTS = ("rank", "num_replicas", "seed", "epoch", "shuffle", "drop_last", "replacement")
+
+
+class Built:
+    """A loader or sampler, the line that built it, and its number."""
+
+    __slots__ = ("number", "site", "thing", "used")
+
+    def __init__(self, thing: Any, site: Site, number: int) -> None:
+        self.thing = weakref.ref(thing)
+        self.site = site
+        self.number = number
+        self.used = False
+
+
+class Book:
+    """What a class built, newest last."""
+
+    def __init__(self) -> None:
+        self._entries: list[Built] = []
+        self._count = 0
+
+    def add(self, thing: Any, site: Site) -> Built:
+        """Remember a thing that was just built."""
+        if len(self._entries) >= MOST_BUILT:
+            self._entries = [each for each in self._entries if each.thing() is not None][
+                -MOST_BUILT:
+            ]
+        self._count += 1
+        built = Built(thing, site, self._count)
+        self._entries.append(built)
+        return built
+
+    def find(self, thing: Any) -> Built | None:
+        """The entry of a thing that is still there."""
+        return next((each for each in reversed(self._entries) if each.thing() is thing), None)
+
+    def living(self) -> list[tuple[Any, Built]]:
+        """The things that are still there, newest first."""
+        pairs = ((each.thing(), each) for each in reversed(self._entries))
+        return [(thing, each) for thing, each in pairs if thing is not None]
+
+
+built_loaders = Book()
+built_samplers = Book()
+built_subsets = Book()
+
+
+def loader_of(dataset: Any, index_sampler: Any) -> Built | None:
+    """The loader whose iterator has that data set and sampler."""
+    for loader, built in built_loaders.living():
+        mine = (loader.batch_sampler, loader.sampler)
+        if loader.dataset is dataset and any(each is index_sampler for each in mine):
+            return built
+    return None
+
+
+def sampler_facts(mine: list[Any]) -> SamplerFacts:
+    """What a pass's samplers say of themselves, without running any code of theirs.
+
+    Args:
+        mine: The sampler and, if there is one, the batch sampler around it.
+    """
+    known: dict[str, Any] = {}
+    for sampler in mine:
+        attributes = getattr(sampler, "__dict__", {})
+        for name in _SAMPLER_FACTS:
+            if type(attributes.get(name)) in (int, bool):
+                known.setdefault(name, attributes[name])
+    inner = mine[0] if mine else None
+    built = built_samplers.find(inner)
+    if built is None and inner is not None:
+        # There may be no weak reference to it.
+        with contextlib.suppress(TypeError):
+            built = built_samplers.add(inner, NOWHERE)
+    if built is not None:
+        built.used = True
+    return SamplerFacts(
+        name=type(inner).__name__ if mine else "",
+        torch=all(type(each).__module__.startswith("torch.utils.data") for each in mine),
+        set_epoch=any(hasattr(type(each), "set_epoch") for each in mine),
+        id=built.number if built is not None else None,
+        made=built.site.location if built is not None and built.site.path else None,
+        **known,
+    )
+
+
+def idle_samplers(dataset: Any) -> tuple[Location, ...]:
+    """Lines that built samplers of a data set that no loader was given, the newest two."""
+    idle = [
+        each.site.location
+        for thing, each in built_samplers.living()
+        if not each.used and getattr(thing, "dataset", None) is dataset and each.site.path
+    ]
+    return tuple(idle[:2])
+
+
+def batch_count(mine: list[Any]) -> int | None:
+    """How many batches a pass will have; None if only code of the job's could tell."""
+    if not mine:
+        return None
+    lengths = (getattr(type(each), "__len__", None) for each in mine)
+    if not all(str(getattr(each, "__module__", "")).startswith("torch.") for each in lengths):
+        return None
+    try:
+        return len(mine[-1])
+    except Exception:
+        return None
+
+
+# -- whether a loop over a loader goes on until the loader ends, as its source says
+
+
+LARGEST_SOURCE = 300_000
+"""Bytes of a source file that is read at most."""
+
+_PLAIN_ITERABLES = (ast.Name, ast.Attribute, ast.Subscript)
+_WRAPPERS = ("enumerate", "tqdm")
+
+
+@functools.lru_cache(maxsize=32)
+def runs_to_end(path: str, line: int) -> bool:
+    """Whether a ``for`` at that line takes every batch; False also where that is not known."""
+    try:
+        with open(path, "rb") as file:
+            source = file.read(LARGEST_SOURCE + 1)
+        tree = ast.parse(source) if len(source) <= LARGEST_SOURCE else None
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return False
+    if tree is None:
+        return False
+    for node in ast.walk(tree):
+        if isinstance(node, ast.For) and node.lineno <= line <= (node.iter.end_lineno or 0):
+            return _takes_all(node.iter) and not any(map(_leaves_loop, node.body))
+    return False
+
+
+def _takes_all(iterated: ast.expr) -> bool:
+    while isinstance(iterated, ast.Call):
+        called = iterated.func
+        name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+        if name not in _WRAPPERS or not iterated.args:
+            return False
+        iterated = iterated.args[0]
+    return isinstance(iterated, _PLAIN_ITERABLES)
+
+
+def _leaves_loop(node: ast.AST, inner: bool = False) -> bool:
+    """Whether a statement of the loop's body may leave it, or hand control to a caller."""
+    if isinstance(node, (ast.Return, ast.Yield, ast.YieldFrom)):
+        return True
+    if isinstance(node, ast.Break):
+        return not inner
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
+        return False
+    inner = inner or isinstance(node, (ast.For, ast.AsyncFor, ast.While))
+    return any(_leaves_loop(child, inner) for child in ast.iter_child_nodes(node))
+
+
+# -- batches
+
+
+MOST_LOOPS = 2048
+"""Loops that one rank records."""
+
+MOST_IDLE = 8
+"""Batches without a backward that a loop records one by one."""
+
+MOST_FRAMES = 6
+"""Lines of the user's code that are recorded, outwards: the loop may be that of a caller."""
+
+
+class _Loop:
+    """One pass over a loader."""
+
+    __slots__ = (
+        "after", "backwards", "before", "fetched", "forwards", "idle",
+        "idled", "joins", "number", "ref", "sites",
+    )  # fmt: skip
+
+    def __init__(self, sites: list[Site], reduced: int) -> None:
+        self.sites = sites
+        self.number = -1
+        """The loop's number among those that were recorded, -1 as long as it was not."""
+        self.before = self.after = reduced
+        """Reduced backwards begun before the loop, and by now, those of other loops left out."""
+        self.fetched = 0
+        self.forwards = 0
+        """Forwards before the last fetch; ``backwards`` likewise."""
+        self.backwards = 0
+        self.idle: list[IdleBatch] = []
+        self.idled = 0
+        self.joins = False
+        self.ref: weakref.ref[Any] | None = None
+
+
+class Loops(Observer):
+    """The training loops of a rank."""
+
+    def __init__(self, state: RankState) -> None:
+        super().__init__(state)
+        self._tracker = state.tracker
+        self._reduced = 0
+        """Reduced backwards when the current loop was last looked at."""
+        self._recorded = 0
+        self._current: _Loop | None = None
+        self._open: set[_Loop] = set()
+
+    # -- batches
+
+    def batch_fetched(self, iterator: Any, data: Any) -> None:
+        """A loop begins, or goes on."""
+        if not sys.modules["torch"].is_grad_enabled():
+            return
+        loop: _Loop | None = getattr(iterator, "_ddpdoctor_loop", None)
+        if loop is None or torch_private.is_first_batch(iterator):
+            # Persistent workers go on with the same iterator.
+            if loop is not None:
+                self._close(loop, "left")
+            loop = iterator._ddpdoctor_loop = self._begin(iterator)
+        else:
+            self._look_back(loop)
+        loop.fetched += 1
+        loop.forwards, loop.backwards = self._tracker.forwards, self._tracker.backward_count
+        self._go_on(loop)
+        if loop.number < 0 and self._recorded < MOST_LOOPS:
+            # Another loop may have trained since this one began.
+            self.wake("forward_begins", "buffers_begin")
+
+    def _begin(self, iterator: Any) -> _Loop:
+        loop = _Loop(sites_of(sys._getframe(2), MOST_FRAMES), self._tracker.reduced)
+        self._open.add(loop)
+
+        @shield.shielded
+        def let_go(_: Any) -> None:
+            self._close(loop, "left", sites_of(sys._getframe(1), MOST_FRAMES))
+
+        loop.ref = weakref.ref(iterator, let_go)
+        return loop
+
+    def _go_on(self, loop: _Loop | None) -> None:
+        """Backwards belong to this loop from now on."""
+        reduced = self._tracker.reduced
+        if self._current is not None and reduced != self._reduced:
+            self._current.after = reduced
+        self._current, self._reduced = loop, reduced
+
+    def _look_back(self, loop: _Loop) -> None:
+        """Another batch is taken: was there a backward since the last one?"""
+        if loop.backwards != self._tracker.backward_count:
+            return
+        loop.idled += 1
+        if len(loop.idle) >= MOST_IDLE:
+            return
+        forward = loop.forwards != self._tracker.forwards
+        loop.idle.append(IdleBatch(loop.fetched - 1, self.state.tracker.steps, forward))
+        if loop.number >= 0:
+            self._record(loop, "skips")
+
+    def loader_exhausted(self, iterator: Any) -> None:
+        """Its loop is over."""
+        loop: _Loop | None = getattr(iterator, "_ddpdoctor_loop", None)
+        if loop is None or loop not in self._open:
+            return
+        self._look_back(loop)
+        partner = self._current
+        self._close(loop, "ended")
+        # Of loaders in one zip the first that ends is the end of the loop, known by the last.
+        if partner is not None and partner is not loop and loop.sites == partner.sites:
+            self._look_back(partner)
+            self._close(partner, "ended")
+
+    # -- passes
+
+    def buffers_begin(self, ddp: Any) -> None:
+        """DDP's broadcast in front of a forward: ranks that left are missed here already."""
+        if sys.modules["torch"].is_grad_enabled():
+            self._trains(ddp)
+
+    def forward_begins(self, ddp: Any, armed: bool) -> None:
+        """A loop trains once one of its forwards is to be reduced."""
+        if armed:
+            self._trains(ddp)
+            self.rest("forward_begins", "buffers_begin")
+
+    def _trains(self, ddp: Any) -> None:
+        loop = self._current
+        if loop is not None and loop.number < 0:
+            loop.joins = torch_private.joins(ddp)
+            if self._recorded < MOST_LOOPS:
+                loop.number = self._recorded
+                self._recorded += 1
+                self._record(loop, "trains")
+
+    # -- records
+
+    def _close(self, loop: _Loop, how: str, sites: list[Site] | None = None) -> None:
+        """Record a loop for the last time."""
+        if loop not in self._open:
+            return
+        self._open.discard(loop)
+        if self._current is loop:
+            self._go_on(None)
+        if loop.number >= 0:
+            self._record(loop, how, sites)
+
+    def _record(self, loop: _Loop, how: str, sites: list[Site] | None = None) -> None:
+        if self.state.closed:
+            return
+        begins, over = how == "trains", how not in ("trains", "skips")
+        # The next collective may meet another one, and gloo then aborts the process at once.
+        self.state.recorder.add_now(
+            LoopRecord(
+                time=time.time_ns(),
+                loop=loop.number,
+                state=how,
+                step=self.state.tracker.steps,
+                frames=_locations(loop.sites) if begins else (),
+                before=loop.before if begins else None,
+                joins=begins and loop.joins,
+                fetched=loop.fetched if over else None,
+                after=loop.after if over else 0,
+                idle=tuple(loop.idle),
+                idled=loop.idled if over else 0,
+                left_at=_locations(sites or []),
+            )
+        )
+
+    def rank_fails(self, error: BaseException) -> None:
+        """All loops are over."""
+        for loop in list(self._open):
+            self._close(loop, "failed")
+
+    def rank_ends(self) -> None:
+        """All loops are over."""
+        for loop in list(self._open):
+            self._close(loop, "left")
+
+
+def _locations(sites: list[Site]) -> tuple[Location, ...]:
+    return tuple(site.location for site in sites)

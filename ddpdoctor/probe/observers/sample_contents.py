@@ -1,0 +1,333 @@
+"""Tell samples apart: by hashes of their elements, by sketches of a pass, by the data set below.
+
+Of a batch a few elements of a few samples are copied at once, since the batch is the job's to
+change; the copies are a few bytes and are hashed later. What lies on a device is left alone.
+
+Whatever a rank calls a sample, and in whatever order it draws them, equal samples have equal
+hashes: of two ranks the smallest hashes (`Sketch`) show how much of their data is the same. Two
+ranks that draw index 7 from different subsets draw different samples, so that draws are compared in
+the numbers of the data at the bottom (`bottom_of`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+from zlib import crc32
+
+from ddpdoctor.probe.observers import readback
+from ddpdoctor.run.records import training as records
+
+# -- A look into a batch: its size, and hashes of a few elements of a few of its samples
+
+
+MOST_LEAVES = 3
+"""Tensors, or lists of strings, of a batch that are looked at."""
+
+WIDE = 16
+"""Elements spread over a sample that are hashed."""
+
+NARROW = 8
+"""Elements at a sample's beginning, which stay the same however far its batch is padded."""
+
+_BATCH_DEPTH = 3
+
+Hashes = Callable[[], list[list[int]]]
+
+
+def batch_size(batch: Any, depth: int = _BATCH_DEPTH) -> int:
+    """The first dimension of the first tensor in a batch; 0 if there is none within reach."""
+    try:
+        return _size(batch, depth)
+    except Exception:
+        # A batch may be anything, lazy and broken mappings included.
+        return 0
+
+
+def _size(batch: Any, depth: int) -> int:
+    if isinstance(batch, sys.modules["torch"].Tensor):
+        return int(batch.shape[0]) if batch.dim() else 0
+    if depth == 0:
+        return 0
+    if isinstance(batch, Mapping):
+        batch = tuple(batch.values())
+    if isinstance(batch, (list, tuple)):
+        for item in batch[:8]:
+            found = _size(item, depth - 1)
+            if found:
+                return found
+    return 0
+
+
+def leaves(data: Any, depth: int = 2) -> list[Any]:
+    """The tensors and lists of strings of a batch, the first few."""
+    torch: Any = sys.modules["torch"]
+    if type(data) is torch.Tensor:
+        return [data] if data.dim() and data.is_cpu and data.numel() else []
+    if isinstance(data, (list, tuple)) and data and isinstance(data[0], str):
+        return [list(data)]
+    if depth == 0:
+        return []
+    if isinstance(data, Mapping):
+        data = list(data.values())[:8]
+    found: list[Any] = []
+    if isinstance(data, (list, tuple)):
+        for item in data[:8]:
+            found += leaves(item, depth - 1)
+            if len(found) >= MOST_LEAVES:
+                break
+    return found[:MOST_LEAVES]
+
+
+def sample_hashes(data: Any, places: list[int], size: int | None) -> Hashes | None:
+    """What makes the hashes of the samples at ``places``, a list for each; None if there are none.
+
+    Args:
+        data: The batch.
+        places: Positions in the batch.
+        size: How many samples it has; None if the batch is one sample as a whole.
+    """
+    copies = [
+        copy
+        for leaf in leaves(data)
+        if (
+            copy := _string_hashes(leaf, places, size)
+            if type(leaf) is list
+            else _row_hashes(leaf, places, size)
+        )
+    ]
+    if not copies:
+        return None
+    return lambda: [list(row) for row in zip(*(c for copy in copies for c in copy()), strict=False)]
+
+
+def _string_hashes(
+    leaf: list[str], places: list[int], size: int | None
+) -> Callable[[], list[Any]] | None:
+    if size is None:
+        kept = ["\0".join(leaf[:64])[:4096]]
+    elif len(leaf) != size:
+        return None
+    else:
+        kept = [leaf[place][:4096] for place in places]
+    return lambda: [[crc32(text.encode("utf-8", "replace")) for text in kept]]
+
+
+def _row_hashes(leaf: Any, places: list[int], size: int | None) -> Callable[[], list[Any]] | None:
+    torch: Any = sys.modules["torch"]
+    if not leaf.is_contiguous() or leaf.layout is not torch.strided:
+        return None
+    if size is None:
+        flat = leaf.detach().view(1, -1)
+    elif leaf.shape[0] != size:
+        return None
+    else:
+        flat = leaf.detach().view(size, -1)
+    with torch.no_grad():
+        begin = flat[:, :NARROW]
+        stride = max(1, flat.shape[1] // WIDE)
+        spread = flat[:, ::stride][:, :WIDE]
+        if size is not None:
+            begin, spread = begin[places], spread[places]
+        begin, spread = begin.clone(), spread.clone()
+    return lambda: [_hash_rows(begin), _hash_rows(spread)]
+
+
+def _hash_rows(copy: Any) -> list[int]:
+    torch: Any = sys.modules["torch"]
+    plain = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[copy.element_size()]
+    return [crc32(repr(row).encode()) for row in copy.contiguous().view(plain).tolist()]
+
+
+# -- sketches
+
+
+SKETCH_SIZE = 256
+"""Hashes that are kept."""
+
+
+MOST_SKETCHED = 1024
+"""Samples of a batch that are looked at, at most."""
+
+_SKETCH_MASK = (1 << 48) - 1
+
+Rows = Callable[[], list[int]]
+
+
+class Sketch:
+    """The smallest hashes of the samples of one pass; for the writing thread."""
+
+    __slots__ = ("_limit", "_times", "looked")
+
+    def __init__(self) -> None:
+        self.looked = 0
+        """Samples that were hashed."""
+        self._times: dict[int, int] = {}
+        self._limit = _SKETCH_MASK + 1
+
+    def add(self, hashes: list[int]) -> None:
+        """Some more samples."""
+        self.looked += len(hashes)
+        limit, times = self._limit, self._times
+        for each in hashes:
+            if each < limit:
+                times[each] = times.get(each, 0) + 1
+        if len(times) > 2 * SKETCH_SIZE:
+            self._times = {each: times[each] for each in sorted(times)[:SKETCH_SIZE]}
+            self._limit = max(self._times)
+
+    def summary(self) -> records.Sketch:
+        """Samples hashed, how often one of those kept came again, and the smallest hashes."""
+        kept = tuple(sorted(self._times)[:SKETCH_SIZE])
+        return records.Sketch(self.looked, sum(self._times[each] - 1 for each in kept), kept)
+
+
+def sketch_rows(data: Any) -> Rows | None:
+    """What hashes each sample of a batch, later: of the copies of a few elements of each.
+
+    None where there is nothing to look at: the batch's widest part is not made of samples side by
+    side, or lies on a device.
+    """
+    torch: Any = sys.modules["torch"]
+    found = leaves(data)
+    tensors = [each for each in found if type(each) is not list]
+    if not tensors:
+        return _sketch_texts(found[0]) if found else None
+    leaf = max(tensors, key=lambda each: each.numel())
+    if not leaf.is_contiguous() or leaf.layout is not torch.strided:
+        return None
+    with torch.no_grad():
+        flat = leaf.detach().view(leaf.shape[0], -1)[:MOST_SKETCHED]
+        width = flat.shape[1]
+        # Words are padded at the end, as far as their batch needs it.
+        words = leaf.dtype in (torch.int64, torch.int32)
+        stride = 1 if words else max(1, width // WIDE)
+        copy = flat[:, : stride * WIDE : stride].clone()
+    return lambda: _sketch_hashes(copy)
+
+
+def _sketch_texts(leaf: list[str]) -> Rows:
+    kept = [text[:4096] for text in leaf[:MOST_SKETCHED]]
+    return lambda: [crc32(text.encode("utf-8", "replace")) << 16 for text in kept]
+
+
+def _sketch_hashes(copy: Any) -> list[int]:
+    torch: Any = sys.modules["torch"]
+    plain = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[copy.element_size()]
+    numbers = copy.view(plain).to(torch.int64)
+    weights = readback.hash_weights(numbers.shape[1])
+    # The upper bits depend on all of the lower ones, and not the other way round.
+    found: list[int] = ((numbers * weights).sum(1) >> 16).bitwise_and_(_SKETCH_MASK).tolist()
+    return found
+
+
+# -- the data under a data set: subsets, concatenations and wrappers, down to the bottom
+
+
+MOST_NESTED = 6
+"""Data sets within data sets that are followed."""
+
+INDEX_COST = 150
+"""Nanoseconds that an index takes to be followed."""
+
+
+class Bottom(NamedTuple):
+    """A data set that is a part of others, and what it is in their numbers."""
+
+    lookup: list[int] | None
+    """By index, the number of the sample at the bottom; None if it would take too long to know."""
+    length: int
+    """Samples at the bottom."""
+    subset: Any
+    """The outermost subset."""
+
+
+class _TooDear(Exception):
+    pass
+
+
+class _Walk:
+    """One way down."""
+
+    def __init__(self, left: int) -> None:
+        self.subset: Any = None
+        self.length = 0
+        self._left = left
+        self._spaces: dict[int, range] = {}
+
+    def numbers(self, dataset: Any, depth: int) -> Sequence[int]:
+        """By index, the number of the sample at the bottom."""
+        if depth:
+            if is_subset(dataset):
+                if self.subset is None:
+                    self.subset = dataset
+                return self._chosen(dataset, depth)
+            parts = _attribute(dataset, "datasets")
+            if isinstance(parts, (list, tuple)) and _attribute(dataset, "cumulative_sizes"):
+                # A ConcatDataset.
+                each = [self.numbers(part, depth - 1) for part in parts]
+                self._pay(sum(map(len, each)))
+                return list(chain.from_iterable(each))
+            inner = _attribute(dataset, "dataset")
+            if inner is not None and len(inner) == len(dataset):
+                # A wrapper that maps each sample to one: of a transform, say.
+                return self.numbers(inner, depth - 1)
+        space = self._spaces.get(id(dataset))
+        if space is None:
+            space = range(self.length, self.length + len(dataset))
+            self._spaces[id(dataset)] = space
+            self.length = space.stop
+        return space
+
+    def _chosen(self, subset: Any, depth: int) -> list[int]:
+        indices = subset.indices
+        self._pay(len(indices))
+        inner = self.numbers(subset.dataset, depth - 1)
+        plain = indices.tolist() if hasattr(indices, "tolist") else indices
+        return [inner[index] for index in plain]
+
+    def _pay(self, indices: int) -> None:
+        self._left -= indices * INDEX_COST
+        if self._left < 0:
+            raise _TooDear
+
+
+def is_subset(dataset: Any) -> bool:
+    """Whether it is torch's own Subset, or one that looks like it."""
+    return hasattr(dataset, "indices") and hasattr(dataset, "dataset")
+
+
+def _attribute(dataset: Any, name: str) -> Any:
+    # Not getattr, which may be code of the job's.
+    return getattr(dataset, "__dict__", {}).get(name)
+
+
+def bottom_of(dataset: Any, left: int) -> Bottom | None:
+    """What lies under a data set; None if there is no subset in it, so that it is itself all.
+
+    Args:
+        dataset: A map-style data set.
+        left: Nanoseconds that it may take.
+    """
+    if not _holds_subset(dataset, MOST_NESTED):
+        return None
+    walk = _Walk(left)
+    try:
+        numbers = walk.numbers(dataset, MOST_NESTED)
+    except _TooDear:
+        return Bottom(None, 0, walk.subset)
+    return Bottom(list(numbers), walk.length, walk.subset)
+
+
+def _holds_subset(dataset: Any, depth: int) -> bool:
+    if is_subset(dataset):
+        return True
+    if not depth:
+        return False
+    parts = _attribute(dataset, "datasets")
+    if isinstance(parts, (list, tuple)):
+        return any(_holds_subset(part, depth - 1) for part in parts[:64])
+    inner = _attribute(dataset, "dataset")
+    return inner is not None and _holds_subset(inner, depth - 1)

@@ -1,0 +1,327 @@
+"""Sample the training thread's stack when asked: where it spends its time, a few dozen times.
+
+The supervisor asks all ranks of its node once one of them is slow; a rule compares what they saw. A
+thread of ours takes the samples, through ``sys._current_frames()`` and without signals, and ends
+afterwards. A sample is a walk up the stack, 10 to 40 us with the GIL held; code and line are kept,
+no frame, so no tensor lives longer for it. With the samples goes what the kernel counts for the
+thread in that time: a line says where, the counters say why.
+
+Where the GIL is held by native code a sample waits until it is given up, which is at the line that
+called it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from types import CodeType, FrameType
+from typing import Any
+
+from ddpdoctor.core.user_code import user_file
+from ddpdoctor.probe.runtime import hot
+from ddpdoctor.probe.runtime.budget import clock
+from ddpdoctor.probe.runtime.events import Observer
+from ddpdoctor.probe.runtime.rank import RankState
+from ddpdoctor.probe.runtime.shield import background
+from ddpdoctor.run.mapped import MOST_PROFILES, PROFILE, Asked
+from ddpdoctor.run.records.base import CodeFrame
+from ddpdoctor.run.records.training import ProfileRecord, SampledStack
+
+SAMPLES = 48
+"""Samples of one profile."""
+
+QUICKEST, SLOWEST = 0.03, 1.0
+"""Seconds between two samples, on average: at least and at most."""
+
+SPAN = 6
+"""Steps that a profile is to span."""
+
+ATTEMPTS = 3
+"""Times that samples are taken until some steps were among them: not a loader that starts."""
+
+PAUSE = 60.0
+"""Seconds in which no step ends, as between two epochs, that samples are put off for."""
+
+MOST_FRAMES = 32
+"""Frames of the user's code that are kept of a sample, the innermost ones."""
+
+DEEPEST = 400
+"""Frames that are walked at most."""
+
+MOST_CHILDREN = 64
+"""Child processes that are counted."""
+
+_GOLDEN = 0.6180339887498949
+
+_TICK = 1_000_000_000 // os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 10_000_000
+
+_Line = tuple[CodeType, int]
+_Sample = tuple[tuple[_Line, ...], CodeType, str, int]
+"""The user's frames, innermost first; the innermost of all; the thread's state; the phase."""
+
+
+class Sampler:
+    """Takes one profile of the training thread.
+
+    Args:
+        state: The rank.
+        number: What the supervisor asked by.
+    """
+
+    def __init__(self, state: RankState, number: int) -> None:
+        self._state = state
+        self._number = number
+        self._thread = state.tracker.thread
+        self._task = f"/proc/self/task/{state.tracker.native}"
+        self._stop = threading.Event()
+        self._writing = threading.Lock()
+        self._samples: list[_Sample] = []
+        self._known: dict[int, tuple[CodeType, bool]] = {}
+        self._before: dict[str, int] = {}
+        self._children: dict[int, tuple[int, int]] = {}
+        self._cost = 0
+        self._collects = hot.deferring(self._on_collection)
+        self._collecting = 0
+        self._collected = 0
+        self._collections = 0
+        self.over = False
+        self.threads = 0
+        """Of torch's, for one operation; 0 as long as it is not known."""
+
+    def run(self) -> None:
+        """Take the samples and write them down; runs in a thread of ours."""
+        interval = SPAN * self._state.tracker.last_total / 1e9 / SAMPLES
+        interval = min(max(interval, QUICKEST), SLOWEST)
+        gc.callbacks.append(self._collects)
+        try:
+            with _opened(f"{self._task}/stat") as status:
+                for _ in range(ATTEMPTS):
+                    self._await_step(interval)
+                    if self._take(status, interval):
+                        break
+        finally:
+            self.finish()
+
+    def _await_step(self, interval: float) -> None:
+        """Wait until a step ends: samples of a pause say nothing of the steps."""
+        steps, until = self._state.tracker.steps, time.monotonic() + PAUSE
+        while self._state.tracker.steps == steps and time.monotonic() < until:
+            if self._stop.wait(interval):
+                return
+
+    def _take(self, status: int, interval: float) -> bool:
+        """Take all samples; False if no step was closed meanwhile."""
+        self._before, self._children = self._counters(), _children()
+        self._samples = []
+        self._collected = self._collections = 0
+        for number in range(SAMPLES):
+            # Neither drawn nor in step with the training: from a half to one and a half.
+            if self._stop.wait(interval * (0.5 + number * _GOLDEN % 1.0)) or self._sample(status):
+                return True
+        return self._state.tracker.steps > self._before["steps"] + 1
+
+    def finish(self) -> None:
+        """Write what there is; once, from whichever thread comes first."""
+        self._stop.set()
+        if not self._writing.acquire(blocking=False):
+            return
+        self.over = True
+        with contextlib.suppress(ValueError):
+            gc.callbacks.remove(self._collects)
+        self._state.budget.spend(self._cost)
+        self._state.recorder.add(self._record())
+
+    def _sample(self, status: int) -> bool:
+        """Take one sample; whether the thread is gone."""
+        began = clock()
+        frame = sys._current_frames().get(self._thread)
+        if frame is None:
+            return True
+        innermost = frame.f_code
+        phase = self._state.tracker.phase
+        lines = self._lines(frame)
+        # A frame that is held would hold tensors.
+        del frame
+        # While the file is read the GIL is free: a thread that only waits for it is seen to run.
+        self._samples.append((lines, innermost, _letter(status), phase))
+        self._cost += clock() - began
+        return False
+
+    def _lines(self, frame: FrameType | None) -> tuple[_Line, ...]:
+        found: list[_Line] = []
+        known = self._known
+        for _ in range(DEEPEST):
+            if frame is None or len(found) >= MOST_FRAMES:
+                break
+            code = frame.f_code
+            mine = known.get(id(code))
+            if mine is None:
+                mine = known[id(code)] = code, user_file(code.co_filename)
+            if mine[1]:
+                found.append((code, frame.f_lineno or 0))
+            frame = frame.f_back
+        return tuple(found)
+
+    def _files(self) -> set[str]:
+        return {code.co_filename for sample in self._samples for code, _ in sample[0]}
+
+    def _on_collection(self, phase: str, info: dict[str, int]) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        now = time.perf_counter_ns()
+        if phase == "start":
+            self._collecting = now
+        elif self._collecting:
+            self._collected += now - self._collecting
+            self._collections += 1
+            self._collecting = 0
+
+    def _counters(self) -> dict[str, int]:
+        """What the kernel has counted for the training thread so far, as far as it can be read."""
+        counted = {"wall": time.perf_counter_ns(), "steps": self._state.tracker.steps}
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            ran, waited = _numbers(f"{self._task}/schedstat")[:2]
+            counted |= {"ran": ran, "waited": waited}
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            fields = _read(f"{self._task}/stat").rpartition(b")")[2].split()
+            counted |= {
+                "minor": int(fields[7]),
+                "major": int(fields[9]),
+                "system": int(fields[12]) * _TICK,
+            }
+        with contextlib.suppress(OSError, ValueError):
+            words = dict(line.split(b": ") for line in _read(f"{self._task}/io").splitlines())
+            counted |= {"characters": int(words[b"rchar"]) + int(words[b"wchar"])}
+            counted |= {"disk": int(words[b"read_bytes"]) + int(words[b"write_bytes"])}
+        return counted
+
+    def _record(self) -> ProfileRecord:
+        after, children = self._counters(), _children()
+        counted = {
+            name: max(after[name] - before, 0)
+            for name, before in self._before.items()
+            if name in after
+        }
+        # Workers of a new epoch are other processes: each is counted by itself.
+        ran, waited = (
+            sum(each[at] - self._children.get(pid, (0, 0))[at] for pid, each in children.items())
+            for at in (0, 1)
+        )
+        paths = {each: os.path.abspath(each) for each in self._files()}
+        stacks: Counter[tuple[tuple[CodeFrame, ...], tuple[str, str], str, int]] = Counter()
+        for lines, innermost, letter, phase in self._samples:
+            frames = tuple(
+                CodeFrame(paths[code.co_filename], line, code.co_name) for code, line in lines
+            )
+            waits = (os.path.basename(innermost.co_filename), innermost.co_name)
+            stacks[frames, waits, letter, phase] += 1
+        return ProfileRecord(
+            time=time.time_ns(),
+            asked=self._number,
+            step=self._state.tracker.steps,
+            samples=len(self._samples),
+            **counted,
+            children=min(len(self._children), len(children)),
+            children_ran=max(ran, 0),
+            children_waited=max(waited, 0),
+            gc=self._collected,
+            collections=self._collections,
+            affinity=_affinity(self._state.tracker.native),
+            threads=self.threads,
+            cost=self._cost,
+            stacks=tuple(SampledStack(count, *key) for key, count in stacks.items()),
+        )
+
+
+def _letter(status: int) -> str:
+    """The state of a thread as in its ``stat``; empty if that cannot be read."""
+    try:
+        # The name in it may hold anything, a parenthesis included; it is short.
+        return os.pread(status, 128, 0).rpartition(b") ")[2][:1].decode("ascii", "replace")
+    except OSError:
+        return ""
+
+
+def _read(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(4096)
+
+
+def _numbers(path: str) -> list[int]:
+    return [int(each) for each in _read(path).split()]
+
+
+def _children() -> dict[int, tuple[int, int]]:
+    """For how long each child process ran, and waited for a core, by its pid."""
+    found: list[int] = []
+    with contextlib.suppress(OSError, ValueError):
+        for task in os.listdir("/proc/self/task"):
+            found += _numbers(f"/proc/self/task/{task}/children")
+    counts: dict[int, tuple[int, int]] = {}
+    for child in found[:MOST_CHILDREN]:
+        with contextlib.suppress(OSError, ValueError):
+            ran, waited = _numbers(f"/proc/{child}/schedstat")[:2]
+            counts[child] = ran, waited
+    return counts
+
+
+def _affinity(task: int) -> tuple[int, ...]:
+    """The cores that a thread may run on; none if that is not known."""
+    try:
+        return tuple(sorted(os.sched_getaffinity(task)))
+    except (OSError, AttributeError):
+        return ()
+
+
+@contextlib.contextmanager
+def _opened(path: str) -> Any:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        yield -1
+        return
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+class Profiles(Observer):
+    """Takes a profile whenever the supervisor asks for one.
+
+    Raises:
+        OSError: Nothing asks in the run directory.
+        ValueError: Nothing does.
+    """
+
+    def __init__(self, state: RankState, directory: str) -> None:
+        super().__init__(state)
+        self._asked = Asked(directory, PROFILE)
+        self._taken = 0
+        self._running: Sampler | None = None
+
+    def look(self) -> None:
+        """Begin if the supervisor has asked; runs in the writing thread."""
+        number = self._asked.news()
+        idle = self._running is None or self._running.over
+        if number and idle and self._taken < MOST_PROFILES and self.state.budget.enabled:
+            self._taken += 1
+            self._running = Sampler(self.state, number)
+            self.wake("step_ended")
+            background("profile", self._running.run).start()
+
+    def step_ended(self, optimizer: Any, number: int) -> None:
+        """Ask how many threads torch computes with: the number differs by thread."""
+        self.rest("step_ended")
+        if self._running is not None and not self._running.threads:
+            self._running.threads = int(sys.modules["torch"].get_num_threads())
+
+    def rank_ends(self) -> None:
+        """Write what there is."""
+        if self._running is not None:
+            self._running.finish()

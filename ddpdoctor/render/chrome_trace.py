@@ -1,0 +1,423 @@
+"""Write a run as a Chrome trace for Perfetto, with the traces of torch.profiler beside it.
+
+Each rank is a process with tracks for steps, phases, waits for the DataLoader and collectives.
+All times are on one clock (`ddpdoctor.diagnose.node_clocks`), in microseconds from the start of the
+run. Only durations are recorded within a step, so phases are laid out in their usual order.
+
+A profiler trace names its rank (``distributedInfo``) if the process group was initialized;
+otherwise the process id or the file's name tells. Its times count from ``baseTimeNanoseconds``;
+traces of older versions of torch have none and hold microseconds since 1970.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import re
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ddpdoctor import __version__
+from ddpdoctor.core import opening
+from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.core.finding import Finding
+from ddpdoctor.core.formatting import json_text, shown
+from ddpdoctor.core.opening import integer
+from ddpdoctor.diagnose.node_clocks import offsets
+from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.run.records.process import ErrorRecord
+from ddpdoctor.run.records.supervisor import (
+    FindingRecord,
+    HangOverRecord,
+    HangRecord,
+    RankExitRecord,
+)
+from ddpdoctor.run.records.training import StepRecord
+from ddpdoctor.run.ring import Collective
+from ddpdoctor.run.snapshot import Rank, Run
+from ddpdoctor.run.step_series import newest_steps, split_backwards
+
+# -- traces of torch.profiler, moved onto the clock and beside the ranks of a run's own trace
+
+
+MOST_PROFILE_BYTES = 1 << 30
+"""Bytes of a trace, decompressed."""
+
+_PROFILE_SUFFIXES = (".json", ".json.gz")
+_RANK_IN_NAME = re.compile(r"rank[-_]?(\d{1,6})", re.IGNORECASE)
+_NUMBERS_PER_RANK = 1_000_000
+"""Process numbers of the trace of rank R begin at ``(R + 1) * _PLACE``."""
+_ARROWS_PER_RANK = 1 << 32
+"""Numbers of its arrows, in the same way; JavaScript holds them exactly."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The trace of one rank."""
+
+    rank: int
+    base: int
+    """Unix nanoseconds from which its times count."""
+    events: Sequence[JsonObject]
+
+
+def read_profiles(directory: str, run: Run) -> list[Profile]:
+    """The traces in a directory and below.
+
+    Raises:
+        DoctorError: There is none, one cannot be read, or belongs to no rank of the run.
+    """
+    paths = sorted(
+        each for each in Path(directory).rglob("*") if each.name.endswith(_PROFILE_SUFFIXES)
+    )
+    found = [profile for path in paths if (profile := _read_profile(path, run)) is not None]
+    if not found:
+        raise DoctorError(
+            f"{directory} has no trace of torch.profiler",
+            "name the folder that tensorboard_trace_handler or export_chrome_trace wrote to",
+        )
+    return found
+
+
+def _read_profile(path: Path, run: Run) -> Profile | None:
+    """A trace; None if the file is another JSON."""
+    try:
+        data = opening.contents(path, MOST_PROFILE_BYTES, links=True)
+        if path.name.endswith(".gz"):
+            data = zlib.decompressobj(zlib.MAX_WBITS | 16).decompress(data, MOST_PROFILE_BYTES)
+        trace = opening.loads(data)
+    except (OSError, ValueError, zlib.error, gzip.BadGzipFile) as error:
+        raise DoctorError(f"cannot read {path}: {error}") from None
+    if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
+        return None
+    events = [each for each in trace["traceEvents"] if isinstance(each, dict)]
+    rank = _profile_rank(path, trace, events, run)
+    if rank is None:
+        raise DoctorError(
+            f"{path} belongs to no rank of the run",
+            "put the rank into its name, as in rank0.json",
+        )
+    return Profile(rank, integer(trace, "baseTimeNanoseconds"), events)
+
+
+def _profile_rank(path: Path, trace: JsonObject, events: list[JsonObject], run: Run) -> int | None:
+    ranks = {rank.rank for rank in run.last}
+    recorded = trace.get("distributedInfo")
+    if isinstance(recorded, dict) and integer(recorded, "rank", -1) in ranks:
+        return integer(recorded, "rank")
+    pids = {rank.status.pid: rank.rank for rank in run.last if rank.status is not None}
+    for event in events[:1000]:
+        if isinstance(event.get("pid"), int) and event["pid"] in pids:
+            return pids[event["pid"]]
+    named = _RANK_IN_NAME.search(path.name)
+    return int(named[1]) if named is not None and int(named[1]) in ranks else None
+
+
+def profile_events(
+    profiles: Sequence[Profile], zero: int, behind: Callable[[int], int]
+) -> Iterator[JsonObject]:
+    """The events of all traces, on the clock of the run's trace.
+
+    Args:
+        profiles: The traces.
+        zero: Unix nanoseconds at which the run's trace begins.
+        behind: Nanoseconds to take off the moments of a rank.
+    """
+    every = {profile.rank: _ProfileNumbers(profile.rank) for profile in profiles}
+    for profile in profiles:
+        shift = (profile.base - zero - behind(profile.rank)) / 1e3
+        numbers = every[profile.rank]
+        numbers.begin()
+        for event in profile.events:
+            moved = numbers.of(event)
+            if isinstance(event.get("ts"), (int, float)):
+                moved["ts"] = round(event["ts"] + shift, 3)
+            yield from numbers.named()
+            yield moved
+
+
+class _ProfileNumbers:
+    """Numbers for the processes, tracks and arrows of a rank, which no other rank has."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._processes: dict[str, int] = {}
+        self._tracks: dict[tuple[int, str], int] = {}
+        self._arrows: dict[str, int] = {}
+        self._next_arrow = (rank + 1) * _ARROWS_PER_RANK
+        self._names: list[JsonObject] = []
+
+    def begin(self) -> None:
+        """Another trace of the rank begins, as its profiler writes one a cycle."""
+        self._next_arrow += len(self._arrows)
+        self._arrows.clear()
+
+    def of(self, event: JsonObject) -> JsonObject:
+        """An event of that trace with these numbers."""
+        moved: dict[str, Any] = _without_control_characters(event)
+        moved["pid"] = process = self._process(event.get("pid"))
+        moved["tid"] = self._track(process, event.get("tid"))
+        if "id" in event:
+            # Perfetto reads a word as a hexadecimal number, and draws no arrow for other words.
+            number = self._next_arrow + len(self._arrows)
+            moved["id"] = self._arrows.setdefault(str(event["id"]), number)
+        if event.get("ph") == "M" and event.get("name") == "process_name":
+            named = event.get("args")
+            name = named.get("name", "") if isinstance(named, dict) else ""
+            moved["args"] = {"name": self._name(f"{name} {event.get('pid')}")}
+        return moved
+
+    def named(self) -> Iterator[JsonObject]:
+        """The names of what has a word in place of a number, once."""
+        yield from self._names
+        self._names.clear()
+
+    def _name(self, what: str) -> str:
+        return shown(f"rank {self._rank} profiler: {what.strip()}".rstrip(": "))
+
+    def _process(self, pid: object) -> int:
+        """A process of the host, a GPU, or a word for what is none of both."""
+        number = self._processes.get(str(pid))
+        if number is None:
+            number = self._processes[str(pid)] = (self._rank + 1) * _NUMBERS_PER_RANK + len(
+                self._processes
+            )
+            if not isinstance(pid, int):
+                name = self._name(str(pid or ""))
+                self._names.append(
+                    {"ph": "M", "name": "process_name", "pid": number, "tid": 0,
+                     "args": {"name": name}}
+                )  # fmt: skip
+        return number
+
+    def _track(self, process: int, tid: object) -> int:
+        if isinstance(tid, int):
+            return tid
+        number = self._tracks.get((process, str(tid)))
+        if number is None:
+            number = self._tracks[process, str(tid)] = zlib.crc32(str(tid).encode())
+            if tid:
+                self._names.append(
+                    {"ph": "M", "name": "thread_name", "pid": process, "tid": number,
+                     "args": {"name": shown(str(tid))}}
+                )  # fmt: skip
+        return number
+
+
+def _without_control_characters(value: Any) -> Any:
+    if isinstance(value, str):
+        return shown(value, "\n")
+    if isinstance(value, dict):
+        return {shown(str(key)): _without_control_characters(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_without_control_characters(each) for each in value]
+    return None if isinstance(value, float) and value - value != 0 else value
+
+
+# -- A run as a Chrome trace: what ui.perfetto.dev, chrome://tracing and trace_processor read
+
+
+MOST_STEPS = 60_000
+"""Steps of all ranks, the newest of each: some 60 MB, which Perfetto still opens at once."""
+
+JOB = 1
+"""The process of what concerns the job as a whole; rank R is ``FIRST + R``."""
+FIRST = 10
+STEPS, PHASES, DATA, COLLECTIVES = 1, 2, 3, 4
+"""The tracks of a rank."""
+
+_PHASE_ORDER = ("data", "forward", "backward", "wait", "optimizer", "other")
+_TRACKS = {STEPS: "steps", PHASES: "phases", DATA: "DataLoader waits", COLLECTIVES: "collectives"}
+
+Event = dict[str, Any]
+
+
+def write_trace(
+    path: str, run: Run, found: Sequence[Finding], profiles: Sequence[Profile], zipped: bool
+) -> int:
+    """Write the trace into a file, event by event; its size in bytes.
+
+    Args:
+        path: The file.
+        run: The run.
+        found: What was found.
+        profiles: Traces of torch.profiler to merge in (`profiler_traces.read`).
+        zipped: Compress it with gzip.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    each = MOST_STEPS // (len(run.last) or 1)
+    newest = {rank.rank: newest_steps(run.path, rank, each) for rank in run.last}
+    steps = split_backwards(run.last, newest, lines=True)
+    clock = _Clock(run, steps)
+    facts = {
+        "ddpdoctor": __version__,
+        "run": shown(str(run.manifest.get("id") or run.path.name)),
+        "clock offsets in ns": {shown(node): each for node, each in clock.ahead.items()},
+    }
+    with gzip.open(path, "wt", 6) if zipped else open(path, "w") as file:
+        head = f'{{"displayTimeUnit":"ms","otherData":{json_text(facts)},"traceEvents":[\n'
+        for event in _events(run, found, steps, clock):
+            file.write(head + json_text(event, separators=(",", ":")))
+            head = ",\n"
+        for event in profile_events(profiles, clock.zero, clock.behind):
+            file.write(head + json_text(event, separators=(",", ":")))
+        file.write("\n]}\n")
+    return os.stat(path).st_size
+
+
+class _Clock:
+    """Makes microseconds of one clock of the moments that ranks wrote down."""
+
+    def __init__(self, run: Run, steps: Mapping[int, Sequence[StepRecord]]) -> None:
+        self.ahead = offsets(run.last, steps)
+        self._of_rank = {r.rank: self.ahead.get(r.opened.host, 0) for r in run.last}
+        moments = [each[0].start - self.behind(rank) for rank, each in steps.items() if each]
+        started = integer(run.manifest, "started")
+        self.zero = min([*moments, *([started] if started else [])], default=0)
+        """Unix nanoseconds at which the trace begins."""
+
+    def behind(self, rank: int) -> int:
+        """Nanoseconds to take off the moments of a rank."""
+        return self._of_rank.get(rank, 0)
+
+    def at(self, moment: int, rank: int | None = None) -> float:
+        """Microseconds of a moment in Unix nanoseconds; those of the job are the first node's."""
+        return (moment - self.zero - (0 if rank is None else self.behind(rank))) / 1e3
+
+
+def _events(
+    run: Run, found: Sequence[Finding], steps: Mapping[int, Sequence[StepRecord]], clock: _Clock
+) -> Iterator[Event]:
+    yield _name("process_name", JOB, 0, "job")
+    yield _name("thread_name", JOB, 1, "findings and hangs")
+    for rank in run.last:
+        process = FIRST + rank.rank
+        node = f" on {rank.opened.host}" if rank.opened.host else ""
+        yield _name("process_name", process, 0, shown(f"rank {rank.rank}{node}"))
+        yield {**_meta("process_sort_index", process, 0), "args": {"sort_index": rank.rank}}
+        for track, label in _TRACKS.items():
+            yield _name("thread_name", process, track, label)
+        for step in steps[rank.rank]:
+            yield from _step_slices(step, rank.rank, clock)
+    yield from _collective_slices(run.last, clock)
+    yield from _instants(run, found, clock)
+    yield from _hang_slices(run, clock)
+
+
+def _meta(kind: str, process: int, track: int) -> Event:
+    return {"ph": "M", "name": kind, "pid": process, "tid": track}
+
+
+def _name(kind: str, process: int, track: int, text: str) -> Event:
+    return {**_meta(kind, process, track), "args": {"name": text}}
+
+
+def _slice(name: str, category: str, at: float, length: float, process: int, track: int) -> Event:
+    return {
+        "ph": "X", "name": name, "cat": category, "ts": round(at, 3), "dur": round(length, 3),
+        "pid": process, "tid": track,
+    }  # fmt: skip
+
+
+def _step_slices(step: StepRecord, rank: int, clock: _Clock) -> Iterator[Event]:
+    begin, process = clock.at(step.start, rank), FIRST + rank
+    facts = {"own ms": step.own / 1e6, "wait ms": step.wait / 1e6, "epoch": step.epoch}
+    facts |= {"loss": step.loss, "gradient norm": step.norm, "samples": step.samples}
+    whole = _slice(f"step {step.step}", "step", begin, step.total / 1e3, process, STEPS)
+    # Infinities are no JSON.
+    known = {k: v for k, v in facts.items() if v is not None and abs(v) < 1e300}
+    yield {**whole, "args": known}
+    at = begin
+    for phase in _PHASE_ORDER:
+        length = getattr(step, phase) / 1e3
+        if length > 0:
+            yield _slice(phase, "phase", at, length, process, PHASES)
+            if phase == "data":
+                yield _slice("wait for a batch", "dataloader", at, length, process, DATA)
+        at += length
+
+
+# -- collectives, and the arrows between those that belong together
+
+
+def _collective_slices(ranks: Iterable[Rank], clock: _Clock) -> Iterator[Event]:
+    together: dict[tuple[str, int], list[tuple[float, int]]] = defaultdict(list)
+    for rank in ranks:
+        process = FIRST + rank.rank
+        for call in rank.ring.collectives if rank.ring is not None else ():
+            begin = clock.at(call.began, rank.rank)
+            # What never ended is drawn to the last that is known of its rank.
+            ended = call.ended or max(call.began, rank.status.since if rank.status else 0)
+            length = max(clock.at(ended, rank.rank) - begin, 1.0)
+            name = shown(f"{call.name} #{call.sequence}" if call.sequence else call.name)
+            event = _slice(name, "collective", begin, length, process, COLLECTIVES)
+            yield {**event, "args": _collective_facts(call)}
+            if call.sequence:
+                together[call.group, call.sequence].append((begin, process))
+    for number, ((_, sequence), calls) in enumerate(sorted(together.items()), 1):
+        calls.sort()
+        for place, (begin, process) in enumerate(calls if len(calls) > 1 else ()):
+            kind = "s" if place == 0 else "f" if place == len(calls) - 1 else "t"
+            yield {
+                "ph": kind, "name": f"collective #{sequence}", "cat": "collective", "id": number,
+                "ts": round(begin + 0.5, 3), "pid": process, "tid": COLLECTIVES, "bp": "e",
+            }  # fmt: skip
+
+
+def _collective_facts(call: Collective) -> dict[str, Any]:
+    found = {
+        "sequence": call.sequence, "group": call.group, "dtype": call.dtype, "reduce": call.reduce,
+        "shape": list(call.shape), "root": call.root if call.root >= 0 else None,
+        "line": call.site, "ended": None if call.ended else "never",
+    }  # fmt: skip
+    return {k: shown(v) if isinstance(v, str) else v for k, v in found.items() if v}
+
+
+# -- moments
+
+
+def _instants(run: Run, found: Sequence[Finding], clock: _Clock) -> Iterator[Event]:
+    records = run.supervisor.of(FindingRecord)
+    reported = {(each.code, each.ranks): each.time for each in records}
+    for finding in found:
+        # One that no live run reported is known at the end.
+        moment = finding.moment or reported.get((finding.code, finding.ranks), run.taken)
+        text = f"{finding.severity.label} {finding.code}: {finding.message}"
+        facts = {"evidence": "; ".join(finding.evidence), "fix": finding.fix}
+        for process in (JOB, *(FIRST + rank for rank in finding.ranks)):
+            yield _instant(text, "finding", clock.at(moment), process, facts)
+    for rank in run.last:
+        for error in rank.records.of(ErrorRecord):
+            at = clock.at(error.time, rank.rank)
+            yield _instant(f"raised {error.exception}", "end", at, FIRST + rank.rank, {})
+    for gone in run.supervisor.of(RankExitRecord):
+        if gone.restart == run.restarts[-1]:
+            name = f"exit status {gone.status}"
+            yield _instant(name, "end", clock.at(gone.time), FIRST + gone.rank, {})
+
+
+def _instant(name: str, category: str, at: float, process: int, facts: dict[str, str]) -> Event:
+    return {
+        "ph": "i", "s": "p", "name": shown(name), "cat": category, "ts": round(at, 3),
+        "pid": process, "tid": 1, "args": {key: shown(text) for key, text in facts.items()},
+    }  # fmt: skip
+
+
+def _hang_slices(run: Run, clock: _Clock) -> Iterator[Event]:
+    """A slice on the job's track for each time in which no rank moved."""
+    begun: tuple[float, float] | None = None
+    for each in run.supervisor:
+        if isinstance(each, HangRecord):
+            since = clock.at(each.time) - each.seconds * 1e6
+            begun = (begun[0] if begun else since, clock.at(each.time))
+        elif isinstance(each, HangOverRecord) and begun is not None:
+            yield _slice("no progress", "hang", begun[0], clock.at(each.time) - begun[0], JOB, 1)
+            begun = None
+    if begun is not None:
+        yield _slice("no progress", "hang", begun[0], begun[1] - begun[0], JOB, 1)

@@ -1,0 +1,344 @@
+"""Report each finding once while a job runs, and summarize the run at its end."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddpdoctor.core import formatting
+from ddpdoctor.core.errors import DoctorError, Faults
+from ddpdoctor.core.finding import RULES, Finding, examine
+from ddpdoctor.core.formatting import shown
+from ddpdoctor.core.job import OwnOptions
+from ddpdoctor.core.working_directory import relative
+from ddpdoctor.render import terminal
+from ddpdoctor.run import rundir
+from ddpdoctor.run.records.process import OverrideRecord
+from ddpdoctor.run.records.supervisor import UnwatchedRecord
+from ddpdoctor.run.reported import Event, FindingLog, Reported, Withdrawn, in_words
+from ddpdoctor.run.status import PHASES
+
+if TYPE_CHECKING:
+    from ddpdoctor.render.console import LineFormat
+    from ddpdoctor.run.snapshot import Run
+
+
+# -- A run in a few lines: what ran, how fast, how it ended, what was found
+
+
+def summary_lines(run: Run) -> Iterator[str]:
+    """What ran, how it ended, how fast it was, and what could not be read; of every attempt."""
+    yield from _attempt_lines(run)
+    again = f"attempt {run.restarts[-1] + 1}: " if len(run.restarts) > 1 else ""
+    yield f"{again}{_size_text(run)}{_ending_text(run)}"
+    pace = _pace_text(run)
+    if pace:
+        yield pace
+    overridden = sorted(
+        {
+            f"{record.name}={record.value}"
+            for rank in run.last
+            for record in rank.records.of(OverrideRecord)
+        }
+    )
+    if overridden:
+        yield f"overridden for `ddpdoctor scale`: {', '.join(overridden)}"
+    cost = _cost_text(run)
+    if cost:
+        yield cost
+    lost = sum(rank.status.dropped for rank in run.last if rank.status is not None)
+    if lost:
+        yield f"{lost} records could not be written and are missing"
+    for line in run.unreadable[:3]:
+        yield f"not read: {line}"
+
+
+def _attempt_lines(run: Run) -> Iterator[str]:
+    """The attempts that the launcher repeated: how far each came, and what ended it."""
+    for restart in run.restarts[:-1]:
+        from ddpdoctor.diagnose.crashes.rank_endings import endings
+
+        ended = next((each for each in endings(run, restart) if not each.victim), None)
+        why = "" if ended is None else f"; {ended.name}: {ended.text}"
+        ranks = run.attempt(restart)
+        steps = max((rank.status.step for rank in ranks if rank.status is not None), default=0)
+        text = f"{formatting.count(len(ranks), 'rank')}, {formatting.count(steps, 'step')}"
+        yield f"attempt {restart + 1}: {text}{why}"
+
+
+def findings_count(current: Sequence[Finding], ignored: int = 0) -> str:
+    """How many findings there are: ``findings: 1 error, 2 warnings``, and how many are ignored."""
+    counts = Counter(finding.severity.label for finding in current)
+    said = ", ".join(
+        f"{counts[label]} info" if label == "info" else formatting.count(counts[label], label)
+        for label in ("error", "warning", "info")
+        if counts[label]
+    )
+    return f"findings: {said or 'none'}{f' ({ignored} ignored)' if ignored else ''}"
+
+
+def _size_text(run: Run) -> str:
+    ranks = run.last
+    if not ranks:
+        unwatched = run.supervisor.first(UnwatchedRecord)
+        why = unwatched.why if unwatched is not None else ""
+        return f"no rank was watched: {why}" if why else "no rank joined a process group"
+    seen = {rank.rank for rank in ranks}
+    world = max((rank.status.world_size for rank in ranks if rank.status is not None), default=0)
+    of = f" of {world}" if world > len(seen) else ""
+    text = f"{len(seen)}{of} rank{'' if len(seen) == 1 and not of else 's'}"
+    steps = max((rank.status.step for rank in ranks if rank.status is not None), default=0)
+    return f"{text}, {formatting.count(steps, 'step')}"
+
+
+def _pace_text(run: Run) -> str:
+    """The median step, and what all steps are spent on; empty without steps."""
+    from statistics import median
+
+    from ddpdoctor.diagnose.speed.pace import WARM_UP
+    from ddpdoctor.run.step_series import split_steps
+
+    timed = [step for steps in split_steps(run).values() for step in steps if step.total > 0]
+    timed = [step for step in timed if step.split] or timed
+    timed = [step for step in timed if step.step >= WARM_UP] or timed
+    if not timed:
+        return ""
+    text = f"median step {formatting.time(median(step.total for step in timed) / 1e9)}"
+    total = sum(step.total for step in timed)
+    shares = []
+    for name in (*PHASES, "wait"):
+        share = sum(getattr(step, name) for step in timed) / total
+        if share >= 0.01:
+            shares.append(f"{name} {100 * share:.0f} %")
+    return f"{text}: {', '.join(shares)}" if shares else text
+
+
+def _cost_text(run: Run) -> str:
+    """What ddpdoctor took of the ranks' time, as they measured it; empty before their end."""
+    ends = [rank.ended for rank in run.last if rank.ended is not None]
+    over = sum(end.over for end in ends)
+    if over <= 0:
+        return ""
+    spent, followed = (sum(getattr(end, name) for end in ends) for name in ("spent", "followed"))
+    return (
+        f"ddpdoctor took {100 * (spent + followed) / over:.2f} % of the ranks' time: "
+        f"{100 * followed / over:.2f} % to follow steps, {100 * spent / over:.2f} % to look closer"
+    )
+
+
+def _ending_text(run: Run) -> str:
+    status = run.exit_status
+    if status is None:
+        return ""
+    if status == 0:
+        return "; the job succeeded"
+    if run.ended_for_hang:
+        return "; the job hung and was ended"
+    if run.ended_by_debugger:
+        return "; the job was ended by the debugger"
+    from ddpdoctor.diagnose.crashes.rank_endings import signal_name
+
+    how = f"ended by {signal_name(-status)}" if status < 0 else f"failed with exit status {status}"
+    asked = " after it was asked to stop" if run.stopped_at is not None else ""
+    return f"; the job {how}{asked}"
+
+
+# -- what the supervisor says to the person, and when: each finding once, a summary at the end
+
+
+PREFIX = "ddpdoctor: "
+
+
+class Reporter:
+    """Says findings and notes on stderr, and writes findings to the JSON file if one was asked for.
+
+    Args:
+        say: Writes text between the job's lines.
+        options: ``quiet``, ``json``, ``output`` and ``selection`` are used.
+        keep: Puts the whole text of a finding's traceback into the run directory, and says where.
+
+    Raises:
+        DoctorError: The JSON file cannot be written.
+    """
+
+    def __init__(
+        self,
+        say: Callable[[str], None],
+        options: OwnOptions,
+        keep: Callable[[Run, Finding], Path | None] | None = None,
+    ) -> None:
+        self._say = say
+        self._keep = keep
+        self._quiet = options.quiet
+        self._json: int | None = None
+        self._output = options.output
+        self._selection = options.selection
+        self._ignored = 0
+        self._log = FindingLog()
+        self._found: list[Finding] = []
+        self._news: list[Event] = []
+        self._warned = False
+        self.faults = Faults(self.say)
+        """What failed in ddpdoctor itself."""
+        if options.json is not None:
+            self._json = _open_json_file(options.json)
+        self._json_name = options.json
+
+    @property
+    def found(self) -> list[Finding]:
+        """What the last examination found, selected or not."""
+        return self._found
+
+    @property
+    def news(self) -> list[Event]:
+        """What was said and withdrawn after the last examination."""
+        return self._news
+
+    @property
+    def current(self) -> list[Finding]:
+        """What was reported and not withdrawn."""
+        return self._log.current
+
+    def note(self, text: str) -> None:
+        """A line about what ddpdoctor does; not with ``--quiet``."""
+        if not self._quiet:
+            self._say(_prefixed(text))
+
+    def say(self, text: str) -> None:
+        """A line that somebody has to act on; with ``--quiet``, too."""
+        self._say(_prefixed(text))
+
+    def warn(self, text: str) -> None:
+        """A line that has to be seen, at most one of its kind."""
+        if not self._warned:
+            self._warned = True
+            self._say(_prefixed(f"warning: {text}"))
+
+    def begin(self) -> None:
+        """The job is about to start, and will be watched."""
+        if terminal.width(2) is not None:
+            self.note("watch it: `ddpdoctor top` in another terminal")
+
+    def examine(self, run: Run) -> None:
+        """Run the rules and say what is new, and what stands no more."""
+        import ddpdoctor.diagnose.all_rules  # noqa: F401 (registers the rules; not before they are needed)
+
+        failed: list[tuple[str, Exception]] = []
+        rules = [rule for rule in RULES.values() if rule.code not in self.faults]
+        self._found = examine(
+            run, rules, failed=lambda rule, error: failed.append((rule.code, error))
+        )
+        self.faults.failed(failed)
+        # What a rule found before it failed still stands.
+        unread = [code for code in RULES if code in self.faults]
+        selected = self._selection.of(self._found)
+        self._ignored = len(self._found) - len(selected)
+        self._news = self._log.take(selected, run, unread=unread)
+        for event in self._news:
+            if isinstance(event, Reported):
+                self._tell_guarded(run, event.finding)
+            else:
+                self._withdraw(run, event)
+
+    def _tell_guarded(self, run: Run, finding: Finding) -> None:
+        """Tell a finding; without what is around its message, if that cannot be rendered."""
+        part = f"the text of {finding.code}"
+        self.faults.guarded(part, self._tell, run, finding)
+        if part in self.faults:
+            self._say(_prefixed(f"{finding.severity.label} {finding.code}: {finding.message}"))
+
+    def _withdraw(self, run: Run, withdrawn: Withdrawn) -> None:
+        from ddpdoctor.render import json_lines
+
+        one = line_format(self._output)
+        if one is not None:
+            self._say(one.retraction(withdrawn, job_script(run)) + "\n")
+        else:
+            self._say(_prefixed(in_words(withdrawn)))
+        self._write_json(json_lines.retraction(withdrawn, json_lines.head(run)))
+
+    def _tell(self, run: Run, finding: Finding) -> None:
+        from ddpdoctor.render import console, json_lines
+
+        self._write_json(json_lines.line(finding, json_lines.head(run, finding.restart)))
+        one = line_format(self._output)
+        if one is not None:
+            self._say(one.line(finding, job_script(run)) + "\n")
+            return
+        width = terminal.width(2)
+        text = console.render(
+            finding,
+            colour=terminal.wants_colour(),
+            width=None if width is None else width - len(PREFIX),
+            written=console.written_before(run),
+            kept=self._keep(run, finding) if self._keep is not None else None,
+        )
+        self._say("".join(f"{PREFIX}{line}\n" for line in text.splitlines()))
+
+    def _write_json(self, line: str) -> None:
+        if self._json is not None:
+            try:
+                os.write(self._json, f"{line}\n".encode())
+            except OSError as error:
+                self.warn(f"cannot write {self._json_name}: {error.strerror}")
+
+    def summary(self, run: Run) -> None:
+        """The last lines: what ran, how fast, what was found, where the records are."""
+        if self._quiet:
+            return
+        for line in self.faults.guarded("the summary", lambda: list(summary_lines(run))) or ():
+            self.note(line)
+        self.note(f"{findings_count(self.current, self._ignored)}; records in {run.path}")
+        if terminal.width(2) is not None:
+            own = run.path.parent == rundir.base_directory()
+            name = run.path.name if own else relative(str(run.path))
+            self.note(f"see it again: `ddpdoctor report {name}`")
+
+
+def _open_json_file(name: str) -> int:
+    """A file for lines of JSON. It may be a pipe of the shell's, `>(jq)`: it is opened once.
+
+    Raises:
+        DoctorError: It cannot be written.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
+    try:
+        return os.open(name, flags, 0o666)
+    except OSError as error:
+        raise DoctorError(
+            f"cannot write {name}: {error.strerror}", "choose another file for --json"
+        ) from None
+
+
+def line_format(output: str) -> LineFormat | None:
+    """Return how ``--output`` writes a finding as one line; None for text."""
+    if output == "text":
+        return None
+    from ddpdoctor.render import console
+
+    return console.LINE_FORMATS[output]
+
+
+def job_script(run: Run) -> str:
+    """The file that the job runs, in full."""
+    command = run.manifest.get("command")
+    words = [str(word) for word in command] if isinstance(command, list) else []
+    script = next((word for word in words if word.endswith(".py")), words[-1] if words else "")
+    return os.path.join(str(run.manifest.get("cwd", "")), script)
+
+
+def _prefixed(text: str) -> str:
+    """A sentence of ours, wrapped if it goes to a terminal."""
+    width = terminal.width(2)
+    text = shown(text)
+    rows = [text]
+    if width:
+        # As findings: a path, or another long word, stays whole.
+        rows = textwrap.wrap(
+            text, width - len(PREFIX), break_long_words=False, break_on_hyphens=False
+        )
+    return "".join(f"{PREFIX}{row}\n" for row in rows)

@@ -1,0 +1,141 @@
+"""Record which code a job was started from, so that two runs can be compared.
+
+No git is called: a large repository takes it seconds, and it would be one more process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ddpdoctor.core import opening
+from ddpdoctor.run import rundir
+from ddpdoctor.run.names import CODE
+from ddpdoctor.run.records.base import Part, as_json
+from ddpdoctor.run.records.typed_json import decoder
+
+MOST_SCRIPT = 256 << 10
+"""Bytes of a script whose text is kept."""
+
+MOST_FILES = 300
+"""Files beside it whose hashes are kept."""
+
+_DEPTH = 3
+_SKIPPED = ("node_modules", "site-packages", "__pycache__", "venv", "env", "build", "dist")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Code(Part):
+    """A script and what stands beside it."""
+
+    script: str
+    """Its path, absolute; empty if the job is no script."""
+    text: str = ""
+    """Its source; empty if it is too long."""
+    commit: str = ""
+    """The commit that is checked out where it is; empty without a repository."""
+    files: dict[str, str] = field(default_factory=dict)
+    """Hashes of the Python files in its directory and below, by their paths from there."""
+
+
+def keep(directory: Path, argv: Sequence[str]) -> None:
+    """Write down the code of a job, in a thread: it may be on a slow file system."""
+    # A thread that the end of the supervisor does not wait for: the file comes whole, or not.
+    script = next((word for word in argv if word.endswith(".py")), "")
+    thread = threading.Thread(
+        target=_keep, args=(directory, script), name="ddpdoctor-code", daemon=True
+    )
+    thread.start()
+
+
+def _keep(directory: Path, script: str) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        found = as_json(look(Path(script).absolute() if script else None))
+        rundir.put(directory / CODE, json.dumps(found).encode())
+
+
+def look(script: Path | None) -> Code:
+    """The code of a job that starts ``script``, now."""
+    if script is None:
+        return Code(script="")
+    text = b""
+    with contextlib.suppress(OSError):
+        text = opening.contents(script, MOST_SCRIPT, links=True)
+    folder = script.resolve().parent
+    return Code(
+        script=str(script),
+        text=text.decode("utf-8", "replace"),
+        commit=_commit(folder),
+        files=dict(_hashes(folder)),
+    )
+
+
+def read(directory: Path) -> Code | None:
+    """What was kept; None if there is nothing that can be read."""
+    try:
+        return decoder(Code)(opening.json_object(directory / CODE, 2 * MOST_SCRIPT))
+    except (OSError, ValueError):
+        return None
+
+
+def _hashes(folder: Path) -> Iterator[tuple[str, str]]:
+    left = MOST_FILES
+    for here, folders, files in os.walk(folder):
+        inside = os.path.relpath(here, folder)
+        depth = 0 if inside == os.curdir else inside.count(os.sep) + 1
+        folders[:] = sorted(
+            each for each in folders
+            if depth < _DEPTH and not each.startswith(".") and each not in _SKIPPED
+        )  # fmt: skip
+        for name in sorted(files):
+            if name.endswith(".py"):
+                with contextlib.suppress(OSError):
+                    path = os.path.join(here, name)
+                    source = opening.contents(path, opening.MOST_SOURCE, links=True)
+                    digest = hashlib.sha256(source).hexdigest()[:16]
+                    yield os.path.normpath(os.path.join(inside, name)), digest
+                left -= 1
+                if not left:
+                    return
+
+
+def _commit(folder: Path) -> str:
+    """The commit of the repository that a folder is in, by git's own files."""
+    for place in (folder, *folder.parents):
+        git = place / ".git"
+        if not git.exists():
+            continue
+        try:
+            if git.is_file():
+                # A worktree, or a submodule.
+                git = (place / _text(git).partition("gitdir:")[2].strip()).resolve()
+            common = git / "commondir"
+            shared = (git / _text(common)).resolve() if common.is_file() else git
+            return _resolved(_text(git / "HEAD"), git, shared)
+        except OSError:
+            return ""
+    return ""
+
+
+def _resolved(head: str, git: Path, shared: Path) -> str:
+    """The commit that HEAD means."""
+    if not head.startswith("ref:"):
+        return head[:40]
+    name = head.removeprefix("ref:").strip()
+    for place in (git / name, shared / name):
+        if place.is_file():
+            return _text(place)[:40]
+    packed = _text(shared / "packed-refs").splitlines()
+    return next((line[:40] for line in packed if line.endswith(f" {name}")), "")
+
+
+def _text(path: Path) -> str:
+    return (
+        opening.contents(path, opening.MOST_RECORD, links=True).decode("utf-8", "replace").strip()
+    )

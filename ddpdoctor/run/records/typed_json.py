@@ -1,0 +1,200 @@
+"""Make typed objects of JSON: the one place where foreign or damaged input is judged.
+
+A JSON object may come from another version, from a torn write, or from somebody who means no good.
+Keys that are not known are skipped. A value that is not of its field's declared type is taken as
+absent. So every object that is returned holds what its class declares, and readers need no checks
+of their own.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from ddpdoctor.run.records.base import JsonObject, Part, key_of
+
+P = TypeVar("P", bound=Part)
+
+_WORD = 1 << 63
+"""No writer has an integer beyond this: some could not even be divided."""
+
+
+class _MisfitError(Exception):
+    """A value is not of the declared type."""
+
+
+_Convert = Callable[[Any], Any]
+
+
+_decoders: dict[type[Part], Callable[[Mapping[str, object]], Any]] = {}
+
+
+def decoder(declared: type[P]) -> Callable[[Mapping[str, object]], P]:
+    """What makes a record of a class, or a part of one, from a JSON object; it never raises."""
+    known = _decoders.get(declared)
+    if known is None:
+        known = _decoders[declared] = _compiled(declared)
+    return known
+
+
+def required(declared: type[P], found: Mapping[str, object]) -> P:
+    """As a :func:`decoder`, of an object that has to be whole.
+
+    Raises:
+        ValueError: It lacks a field that has no default, or holds something else there.
+    """
+    hints, values = get_type_hints(declared), {}
+    try:
+        for each in fields(declared):
+            if key_of(each.name) in found or each.default is MISSING:
+                values[each.name] = _converter(hints[each.name])(found[key_of(each.name)])
+        return declared(**values)
+    except (KeyError, TypeError, RecursionError, _MisfitError) as error:
+        raise ValueError(f"damaged {declared.__name__.lower()}: {error}") from None
+
+
+def _compiled(declared: type[P]) -> Callable[[Mapping[str, object]], P]:
+    hints = get_type_hints(declared)
+    layout = [
+        (each.name, key_of(each.name), _converter(hints[each.name]), _default(each, hints))
+        for each in fields(declared)
+    ]
+
+    def decoded(found: Mapping[str, object]) -> P:
+        values: dict[str, Any] = {}
+        for name, key, convert, default in layout:
+            if key in found:
+                try:
+                    values[name] = convert(found[key])
+                    continue
+                except _MisfitError:
+                    pass
+            values[name] = default()
+        return declared(**values)
+
+    return decoded
+
+
+def _default(each: Any, hints: Mapping[str, Any]) -> Callable[[], Any]:
+    """What makes the value of a field that a line lacks."""
+    if each.default is not MISSING:
+        return lambda: each.default
+    if each.default_factory is not MISSING:
+        return each.default_factory  # type: ignore[no-any-return]
+    return _blank(hints[each.name])
+
+
+def _blank(hint: Any) -> Callable[[], Any]:
+    """What makes the empty value of a type."""
+    origin, arguments = get_origin(hint) or hint, get_args(hint)
+    if origin in (Union, types.UnionType):
+        return _blank(type(None) if type(None) in arguments else arguments[0])
+    if origin is tuple and arguments and arguments[-1] is not ...:
+        parts = [_blank(each) for each in arguments]
+        return lambda: tuple(part() for part in parts)
+    if isinstance(origin, type) and issubclass(origin, Part):
+        return lambda: decoder(origin)({})
+    return lambda: origin() if origin is not type(None) else None
+
+
+def _converter(hint: Any) -> _Convert:
+    """What makes a value of a type from what JSON has; it raises `_MisfitError`."""
+    plain = _PLAIN.get(hint)
+    if plain is not None:
+        return plain
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return _any_of([_converter(each) for each in arguments])
+    if origin is tuple:
+        if arguments[-1] is ...:
+            return _sequence(_converter(arguments[0]))
+        return _fixed(tuple, [_converter(each) for each in arguments], len(arguments))
+    if origin is dict:
+        return _object if arguments[1] is Any else _mapping(_converter(arguments[1]))
+    if issubclass(hint, Part):
+        # Made when it is needed: a part may contain another of the same type.
+        return lambda found: decoder(hint)(_object(found))
+    # A NamedTuple, whose last values may be missing if they have a default.
+    hints = get_type_hints(hint)
+    parts = [_converter(hints[name]) for name in hint._fields]
+    return _fixed(lambda values: hint(*values), parts, len(parts) - len(hint._field_defaults))
+
+
+def _any_of(ways: list[_Convert]) -> _Convert:
+    def convert(value: Any) -> Any:
+        for way in ways:
+            try:
+                return way(value)
+            except _MisfitError:
+                continue
+        raise _MisfitError
+
+    return convert
+
+
+def _sequence(part: _Convert) -> _Convert:
+    def convert(value: Any) -> Any:
+        if type(value) is not list:
+            raise _MisfitError
+        return tuple([part(each) for each in value])
+
+    return convert
+
+
+def _fixed(make: Callable[[list[Any]], Any], parts: list[_Convert], least: int) -> _Convert:
+    def convert(value: Any) -> Any:
+        if type(value) is not list or not least <= len(value) <= len(parts):
+            raise _MisfitError
+        return make([part(each) for part, each in zip(parts, value, strict=False)])
+
+    return convert
+
+
+def _mapping(part: _Convert) -> _Convert:
+    return lambda value: {key: part(each) for key, each in _object(value).items()}
+
+
+def _object(value: Any) -> JsonObject:
+    if type(value) is not dict:
+        raise _MisfitError
+    return value
+
+
+def _integer(value: Any) -> int:
+    if type(value) is not int or not -_WORD <= value < _WORD:
+        raise _MisfitError
+    return value
+
+
+def _number(value: Any) -> float:
+    if type(value) is float:
+        return value
+    return float(_integer(value))
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise _MisfitError
+    return value
+
+
+def _truth(value: Any) -> bool:
+    if type(value) is not bool:
+        raise _MisfitError
+    return value
+
+
+def _nothing(value: Any) -> None:
+    if value is not None:
+        raise _MisfitError
+
+
+_PLAIN: dict[Any, _Convert] = {
+    int: _integer,
+    float: _number,
+    str: _text,
+    bool: _truth,
+    type(None): _nothing,
+}

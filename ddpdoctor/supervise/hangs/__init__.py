@@ -1,1 +1,0 @@
-"""Notices that a job makes no progress, and gathers what the rules need to say why."""

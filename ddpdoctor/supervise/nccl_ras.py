@@ -1,0 +1,428 @@
+"""Ask NCCL's RAS for the status of the communicators of a job that makes no progress.
+
+RAS is a thread in each process of a job that uses NCCL 2.24 or newer. The protocol is that of
+``ncclras`` (``src/ras/client.cc`` of NCCL): lines of text, one command a line; behind ``STATUS``
+the answer ends with the connection. All processes of a node, those of other jobs of the user among
+them, listen on one port, and the kernel chooses: whether a process of the job answered shows in
+the tables of the kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ddpdoctor.core import opening
+from ddpdoctor.run.names import namespace
+from ddpdoctor.run.records.supervisor import (
+    Ras,
+    RasCommunicator,
+    RasDifference,
+    RasGroup,
+    RasProcess,
+)
+from ddpdoctor.run.snapshot import Run
+from ddpdoctor.system import peers, proc
+from ddpdoctor.system.proc import PROC, sockets
+
+# -- nccl ras
+
+
+PORT = 28028
+"""Where RAS listens, unless ``NCCL_RAS_ADDR`` says otherwise."""
+
+LEG = 2
+"""Seconds in which a process has to answer another one."""
+
+MOST = 4 << 20
+"""Bytes of an answer."""
+
+_LINE = 1024
+_CONNECTS = 1.0
+_ATTEMPTS = 8
+"""Connections until one is with a process of this job."""
+
+
+class Answer(NamedTuple):
+    """What RAS said."""
+
+    text: str
+    structured: bool
+    """It is JSON."""
+
+
+class RasError(Exception):
+    """There is no answer; ``str`` says why, and is empty where no RAS listens."""
+
+
+def address(environ: Mapping[str, str]) -> tuple[str, int] | None:
+    """Where the RAS of a process with this environment listens, None if it is switched off."""
+    if environ.get("NCCL_RAS_ENABLE", "1") == "0":
+        return None
+    host, _, port = environ.get("NCCL_RAS_ADDR", f"localhost:{PORT}").rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        return None
+    return host.strip("[]"), int(port)
+
+
+def ask(where: tuple[str, int], pids: Collection[int], seconds: float, structured: bool) -> Answer:
+    """Ask for the status of a job.
+
+    Args:
+        where: Host and port.
+        pids: The processes of the job on this machine.
+        seconds: How long it may take.
+        structured: Prefer JSON, which NCCL 2.28.7 and newer have.
+
+    Raises:
+        RasError: There is no answer.
+    """
+    until = time.monotonic() + seconds
+    for _ in range(_ATTEMPTS):
+        try:
+            with _connected(where, until) as connection:
+                line = _Lines(connection, until)
+                if not line.asked("CLIENT PROTOCOL 2").startswith("SERVER PROTOCOL "):
+                    raise RasError("what listens there is no RAS")
+                if not _is_of(connection, pids):
+                    continue
+                line.asked(f"TIMEOUT {LEG}")
+                is_json = structured and line.asked("SET FORMAT json") == "OK"
+                line.send("VERBOSE STATUS")
+                return Answer(line.rest(), is_json)
+        except TimeoutError:
+            raise RasError("it did not answer in time") from None
+        except OSError as error:
+            raise RasError(error.strerror or str(error)) from None
+    raise RasError("processes of another job answer there")
+
+
+def _connected(where: tuple[str, int], until: float) -> socket.socket:
+    try:
+        limit = min(_CONNECTS, max(0.01, until - time.monotonic()))
+        return socket.create_connection(where, limit)
+    except OSError:
+        # Nothing listens: an old NCCL, or none yet.
+        raise RasError from None
+
+
+def _is_of(connection: socket.socket, pids: Collection[int]) -> bool:
+    """Whether one of some processes holds the other end."""
+    with contextlib.suppress(peers.UnknownPeerError):
+        inode = peers.inode(connection)
+        return any(inode in sockets(PROC / str(pid)) for pid in pids)
+    return False
+
+
+class _Lines:
+    """A conversation, within a time and a size."""
+
+    def __init__(self, connection: socket.socket, until: float) -> None:
+        self._connection = connection
+        self._until = until
+        self._read = b""
+
+    def send(self, command: str) -> None:
+        self._wait()
+        self._connection.sendall(f"{command}\n".encode())
+
+    def asked(self, command: str) -> str:
+        """The line that answers a command."""
+        self.send(command)
+        while b"\n" not in self._read:
+            if len(self._read) > _LINE or not self._more():
+                raise RasError("what listens there is no RAS")
+        line, _, self._read = self._read.partition(b"\n")
+        return line.decode("utf-8", "replace").strip()
+
+    def rest(self) -> str:
+        """All to the end."""
+        while self._more():
+            if len(self._read) > MOST:
+                raise RasError(f"its answer is larger than {MOST >> 20} MB")
+        return self._read.decode("utf-8", "replace")
+
+    def _more(self) -> bool:
+        self._wait()
+        found = self._connection.recv(1 << 16)
+        self._read += found
+        return bool(found)
+
+    def _wait(self) -> None:
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._connection.settimeout(left)
+
+
+# -- what NCCL's RAS says of a job that makes no progress, asked while its ranks are examined
+
+
+PATIENCE = 9.0
+"""Seconds: where a process does not answer, RAS takes `nccl_ras.LEG` and 5 more."""
+
+MOST_STRUCTURED = 256
+"""Ranks up to which JSON is asked for: it has a line of each, of the text of outliers."""
+
+_MOST = 64
+"""Ranks, groups or communicators that are kept."""
+
+_ERRORS = (
+    *("", "Unhandled CUDA error", "System error", "Internal error", "Invalid argument"),
+    *("Invalid usage", "Remote process error"),
+)
+"""``ncclResult_t``, as RAS puts it in its text; 7 is an operation in progress."""
+
+
+def asked(run: Run) -> Callable[[], Ras | None]:
+    """Ask in a thread, if a rank of this machine uses NCCL.
+
+    Returns:
+        What waits for the answer, `PATIENCE` at most; of it None where there is no RAS.
+    """
+    here = namespace()
+    local = [
+        rank
+        for rank in run.last
+        if rank.status is not None and rank.exit is None and "nccl" in rank.opened.backend
+        if rank.opened.namespace in (None, here)
+    ]
+    if not local:
+        return lambda: None
+    pids = [rank.status.pid for rank in local if rank.status is not None]
+    found: list[Ras | None] = []
+    thread = threading.Thread(
+        target=lambda: found.append(_ask(pids, run.world_size)), name="ras", daemon=True
+    )
+    thread.start()
+
+    def answer() -> Ras | None:
+        thread.join(PATIENCE)
+        return found[0] if found else None
+
+    return answer
+
+
+def _ask(pids: Sequence[int], world: int) -> Ras | None:
+    where = address(proc.environ(pids[0]))
+    if where is None:
+        return None
+    try:
+        said = ask(where, pids, PATIENCE - 1, structured=world <= MOST_STRUCTURED)
+        return from_json(said.text) if said.structured else from_text(said.text)
+    except (RasError, ValueError) as error:
+        return Ras(trouble=str(error)) if str(error) else None
+
+
+# -- JSON
+
+
+def from_json(text: str) -> Ras:
+    """An answer in JSON, which NCCL 2.28.7 and newer have.
+
+    Raises:
+        ValueError: It is none.
+    """
+    # Up to NCCL 2.28.9 a comma is missing, where a rank is.
+    text = re.sub(r'("nvml_dev": -?\d+)\n(\s*"status")', r"\1,\n\2", text)
+    data = text.encode()
+    if opening.expanded(data) > opening.MOST_EXPANDED:
+        raise ValueError("its answer is too large")
+    found = opening.loads(data)
+    if not isinstance(found, dict):
+        raise ValueError("its answer is no JSON object")
+    every = _dicts(found.get("communicators"))
+    return Ras(
+        version=str(found.get("nccl_version"))[:40],
+        total=len(every),
+        communicators=_of_interest(_communicator(each) for each in every),
+    )
+
+
+def _communicator(found: Mapping[str, Any]) -> RasCommunicator:
+    missing = tuple(
+        RasProcess(
+            rank=opening.integer(each, "rank", -1),
+            pid=opening.integer(each, "pid", -1),
+            host=str(each.get("host"))[:64],
+            dead=_dict(each, "status").get("considered_dead") is True,
+        )
+        for each in _dicts(found.get("missing_ranks"))[:_MOST]
+        # Others are in the midst of joining or leaving.
+        if _dict(each, "status").get("unresponsive") is True
+    )
+    values: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for each in _dicts(found.get("ranks")):
+        rank, status = opening.integer(each, "rank", -1), _dict(each, "status")
+        values["status"][_status(status)].append(rank)
+        for name, count in _dict(each, "collective_counts").items():
+            if isinstance(count, int):
+                values[str(name)[:40]][str(count)].append(rank)
+        for key in ("init_state", "async_error"):
+            number = opening.integer(status, key)
+            if 0 < number < len(_ERRORS):
+                values["error"][_ERRORS[number]].append(rank)
+    differences = tuple(
+        RasDifference(what=what, groups=tuple(_group(*each) for each in groups.items()))
+        for what, groups in values.items()
+        if len(groups) > 1 or what == "error"
+    )
+    return RasCommunicator(
+        size=opening.integer(found, "size"), missing=missing, differences=differences[:_MOST]
+    )
+
+
+def _group(value: str, ranks: list[int]) -> RasGroup:
+    return RasGroup(value=value, many=len(ranks), ranks=tuple(ranks[:_MOST]))
+
+
+def _status(status: Mapping[str, Any]) -> str:
+    """In the word of the text."""
+    if status.get("abort_flag"):
+        return "ABORT"
+    if status.get("finalize_called") or status.get("destroy_flag"):
+        return "FINALIZE"
+    return "INIT" if status.get("init_state") else "RUNNING"
+
+
+# -- text
+
+_ROW = re.compile(r" *(\d+) +(\d+) +(\d+) +[\d-]+ +(\d+) +\d+ +[A-Z]+ +[A-Z,]+$")
+_SECTION = re.compile(r"#(\d+)-\d+ \([0-9a-f]+\) ([A-Z]+)$")
+_DIFFERENT = re.compile(r"  Communicator ranks have different (\w+)(?: operation counts)?$")
+_SAID = (
+    r"(?:has |have )?(?:launched up to operation (\d+)|not launched (any) operations|status (\w+)|"
+    r"reported (.+?))"
+)
+_GROUP = re.compile(rf"  (\d+) ranks {_SAID}$")
+_ONE = re.compile(rf"  Rank (\d+) {_SAID}(?: -- |$)")
+_MEMBER = re.compile(r"  Rank (\d+) -- (?:GPU .* managed by process (\d+) on node (\S+))?")
+_LISTED = re.compile(r"  The missing ranks?: ([\d,]+)$")
+_PROCESS = re.compile(r"  Process (\d+) on node (\S+) ")
+
+
+def from_text(text: str) -> Ras:
+    """An answer in text.
+
+    Raises:
+        ValueError: It is none.
+    """
+    version = re.match(r"NCCL version (\S{1,40})", text)
+    if version is None:
+        raise ValueError("its answer is none of RAS")
+    reader = _TextReader()
+    for line in text.splitlines():
+        reader.take(line)
+    return Ras(
+        version=version[1],
+        total=sum(reader.many.values()),
+        communicators=_of_interest(each.communicator() for each in reader.found.values()),
+        silent=tuple(reader.silent[:_MOST]),
+    )
+
+
+class _Section:
+    """Parse the section of one communicator."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.missing: list[RasProcess] = []
+        self.groups: dict[str, list[tuple[str, int, list[int]]]] = defaultdict(list)
+
+    def communicator(self) -> RasCommunicator:
+        differences = (
+            RasDifference(
+                what=what,
+                groups=tuple(
+                    RasGroup(value=value, many=many, ranks=tuple(ranks[:_MOST]))
+                    for value, many, ranks in groups[:_MOST]
+                ),
+            )
+            for what, groups in self.groups.items()
+        )
+        return RasCommunicator(
+            size=self.size, missing=tuple(self.missing[:_MOST]), differences=tuple(differences)
+        )
+
+
+class _TextReader:
+    """Takes in an answer line by line."""
+
+    def __init__(self) -> None:
+        self.many: dict[int, int] = {}
+        """Communicators by the number of their group."""
+        self.found: dict[str, _Section] = {}
+        self.silent: list[RasProcess] = []
+        self._sizes: dict[int, int] = {}
+        self._section: _Section | None = None
+        self._kind = ""
+        self._what = ""
+
+    def take(self, line: str) -> None:
+        """Take in a line."""
+        row, head = _ROW.match(line), _SECTION.match(line)
+        if row is not None:
+            self.many[int(row[1][:9])] = int(row[2][:9])
+            self._sizes[int(row[1][:9])] = int(row[4][:9])
+        elif head is not None and len(self.found) < _MOST:
+            size = self._sizes.get(int(head[1][:9]), 0)
+            name = line.rpartition(" ")[0]
+            self._section = self.found.setdefault(name, _Section(size))
+            self._kind, self._what = head[2], "error" if head[2] == "ERROR" else ""
+        elif line in ("INCOMPLETE", "DEAD", "TIMEOUT"):
+            self._section, self._kind = None, line
+        elif self._section is not None:
+            self._of_communicator(self._section, line)
+        else:
+            process = _PROCESS.match(line)
+            if process is not None:
+                dead = self._kind == "DEAD"
+                pid = opening.whole(process[1], -1)
+                self.silent.append(RasProcess(pid=pid, host=process[2][:64], dead=dead))
+
+    def _of_communicator(self, section: _Section, line: str) -> None:
+        different, group, one = _DIFFERENT.match(line), _GROUP.match(line), _ONE.match(line)
+        member, listed = _MEMBER.match(line), _LISTED.match(line)
+        if different is not None:
+            self._what = different[1]
+        elif group is not None:
+            section.groups[self._what].append((_value(group), opening.whole(group[1]), []))
+        elif one is not None:
+            section.groups[self._what].append((_value(one), 1, [opening.whole(one[1])]))
+        elif listed is not None:
+            ranks = (opening.whole(each, -1) for each in listed[1].split(",")[:_MOST])
+            section.missing += [RasProcess(rank=rank, pid=-1, host="") for rank in ranks]
+        elif member is not None and self._kind == "INCOMPLETE":
+            pid, host = opening.whole(member[2] or "", -1), (member[3] or "")[:64]
+            rank = opening.whole(member[1], -1)
+            section.missing.append(RasProcess(rank=rank, pid=pid, host=host))
+        elif member is not None and section.groups[self._what]:
+            section.groups[self._what][-1][2].append(opening.whole(member[1], -1))
+
+
+def _value(found: re.Match[str]) -> str:
+    """What is said of ranks: a number, a status or an error."""
+    launched, none, status, error = found.groups()[1:]
+    return launched[:18] if launched else "0" if none else (status or error)[:64]
+
+
+# -- both
+
+
+def _of_interest(found: Iterable[RasCommunicator]) -> tuple[RasCommunicator, ...]:
+    return tuple(each for each in found if each.missing or each.differences)[:_MOST]
+
+
+def _dicts(value: Any) -> list[dict[str, Any]]:
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+
+
+def _dict(found: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = found.get(key)
+    return value if isinstance(value, dict) else {}

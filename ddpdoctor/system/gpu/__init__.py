@@ -1,1 +1,0 @@
-"""What the GPUs of this machine do, without torch and without a CUDA context of ours."""

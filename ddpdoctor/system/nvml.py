@@ -1,0 +1,564 @@
+"""Read GPUs by NVML: devices, processes, memory and utilization."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ddpdoctor.core.opening import whole
+
+# -- the GPUs by NVML, the driver's library (package ``nvidia-ml-py``)
+
+
+LONGEST = 60.0
+"""Most seconds between two tries to reach the driver."""
+
+STRIKES = 3
+"""How often a GPU may break the library before it is left alone for a while."""
+
+_NEVER = frozenset({3, 4, 13, 25})
+"""NVML's codes for: not supported, no permission, no such function, other version of a struct."""
+
+_FORBIDDEN = 4
+"""NVML's code for: no permission."""
+
+_GONE = frozenset({15, 16})
+"""NVML's codes for a GPU that fell off the bus, or needs a reset."""
+
+_BROKEN = frozenset({1, 9, 12, 17, 18, 999})
+"""NVML's codes for a library that has to be opened again."""
+
+_FABRIC_BEGINS, _FABRIC_READY = 2, 3
+"""States of an NVSwitch fabric; 0 is none, and 1 is reported for GPUs that work without."""
+
+_WORDS = {
+    3: "not supported",
+    4: "no permission",
+    9: "the NVIDIA driver is not loaded",
+    12: "no NVIDIA driver",
+    15: "the GPU is lost: it fell off the bus",
+    16: "the GPU needs a reset",
+    17: "the operating system keeps the GPUs from us",
+    18: "the NVIDIA driver was updated: its library and kernel module differ; a reboot helps",
+    999: "NVML fails with an unknown error",
+}
+
+_REPORTED = {"UtilizationRates": "utilization", "PowerUsage": "power", "Temperature": "temperature"}
+"""The queries whose absence is worth a word; many GPUs have no ECC, say."""
+
+_TEMPERATURE_GPU, _CLOCK_SM, _UNCORRECTED, _SINCE_DRIVER = 0, 1, 1, 0
+"""NVML's numbers for a sensor, the clock of the multiprocessors, and the counter of errors."""
+
+_NVLINK_SENT_AND_RECEIVED, _ALL_LINKS = (138, 139), 0xFFFFFFFF
+"""NVML's numbers for what the links carried, without protocol, and for all links together."""
+
+_THROTTLED = {
+    0x4: "power cap",
+    0x8: "hardware slowdown",
+    0x10: "sync boost",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "power brake",
+}
+"""The reasons that hold a GPU down; idle and chosen clocks do not."""
+
+
+class NvmlReader:
+    """Reads NVIDIA's GPUs. Nothing raises; one thread at a time.
+
+    Whether NVML works is known by a call that answers: it may open well and then fail. What a GPU
+    does not support is asked once. After an error it is opened again, less and less often. A forked
+    child has to open it for itself, and does.
+
+    Args:
+        clock: Seconds, for the pauses between tries.
+        further: Called whenever a GPU has been opened, which can take seconds for each.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        further: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._clock = clock
+        self._further = further
+        self._nvml: Any = None
+        self._owner = 0
+        self._handles: dict[Device, Any] = {}
+        self._unsupported: set[tuple[str, str]] = set()
+        self._lost: set[str] = set()
+        self._refused: dict[str, dict[str, int]] = {}
+        self._strikes: dict[str, int] = {}
+        self._shunned: dict[str, float] = {}
+        self.trouble = ""
+        """Why no GPUs can be read, in words; empty if they can."""
+        self.code = 0
+        """NVML's code for that; 0 without trouble, and where it is none of NVML's."""
+        self._absent: dict[int, str] = {}
+        self._failures = 0
+        self._retry = float("-inf")
+
+    def devices(self) -> tuple[Device, ...]:
+        """The GPUs that answer."""
+        return tuple(self._handles) if self._opened() else ()
+
+    def brief(self, device: Device) -> Reading:
+        """What changes within a second: utilization, memory, power."""
+        handle = self._handle(device)
+        if handle is None:
+            return Reading()
+        total, used = self._memory(device, handle)
+        busy = None if device.mig else self._ask(device, "UtilizationRates", handle)
+        return Reading(
+            memory_total=total,
+            memory_used=used,
+            utilization=_number(getattr(busy, "gpu", None)),
+            power=_watts(self._ask(device, "PowerUsage", handle)),
+        )
+
+    def rest(self, device: Device) -> Reading:
+        """What changes slowly: temperature, clocks and what holds them down, memory errors."""
+        handle = self._handle(device)
+        if handle is None:
+            return Reading()
+        limits = ("EnforcedPowerLimit", "PowerManagementLimit")
+        return Reading(
+            power_limit=_watts(self._first(device, limits, handle)),
+            temperature=_number(self._ask(device, "Temperature", handle, _TEMPERATURE_GPU)),
+            clock=_number(self._ask(device, "ClockInfo", handle, _CLOCK_SM)),
+            clock_max=_number(self._ask(device, "MaxClockInfo", handle, _CLOCK_SM)),
+            throttled=self._throttled(device, handle),
+            pcie=self._pcie(device, handle),
+            nvlink=self._nvlink(device, handle),
+            processes=self.processes(device) or (),
+            ecc_errors=_number(
+                self._ask(device, "TotalEccErrors", handle, _UNCORRECTED, _SINCE_DRIVER)
+            ),
+        )
+
+    def problem(self, device: Device) -> str:
+        """Why less is known of a GPU than could be, in words; empty if all is."""
+        refused = self._refused.get(device.uuid, {})
+        gone = next((code for code in refused.values() if code in _GONE), None)
+        if gone is not None:
+            return _WORDS[gone]
+        if self._is_shunned(device):
+            return _WORDS[999]
+        if device.mig:
+            return "partitioned (MIG): no utilization of the whole"
+        return "; ".join(
+            f"{_REPORTED[what]}: {_WORDS[code]}"
+            for what, code in refused.items()
+            if what in _REPORTED and code in _NEVER & _WORDS.keys()
+        )
+
+    @property
+    def absent(self) -> dict[int, str]:
+        """Why a GPU that the driver counts does not answer, by its index."""
+        return dict(self._absent) if self._opened() else {}
+
+    def query(self, device: Device, what: str, *arguments: Any) -> Any:
+        """What ``nvmlDeviceGet<what>`` says of a GPU, None if nothing."""
+        handle = self._handle(device)
+        return None if handle is None else self._ask(device, what, handle, *arguments)
+
+    def between(self, device: Device, other: Device, what: str, *arguments: Any) -> Any:
+        """What ``nvmlDeviceGet<what>`` says of two GPUs, None if nothing."""
+        first, second = self._handle(device), self._handle(other)
+        if first is None or second is None:
+            return None
+        return self._ask(device, what, first, second, *arguments)
+
+    def instances(self, device: Device) -> tuple[str, ...]:
+        """The UUIDs of a GPU's MIG instances; none where it is not partitioned."""
+        if not device.mig:
+            return ()
+        handle = self._handle(device)
+        most = _number(self.query(device, "MaxMigDeviceCount")) or 0
+        found = []
+        for index in range(most):
+            # There is none, or it is another container's.
+            with contextlib.suppress(Exception):
+                instance = self._nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
+                found.append(_text(self._nvml.nvmlDeviceGetUUID(instance)))
+        return tuple(found)
+
+    def fabric_ready(self, device: Device) -> bool | None:
+        """Whether the NVSwitch fabric of a GPU is set up; None without one, or if unknown.
+
+        By ``nvmlDeviceGetGpuFabricInfo``, for Hopper and later.
+        """
+        struct = getattr(self._nvml, "c_nvmlGpuFabricInfo_t", None)
+        if struct is None:
+            return None
+        info = struct()
+        if self.query(device, "GpuFabricInfo", ctypes.byref(info)) is None:
+            return None
+        # One byte in the driver's header, four in the binding's.
+        return {_FABRIC_BEGINS: False, _FABRIC_READY: True}.get(info.state & 0xFF)
+
+    def system(self, what: str) -> Any:
+        """What ``nvmlSystemGet<what>`` says, None if nothing."""
+        if not self._opened():
+            return None
+        with contextlib.suppress(Exception):
+            return getattr(self._nvml, f"nvmlSystemGet{what}")()
+        return None
+
+    def processes(self, device: Device) -> tuple[Process, ...] | None:
+        """The processes with memory on a GPU, None where that is not known."""
+        handle = self._handle(device)
+        queries = ("ComputeRunningProcesses", "ComputeRunningProcesses_v2")
+        found = None if handle is None else self._first(device, queries, handle)
+        if found is None:
+            return None
+        return tuple(
+            Process(int(each.pid), _number(getattr(each, "usedGpuMemory", None))) for each in found
+        )
+
+    def computing(self, device: Device) -> frozenset[int] | None:
+        """The processes that ran kernels in the last seconds, None where that is not known."""
+        samples = self.query(device, "ProcessUtilization", 0)
+        if samples is None:
+            return None
+        return frozenset(int(each.pid) for each in samples if each.smUtil)
+
+    def close(self) -> None:
+        """Let go of the driver; the next reading opens it again."""
+        nvml, self._nvml = self._nvml, None
+        self._handles = {}
+        if nvml is not None and self._owner == os.getpid():
+            with contextlib.suppress(Exception):
+                nvml.nvmlShutdown()
+
+    # -- the library
+
+    def _opened(self) -> bool:
+        if self._nvml is not None and self._owner == os.getpid():
+            return True
+        if self._clock() < self._retry:
+            return False
+        try:
+            # The old binding of the same name will do, too: it gives bytes, and no newer structs.
+            import pynvml
+
+            pynvml.nvmlInit()
+        except Exception as error:  # many kinds for the many ways to have no driver
+            self._failed(error)
+            return False
+        self._nvml, self._owner = pynvml, os.getpid()
+        self._lost = set()
+        self._refused = {}
+        try:
+            count = int(pynvml.nvmlDeviceGetCount())
+        except Exception as error:
+            self._failed(error)
+            return False
+        self.trouble = ""
+        self.code = 0
+        self._handles = {}
+        self._absent = {}
+        for index in range(count):
+            self._further()
+            # One that a container may not use, or that is lost, is not there.
+            try:
+                handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+                device = Device(
+                    index=index,
+                    uuid=_text(pynvml.nvmlDeviceGetUUID(handle)),
+                    name=_text(_tried(pynvml.nvmlDeviceGetName, handle) or ""),
+                    bus_id=_text(getattr(_tried(pynvml.nvmlDeviceGetPciInfo, handle), "busId", "")),
+                    mig=bool((_tried(pynvml.nvmlDeviceGetMigMode, handle) or (0,))[0]),
+                )
+            except Exception as error:
+                if getattr(error, "value", 0) == _FORBIDDEN:
+                    # Another container's, or another batch job's.
+                    continue
+                self._absent[index] = _WORDS.get(getattr(error, "value", 0), f"NVML: {error}")
+            else:
+                self._handles[device] = handle
+        self._further()
+        return True
+
+    def _failed(self, error: Exception) -> None:
+        self.close()
+        self.code = int(getattr(error, "value", 0) or 0)
+        self.trouble = _WORDS.get(self.code, f"NVML: {error}")
+        self._retry = self._clock() + min(LONGEST, 2.0**self._failures)
+        self._failures = min(self._failures + 1, 10)
+
+    def _handle(self, device: Device) -> Any:
+        return self._handles.get(device) if self._opened() else None
+
+    # -- queries
+
+    def _ask(self, device: Device, what: str, *arguments: Any) -> Any:
+        """What ``nvmlDeviceGet<what>`` says, None if nothing."""
+        query = f"{what}{arguments[1:]}"
+        if self._nvml is None or device.uuid in self._lost:
+            return None
+        if (device.uuid, query) in self._unsupported or self._is_shunned(device):
+            return None
+        try:
+            answer = getattr(self._nvml, f"nvmlDeviceGet{what}")(*arguments)
+        except (AttributeError, TypeError):
+            # A binding that is older than the query.
+            self._unsupported.add((device.uuid, query))
+            return None
+        except Exception as error:
+            code = getattr(error, "value", None)
+            self._refused.setdefault(device.uuid, {})[what] = int(code or 0)
+            if code in _NEVER:
+                self._unsupported.add((device.uuid, query))
+            elif code in _GONE:
+                self._lost.add(device.uuid)
+            elif code in _BROKEN:
+                self._strike(device)
+                self._failed(error)
+            return None
+        self._failures = 0
+        self._refused.get(device.uuid, {}).pop(what, None)
+        return answer
+
+    def _strike(self, device: Device) -> None:
+        """A GPU that often breaks the library must not keep the others from being read."""
+        strikes = self._strikes[device.uuid] = self._strikes.get(device.uuid, 0) + 1
+        if strikes >= STRIKES:
+            self._strikes[device.uuid] = 0
+            self._shunned[device.uuid] = self._clock() + LONGEST
+
+    def _is_shunned(self, device: Device) -> bool:
+        return self._clock() < self._shunned.get(device.uuid, float("-inf"))
+
+    def _first(self, device: Device, queries: tuple[str, ...], handle: Any) -> Any:
+        """The answer to the first of several queries that has one."""
+        answers = (self._ask(device, each, handle) for each in queries)
+        return next((answer for answer in answers if answer is not None), None)
+
+    def _memory(self, device: Device, handle: Any) -> tuple[int | None, int | None]:
+        # The second version does not count what the driver keeps to itself as used.
+        version = getattr(self._nvml, "nvmlMemory_v2", None)
+        memory = None
+        if version is not None:
+            memory = self._ask(device, "MemoryInfo", handle, version)
+        if memory is None:
+            memory = self._ask(device, "MemoryInfo", handle)
+        return _number(getattr(memory, "total", None)), _number(getattr(memory, "used", None))
+
+    def _pcie(self, device: Device, handle: Any) -> int | None:
+        """Each direction takes NVML 20 ms, in which it waits."""
+        sides = [_number(self._ask(device, "PcieThroughput", handle, each)) for each in (0, 1)]
+        known = [side for side in sides if side is not None]
+        return 1024 * sum(known) if known else None
+
+    def _nvlink(self, device: Device, handle: Any) -> int | None:
+        """By counters of KiB, which GPUs with NVLink have."""
+        fields = [(field, _ALL_LINKS) for field in _NVLINK_SENT_AND_RECEIVED]
+        found = self._ask(device, "FieldValues", handle, fields)
+        known = [int(each.value.ullVal) for each in found or () if each.nvmlReturn == 0]
+        return 1024 * sum(known) if known else None
+
+    def _throttled(self, device: Device, handle: Any) -> tuple[str, ...] | None:
+        queries = ("CurrentClocksEventReasons", "CurrentClocksThrottleReasons")
+        reasons = self._first(device, queries, handle)
+        if not isinstance(reasons, int):
+            return None
+        return tuple(word for bit, word in _THROTTLED.items() if reasons & bit)
+
+
+def _tried(query: Callable[[Any], Any], handle: Any) -> Any:
+    with contextlib.suppress(Exception):
+        return query(handle)
+    return None
+
+
+def _number(value: Any) -> int | None:
+    """A number that NVML gave, None for the largest ones, by which it says "not available"."""
+    if not isinstance(value, int) or value in (0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF):
+        return None
+    return value
+
+
+def _watts(milliwatts: Any) -> float | None:
+    number = _number(milliwatts)
+    return None if number is None else number / 1000
+
+
+def _text(value: Any) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+
+
+# -- what can be read of a GPU, whoever reads it. What is not known is None, never 0
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU: what it is and stays."""
+
+    index: int
+    """Its number in NVML's order, which is that of the PCI bus, not CUDA's."""
+    uuid: str
+    name: str
+    bus_id: str
+    mig: bool
+    """Whether it is partitioned: then what is read of the whole says nothing about its parts."""
+
+    @property
+    def key(self) -> str:
+        """Its UUID as :func:`same_uuid` makes it."""
+        return same_uuid(self.uuid)
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process with memory on a GPU; its pid is that of the driver's own namespace."""
+
+    pid: int
+    memory: int | None
+    """Bytes."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a GPU does at one moment."""
+
+    memory_total: int | None = None
+    """Bytes."""
+    memory_used: int | None = None
+    """Bytes."""
+    utilization: int | None = None
+    """Percent of the time in which a kernel ran."""
+    power: float | None = None
+    """Watts."""
+    power_limit: float | None = None
+    """Watts."""
+    temperature: int | None = None
+    """Degrees Celsius."""
+    clock: int | None = None
+    """MHz of the multiprocessors."""
+    clock_max: int | None = None
+    """The most that they can have."""
+    throttled: tuple[str, ...] | None = None
+    """Why the clocks are held down, in words; empty if they are not."""
+    pcie: int | None = None
+    """Bytes a second over PCIe, both directions, in the last 20 ms."""
+    nvlink: int | None = None
+    """Bytes over all NVLinks, both directions, since the driver was loaded."""
+    processes: tuple[Process, ...] = ()
+    """The processes that hold its memory."""
+    ecc_errors: int | None = None
+    """Memory errors since the driver was loaded that ECC could not correct."""
+
+
+def same_uuid(uuid: str) -> str:
+    """A GPU's UUID without the prefix that NVML gives it and torch does not."""
+    return uuid.lower().removeprefix("gpu-").removeprefix("mig-")
+
+
+# -- which GPUs a job started here would see, without importing torch
+
+
+HIDES_ALL = ("", "-1", "NoDevFiles")
+"""Values of ``CUDA_VISIBLE_DEVICES`` by which a person, or Slurm, means that there be no GPU."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What CUDA makes of ``CUDA_VISIBLE_DEVICES``.
+
+    Attributes:
+        places: The chosen GPUs, in CUDA's order, by their place among those that answer: CUDA
+            counts those that this process may use, whatever number the driver gives them.
+        count: How many devices a process sees. It sees one MIG instance at most, and no whole GPU
+            beside one.
+        wrong: What is wrong with the entry at which CUDA stopped; empty if nothing is.
+    """
+
+    places: tuple[int, ...]
+    count: int
+    wrong: str = ""
+
+
+def visible(environ: Mapping[str, str]) -> int:
+    """How many NVIDIA GPUs a process sees; 0 without a driver."""
+    if hides_all(environ):
+        return 0
+
+    reader = NvmlReader()
+    found = [(each, reader.instances(each)) for each in reader.devices()]
+    reader.close()
+    return choice(environ, found).count
+
+
+def hides_all(environ: Mapping[str, str]) -> bool:
+    """Whether ``CUDA_VISIBLE_DEVICES`` is meant to hide every GPU."""
+    wanted = environ.get("CUDA_VISIBLE_DEVICES")
+    return wanted is not None and wanted.strip() in HIDES_ALL
+
+
+def choice(environ: Mapping[str, str], gpus: Sequence[tuple[Device, tuple[str, ...]]]) -> Choice:
+    """What CUDA makes of ``CUDA_VISIBLE_DEVICES``, as torch's ``_parse_visible_devices`` has it.
+
+    Args:
+        environ: With the variable, or without: then all GPUs are chosen.
+        gpus: Those that answer, in the driver's order, each with the UUIDs of its MIG instances.
+    """
+    wanted = environ.get("CUDA_VISIBLE_DEVICES")
+    places: list[int] = list(range(len(gpus)))
+    wrong = ""
+    if hides_all(environ):
+        return Choice((), 0)
+    if wanted is not None:
+        places, wrong = _entries(wanted, gpus)
+    usable = [place for place in places if not gpus[place][0].mig or gpus[place][1]]
+    count = 1 if any(gpus[place][0].mig for place in usable) else len(usable)
+    return Choice(tuple(dict.fromkeys(places)), count, wrong)
+
+
+def _entries(wanted: str, gpus: Sequence[tuple[Device, tuple[str, ...]]]) -> tuple[list[int], str]:
+    """The place of each entry up to the first one that is wrong, and what is wrong with that."""
+    by_uuid = wanted.strip().startswith(("GPU-", "MIG-"))
+    found: list[int] = []
+    seen: list[str | int] = []
+    for entry in (each.strip() for each in wanted.split(",")):
+        if not entry:
+            return found, "an entry is empty"
+        is_uuid = entry.startswith(("GPU-", "MIG-"))
+        number = re.match(r"\+?(\d+)", entry)
+        if is_uuid != by_uuid and (is_uuid or number):
+            return found, "it mixes numbers and UUIDs"
+        if is_uuid:
+            owners = [place for place, gpu in enumerate(gpus) if _owns(gpu, entry)]
+            if len(owners) != 1:
+                return found, f"{entry} fits several GPUs" if owners else (
+                    f"this machine has no {entry}"
+                )
+            place, name = owners[0], entry
+        elif number:
+            place, name = whole(number[1], len(gpus)), number[1]
+            if place >= len(gpus):
+                return found, f"there is no GPU {name}"
+        else:
+            return found, f"{entry!r} is no number or UUID"
+        # Two instances of a GPU are two devices.
+        key = entry if entry.startswith("MIG-") else place
+        if key in seen:
+            return [], f"{name} stands there twice"
+        seen.append(key)
+        found.append(place)
+    return found, ""
+
+
+def _owns(gpu: tuple[Device, tuple[str, ...]], entry: str) -> bool:
+    """Whether an entry means a GPU, by the beginning of its UUID, or one of its instances."""
+    device, instances = gpu
+    if entry.startswith("GPU-"):
+        return device.key.startswith(same_uuid(entry))
+    # Before driver 470 an instance was MIG-GPU-<the GPU's UUID>/<numbers>.
+    return entry in instances or same_uuid(entry.removeprefix("MIG-")).startswith(f"{device.key}/")

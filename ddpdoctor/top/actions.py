@@ -1,0 +1,273 @@
+"""Do what a key asks of the run itself: take stacks, list processes, attach, send a signal.
+
+All of it reads files or asks processes, so none of it is called in the thread that draws. A pid
+in a file may have been given to another process: before a signal is sent, the process must be on
+this machine, of this user, older than the record that names it, and marked as the run's; this is
+checked again after the person has decided.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.core.opening import integer
+from ddpdoctor.debug import attach_points, vscode_configurations, vscode_files
+from ddpdoctor.run import rundir
+from ddpdoctor.run.mapped import UnreadableError
+from ddpdoctor.run.names import MARK, rank_stem
+from ddpdoctor.run.reader import glance, read_manifest
+from ddpdoctor.run.snapshot import Run
+from ddpdoctor.run.status import read_status
+from ddpdoctor.stacks import rank_stacks
+from ddpdoctor.stacks.capture import capture
+from ddpdoctor.stacks.frames import Code, code_of
+from ddpdoctor.stacks.rank_stacks import RankStacks
+from ddpdoctor.top.snapshot import RankRow, Snapshot
+
+# -- what a key asks for beyond the snapshot: stacks, processes below a rank, how to attach
+
+
+@dataclass(frozen=True, eq=False)
+class TakenStacks:
+    """Stacks of one moment, or why there are none."""
+
+    stacks: tuple[RankStacks, ...] = ()
+    code: Code | None = None
+    time: float = 0.0
+    """Unix seconds."""
+    live: bool = True
+    trouble: str = ""
+
+
+def take_stacks(
+    snapshot: Snapshot, replayed: bool, ranks: Collection[int] | None = None
+) -> TakenStacks:
+    """The stacks of the run that a snapshot shows, as it is now; waits for ranks to answer.
+
+    Args:
+        snapshot: What is on the screen.
+        replayed: Whether it is played back, from a recording or a run that is over.
+        ranks: Only these.
+    """
+    if snapshot.kind != "run" or not snapshot.path:
+        made_up = snapshot.kind == "demo"
+        return TakenStacks(trouble="a made-up job has no stacks" if made_up else "no run is shown")
+    path = Path(snapshot.path)
+    try:
+        if replayed or not snapshot.live:
+            return _saved_stacks(path, ranks)
+        stacks = capture(glance(path), ranks)
+        now = time.time_ns()
+        if ranks is None:
+            with contextlib.suppress(OSError):
+                rank_stacks.save_stacks(path, stacks, now)
+        return TakenStacks(stacks, _stacks_code(path, stacks), now / 1e9)
+    except (OSError, DoctorError) as error:
+        return TakenStacks(trouble=f"no stacks can be taken: {error}")
+
+
+def _saved_stacks(path: Path, ranks: Collection[int] | None) -> TakenStacks:
+    kept = None if rundir.is_live(path) else rank_stacks.load_stacks(path)
+    if kept is None:
+        return TakenStacks(
+            trouble="what is played back has no stacks: none were taken while it ran"
+        )
+    stacks = tuple(each for each in kept.stacks if ranks is None or each.rank in ranks)
+    return TakenStacks(stacks, _stacks_code(path, stacks), kept.time / 1e9, live=False)
+
+
+def _stacks_code(path: Path, stacks: Collection[RankStacks]) -> Code:
+    frames = [frame for each in stacks for thread in each.threads for frame in thread.frames]
+    return code_of(frames, integer(read_manifest(path), "started"))
+
+
+def processes_below(row: RankRow) -> tuple[str, ...]:
+    """The processes below a rank, such as DataLoader workers, in a line each."""
+    if row.pid is None:
+        return ()
+    if row.node not in ("", socket.gethostname()):
+        return (f"its processes are on {row.node}",)
+    lines = []
+    try:
+        for process in psutil.Process(row.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                words = " ".join(process.cmdline()) or process.name()
+                lines.append(f"{process.pid} {process.status()}: {words}")
+    except (psutil.Error, ValueError):
+        return ("the process is gone",)
+    return tuple(lines) or ("no processes",)
+
+
+def attach_lines(snapshot: Snapshot) -> tuple[str, ...]:
+    """How to attach a debugger to the ranks, as ``ddpdoctor attach`` says it.
+
+    Raises:
+        DoctorError: There is nothing to attach to.
+    """
+    run = _debugged(snapshot)
+    points = attach_points.points(run)
+    compound = vscode_configurations.compound_name(attach_points.label(run))
+    return (
+        f'VS Code: F5 "{compound}"; w writes .vscode/launch.json',
+        f"Neovim: ddpdoctor attach --rank N; elsewhere: {attach_points.tunnel(run)}",
+        *(f"rank {each.rank}: port {each.port}, {each.trouble or each.state}" for each in points),
+        *(() if points else ("no rank has started yet",)),
+    )
+
+
+def write_launch_json(snapshot: Snapshot) -> str:
+    """Put the ranks into launch.json, as ``ddpdoctor attach --write`` does; what was done.
+
+    Raises:
+        DoctorError: There is nothing to attach to, or the file cannot be edited.
+    """
+    run = _debugged(snapshot)
+    own = attach_points.workspace(run)
+    workspace = own or vscode_files.find_workspace(vscode_files.current_directory(), None)
+    changed = attach_points.write([run], workspace)
+    path = workspace / vscode_files.FOLDER / vscode_configurations.LAUNCH_FILE
+    done = f"{'wrote' if changed else 'unchanged:'} {path}"
+    return "; ".join((done, *attach_points.left_out(run)))
+
+
+def _debugged(snapshot: Snapshot) -> Run:
+    if not snapshot.live or not snapshot.path:
+        raise DoctorError("no run is live here: there is nothing to attach to")
+    run = attach_points.live_run(Path(snapshot.path))
+    if not attach_points.is_debugged(run):
+        raise DoctorError(f"{run.path.name} was started with --no-debug")
+    return run
+
+
+# -- sending a signal to a run, after proving that the process is the run's own
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+
+_TO_ALL = {
+    signal.SIGINT: "like Ctrl-C, all ranks end",
+    signal.SIGTERM: "asks all ranks to end",
+    signal.SIGKILL: "all ranks end at once, unsaved",
+}
+_TO_ONE = "the others may hang"
+
+_TOLERANCE = 2.0
+"""Seconds by which a process's start, counted from the boot, may differ from the clock's."""
+
+
+@dataclass(frozen=True)
+class SignalTarget:
+    """A process that was proven to be the run's."""
+
+    process: psutil.Process
+    words: str
+
+
+@dataclass(frozen=True)
+class SignalChoice:
+    """A line of the question; without a target it does nothing."""
+
+    words: str
+    target: SignalTarget | None = None
+    number: int = 0
+
+
+def signal_choices(snapshot: Snapshot, row: RankRow | None) -> tuple[SignalChoice, ...]:
+    """What can be sent to whom; to do nothing comes first.
+
+    Args:
+        snapshot: The run.
+        row: The selected rank, if a person selected one.
+
+    Raises:
+        DoctorError: There is nothing to signal, or it is not to be proven that it is the run's.
+    """
+    if not snapshot.live or not snapshot.path:
+        raise DoctorError("no run is live here: there is nothing to signal")
+    path = Path(snapshot.path)
+    launcher = _launcher_target(path)
+    found = [SignalChoice("Cancel"), *_choices_for(launcher, _TO_ALL)]
+    if row is not None and row.pid is not None:
+        rank = _rank_target(path, row, launcher.process.pid)
+        words = _TO_ONE if len(snapshot.ranks) > 1 else "the job has no other rank"
+        found += _choices_for(rank, dict.fromkeys(SIGNALS, words))
+    return tuple(found)
+
+
+def _choices_for(target: SignalTarget, words: Mapping[signal.Signals, str]) -> list[SignalChoice]:
+    return [
+        SignalChoice(f"{number.name} to {target.words}: {words[number]}", target, number)
+        for number in SIGNALS
+    ]
+
+
+def _launcher_target(path: Path) -> SignalTarget:
+    manifest = read_manifest(path, own=True)
+    host, here = manifest.get("host"), socket.gethostname()
+    if host != here:
+        raise DoctorError(f"the run is on {host}, this is {here}: signal it there")
+    if not rundir.is_live(path):
+        raise DoctorError("the run has ended: there is nothing to signal")
+    pid = integer(manifest, "supervisor", -1)
+    process = _proven_process(pid, integer(manifest, "started") / 1e9)
+    command: list[str] = []
+    with contextlib.suppress(psutil.Error):
+        command = process.cmdline()
+    if not any("ddpdoctor" in word for word in command):
+        raise DoctorError(f"process {pid} is not the launcher of this run: not signalled")
+    return SignalTarget(process, f"the launcher (pid {pid})")
+
+
+def _rank_target(path: Path, row: RankRow, launcher: int) -> SignalTarget:
+    try:
+        status = read_status(str(path / f"{rank_stem(row.rank, row.restart)}.status"))
+    except (OSError, UnreadableError) as error:
+        raise DoctorError(f"the process of rank {row.rank} is not known: {error}") from None
+    process = _proven_process(status.pid, status.started / 1e9)
+    environment: dict[str, str] = {}
+    with contextlib.suppress(psutil.Error):
+        environment = process.environ()
+    supervisor = environment.get("DDPDOCTOR_SUPERVISOR", "").partition("@")[0]
+    if status.pid != row.pid or MARK not in environment or supervisor != str(launcher):
+        raise DoctorError(f"process {row.pid} is not rank {row.rank} of this run: not signalled")
+    return SignalTarget(process, f"rank {row.rank} alone (pid {row.pid})")
+
+
+def _proven_process(pid: int, recorded: float) -> psutil.Process:
+    """The process with that pid, if it is this user's and began before the record was written."""
+    try:
+        process = psutil.Process(pid)
+        if process.uids().real != os.getuid():
+            raise DoctorError(f"process {pid} belongs to another user: not signalled")
+        if process.create_time() > recorded + _TOLERANCE:
+            raise DoctorError(f"pid {pid} was given to another process: not signalled")
+    except (psutil.Error, ValueError):
+        raise DoctorError(f"there is no process {pid} any more") from None
+    return process
+
+
+def send_signal(choice: SignalChoice) -> str:
+    """Send what a person chose; what was done, in words.
+
+    Raises:
+        DoctorError: The process is gone, or is another one by now.
+    """
+    if choice.target is None:
+        return "nothing was sent"
+    name = signal.Signals(choice.number).name
+    try:
+        # psutil compares the start time once more: a pid that was given away is not signalled.
+        choice.target.process.send_signal(choice.number)
+    except (psutil.Error, OSError):
+        raise DoctorError(f"{name} was not sent: the process has ended") from None
+    return f"{name} was sent to {choice.target.words}"
