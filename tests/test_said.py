@@ -416,7 +416,8 @@ def test_relations_have_no_cycle() -> None:
 
 def test_no_rule_calls_another_rule() -> None:
     trees = [
-        ast.parse(path.read_text()) for path in sorted((ROOT / "ddpdoctor" / "rules").glob("*.py"))
+        ast.parse(path.read_text())
+        for path in sorted((ROOT / "ddpdoctor" / "diagnose").glob("*/rules*.py"))
     ]
     names = {
         each.name
@@ -434,3 +435,19 @@ def test_no_rule_calls_another_rule() -> None:
         used |= {each.id for each in found} - own
     assert len(names) > 30
     assert sorted(names & used) == []
+
+
+def test_evidence_imports_no_rules() -> None:
+    """Modules of a family that find evidence stand below those that judge it."""
+    package = ROOT / "ddpdoctor" / "diagnose"
+    wrong = []
+    for path in package.glob("*/*.py"):
+        if path.name.startswith("rules"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or "", *(each.name for each in node.names)]
+                wrong += [
+                    f"{path}:{node.lineno}" for name in names if ".rules" in name or name == "rules"
+                ]
+    assert wrong == []

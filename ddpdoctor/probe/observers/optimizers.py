@@ -120,7 +120,7 @@ def parameters_of(optimizer: Any) -> list[Any]:
 
 
 def options_of(optimizer: Any) -> tuple[tuple[Hyper, ...], ...]:
-    """`HYPER` of each parameter group, as far as it is on the CPU."""
+    """`HYPERPARAMETERS` of each parameter group, as far as it is on the CPU."""
     return tuple(
         tuple(_plain_option(group.get(name)) for name in HYPERPARAMETERS)
         for group in optimizer.param_groups[:MOST_GROUPS]
