@@ -10,12 +10,14 @@ import textwrap
 import threading
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import NamedTuple, TextIO
-
-from rich.cells import cell_len, set_cell_size
-from rich.style import Style
+from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 from ddpdoctor.core.formatting import shown
+
+if TYPE_CHECKING:
+    from rich.style import Style
+
+# rich is imported where it is used: the supervisor and `--help` do without it.
 
 # -- colours
 
@@ -81,12 +83,18 @@ _STYLES = {
 @lru_cache(maxsize=64)
 def style_of(name: str) -> Style:
     """What a style looks like."""
+    from rich.style import Style
+
     return Style.parse(_STYLES[name])
 
 
 def text_width(text: str) -> int:
     """The columns a text takes on a terminal."""
-    return len(text) if text.isascii() else cell_len(text)
+    if text.isascii():
+        return len(text)
+    from rich.cells import cell_len
+
+    return cell_len(text)
 
 
 def plain(line: Line) -> str:
@@ -114,7 +122,11 @@ def fitted(line: Line, room: int) -> Line:
 
 def fit(text: str, room: int) -> str:
     """A text of exactly ``room`` columns."""
-    return text[:room].ljust(room) if text.isascii() else set_cell_size(text, room)
+    if text.isascii():
+        return text[:room].ljust(room)
+    from rich.cells import set_cell_size
+
+    return set_cell_size(text, room)
 
 
 def shortened(text: str, room: int, ellipsis: str) -> str:

@@ -1,4 +1,4 @@
-"""Read GPU faults and throttling, and poll GPUs in a process of its own."""
+"""Read GPU faults and throttling, and poll GPUs in a separate process."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Follow gradients between backward and step: missing, not reduced, changed by the job.
 
-Which gradients DDP reduces is told by what really reached the parameters. A forward through DDP
+What reached the parameters shows which gradients DDP reduces. A forward through DDP
 arms its next backward; only a backward so armed is reduced. Parameters whose gradients came
 otherwise are looked at when an optimizer steps them (`Unreduced`): the norms of gradient and
 parameter are written down, and by comparing the ranks a rule sees whether it did any harm.

@@ -2,7 +2,7 @@
 
 torchrun gives each worker its local rank in ``LOCAL_RANK``, never on the command line: a script
 that reads it from an option has the option's default on every rank. Of the ports of the job's store
-it is told who holds one that is taken, and which one no rank will open.
+it records who holds one that is taken, and which one no rank will open.
 """
 
 from __future__ import annotations
