@@ -96,7 +96,8 @@ def examine_many(ranks: int, where: str) -> None:
     print(
         f"{ranks} ranks: examined in {seconds:.2f} s ({used:.2f} s of CPU), besides the "
         f"{hang_examination.BETWEEN:.0f} s over which processes are watched; "
-        f"{most / 1024:.0f} MiB at most, {base / 1024:.0f} MiB before; {len(text) / 1e6:.1f} MB written"
+        f"{most / 1024:.0f} MiB at most, {base / 1024:.0f} MiB before; "
+        f"{len(text) / 1e6:.1f} MB written"
     )
 
 

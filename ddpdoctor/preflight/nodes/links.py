@@ -628,8 +628,8 @@ def _speed_findings(meeting: Meeting, speed: Speeds) -> Iterator[Finding]:
             # A limit on the way out of one end looks like one on the way into the other.
             ends = f"{meeting.host(each.ways[0][0])} (on the way out) and of {ends} (on the way in)"
         yield warning(
-            f"{link} {each.words(meeting, 'to', 'from', 'of')} is slow: {bandwidth_shown(bandwidth)}, "
-            f"round trip {1e3 * rtt:.2f} ms",
+            f"{link} {each.words(meeting, 'to', 'from', 'of')} is slow: "
+            f"{bandwidth_shown(bandwidth)}, round trip {1e3 * rtt:.2f} ms",
             evidence=(
                 f"the median link has {bandwidth_shown(speed.bandwidth)} "
                 f"and {1e3 * speed.rtt:.2f} ms"
