@@ -26,7 +26,7 @@ sys.path.insert(0, str(HERE.parent))
 
 from ddpdoctor.run.reader import RunReader  # noqa: E402
 from ddpdoctor.run.snapshot import Run  # noqa: E402
-from tests.dap_client import DapClient, install_modules  # noqa: E402
+from tests.support.dap_client import DapClient, install_modules  # noqa: E402
 
 JOB = HERE / "jobs" / "tiny.py"
 SECONDS = 4.0

@@ -2,9 +2,9 @@
 
     python benchmarks/load.py --busy 20 --at-once 10
 
-It runs ``tests/test_sick_jobs.py`` as a whole beside them and prints its table, so what is wanted
-of a job stands in one place, there. "As the tests want" counts the tests that passed: of a sick job
-exactly the findings of its marks, of a healed twin nothing at all, not even withdrawn, of a healthy
+It runs ``tests/diagnose/test_sick_jobs.py`` as a whole beside them and prints its table, so what
+is wanted of a job stands in one place, there. "As the tests want" counts the tests that passed:
+of a sick job exactly the findings of its marks, of a healed twin nothing at all, not even withdrawn, of a healthy
 job nothing above info, and of each the exit status that it states. Jobs that are sick only where
 cores are free, as they say in their heads, are left out.
 
@@ -25,7 +25,7 @@ from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).parent.parent / "tests" / "test_sick_jobs.py"
+TESTS = Path(__file__).parent.parent / "tests" / "diagnose" / "test_sick_jobs.py"
 BUSY = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): sum(range(100000))"
 KINDS = {
     "test_a_sick_job_is_named": "sick",

@@ -36,7 +36,7 @@ SETTLED = 3.0
 _WRITER = """
 import sys, time
 from pathlib import Path
-from tests.generated import Generated
+from tests.support.generated import Generated
 path, ranks, pace, seconds = Path(sys.argv[1]), *map(float, sys.argv[2:])
 run = Generated(path, int(ranks), slow={1: ("data", 10)}, gpus=True)
 run.start()

@@ -27,7 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from tests.marks import read, standing
+from tests.support.marks import read, standing
 
 NATURAL = Path(__file__).parent / "natural"
 _PLACE = re.compile(r"^(\s*)(.*?)  # place: (\w+)(?: (\S+))?$")

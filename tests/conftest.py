@@ -25,11 +25,11 @@ import pytest
 from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.records.decode import RANK_RECORDS, SUPERVISOR_RECORDS
 from ddpdoctor.run.snapshot import Run
-from tests.written import Written
+from tests.support.written import Written
 
 if TYPE_CHECKING:
-    from tests.candidates import Candidates
-    from tests.pseudo_terminal import Open, Terminal
+    from tests.support.candidates import Candidates
+    from tests.support.pseudo_terminal import Open, Terminal
 
 ROOT = Path(__file__).parent.parent
 JOBS = Path(__file__).parent / "jobs"
@@ -320,7 +320,7 @@ def doctor(tmp_path: Path, token: str) -> Iterator[Doctor]:
 @pytest.fixture
 def candidates(doctor: Doctor) -> Iterator[Candidates]:
     """Processes that are to become ranks."""
-    from tests.candidates import Candidates
+    from tests.support.candidates import Candidates
 
     made = Candidates(doctor)
     yield made
@@ -356,7 +356,7 @@ def bystanders(tmp_path: Path) -> Iterator[None]:
 @pytest.fixture
 def terminal(doctor: Doctor) -> Iterator[Open]:
     """Opens terminals with ``ddpdoctor run WORDS``, or with WORDS alone (``watch=False``)."""
-    from tests.pseudo_terminal import Terminal
+    from tests.support.pseudo_terminal import Terminal
 
     opened: list[Terminal] = []
 

@@ -1,6 +1,6 @@
 """Break rules on purpose, one small change at a time: does a test notice?
 
-    python -m tools.mutants --count 50 --seed 1 -- tests/test_finiteness_rules.py ...
+    python -m tools.mutants --count 50 --seed 1 -- tests/diagnose/test_finiteness_rules.py ...
 
 Each mutant is one change of one expression in ``ddpdoctor/diagnose``: a
 comparison, ``and`` for ``or``, a condition without its ``not``, a guard that never holds, a number,

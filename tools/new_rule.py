@@ -104,7 +104,7 @@ TEST = '''\
 from __future__ import annotations
 
 from ddpdoctor.run.records.training import SaveRecord
-from tests.written import Written
+from tests.support.written import Written
 
 
 def saved(file: str) -> SaveRecord:
@@ -155,7 +155,7 @@ def layout(code: str, slug: str) -> dict[Path, str]:
         Path("ddpdoctor/diagnose") / FAMILIES[code[3]] / f"rules_{name}.py": filled(RULE),
         Path("sample_jobs/sick") / f"{stem}.py": filled(JOB),
         Path("sample_jobs/sick") / f"{stem}_healed.py": filled(twin),
-        Path("tests") / f"test_{name}.py": filled(TEST),
+        Path("tests/diagnose") / f"test_{name}.py": filled(TEST),
     }
 
 

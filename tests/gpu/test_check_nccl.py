@@ -28,7 +28,7 @@ from tests.gpu.machine import (
     used,
     wait_until_used,
 )
-from tests.test_check_collectives import DIES, SILENT, WRONG, fault
+from tests.preflight.test_check_collectives import DIES, SILENT, WRONG, fault
 
 pytestmark = [needs_gpu, needs_nccl]
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import JOBS, Doctor
 from tests.gpu.machine import needs_gpu, needs_nccl
-from tests.marks import SICK, Kind, head, healed, judged, options, read
+from tests.support.marks import SICK, Kind, head, healed, judged, options, read
 
 pytestmark = [needs_gpu, needs_nccl, pytest.mark.slow]
 

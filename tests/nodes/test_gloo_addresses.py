@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu_stub import HEALTHY
 from tests.lab import faults
 from tests.lab.checking import PORT, WITHOUT_TORCH, Make, agreeing
 from tests.lab.network import INTERFACE
 from tests.nvml_stub import build
+from tests.support.gpu_stub import HEALTHY
 
 ABOVE_LOOPBACK = "192.168.77"
 """Addresses higher than 127.0.1.1, so that gloo there dials it; those of 10.0.0.0/8 are lower."""

@@ -1,0 +1,436 @@
+"""What is said of a log: the nearer cause, the rank that was waited for, and never nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ddpdoctor.failures.log import read
+from ddpdoctor.failures.verdict import findings
+from tests.support.log_lines import CANCELLED, STEPS, SUMMARY, one, timeouts
+
+STOPPED = "WARNING:torch.distributed.elastic.api:Sending process 4 closing signal SIGTERM\n"
+
+
+def test_the_lowest_number_is_who_was_waited_for() -> None:
+    found = one(
+        timeouts(
+            r0=(9, "ALLREDUCE", 64),
+            r1=(9, "ALLREDUCE", 64),
+            r2=(7, "BROADCAST", 1),
+            r3=(9, "ALLREDUCE", 64),
+        )
+    )
+    assert (found.code, found.ranks) == ("DDP907", (2,))
+    assert "was in BROADCAST #7 of 1 elements, 2 behind the others" in found.message
+
+
+def test_what_a_rank_had_enqueued_counts() -> None:
+    progress = (
+        "[rank2]:[E1122 10:30:22.2 PGNCCL.cpp:9] [PG 0 Rank 2] last enqueued NCCL work: 6,"
+        " last completed NCCL work: 6.\n"
+    )
+    waiting = timeouts(r0=(7, "ALLREDUCE", 64), r1=(7, "ALLREDUCE", 64))
+    found = one((waiting + progress).replace("[Rank ", "[PG 0 Rank "))
+    assert found.ranks == (2,)
+    assert "had come only to collective #6" in found.message
+
+
+def test_another_size_at_the_same_number_is_a_mismatch() -> None:
+    places = {f"r{rank}": (4, "ALLREDUCE", 64) for rank in range(3)}
+    found = one(timeouts(**places, r3=(4, "ALLREDUCE", 65)))
+    assert (found.code, found.ranks) == ("DDP803", (3,))
+
+
+def test_the_rank_without_a_line() -> None:
+    found = one(timeouts(**{f"r{rank}": (4, "ALLREDUCE", 64) for rank in (0, 1, 3)}))
+    assert found.ranks == (2,)
+    assert "likely" in found.message
+
+
+def test_where_all_ranks_timed_out_together_no_rank_is_blamed() -> None:
+    doing = "Epoch 3: evaluating on 5000 images\n"
+    found = one(doing + timeouts(r0=(4, "ALLREDUCE", 64), r1=(4, "ALLREDUCE", 64)))
+    assert (found.code, found.ranks) == ("DDP907", (0, 1))
+    assert found.message.endswith("in ALLREDUCE #4, which did not complete")
+    assert "before it the log says: Epoch 3: evaluating on 5000 images" in found.evidence
+    assert any("timed out in it: none of them was late" in each for each in found.evidence)
+    assert "Xid" in found.fix
+
+
+def test_a_rank_that_the_log_lacks_may_be_late() -> None:
+    found = one(timeouts(r1=(4, "ALLREDUCE", 64), r2=(4, "ALLREDUCE", 64)))
+    assert not any("none of them was late" in each for each in found.evidence)
+
+
+@pytest.mark.parametrize(
+    ("second", "later"),
+    [
+        ("2026-11-22 10:30:24", " 3 s later"),
+        ("2024-11-22 10:30:24", ""),
+        ("2025-03-01 00:00:00", ""),
+    ],
+)
+def test_clocks_that_do_not_fit_together_are_not_compared(second: str, later: str) -> None:
+    """Lines of NCCL name no year, and those of a script may be of another zone, or run."""
+    traceback = 'Traceback (most recent call last):\n  File "/job/a.py", line 5, in a\n'
+    cause = f"2026-11-22 10:30:21,5 INFO step 7\n{traceback}ValueError: bad\n"
+    reset = "RuntimeError: Connection closed by peer [10.0.0.4]:6294"
+    lost = f"{second},5 INFO step 7\n{traceback}{reset}\n"
+    sightings = [
+        *read("rank1.log", [cause.encode()], 0),
+        *read("rank0.log", [lost.encode()], 1),
+    ]
+    (found,) = findings(sightings)
+    assert found.message.endswith("raised ValueError: bad")
+    assert f"rank 0{later}, as a consequence: it lost its connection to a peer" in found.evidence
+
+
+def test_what_python_ignores_is_no_cause() -> None:
+    ignored = (
+        "Exception ignored in atexit callback: <function save at 0x7f>\n"
+        'Traceback (most recent call last):\n  File "/job/a.py", line 5, in save\nKeyError: 1\n'
+    )
+    assert one(STEPS + ignored).severity.label == "info"
+    assert (
+        one(
+            ignored
+            + STEPS
+            + "slurmstepd: error: *** JOB 1 ON n1 CANCELLED AT 2024-05-01T12:00:00 ***\n"
+        ).code
+        == "DDP908"
+    )
+
+
+def test_words_about_a_cause_are_none_where_the_end_has_its_own() -> None:
+    words = "size mismatch for head.weight: copying a param with shape torch.Size([3])\n"
+    assert one(words + STEPS + CANCELLED).code == "DDP908"
+    words = "node1: first error: CUDA out of memory. Tried to allocate 12.25 GiB. GPU 2\n"
+    assert one(words * 3 + SUMMARY.format(4711)).code == "DDP928"
+
+
+def test_what_a_job_went_on_after_does_not_end_it_later() -> None:
+    alarm = "CRITICAL:root:loss is not finite\n"
+    assert findings(read("job.log", [(alarm + STEPS * 3 + alarm).encode()])) == []
+    assert one(alarm).code == "DDP900"
+    assert findings(read("job.log", [b"CRITICAL:root:EVALUATING\n"])) == []
+
+
+def test_a_progress_bar_is_no_exception() -> None:
+    log = 'Traceback (most recent call last):\n  File "/a.py", line 5, in a\n'
+    log += "Map:  22%|##  | 8/36 [00:01<00:04]\n"
+    assert "Map" not in one(log + SUMMARY.format(4711)).message
+
+
+def test_srun_numbers_nodes_where_each_task_is_a_torchrun() -> None:
+    refused = "{}: torchrun: error: the following arguments are required: training_script\n"
+    found = one(refused.format(0) + refused.format(1))
+    assert found.ranks == ()
+    assert found.message.startswith("a process of task 0 refused its options")
+    raised = (
+        '3: Traceback (most recent call last):\n3:   File "/a.py", line 5, in a\n3: KeyError: 1\n'
+    )
+    assert one(raised).ranks == (3,)
+
+
+def test_an_exception_that_torch_prints_again_is_of_one_process() -> None:
+    plain = (
+        "Traceback (most recent call last):\n  File \"/job/a.py\", line 5, in a\nKeyError: 'x'\n"
+    )
+    marked = "".join(f"[rank0]: {line}\n" for line in plain.splitlines())
+    found = one(plain + marked)
+    assert found.message == "rank 0 raised KeyError: 'x'"
+    assert not any("too" in each for each in found.evidence)
+    assert one(plain * 2 + marked).message.startswith("a process of the job")
+
+
+def test_a_spawned_process_is_named_by_its_number() -> None:
+    log = (Path(__file__).parents[1] / "logs" / "spawned.log").read_text()
+    assert one(log).message.startswith("process 1 of mp.spawn raised ")
+
+
+def test_braces_in_a_log_stay_as_they_are() -> None:
+    found = one(
+        "run.sh: line 3: ${NODES*{what}}: bad substitution\n"
+        "srun: error: n1: task 0: Exited with exit code 1\n"
+    )
+    assert found.message.endswith("has an error: ${NODES*{what}}: bad substitution")
+
+
+def test_what_a_job_says_last_is_looked_for_in_full() -> None:
+    """Also where it holds none of the texts that a whole log is searched for."""
+    ended = "mpirun noticed that the job aborted\nTERM_MEMLIMIT: job killed\n"
+    assert one(STEPS * 900 + ended + "bye\n").code == "DDP903"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torchrun: error: the following arguments are required: training_script",
+        "train: error: unrecognized arguments: --epoch 3",
+        "Error: Missing option '--data'.",
+    ],
+)
+def test_an_option_that_is_refused_is_the_cause_not_the_status(line: str) -> None:
+    text = f"usage: x [-h]\n{line}\nsrun: error: node7: task 0: Exited with exit code 2\n"
+    found = one(text)
+    assert found.code == "DDP905"
+    assert "refused its options: " in found.message
+
+
+def test_a_cause_on_another_rank_explains_the_time_out() -> None:
+    memory = (
+        '[rank3]: Traceback (most recent call last):\n[rank3]:   File "/job/a.py", line 5, in a\n'
+        "[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
+    )
+    found = one(timeouts(r0=(4, "ALLREDUCE", 64), r1=(4, "ALLREDUCE", 64)) + memory)
+    assert (found.code, found.ranks) == ("DDP928", (3,))
+
+
+INTERRUPTED = (
+    'Traceback (most recent call last):\n  File "/job/train.py", line 5, in <module>\n    step()\n'
+    "KeyboardInterrupt\n"
+)
+
+
+def test_ctrl_c() -> None:
+    found = one(INTERRUPTED)
+    assert found.code == "DDP908"
+    assert "was interrupted" in found.message
+    assert one(timeouts(r0=(4, "ALLREDUCE", 64)) + INTERRUPTED).code == "DDP907"
+
+
+@pytest.mark.parametrize(
+    ("code", "nearer", "further"),
+    [
+        (
+            "DDP005",
+            "n1:7:7 [0] NCCL WARN Error: failed to extend /dev/shm/nccl-AbCd to 9 bytes",
+            "OSError: [Errno 28] No space left on device: '/data/1.npy'",
+        ),
+        (
+            "DDP912",
+            "RuntimeError: The client socket has timed out after 60s while trying to connect to "
+            "(node0, 29500).",
+            "torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError",
+        ),
+        (
+            "DDP915",
+            "n1:7:9 [2] NCCL WARN NET/IB : Got completion from peer 10.0.0.7<4> with error 12, "
+            "opcode 0, len 0, vendor err 129",
+            "ncclSystemError: System call (e.g. socket, malloc) or external library call failed",
+        ),
+        (
+            "DDP002",
+            "[E socket.cpp:500] [c10d] The server socket has failed to listen on any local network "
+            "address.\ntrying without\ngoing on\ngoing on\ngoing on",
+            'Traceback (most recent call last):\n  File "/job/train.py", line 5, in <module>\n'
+            "ValueError: Default process group has not been initialized, please call it.",
+        ),
+        (
+            "DDP901",
+            'Traceback (most recent call last):\n  File "/job/train.py", line 5, in <module>\n'
+            "TypeError: no such thing",
+            "srun: error: node3: task 5: Exited with exit code 1",
+        ),
+    ],
+)
+def test_the_nearer_cause(code: str, nearer: str, further: str) -> None:
+    assert one(f"{nearer}\n{further}\n").code == code
+    if not further.startswith("srun"):
+        assert one(f"{further}\n{nearer}\n").code == code
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ERROR: the data service went away\n",
+        "FATAL: no\n",
+        "something.custom.StrangeError: a thing that no table knows\n" + STOPPED,
+        "terminate called after throwing an instance of 'c10::Error'\n  what():  odd\n",
+        "Segmentation fault (core dumped)\n",
+        "Aborted (core dumped)\n",
+        "srun: error: node3: task 5: Exited with exit code 7\n",
+        "subprocess.CalledProcessError: Command '['python']' returned non-zero exit status 1.\n",
+        "command terminated with exit code 137\n",
+        "Killed\n",
+        "slurmstepd: error: some trouble of a new kind\n",
+        'Traceback (most recent call last):\n  File "/job/train.py", line 5, in <module>\n',
+        STOPPED,
+    ],
+)
+def test_a_failed_log_is_never_met_with_silence(text: str) -> None:
+    found = one("epoch 1 loss 0.3\nepoch 2 loss 0.2\n" + text)
+    assert found.severity.label == "error"
+    assert found.evidence
+    assert found.fix
+
+
+def test_an_unknown_exception_stands_before_its_launcher() -> None:
+    found = one("something.StrangeError: a thing that no table knows\n" + STOPPED)
+    assert "StrangeError: a thing that no table knows" in found.message
+    found = one("ERROR: strange things\n" + STOPPED)
+    assert found.code == "DDP900"
+    assert any("strange things" in line for line in found.evidence)
+
+
+def test_what_nccl_warned_of_stands_beside_its_error() -> None:
+    found = one(
+        "n1:7:9 [2] NCCL WARN Some words that only a later NCCL says\n"
+        "ncclInternalError: Internal check failed.\n"
+    )
+    assert found.code == "DDP924"
+    assert any("Some words that only a later NCCL says" in line for line in found.evidence)
+
+
+def test_unused_parameters_that_are_looked_for_already() -> None:
+    text = (
+        "RuntimeError: Expected to have finished reduction in the prior iteration before starting "
+        "a new one. {} Parameter indices which did not receive grad for rank 1: 4 7\n"
+    )
+    on = one(text.format("Since `find_unused_parameters=True` is enabled, this likely  means"))
+    off = one(text.format("You can enable unused parameter detection by passing"))
+    assert "set find_unused_parameters=True" not in on.fix
+    assert "find_unused_parameters=True" in off.fix
+    assert "4 7" in on.message and "4 7" in off.message
+
+
+def test_an_ignored_exception_is_an_info() -> None:
+    found = one(
+        "Exception ignored in: <function A.__del__ at 0x7f>\nTraceback (most recent call last):\n"
+        '  File "/job/data.py", line 5, in __del__\nAttributeError: no such thing\n'
+        "epoch 2\nepoch 3\nepoch 4\n"
+    )
+    assert found.severity.label == "info"
+
+
+HEALTHY = """\
+[W socket.cpp:601] [c10d] The IPv6 network addresses of (node0, 29500) cannot be retrieved
+/opt/lib/python3.11/site-packages/x.py:3: FutureWarning: something failed to be new
+E0000 00:00:1 4711 cuda_dnn.cc:8310] Unable to register cuDNN factory: Attempting to register
+Epoch 0:  10%|#         | 1/10 [00:00<00:01, mean_error=0.3, val_error=0.2]
+{'train_error': 0.31, 'ERROR': 0.2, 'eval/failed': 0}
+epoch 0 error: 0.31 Error 0.3 SIGNAL 3 Killed 0
+WARNING: retrying after ConnectionError: reset
+epoch 1 step 1
+epoch 1 step 2
+epoch 1 step 3
+"""
+
+
+@pytest.mark.parametrize("repeat", [1, 50])
+def test_a_healthy_log_has_no_finding_above_info(repeat: int) -> None:
+    found = findings(read("job.log", [(HEALTHY * repeat).encode()]))
+    assert [each for each in found if each.severity.label != "info"] == []
+
+
+def test_an_exception_of_a_thread_does_not_hide_what_ended_the_process() -> None:
+    ended = (
+        'Traceback (most recent call last):\n  File "/job/a.py", line 5, in <module>\n'
+        "ValueError: bad\n" + STEPS
+    )
+    thread = (
+        "Exception in thread NetStatThr:\nTraceback (most recent call last):\n"
+        '  File "/lib/threading.py", line 9, in run\nBrokenPipeError: [Errno 32] Broken pipe\n'
+    )
+    assert one(ended + thread).message.endswith("raised ValueError: bad")
+    assert one(thread).message.endswith("raised BrokenPipeError: [Errno 32] Broken pipe")
+
+
+def test_a_warning_is_no_cause_of_an_exception_that_does_not_speak_of_it() -> None:
+    warning = (
+        "/lib/torch/cuda/__init__.py:141: UserWarning: CUDA initialization: The NVIDIA driver on "
+        "your system is too old (found version 11040).\n"
+    )
+    raised = 'Traceback (most recent call last):\n  File "/a.py", line 5, in <module>\n'
+    assert one(warning + raised + "TypeError: bad\n").message.endswith("raised TypeError: bad")
+    assert one(warning + raised + "AssertionError: no CUDA device\n").code == "DDP209"
+
+
+def test_a_compiler_is_no_launcher() -> None:
+    raised = 'Traceback (most recent call last):\n  File "/a.py", line 5, in <module>\n'
+    status = "returned non-zero exit status 1."
+    failed = f"CalledProcessError: Command '['/usr/bin/gcc', '/tmp/main.c']' {status}\n"
+    assert one(f"{raised}torch._inductor.exc.InductorError: {failed}").code == "DDP901"
+
+
+def test_who_cancelled_a_job_stands_before_the_exception_of_it() -> None:
+    raised = 'Traceback (most recent call last):\n  File "/a.py", line 5, in <module>\n'
+    log = raised + "KeyboardInterrupt\n\nTERM_ADMIN: job killed by root or an administrator.\n"
+    assert "was cancelled" in one(log).message
+
+
+def test_pythons_own_files_on_windows_are_not_the_users() -> None:
+    found = one(
+        'Traceback (most recent call last):\n  File "D:/job/a.py", line 5, in <module>\n'
+        r'  File "C:\Shared\Python36_64\lib\xml\etree\ElementTree.py", line 586, in parse'
+        "\nFileNotFoundError: 1.xml\n"
+    )
+    assert found.location is not None and found.location.path == "D:/job/a.py"
+
+
+def test_ranks_that_wait_in_a_collective_do_not_lack_the_port() -> None:
+    """Another start of the job, or a restart of it, found the first one still there."""
+    taken = (
+        "RuntimeError: The server socket has failed to listen on any local network address. "
+        "port: 29500, useIpv6: false, code: -98, name: EADDRINUSE\n"
+    )
+    raised = 'Traceback (most recent call last):\n  File "/a.py", line 5, in <module>\n' + taken
+    assert one(raised + timeouts(r0=(1, "ALLREDUCE", 1), r1=(1, "ALLREDUCE", 1))).code == "DDP907"
+    assert one(raised).code == "DDP002"
+
+
+@pytest.mark.parametrize(
+    ("shown", "said"),
+    [
+        ((0, 1, 2, 4, 7), "ranks 3, 5 and 6 did not come: see whether they started"),
+        ((1, 2, 4, 7), "3 of ranks 0, 3, 5 and 6 did not come: see whether they started"),
+        ((1,), None),
+    ],
+)
+def test_who_did_not_come_to_a_barrier_of_the_store(shown: tuple[int, ...], said: str) -> None:
+    found = one(
+        "".join(
+            f"{rank}: RuntimeError: Timed out initializing process group in store based barrier on "
+            f"rank: {rank}, for key: store_based_barrier_key:1 (world_size=8, worker_count=5, "
+            "timeout=0:30:00)\n"
+            for rank in shown
+        )
+    )
+    assert found.code == "DDP813"
+    absent = [each for each in found.evidence if "did not come" in each]
+    assert [each[: len(said)] for each in absent] == [said] if said else not absent
+
+
+def test_hundreds_of_tracebacks_of_one_failure_are_of_one_run() -> None:
+    raised = (
+        'Traceback (most recent call last):\n  File "/job/a.py", line 9, in <module>\n    go({0})\n'
+        "ValueError: bad {0}\n"
+    )
+    text = "".join(
+        f"{rank}: {line}\n" for rank in range(5) for line in raised.format(rank).splitlines()
+    )
+    frames = "".join(f'9:   File "/job/a.py", line {number}, in go\n' for number in range(1_200))
+    found = one(text + frames + text.replace("0: ", "7: ").replace("1: ", "8: "))
+    assert not any("earlier run" in each for each in found.evidence)
+
+
+def test_several_ranks_that_held_the_job_up() -> None:
+    behind = {"r0": (3, "ALLGATHER", 1), "r1": (3, "ALLGATHER", 1)}
+    ahead = {f"r{rank}": (4, "ALLREDUCE", 64) for rank in range(2, 5)}
+    assert "ranks 0 and 1 likely held the job up: they were in ALLGATHER #3" in (
+        one(timeouts(**behind, **ahead)).message
+    )
+
+
+def test_the_cause_is_shown_where_it_stands_earlier_in_a_chain() -> None:
+    found = one(
+        'Traceback (most recent call last):\n  File "/job/a.py", line 5, in save\n    write()\n'
+        "RuntimeError: PytorchStreamWriter failed writing file data/19: file write failed\n\n"
+        "During handling of the above exception, another exception occurred:\n\n"
+        'Traceback (most recent call last):\n  File "/job/a.py", line 9, in <module>\n    main()\n'
+        "RuntimeError: could not save\n"
+    )
+    assert found.code == "DDP935"
+    assert "PytorchStreamWriter failed" in found.evidence[0]

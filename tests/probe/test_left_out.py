@@ -1,0 +1,71 @@
+"""No rule takes what was not recorded for what did not happen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ddpdoctor.core.finding import RULES, examine
+from ddpdoctor.run.reader import Room, RunReader
+from ddpdoctor.run.snapshot import Run
+from tests.conftest import JOBS, Doctor
+from tests.support.left_out import left_out
+from tests.support.marks import HEALTHY, SICK, head, healed, judged, needed_gpus, options, read
+from tests.support.replicas import prints
+from tests.support.written import Written
+
+SPENT = str(JOBS / "spent.py")
+SAMPLE = {"data_cut_by_zip"}
+"""Jobs that are run every time; the others are slow."""
+
+FAMILIES = ("ddp1", "ddp3", "ddp402", "ddp403", "ddp5", "ddp6", "ddp7")
+"""Rules that judge by what ranks wrote while they trained."""
+
+TWINS = [healed(path) for path in SICK if path.stem.startswith(FAMILIES)]
+QUIET = [path for path in (*HEALTHY, *TWINS) if not needed_gpus(path)]
+CASES = [
+    pytest.param(place, path, id=path.stem, marks=() if path.stem in SAMPLE else pytest.mark.slow)
+    for place, path in enumerate(QUIET)
+]
+
+
+def codes(run: Run) -> set[str]:
+    return {each.code for each in examine(run, RULES.values())}
+
+
+@pytest.mark.parametrize(("place", "path"), CASES)
+def test_a_budget_that_is_spent_in_the_middle(doctor: Doctor, place: int, path: Path) -> None:
+    step, ranks = (20, 4, 9, 1, 33)[place % 5], ("0,1", "0", "1")[place % 3]
+    report = doctor.directory / "findings.json"
+    report.touch()
+    words = ["--json", str(report), "--quiet", *options(path)]
+    words += ["--nproc-per-node", str(head(path, "ranks", 2)), "--", SPENT, str(step), ranks]
+    result = doctor.run(*words, str(path), timeout=900)
+    result.check_success()
+    assert judged("healthy", path, read(report)).as_wanted, read(report)
+    # Read later, as `ddpdoctor report` does.
+    assert all(each.severity.name == "INFO" for each in examine(result.run, RULES.values()))
+
+
+@pytest.mark.parametrize(("place", "path"), CASES)
+def test_records_that_are_left_out(doctor: Doctor, place: int, path: Path) -> None:
+    ranks = str(head(path, "ranks", 2))
+    words = ["--quiet", *options(path), "--nproc-per-node", ranks, "--"]
+    result = doctor.run(*words, str(path), timeout=900)
+    result.check_success()
+    known: dict[int, set[str]] = {}
+    for what, run, whole in left_out(result.run):
+        if id(whole) not in known:
+            known[id(whole)] = codes(whole)
+        assert codes(run) <= known[id(whole)], what
+
+
+def test_what_ranks_have_lost(written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
+    written.rank(0, [{"kind": "fault", "hook": "samples", "error": "ValueError"}])
+    written.rank(1, [])
+    written.rank(2, prints("a" * 200))
+    written.findings()
+    assert [rank.lost for rank in RunReader(written.path).snapshot().ranks] == [True, False, False]
+    monkeypatch.setattr("ddpdoctor.run.reader.Room", lambda: Room(50_000))
+    assert [rank.lost for rank in RunReader(written.path).snapshot().ranks] == [True, False, True]

@@ -1,0 +1,19 @@
+"""Made-up runs for the monitor's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ddpdoctor.top.frames import Want
+from ddpdoctor.top.live import LiveSource
+from tests.support.generated import Generated
+
+Make = Callable[..., Generated]
+ALL = Want()
+
+
+def living(run: Generated, steps: int = 30) -> LiveSource:
+    run.start()
+    if steps:
+        run.steps(steps)
+    return LiveSource(run.path, 1.0)
