@@ -2,11 +2,11 @@
 
     python benchmarks/load.py --busy 20 --at-once 10
 
-It runs ``tests/diagnose/test_sick_jobs.py`` as a whole beside them and prints its table, so what
-is wanted of a job stands in one place, there. "As the tests want" counts the tests that passed:
-of a sick job exactly the findings of its marks, of a healed twin nothing at all, not even withdrawn, of a healthy
-job nothing above info, and of each the exit status that it states. Jobs that are sick only where
-cores are free, as they say in their heads, are left out.
+It runs ``tests/diagnose/test_sick_jobs.py`` as a whole beside them and prints its table, so what is
+wanted of a job stands in one place, there. "As the tests want" counts the tests that passed: of a
+sick job exactly the findings of its marks, of a healed twin nothing at all, not even withdrawn, of
+a healthy job nothing above info, and of each the exit status that it states. Jobs that are sick
+only where cores are free, as they say in their heads, are left out.
 
 Exit status: 0 if every test passed, else pytest's own.
 """
