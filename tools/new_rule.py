@@ -162,9 +162,18 @@ def layout(code: str, slug: str) -> dict[Path, str]:
 def main(words: list[str] | None = None, root: Path = ROOT) -> int:
     """Write the files; 2 if the code or a file is taken."""
     parser = argparse.ArgumentParser(prog="python -m tools.new_rule", description=__doc__)
-    parser.add_argument("code", help="DDP and three digits, such as DDP999")
-    parser.add_argument("slug", help="its name in words, such as shouted-loss")
+    parser.add_argument("code", nargs="?", default="", help="DDP and three digits, such as DDP999")
+    parser.add_argument(
+        "slug", nargs="?", default="", help="its name in words, such as shouted-loss"
+    )
+    parser.add_argument("--free", action="store_true", help="list the codes that are free, and end")
     asked = parser.parse_args(words)
+    if asked.free:
+        for digit, family in FAMILIES.items():
+            codes = (f"DDP{digit}{number:02}" for number in range(1, 100))
+            free = [code for code in codes if code not in RULES]
+            print(f"{family}: {', '.join(free[:12])}{', ...' if len(free) > 12 else ''}")
+        return 0
     if not re.fullmatch(r"DDP[1-9]\d{2}", asked.code) or not re.fullmatch(
         r"[a-z][a-z0-9-]*", asked.slug
     ):

@@ -58,3 +58,9 @@ def test_its_jobs_are_a_sick_one_and_a_healthy_one(tmp_path: Path) -> None:
         )
         codes.append("DDP999" in done.stderr)
     assert codes == [True, False]
+
+
+def test_free_codes_are_listed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert new_rule.main(["--free"], tmp_path) == 0
+    shown = capsys.readouterr().out
+    assert "crashes: DDP9" in shown and "DDP102" not in shown
