@@ -11,6 +11,7 @@ import shutil
 import string
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -344,7 +345,9 @@ def seen(doctor: Doctor, job: Odd, python: str, watch: bool) -> Seen:
     fill = [string.Template(word).safe_substitute(names) for word in shlex.split(job.command)]
     directory = doctor.directory / ("watched" if watch else "bare")
     directory.mkdir()
-    environment = doctor.environment({"TMPDIR": str(directory), "HOME": str(directory)})
+    # The path of a Unix socket in it, such as multiprocessing's and Ray's, holds 107 characters.
+    temporary = tempfile.mkdtemp(prefix="odd-", dir="/tmp")
+    environment = doctor.environment({"TMPDIR": temporary, "HOME": str(directory)})
     for name in ("PYTHONWARNINGS", "PYTHONPATH", "PYTEST_CURRENT_TEST", "COLUMNS"):
         environment.pop(name, None)
     given = {name: string.Template(value).safe_substitute(names) for name, value in job.env}
@@ -352,21 +355,24 @@ def seen(doctor: Doctor, job: Odd, python: str, watch: bool) -> Seen:
     ours = [*run, "--debug-port", "0", "--"] if watch else []
     # What is meant for the job's Python is not for ddpdoctor's.
     ours += ["env", *(f"{name}={given.pop(name)}" for name in set(given) if "PYTHON" in name)]
-    done = subprocess.run(
-        [*ours, *fill],
-        cwd=directory,
-        env={**environment, **given},
-        input=job.stdin,
-        capture_output=True,
-        text=True,
-        errors="backslashreplace",
-        start_new_session=True,
-        timeout=LIMIT,
-    )
+    try:
+        done = subprocess.run(
+            [*ours, *fill],
+            cwd=directory,
+            env={**environment, **given},
+            input=job.stdin,
+            capture_output=True,
+            text=True,
+            errors="backslashreplace",
+            start_new_session=True,
+            timeout=LIMIT,
+        )
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
     return Seen(
         done.returncode,
-        _lines(done.stdout, directory, job),
-        _lines(done.stderr, directory, job),
+        _lines(done.stdout.replace(temporary, "DIRECTORY"), directory, job),
+        _lines(done.stderr.replace(temporary, "DIRECTORY"), directory, job),
         [line for line in done.stderr.splitlines() if line.startswith("ddpdoctor: ")],
     )
 

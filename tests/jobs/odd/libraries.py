@@ -2,7 +2,6 @@
 
 import os
 import sys
-import tempfile
 
 
 def fails():
@@ -67,15 +66,7 @@ def loky():
 def ray():
     import ray
 
-    # The path of a Unix socket holds 107 characters, and a test's temporary directory has many.
-    session = tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True)
-    ray.init(
-        num_cpus=1,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        _temp_dir=session.name,
-    )
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
 
     @ray.remote
     def seen():
@@ -91,7 +82,6 @@ def ray():
     except ValueError as error:
         print(type(error).__name__, str(error).splitlines()[-1])
     ray.shutdown()
-    session.cleanup()
 
 
 def dask():
