@@ -17,8 +17,8 @@ from ddpdoctor.diagnose.collectives.collective_mismatch import (
     alone_by_guard,
     mismatch_of_calls,
 )
+from ddpdoctor.diagnose.collectives.mismatch_findings import mismatch_finding
 from ddpdoctor.diagnose.collectives.recorded_calls import Call
-from ddpdoctor.diagnose.collectives.rules_out_of_step import mismatch_finding
 from ddpdoctor.diagnose.source_files import (
     discerns,
     guards_of,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
-from ddpdoctor.core.relations import Lapse, Same, fact
+from ddpdoctor.core.relations import Lapse, Same, fact, same_subject
 from ddpdoctor.core.user_code import Location
 
 if TYPE_CHECKING:
@@ -115,13 +115,17 @@ Detect = Callable[["Run"], Iterator[Finding]]
 
 @dataclass(frozen=True)
 class Rule:
-    """A pure function from a run to findings, with its code, its page and its relations.
+    """A pure function from a run to findings, with a code, its page and its relations.
 
     Attributes:
+        detect: It may serve several rules: it yields the findings of all of them.
+        text: The page; empty where it is the function's docstring.
         supersedes: The rules whose findings are consequences of this one's, by code, and when they
             are: where both are about the same fault.
         yields_to: The same from the other side, where this rule is the one that knows.
         lapses: What becomes of its findings once they are not found any more.
+        beside: A second function with findings of this code. They count where the first has none
+            about the same subject.
     """
 
     code: str
@@ -129,15 +133,15 @@ class Rule:
     severity: Severity
     detect: Detect
     text: str = ""
-    """The page of a rule that is a row of a table; empty where the function's docstring is."""
     supersedes: Mapping[str, Same] = field(default_factory=dict)
     yields_to: Mapping[str, Same] = field(default_factory=dict)
     lapses: Lapse = fact
+    beside: Detect | None = None
 
     @property
     def page(self) -> str:
         """The documentation page."""
-        return self.text or inspect.getdoc(self.detect) or ""
+        return inspect.cleandoc(self.text) or inspect.getdoc(self.detect) or ""
 
     @property
     def summary(self) -> str:
@@ -149,6 +153,17 @@ RULES: dict[str, Rule] = {}
 """All registered rules by code; ``ddpdoctor.diagnose.all_rules`` fills it when imported."""
 
 
+def register(rule: Rule) -> None:
+    """Add a rule to `RULES`.
+
+    Raises:
+        ValueError: The code is taken.
+    """
+    if rule.code in RULES:
+        raise ValueError(f"{rule.code} is registered twice")
+    RULES[rule.code] = rule
+
+
 def rule(
     code: str,
     name: str,
@@ -158,27 +173,28 @@ def rule(
     yields_to: Mapping[str, Same] | None = None,
     lapses: Lapse = fact,
 ) -> Callable[[Detect], Detect]:
-    """Register a rule. ``severity`` is its usual one; a finding may carry a milder one.
+    """Register a function as a rule, whose page is its docstring.
+
+    A function of several codes is registered by :func:`register`, once for each code.
+
+    Args:
+        code: The code of its findings.
+        name: A name for it.
+        severity: The usual severity of its findings. Some may carry a milder one.
+        supersedes: See :class:`Rule`.
+        yields_to: See :class:`Rule`.
+        lapses: See :class:`Rule`.
 
     Raises:
         ValueError: The code is taken.
     """
 
-    def register(detect: Detect) -> Detect:
-        if code in RULES:
-            raise ValueError(f"{code} is registered twice")
-        RULES[code] = Rule(
-            code,
-            name,
-            severity,
-            detect,
-            supersedes=supersedes or {},
-            yields_to=yields_to or {},
-            lapses=lapses,
-        )
+    def decorate(detect: Detect) -> Detect:
+        made = Rule(code, name, severity, detect, "", supersedes or {}, yields_to or {}, lapses)
+        register(made)
         return detect
 
-    return register
+    return decorate
 
 
 def explains(cause: Finding, effect: Finding) -> bool:
@@ -207,17 +223,35 @@ def examine(
         rules: What to look for.
         failed: Called with a rule that cannot read the run; without it its exception is raised.
     """
-    found: dict[object, Finding] = {}
-    for each in rules:
+    by_code = {each.code: each for each in rules}
+    # A function that serves several rules runs once.
+    detects = [each for rule in by_code.values() for each in (rule.detect, rule.beside)]
+    said: list[Finding] = []
+    beside: list[Finding] = []
+    for detect in dict.fromkeys(each for each in detects if each is not None):
         try:
-            for finding in each.detect(run):
-                known = found.get(finding.identity)
-                if known is None or (known.restart or 0) < (finding.restart or 0):
-                    found[finding.identity] = finding
+            for finding in detect(run):
+                rule = by_code.get(finding.code)
+                if rule is not None and rule.detect == detect:
+                    said.append(finding)
+                elif rule is not None and rule.beside == detect:
+                    beside.append(finding)
         except Exception as error:
             if failed is None:
                 raise
-            failed(each, error)
+            for rule in by_code.values():
+                if detect in (rule.detect, rule.beside):
+                    failed(rule, error)
+    said += [
+        each
+        for each in beside
+        if not any(one.code == each.code and same_subject(one, each) for one in said)
+    ]
+    found: dict[object, Finding] = {}
+    for finding in said:
+        known = found.get(finding.identity)
+        if known is None or (known.restart or 0) < (finding.restart or 0):
+            found[finding.identity] = finding
     causes = [
         effect
         for effect in found.values()

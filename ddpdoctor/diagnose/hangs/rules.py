@@ -1,26 +1,39 @@
-"""Rules for jobs that hang (DDP801, DDP802, DDP805 to DDP815): who is missing, and why.
+"""Rules for jobs that hang (DDP801, DDP802, DDP805 to DDP815): which rank is missing, and why.
 
-All but DDP801 read one examination (`Run.hang`), which `rules_diagnosis` judges once for all.
+One function judges the newest examination (`Run.hang`) and yields the findings of all codes but
+DDP801, those of differing collectives (DDP401, DDP803, DDP804) included.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 
-from ddpdoctor.core.finding import Finding, Severity, rule
-from ddpdoctor.core.relations import STANDSTILL, STANDSTILLS, Lapsed, brings_about, hang, start
+from ddpdoctor.core.finding import Finding, Rule, Severity, register, rule
+from ddpdoctor.core.relations import (
+    STANDSTILL,
+    STANDSTILLS,
+    Lapse,
+    Lapsed,
+    Same,
+    brings_about,
+    hang,
+    start,
+)
 from ddpdoctor.core.user_code import Location
+from ddpdoctor.diagnose.collectives.collective_mismatch import ring_mismatch
+from ddpdoctor.diagnose.collectives.mismatch_findings import (
+    failed_in_different_calls,
+    mismatch_finding,
+)
 from ddpdoctor.diagnose.crashes.rank_endings import PATIENCE, endings, last_phase
-from ddpdoctor.diagnose.hangs.hang_snapshot import seen_waiting
+from ddpdoctor.diagnose.hangs.diagnosis import diagnose
+from ddpdoctor.diagnose.hangs.hang_snapshot import hang_snapshot, seen_waiting
 from ddpdoctor.diagnose.hangs.rank_activity import NEVER_ENDS
-from ddpdoctor.diagnose.hangs.rules_diagnosis import diagnosed
 from ddpdoctor.diagnose.loops.rules_evaluation import alone_evaluating
 from ddpdoctor.run.records.model import DdpRecord
 from ddpdoctor.run.records.process import ErrorRecord, ExitRecord
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.status import Phase
-
-# -- hangs (DDP8xx): ranks that wait for one that does not come
 
 
 @rule(
@@ -57,12 +70,12 @@ def left_early(run: Run) -> Iterator[Finding]:
         a rank failed (DDP9xx), and if the cause is known: the statement by which a rank alone left
         or skipped a step (DDP403), or loaders of different length (DDP109).
     """
-    for leaver, wanting in leavers(run):
+    for leaver, wanting in _leavers(run):
         yield _finding(leaver, wanting)
 
 
-def leavers(run: Run) -> Iterator[tuple[Rank, list[Rank]]]:
-    """Ranks that left, each with those that wanted another step of it."""
+def _leavers(run: Run) -> Iterator[tuple[Rank, list[Rank]]]:
+    """Yield ranks that left, each with the ranks that needed another step of it."""
     restart = run.restarts[-1]
     ranks = run.attempt(restart)
     failures = {each.rank: each for each in endings(run, restart)}
@@ -70,8 +83,7 @@ def leavers(run: Run) -> Iterator[tuple[Rank, list[Rank]]]:
         return
     at_exit = {rank for rank, each in failures.items() if each.kind == "abort-at-exit"}
     left = [r for r in ranks if r.ended is not None and r.rank not in failures]
-    left += [r for r in ranks if r.rank in at_exit]
-    for leaver in left:
+    for leaver in (*left, *(r for r in ranks if r.rank in at_exit)):
         wanting = _wanting(leaver, ranks, run, failures) if _ended_well(leaver, run) else []
         if wanting:
             yield leaver, wanting
@@ -80,19 +92,17 @@ def leavers(run: Run) -> Iterator[tuple[Rank, list[Rank]]]:
 def _wanting(
     leaver: Rank, ranks: Sequence[Rank], run: Run, failed: Container[int | None]
 ) -> list[Rank]:
-    """The ranks that wanted another step of one that left, beyond its part of an evaluation."""
+    """Return the ranks that needed another step of one that left."""
     count = _armed(leaver)
     wanting = [
         rank
         for rank in ranks
         if _shares(leaver, rank) and _wants_more(rank, count, run, rank.rank in failed)
     ]
-    if wanting:
-        # Their last evaluation waits for ranks that never evaluate: DDP402 says so. No relation
-        # of rules, since the others of them may want another step.
-        alone = {each for present in alone_evaluating(run) for each in present}
-        wanting = [rank for rank in wanting if rank.rank not in alone]
-    return wanting
+    # DDP402 reports ranks whose evaluation waits for ranks that never evaluate. No relation between
+    # the rules does this, since only some of the ranks may be in an evaluation.
+    alone = {rank for ranks in alone_evaluating(run) for rank in ranks} if wanting else set()
+    return [rank for rank in wanting if rank.rank not in alone]
 
 
 def _finding(leaver: Rank, wanting: list[Rank]) -> Finding:
@@ -122,7 +132,7 @@ def _finding(leaver: Rank, wanting: list[Rank]) -> Finding:
 
 
 def _ended_well(rank: Rank, run: Run) -> bool:
-    """Whether nothing that the rank reported says otherwise; its exit status is not known yet."""
+    """Return whether the rank reported no failure. Its exit status may not be known yet."""
     if any(call.status for call in rank.records.of(ExitRecord)) or rank.records.of(ErrorRecord):
         return False
     stopped = run.stopped_at
@@ -130,39 +140,39 @@ def _ended_well(rank: Rank, run: Run) -> bool:
 
 
 def _armed(rank: Rank) -> int:
-    """Synchronized forwards begun so far."""
+    """Return how many synchronized forwards it has begun."""
     if rank.ended is not None:
         return rank.ended.armed
     return rank.status.armed if rank.status is not None else 0
 
 
 def _wants_more(rank: Rank, count: int, run: Run, failed: bool) -> bool:
-    """Whether the rank needs, or needed when it failed, a peer that left after ``count`` steps."""
+    """Return whether the rank needs, or needed when it failed, a peer that left after ``count``."""
     status, last = rank.status, last_phase(rank)
     if status is None or last is None:
         return False
     phase, armed = last.label, status.armed
     error = rank.records.first(ErrorRecord)
     if error is not None:
-        # By the time the process was gone the status page had moved on.
+        # The status page moved on until the process was gone.
         phase, armed = error.phase, error.armed
     elif not failed and (run.exit_status is not None or run.waits_for(rank) < PATIENCE):
         return False
     if failed and error is not None and phase == Phase.FORWARD.label:
-        # In it DDP broadcasts buffers, and once the order of its buckets.
+        # In its forward DDP broadcasts buffers, and once the order of its buckets.
         return armed >= count
     behind = phase == Phase.BACKWARD.label or seen_waiting(run, rank.rank)
     return (armed > count and behind) or (armed >= count and phase == Phase.WAIT.label)
 
 
 def _shares(one: Rank, other: Rank) -> bool:
-    """Whether some DDP module is replicated on both ranks."""
+    """Return whether a DDP module is replicated on both ranks."""
     groups = [record.group_ranks for record in one.records.of(DdpRecord)]
     return one is not other and any({one.rank, other.rank} <= set(group) for group in groups)
 
 
 def _wish(rank: Rank) -> str:
-    """What the rank wanted of the one that left: ``waits in backward of step 25 (train.py:28)``."""
+    """Say what the rank needed: ``waits in backward of step 25 (train.py:28)``."""
     error = rank.records.first(ErrorRecord)
     if error is not None:
         place = f" ({error.location})" if error.location is not None else ""
@@ -179,23 +189,60 @@ def _steps(count: int) -> str:
 
 
 def _leaving_call(rank: Rank) -> ExitRecord | None:
-    """The ``sys.exit(0)`` by which the rank left, if it did so."""
+    """Return the ``sys.exit(0)`` by which the rank left, if there was one."""
     return next((call for call in rank.records.of(ExitRecord) if call.status == 0), None)
 
 
 def _leaving(rank: Rank) -> Location | None:
-    """The loop that came to its end: where its batches are drawn, else its forward."""
+    """Return the loop that ended: where its batches are drawn, else its forward."""
     call = _leaving_call(rank)
     if call is not None and call.location is not None:
         return call.location
     return rank.site("data") or rank.site("forward")
 
 
-# -- stalls
+# -- one examination, findings of many codes
 
 
-@rule("DDP802", "never-joined", Severity.ERROR, lapses=hang)
-def never_joined(run: Run) -> Iterator[Finding]:
+def stands_still(run: Run) -> Iterator[Finding]:
+    """Judge a hang, and collectives that differ between ranks whether or not the job hangs."""
+    mismatch = ring_mismatch(run)
+    still = hang_snapshot(run)
+    hung = diagnose(still, mismatch is not None) if still is not None else []
+    yield from hung
+    known = {each.code for each in hung}
+    if mismatch is not None:
+        different = mismatch_finding(mismatch)
+        if different.code not in known:
+            yield different
+            known.add(different.code)
+    failed = failed_in_different_calls(run)
+    if failed is not None and failed.code not in known:
+        yield failed
+
+
+def _lapses(finding: Finding, run: Run) -> Lapsed | None:
+    """Withdraw a wait at the end only if it was a shutdown: that may have been slow."""
+    return hang(finding, run) if NEVER_ENDS in finding.message else None
+
+
+def hang_rule(
+    code: str,
+    name: str,
+    text: str,
+    *,
+    severity: Severity = Severity.ERROR,
+    lapses: Lapse = hang,
+    supersedes: Mapping[str, Same] | None = None,
+) -> None:
+    """Register a code whose findings come from this judgement, with its page."""
+    known = supersedes or {}
+    register(Rule(code, name, severity, stands_still, text, lapses=lapses, supersedes=known))
+
+
+hang_rule(
+    "DDP802",
+    "never-joined",
     """A rank does something else while the other ranks wait for it in a collective.
 
     What it finds
@@ -220,12 +267,12 @@ def never_joined(run: Run) -> Iterator[Finding]:
         debugger. For a rank that computes or transfers data it is a warning; once three looks find
         it in one loop that polls, or its GPU at the same work, an error. Causes with a code
         (DDP401, DDP403, DDP801, DDP805 and up) are reported instead.
-    """
-    yield from diagnosed(run, "DDP802")
+    """,
+)
 
-
-@rule("DDP805", "stopped", Severity.ERROR, lapses=hang)
-def stopped(run: Run) -> Iterator[Finding]:
+hang_rule(
+    "DDP805",
+    "stopped",
     """A rank's process is stopped.
 
     What it finds
@@ -244,12 +291,12 @@ def stopped(run: Run) -> Iterator[Finding]:
 
     When it stays silent
         If it is continued before `--hang-after`.
-    """
-    yield from diagnosed(run, "DDP805")
+    """,
+)
 
-
-@rule("DDP806", "disk-sleep", Severity.ERROR, lapses=hang)
-def disk_sleep(run: Run) -> Iterator[Finding]:
+hang_rule(
+    "DDP806",
+    "disk-sleep",
     """A rank waits in the kernel for a disk or a device.
 
     What it finds
@@ -269,12 +316,12 @@ def disk_sleep(run: Run) -> Iterator[Finding]:
 
     When it stays silent
         A rank that transfers data all the time is a warning, not an error.
-    """
-    yield from diagnosed(run, "DDP806")
+    """,
+)
 
-
-@rule("DDP807", "endless-loop", Severity.ERROR, lapses=hang)
-def endless_loop(run: Run) -> Iterator[Finding]:
+hang_rule(
+    "DDP807",
+    "endless-loop",
     """A rank runs in a Python loop that cannot end.
 
     What it finds
@@ -298,12 +345,12 @@ def endless_loop(run: Run) -> Iterator[Finding]:
 
     When it stays silent
         For loops that may end: those are DDP802, a warning until three looks find the same.
-    """
-    yield from diagnosed(run, "DDP807")
+    """,
+)
 
-
-@rule("DDP808", "waits-for-input", Severity.ERROR, lapses=hang)
-def waits_for_input(run: Run) -> Iterator[Finding]:
+hang_rule(
+    "DDP808",
+    "waits-for-input",
     """A rank waits for keyboard input.
 
     What it finds
@@ -323,12 +370,12 @@ def waits_for_input(run: Run) -> Iterator[Finding]:
     When it stays silent
         While a rank is in the debugger that ddpdoctor offers. A question at a terminal before the
         first step is information: a person may be about to answer it.
-    """
-    yield from diagnosed(run, "DDP808")
+    """,
+)
 
-
-@rule("DDP809", "waits-for-loader", Severity.ERROR, lapses=hang)
-def waits_for_loader(run: Run) -> Iterator[Finding]:
+hang_rule(
+    "DDP809",
+    "waits-for-loader",
     """A rank waits for a DataLoader that delivers no batch.
 
     What it finds
@@ -350,12 +397,12 @@ def waits_for_loader(run: Run) -> Iterator[Finding]:
     When it stays silent
         Workers that compute or lack a core are a warning: loading is slow then. So are those that
         wait for the network, until three looks in a row find the same.
-    """
-    yield from diagnosed(run, "DDP809")
+    """,
+)
 
-
-@rule("DDP810", "holds-the-gil", Severity.ERROR, lapses=hang)
-def holds_the_gil(run: Run) -> Iterator[Finding]:
+hang_rule(
+    "DDP810",
+    "holds-the-gil",
     """A rank is in native code that blocks all of its other Python threads.
 
     What it finds
@@ -376,12 +423,12 @@ def holds_the_gil(run: Run) -> Iterator[Finding]:
     When it stays silent
         Until `--hang-after`, and for a process that is stopped (DDP805), in disk sleep (DDP806), or
         whose threads wait for a core.
-    """
-    yield from diagnosed(run, "DDP810")
+    """,
+)
 
-
-@rule("DDP811", "still-starting", Severity.WARNING, lapses=start)
-def still_starting(run: Run) -> Iterator[Finding]:
+hang_rule(
+    "DDP811",
+    "still-starting",
     """A rank is still starting while the other ranks wait for it.
 
     What it finds
@@ -402,12 +449,14 @@ def still_starting(run: Run) -> Iterator[Finding]:
     When it stays silent
         For ten times `--hang-after` while any process of the job uses the CPU. A rank that idles
         elsewhere is DDP802, as a warning if it has not joined the others yet.
-    """
-    yield from diagnosed(run, "DDP811")
+    """,
+    severity=Severity.WARNING,
+    lapses=start,
+)
 
-
-@rule("DDP812", "died-unnoticed", Severity.ERROR, lapses=hang)
-def died_unnoticed(run: Run) -> Iterator[Finding]:
+hang_rule(
+    "DDP812",
+    "died-unnoticed",
     """A rank died, and its launcher continues without it.
 
     What it finds
@@ -430,12 +479,12 @@ def died_unnoticed(run: Run) -> Iterator[Finding]:
 
     When it stays silent
         If the job ends because of it, which is a crash (DDP9xx).
-    """
-    yield from diagnosed(run, "DDP812")
+    """,
+)
 
-
-@rule("DDP813", "waits-for-ranks", Severity.ERROR, lapses=hang)
-def waits_for_ranks(run: Run) -> Iterator[Finding]:
+hang_rule(
+    "DDP813",
+    "waits-for-ranks",
     """The job waits in the rendezvous for a node or a rank that never came.
 
     What it finds
@@ -457,12 +506,12 @@ def waits_for_ranks(run: Run) -> Iterator[Finding]:
         While processes are starting (they use the CPU), for ten times `--hang-after`; while one of
         them, or the launcher, computes or lacks a core. If as many ranks came as expected, it is
         DDP814.
-    """
-    yield from diagnosed(run, "DDP813")
+    """,
+)
 
-
-@rule("DDP814", "stands-still", Severity.WARNING, lapses=hang)
-def stands_still(run: Run) -> Iterator[Finding]:
+hang_rule(
+    "DDP814",
+    "stands-still",
     """The job makes no progress, and no rank is to blame.
 
     What it finds
@@ -483,17 +532,13 @@ def stands_still(run: Run) -> Iterator[Finding]:
     When it stays silent
         If a rank is missing or does something else, which is then reported. If a rank has no core
         to run on. If all ranks are in a `sleep` outside a `while`: a pause.
-    """
-    yield from diagnosed(run, "DDP814")
+    """,
+    severity=Severity.WARNING,
+)
 
-
-def _lapses(finding: Finding, run: Run) -> Lapsed | None:
-    """What a rank was seen to wait for did keep it there; a shutdown may only be slow."""
-    return hang(finding, run) if NEVER_ENDS in finding.message else None
-
-
-@rule("DDP815", "does-not-end", Severity.ERROR, lapses=_lapses)
-def does_not_end(run: Run) -> Iterator[Finding]:
+hang_rule(
+    "DDP815",
+    "does-not-end",
     """A rank's script is over, but its process does not exit.
 
     What it finds
@@ -520,5 +565,6 @@ def does_not_end(run: Run) -> Iterator[Finding]:
     When it stays silent
         Until `--hang-after`; for 5 minutes if the rank computes, lacks a core, writes or waits for
         the network. It is a warning, unless native code hangs or other ranks wait for this one.
-    """
-    yield from diagnosed(run, "DDP815")
+    """,
+    lapses=_lapses,
+)
