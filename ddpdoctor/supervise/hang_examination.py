@@ -125,6 +125,19 @@ def examine(
             later=_shortened(later, 1) if later is not None else None,
             workers=_twice(looked.workers.get(rank_number, [])),
         )
+    _watch(found, looked, before, seen, launcher, lost)
+    return [found[each] for each in sorted(found)]
+
+
+def _watch(
+    found: dict[int, RankEvidence],
+    looked: _Looked,
+    before: Mapping[int, RankEvidence],
+    seen: dict[int, Seen],
+    launcher: int | None,
+    lost: Mapping[int, float],
+) -> None:
+    """Add what the processes did since they were looked at, and whether that repeats."""
     now = time.monotonic()
     works = process_activity.works(looked.launcher, read_turns(launcher or 0), now - looked.began)
     for rank_number, each in found.items():
@@ -148,7 +161,6 @@ def examine(
         )
         earlier = RankState(known, 0) if known is not None else None
         found[rank_number] = with_steadiness(RankState(each, time.time_ns()), earlier)
-    return [found[each] for each in sorted(found)]
 
 
 class _Looked(NamedTuple):

@@ -78,16 +78,9 @@ def blame(
         if skipped is not None:
             return skipped
     orders = {rank: [each.chain for each in before.get(rank, ())] for rank in calls}
-    guarded = []
-    for group in groups:
-        if group.call.chain not in orders[group.ranks[0]]:
-            # Otherwise the other ranks had a call that matches this one before.
-            others = [call.chain for rank, call in calls.items() if rank not in group.ranks]
-            guarded.append(alone_by_guard({rank: calls[rank] for rank in group.ranks}, others))
-    by_guard = [each for each in guarded if each is not None]
-    # If each group is under a condition, none is out of line.
-    if len(by_guard) == 1 and len(groups) == 2:
-        return by_guard[0]
+    by_guard = _by_guard(groups, calls, orders) if len(groups) == 2 else None
+    if by_guard is not None:
+        return by_guard
     total = sum(len(each.ranks) for each in groups)
     most = 2 * len(groups[0].ranks) > total
     if len(groups) == 2:
@@ -145,6 +138,23 @@ def skipped_by_guard(
             ranks = tuple(sorted(others))
             return Blame("passed", ranks, guard.location, decider=guard.location)
     return None
+
+
+def _by_guard(
+    groups: Sequence[Group],
+    calls: Mapping[int, Call],
+    orders: Mapping[int, Sequence[Sequence[Location]]],
+) -> Blame | None:
+    """Blame the one group whose call is under a condition on the rank."""
+    found = []
+    for group in groups:
+        if group.call.chain not in orders[group.ranks[0]]:
+            # Otherwise the other ranks had a call that matches this one before.
+            others = [call.chain for rank, call in calls.items() if rank not in group.ranks]
+            found.append(alone_by_guard({rank: calls[rank] for rank in group.ranks}, others))
+    known = [each for each in found if each is not None]
+    # If each group is under a condition, none is out of line.
+    return known[0] if len(known) == 1 else None
 
 
 def _by_course(

@@ -425,13 +425,17 @@ def _failure(run: Run) -> _Failure | None:
     }
     # Ranks lost for another reason may have been in different collectives for a moment only.
     until = ends[0].time - PATIENCE if cause is None else math.inf
+    last = {rank: found[-1] for rank, found in calls.items() if found}
     inside = {
-        rank: found[-1]
-        for rank, found in calls.items()
-        if found and not found[-1].done and found[-1].site is not None and found[-1].began < until
+        rank: call
+        for rank, call in last.items()
+        if not call.done and call.site is not None and call.began < until
     }
-    if not inside:
-        return None
+    return _parted(run, calls, inside) if inside else None
+
+
+def _parted(run: Run, calls: dict[int, list[Call]], inside: dict[int, Call]) -> _Failure | None:
+    """Find the ranks that were in a collective of DDP's own instead of the first of these calls."""
     first = min(inside.values(), key=lambda call: call.began)
     group, sequence = first.group, first.sequence
     same = {

@@ -4,12 +4,20 @@ Their findings come from the judgement of a hang, and from the ranks' calls with
 (:func:`ddpdoctor.diagnose.hangs.rules.stands_still`).
 """
 
+from ddpdoctor.core.finding import Severity, rule
 from ddpdoctor.core.relations import brings_about, came_first, ended_by, event
-from ddpdoctor.diagnose.hangs.rules import hang_rule
+from ddpdoctor.diagnose.hangs.rules import stands_still
 
-hang_rule(
+
+@rule(
     "DDP401",
     "collective-under-rank-guard",
+    Severity.ERROR,
+    detect=stands_still,
+    supersedes={"DDP803": came_first, "DDP804": brings_about},
+    lapses=event,
+)
+class CollectiveUnderRankGuard:
     """A collective is called by some ranks only, under a condition on the rank.
 
     What it finds
@@ -39,14 +47,11 @@ hang_rule(
         `if rank == 0: barrier()` after the work of rank 0, which match. For conditions that hold on
         every rank (`local_rank != -1`), in groups whose ranks all call it, and while the missing
         ranks are busy (DDP802).
-    """,
-    supersedes={"DDP803": came_first, "DDP804": brings_about},
-    lapses=event,
-)
+    """
 
-hang_rule(
-    "DDP803",
-    "different-collectives",
+
+@rule("DDP803", "different-collectives", Severity.ERROR, detect=stands_still, lapses=event)
+class DifferentCollectives:
     """Ranks call different collectives where they should call the same one.
 
     What it finds
@@ -74,13 +79,18 @@ hang_rule(
         `all_to_all`, and with NCCL `all_gather` and `reduce_scatter`, whose sizes may differ. If
         some calls are compiled and cannot be seen, and for collectives in other threads. If DDP401
         or DDP109 is the cause.
-    """,
-    lapses=event,
-)
+    """
 
-hang_rule(
+
+@rule(
     "DDP804",
     "groups-in-different-order",
+    Severity.ERROR,
+    detect=stands_still,
+    supersedes={"DDP803": ended_by},
+    lapses=event,
+)
+class GroupsInDifferentOrder:
     """Ranks use two process groups in different order and wait for each other.
 
     What it finds
@@ -104,7 +114,4 @@ hang_rule(
 
     When it stays silent
         While one of the two ranks is busy and may still arrive.
-    """,
-    supersedes={"DDP803": ended_by},
-    lapses=event,
-)
+    """

@@ -11,7 +11,7 @@ from ddpdoctor.failures.entry import Failure
 from ddpdoctor.failures.lines import shortened
 from ddpdoctor.run.records.process import ErrorRecord, OwnStoreRecord, ResourceFacts
 from ddpdoctor.run.records.training import SaveRecord
-from ddpdoctor.run.snapshot import Run
+from ddpdoctor.run.snapshot import Records, Run
 
 # -- files: a full disk, a limit, several writers
 
@@ -113,7 +113,7 @@ def port_facts(run: Run, cause: Ending, failure: Failure) -> FailureFacts:
     """Return what is known of the port that an exception is about."""
     if failure.code == PORT_IN_USE:
         return _taken(cause.file if cause.file.port is not None else _elsewhere(run))
-    store = unopened_store(run)
+    store = unopened_store(run.strays, run.restarts[-1])
     if failure.code == UNREACHABLE and store is not None and store.port in cause.text:
         return FailureFacts(
             f"waited for a store at {store_address(store)} that no rank opens", *store_advice(store)
@@ -121,11 +121,9 @@ def port_facts(run: Run, cause: Ending, failure: Failure) -> FailureFacts:
     return FailureFacts()
 
 
-def unopened_store(run: Run) -> OwnStoreRecord | None:
+def unopened_store(strays: Records, restart: int) -> OwnStoreRecord | None:
     """Return a store that ranks of torchrun wait for and that none of them opens."""
-    restart = run.restarts[-1]
-    found = run.strays.of(OwnStoreRecord)
-    return next((each for each in found if each.restart == restart), None)
+    return next((each for each in strays.of(OwnStoreRecord) if each.restart == restart), None)
 
 
 def store_address(store: OwnStoreRecord) -> str:

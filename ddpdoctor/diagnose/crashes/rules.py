@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
-from ddpdoctor.core.finding import RULES, Finding, Rule, Severity, register
+from ddpdoctor.core.finding import RULES, Finding, Rule, Severity, rule
 from ddpdoctor.core.opening import whole
 from ddpdoctor.core.relations import (
     ABORT,
@@ -20,7 +20,6 @@ from ddpdoctor.core.relations import (
     LOST,
     MISPAIRED,
     STANDSTILLS,
-    Same,
     ended_by,
 )
 from ddpdoctor.core.user_code import Location, user_file
@@ -206,7 +205,8 @@ def register_table() -> None:
         if known is None:
             rows = [failure for failure in TABLE if failure.code == code]
             page = next((str(each.page) for each in rows if each.page is not None), "")
-            _page(code, rows[0].known.name, page, severity=rows[0].severity)
+            name, severity = rows[0].known.name, rows[0].severity
+            RULES[code] = Rule(code, name, severity, crashes, page, yields_to=_EXPLAINED_BY)
         elif known.detect is not crashes:
             # Of two codes of the table neither may wait for the other.
             yields_to = {c: same for c, same in _EXPLAINED_BY.items() if c not in own or c < code}
@@ -214,20 +214,8 @@ def register_table() -> None:
             RULES[code] = replace(known, beside=crashes, yields_to=yields_to)
 
 
-def _page(
-    code: str,
-    name: str,
-    text: str,
-    *,
-    severity: Severity = Severity.ERROR,
-    yields_to: Mapping[str, Same] = _EXPLAINED_BY,
-) -> None:
-    register(Rule(code, name, severity, crashes, text, yields_to=yields_to))
-
-
-_page(
-    "DDP901",
-    "exception",
+@rule("DDP901", "exception", Severity.ERROR, detect=crashes, yields_to=_EXPLAINED_BY)
+class Exception:
     """A rank raised an exception, and the job failed because of it.
 
     What it finds
@@ -252,12 +240,11 @@ _page(
     When it stays silent
         If the job was asked to stop (Ctrl-C, SIGTERM), for exceptions that are caught, and for
         those whose cause another rule names (DDP303, DDP305, DDP323, DDP502, DDP707).
-    """,
-)
+    """
 
-_page(
-    "DDP902",
-    "killed",
+
+@rule("DDP902", "killed", Severity.ERROR, detect=crashes, yields_to=_EXPLAINED_BY)
+class Killed:
     """A rank was killed from outside.
 
     What it finds
@@ -278,12 +265,11 @@ _page(
     When it stays silent
         If the whole job was asked to stop, and for the SIGTERM that a launcher sends to the
         remaining ranks.
-    """,
-)
+    """
 
-_page(
-    "DDP903",
-    "out-of-memory",
+
+@rule("DDP903", "out-of-memory", Severity.ERROR, detect=crashes, yields_to=_EXPLAINED_BY)
+class OutOfMemory:
     """The out-of-memory killer ended a rank.
 
     What it finds
@@ -303,12 +289,11 @@ _page(
 
     When it stays silent
         If neither the kernel's log nor the cgroup can be read; then it is DDP902.
-    """,
-)
+    """
 
-_page(
-    "DDP904",
-    "native-crash",
+
+@rule("DDP904", "native-crash", Severity.ERROR, detect=crashes, yields_to=_EXPLAINED_BY)
+class NativeCrash:
     """A rank crashed in native code.
 
     What it finds
@@ -328,12 +313,11 @@ _page(
 
     When it stays silent
         For an abort after the script had ended (DDP906).
-    """,
-)
+    """
 
-_page(
-    "DDP905",
-    "silent-exit",
+
+@rule("DDP905", "silent-exit", Severity.ERROR, detect=crashes, yields_to=_EXPLAINED_BY)
+class SilentExit:
     """A rank exited with an error status, without an exception.
 
     What it finds
@@ -357,12 +341,11 @@ _page(
 
     When it stays silent
         For status 0: a rank that leaves while others start another step is DDP801.
-    """,
-)
+    """
 
-_page(
-    "DDP906",
-    "abort-at-exit",
+
+@rule("DDP906", "abort-at-exit", Severity.INFO, detect=crashes)
+class AbortAtExit:
     """A rank aborted after its script had ended.
 
     What it finds
@@ -387,14 +370,11 @@ _page(
 
     When it stays silent
         For a signal before the end of the script: that is a crash (DDP904).
-    """,
-    severity=Severity.INFO,
-    yields_to={},
-)
+    """
 
-_page(
-    "DDP907",
-    "lost-peers",
+
+@rule("DDP907", "lost-peers", Severity.ERROR, detect=crashes, yields_to=_EXPLAINED_BY)
+class LostPeers:
     """The job failed, and every failure seen here is the consequence of another one.
 
     What it finds
@@ -414,5 +394,4 @@ _page(
 
     When it stays silent
         While the job is running, if any rank has an independent failure, and in a job of one rank.
-    """,
-)
+    """

@@ -424,33 +424,42 @@ def _before_joining(still: HangSnapshot) -> Iterator[Finding]:
     seen = [(rank, activity_of(rank, True)) for rank in still.ranks]
     joining = [(rank, each) for rank, each in seen if each.code == "DDP813"]
     others = [(rank, each) for rank, each in seen if each.code != "DDP813"]
-    late = [(rank, each) for rank, each in others if _is_late(rank, joining, still)]
-    if joining and late:
-        yield from _late(late, [rank for rank, _ in joining], still)
+    late = list(_late(others, joining, still)) if joining else []
+    if late:
+        yield from late[:3]
     elif any(rank.dead_for is None for rank, _ in others):
         # They are on their way, or do not say where they are.
         return
-    elif joining and (still.record.launcher_works or any(works(rank) for rank, _ in joining)):
-        # Ranks may still import modules, or the launcher's store has no core to answer on.
-        return
     elif joining:
-        world_sizes = {rank.stacks.world_size for rank in still.ranks if rank.stacks is not None}
-        all_came = 0 not in world_sizes and 0 < max(world_sizes, default=0) <= len(still.ranks)
-        yield _all_joining(joining, still) if all_came else _not_all_joining(joining, still)
-    elif not still.ranks:
-        nodes = _option(still, "--nnodes")
-        if still.manifest.get("launcher") == "torchrun" and nodes not in (None, "1"):
-            yield Finding(
-                code="DDP813",
-                about="rendezvous",
-                severity=Severity.ERROR,
-                message=f"torchrun has waited in rendezvous for {still.record.seconds:.0f} s: of "
-                f"{nodes} nodes, not all have come",
-                evidence=_launch_options(still),
-                fix="Start the command on every node, with the same --nnodes, --rdzv-id and "
-                "--rdzv-endpoint (or --master-addr), each with its own --node-rank; check that "
-                "the endpoint can be reached from there.",
-            )
+        # Ranks may still import modules, or the launcher's store has no core to answer on.
+        busy = still.record.launcher_works or any(works(rank) for rank, _ in joining)
+        report = _all_joining if _all_came(still) else _not_all_joining
+        yield from () if busy else (report(joining, still),)
+    elif not still.ranks and still.manifest.get("launcher") == "torchrun":
+        yield from _torchrun_alone(still)
+
+
+def _all_came(still: HangSnapshot) -> bool:
+    """Return whether as many ranks are in ``init_process_group`` as it was called for."""
+    asked = {rank.stacks.world_size for rank in still.ranks if rank.stacks is not None}
+    return 0 not in asked and 0 < max(asked, default=0) <= len(still.ranks)
+
+
+def _torchrun_alone(still: HangSnapshot) -> Iterator[Finding]:
+    """Report that torchrun has started no rank, since it waits for other nodes."""
+    nodes = _option(still, "--nnodes")
+    if nodes not in (None, "1"):
+        yield Finding(
+            code="DDP813",
+            about="rendezvous",
+            severity=Severity.ERROR,
+            message=f"torchrun has waited in rendezvous for {still.record.seconds:.0f} s: of "
+            f"{nodes} nodes, not all have come",
+            evidence=_launch_options(still),
+            fix="Start the command on every node, with the same --nnodes, --rdzv-id and "
+            "--rdzv-endpoint (or --master-addr), each with its own --node-rank; check that the "
+            "endpoint can be reached from there.",
+        )
 
 
 def _is_late(rank: RankState, joining: _Seen, still: HangSnapshot) -> bool:
@@ -464,10 +473,12 @@ def _is_late(rank: RankState, joining: _Seen, still: HangSnapshot) -> bool:
     return not starves(rank) or rank.activity.ran >= _MAX_CPU_FACTOR * max(needed, limit)
 
 
-def _late(late: _Seen, joining: Sequence[RankState], still: HangSnapshot) -> Iterator[Finding]:
+def _late(others: _Seen, joining: _Seen, still: HangSnapshot) -> Iterator[Finding]:
     """Report ranks that have not come to ``init_process_group``, where others wait for them."""
-    waits = f"{named([r.rank for r in joining])} {'wait' if len(joining) > 1 else 'waits'}"
-    for rank, each in late[:3]:
+    waits = f"{named([r.rank for r, _ in joining])} {'wait' if len(joining) > 1 else 'waits'}"
+    for rank, each in others:
+        if not _is_late(rank, joining, still):
+            continue
         unknown = each.code == "DDP802"
         text = f"has not come to init_process_group: it {each.text}" if unknown else each.text
         yield Finding(
@@ -476,7 +487,7 @@ def _late(late: _Seen, joining: Sequence[RankState], still: HangSnapshot) -> Ite
             # It may wait for a lock or a file that will come.
             severity=min(each.severity, Severity.WARNING) if unknown else each.severity,
             message=f"rank {rank.rank} {text}; {waits} for it in init_process_group for "
-            f"{still.record.seconds:.0f} s, at {quoted(joining[0].site)}",
+            f"{still.record.seconds:.0f} s, at {quoted(joining[0][0].site)}",
             ranks=(rank.rank,),
             location=each.location,
             evidence=each.evidence,

@@ -308,7 +308,8 @@ def hang_snapshot(run: Run) -> HangSnapshot | None:
     ranks = tuple(RankState(each, record.time) for each in record.ranks)
     recorded = max((each.evidence.world_size for each in ranks), default=0)
     world = min(recorded, MOST_WORLD) or len(ranks)
-    return HangSnapshot(record, ranks, world, run.manifest, unopened_store(run), run.stderr)
+    store = unopened_store(run.strays, record.restart)
+    return HangSnapshot(record, ranks, world, run.manifest, store, run.stderr)
 
 
 def seen_waiting(run: Run, rank: int) -> bool:

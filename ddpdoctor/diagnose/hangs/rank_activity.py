@@ -408,6 +408,11 @@ def exit_wait(rank: RankState) -> Activity | None:
     shutting_down = stacks is not None and ENDING in (stacks.trouble + stacks.note)
     if not rank.watched or not (rank.evidence.ended or shutting_down):
         return None
+    return _shuts_down(rank, since, shutting_down)
+
+
+def _shuts_down(rank: RankState, since: str, shutting_down: bool) -> Activity:
+    """Describe a rank in the interpreter's shutdown, or in a function that is called before it."""
     place, called = None, ""
     if rank.frames:
         frame = rank.frame or rank.frames[-1]

@@ -6,15 +6,13 @@ DDP801, those of differing collectives (DDP401, DDP803, DDP804) included.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Sequence
 
-from ddpdoctor.core.finding import Finding, Rule, Severity, register, rule
+from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.relations import (
     STANDSTILL,
     STANDSTILLS,
-    Lapse,
     Lapsed,
-    Same,
     brings_about,
     hang,
     start,
@@ -226,23 +224,8 @@ def _lapses(finding: Finding, run: Run) -> Lapsed | None:
     return hang(finding, run) if NEVER_ENDS in finding.message else None
 
 
-def hang_rule(
-    code: str,
-    name: str,
-    text: str,
-    *,
-    severity: Severity = Severity.ERROR,
-    lapses: Lapse = hang,
-    supersedes: Mapping[str, Same] | None = None,
-) -> None:
-    """Register a code whose findings come from this judgement, with its page."""
-    known = supersedes or {}
-    register(Rule(code, name, severity, stands_still, text, lapses=lapses, supersedes=known))
-
-
-hang_rule(
-    "DDP802",
-    "never-joined",
+@rule("DDP802", "never-joined", Severity.ERROR, detect=stands_still, lapses=hang)
+class NeverJoined:
     """A rank does something else while the other ranks wait for it in a collective.
 
     What it finds
@@ -267,12 +250,11 @@ hang_rule(
         debugger. For a rank that computes or transfers data it is a warning; once three looks find
         it in one loop that polls, or its GPU at the same work, an error. Causes with a code
         (DDP401, DDP403, DDP801, DDP805 and up) are reported instead.
-    """,
-)
+    """
 
-hang_rule(
-    "DDP805",
-    "stopped",
+
+@rule("DDP805", "stopped", Severity.ERROR, detect=stands_still, lapses=hang)
+class Stopped:
     """A rank's process is stopped.
 
     What it finds
@@ -291,12 +273,11 @@ hang_rule(
 
     When it stays silent
         If it is continued before `--hang-after`.
-    """,
-)
+    """
 
-hang_rule(
-    "DDP806",
-    "disk-sleep",
+
+@rule("DDP806", "disk-sleep", Severity.ERROR, detect=stands_still, lapses=hang)
+class DiskSleep:
     """A rank waits in the kernel for a disk or a device.
 
     What it finds
@@ -316,12 +297,11 @@ hang_rule(
 
     When it stays silent
         A rank that transfers data all the time is a warning, not an error.
-    """,
-)
+    """
 
-hang_rule(
-    "DDP807",
-    "endless-loop",
+
+@rule("DDP807", "endless-loop", Severity.ERROR, detect=stands_still, lapses=hang)
+class EndlessLoop:
     """A rank runs in a Python loop that cannot end.
 
     What it finds
@@ -345,12 +325,11 @@ hang_rule(
 
     When it stays silent
         For loops that may end: those are DDP802, a warning until three looks find the same.
-    """,
-)
+    """
 
-hang_rule(
-    "DDP808",
-    "waits-for-input",
+
+@rule("DDP808", "waits-for-input", Severity.ERROR, detect=stands_still, lapses=hang)
+class WaitsForInput:
     """A rank waits for keyboard input.
 
     What it finds
@@ -370,12 +349,11 @@ hang_rule(
     When it stays silent
         While a rank is in the debugger that ddpdoctor offers. A question at a terminal before the
         first step is information: a person may be about to answer it.
-    """,
-)
+    """
 
-hang_rule(
-    "DDP809",
-    "waits-for-loader",
+
+@rule("DDP809", "waits-for-loader", Severity.ERROR, detect=stands_still, lapses=hang)
+class WaitsForLoader:
     """A rank waits for a DataLoader that delivers no batch.
 
     What it finds
@@ -397,12 +375,11 @@ hang_rule(
     When it stays silent
         Workers that compute or lack a core are a warning: loading is slow then. So are those that
         wait for the network, until three looks in a row find the same.
-    """,
-)
+    """
 
-hang_rule(
-    "DDP810",
-    "holds-the-gil",
+
+@rule("DDP810", "holds-the-gil", Severity.ERROR, detect=stands_still, lapses=hang)
+class HoldsTheGil:
     """A rank is in native code that blocks all of its other Python threads.
 
     What it finds
@@ -423,12 +400,11 @@ hang_rule(
     When it stays silent
         Until `--hang-after`, and for a process that is stopped (DDP805), in disk sleep (DDP806), or
         whose threads wait for a core.
-    """,
-)
+    """
 
-hang_rule(
-    "DDP811",
-    "still-starting",
+
+@rule("DDP811", "still-starting", Severity.WARNING, detect=stands_still, lapses=start)
+class StillStarting:
     """A rank is still starting while the other ranks wait for it.
 
     What it finds
@@ -449,14 +425,11 @@ hang_rule(
     When it stays silent
         For ten times `--hang-after` while any process of the job uses the CPU. A rank that idles
         elsewhere is DDP802, as a warning if it has not joined the others yet.
-    """,
-    severity=Severity.WARNING,
-    lapses=start,
-)
+    """
 
-hang_rule(
-    "DDP812",
-    "died-unnoticed",
+
+@rule("DDP812", "died-unnoticed", Severity.ERROR, detect=stands_still, lapses=hang)
+class DiedUnnoticed:
     """A rank died, and its launcher continues without it.
 
     What it finds
@@ -479,12 +452,11 @@ hang_rule(
 
     When it stays silent
         If the job ends because of it, which is a crash (DDP9xx).
-    """,
-)
+    """
 
-hang_rule(
-    "DDP813",
-    "waits-for-ranks",
+
+@rule("DDP813", "waits-for-ranks", Severity.ERROR, detect=stands_still, lapses=hang)
+class WaitsForRanks:
     """The job waits in the rendezvous for a node or a rank that never came.
 
     What it finds
@@ -506,12 +478,11 @@ hang_rule(
         While processes are starting (they use the CPU), for ten times `--hang-after`; while one of
         them, or the launcher, computes or lacks a core. If as many ranks came as expected, it is
         DDP814.
-    """,
-)
+    """
 
-hang_rule(
-    "DDP814",
-    "stands-still",
+
+@rule("DDP814", "stands-still", Severity.WARNING, detect=stands_still, lapses=hang)
+class StandsStill:
     """The job makes no progress, and no rank is to blame.
 
     What it finds
@@ -532,13 +503,11 @@ hang_rule(
     When it stays silent
         If a rank is missing or does something else, which is then reported. If a rank has no core
         to run on. If all ranks are in a `sleep` outside a `while`: a pause.
-    """,
-    severity=Severity.WARNING,
-)
+    """
 
-hang_rule(
-    "DDP815",
-    "does-not-end",
+
+@rule("DDP815", "does-not-end", Severity.ERROR, detect=stands_still, lapses=_lapses)
+class DoesNotEnd:
     """A rank's script is over, but its process does not exit.
 
     What it finds
@@ -565,6 +534,4 @@ hang_rule(
     When it stays silent
         Until `--hang-after`; for 5 minutes if the rank computes, lacks a core, writes or waits for
         the network. It is a warning, unless native code hangs or other ranks wait for this one.
-    """,
-    lapses=_lapses,
-)
+    """
