@@ -95,13 +95,14 @@ def examine_many(ranks: int, where: str) -> None:
     found = examine(reader.snapshot(), RULES.values())
     seconds = time.perf_counter() - began - hang_examination.BETWEEN
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for each in found[:3]:
-        print(each.severity.label, each.code, each.message)
+    for finding in found[:3]:
+        print(finding.severity.label, finding.code, finding.message)
     used = time.process_time() - cpu
     print(
         f"{ranks} ranks: examined in {seconds:.2f} s ({used:.2f} s of CPU), besides the "
         f"{hang_examination.BETWEEN:.0f} s over which processes are watched; "
-        f"{most / 1024:.0f} MiB at most, {base / 1024:.0f} MiB before; {len(text) / 1e6:.1f} MB written"
+        f"{most / 1024:.0f} MiB at most, {base / 1024:.0f} MiB before; {len(text) / 1e6:.1f} MB "
+        "written"
     )
 
 

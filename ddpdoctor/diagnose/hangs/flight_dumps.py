@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickletools
 import re
 import struct
 from collections import defaultdict
@@ -38,8 +39,22 @@ _CONTAINER = 120
 _SLOT = 8
 """Bytes of a slot on the stack."""
 
-_MAX_INTEGER = 8
-"""Bytes of an integer, enough for a clock or a counter."""
+_NUMBER = 40
+"""Bytes of a number."""
+
+_VALUES = (
+    *("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
+    *("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"),
+)
+"""Opcodes whose argument is a value."""
+
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+_EMPTY: dict[str, Callable[[], Any]] = {
+    "EMPTY_LIST": list,
+    "EMPTY_DICT": dict,
+    "EMPTY_TUPLE": tuple,
+}
+_TUPLES = {"TUPLE": None, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
 class DamagedPickleError(ValueError):
@@ -55,49 +70,59 @@ def loads(data: bytes) -> Any:
         DamagedPickleError: It has other objects, is damaged, or takes more than `MAX_MEMORY`.
     """
     try:
-        return _Machine(data).run()
-    except (IndexError, struct.error, KeyError, TypeError, AttributeError):
+        return _Machine().run(data)
+    except DamagedPickleError:
+        raise
+    except (LookupError, ValueError, TypeError, AttributeError, struct.error):
         raise DamagedPickleError("is damaged or cut short") from None
 
 
 class _Machine:
-    """The stack machine that runs a pickle."""
+    """The stack machine that runs a pickle, for the opcodes of plain data."""
 
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-        self._at = 0
+    def __init__(self) -> None:
         self._left = MAX_MEMORY
         self._stack: list[Any] = []
         self._below: list[list[Any]] = []
         """The stacks under each mark."""
         self._memo: dict[int, Any] = {}
 
-    def run(self) -> Any:
+    def run(self, data: bytes) -> Any:
         """Execute the opcodes to the end."""
-        data = self._data
-        while True:
-            code = data[self._at]
-            self._at += 1
-            if code == _BINGET:
+        value: Any
+        for opcode, value, _ in pickletools.genops(data):
+            name = opcode.name
+            if name in ("BINGET", "LONG_BINGET"):
                 # Half of the opcodes of a real file.
-                self._push(self._memo[data[self._at]])
-                self._at += 1
-                continue
-            if code == _STOP:
-                return self._stack.pop()
-            if code not in _OPERATIONS:
-                raise DamagedPickleError(f"holds more than plain data (opcode {code:#04x})")
-            _OPERATIONS[code](self)
-
-    def _take(self, size: int) -> bytes:
-        found = self._data[self._at : self._at + size]
-        if len(found) < size:
-            raise DamagedPickleError("is cut short")
-        self._at += size
-        return found
-
-    def _number(self, size: int) -> int:
-        return int.from_bytes(self._take(size), "little")
+                self._push(self._memo[value])
+            elif name in ("BINPUT", "LONG_BINPUT", "MEMOIZE"):
+                self._count(_CONTAINER)
+                self._memo[len(self._memo) if value is None else value] = self._stack[-1]
+            elif name in _VALUES:
+                self._value(value)
+            elif name in _CONSTANTS:
+                self._push(_CONSTANTS[name])
+            elif name in _EMPTY:
+                self._push(_EMPTY[name](), _CONTAINER)
+            elif name == "MARK":
+                self._count(_CONTAINER)
+                self._below.append(self._stack)
+                self._stack = []
+            elif name in _TUPLES:
+                items = self._items(_TUPLES[name])
+                self._push(tuple(items), _CONTAINER + _SLOT * len(items))
+            elif name in ("APPEND", "APPENDS"):
+                items = self._items(1 if name == "APPEND" else None)
+                self._container(list).extend(items)
+            elif name in ("SETITEM", "SETITEMS"):
+                self._set(self._items(2 if name == "SETITEM" else None))
+            elif name == "STOP":
+                break
+            elif name not in ("PROTO", "FRAME"):
+                raise DamagedPickleError(
+                    f"holds more than plain data (opcode {ord(opcode.code):#04x})"
+                )
+        return self._stack.pop()
 
     def _count(self, size: int) -> None:
         self._left -= size
@@ -108,132 +133,30 @@ class _Machine:
         self._count(size)
         self._stack.append(value)
 
-    def _since_mark(self) -> list[Any]:
-        found, self._stack = self._stack, self._below.pop()
-        return found
-
-    # -- one opcode each
-
-    def skip(self, size: int) -> None:
-        """PROTO, FRAME."""
-        self._take(size)
-
-    def constant(self, value: Any) -> None:
-        """NONE, NEWTRUE, NEWFALSE."""
-        self._push(value)
-
-    def integer(self, size: int, signed: bool) -> None:
-        """BININT1, BININT2, BININT."""
-        self._push(int.from_bytes(self._take(size), "little", signed=signed), 40)
-
-    def long(self) -> None:
-        """LONG1."""
-        size = self._number(1)
-        if size > _MAX_INTEGER:
+    def _value(self, value: Any) -> None:
+        if isinstance(value, int) and not -1 << 63 <= value < 1 << 63:
             raise DamagedPickleError("has an integer of more than 64 bits")
-        self.integer(size, signed=True)
+        self._push(value, _CONTAINER + 4 * len(value) if isinstance(value, str) else _NUMBER)
 
-    def float(self) -> None:
-        """BINFLOAT."""
-        self._push(struct.unpack(">d", self._take(8))[0], 32)
+    def _items(self, count: int | None) -> list[Any]:
+        """Pop so many items, or those since the newest mark."""
+        if count is None:
+            found, self._stack = self._stack, self._below.pop()
+            return found
+        return [self._stack.pop() for _ in range(count)][::-1]
 
-    def text(self, size: int) -> None:
-        """SHORT_BINUNICODE, BINUNICODE, BINUNICODE8."""
-        raw = self._take(self._number(size))
-        self._push(raw.decode("utf-8", "replace"), _CONTAINER + 4 * len(raw))
-
-    def empty(self, kind: Callable[[], Any]) -> None:
-        """EMPTY_LIST, EMPTY_DICT, EMPTY_TUPLE."""
-        self._push(kind(), _CONTAINER)
-
-    def mark(self) -> None:
-        """MARK."""
-        self._count(_CONTAINER)
-        self._below.append(self._stack)
-        self._stack = []
-
-    def tuple(self, size: int | None) -> None:
-        """TUPLE, TUPLE1, TUPLE2, TUPLE3."""
-        if size is None:
-            items = self._since_mark()
-        else:
-            items = [self._stack.pop() for _ in range(size)][::-1]
-        self._push(tuple(items), _CONTAINER + _SLOT * len(items))
-
-    def append(self) -> None:
-        """APPEND."""
-        self._fill([self._stack.pop()])
-
-    def appends(self) -> None:
-        """APPENDS."""
-        self._fill(self._since_mark())
-
-    def _fill(self, items: list[Any]) -> None:
-        target = self._stack[-1]
-        if type(target) is not list:
+    def _container(self, kind: type[Any]) -> Any:
+        if type(self._stack[-1]) is not kind:
             raise DamagedPickleError("is damaged")
-        target.extend(items)
-
-    def set_item(self) -> None:
-        """SETITEM."""
-        value = self._stack.pop()
-        self._set([self._stack.pop(), value])
-
-    def set_items(self) -> None:
-        """SETITEMS."""
-        self._set(self._since_mark())
+        return self._stack[-1]
 
     def _set(self, items: list[Any]) -> None:
-        target = self._stack[-1]
+        keys = items[::2]
         # A key that is a tuple of tuples would be hashed to any depth.
-        if type(target) is not dict or not all(type(each) in (str, int) for each in items[::2]):
+        if not all(type(each) in (str, int) for each in keys):
             raise DamagedPickleError("is damaged")
-        self._count(_CONTAINER * (len(items) // 2))
-        target.update(zip(items[::2], items[1::2], strict=False))
-
-    def remember(self, size: int) -> None:
-        """BINPUT, LONG_BINPUT, MEMOIZE."""
-        self._count(_CONTAINER)
-        self._memo[self._number(size) if size else len(self._memo)] = self._stack[-1]
-
-    def recall(self) -> None:
-        """LONG_BINGET."""
-        self._push(self._memo[self._number(4)])
-
-
-_STOP = ord(".")
-_BINGET = ord("h")
-_OPERATIONS: dict[int, Callable[[_Machine], None]] = {
-    0x80: lambda each: each.skip(1),
-    0x95: lambda each: each.skip(8),
-    ord("N"): lambda each: each.constant(None),
-    0x88: lambda each: each.constant(True),
-    0x89: lambda each: each.constant(False),
-    ord("K"): lambda each: each.integer(1, signed=False),
-    ord("M"): lambda each: each.integer(2, signed=False),
-    ord("J"): lambda each: each.integer(4, signed=True),
-    0x8A: _Machine.long,
-    ord("G"): _Machine.float,
-    0x8C: lambda each: each.text(1),
-    ord("X"): lambda each: each.text(4),
-    0x8D: lambda each: each.text(8),
-    ord("]"): lambda each: each.empty(list),
-    ord("}"): lambda each: each.empty(dict),
-    ord(")"): lambda each: each.empty(tuple),
-    ord("("): _Machine.mark,
-    ord("t"): lambda each: each.tuple(None),
-    0x85: lambda each: each.tuple(1),
-    0x86: lambda each: each.tuple(2),
-    0x87: lambda each: each.tuple(3),
-    ord("a"): _Machine.append,
-    ord("e"): _Machine.appends,
-    ord("s"): _Machine.set_item,
-    ord("u"): _Machine.set_items,
-    ord("q"): lambda each: each.remember(1),
-    ord("r"): lambda each: each.remember(4),
-    0x94: lambda each: each.remember(0),
-    ord("j"): _Machine.recall,
-}
+        self._count(_CONTAINER * len(keys))
+        self._container(dict).update(zip(keys, items[1::2], strict=False))
 
 
 # -- the files, which may come from anyone
