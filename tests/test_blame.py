@@ -263,7 +263,7 @@ def test_a_condition_that_leaves_what_follows_it(tmp_path: Path) -> None:
     calls = {0: script.call(1, "barrier()", name="barrier"), 1: script.call(1, "    all_reduce(x)")}
     _, verdict = judged(calls)
     assert (verdict.code, verdict.ranks) == ("DDP401", (1,))
-    assert "behind `if rank == 0: break` (line 2)" in verdict.message
+    assert "after `if rank == 0: break` (line 2)" in verdict.message
     assert verdict.fix == "Call it on every rank of the group: in front of the `break`."
 
 

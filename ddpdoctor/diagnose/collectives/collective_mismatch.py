@@ -345,10 +345,6 @@ _FACTS: dict[str, Callable[[Call], object]] = {
 }
 
 
-def _signature(call: Call) -> tuple[object, ...]:
-    return call.name, *(fact(call) for fact in _FACTS.values())
-
-
 def mismatch_of_calls(
     calls: Mapping[int, Call], before: Mapping[int, Sequence[Call]] | None = None
 ) -> Mismatch | None:
@@ -360,7 +356,8 @@ def mismatch_of_calls(
     """
     kinds: dict[object, list[int]] = defaultdict(list)
     for rank, call in sorted(calls.items()):
-        kinds[_signature(call)].append(rank)
+        signature = call.name, *(fact(call) for fact in _FACTS.values())
+        kinds[signature].append(rank)
     if len(kinds) < 2:
         return None
     early = mispaired_before(before or {})

@@ -107,7 +107,7 @@ def _guarded_finding(by: Blame, call: Call, evidence: tuple[str, ...]) -> Findin
     assert guard is not None and at is not None
     condition = statement(guard.path, guard.line).partition("  #")[0].rstrip()
     through = f", by {quoted(at)}" if at != call.site else ""
-    under = f"behind `{condition} {guard.way}`" if guard.way else f"under `{condition}`"
+    under = f"after `{condition} {guard.way}`" if guard.way else f"under `{condition}`"
     return Finding(
         code="DDP401",
         about=f"{at}",

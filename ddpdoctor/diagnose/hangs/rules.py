@@ -6,7 +6,7 @@ DDP801, those of differing collectives (DDP401, DDP803, DDP804) included.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator
 
 from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.relations import (
@@ -17,7 +17,6 @@ from ddpdoctor.core.relations import (
     hang,
     start,
 )
-from ddpdoctor.core.user_code import Location
 from ddpdoctor.diagnose.collectives.collective_mismatch import ring_mismatch
 from ddpdoctor.diagnose.collectives.mismatch_findings import (
     failed_in_different_calls,
@@ -68,59 +67,48 @@ def left_early(run: Run) -> Iterator[Finding]:
         a rank failed (DDP9xx), and if the cause is known: the statement by which a rank alone left
         or skipped a step (DDP403), or loaders of different length (DDP109).
     """
-    for leaver, wanting in _leavers(run):
-        yield _finding(leaver, wanting)
-
-
-def _leavers(run: Run) -> Iterator[tuple[Rank, list[Rank]]]:
-    """Yield ranks that left, each with the ranks that needed another step of it."""
-    restart = run.restarts[-1]
-    ranks = run.attempt(restart)
-    failures = {each.rank: each for each in endings(run, restart)}
+    ranks = run.last
+    failures = {each.rank: each for each in endings(run, run.restarts[-1])}
     if any(not each.victim and each.kind != "abort-at-exit" for each in failures.values()):
         return
-    at_exit = {rank for rank, each in failures.items() if each.kind == "abort-at-exit"}
     left = [r for r in ranks if r.ended is not None and r.rank not in failures]
-    for leaver in (*left, *(r for r in ranks if r.rank in at_exit)):
-        wanting = _wanting(leaver, ranks, run, failures) if _ended_well(leaver, run) else []
+    left += [r for r in ranks if r.rank in failures and not failures[r.rank].victim]
+    for leaver in left:
+        if not _ended_well(leaver, run):
+            continue
+        count = _armed(leaver)
+        wanting = [
+            rank
+            for rank in ranks
+            if _shares(leaver, rank) and _wants_more(rank, count, run, rank.rank in failures)
+        ]
+        # DDP402 reports ranks whose evaluation waits for ranks that never evaluate. No relation
+        # between the rules does this, since only some ranks may be in an evaluation.
+        alone = {each for group in alone_evaluating(run) for each in group} if wanting else set()
+        wanting = [rank for rank in wanting if rank.rank not in alone]
         if wanting:
-            yield leaver, wanting
+            yield _finding(leaver, count, wanting)
 
 
-def _wanting(
-    leaver: Rank, ranks: Sequence[Rank], run: Run, failed: Container[int | None]
-) -> list[Rank]:
-    """Return the ranks that needed another step of one that left."""
-    count = _armed(leaver)
-    wanting = [
-        rank
-        for rank in ranks
-        if _shares(leaver, rank) and _wants_more(rank, count, run, rank.rank in failed)
-    ]
-    # DDP402 reports ranks whose evaluation waits for ranks that never evaluate. No relation between
-    # the rules does this, since only some of the ranks may be in an evaluation.
-    alone = {rank for ranks in alone_evaluating(run) for rank in ranks} if wanting else set()
-    return [rank for rank in wanting if rank.rank not in alone]
-
-
-def _finding(leaver: Rank, wanting: list[Rank]) -> Finding:
-    count = _armed(leaver)
-    names = ", ".join(str(rank.rank) for rank in wanting)
-    many = len(wanting) > 1
-    call = _leaving_call(leaver)
+def _finding(leaver: Rank, count: int, wanting: list[Rank]) -> Finding:
+    steps = f"{count} synchronized step{'' if count == 1 else 's'}"
     evidence = [
-        f"rank {leaver.rank} ended regularly after {_steps(count)}",
+        f"rank {leaver.rank} ended regularly after {steps}",
         *(f"rank {rank.rank} {_wish(rank)}" for rank in wanting[:4]),
     ]
+    location = leaver.site("data") or leaver.site("forward")
+    call = next((call for call in leaver.records.of(ExitRecord) if call.status == 0), None)
     if call is not None and call.location is not None:
+        location = call.location
         evidence.append(f"rank {leaver.rank} called {call.how} at {call.location}")
+    names = ", ".join(str(rank.rank) for rank in wanting)
     return Finding(
         code="DDP801",
         severity=Severity.ERROR,
-        message=f"rank {leaver.rank} left after {_steps(count)} while "
-        f"rank{'s' if many else ''} {names} wanted another",
+        message=f"rank {leaver.rank} left after {steps} while "
+        f"rank{'s' if len(wanting) > 1 else ''} {names} wanted another",
         ranks=(leaver.rank,),
-        location=_leaving(leaver),
+        location=location,
         subjects=frozenset((STANDSTILL,)),
         moment=leaver.ended.time if leaver.ended is not None else 0,
         evidence=tuple(evidence),
@@ -180,23 +168,6 @@ def _wish(rank: Rank) -> str:
         return "waits"
     place = f" ({status.site})" if status.site else ""
     return f"waits in {status.collective or status.phase.label} of step {status.step}{place}"
-
-
-def _steps(count: int) -> str:
-    return f"{count} synchronized step{'' if count == 1 else 's'}"
-
-
-def _leaving_call(rank: Rank) -> ExitRecord | None:
-    """Return the ``sys.exit(0)`` by which the rank left, if there was one."""
-    return next((call for call in rank.records.of(ExitRecord) if call.status == 0), None)
-
-
-def _leaving(rank: Rank) -> Location | None:
-    """Return the loop that ended: where its batches are drawn, else its forward."""
-    call = _leaving_call(rank)
-    if call is not None and call.location is not None:
-        return call.location
-    return rank.site("data") or rank.site("forward")
 
 
 # -- one examination, findings of many codes
