@@ -240,8 +240,8 @@ class HangWatch:
             fresh=still.fresh,
             limit=round(still.limit, 1),
         )
-        waiting = [rank.rank for rank in run.last if waits(rank)]
         try:
+            waiting = [rank.rank for rank in run.last if waits(rank)]
             nccl = nccl_ras.asked(run)
             ranks = hang_examination.examine(
                 run, number, waiting, self._evidence, self._seen, self._start.pid, still.lost
