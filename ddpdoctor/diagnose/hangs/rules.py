@@ -7,6 +7,7 @@ DDP801, those of differing collectives (DDP401, DDP803, DDP804) included.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.relations import (
@@ -73,21 +74,25 @@ def left_early(run: Run) -> Iterator[Finding]:
         return
     left = [r for r in ranks if r.ended is not None and r.rank not in failures]
     left += [r for r in ranks if r.rank in failures and not failures[r.rank].victim]
-    for leaver in left:
-        if not _ended_well(leaver, run):
-            continue
+    for leaver in filter(partial(_ended_well, run), left):
         count = _armed(leaver)
         wanting = [
             rank
             for rank in ranks
             if _shares(leaver, rank) and _wants_more(rank, count, run, rank.rank in failures)
         ]
-        # DDP402 reports ranks whose evaluation waits for ranks that never evaluate. No relation
-        # between the rules does this, since only some ranks may be in an evaluation.
-        alone = {each for group in alone_evaluating(run) for each in group} if wanting else set()
-        wanting = [rank for rank in wanting if rank.rank not in alone]
+        wanting = _without_evaluations(run, wanting)
         if wanting:
             yield _finding(leaver, count, wanting)
+
+
+def _without_evaluations(run: Run, wanting: list[Rank]) -> list[Rank]:
+    """Drop ranks whose evaluation waits for ranks that never evaluate, which DDP402 reports.
+
+    No relation between the rules does this, since only some ranks may be in an evaluation.
+    """
+    alone = {each for group in alone_evaluating(run) for each in group} if wanting else set()
+    return [rank for rank in wanting if rank.rank not in alone]
 
 
 def _finding(leaver: Rank, count: int, wanting: list[Rank]) -> Finding:
@@ -117,7 +122,7 @@ def _finding(leaver: Rank, count: int, wanting: list[Rank]) -> Finding:
     )
 
 
-def _ended_well(rank: Rank, run: Run) -> bool:
+def _ended_well(run: Run, rank: Rank) -> bool:
     """Return whether the rank reported no failure. Its exit status may not be known yet."""
     if any(call.status for call in rank.records.of(ExitRecord)) or rank.records.of(ErrorRecord):
         return False
