@@ -36,38 +36,31 @@ from ddpdoctor.system import process_activity
 from ddpdoctor.system.proc import pause
 from ddpdoctor.system.process_activity import ProcessState, Turns, read_turns
 
-BETWEEN = 1.0
-"""Seconds over which CPU time and bytes are compared."""
+BETWEEN = 1.0  # Seconds over which CPU time and bytes are compared
 
 STACKS_TIMEOUT = 3.0
 """Seconds to wait for stacks, and then, after `BETWEEN`, for the Flight Recorders' answers."""
 
-MAX_CALLS = 24
-"""Collectives of a ring that are kept."""
+MAX_CALLS = 24  # Collectives of a ring that are kept
 
 PHASES = ("data", "forward", "backward", "optimizer")
 """Phases whose lines are kept. They describe the work of a GPU."""
 
-MAX_FRAMES = 48
-"""Frames of a main thread that are kept, the innermost ones."""
+MAX_FRAMES = 48  # Frames of a main thread that are kept, the innermost ones
 
-MAX_OTHER_FRAMES = 8
-"""Frames of any other thread that are kept."""
+MAX_OTHER_FRAMES = 8  # Frames of any other thread that are kept
 
 MAX_THREADS = 24
-MAX_WORKERS = 4
-"""Workers of a rank's DataLoader whose stacks are taken."""
+MAX_WORKERS = 4  # Workers of a rank's DataLoader whose stacks are taken
 
-MAX_SUSPECTS = 16
-"""Ranks whose stacks are taken twice, to distinguish a loop from a wait."""
+MAX_SUSPECTS = 16  # Ranks whose stacks are taken twice, to distinguish a loop from a wait
 
 
 class Seen(NamedTuple):
     """A process when it was sampled last."""
 
     pid: int
-    when: float
-    """Monotonic seconds."""
+    when: float  # Monotonic seconds
     sample: process_activity.Sample
 
 
@@ -170,8 +163,7 @@ class _Looked(NamedTuple):
     launcher: Turns
     samples: dict[int, process_activity.Sample]
     stacks: dict[int, RankStacks]
-    later: dict[int, RankStacks]
-    """The second stacks of ranks that do not wait for others."""
+    later: dict[int, RankStacks]  # The second stacks of ranks that do not wait for others
     workers: dict[int, list[RankStacks]]
 
 
@@ -358,8 +350,7 @@ def _shortened(stacks: RankStacks, threads: int = MAX_THREADS) -> RankStacks:
 BEFORE, AFTER = 24, 8
 """Calls of a group that are kept before and after the first one that some rank has not done."""
 
-NEWEST_ENTRIES = 24
-"""Calls of a group that are kept in any case."""
+NEWEST_ENTRIES = 24  # Calls of a group that are kept in any case
 
 _NO_ANSWER = FlightAnswer(trouble="did not answer")
 

@@ -21,11 +21,9 @@ from ddpdoctor.system.process_activity import Turn, Turns, lacked, read_turn
 
 # -- how long silent ranks had no core
 
-MAX_CORE_FACTOR = 10.0
-"""The factor by which a time without a core lengthens a silence at most."""
+MAX_CORE_FACTOR = 10.0  # The factor by which a time without a core lengthens a silence at most
 
-MIN_LOST = 0.5
-"""Seconds without a core after which they are recorded."""
+MIN_LOST = 0.5  # Seconds without a core after which they are recorded
 
 MIN_PRESSURE = 10.0
 """Percent of time in which some process had no core, from which on a machine is loaded."""
@@ -33,8 +31,7 @@ MIN_PRESSURE = 10.0
 
 @dataclass
 class _Followed:
-    since: int
-    """The beginning of its phase (Unix nanoseconds). Each silence has another one."""
+    since: int  # The beginning of its phase (Unix nanoseconds). Each silence has another one.
     when: float
     turns: dict[int, Turn]
     lost: float = 0.0
@@ -111,23 +108,18 @@ def is_loaded() -> bool:
 MIN_SILENCE = 30.0
 """Seconds without a sign of life before a job is examined, unless a person says otherwise."""
 
-SILENT_STEPS = 20
-"""The same limit in median steps of the job; the longer one counts."""
+SILENT_STEPS = 20  # The same limit in median steps of the job; the longer one counts
 
-WAIT_FACTOR = 4
-"""The factor by which ranks may wait longer for others that do give signs."""
+WAIT_FACTOR = 4  # The factor by which ranks may wait longer for others that do give signs
 
 FIRST_STEP_FACTOR = 10
 """The factor by which the first step may take longer: data are loaded, kernels compiled."""
 
-SHORT = 1.0
-"""Seconds of silence up to which it is not measured how long a rank had no core."""
+SHORT = 1.0  # Seconds of silence up to which it is not measured how long a rank had no core
 
-START_SAMPLE = 3.0
-"""Seconds over which the CPU time of a starting job is measured."""
+START_SAMPLE = 3.0  # Seconds over which the CPU time of a starting job is measured
 
-RECENT_STEPS = 64
-"""Steps of a rank that the median is taken of."""
+RECENT_STEPS = 64  # Steps of a rank that the median is taken of
 
 _Sign = tuple[int, int, int, int, int]
 
@@ -136,16 +128,11 @@ _Sign = tuple[int, int, int, int, int]
 class Still:
     """Ranks that give no sign of life."""
 
-    seconds: float
-    """How long they have been silent, without the time in which they had no core."""
-    limit: float
-    """Seconds of silence after which they are examined."""
-    ranks: tuple[int, ...]
-    """All ranks that live, or those that wait while others move."""
-    everybody: bool
-    """Whether no rank moves."""
-    fresh: bool
-    """Whether one of them is still in its first step."""
+    seconds: float  # How long they have been silent, without the time in which they had no core
+    limit: float  # Seconds of silence after which they are examined
+    ranks: tuple[int, ...]  # All ranks that live, or those that wait while others move
+    everybody: bool  # Whether no rank moves
+    fresh: bool  # Whether one of them is still in its first step
     lost: Mapping[int, float] = field(default_factory=dict)
     """For how many seconds of its silence each living rank had no core."""
 
@@ -165,8 +152,7 @@ class Signs:
         self._lost = lost
         self._restart = -1
         self._seen: dict[int, _Sign] = {}
-        self._when: dict[int, float] = {}
-        """When each rank gave its last sign (monotonic seconds)."""
+        self._when: dict[int, float] = {}  # When each rank gave its last sign (monotonic seconds)
 
     def slept(self, seconds: float) -> None:
         """Ignore a time in which no rank could give a sign."""
@@ -237,8 +223,7 @@ class Start:
     def __init__(self, base: float) -> None:
         self._base = base
         self.began = time.monotonic()
-        self.pid: int | None = None
-        """The job's command."""
+        self.pid: int | None = None  # The job's command
         self._cores: tuple[float, dict[int, Turns]] | None = None
         """When the CPU time of the job was read last, and what it was."""
 

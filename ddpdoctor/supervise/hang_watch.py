@@ -35,21 +35,17 @@ from ddpdoctor.system.proc import pause
 REPEAT_FACTOR = 2.0
 """How much longer the job has made no progress, as a factor, when it is examined again."""
 
-MAX_FILES = 8
-"""Examinations whose files are kept: the first one and the newest."""
+MAX_FILES = 8  # Examinations whose files are kept: the first one and the newest
 
-SETTLE = 2.0
-"""Seconds to wait after a rank moved: it may turn out to have failed."""
+SETTLE = 2.0  # Seconds to wait after a rank moved: it may turn out to have failed
 
-LAST_TIMEOUT = 3.0
-"""Seconds that an examination may still take when the job has ended."""
+LAST_TIMEOUT = 3.0  # Seconds that an examination may still take when the job has ended
 
 CONFIRM = 2.0
 """Seconds until guilty ranks are looked at again on a machine whose processes lack cores."""
 
 _GIVES_UP = (ErrorRecord, ExitRecord, RankExitRecord, EndRecord)
-_OF_HANGS = ("DDP4", "DDP8", "DDP109")
-"""Families of findings that say why a job hangs."""
+_OF_HANGS = ("DDP4", "DDP8", "DDP109")  # Families of findings that say why a job hangs
 
 
 class HangWatch:
@@ -84,28 +80,22 @@ class HangWatch:
         self._number = 0
         self._thread: threading.Thread | None = None
         self._found: HangRecord | None = None
-        self._pending = False
-        """The newest examination is not written yet."""
-        self._written = False
-        """An examination of this hang was written."""
+        self._pending = False  # The newest examination is not written yet
+        self._written = False  # An examination of this hang was written
         self._hung: Still | None = None
         self._marks: dict[int, float] = {}
         """When each rank gave its last sign before the hang (monotonic seconds)."""
-        self._evidence: dict[int, RankEvidence] = {}
-        """The newest evidence about each rank."""
+        self._evidence: dict[int, RankEvidence] = {}  # The newest evidence about each rank
         self._native: dict[int, RankStacks] = {}
         """The stacks with native frames of ranks that were to blame, by rank."""
         self._seen: dict[int, hang_examination.Seen] = {}
         """The processes of the ranks when they were sampled last."""
-        self._confirmed = 0
-        """The examination after which guilty ranks were looked at again."""
-        self._below = 0
-        """The examination for which native frames were taken."""
+        self._confirmed = 0  # The examination after which guilty ranks were looked at again
+        self._below = 0  # The examination for which native frames were taken
         self._dead = 0
         self._next = 0.0
         self._moved: float | None = None
-        self._said = False
-        """A finding has said why the job hangs."""
+        self._said = False  # A finding has said why the job hangs
         self._by_calls = False
         """The calls of the ranks prove the hang, wherever the ranks are when looked at again."""
         self._ended = False

@@ -30,28 +30,23 @@ from ddpdoctor.run.snapshot import Run
 from ddpdoctor.system import peers, proc
 from ddpdoctor.system.proc import PROC, sockets
 
-PORT = 28028
-"""The port of RAS, unless ``NCCL_RAS_ADDR`` names another one."""
+PORT = 28028  # The port of RAS, unless ``NCCL_RAS_ADDR`` names another one
 
-PROCESS_TIMEOUT = 2
-"""Seconds in which a process has to answer another one."""
+PROCESS_TIMEOUT = 2  # Seconds in which a process has to answer another one
 
 RAS_TIMEOUT = 9.0
 """Seconds to wait for RAS, which takes `PROCESS_TIMEOUT` and 5 more if a process is silent."""
 
-MAX_ANSWER = 4 << 20
-"""Bytes of an answer."""
+MAX_ANSWER = 4 << 20  # Bytes of an answer
 
 MAX_JSON_RANKS = 256
 """Ranks up to which JSON is asked for. JSON has an entry for each rank, text only outliers."""
 
 _MAX_LINE = 1024
 _CONNECT_TIMEOUT = 1.0
-_MAX_CONNECTIONS = 8
-"""Connections until one is with a process of this job."""
+_MAX_CONNECTIONS = 8  # Connections until one is with a process of this job
 
-_MAX_KEPT = 64
-"""Ranks, groups or communicators that are kept."""
+_MAX_KEPT = 64  # Ranks, groups or communicators that are kept
 
 _ERRORS = (
     *("", "Unhandled CUDA error", "System error", "Internal error", "Invalid argument"),
@@ -64,8 +59,7 @@ class Answer(NamedTuple):
     """An answer of RAS."""
 
     text: str
-    structured: bool
-    """It is JSON."""
+    structured: bool  # It is JSON
 
 
 class RasError(Exception):
@@ -348,8 +342,7 @@ class _TextReader:
     """Reads an answer line by line."""
 
     def __init__(self) -> None:
-        self.many: dict[int, int] = {}
-        """How many communicators each group has, by its number."""
+        self.many: dict[int, int] = {}  # How many communicators each group has, by its number
         self.found: dict[str, _Section] = {}
         self.silent: list[RasProcess] = []
         self._sizes: dict[int, int] = {}

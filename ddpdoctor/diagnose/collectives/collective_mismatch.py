@@ -25,8 +25,7 @@ from ddpdoctor.run.snapshot import Run
 _COUNTED = re.compile(r"(?:.*_)?(step|epoch|iter|count|batch|every|interval|freq|world|i|n|idx)")
 """Names of counters that are equal on all ranks."""
 
-_MIN_REPEATS = 2
-"""Times that one call has to follow another to be taken for the rule."""
+_MIN_REPEATS = 2  # Times that one call has to follow another to be taken for the rule
 
 
 @dataclass(frozen=True)
@@ -34,10 +33,8 @@ class Group:
     """Ranks that made the same call."""
 
     ranks: tuple[int, ...]
-    call: Call
-    """The call of the first of them."""
-    sites: tuple[Location, ...]
-    """The lines at which they made it."""
+    call: Call  # The call of the first of them
+    sites: tuple[Location, ...]  # The lines at which they made it
 
 
 @dataclass(frozen=True)
@@ -267,10 +264,8 @@ _UNEVEN = ("all_gather", "reduce_scatter")
 class Mismatch:
     """One collective of a process group that differs between ranks."""
 
-    calls: Mapping[int, Call]
-    """The call of each rank, as far as it is known."""
-    groups: tuple[Group, ...]
-    """The ranks by what they called, the largest group first."""
+    calls: Mapping[int, Call]  # The call of each rank, as far as it is known
+    groups: tuple[Group, ...]  # The ranks by what they called, the largest group first
     blame: Blame
 
     @property

@@ -44,8 +44,7 @@ from ddpdoctor.run.status import Phase
 _SUBJECTS = frozenset((MISPAIRED, ABORT))
 _DECIDE = "Let every rank make the call: what decides on it has to be the same on all ranks."
 _SAME_ORDER = "Let every rank call the same collectives in the same order."
-_MAX_GROUPS = 4
-"""Groups of ranks that a sentence names."""
+_MAX_GROUPS = 4  # Groups of ranks that a sentence names
 
 
 def mismatch_finding(found: Mismatch, steps: int = 0) -> Finding:
@@ -381,12 +380,10 @@ def waiting_line(rank: RankState) -> str:
 
 @dataclass(frozen=True)
 class _Failure:
-    inside: dict[int, Call]
-    """The calls of ranks that were in a collective from Python."""
+    inside: dict[int, Call]  # The calls of ranks that were in a collective from Python
     elsewhere: tuple[int, ...]
     """Ranks that had not made that call, and were in a collective of DDP's own."""
-    before: dict[int, list[Call]]
-    """Their earlier calls in that process group."""
+    before: dict[int, list[Call]]  # Their earlier calls in that process group
 
 
 def failed_in_different_calls(run: Run) -> Finding | None:

@@ -21,36 +21,28 @@ _WORDS = {
     "byte": "byte", "int8": "char", "char": "char", "bool": "bool",
 }  # fmt: skip
 
-_MAX_NUMEL = 1 << 62
-"""Shapes of more elements are damaged."""
+_MAX_NUMEL = 1 << 62  # Shapes of more elements are damaged
 
 
 @dataclass(frozen=True)
 class Call:
     """One collective of one rank, by torch's Flight Recorder or by our own ring."""
 
-    group: str
-    """Its name: ``0`` is the default group."""
-    members: str
-    """Ranks of the group, ``0-3``; empty if they are not known."""
+    group: str  # Its name: ``0`` is the default group
+    members: str  # Ranks of the group, ``0-3``; empty if they are not known
     sequence: int
     name: str
-    numel: int
-    """Elements, -1 if there is no tensor or it is not known."""
+    numel: int  # Elements, -1 if there is no tensor or it is not known
     dtype: str
     reduce: str
     root: int
     done: bool
     site: Location | None
     order: int = 0
-    began: int = 0
-    """Unix nanoseconds."""
-    backend: str = ""
-    """``gloo``, where torch's Flight Recorder says so."""
-    callers: tuple[Location, ...] = ()
-    """The lines that led to it, the nearest first."""
-    started: bool = False
-    """A GPU was seen to have begun it."""
+    began: int = 0  # Unix nanoseconds
+    backend: str = ""  # ``gloo``, where torch's Flight Recorder says so
+    callers: tuple[Location, ...] = ()  # The lines that led to it, the nearest first
+    started: bool = False  # A GPU was seen to have begun it
     timed: bool = False
     """Its start was recorded on the GPU, so the starts of later calls are recorded as well."""
 
@@ -157,8 +149,7 @@ def first_pending(calls: Sequence[Call]) -> Call | None:
 
 # -- what NCCL's RAS knows of the ranks of a job, on all nodes
 
-NO_COUNTS = ("status", "error")
-"""Differences that are not counts of operations."""
+NO_COUNTS = ("status", "error")  # Differences that are not counts of operations
 
 
 def unanswered_ranks(ras: Ras | None, world: int) -> frozenset[int]:

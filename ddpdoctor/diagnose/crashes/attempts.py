@@ -29,8 +29,7 @@ OF_ENDINGS = frozenset(
 )
 """Codes of the ways in which a process ends. In a run they are known without any text."""
 
-_REFUSED = 2
-"""The exit status of argparse."""
+_REFUSED = 2  # The exit status of argparse
 
 _OF_PEERS = re.compile(r"\bpeers?\b|\b(?:other|another) (?:node|rank)")
 """What a failure says that takes two ranks."""

@@ -229,8 +229,7 @@ The last one is that of torch 2.15. Its number is the rank's within its group.
 """
 
 _OF_RANK = re.compile(r"\[rank(\d+)\]:")
-_HEAD = 2_000
-"""Characters before such a message that are searched for the rank, in the same line."""
+_HEAD = 2_000  # Characters before such a message that are searched for the rank, in the same line
 
 _FATAL = re.compile(r"Fatal Python error: ([A-Z][a-z ]+)")
 _FATAL_SIGNALS = {
@@ -248,8 +247,7 @@ _ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _STARVED = ("Empty", "TimeoutError", "BrokenBarrierError")
 """Exceptions of a main thread that waits in vain for another thread."""
 
-NOTHING = ResourceFacts()
-"""The facts of an exception that is about no file."""
+NOTHING = ResourceFacts()  # The facts of an exception that is about no file
 
 
 @dataclass(frozen=True)

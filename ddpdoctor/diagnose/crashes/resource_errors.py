@@ -23,8 +23,7 @@ UNREADABLE = ("DDP944", "DDP945")
 _MIN_FREE_RATIO = 0.002
 """A file system with less space is full, since some of it is reserved for root."""
 
-_MIN_FREE = 1 << 20
-"""The same in bytes."""
+_MIN_FREE = 1 << 20  # The same in bytes
 
 
 @dataclass(frozen=True)

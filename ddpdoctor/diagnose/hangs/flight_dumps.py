@@ -30,17 +30,14 @@ from ddpdoctor.stacks.frames import is_user_path
 
 # -- pickles of plain data
 
-MAX_MEMORY = 96 << 20
-"""Bytes that the objects of a file may take, about."""
+MAX_MEMORY = 96 << 20  # Bytes that the objects of a file may take, about
 
 _CONTAINER = 120
 """Bytes of a container or a text on a 64-bit machine, including its slot in another one."""
 
-_SLOT = 8
-"""Bytes of a slot on the stack."""
+_SLOT = 8  # Bytes of a slot on the stack
 
-_NUMBER = 40
-"""Bytes of a number."""
+_NUMBER = 40  # Bytes of a number
 
 _VALUES = (
     *("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
@@ -83,8 +80,7 @@ class _Machine:
     def __init__(self) -> None:
         self._left = MAX_MEMORY
         self._stack: list[Any] = []
-        self._below: list[list[Any]] = []
-        """The stacks under each mark."""
+        self._below: list[list[Any]] = []  # The stacks under each mark
         self._memo: dict[int, Any] = {}
 
     def run(self, data: bytes) -> Any:
@@ -161,11 +157,9 @@ class _Machine:
 
 # -- the files, which may come from anyone
 
-MAX_FILE_SIZE = 16 << 20
-"""Bytes of a file: 100,000 collectives."""
+MAX_FILE_SIZE = 16 << 20  # Bytes of a file: 100,000 collectives
 
-MAX_FILES = 1024
-"""Ranks whose files are read."""
+MAX_FILES = 1024  # Ranks whose files are read
 
 _RANK = re.compile(r"(\d{1,6})(\.(?:json|pickle|pkl|bin))?$")
 FILES_HINT = (
@@ -258,21 +252,16 @@ _MAX_AGE_NS = 3600 * 1_000_000_000
 _MAX_KEPT = 8192
 """Collectives around the one that a rank waits for, of a group and of all ranks together."""
 
-_MIN_KEPT = 8
-"""The least of them for one rank."""
+_MIN_KEPT = 8  # The least of them for one rank
 
-_MAX_ENTRIES = 20_000
-"""Collectives of a file that are read, the newest ones."""
+_MAX_ENTRIES = 20_000  # Collectives of a file that are read, the newest ones
 
-_MAX_GROUPS = 256
-"""Groups of a rank."""
+_MAX_GROUPS = 256  # Groups of a rank
 
 _MAX_FRAMES = 256
-_MAX_TEXT = 4096
-"""Characters of a name or a path."""
+_MAX_TEXT = 4096  # Characters of a name or a path
 
-_MAX_LINES = 8
-"""Lines that led to a collective."""
+_MAX_LINES = 8  # Lines that led to a collective
 
 _TORCH = re.compile(r"/torch/(?:distributed|nn|autograd|optim|utils|_\w+)[/.]")
 
@@ -303,16 +292,11 @@ class Dumps:
 @dataclass(frozen=True)
 class _Dump:
     name: str
-    groups: Mapping[str, frozenset[int]]
-    """The members of its groups, by name."""
-    entries: Sequence[FlightCall]
-    """The collectives that are kept."""
-    forgets: bool
-    """The file lacks older collectives."""
-    timeout: int
-    """Nanoseconds after which the collective that it waits for times out."""
-    written: int
-    """When it was written, by the clock of the rank, in Unix nanoseconds."""
+    groups: Mapping[str, frozenset[int]]  # The members of its groups, by name
+    entries: Sequence[FlightCall]  # The collectives that are kept
+    forgets: bool  # The file lacks older collectives
+    timeout: int  # Nanoseconds after which the collective that it waits for times out
+    written: int  # When it was written, by the clock of the rank, in Unix nanoseconds
 
 
 def read(names: Sequence[str]) -> Dumps:

@@ -25,8 +25,7 @@ from ddpdoctor.run.snapshot import Run
 from ddpdoctor.run.status import Phase
 from ddpdoctor.stacks.frames import innermost, user_frames
 
-BUSY = 0.2
-"""Share of a core above which a process is at work; ranks may have to share their cores."""
+BUSY = 0.2  # Share of a core above which a process is at work; ranks may have to share their cores
 
 MIN_SILENCE_NS = 2_000_000_000
 """Nanoseconds without a sign of a rank's writing thread, which is awake four times a second."""

@@ -31,8 +31,7 @@ STUCK_GPU = (
 )
 """The fix to suggest for a GPU that makes no progress."""
 
-_WAITS = (Phase.BACKWARD.label, Phase.WAIT.label)
-"""Phases in which collectives are called."""
+_WAITS = (Phase.BACKWARD.label, Phase.WAIT.label)  # Phases in which collectives are called
 
 
 def gpu_arrival(rank: RankState) -> Arrival:
@@ -107,8 +106,7 @@ def _site(rank: RankState, phase: str) -> Location | None:
 
 # -- what a rank's process did within a second: compute, read, wait for a socket
 
-MIN_MOVED = 1 << 20
-"""Bytes within a second above which a process visibly reads or writes."""
+MIN_MOVED = 1 << 20  # Bytes within a second above which a process visibly reads or writes
 
 MIN_ARRIVALS = 10
 """Times within a second that a process got what it waited for at a socket: data arrives."""
@@ -257,11 +255,9 @@ def workers_activity(rank: RankState, children: Sequence[ChildState]) -> tuple[s
 
 # -- whether a rank does the same in one examination after another, so that it will not go on
 
-MIN_STEADY = 3
-"""Examinations in a row after which what a rank does is taken to last."""
+MIN_STEADY = 3  # Examinations in a row after which what a rank does is taken to last
 
-_LONGER = 1.5
-"""The factor by which its silence has to grow before another examination counts."""
+_LONGER = 1.5  # The factor by which its silence has to grow before another examination counts
 
 
 def lasts(rank: RankState) -> bool:

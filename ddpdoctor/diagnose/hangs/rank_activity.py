@@ -26,8 +26,7 @@ from ddpdoctor.stacks.frames import innermost, is_ours, is_user_path
 from ddpdoctor.stacks.rank_stacks import ENDING, Frame, Thread
 from ddpdoctor.system.proc import ENDED
 
-LAUNCHER_TIMEOUT = 5.0
-"""Seconds within which a launcher notices that a rank has died."""
+LAUNCHER_TIMEOUT = 5.0  # Seconds within which a launcher notices that a rank has died
 
 _LOADER = "torch/utils/data/dataloader.py"
 _WORKER = "torch/utils/data/_utils/worker.py"
