@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -63,7 +64,10 @@ def examine_many(ranks: int, where: str) -> None:
     from ddpdoctor.core.finding import RULES, examine
     from ddpdoctor.run import rundir
     from ddpdoctor.run.reader import RunReader
-    from ddpdoctor.stacks.rank_stacks import MAIN, Frame, RankStacks, Thread, to_record
+    from ddpdoctor.run.records.base import as_json, json_line
+    from ddpdoctor.run.records.evidence import ProcessActivity
+    from ddpdoctor.run.records.supervisor import HangRecord
+    from ddpdoctor.stacks.rank_stacks import MAIN, Frame, RankStacks, Thread
     from ddpdoctor.supervise import hang_examination
 
     path = Path(where)
@@ -77,27 +81,28 @@ def examine_many(ranks: int, where: str) -> None:
     began, cpu = time.perf_counter(), time.process_time()
     run = reader.snapshot()
     records = hang_examination.examine(run, 1, range(ranks), {}, {})
-    for record in records:
-        thread = Thread(1, MAIN, True, frames[record["rank"] != 5])
-        stacks = RankStacks(record["rank"], 0, record["pid"], "node", (thread,))
-        record["stacks"] = to_record(stacks)
-        record["activity"] = {"seconds": 1.0, "letters": "SS", "cpu": 0.0}
-    told = {"kind": "hang", "time": time.time_ns(), "number": 1, "restart": 0, "seconds": 31.0}
-    text = json.dumps({**told, "ranks": records}, separators=(",", ":"))
-    rundir.put(path / "hang-0001.json", text.encode())
-    with open(path / "supervisor.jsonl", "a") as file:
-        file.write(json.dumps({**told, "file": "hang-0001.json"}) + "\n")
+    idle = ProcessActivity(seconds=1.0, letters="SS")
+    examined = []
+    for each in records:
+        thread = Thread(1, MAIN, True, frames[each.rank != 5])
+        stacks = RankStacks(each.rank, 0, each.pid, "node", (thread,))
+        examined.append(replace(each, stacks=stacks, activity=idle))
+    told = HangRecord(time=time.time_ns(), number=1, restart=0, seconds=31.0, file="hang-0001.json")
+    text = json_line(as_json(replace(told, ranks=tuple(examined))))
+    rundir.put(path / told.file, text)
+    with open(path / "supervisor.jsonl", "ab") as file:
+        file.write(json_line(as_json(told)))
     found = examine(reader.snapshot(), RULES.values())
     seconds = time.perf_counter() - began - hang_examination.BETWEEN
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for each in found[:3]:
-        print(each.severity.label, each.code, each.message)
+    for finding in found[:3]:
+        print(finding.severity.label, finding.code, finding.message)
     used = time.process_time() - cpu
     print(
         f"{ranks} ranks: examined in {seconds:.2f} s ({used:.2f} s of CPU), besides the "
         f"{hang_examination.BETWEEN:.0f} s over which processes are watched; "
-        f"{most / 1024:.0f} MiB at most, {base / 1024:.0f} MiB before; "
-        f"{len(text) / 1e6:.1f} MB written"
+        f"{most / 1024:.0f} MiB at most, {base / 1024:.0f} MiB before; {len(text) / 1e6:.1f} MB "
+        "written"
     )
 
 

@@ -6,9 +6,9 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from ddpdoctor.core.relations import Lapse, Same, fact
+from ddpdoctor.core.relations import Lapse, Same, fact, same_subject
 from ddpdoctor.core.user_code import Location
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Severity(IntEnum):
-    """How much a finding matters; comparable, the worst is the greatest."""
+    """How much a finding matters. The worst is the greatest."""
 
     INFO = 1
     WARNING = 2
@@ -30,7 +30,7 @@ class Severity(IntEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One fault, said once.
+    """One fault of a job.
 
     Attributes:
         code: The rule's code, such as ``DDP610``; its meaning never changes.
@@ -66,14 +66,14 @@ class Finding:
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """Equal for two sightings of the same fault, so that it is printed once."""
+        """Equal for two findings of the same fault, so that it is printed once."""
         return (self.code, self.about) if self.about else (self.code, self.ranks, self.location)
 
 
 def to_record(finding: Finding) -> dict[str, Any]:
-    """A finding in the words of JSON; identity and traceback are not among them.
+    """Return a finding as JSON, without identity and traceback.
 
-    ``paste`` is there only when there is such a line.
+    ``paste`` is there only if there is such a line.
     """
     location = finding.location
     record: dict[str, Any] = {
@@ -91,7 +91,7 @@ def to_record(finding: Finding) -> dict[str, Any]:
 
 
 def from_record(record: Mapping[str, Any]) -> Finding | None:
-    """The finding that :func:`to_record` made this of; None if it is none, or damaged."""
+    """Return the finding that :func:`to_record` made this of; None if it is damaged."""
     try:
         location = record.get("location")
         return Finding(
@@ -115,29 +115,28 @@ Detect = Callable[["Run"], Iterator[Finding]]
 
 @dataclass(frozen=True)
 class Rule:
-    """A pure function from a run to findings, with its code, its page and its relations.
+    """A pure function from a run to findings, with a code, its page and its relations.
 
     Attributes:
+        detect: It may serve several rules. It yields the findings of all of them then.
+        page: The documentation page.
         supersedes: The rules whose findings are consequences of this one's, by code, and when they
             are: where both are about the same fault.
         yields_to: The same from the other side, where this rule is the one that knows.
         lapses: What becomes of its findings once they are not found any more.
+        beside: A second function with findings of this code. They count where the first has none
+            about the same subject.
     """
 
     code: str
     name: str
     severity: Severity
     detect: Detect
-    text: str = ""
-    """The page of a rule that is a row of a table; empty where the function's docstring is."""
+    page: str = ""
     supersedes: Mapping[str, Same] = field(default_factory=dict)
     yields_to: Mapping[str, Same] = field(default_factory=dict)
     lapses: Lapse = fact
-
-    @property
-    def page(self) -> str:
-        """The documentation page."""
-        return self.text or inspect.getdoc(self.detect) or ""
+    beside: Detect | None = None
 
     @property
     def summary(self) -> str:
@@ -149,40 +148,55 @@ RULES: dict[str, Rule] = {}
 """All registered rules by code; ``ddpdoctor.diagnose.all_rules`` fills it when imported."""
 
 
+Page = TypeVar("Page", bound=Callable[..., Any])
+"""A function or a class whose docstring is the page of a rule."""
+
+
 def rule(
     code: str,
     name: str,
     severity: Severity,
     *,
+    detect: Detect | None = None,
     supersedes: Mapping[str, Same] | None = None,
     yields_to: Mapping[str, Same] | None = None,
     lapses: Lapse = fact,
-) -> Callable[[Detect], Detect]:
-    """Register a rule. ``severity`` is its usual one; a finding may carry a milder one.
+) -> Callable[[Page], Page]:
+    """Register a rule, whose page is the docstring of what is decorated.
+
+    Args:
+        code: The code of its findings.
+        name: A name for it.
+        severity: The usual severity of its findings. Some may carry a milder one.
+        detect: A function that serves several rules. Without it, the decorated function.
+        supersedes: See :class:`Rule`.
+        yields_to: See :class:`Rule`.
+        lapses: See :class:`Rule`.
 
     Raises:
         ValueError: The code is taken.
     """
 
-    def register(detect: Detect) -> Detect:
+    def decorate(page: Page) -> Page:
         if code in RULES:
             raise ValueError(f"{code} is registered twice")
         RULES[code] = Rule(
             code,
             name,
             severity,
-            detect,
-            supersedes=supersedes or {},
-            yields_to=yields_to or {},
-            lapses=lapses,
+            detect or page,
+            inspect.getdoc(page) or "",
+            supersedes or {},
+            yields_to or {},
+            lapses,
         )
-        return detect
+        return page
 
-    return register
+    return decorate
 
 
 def explains(cause: Finding, effect: Finding) -> bool:
-    """Whether a finding is only the consequence of another one, by the relation of their rules."""
+    """Return whether a finding is only the consequence of another one, by their rules."""
     of_cause, of_effect = RULES.get(cause.code), RULES.get(effect.code)
     same = of_cause.supersedes.get(effect.code) if of_cause is not None else None
     if same is not None and same(cause, effect):
@@ -197,30 +211,52 @@ def examine(
     *,
     failed: Callable[[Rule, Exception], None] | None = None,
 ) -> list[Finding]:
-    """All findings of a run, the worst first, each identity once, without mere consequences.
+    """Return the findings of a run, the worst first, each identity once, without consequences.
 
-    Of attempts that ended alike the last one counts. The relations between the rules say what is a
-    consequence, after all rules have run. What follows from a consequence is one, too.
+    Of attempts that ended alike the last one counts. After all rules have run, their relations say
+    what is a consequence. The consequence of a consequence is left out, too.
 
     Args:
         run: The snapshot.
-        rules: What to look for.
+        rules: The rules to run.
         failed: Called with a rule that cannot read the run; without it its exception is raised.
     """
-    found: dict[object, Finding] = {}
-    for each in rules:
+    said: dict[object, Finding] = {}
+    for finding in _detected(run, {each.code: each for each in rules}, failed):
+        known = said.get(finding.identity)
+        if known is None or (known.restart or 0) < (finding.restart or 0):
+            said[finding.identity] = finding
+    causes = [
+        effect
+        for effect in said.values()
+        if not any(explains(cause, effect) for cause in said.values())
+    ]
+    return sorted(causes, key=lambda f: (-f.severity, f.code, f.ranks))
+
+
+def _detected(
+    run: Run, rules: Mapping[str, Rule], failed: Callable[[Rule, Exception], None] | None
+) -> list[Finding]:
+    """Return the findings of some rules, by code. A function that serves several runs once."""
+    detects = [detect for each in rules.values() for detect in (each.detect, each.beside)]
+    found: list[Finding] = []
+    beside: list[Finding] = []
+    for detect in dict.fromkeys(each for each in detects if each is not None):
         try:
-            for finding in each.detect(run):
-                known = found.get(finding.identity)
-                if known is None or (known.restart or 0) < (finding.restart or 0):
-                    found[finding.identity] = finding
+            for finding in detect(run):
+                rule = rules.get(finding.code)
+                if rule is not None:
+                    (found if rule.detect == detect else beside).append(finding)
         except Exception as error:
             if failed is None:
                 raise
-            failed(each, error)
-    causes = [
-        effect
-        for effect in found.values()
-        if not any(explains(cause, effect) for cause in found.values())
+            for rule in rules.values():
+                if detect in (rule.detect, rule.beside):
+                    failed(rule, error)
+    said = [(each.code, each) for each in found]
+    found += [
+        each
+        for each in beside
+        if not any(code == each.code and same_subject(one, each) for code, one in said)
     ]
-    return sorted(causes, key=lambda f: (-f.severity, f.code, f.ranks))
+    return found

@@ -4,11 +4,11 @@ import importlib
 import pkgutil
 
 from ddpdoctor import diagnose
-from ddpdoctor.diagnose.crashes import rules_failures
+from ddpdoctor.diagnose.crashes.rules import register_table
 
 for _found in pkgutil.walk_packages(diagnose.__path__, f"{diagnose.__name__}."):
     if _found.name.rpartition(".")[2].startswith("rules"):
         importlib.import_module(_found.name)
 
 # Last, since the table also adds to codes that others have.
-rules_failures.register()
+register_table()

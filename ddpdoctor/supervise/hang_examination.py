@@ -1,6 +1,6 @@
 """Examine ranks that may be stuck, from outside: stacks, rings, activity and Flight Recorders.
 
-Runs in its own thread and takes a few seconds at most, whatever the ranks do.
+An examination runs in its own thread and takes a few seconds at most, whatever the ranks do.
 """
 
 from __future__ import annotations
@@ -8,165 +8,59 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 from ddpdoctor.core import opening
-from ddpdoctor.core.opening import integer
 from ddpdoctor.diagnose.collectives.recorded_calls import first_pending, from_flight
 from ddpdoctor.diagnose.hangs.hang_snapshot import RankState
-from ddpdoctor.diagnose.hangs.process_activity import steadiness
+from ddpdoctor.diagnose.hangs.process_activity import with_steadiness
 from ddpdoctor.run.mapped import UnreadableError
 from ddpdoctor.run.names import namespace, rank_stem
-from ddpdoctor.run.records.base import JsonObject, as_json
+from ddpdoctor.run.records.evidence import (
+    FlightAnswer,
+    FlightCall,
+    ProcessActivity,
+    ProcessExit,
+    RankEvidence,
+)
+from ddpdoctor.run.records.typed_json import decoder
 from ddpdoctor.run.ring import read_ring
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.status import read_status
 from ddpdoctor.stacks import capture as capture_module
 from ddpdoctor.stacks.capture import capture
-from ddpdoctor.stacks.rank_stacks import RankStacks, Thread, from_record, to_record
+from ddpdoctor.stacks.rank_stacks import RankStacks
 from ddpdoctor.system import process_activity
 from ddpdoctor.system.proc import pause
 from ddpdoctor.system.process_activity import ProcessState, Turns, read_turns
 
-# -- what the Flight Recorders of the ranks hold: of each group the calls around what hangs
+BETWEEN = 1.0  # Seconds over which CPU time and bytes are compared
 
+STACKS_TIMEOUT = 3.0
+"""Seconds to wait for stacks, and then, after `BETWEEN`, for the Flight Recorders' answers."""
 
-BEFORE, BEHIND = 24, 8
-"""Calls of a group that are kept before and behind the first one that some rank has not done."""
-
-NEWEST_ENTRIES = 24
-"""Calls of a group that are kept in any case."""
-
-
-def flights(run: Run, ranks: Iterable[Rank], number: int, deadline: float) -> dict[int, JsonObject]:
-    """What the Flight Recorders hold, as far as they answer in time.
-
-    Args:
-        run: A snapshot of the run.
-        ranks: The ranks of this host.
-        number: What they were asked with.
-        deadline: Monotonic seconds.
-    """
-    found: dict[int, JsonObject] = {}
-    open_ = [rank for rank in ranks if rank.exit is None]
-    while True:
-        for rank in list(open_):
-            answer = _read(run.path / f"{rank_stem(rank.rank, rank.restart)}.flight.json")
-            if answer is not None and integer(answer, "asked") >= number:
-                found[rank.rank] = {
-                    "flight": answer.get("entries"),
-                    "flight_trouble": answer.get("trouble", ""),
-                    "device": answer.get("device"),
-                    "sends": any(map(_sends, answer.get("entries") or ())),
-                }
-                open_.remove(rank)
-        if not open_ or time.monotonic() >= deadline:
-            break
-        pause(0.05)
-    for rank in open_:
-        found[rank.rank] = {"flight": None, "flight_trouble": "did not answer"}
-    answered = {rank: each["flight"] for rank, each in found.items() if each["flight"]}
-    for number, entries in around(answered).items():
-        found[number]["flight"] = entries
-    return found
-
-
-def _read(path: Path) -> JsonObject | None:
-    with contextlib.suppress(OSError, ValueError):
-        return opening.json_object(path, opening.MOST_RECORD)
-    return None
-
-
-def _sends(entry: JsonObject) -> bool:
-    """Whether it is a send or a receive that is not done."""
-    done = entry.get("retired") or entry.get("state") == "completed"
-    return bool(entry.get("point_to_point")) and not done
-
-
-_Numbering = tuple[str, str]
-"""A group and its backend, each of which counts for itself."""
-
-
-def around(recorded: Mapping[int, list[JsonObject]]) -> dict[int, list[JsonObject]]:
-    """The calls around the first one of each group that some rank has not done, and the newest.
-
-    A rank that skipped a call goes on as far as its device's queue reaches, dozens of calls: among
-    its newest ones there may be none that the others know.
-
-    Args:
-        recorded: All calls of each rank, in their order.
-    """
-    groups = {rank: _by_numbering(entries) for rank, entries in recorded.items()}
-    first: dict[_Numbering, int] = {}
-    for of_rank in groups.values():
-        for numbering, entries in of_rank.items():
-            pending = first_pending([from_flight(each) for each in entries])
-            if pending is not None:
-                first[numbering] = min(pending.sequence, first.get(numbering, pending.sequence))
-    return {
-        rank: [
-            each
-            for numbering, entries in of_rank.items()
-            for each in _kept(entries, first.get(numbering))
-        ]
-        for rank, of_rank in groups.items()
-    }
-
-
-def _by_numbering(entries: Iterable[JsonObject]) -> dict[_Numbering, list[JsonObject]]:
-    found: dict[_Numbering, list[JsonObject]] = defaultdict(list)
-    for each in entries:
-        if not each.get("point_to_point"):
-            found[str(each.get("group")), str(each.get("backend") or "")].append(each)
-    return found
-
-
-def _kept(entries: list[JsonObject], first: int | None) -> list[JsonObject]:
-    older, newest = entries[:-NEWEST_ENTRIES], entries[-NEWEST_ENTRIES:]
-    if first is None:
-        return newest
-    wanted = range(first - BEFORE, first + BEHIND)
-    return [*(each for each in older if integer(each, "sequence") in wanted), *newest]
-
-
-# -- gathers, from outside of ranks that may be stuck, what shows why a job makes no progress
-
-
-BETWEEN = 1.0
-"""Seconds over which CPU time and bytes are compared."""
-
-PATIENCE = 3.0
-"""Seconds that stacks are waited for, and the Flight Recorder's answer after that second."""
-
-NEWEST = 24
-"""Collectives of a ring that are kept."""
+MAX_CALLS = 24  # Collectives of a ring that are kept
 
 PHASES = ("data", "forward", "backward", "optimizer")
-"""Those whose lines are written down: by them is said what a GPU works at."""
+"""Phases whose lines are kept. They describe the work of a GPU."""
 
-MOST_FRAMES = 48
-"""Frames of a main thread that are kept, the innermost ones."""
+MAX_FRAMES = 48  # Frames of a main thread that are kept, the innermost ones
 
-OTHER_FRAMES = 8
-"""Frames of any other thread."""
+MAX_OTHER_FRAMES = 8  # Frames of any other thread that are kept
 
-MOST_THREADS = 24
-WORKERS = 4
-"""Workers of a rank's DataLoader that are looked into."""
+MAX_THREADS = 24
+MAX_WORKERS = 4  # Workers of a rank's DataLoader whose stacks are taken
 
-AGAIN = 16
-"""Ranks whose stacks are taken twice, to distinguish a loop from a wait."""
+MAX_SUSPECTS = 16  # Ranks whose stacks are taken twice, to distinguish a loop from a wait
 
 
 class Seen(NamedTuple):
-    """A process when it was looked at last."""
+    """A process when it was sampled last."""
 
     pid: int
-    when: float
-    """Monotonic seconds."""
+    when: float  # Monotonic seconds
     sample: process_activity.Sample
 
 
@@ -174,74 +68,109 @@ def examine(
     run: Run,
     number: int,
     waiting: Collection[int],
-    before: Mapping[int, JsonObject],
+    before: Mapping[int, RankEvidence],
     seen: dict[int, Seen],
     launcher: int | None = None,
     lost: Mapping[int, float] = {},
-) -> list[JsonObject]:
-    """What each rank of this host is doing, one record a rank.
+) -> list[RankEvidence]:
+    """Gather the evidence about each rank of this host.
 
     Args:
         run: A snapshot of the run.
-        number: What ranks were asked with: their Flight Recorder's answer names it.
+        number: The number of the examination, which the answers of Flight Recorders name.
         waiting: Ranks that are in a collective and only wait.
-        before: What the examination before this one found of each rank.
-        seen: The processes of the ranks as they were then; as they are now, on return.
+        before: The evidence of the examination before this one.
+        seen: The processes of the ranks as they were then. On return, as they are now.
         launcher: The process of the job's command.
         lost: For how many seconds of its silence each rank had no core.
     """
     here = namespace()
     local = [rank for rank in run.last if rank.opened.namespace in (None, here)]
     looked = _look(run, local, waiting, launcher)
-    records = {rank.rank: _of_rank(run, rank) for rank in run.last}
-    # Those that were slow to answer for want of a core are given as much time again.
-    deadline = max(looked.began + BETWEEN, time.monotonic() - PATIENCE / 2) + PATIENCE
-    for rank, flight in flights(run, local, number, deadline).items():
-        records[rank].update(flight)
-    for rank, stacks in looked.stacks.items():
-        record = records.setdefault(rank, {"rank": rank, "restart": stacks.restart})
-        record.update(_of_stacks(stacks, record, before.get(rank, {})))
-        if rank in looked.later:
-            record["later"] = to_record(_shortened(looked.later[rank], threads=1))
-        if looked.workers.get(rank):
-            record["workers"] = _twice(looked.workers[rank])
+    found = {rank.rank: _of_rank(run, rank) for rank in run.last}
+    # Ranks that answered late for want of a core are given as much time again.
+    least = time.monotonic() - STACKS_TIMEOUT / 2
+    deadline = max(looked.began + BETWEEN, least) + STACKS_TIMEOUT
+    asked = [rank for rank in local if rank.exit is None]
+    answers = flights(run, asked, number, deadline)
+    kept = around({each: answers[each].entries or () for each in answers})
+    for rank_number, answer in answers.items():
+        found[rank_number] = replace(
+            found[rank_number],
+            flight=kept[rank_number] if answer.entries else answer.entries,
+            flight_trouble=answer.trouble,
+            device=answer.device,
+            sends=any(each.point_to_point and not each.done for each in answer.entries or ()),
+        )
+    for rank_number, stacks in looked.stacks.items():
+        unjoined = RankEvidence(rank=rank_number, restart=stacks.restart)
+        each = found.get(rank_number, unjoined)
+        known = before.get(rank_number)
+        shown = _shortened(stacks)
+        if not stacks.threads and known is not None and known.since == each.since and known.stacks:
+            # The rank has not moved, so that its stack of then is the one of now.
+            shown = replace(shown, threads=known.stacks.threads)
+        later = looked.later.get(rank_number)
+        found[rank_number] = replace(
+            each,
+            pid=stacks.pid,
+            stacks=shown,
+            later=_shortened(later, 1) if later is not None else None,
+            workers=_twice(looked.workers.get(rank_number, [])),
+        )
+    _watch(found, looked, before, seen, launcher, lost)
+    return [found[each] for each in sorted(found)]
+
+
+def _watch(
+    found: dict[int, RankEvidence],
+    looked: _Looked,
+    before: Mapping[int, RankEvidence],
+    seen: dict[int, Seen],
+    launcher: int | None,
+    lost: Mapping[int, float],
+) -> None:
+    """Add what the processes did since they were looked at, and whether that repeats."""
     now = time.monotonic()
-    seconds = now - looked.began
-    works = process_activity.works(looked.launcher, read_turns(launcher or 0), seconds)
-    for rank, record in records.items():
-        record["launcher_works"] = works
-        if rank in looked.samples and "pid" in record:
-            after = process_activity.sample(record["pid"])
-            # What it did before it last moved is no life in its silence.
-            silent = before.get(rank, {}).get("since") == record.get("since")
-            record["activity"] = {
-                **process_activity.compared(looked.samples[rank], after, seconds),
-                **_since(seen.get(rank) if silent else None, record["pid"], after, now),
-            }
-            seen[rank] = Seen(record["pid"], now, after)
-        record["lost"] = round((lost or {}).get(rank, 0.0), 1)
-        known = before.get(rank)
-        seen_before = RankState(known, 0) if known is not None else None
-        record.update(steadiness(RankState(record, time.time_ns()), seen_before))
-    return [records[rank] for rank in sorted(records)]
+    works = process_activity.works(looked.launcher, read_turns(launcher or 0), now - looked.began)
+    for rank_number, each in found.items():
+        known = before.get(rank_number)
+        activity = None
+        if rank_number in looked.samples and each.pid:
+            after = process_activity.sample(each.pid)
+            activity = process_activity.compared(
+                looked.samples[rank_number], after, now - looked.began
+            )
+            # What it did before it last moved shows no life in its silence.
+            silent = known is not None and known.since == each.since
+            last = seen.get(rank_number) if silent else None
+            activity = _since(activity, last, each.pid, after, now)
+            seen[rank_number] = Seen(each.pid, now, after)
+        each = replace(
+            each,
+            launcher_works=works,
+            activity=activity,
+            lost=round(lost.get(rank_number, 0.0), 1),
+        )
+        earlier = RankState(known, 0) if known is not None else None
+        found[rank_number] = with_steadiness(RankState(each, time.time_ns()), earlier)
 
 
 class _Looked(NamedTuple):
-    """What was seen of the processes, by rank where it is of ranks."""
+    """What was seen of the processes, by rank."""
 
     began: float
     launcher: Turns
     samples: dict[int, process_activity.Sample]
     stacks: dict[int, RankStacks]
-    later: dict[int, RankStacks]
-    """The stacks of those that do not wait for others, taken a second time."""
+    later: dict[int, RankStacks]  # The second stacks of ranks that do not wait for others
     workers: dict[int, list[RankStacks]]
 
 
 def _look(
     run: Run, local: Iterable[Rank], waiting: Collection[int], launcher: int | None
 ) -> _Looked:
-    """Look at the processes of the ranks of this host, for a second and more."""
+    """Watch the processes of the ranks of this host, for a second and more."""
     began = time.monotonic()
     samples = {
         rank.rank: process_activity.sample(rank.status.pid)
@@ -249,70 +178,70 @@ def _look(
         if rank.status is not None
     }
     turns = read_turns(launcher or 0)
-    stacks = {each.rank: each for each in capture(run, patience=PATIENCE)}
+    stacks = {each.rank: each for each in capture(run, patience=STACKS_TIMEOUT)}
     for each in stacks.values():
         if each.state.letter:
-            # A process that is not yet a rank; on another host the same pid is somebody else's.
+            # A process that is not yet a rank. On another host the same pid is another process.
             samples.setdefault(each.rank, process_activity.sample(each.pid))
     pause(max(0.0, began + BETWEEN - time.monotonic()))
-    # Who did not answer by itself a moment ago would only be waited for once more.
+    # A rank that did not answer a moment ago would cost the timeout once more.
     answered = [rank for rank, each in stacks.items() if each.threads and not each.note]
     suspects = [rank for rank in answered if rank not in waiting and not stacks[rank].gil_held]
     workers = {rank: _workers(stacks[rank]) for rank in answered}
-    again = capture(run, suspects[:AGAIN], PATIENCE) if suspects else ()
+    again = capture(run, suspects[:MAX_SUSPECTS], STACKS_TIMEOUT) if suspects else ()
     return _Looked(began, turns, samples, stacks, {each.rank: each for each in again}, workers)
 
 
-def _of_stacks(stacks: RankStacks, record: JsonObject, known: JsonObject) -> JsonObject:
-    """What the stacks of a rank say; ``known`` is what the examination before this one found."""
-    found = to_record(_shortened(stacks))
-    if not stacks.threads and known.get("since") == record.get("since"):
-        # It has not moved, so that its stack of then is the one of now.
-        found["threads"] = known.get("stacks", {}).get("threads", [])
-    return {"stacks": found, "pid": stacks.pid}
-
-
-def look_again(run: Run, records: Mapping[int, JsonObject], seen: dict[int, Seen]) -> None:
+def look_again(
+    run: Run, evidence: MutableMapping[int, RankEvidence], seen: dict[int, Seen]
+) -> None:
     """Bring up to date what can be without asking the ranks for anything.
 
     Args:
-        run: A snapshot of the run, a new one.
-        records: What an examination found, by rank.
-        seen: The processes as they were then; as they are now, on return.
+        run: A new snapshot of the run.
+        evidence: The evidence of an examination, by rank. On return, that of now.
+        seen: The processes as they were then. On return, as they are now.
     """
     for rank in run.last:
-        if rank.rank in records:
-            records[rank.rank].update(_of_rank(run, rank))
-    for rank_number, before in list(seen.items()):
-        record = records.get(rank_number, {})
-        if record.get("pid") != before.pid:
+        if rank.rank in evidence:
+            evidence[rank.rank] = _of_rank(run, rank, evidence[rank.rank])
+    for number, before in list(seen.items()):
+        if number not in evidence or evidence[number].pid != before.pid:
             continue
         now, after = time.monotonic(), process_activity.sample(before.pid)
-        record["activity"] = {
-            **process_activity.compared(before.sample, after, max(now - before.when, 0.001)),
-            **_since(before, before.pid, after, now),
-            # It was asked for nothing meanwhile.
-            "wrote": max(0, after.written - before.sample.written),
-        }
-        seen[rank_number] = Seen(before.pid, now, after)
+        seconds = max(now - before.when, 0.001)
+        activity = process_activity.compared(before.sample, after, seconds)
+        activity = _since(activity, before, before.pid, after, now)
+        # It was asked for nothing meanwhile.
+        wrote = max(0, after.written - before.sample.written)
+        activity = replace(activity, wrote=wrote)
+        evidence[number] = replace(evidence[number], activity=activity)
+        seen[number] = Seen(before.pid, now, after)
 
 
-def _since(before: Seen | None, pid: int, after: process_activity.Sample, now: float) -> JsonObject:
-    """What the main threads of a process and its children did since it was looked at before."""
+def _since(
+    activity: ProcessActivity,
+    before: Seen | None,
+    pid: int,
+    after: process_activity.Sample,
+    now: float,
+) -> ProcessActivity:
+    """Add what the main threads of a process and its children did since the examination before."""
     if before is None or before.pid != pid or now <= before.when:
-        return {}
+        return activity
     own, below = process_activity.main_cpu(before.sample, after, pid)
     seconds = now - before.when
-    return {
-        "since_cpu": round(own / seconds, 4),
-        "since_children_cpu": round(below / seconds, 4),
-    }
+    return replace(
+        activity,
+        since_cpu=round(own / seconds, 4),
+        since_children_cpu=round(below / seconds, 4),
+    )
 
 
 def _workers(stacks: RankStacks) -> list[RankStacks]:
-    """What py-spy sees of the workers of a DataLoader that the main thread waits for.
+    """Return what py-spy, if installed, sees of the DataLoader workers that a rank waits for.
 
-    None is held; without py-spy there are none.
+    No process is held.
     """
     main = stacks.main
     waits = main is not None and any(
@@ -323,105 +252,172 @@ def _workers(stacks: RankStacks) -> list[RankStacks]:
         return []
     children = [
         RankStacks(stacks.rank, stacks.restart, each.pid, stacks.host, state=ProcessState("S"))
-        for each in stacks.state.children[:WORKERS]
+        for each in stacks.state.children[:MAX_WORKERS]
         if "resource_tracker" not in each.command
     ]
-    return capture_module.read_silent(children, PATIENCE)
+    return capture_module.read_silent(children, STACKS_TIMEOUT)
 
 
-def _twice(workers: list[RankStacks]) -> list[list[JsonObject]]:
-    """The stacks of workers, and those of now."""
+def _twice(workers: list[RankStacks]) -> tuple[tuple[RankStacks, ...], ...]:
+    """Pair the stacks of workers with those of now."""
     blank = [replace(each, threads=()) for each in workers]
-    return [
-        [to_record(_shortened(each, threads=1)) for each in pair if each.threads]
-        for pair in zip(workers, capture_module.read_silent(blank, PATIENCE), strict=True)
-    ]
+    now = capture_module.read_silent(blank, STACKS_TIMEOUT) if blank else []
+    return tuple(
+        tuple(_shortened(each, 1) for each in pair if each.threads)
+        for pair in zip(workers, now, strict=True)
+    )
 
 
 def add_native(
-    records: Iterable[JsonObject], ranks: Collection[int], known: dict[int, JsonObject]
+    evidence: MutableMapping[int, RankEvidence],
+    ranks: Collection[int],
+    known: dict[int, RankStacks],
 ) -> None:
-    """Put native frames into the records of some ranks; each is held for a second or two.
+    """Add native frames to the stacks of some ranks. Each is held for a second or two.
 
     Args:
-        records: What was found out of all ranks.
-        ranks: Those ranks.
-        known: Their stacks when this was done before, by rank: one that still is where it was is
+        evidence: The evidence of an examination, by rank.
+        ranks: The ranks to look at.
+        known: Their stacks when this was done before, by rank. A rank that has not moved since is
             not held again.
     """
-    stacked = {}
-    for record in records:
-        rank, stacks = record["rank"], record.get("stacks")
-        if rank not in ranks or stacks is None:
+    stacked = []
+    for number, each in evidence.items():
+        stacks, before = each.stacks, known.get(number)
+        if number not in ranks or stacks is None:
             continue
-        before = known.get(rank, {})
-        if before.get("pid") == stacks["pid"] and before["threads"] == stacks["threads"]:
-            record["stacks"] = {**stacks, "native": before["native"], "note": before["note"]}
+        if before is not None and (before.pid, before.threads) == (stacks.pid, stacks.threads):
+            stacks = replace(stacks, native=before.native, note=before.note)
+            evidence[number] = replace(each, stacks=stacks)
         else:
-            stacked[rank] = record
-    for each in capture_module.add_native(
-        [from_record(record["stacks"]) for record in stacked.values()], PATIENCE
-    ):
-        known[each.rank] = stacked[each.rank]["stacks"] = to_record(each)
+            stacked.append(stacks)
+    for found in capture_module.add_native(stacked, STACKS_TIMEOUT):
+        known[found.rank] = found
+        evidence[found.rank] = replace(evidence[found.rank], stacks=found)
 
 
-def _of_rank(run: Run, rank: Rank) -> JsonObject:
-    record: JsonObject = {"rank": rank.rank, "restart": rank.restart}
+def _of_rank(run: Run, rank: Rank, known: RankEvidence | None = None) -> RankEvidence:
+    """Read the status page and the ring of a rank into its evidence."""
+    found = known or RankEvidence(rank=rank.rank, restart=rank.restart)
     status = rank.status
     # As it is now: the snapshot is some seconds old.
     with contextlib.suppress(OSError, UnreadableError):
         status = read_status(str(run.path / f"{rank_stem(rank.rank, rank.restart)}.status"))
     now = time.time_ns()
     if rank.exit is not None:
-        record["exit"] = as_json(rank.exit)
+        found = replace(found, exit=ProcessExit(time=rank.exit.time, status=rank.exit.status))
     if rank.ended is not None:
-        record["ended"] = True
+        found = replace(found, ended=True)
     if status is None:
-        return record
-    return {
-        **record,
-        "pid": status.pid,
-        "host": rank.opened.host,
-        "backend": rank.opened.backend,
-        "world_size": status.world_size,
-        "phase": status.phase.label,
-        "since": status.since,
-        "step": status.step,
-        "armed": status.armed,
-        "reduced": status.reduced,
-        "collective": status.collective,
-        "site": status.site,
-        "sites": {each: str(at) for each in PHASES if (at := rank.site(each)) is not None},
-        # How long ago its writing thread was last awake, in nanoseconds.
-        "silent": now - status.beat if status.beat is not None else None,
-        **ring_record(rank),
-    }
+        return found
+    found = replace(
+        found,
+        pid=status.pid,
+        host=rank.opened.host,
+        backend=rank.opened.backend,
+        world_size=status.world_size,
+        phase=status.phase.label,
+        since=status.since,
+        step=status.step,
+        armed=status.armed,
+        reduced=status.reduced,
+        collective=status.collective,
+        site=status.site,
+        sites={each: str(at) for each in PHASES if (at := rank.site(each)) is not None},
+        silent=now - status.beat if status.beat is not None else None,
+    )
+    with contextlib.suppress(OSError, UnreadableError):
+        if rank.ring_file is not None:
+            ring = read_ring(str(rank.ring_file), MAX_CALLS)
+            found = replace(found, waited=ring.waited, collectives=ring.collectives)
+    return found
 
 
-def ring_record(rank: Rank) -> JsonObject:
-    """The newest collectives that a rank called from Python."""
-    if rank.ring_file is None:
-        return {}
-    try:
-        ring = read_ring(str(rank.ring_file), NEWEST)
-    except (OSError, UnreadableError):
-        return {}
-    return {
-        "calls": ring.calls,
-        "waited": ring.waited,
-        "partial": ring.partial,
-        "collectives": [each._asdict() for each in ring.collectives],
-    }
-
-
-def _shortened(stacks: RankStacks, threads: int = MOST_THREADS) -> RankStacks:
-    """Stacks with the frames that matter."""
+def _shortened(stacks: RankStacks, threads: int = MAX_THREADS) -> RankStacks:
+    """Return stacks with the frames that matter."""
     main = stacks.main
-    kept = [replace(main, frames=main.frames[-MOST_FRAMES:])] if main is not None else []
+    kept = [replace(main, frames=main.frames[-MAX_FRAMES:])] if main is not None else []
     others = [thread for thread in stacks.threads if thread is not main]
-    kept += [_short(thread) for thread in others[: threads - 1]]
+    kept += [
+        replace(thread, frames=thread.frames[-MAX_OTHER_FRAMES:])
+        for thread in others[: threads - 1]
+    ]
     return replace(stacks, threads=tuple(kept))
 
 
-def _short(thread: Thread) -> Thread:
-    return replace(thread, frames=thread.frames[-OTHER_FRAMES:])
+# -- Flight Recorders
+
+BEFORE, AFTER = 24, 8
+"""Calls of a group that are kept before and after the first one that some rank has not done."""
+
+NEWEST_ENTRIES = 24  # Calls of a group that are kept in any case
+
+_NO_ANSWER = FlightAnswer(trouble="did not answer")
+
+
+def flights(
+    run: Run, ranks: Iterable[Rank], number: int, deadline: float
+) -> dict[int, FlightAnswer]:
+    """Wait for the ranks to write down their Flight Recorders.
+
+    Args:
+        run: A snapshot of the run.
+        ranks: The ranks of this host that live.
+        number: The number of the examination.
+        deadline: Monotonic seconds.
+    """
+    found: dict[int, FlightAnswer] = {}
+    paths = {
+        rank.rank: run.path / f"{rank_stem(rank.rank, rank.restart)}.flight.json" for rank in ranks
+    }
+    while True:
+        for rank, path in paths.items():
+            if rank not in found:
+                with contextlib.suppress(OSError, ValueError):
+                    answer = opening.json_object(path, opening.MOST_RECORD)
+                    read = decoder(FlightAnswer)(answer)
+                    if read.asked >= number:
+                        found[rank] = read
+        if len(found) == len(paths) or time.monotonic() >= deadline:
+            break
+        pause(0.05)
+    return {rank: found.get(rank, _NO_ANSWER) for rank in paths}
+
+
+def around(recorded: Mapping[int, Sequence[FlightCall]]) -> dict[int, tuple[FlightCall, ...]]:
+    """Keep the newest calls of each group and those around the first that some rank has not done.
+
+    A rank that skipped a call goes on as far as its device's queue reaches, for dozens of calls.
+    Its newest calls may be unknown to the others.
+
+    Args:
+        recorded: All calls of each rank, in their order.
+    """
+    groups: dict[int, dict[tuple[str, str], list[FlightCall]]] = {}
+    first: dict[tuple[str, str], int] = {}
+    for rank, entries in recorded.items():
+        # Each backend of a group counts its own calls.
+        by_numbering = groups.setdefault(rank, defaultdict(list))
+        for each in entries:
+            if not each.point_to_point:
+                by_numbering[each.group, each.backend].append(each)
+        for numbering, calls in by_numbering.items():
+            pending = first_pending([from_flight(each) for each in calls])
+            if pending is not None:
+                first[numbering] = min(pending.sequence, first.get(numbering, pending.sequence))
+    return {
+        rank: tuple(
+            each
+            for numbering, calls in by_numbering.items()
+            for each in _kept(calls, first.get(numbering))
+        )
+        for rank, by_numbering in groups.items()
+    }
+
+
+def _kept(calls: list[FlightCall], first: int | None) -> list[FlightCall]:
+    older, newest = calls[:-NEWEST_ENTRIES], calls[-NEWEST_ENTRIES:]
+    if first is None:
+        return newest
+    wanted = range(first - BEFORE, first + AFTER)
+    return [*(each for each in older if each.sequence in wanted), *newest]

@@ -1,10 +1,9 @@
 """Ask NCCL's RAS for the status of the communicators of a job that makes no progress.
 
 RAS is a thread in each process of a job that uses NCCL 2.24 or newer. The protocol is that of
-``ncclras`` (``src/ras/client.cc`` of NCCL): lines of text, one command a line; behind ``STATUS``
-the answer ends with the connection. All processes of a node, those of other jobs of the user among
-them, listen on one port, and the kernel chooses: whether a process of the job answered shows in
-the tables of the kernel.
+``ncclras`` (``src/ras/client.cc`` of NCCL): one command a line. The answer to ``STATUS`` ends with
+the connection. All processes of a node listen on one port, also those of other jobs of the user.
+The kernel chooses which one answers, and its socket tables show whether it is one of this job.
 """
 
 from __future__ import annotations
@@ -31,38 +30,83 @@ from ddpdoctor.run.snapshot import Run
 from ddpdoctor.system import peers, proc
 from ddpdoctor.system.proc import PROC, sockets
 
-# -- nccl ras
+PORT = 28028  # The port of RAS, unless ``NCCL_RAS_ADDR`` names another one
 
+PROCESS_TIMEOUT = 2  # Seconds in which a process has to answer another one
 
-PORT = 28028
-"""Where RAS listens, unless ``NCCL_RAS_ADDR`` says otherwise."""
+RAS_TIMEOUT = 9.0
+"""Seconds to wait for RAS, which takes `PROCESS_TIMEOUT` and 5 more if a process is silent."""
 
-LEG = 2
-"""Seconds in which a process has to answer another one."""
+MAX_ANSWER = 4 << 20  # Bytes of an answer
 
-MOST = 4 << 20
-"""Bytes of an answer."""
+MAX_JSON_RANKS = 256
+"""Ranks up to which JSON is asked for. JSON has an entry for each rank, text only outliers."""
 
-_LINE = 1024
-_CONNECTS = 1.0
-_ATTEMPTS = 8
-"""Connections until one is with a process of this job."""
+_MAX_LINE = 1024
+_CONNECT_TIMEOUT = 1.0
+_MAX_CONNECTIONS = 8  # Connections until one is with a process of this job
+
+_MAX_KEPT = 64  # Ranks, groups or communicators that are kept
+
+_ERRORS = (
+    *("", "Unhandled CUDA error", "System error", "Internal error", "Invalid argument"),
+    *("Invalid usage", "Remote process error"),
+)
+"""``ncclResult_t`` as in the text of RAS; 7 is an operation in progress."""
 
 
 class Answer(NamedTuple):
-    """What RAS said."""
+    """An answer of RAS."""
 
     text: str
-    structured: bool
-    """It is JSON."""
+    structured: bool  # It is JSON
 
 
 class RasError(Exception):
     """There is no answer; ``str`` says why, and is empty where no RAS listens."""
 
 
+def asked(run: Run) -> Callable[[], Ras | None]:
+    """Ask RAS in a thread, if a rank of this machine uses NCCL.
+
+    Returns:
+        A function that waits for the answer, `RAS_TIMEOUT` at most. It returns None without RAS.
+    """
+    here = namespace()
+    pids = [
+        rank.status.pid
+        for rank in run.last
+        if rank.status is not None and rank.exit is None and "nccl" in rank.opened.backend
+        if rank.opened.namespace in (None, here)
+    ]
+    if not pids:
+        return lambda: None
+    found: list[Ras | None] = []
+    thread = threading.Thread(
+        target=lambda: found.append(_ask(pids, run.world_size)), name="ras", daemon=True
+    )
+    thread.start()
+
+    def answer() -> Ras | None:
+        thread.join(RAS_TIMEOUT)
+        return found[0] if found else None
+
+    return answer
+
+
+def _ask(pids: Sequence[int], world: int) -> Ras | None:
+    where = address(proc.environ(pids[0]))
+    if where is None:
+        return None
+    try:
+        said = ask(where, pids, RAS_TIMEOUT - 1, structured=world <= MAX_JSON_RANKS)
+        return from_json(said.text) if said.structured else from_text(said.text)
+    except (RasError, ValueError) as error:
+        return Ras(trouble=str(error)) if str(error) else None
+
+
 def address(environ: Mapping[str, str]) -> tuple[str, int] | None:
-    """Where the RAS of a process with this environment listens, None if it is switched off."""
+    """Return where the RAS of a process with this environment listens, None if it is off."""
     if environ.get("NCCL_RAS_ENABLE", "1") == "0":
         return None
     host, _, port = environ.get("NCCL_RAS_ADDR", f"localhost:{PORT}").rpartition(":")
@@ -77,14 +121,14 @@ def ask(where: tuple[str, int], pids: Collection[int], seconds: float, structure
     Args:
         where: Host and port.
         pids: The processes of the job on this machine.
-        seconds: How long it may take.
+        seconds: The time limit.
         structured: Prefer JSON, which NCCL 2.28.7 and newer have.
 
     Raises:
         RasError: There is no answer.
     """
     until = time.monotonic() + seconds
-    for _ in range(_ATTEMPTS):
+    for _ in range(_MAX_CONNECTIONS):
         try:
             with _connected(where, until) as connection:
                 line = _Lines(connection, until)
@@ -92,7 +136,7 @@ def ask(where: tuple[str, int], pids: Collection[int], seconds: float, structure
                     raise RasError("what listens there is no RAS")
                 if not _is_of(connection, pids):
                     continue
-                line.asked(f"TIMEOUT {LEG}")
+                line.asked(f"TIMEOUT {PROCESS_TIMEOUT}")
                 is_json = structured and line.asked("SET FORMAT json") == "OK"
                 line.send("VERBOSE STATUS")
                 return Answer(line.rest(), is_json)
@@ -105,15 +149,15 @@ def ask(where: tuple[str, int], pids: Collection[int], seconds: float, structure
 
 def _connected(where: tuple[str, int], until: float) -> socket.socket:
     try:
-        limit = min(_CONNECTS, max(0.01, until - time.monotonic()))
+        limit = min(_CONNECT_TIMEOUT, max(0.01, until - time.monotonic()))
         return socket.create_connection(where, limit)
     except OSError:
-        # Nothing listens: an old NCCL, or none yet.
+        # Nothing listens: NCCL is too old, or not started yet.
         raise RasError from None
 
 
 def _is_of(connection: socket.socket, pids: Collection[int]) -> bool:
-    """Whether one of some processes holds the other end."""
+    """Return whether one of these processes holds the other end."""
     with contextlib.suppress(peers.UnknownPeerError):
         inode = peers.inode(connection)
         return any(inode in sockets(PROC / str(pid)) for pid in pids)
@@ -121,7 +165,7 @@ def _is_of(connection: socket.socket, pids: Collection[int]) -> bool:
 
 
 class _Lines:
-    """A conversation, within a time and a size."""
+    """A conversation with limits on its time and size."""
 
     def __init__(self, connection: socket.socket, until: float) -> None:
         self._connection = connection
@@ -133,19 +177,19 @@ class _Lines:
         self._connection.sendall(f"{command}\n".encode())
 
     def asked(self, command: str) -> str:
-        """The line that answers a command."""
+        """Send a command. Returns the line that answers it."""
         self.send(command)
         while b"\n" not in self._read:
-            if len(self._read) > _LINE or not self._more():
+            if len(self._read) > _MAX_LINE or not self._more():
                 raise RasError("what listens there is no RAS")
         line, _, self._read = self._read.partition(b"\n")
         return line.decode("utf-8", "replace").strip()
 
     def rest(self) -> str:
-        """All to the end."""
+        """Read the rest of the answer."""
         while self._more():
-            if len(self._read) > MOST:
-                raise RasError(f"its answer is larger than {MOST >> 20} MB")
+            if len(self._read) > MAX_ANSWER:
+                raise RasError(f"its answer is larger than {MAX_ANSWER >> 20} MB")
         return self._read.decode("utf-8", "replace")
 
     def _more(self) -> bool:
@@ -161,75 +205,16 @@ class _Lines:
         self._connection.settimeout(left)
 
 
-# -- what NCCL's RAS says of a job that makes no progress, asked while its ranks are examined
-
-
-PATIENCE = 9.0
-"""Seconds: where a process does not answer, RAS takes `nccl_ras.LEG` and 5 more."""
-
-MOST_STRUCTURED = 256
-"""Ranks up to which JSON is asked for: it has a line of each, of the text of outliers."""
-
-_MOST = 64
-"""Ranks, groups or communicators that are kept."""
-
-_ERRORS = (
-    *("", "Unhandled CUDA error", "System error", "Internal error", "Invalid argument"),
-    *("Invalid usage", "Remote process error"),
-)
-"""``ncclResult_t``, as RAS puts it in its text; 7 is an operation in progress."""
-
-
-def asked(run: Run) -> Callable[[], Ras | None]:
-    """Ask in a thread, if a rank of this machine uses NCCL.
-
-    Returns:
-        What waits for the answer, `PATIENCE` at most; of it None where there is no RAS.
-    """
-    here = namespace()
-    local = [
-        rank
-        for rank in run.last
-        if rank.status is not None and rank.exit is None and "nccl" in rank.opened.backend
-        if rank.opened.namespace in (None, here)
-    ]
-    if not local:
-        return lambda: None
-    pids = [rank.status.pid for rank in local if rank.status is not None]
-    found: list[Ras | None] = []
-    thread = threading.Thread(
-        target=lambda: found.append(_ask(pids, run.world_size)), name="ras", daemon=True
-    )
-    thread.start()
-
-    def answer() -> Ras | None:
-        thread.join(PATIENCE)
-        return found[0] if found else None
-
-    return answer
-
-
-def _ask(pids: Sequence[int], world: int) -> Ras | None:
-    where = address(proc.environ(pids[0]))
-    if where is None:
-        return None
-    try:
-        said = ask(where, pids, PATIENCE - 1, structured=world <= MOST_STRUCTURED)
-        return from_json(said.text) if said.structured else from_text(said.text)
-    except (RasError, ValueError) as error:
-        return Ras(trouble=str(error)) if str(error) else None
-
-
 # -- JSON
 
 
 def from_json(text: str) -> Ras:
-    """An answer in JSON, which NCCL 2.28.7 and newer have.
+    """Parse an answer in JSON, which NCCL 2.28.7 and newer have.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is no such answer.
     """
-    # Up to NCCL 2.28.9 a comma is missing, where a rank is.
+    # Up to NCCL 2.28.9 a comma is missing in the entries of ranks.
     text = re.sub(r'("nvml_dev": -?\d+)\n(\s*"status")', r"\1,\n\2", text)
     data = text.encode()
     if opening.expanded(data) > opening.MOST_EXPANDED:
@@ -253,8 +238,8 @@ def _communicator(found: Mapping[str, Any]) -> RasCommunicator:
             host=str(each.get("host"))[:64],
             dead=_dict(each, "status").get("considered_dead") is True,
         )
-        for each in _dicts(found.get("missing_ranks"))[:_MOST]
-        # Others are in the midst of joining or leaving.
+        for each in _dicts(found.get("missing_ranks"))[:_MAX_KEPT]
+        # Other missing ranks are just joining or leaving.
         if _dict(each, "status").get("unresponsive") is True
     )
     values: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -269,21 +254,23 @@ def _communicator(found: Mapping[str, Any]) -> RasCommunicator:
             if 0 < number < len(_ERRORS):
                 values["error"][_ERRORS[number]].append(rank)
     differences = tuple(
-        RasDifference(what=what, groups=tuple(_group(*each) for each in groups.items()))
+        RasDifference(
+            what=what,
+            groups=tuple(
+                RasGroup(value=value, many=len(ranks), ranks=tuple(ranks[:_MAX_KEPT]))
+                for value, ranks in groups.items()
+            ),
+        )
         for what, groups in values.items()
         if len(groups) > 1 or what == "error"
     )
     return RasCommunicator(
-        size=opening.integer(found, "size"), missing=missing, differences=differences[:_MOST]
+        size=opening.integer(found, "size"), missing=missing, differences=differences[:_MAX_KEPT]
     )
 
 
-def _group(value: str, ranks: list[int]) -> RasGroup:
-    return RasGroup(value=value, many=len(ranks), ranks=tuple(ranks[:_MOST]))
-
-
 def _status(status: Mapping[str, Any]) -> str:
-    """In the word of the text."""
+    """Return the word that the text has for a status."""
     if status.get("abort_flag"):
         return "ABORT"
     if status.get("finalize_called") or status.get("destroy_flag"):
@@ -308,10 +295,10 @@ _PROCESS = re.compile(r"  Process (\d+) on node (\S+) ")
 
 
 def from_text(text: str) -> Ras:
-    """An answer in text.
+    """Parse an answer in text.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is no such answer.
     """
     version = re.match(r"NCCL version (\S{1,40})", text)
     if version is None:
@@ -323,12 +310,12 @@ def from_text(text: str) -> Ras:
         version=version[1],
         total=sum(reader.many.values()),
         communicators=_of_interest(each.communicator() for each in reader.found.values()),
-        silent=tuple(reader.silent[:_MOST]),
+        silent=tuple(reader.silent[:_MAX_KEPT]),
     )
 
 
 class _Section:
-    """Parse the section of one communicator."""
+    """The section of one communicator."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -340,23 +327,22 @@ class _Section:
             RasDifference(
                 what=what,
                 groups=tuple(
-                    RasGroup(value=value, many=many, ranks=tuple(ranks[:_MOST]))
-                    for value, many, ranks in groups[:_MOST]
+                    RasGroup(value=value, many=many, ranks=tuple(ranks[:_MAX_KEPT]))
+                    for value, many, ranks in groups[:_MAX_KEPT]
                 ),
             )
             for what, groups in self.groups.items()
         )
         return RasCommunicator(
-            size=self.size, missing=tuple(self.missing[:_MOST]), differences=tuple(differences)
+            size=self.size, missing=tuple(self.missing[:_MAX_KEPT]), differences=tuple(differences)
         )
 
 
 class _TextReader:
-    """Takes in an answer line by line."""
+    """Reads an answer line by line."""
 
     def __init__(self) -> None:
-        self.many: dict[int, int] = {}
-        """Communicators by the number of their group."""
+        self.many: dict[int, int] = {}  # How many communicators each group has, by its number
         self.found: dict[str, _Section] = {}
         self.silent: list[RasProcess] = []
         self._sizes: dict[int, int] = {}
@@ -365,12 +351,12 @@ class _TextReader:
         self._what = ""
 
     def take(self, line: str) -> None:
-        """Take in a line."""
+        """Read a line."""
         row, head = _ROW.match(line), _SECTION.match(line)
         if row is not None:
             self.many[int(row[1][:9])] = int(row[2][:9])
             self._sizes[int(row[1][:9])] = int(row[4][:9])
-        elif head is not None and len(self.found) < _MOST:
+        elif head is not None and len(self.found) < _MAX_KEPT:
             size = self._sizes.get(int(head[1][:9]), 0)
             name = line.rpartition(" ")[0]
             self._section = self.found.setdefault(name, _Section(size))
@@ -396,7 +382,7 @@ class _TextReader:
         elif one is not None:
             section.groups[self._what].append((_value(one), 1, [opening.whole(one[1])]))
         elif listed is not None:
-            ranks = (opening.whole(each, -1) for each in listed[1].split(",")[:_MOST])
+            ranks = (opening.whole(each, -1) for each in listed[1].split(",")[:_MAX_KEPT])
             section.missing += [RasProcess(rank=rank, pid=-1, host="") for rank in ranks]
         elif member is not None and self._kind == "INCOMPLETE":
             pid, host = opening.whole(member[2] or "", -1), (member[3] or "")[:64]
@@ -407,16 +393,16 @@ class _TextReader:
 
 
 def _value(found: re.Match[str]) -> str:
-    """What is said of ranks: a number, a status or an error."""
+    """Return what a line says of ranks: a number, a status or an error."""
     launched, none, status, error = found.groups()[1:]
     return launched[:18] if launched else "0" if none else (status or error)[:64]
 
 
-# -- both
+# -- both formats
 
 
 def _of_interest(found: Iterable[RasCommunicator]) -> tuple[RasCommunicator, ...]:
-    return tuple(each for each in found if each.missing or each.differences)[:_MOST]
+    return tuple(each for each in found if each.missing or each.differences)[:_MAX_KEPT]
 
 
 def _dicts(value: Any) -> list[dict[str, Any]]:

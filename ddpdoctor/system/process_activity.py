@@ -11,7 +11,9 @@ from typing import NamedTuple
 
 import psutil
 
-from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.run.records.evidence import ChildState as ChildState
+from ddpdoctor.run.records.evidence import ProcessActivity
+from ddpdoctor.run.records.evidence import ProcessState as ProcessState
 from ddpdoctor.run.records.supervisor import CoreClock
 from ddpdoctor.system import proc
 from ddpdoctor.system.proc import ENDED, PROC, read_stat
@@ -22,33 +24,6 @@ from ddpdoctor.system.proc import ENDED, PROC, read_stat
 __all__ = ["ENDED", "read_stat"]
 
 _MOST_COMMAND = 200
-
-
-@dataclass(frozen=True)
-class ChildState:
-    """A child process of a rank: a DataLoader's worker, say."""
-
-    pid: int
-    letter: str
-    """As :attr:`ProcessState.letter`."""
-    cpu_seconds: float
-    command: str
-    """The beginning of its command line."""
-
-
-@dataclass(frozen=True)
-class ProcessState:
-    """The process of a rank, as the kernel sees it."""
-
-    letter: str = ""
-    """The main thread's state as in ``/proc/PID/stat``: R runs, S sleeps, D waits for a device or
-    disk, T is stopped, t is held by a tracer, Z has ended; empty if there is no such process."""
-    cpu_seconds: float = 0.0
-    """CPU time of the process so far, user and system."""
-    wchan: str = ""
-    """The function of the kernel that the main thread sleeps in; empty if that is unknown."""
-    children: tuple[ChildState, ...] = ()
-    """Its child processes, ascending by pid."""
 
 
 class Wait(NamedTuple):
@@ -266,33 +241,31 @@ def sample(pid: int) -> Sample:
     )
 
 
-def compared(before: Sample, after: Sample, seconds: float) -> JsonObject:
-    """What happened between two samples, as a record: shares of a core, bytes, the last state."""
+def compared(before: Sample, after: Sample, seconds: float) -> ProcessActivity:
+    """Compare two samples of a process that were taken some seconds apart."""
     children = {
         child: (before.children_turns.get(child, {}), turns)
         for child, turns in after.children_turns.items()
     }
-    return {
-        "seconds": round(seconds, 2),
-        "letters": before.letter + after.letter,
-        # Of the time in which it was not kept from running; see `process_state.share`.
-        "busy": round(busy(before.turns, after.turns, seconds), 3),
-        "children_busy": round(sum(busy(*each, seconds) for each in children.values()), 3),
-        "children_letters": "".join(
+    return ProcessActivity(
+        seconds=round(seconds, 2),
+        letters=before.letter + after.letter,
+        busy=round(busy(before.turns, after.turns, seconds), 3),
+        children_busy=round(sum((busy(*each, seconds) for each in children.values()), 0.0), 3),
+        children_letters="".join(
             turns[child].letter for child, (_, turns) in children.items() if child in turns
         ),
-        "cpu": round(max(0.0, after.cpu - before.cpu) / seconds, 3),
-        # Since the process began.
-        "ran": round(after.cpu, 2),
-        "children_cpu": round(max(0.0, after.children_cpu - before.children_cpu) / seconds, 3),
-        "characters": max(0, after.characters - before.characters),
-        "disk": max(0, after.disk - before.disk),
-        "input": before.input and after.input,
-        "terminal": before.terminal and after.terminal,
-        "network": before.network or after.network,
-        "children_network": before.children_network or after.children_network,
-        "switches": max(0, after.switches - before.switches),
-    }
+        cpu=round(max(0.0, after.cpu - before.cpu) / seconds, 3),
+        ran=round(after.cpu, 2),
+        children_cpu=round(max(0.0, after.children_cpu - before.children_cpu) / seconds, 3),
+        characters=max(0, after.characters - before.characters),
+        disk=max(0, after.disk - before.disk),
+        input=before.input and after.input,
+        terminal=before.terminal and after.terminal,
+        network=before.network or after.network,
+        children_network=before.children_network or after.children_network,
+        switches=max(0, after.switches - before.switches),
+    )
 
 
 def main_cpu(before: Sample, after: Sample, pid: int) -> tuple[float, float]:

@@ -17,8 +17,8 @@ from ddpdoctor.diagnose.collectives.collective_mismatch import (
     alone_by_guard,
     mismatch_of_calls,
 )
+from ddpdoctor.diagnose.collectives.mismatch_findings import mismatch_finding
 from ddpdoctor.diagnose.collectives.recorded_calls import Call
-from ddpdoctor.diagnose.collectives.rules_out_of_step import mismatch_finding
 from ddpdoctor.diagnose.source_files import (
     discerns,
     guards_of,
@@ -263,7 +263,7 @@ def test_a_condition_that_leaves_what_follows_it(tmp_path: Path) -> None:
     calls = {0: script.call(1, "barrier()", name="barrier"), 1: script.call(1, "    all_reduce(x)")}
     _, verdict = judged(calls)
     assert (verdict.code, verdict.ranks) == ("DDP401", (1,))
-    assert "behind `if rank == 0: break` (line 2)" in verdict.message
+    assert "after `if rank == 0: break` (line 2)" in verdict.message
     assert verdict.fix == "Call it on every rank of the group: in front of the `break`."
 
 

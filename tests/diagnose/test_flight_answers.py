@@ -15,12 +15,11 @@ import pytest
 import torch  # noqa: F401 (Flight looks for it)
 
 from ddpdoctor.core.finding import Severity
-from ddpdoctor.diagnose.hangs.hang_snapshot import RankState
 from ddpdoctor.diagnose.hangs.process_activity import gpu_holds_host
 from ddpdoctor.probe.observers.collective_calls import Flight
 from ddpdoctor.probe.runtime import torch_groups
 from ddpdoctor.run.mapped import Asking
-from tests.support.hanging_ranks import NOW, findings, rank, stacks, waiting
+from tests.support.hanging_ranks import NOW, findings, rank, stacks, state, waiting
 
 MARKS = [["optimizer", NOW - 42 * 10**9, True], ["other", NOW - 41 * 10**9, False]]
 
@@ -128,5 +127,5 @@ def test_a_host_that_waits_for_its_gpu_is_not_at_the_guilty_line(tmp_path: Path)
     ],
 )
 def test_who_may_wait_for_something_else(change: Answer) -> None:
-    assert gpu_holds_host(RankState(late(), NOW))
-    assert not gpu_holds_host(RankState({**late(), **change}, NOW))
+    assert gpu_holds_host(state(late()))
+    assert not gpu_holds_host(state({**late(), **change}))

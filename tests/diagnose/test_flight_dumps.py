@@ -247,7 +247,7 @@ def test_what_is_no_dump_is_named(tmp_path: Path) -> None:
     with pytest.raises(DoctorError, match="no Flight Recorder dump"):
         flight_dumps.read([str(tmp_path)])
     (tmp_path / "events_0").write_bytes(pickle.dumps({"version": []}, 2)[:9])
-    with pytest.raises(DoctorError, match="events_0 was not read: is cut short"):
+    with pytest.raises(DoctorError, match="events_0 was not read: is damaged or cut short"):
         flight_dumps.read([str(tmp_path)])
 
 

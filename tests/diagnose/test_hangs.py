@@ -13,8 +13,8 @@ import pytest
 
 import ddpdoctor.diagnose.all_rules  # noqa: F401 (registers the rules)
 from ddpdoctor.core.finding import RULES, Severity, examine
-from ddpdoctor.diagnose.hangs.hang_snapshot import RankState, parse_ranks
-from ddpdoctor.diagnose.hangs.rules_diagnosis import guilty
+from ddpdoctor.diagnose.hangs.diagnosis import guilty
+from ddpdoctor.diagnose.hangs.hang_snapshot import parse_ranks
 from ddpdoctor.probe.observers import collective_calls
 from ddpdoctor.probe.observers.collective_calls import callers_of, reported_calls
 from ddpdoctor.probe.runtime.phases import Backward
@@ -31,6 +31,7 @@ from tests.support.hanging_ranks import (
     hung,
     rank,
     stacks,
+    state,
     waiting,
 )
 from tests.support.written import SECOND, T0, Written, supervisor_records
@@ -242,15 +243,15 @@ def test_the_guilty_are_those_of_errors(tmp_path: Path) -> None:
 def test_a_call_of_no_known_line_is_at_the_line_of_the_main_thread() -> None:
     unknown = waiting(1)
     unknown["flight"][-1]["lines"] = []
-    found = RankState(unknown, NOW).blocked
+    found = state(unknown).blocked
     assert found is not None and (found.sequence, str(found.site)) == (9, "/job/train.py:61")
-    known = RankState(waiting(1), NOW).blocked
+    known = state(waiting(1)).blocked
     assert known is not None and (known.sequence, str(known.site)) == (9, "/job/train.py:61")
 
 
 def test_a_rank_whose_collectives_are_all_done_waits_for_none_of_them() -> None:
     done = rank(1, "wait", flight=[call(9, True)], stacks=stacks(1, TRAIN, IN_TORCH))
-    assert RankState(done, NOW).blocked is None
+    assert state(done).blocked is None
 
 
 def test_a_rank_whose_evidence_cannot_be_had(tmp_path: Path) -> None:

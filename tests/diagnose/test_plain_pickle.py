@@ -135,7 +135,7 @@ def test_a_bomb_takes_no_more_than_its_share(kind: str) -> None:
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert most < 1.3 * flight_dumps.MOST_MEMORY
+    assert most < 1.3 * flight_dumps.MAX_MEMORY
 
 
 def test_what_contains_itself_is_read(tmp_path: Path) -> None:

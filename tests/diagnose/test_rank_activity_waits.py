@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ from ddpdoctor.core.finding import Severity
 from ddpdoctor.diagnose.collectives.recorded_calls import from_flight, from_ring
 from ddpdoctor.diagnose.hangs.hang_snapshot import RankState
 from ddpdoctor.diagnose.hangs.rank_activity import NEVER_ENDS, activity_of, exit_wait
+from ddpdoctor.run.ring import Collective
 from ddpdoctor.stacks.rank_stacks import ENDING
-from tests.support.hanging_ranks import NOW, call, stacks
+from tests.support.hanging_ranks import NOW, call, flight_call, stacks, state
 from tests.support.seen_ranks import LOAD, LOADER, died, said, seen
 
 # -- its DataLoader
@@ -191,7 +193,7 @@ def test_what_is_called_at_the_end_or_never_comes_back(
     if facts:
         assert exit_wait(seen(ended=ended, stacks=known, since=NOW - 299 * 10**9, **facts)) is None
     hidden = seen(ended=ended, stacks=known)
-    del hidden.record["activity"]
+    hidden = replace(hidden, evidence=replace(hidden.evidence, activity=None))
     assert exit_wait(hidden) is None
 
 
@@ -214,14 +216,14 @@ def test_what_is_called_at_the_end_or_never_comes_back(
     ],
 )
 def test_collectives_of_the_flight_recorder(facts: dict[str, Any], words: str) -> None:
-    assert from_flight({**call(9, False), **facts}).what == words
+    assert from_flight(flight_call({**call(9, False), **facts})).what == words
 
 
 @pytest.mark.parametrize(
     ("facts", "done"), [({}, False), ({"retired": True}, True), ({"state": "completed"}, True)]
 )
 def test_collectives_that_are_done(facts: dict[str, Any], done: bool) -> None:
-    assert from_flight({**call(9, False), **facts}).done is done
+    assert from_flight(flight_call({**call(9, False), **facts})).done is done
 
 
 RING: dict[str, Any] = {
@@ -231,12 +233,18 @@ RING: dict[str, Any] = {
 }  # fmt: skip
 
 
+def ring_call(more: dict[str, Any]) -> Collective:
+    """The call, as former versions wrote it."""
+    (found,) = state({"collectives": [{**RING, **more}]}).evidence.collectives
+    return found
+
+
 def test_collectives_of_the_ring() -> None:
-    found = from_ring(RING)
+    found = from_ring(ring_call({}))
     assert found.what == "reduce #2 (4 longs, MAX, root 0, group of ranks 0-1)"
     assert [str(each) for each in found.chain] == ["/job/a.py:3", "/job/b.py:4"]
     assert (found.done, found.order, found.began) == (False, 7, 5)
-    plain = from_ring({**RING, "numel": -1, "reduce": "SUM", "root": -1, "site": "", "ended": 9})
+    plain = from_ring(ring_call({"numel": -1, "reduce": "SUM", "root": -1, "site": "", "ended": 9}))
     assert plain.what == "reduce #2 (group of ranks 0-1)"
     assert [str(each) for each in plain.chain] == ["/job/b.py:4"]
     assert plain.done

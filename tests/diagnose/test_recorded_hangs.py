@@ -14,9 +14,12 @@ import pytest
 
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.core.user_code import Location
-from ddpdoctor.diagnose.hangs.process_activity import LASTING
+from ddpdoctor.diagnose.hangs.process_activity import MIN_STEADY
 from ddpdoctor.probe.observers.collective_calls import reported_calls
-from ddpdoctor.supervise.hang_examination import BEFORE, BEHIND, NEWEST_ENTRIES, around
+from ddpdoctor.run.records.base import as_json
+from ddpdoctor.run.records.evidence import FlightCall
+from ddpdoctor.supervise.hang_examination import AFTER, BEFORE, NEWEST_ENTRIES, around
+from tests.support.hanging_ranks import flight_call
 from tests.support.written import Written
 
 RECORDINGS = Path(__file__).parents[1] / "recordings"
@@ -60,6 +63,10 @@ SENTENCE = (
 )
 
 
+def map_calls(recorded: list[dict[str, Any]]) -> list[FlightCall]:
+    return [*map(flight_call, recorded)]
+
+
 def as_recorded_now(recording: Recording) -> None:
     """What the examination keeps now: of rank 1 also the calls around the one that hangs."""
     zero, one = recording.ranks
@@ -75,8 +82,8 @@ def as_recorded_now(recording: Recording) -> None:
         }
         for sequence in range(80, 160)
     ]
-    kept = around({0: zero["flight"], 1: whole})
-    zero["flight"], one["flight"] = kept[0], kept[1]
+    kept = around({0: map_calls(zero["flight"]), 1: map_calls(whole)})
+    zero["flight"], one["flight"] = ([as_json(each) for each in kept[rank]] for rank in (0, 1))
 
 
 @pytest.mark.parametrize(("now", "went_on_to"), [(True, 130), (False, 138)])
@@ -131,8 +138,8 @@ def test_calls_of_every_group_are_kept_around_the_one_that_hangs() -> None:
             for sequence in range(1, count + 1)
         ]
 
-    def kept(*recorded: dict[str, Any]) -> list[dict[str, Any]]:
-        return reported_calls([*recorded], lambda _: ())
+    def kept(*recorded: dict[str, Any]) -> list[FlightCall]:
+        return map_calls(reported_calls([*recorded], lambda _: ()))
 
     found = around(
         {
@@ -141,13 +148,12 @@ def test_calls_of_every_group_are_kept_around_the_one_that_hangs() -> None:
         }
     )
     numbers = {
-        group: [each["sequence"] for each in found[1] if each["group"] == group]
-        for group in ("0", "one")
+        group: [each.sequence for each in found[1] if each.group == group] for group in ("0", "one")
     }
-    assert numbers["0"] == [*range(130 - BEFORE, 130 + BEHIND), *range(301 - NEWEST_ENTRIES, 301)]
+    assert numbers["0"] == [*range(130 - BEFORE, 130 + AFTER), *range(301 - NEWEST_ENTRIES, 301)]
     # Nothing hangs there.
     assert numbers["one"] == [*range(201 - NEWEST_ENTRIES, 201)]
-    assert [each["sequence"] for each in found[0] if each["group"] == "0"][-1] == 130
+    assert [each.sequence for each in found[0] if each.group == "0"][-1] == 130
 
 
 # -- a GPU that is at work which was queued before the collective
@@ -253,9 +259,9 @@ def test_gpus_that_came_to_their_backward(written: Written) -> None:
 @pytest.mark.parametrize(
     ("steady", "moves", "expected"),
     [
-        (LASTING, 0, Severity.ERROR),
-        (LASTING - 1, 0, Severity.WARNING),
-        (LASTING, 1 << 22, Severity.WARNING),
+        (MIN_STEADY, 0, Severity.ERROR),
+        (MIN_STEADY - 1, 0, Severity.WARNING),
+        (MIN_STEADY, 1 << 22, Severity.WARNING),
     ],
 )
 def test_what_lasts_is_an_error(

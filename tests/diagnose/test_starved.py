@@ -102,11 +102,13 @@ def test_a_real_process_that_gets_next_to_nothing() -> None:
         now = time.monotonic()
         told = process_activity.compared(before, process_activity.sample(starved), now - began)
         lost = cores.lost(starved, 1, now)
-        assert told["busy"] > 0.9, told
+        assert told.busy > 0.9, told
         assert lost > 0.5 * (now - began), (lost, told)
         # Who had no core cannot have held the GIL for so long.
         assert not patience.over(GIL_HELD)
-        assert cores.news(starved) == lost and cores.news(starved) is None
+        run = job(status(0, Phase.OTHER, since=1)._replace(pid=starved))
+        assert [each.lost for each in cores.records(run)] == [round(lost * 1e9)]
+        assert [*cores.records(run)] == []
         # Its next silence begins at nothing.
         assert cores.lost(starved, 2, now + 1.0) == 0.0
 
@@ -127,7 +129,7 @@ def test_a_child_counts_for_its_parent() -> None:
         told = process_activity.compared(
             before, process_activity.sample(parent.pid), time.monotonic() - began
         )
-        assert told["children_busy"] > 0.5 and told["busy"] < 0.2, told
+        assert told.children_busy > 0.5 and told.busy < 0.2, told
     finally:
         for child in process_activity.sample(parent.pid).children_turns:
             os.kill(child, 9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,8 @@ import pytest
 
 from ddpdoctor.core.finding import Severity
 from ddpdoctor.diagnose.hangs.hang_snapshot import RankState
-from ddpdoctor.diagnose.hangs.process_activity import LASTING, lasts, steadiness
-from tests.support.hanging_ranks import NOW, findings, rank, stacks, waiting
+from ddpdoctor.diagnose.hangs.process_activity import MIN_STEADY, lasts, with_steadiness
+from tests.support.hanging_ranks import NOW, findings, rank, stacks, state, waiting
 
 SCRIPT = """\
 def wait(state):
@@ -52,22 +53,26 @@ def script(tmp_path: Path) -> str:
 Frames = tuple[tuple[str, int, str], ...]
 
 
-def looks(first: Frames, second: Frames, **more: Any) -> RankState:
-    """A rank that was at two places within a second."""
+def looked(first: Frames, second: Frames, **more: Any) -> dict[str, Any]:
+    """A rank that was at two places within a second, as JSON."""
     given = {"phase": "other", **spins(), **more}
-    record = rank(1, **given, stacks=stacks(1, *first), later=stacks(1, *second))
-    return RankState(record, NOW)
+    return rank(1, **given, stacks=stacks(1, *first), later=stacks(1, *second))
+
+
+def looks(first: Frames, second: Frames, **more: Any) -> RankState:
+    return state(looked(first, second, **more))
 
 
 def steady(before: RankState, now: RankState) -> int:
     """In how many examinations it did the same, after two in which it had been silent for 20 s."""
-    before.record.update(steady=2, steadied=20.0)
-    return int(steadiness(now, before)["steady"])
+    known = replace(before.evidence, steady=2, steadied=20.0)
+    return with_steadiness(now, replace(before, evidence=known)).steady
 
 
 def test_the_first_examination_is_one(script: str) -> None:
     one = looks(((script, 3, "wait"),), ((script, 3, "wait"),), lost=11.0)
-    assert steadiness(one, None) == {"steady": 1, "steadied": 30.0}
+    found = with_steadiness(one, None)
+    assert (found.steady, found.steadied) == (1, 30.0)
 
 
 @pytest.mark.parametrize(
@@ -130,17 +135,16 @@ def test_the_time_without_a_core_does_not_count(script: str, lost: float, expect
 
 
 def test_without_a_stack_nothing_is_known() -> None:
-    bare = RankState(rank(1, "other", **spins()), NOW)
+    bare = state(rank(1, "other", **spins()))
     assert steady(bare, bare) == 1
 
 
 @pytest.mark.parametrize("moves", ["characters", "disk", "since_children_cpu"])
 def test_who_moves_data_gets_on(script: str, moves: str) -> None:
     here = ((script, 3, "wait"),)
-    still = looks(here, here, steady=LASTING)
-    assert lasts(still)
-    still.record["activity"][moves] = 1 << 24
-    assert not lasts(still)
+    assert lasts(looks(here, here, steady=MIN_STEADY))
+    moving = {"activity": {**spins()["activity"], moves: 1 << 24}}
+    assert not lasts(looks(here, here, steady=MIN_STEADY, **moving))
 
 
 @pytest.mark.parametrize(
@@ -155,14 +159,14 @@ def test_ranks_that_stay_in_one_collective(
 
 
 def test_a_rank_that_computes_in_one_loop(tmp_path: Path, script: str) -> None:
-    late = looks(((script, 3, "wait"),), ((script, 4, "wait"),), steady=LASTING, flight=[]).record
+    late = looked(((script, 3, "wait"),), ((script, 4, "wait"),), steady=MIN_STEADY, flight=[])
     (finding,) = findings(tmp_path, {**waiting(0), "world_size": 2}, {**late, "world_size": 2})
     assert (finding.code, finding.ranks, finding.severity) == ("DDP802", (1,), Severity.ERROR)
-    late["steady"] = LASTING - 1
+    late["steady"] = MIN_STEADY - 1
     (finding,) = findings(tmp_path, {**waiting(0), "world_size": 2}, {**late, "world_size": 2})
     assert finding.severity is Severity.WARNING
     # Some rank moves: it may be work.
-    late["steady"] = LASTING
+    late["steady"] = MIN_STEADY
     ranks = {**waiting(0), "world_size": 2}, {**late, "world_size": 2}
     (finding,) = findings(tmp_path, *ranks, everybody=False)
     assert finding.severity is Severity.WARNING

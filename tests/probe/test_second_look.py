@@ -16,6 +16,7 @@ import pytest
 from ddpdoctor.core.finding import RULES, examine
 from ddpdoctor.run.mapped import Asking
 from ddpdoctor.run.records.base import Record
+from ddpdoctor.run.records.evidence import RankEvidence
 from ddpdoctor.run.records.process import EndRecord
 from ddpdoctor.run.records.supervisor import RankExitRecord
 from ddpdoctor.run.snapshot import NO_RECORDS, Rank, Records, Run
@@ -141,10 +142,10 @@ def test_a_rank_that_gives_up_while_it_is_looked_at_again(
     watched.examined()
     look, looks = hang_examination.examine, threading.Event()
 
-    def late(*seen: Any) -> list[dict[str, Any]]:
+    def late(*seen: Any) -> list[RankEvidence]:
         looks.set()
-        moved = {"since": time.time_ns()} if gives_up else {}
-        return [{**each, **moved} for each in look(*seen)]
+        found = look(*seen)
+        return [replace(each, since=time.time_ns()) for each in found] if gives_up else found
 
     monkeypatch.setattr(hang_examination, "examine", late)
     deadline = time.monotonic() + LIMIT
@@ -175,9 +176,10 @@ def test_what_a_rank_did_before_it_moved_last_is_no_life_in_its_silence(watched:
     seen: dict[int, hang_examination.Seen] = {}
     (first,) = hang_examination.examine(watched.run(), 1, (), {}, seen)
     for later, told in ((0, True), (1, False)):
-        watched.page = watched.page._replace(since=first["since"] + later)
+        watched.page = watched.page._replace(since=first.since + later)
         (again,) = hang_examination.examine(watched.run(), 2, (), {0: first}, seen)
-        assert ("since_cpu" in again["activity"]) is told
+        assert again.activity is not None
+        assert (again.activity.since_cpu is not None) is told
 
 
 @needs_linux
@@ -187,8 +189,8 @@ def test_a_rank_that_was_awake_meanwhile_does_not_hang(
     watched.examined()
     assert watched.hangs()
     found = process_activity.compared
-    works = {"busy": 0.9, "letters": "SR"}
-    monkeypatch.setattr(process_activity, "compared", lambda *seen: {**found(*seen), **works})
+    works: dict[str, Any] = {"busy": 0.9, "letters": "SR"}
+    monkeypatch.setattr(process_activity, "compared", lambda *seen: replace(found(*seen), **works))
     assert not watched.watch.confirmed(watched.run())
     # The rules take it from the same file.
     assert examine(watched.run(), RULES.values()) == []

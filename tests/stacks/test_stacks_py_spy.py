@@ -179,7 +179,8 @@ def test_a_process_of_another_host_is_nobody_here(
     assert (found.threads, found.state) == ((), ProcessState())
     assert not (tmp_path / "asked").exists()
     (seen,) = hang_examination.examine(glance(candidates.run_dir), 1, (), {}, {})
-    assert seen["stacks"]["trouble"] == found.trouble and "activity" not in seen
+    assert seen.stacks is not None and seen.stacks.trouble == found.trouble
+    assert seen.activity is None
 
 
 @needs_linux

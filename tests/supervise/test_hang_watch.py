@@ -14,7 +14,7 @@ import torch
 import ddpdoctor.diagnose.all_rules  # noqa: F401 (registers the rules)
 from ddpdoctor.run.records.supervisor import FindingRecord, FoundLocation
 from ddpdoctor.run.status import Phase
-from ddpdoctor.supervise.hang_signs import FIRST, PATIENCE, STEPS, Signs
+from ddpdoctor.supervise.hang_signs import FIRST_STEP_FACTOR, SILENT_STEPS, WAIT_FACTOR, Signs
 from tests.conftest import LIMIT, ROOT, Doctor
 from tests.support.hanging_ranks import job, status
 
@@ -26,7 +26,7 @@ def test_a_job_that_moves_is_left_alone() -> None:
     for second in range(60):
         moving = job(status(0, Phase.WAIT, since=1), status(1, Phase.DATA, since=second))
         found = signs.look(moving, float(second))
-        if second < PATIENCE * 5:
+        if second < WAIT_FACTOR * 5:
             assert found is None
     # One rank moves, and the other has waited for it for very long.
     assert found is not None
@@ -47,8 +47,8 @@ def test_long_steps_get_more_time() -> None:
     line = b'{"kind":"step","step":1,"start":1,"total":10000000000}'
     still = job(status(0, Phase.BACKWARD), line=line)
     signs.look(still, 0.0)
-    assert signs.look(still, STEPS * 10 - 1.0) is None
-    assert signs.look(still, STEPS * 10 + 1.0) is not None
+    assert signs.look(still, SILENT_STEPS * 10 - 1.0) is None
+    assert signs.look(still, SILENT_STEPS * 10 + 1.0) is not None
 
 
 def test_the_first_step_has_its_own_words() -> None:
@@ -56,7 +56,7 @@ def test_the_first_step_has_its_own_words() -> None:
     still = job(status(0, Phase.WAIT, step=0))
     signs.look(still, 0.0)
     found = signs.look(still, 6.0)
-    assert found is not None and found.fresh and FIRST > 1
+    assert found is not None and found.fresh and FIRST_STEP_FACTOR > 1
 
 
 # -- a real one

@@ -8,6 +8,9 @@ from typing import Any
 
 import ddpdoctor.diagnose.all_rules  # noqa: F401 (registers the rules)
 from ddpdoctor.core.finding import Finding
+from ddpdoctor.diagnose.hangs.hang_snapshot import RankState
+from ddpdoctor.run.records.evidence import FlightCall, RankEvidence
+from ddpdoctor.run.records.typed_json import decoder
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.status import Phase, Status
 from tests.support.written import examined, supervisor_records
@@ -41,6 +44,15 @@ def rank(number: int, phase: str, **more: Any) -> dict[str, Any]:
         "activity": {"seconds": 1.0, "letters": "SS", "cpu": 0.0},
         **more,
     }
+
+
+def state(recorded: dict[str, Any]) -> RankState:
+    """A rank as it is read back from such a record."""
+    return RankState(decoder(RankEvidence)(recorded), NOW)
+
+
+def flight_call(recorded: dict[str, Any]) -> FlightCall:
+    return decoder(FlightCall)(recorded)
 
 
 def call(sequence: int, done: bool, name: str = "all_reduce") -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 from ddpdoctor.core.finding import Severity
 from ddpdoctor.diagnose.hangs.hang_snapshot import RankState
 from ddpdoctor.diagnose.hangs.rank_activity import Activity
-from tests.support.hanging_ranks import NOW, rank, stacks
+from tests.support.hanging_ranks import NOW, rank, stacks, state
 
 LOAD = ("/job/train.py", 88, "load")
 MB = 1 << 20
@@ -19,7 +19,7 @@ def seen(*frames: tuple[str, int, str], **more: Any) -> RankState:
     record = {"flight": [], "stacks": stacks(1, *(frames or (LOAD,)))}
     known = {key: more.pop(key) for key in [*more] if key in KNOWN}
     activity = {"seconds": 1.0, "letters": "SS", **more}
-    return RankState(rank(1, "other", **{**record, "activity": activity, **known}), NOW)
+    return state(rank(1, "other", **{**record, "activity": activity, **known}))
 
 
 KNOWN = (

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import ddpdoctor.diagnose.all_rules  # noqa: F401 (registers the rules)
-from ddpdoctor.core.finding import RULES, Finding, Rule, Severity, examine
+from ddpdoctor.core.finding import RULES, Detect, Finding, Severity, examine
 from ddpdoctor.run.journal import Journal
 from ddpdoctor.run.names import FORMAT, rank_stem
 from ddpdoctor.run.reader import RunReader
@@ -53,15 +54,24 @@ def as_declared(findings: Iterable[Finding]) -> list[Finding]:
 def examined(run: Run) -> list[Finding]:
     """What all rules say of a run; each finds what its own page describes."""
 
-    def checked(rule: Rule) -> Rule:
-        def detect(run: Run) -> Iterator[Finding]:
-            for each in as_declared(rule.detect(run)):
-                assert each.code == rule.code
+    @functools.cache
+    def checked(detect: Detect) -> Detect:
+        def detected(run: Run) -> Iterator[Finding]:
+            for each in as_declared(detect(run)):
+                assert detect in (RULES[each.code].detect, RULES[each.code].beside)
                 yield each
 
-        return replace(rule, detect=detect)
+        return detected
 
-    return examine(run, map(checked, RULES.values()))
+    rules = (
+        replace(
+            rule,
+            detect=checked(rule.detect),
+            beside=checked(rule.beside) if rule.beside is not None else None,
+        )
+        for rule in RULES.values()
+    )
+    return examine(run, rules)
 
 
 def rank_records(*lines: JsonObject) -> Records:

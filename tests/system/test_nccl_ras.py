@@ -12,9 +12,10 @@ import pytest
 
 from ddpdoctor.core.finding import Finding
 from ddpdoctor.diagnose.collectives.recorded_calls import ranks_behind, unanswered_ranks
-from ddpdoctor.diagnose.hangs.rules_diagnosis import ras_lines
+from ddpdoctor.diagnose.hangs.diagnosis import ras_evidence
 from ddpdoctor.run.mapped import Asking
 from ddpdoctor.run.records.base import as_json, json_line
+from ddpdoctor.run.records.evidence import RankEvidence
 from ddpdoctor.run.records.process import OpenRecord
 from ddpdoctor.run.records.supervisor import HangRecord, Ras
 from ddpdoctor.run.snapshot import Rank, Run
@@ -57,7 +58,7 @@ def test_every_version_says_who_has_launched_less(version: str) -> None:
     assert ranks_behind(found, 4, [2, 3], {0: 0, 1: 0}) == {3}
     # One that went on by a call is not behind of what the others wait in.
     assert ranks_behind(found, 4, [2, 3], {0: 1, 1: 1}) == frozenset()
-    (line,) = ras_lines(found, 4)
+    (line,) = ras_evidence(found, 4)
     kind = "collective" if version == TEXT else "AllReduce"
     assert line.startswith(f"by NCCL's RAS {kind} operations launched: rank 3 129, ")
     assert line.endswith(("3 ranks 130", "ranks 0, 1 and 2 130"))
@@ -68,7 +69,7 @@ def test_every_version_says_who_has_launched_less(version: str) -> None:
 def test_every_version_says_who_does_not_answer(version: str, communicator: Communicator) -> None:
     found = asked(version, communicator)
     assert unanswered_ranks(found, 4) == {3}
-    (line, *more) = ras_lines(found, 4)
+    (line, *more) = ras_evidence(found, 4)
     # NCCL 2.24 names the process apart from its rank.
     whole = (
         f"by NCCL's RAS rank 3 {'is dead or cut off' if communicator.dead else 'does not answer'}"
@@ -79,14 +80,14 @@ def test_every_version_says_who_does_not_answer(version: str, communicator: Comm
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_version_says_which_rank_failed(version: str) -> None:
-    assert ras_lines(asked(version, FAILED), 4) == (
+    assert ras_evidence(asked(version, FAILED), 4) == (
         "by NCCL's RAS rank 2 reported Remote process error",
     )
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_where_all_is_well_that_is_said(version: str) -> None:
-    assert ras_lines(asked(version, HEALTHY, HEALTHY), 4) == (
+    assert ras_evidence(asked(version, HEALTHY, HEALTHY), 4) == (
         "by NCCL's RAS all ranks answer and have launched as many collectives",
     )
 
@@ -95,7 +96,7 @@ def test_a_rank_of_a_smaller_communicator_is_not_one_of_the_job() -> None:
     pair = Communicator({0: {"AllReduce": 7}, 1: {"AllReduce": 8}})
     found = asked(NEWEST, HEALTHY, pair)
     assert ranks_behind(found, 4, [0], {1: 0}) == frozenset()
-    (line,) = ras_lines(found, 4)
+    (line,) = ras_evidence(found, 4)
     assert line.endswith(
         "AllReduce operations launched: rank 0 7, rank 1 8, in a communicator of 2"
     )
@@ -121,10 +122,10 @@ def test_a_hostile_server_costs_a_line(
     kind: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if why == "in time":
-        monkeypatch.setattr(nccl_ras, "PATIENCE", 3.0)
+        monkeypatch.setattr(nccl_ras, "RAS_TIMEOUT", 3.0)
     found = asked(kind)
     assert why in found.trouble and not found.communicators
-    (line,) = ras_lines(found, 4)
+    (line,) = ras_evidence(found, 4)
     assert line.startswith("NCCL's RAS gave no answer: ")
 
 
@@ -210,7 +211,7 @@ def test_the_rank_of_another_node_that_does_not_answer_is_named(tmp_path: Path) 
 def test_an_examination_has_the_answer_in_its_record_and_in_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hang_examination, "examine", lambda *_: [{"rank": 0, "restart": 0}])
+    monkeypatch.setattr(hang_examination, "examine", lambda *_: [RankEvidence(rank=0)])
     records: list[Any] = []
     with running(BY_OPERATION, BEHIND) as (pid, _):
         watch = HangWatch(

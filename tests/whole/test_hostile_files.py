@@ -14,8 +14,6 @@ import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 
@@ -23,7 +21,7 @@ import ddpdoctor
 from ddpdoctor.core import opening
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.core.user_code import Location
-from ddpdoctor.diagnose.hangs.hang_snapshot import hang_snapshot
+from ddpdoctor.diagnose.hangs.hang_snapshot import RankState
 from ddpdoctor.failures.lines import LONGEST
 from ddpdoctor.failures.log import read
 from ddpdoctor.failures.sources import logs_of
@@ -35,7 +33,7 @@ from ddpdoctor.run.records.base import json_line
 from ddpdoctor.run.records.model import DdpRecord, FingerprintRecord
 from ddpdoctor.run.records.process import EndRecord
 from ddpdoctor.run.records.supervisor import HangRecord
-from ddpdoctor.run.snapshot import Run
+from ddpdoctor.run.records.typed_json import decoder
 from ddpdoctor.run.status import Phase
 from ddpdoctor.stacks import rank_stacks
 from ddpdoctor.stacks.rank_stacks import Frame, RankStacks, Thread
@@ -484,8 +482,7 @@ def test_a_command_that_is_none_is_shown_as_nothing(command: object) -> None:
 def test_a_hang_with_values_of_other_kinds_is_read(value: object) -> None:
     names = ("activity", "sites", "stacks", "later", "exit", "collectives", "flight", "workers")
     recorded = {"rank": 0, **dict.fromkeys((*names, "device"), value)}
-    record = HangRecord(time=1, number=1, restart=0, seconds=9.0, ranks=(recorded,))
-    still = hang_snapshot(cast(Run, SimpleNamespace(hang=record)))
-    assert still is not None
-    (rank,) = still.ranks
-    assert rank.letters == "" and rank.ring == () and not rank.flight
+    line = {"time": 1, "number": 1, "restart": 0, "seconds": 9.0, "ranks": [recorded]}
+    (evidence,) = decoder(HangRecord)(line).ranks
+    rank = RankState(evidence, 1)
+    assert rank.activity.letters == "" and rank.ring == () and not rank.flight

@@ -1,7 +1,7 @@
-"""Collectives of ranks that ought to be the same and are not, and which ranks are out of line.
+"""Find collectives that differ between ranks, and the ranks that are out of line.
 
-Two ranks have no majority. What is left then is the source (a condition on the rank that only some
-have passed) and the order in which all ranks made their calls up to there.
+Two ranks have no majority. The source (a condition on the rank that only some have passed) and the
+order of the calls before then say which rank is to blame.
 """
 
 from __future__ import annotations
@@ -20,16 +20,12 @@ from ddpdoctor.diagnose.collectives.recorded_calls import Call, amount, from_rin
 from ddpdoctor.diagnose.source_files import Guard, brief, guards_of, holds, outcomes, source_of
 from ddpdoctor.run.records.process import FaultRecord
 from ddpdoctor.run.ring import Collective
-from ddpdoctor.run.snapshot import Rank, Run
-
-# -- blame
-
+from ddpdoctor.run.snapshot import Run
 
 _COUNTED = re.compile(r"(?:.*_)?(step|epoch|iter|count|batch|every|interval|freq|world|i|n|idx)")
-"""Names of what all ranks count alike."""
+"""Names of counters that are equal on all ranks."""
 
-_OFTEN = 2
-"""Times that one call followed another for it to be the rule."""
+_MIN_REPEATS = 2  # Times that one call has to follow another to be taken for the rule
 
 
 @dataclass(frozen=True)
@@ -37,10 +33,8 @@ class Group:
     """Ranks that made the same call."""
 
     ranks: tuple[int, ...]
-    call: Call
-    """The call of the first of them."""
-    sites: tuple[Location, ...]
-    """Where they made it."""
+    call: Call  # The call of the first of them
+    sites: tuple[Location, ...]  # The lines at which they made it
 
 
 @dataclass(frozen=True)
@@ -48,13 +42,13 @@ class Blame:
     """Ranks that are out of line.
 
     Attributes:
-        kind: How it is known: by a ``guard`` that they alone have passed, by a call that they
-            ``passed`` over or made ``alone``, or because ``most`` made another one; ``none`` is to
-            blame more than the others where nothing is known.
+        kind: How it is known. They alone passed a ``guard``, they ``passed`` over a call, they
+            made one ``alone``, or ``most`` ranks made another one. With ``none`` all ranks may be
+            to blame.
         ranks: Their numbers.
         location: The line to look at.
         guard: The condition on the rank.
-        decider: The statement that passed over the call, or the condition of the one made alone.
+        decider: The statement that skipped the call, or the condition of the one made alone.
     """
 
     kind: Literal["guard", "passed", "alone", "most", "none"]
@@ -67,12 +61,12 @@ class Blame:
 def blame(
     groups: Sequence[Group], calls: Mapping[int, Call], before: Mapping[int, Sequence[Call]]
 ) -> Blame:
-    """Who is out of line.
+    """Find the ranks that are out of line.
 
     Args:
         groups: The ranks by what they called, the largest group first.
-        calls: What each of them called.
-        before: The ranks' calls in that process group before, which fit together, oldest first.
+        calls: The call of each rank.
+        before: Earlier calls of the ranks in that process group, oldest first. These match.
     """
     for group in groups if len(groups) == 2 else ():
         made = {rank: calls[rank] for rank in group.ranks}
@@ -81,7 +75,7 @@ def blame(
         if skipped is not None:
             return skipped
     orders = {rank: [each.chain for each in before.get(rank, ())] for rank in calls}
-    by_guard = _by_guard(groups, calls, orders)
+    by_guard = _by_guard(groups, calls, orders) if len(groups) == 2 else None
     if by_guard is not None:
         return by_guard
     total = sum(len(each.ranks) for each in groups)
@@ -100,14 +94,14 @@ def blame(
 
 
 def alone_by_guard(calls: Mapping[int, Call], others: Sequence[Sequence[Location]]) -> Blame | None:
-    """A condition on the rank under which all of some ranks made their calls, and no other is.
+    """Find a condition on the rank under which these ranks, and no other rank, made their calls.
 
     Args:
         calls: The ranks' calls.
         others: The lines that each of the other ranks is at, innermost first.
     """
     found: list[tuple[Guard, Location]] = []
-    # Whoever is in another branch of the same condition may have a call there that fits.
+    # A rank in another branch of the same condition may have a matching call there.
     there = {guard.location for lines in others for guard, _ in guards_of(lines)}
     for call in calls.values():
         passed = [(guard, at) for guard, at in guards_of(call.chain) if guard.location not in there]
@@ -121,10 +115,10 @@ def alone_by_guard(calls: Mapping[int, Call], others: Sequence[Sequence[Location
 def skipped_by_guard(
     calls: Mapping[int, Call], others: Mapping[int, Sequence[Location]]
 ) -> Blame | None:
-    """A condition that is always true on the ranks that made a call, and not on the others.
+    """Find a condition that is always true on the ranks that made a call, but not on the others.
 
-    As ``if not (rank == 1 and step == 60)``: those others skipped the call. What ranks that never
-    come there miss is `alone_by_guard`'s.
+    With ``if not (rank == 1 and step == 60)`` the other ranks skipped the call. `alone_by_guard`
+    finds calls that the others never reach.
 
     Args:
         calls: The ranks' calls.
@@ -143,27 +137,27 @@ def skipped_by_guard(
     return None
 
 
-_Order = Sequence[Sequence[Location]]
-
-
 def _by_guard(
-    groups: Sequence[Group], calls: Mapping[int, Call], orders: Mapping[int, _Order]
+    groups: Sequence[Group],
+    calls: Mapping[int, Call],
+    orders: Mapping[int, Sequence[Sequence[Location]]],
 ) -> Blame | None:
+    """Blame the one group whose call is under a condition on the rank."""
     found = []
     for group in groups:
-        if group.call.chain in orders[group.ranks[0]]:
-            # Before, the others had a call that fits this one.
-            continue
-        others = [call.chain for rank, call in calls.items() if rank not in group.ranks]
-        each = alone_by_guard({rank: calls[rank] for rank in group.ranks}, others)
-        if each is not None:
-            found.append(each)
-    # Where all stand under conditions, one branch is as good as another.
-    return found[0] if len(found) == 1 and len(groups) == 2 else None
+        if group.call.chain not in orders[group.ranks[0]]:
+            # Otherwise the other ranks had a call that matches this one before.
+            others = [call.chain for rank, call in calls.items() if rank not in group.ranks]
+            found.append(alone_by_guard({rank: calls[rank] for rank in group.ranks}, others))
+    known = [each for each in found if each is not None]
+    # If each group is under a condition, none is out of line.
+    return known[0] if len(known) == 1 else None
 
 
-def _by_course(usual: Group, odd: Group, order: _Order, most: bool) -> Iterator[Blame]:
-    """That the one group passed over what the other called, or called what it had no reason to."""
+def _by_course(
+    usual: Group, odd: Group, order: Sequence[Sequence[Location]], most: bool
+) -> Iterator[Blame]:
+    """Blame a group that skipped what the other called, or that called something by itself."""
     wanted, made = usual.call.chain, odd.call.chain
     if not order or not wanted or not made or wanted == made:
         return
@@ -171,10 +165,10 @@ def _by_course(usual: Group, odd: Group, order: _Order, most: bool) -> Iterator[
     to_wanted = follows.count((order[-1], wanted))
     if (order[-1], made) in follows:
         return
-    if (to_wanted >= _OFTEN and made in order) or (most and (wanted, made) in follows):
+    if (to_wanted >= _MIN_REPEATS and made in order) or (most and (wanted, made) in follows):
         decider = _decider(order[-1], wanted, made)
         yield Blame("passed", odd.ranks, decider or usual.call.site, decider=decider)
-    elif to_wanted >= _OFTEN:
+    elif to_wanted >= _MIN_REPEATS:
         condition = _condition(made, wanted)
         if condition is not None:
             yield Blame("alone", odd.ranks, odd.call.site, decider=condition)
@@ -183,7 +177,7 @@ def _by_course(usual: Group, odd: Group, order: _Order, most: bool) -> Iterator[
 def _parting(
     one: Sequence[Location], other: Sequence[Location]
 ) -> tuple[Location, Location] | None:
-    """Where two courses part: their lines in the same function."""
+    """Return the lines of one function at which two call chains part."""
     for here, there in zip(reversed(one), reversed(other), strict=False):
         if here != there:
             source = source_of(here.path) if here.path == there.path else None
@@ -193,7 +187,7 @@ def _parting(
 
 
 def _condition(made: Sequence[Location], other: Sequence[Location]) -> Location | None:
-    """The ``if`` by which a call was made and the other not, unless it is about a shared count."""
+    """Return the ``if`` that led to one call only, unless it tests a count that all ranks share."""
     parting = _parting(made, other)
     source = source_of(parting[0].path) if parting is not None else None
     if parting is None or source is None:
@@ -210,7 +204,7 @@ def _condition(made: Sequence[Location], other: Sequence[Location]) -> Location 
 def _decider(
     last: Sequence[Location], wanted: Sequence[Location], made: Sequence[Location]
 ) -> Location | None:
-    """The statement by which a call was passed over."""
+    """Return the statement that skipped a call."""
     condition = _condition(wanted, made)
     if condition is not None:
         return condition
@@ -223,7 +217,7 @@ def _decider(
 
 
 def way_past(at: Location, after: int) -> Location | None:
-    """The one statement behind a line by which a rank alone may have passed over another line."""
+    """Return the one statement after a line by which one rank may have skipped another line."""
     source = source_of(at.path)
     if source is None:
         return None
@@ -237,7 +231,7 @@ def way_past(at: Location, after: int) -> Location | None:
 
 
 def comes_after(chain: Sequence[Location], line: Location) -> bool:
-    """Whether a call was made behind a line, in the same round of the loop around that line."""
+    """Return whether a call was made after a line, in the same iteration of the loop around it."""
     source = source_of(line.path)
     loops = source.around(line.line) if source is not None else []
     return bool(loops) and any(
@@ -246,7 +240,7 @@ def comes_after(chain: Sequence[Location], line: Location) -> bool:
 
 
 def _shared(test: ast.expr) -> bool:
-    """Whether a condition looks to be about a count that all ranks share."""
+    """Return whether a condition seems to test a count that all ranks share."""
     nodes = list(ast.walk(test))
     if any(isinstance(each, ast.Mod) for each in nodes):
         return True
@@ -260,37 +254,34 @@ def _shared(test: ast.expr) -> bool:
     return all(_COUNTED.fullmatch(name.lower().rstrip("s")) for name in names)
 
 
-# -- collectives that ought to be one and the same, and are not: ranks whose calls differ
-
+# -- ranks whose calls differ
 
 _UNEVEN = ("all_gather", "reduce_scatter")
-"""Collectives that NCCL also does with tensors of unequal size."""
+"""Collectives that NCCL also carries out with tensors of unequal size."""
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """One collective of a process group that is another one on some ranks."""
+    """One collective of a process group that differs between ranks."""
 
-    calls: Mapping[int, Call]
-    """What each rank called, as far as it is known."""
-    groups: tuple[Group, ...]
-    """The ranks by what they called, the largest group first."""
+    calls: Mapping[int, Call]  # The call of each rank, as far as it is known
+    groups: tuple[Group, ...]  # The ranks by what they called, the largest group first
     blame: Blame
 
     @property
     def guilty(self) -> tuple[Group, ...]:
-        """The groups that are out of line; all of them where none is more than the others."""
+        """The groups that are out of line; all of them if none is more to blame than the others."""
         ranks = self.blame.ranks
         return tuple(each for each in self.groups if each.ranks[0] in ranks)
 
     @property
     def others(self) -> tuple[Group, ...]:
-        """The groups that are not."""
+        """The groups that are not out of line."""
         return tuple(each for each in self.groups if each not in self.guilty)
 
     @property
     def differences(self) -> list[str]:
-        """In what they differ, in words."""
+        """What they differ in, in words."""
         by_name: dict[str, list[Call]] = defaultdict(list)
         for group in self.groups:
             by_name[group.call.name].append(group.call)
@@ -301,11 +292,11 @@ class Mismatch:
         return found
 
     def what(self, group: Group) -> str:
-        """A group's call with what it differs in: ``all_reduce of 64 floats``."""
+        """Return a group's call with what it differs in: ``all_reduce of 64 floats``."""
         return f"{group.call.name} {self.facts(group)}".rstrip()
 
     def facts(self, group: Group) -> str:
-        """In what a group's call differs from the others of that name: ``of 64 floats``."""
+        """Return how a group's call differs from others of that name: ``of 64 floats``."""
         call = group.call
         alike = [each.call for each in self.groups if each.call.name == call.name]
         differ = [word for word, fact in _FACTS.items() if len({fact(each) for each in alike}) > 1]
@@ -320,7 +311,7 @@ class Mismatch:
 
     @property
     def evidence(self) -> tuple[str, ...]:
-        """What the ranks called, a line for each group, at most six."""
+        """The calls of the ranks, a line for each group, at most six."""
         same = len({group.call.site for group in self.groups}) == 1
         found = [
             f"{named(group.ranks)} called {group.call.what} at "
@@ -333,7 +324,7 @@ class Mismatch:
         return tuple(found)
 
     def _through(self, group: Group) -> str:
-        """By which caller, where that is what the groups differ in."""
+        """Return the caller, if the groups differ in that."""
         others = {each.call.callers for each in self.groups if each is not group}
         for number, at in enumerate(group.call.callers):
             if any(each[: number + 1] != group.call.callers[: number + 1] for each in others):
@@ -349,22 +340,19 @@ _FACTS: dict[str, Callable[[Call], object]] = {
 }
 
 
-def _signature(call: Call) -> tuple[object, ...]:
-    return call.name, *(fact(call) for fact in _FACTS.values())
-
-
 def mismatch_of_calls(
     calls: Mapping[int, Call], before: Mapping[int, Sequence[Call]] | None = None
 ) -> Mismatch | None:
-    """What the ranks' calls with one number differ in; None if they are the same.
+    """Compare the ranks' calls with one number. Return None if they are the same.
 
     Args:
-        calls: What each rank called.
-        before: What they called before in that process group, oldest first.
+        calls: The call of each rank.
+        before: Their earlier calls in that process group, oldest first.
     """
     kinds: dict[object, list[int]] = defaultdict(list)
     for rank, call in sorted(calls.items()):
-        kinds[_signature(call)].append(rank)
+        signature = call.name, *(fact(call) for fact in _FACTS.values())
+        kinds[signature].append(rank)
     if len(kinds) < 2:
         return None
     early = mispaired_before(before or {})
@@ -377,12 +365,12 @@ def mismatch_of_calls(
 def skipped_call(
     calls: Mapping[int, Call], waiting: list[int], ahead: list[int]
 ) -> Mismatch | None:
-    """A call that some ranks wait in and that those ahead of them alone may have skipped.
+    """Return a call that some ranks wait in and that only the ranks ahead may have skipped.
 
     Args:
-        calls: What each of them waits in.
-        waiting: The ones.
-        ahead: The others.
+        calls: The call that each of them waits in.
+        waiting: Ranks that wait in it.
+        ahead: Ranks that wait in a later call.
     """
     found = skipped_by_guard(
         {rank: calls[rank] for rank in waiting}, {rank: calls[rank].chain for rank in ahead}
@@ -391,13 +379,13 @@ def skipped_call(
 
 
 def mispaired_before(before: Mapping[int, Sequence[Call]]) -> Mismatch | None:
-    """An earlier call of some ranks under a condition on the rank, that met another one like it.
+    """Return an earlier call under a condition on the rank that met a similar call elsewhere.
 
-    Two calls of one kind at different lines may well be meant: only where the ranks differ
-    later is that the reason.
+    Two calls of one kind at different lines may be intended. They are the cause only if the ranks
+    differ later.
 
     Args:
-        before: What the ranks called in one process group, oldest first.
+        before: The calls of the ranks in one process group, oldest first.
     """
     numbered: dict[int, dict[int, Call]] = defaultdict(dict)
     for rank, earlier in before.items():
@@ -420,45 +408,42 @@ def mispaired_before(before: Mapping[int, Sequence[Call]]) -> Mismatch | None:
 
 
 def _groups(kinds: Iterable[list[int]], calls: Mapping[int, Call]) -> tuple[Group, ...]:
-    return tuple(
-        Group(tuple(ranks), calls[ranks[0]], _sites(calls[rank] for rank in ranks))
-        for ranks in sorted(kinds, key=lambda ranks: (-len(ranks), ranks))
-    )
+    def sites(ranks: list[int]) -> tuple[Location, ...]:
+        found = (calls[rank].site for rank in ranks)
+        return tuple(dict.fromkeys(site for site in found if site is not None))
 
-
-def _sites(calls: Iterable[Call]) -> tuple[Location, ...]:
-    return tuple(dict.fromkeys(call.site for call in calls if call.site is not None))
+    ordered = sorted(kinds, key=lambda ranks: (-len(ranks), ranks))
+    return tuple(Group(tuple(ranks), calls[ranks[0]], sites(ranks)) for ranks in ordered)
 
 
 def rings(run: Run) -> dict[int, tuple[Collective, ...]]:
-    """The newest collectives that each rank of the last attempt called from Python.
+    """Return the newest collectives that each rank of the last attempt called from Python.
 
-    Ranks that may not have written down all of theirs are left out.
+    Skip ranks that may not have recorded all of theirs.
     """
     return {
         rank.rank: rank.ring.collectives
         for rank in run.last
-        if rank.ring is not None and not rank.ring.partial and not _fault(rank)
+        if rank.ring is not None
+        and not rank.ring.partial
+        and not any(each.hook.startswith("collectives") for each in rank.records.of(FaultRecord))
     }
 
 
-def call_of(collective: Collective) -> Call:
-    """A collective of a ring, as rules see it."""
-    return from_ring(collective._asdict())
-
-
-def _fault(rank: Rank) -> bool:
-    return any(each.hook.startswith("collectives") for each in rank.records.of(FaultRecord))
+def ring_mismatch(run: Run) -> Mismatch | None:
+    """Return the earliest collective that differs between ranks, by their rings."""
+    nccl = any("nccl" in rank.opened.backend for rank in run.last)
+    return first_mismatch(rings(run), gloo=not nccl)
 
 
 def first_mismatch(called: Mapping[int, Sequence[Collective]], gloo: bool) -> Mismatch | None:
-    """The earliest collective that is another one on some ranks.
+    """Return the earliest collective that differs between ranks.
 
     Args:
-        called: What each rank called.
-        gloo: Whether the groups' backend is gloo, which wants tensors of one size everywhere.
+        called: The calls of each rank.
+        gloo: Whether the groups' backend is gloo, which requires tensors of equal size.
     """
-    # By the group and the number in it; nearly always all ranks agree, which has to be quick.
+    # By group and number. Nearly always all ranks agree, so this has to be quick.
     known: dict[tuple[str, int], tuple[object, ...]] = {}
     differ: dict[tuple[str, int], int] = {}
     for collectives in called.values():
@@ -479,7 +464,7 @@ def first_mismatch(called: Mapping[int, Sequence[Collective]], gloo: bool) -> Mi
         for each in collectives:
             if each.group != first[0] or each.point_to_point or each.sequence > first[1]:
                 continue
-            call = call_of(each)
+            call = from_ring(each)
             if each.sequence < first[1]:
                 before[rank].append(call)
             else:
@@ -488,5 +473,5 @@ def first_mismatch(called: Mapping[int, Sequence[Collective]], gloo: bool) -> Mi
 
 
 def as_nccl_compares(call: Call) -> Call:
-    """The call as NCCL compares it, which gathers tensors of unequal size, too."""
+    """Return the call as NCCL compares it. It also gathers tensors of unequal size."""
     return replace(call, numel=-1) if call.name in _UNEVEN else call

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from ddpdoctor.core.opening import integer, whole
+from ddpdoctor.core.opening import whole
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.diagnose.source_files import location
+from ddpdoctor.run.records.evidence import FlightCall
 from ddpdoctor.run.records.supervisor import Ras, RasCommunicator, RasDifference
-
-# -- collectives that a rank called: by torch's Flight Recorder, or by our own ring
-
+from ddpdoctor.run.ring import Collective
 
 _WORDS = {
     "float32": "float", "float": "float", "float64": "double", "double": "double",
@@ -23,35 +21,30 @@ _WORDS = {
     "byte": "byte", "int8": "char", "char": "char", "bool": "bool",
 }  # fmt: skip
 
+_MAX_NUMEL = 1 << 62  # Shapes of more elements are damaged
+
 
 @dataclass(frozen=True)
 class Call:
     """One collective of one rank, by torch's Flight Recorder or by our own ring."""
 
-    group: str
-    """Its name: ``0`` is the default group."""
-    members: str
-    """Ranks of the group, ``0-3``; empty if it is not known."""
+    group: str  # Its name: ``0`` is the default group
+    members: str  # Ranks of the group, ``0-3``; empty if they are not known
     sequence: int
     name: str
-    numel: int
-    """Elements, -1 if there is no tensor or it is not known."""
+    numel: int  # Elements, -1 if there is no tensor or it is not known
     dtype: str
     reduce: str
     root: int
     done: bool
     site: Location | None
     order: int = 0
-    began: int = 0
-    """Unix nanoseconds."""
-    backend: str = ""
-    """``gloo``, where torch's Flight Recorder says so."""
-    callers: tuple[Location, ...] = ()
-    """The lines that led to it, the nearest first."""
-    started: bool = False
-    """A GPU was seen to have begun it."""
+    began: int = 0  # Unix nanoseconds
+    backend: str = ""  # ``gloo``, where torch's Flight Recorder says so
+    callers: tuple[Location, ...] = ()  # The lines that led to it, the nearest first
+    started: bool = False  # A GPU was seen to have begun it
     timed: bool = False
-    """Its start was recorded on the GPU, so that of later ones it would be, too."""
+    """Its start was recorded on the GPU, so the starts of later calls are recorded as well."""
 
     @property
     def chain(self) -> tuple[Location, ...]:
@@ -60,12 +53,12 @@ class Call:
 
     @property
     def numbering(self) -> tuple[str, str]:
-        """Whose numbers it is in: each backend of a group counts for itself."""
+        """Group and backend: each backend of a group counts its own calls."""
         return self.group, self.backend
 
     @property
     def place(self) -> str:
-        """Which group, for a sentence."""
+        """The group, for a sentence."""
         if self.group in ("", "0"):
             return "default group"
         return f"group of ranks {self.members}" if self.members else f"group {self.group}"
@@ -89,118 +82,100 @@ def amount(numel: int, dtype: str) -> str:
     return f"{numel:,} {'halves' if word == 'half' else word + 's'}"
 
 
-def from_ring(recorded: Mapping[str, Any]) -> Call:
-    """A collective of the ring, read back from JSON or as it is in the file."""
-    group, _, members = str(recorded.get("group") or "").partition("|")
+def from_ring(recorded: Collective) -> Call:
+    """Make a call of an entry of our own ring."""
+    group, _, members = recorded.group.partition("|")
     return Call(
         group=group,
         members=members,
-        sequence=integer(recorded, "sequence"),
-        name=str(recorded.get("name") or ""),
-        numel=integer(recorded, "numel", -1),
-        dtype=str(recorded.get("dtype") or ""),
-        reduce=str(recorded.get("reduce") or ""),
-        root=integer(recorded, "root", -1),
-        done=bool(recorded.get("ended")),
-        site=location(str(recorded.get("site") or "")),
-        order=integer(recorded, "order"),
-        began=integer(recorded, "began"),
-        callers=tuple(at for each in _listed(recorded, "callers") if (at := location(str(each)))),
+        sequence=recorded.sequence,
+        name=recorded.name,
+        numel=recorded.numel,
+        dtype=recorded.dtype,
+        reduce=recorded.reduce,
+        root=recorded.root,
+        done=bool(recorded.ended),
+        site=location(recorded.site),
+        order=recorded.order,
+        began=recorded.began,
+        callers=_locations(recorded.callers),
     )
 
 
-def from_flight(recorded: Mapping[str, Any]) -> Call:
-    """A collective of torch's Flight Recorder, as it was recorded."""
-    dtypes = _listed(recorded, "dtypes") or [""]
-    lines = [at for each in _listed(recorded, "lines") if (at := location(str(each))) is not None]
+def from_flight(recorded: FlightCall) -> Call:
+    """Make a call of an entry of torch's Flight Recorder."""
+    lines = _locations(recorded.lines)
+    numel = sum(map(math.prod, recorded.shapes)) if recorded.shapes else -1
     return Call(
-        group=str(recorded.get("group")),
-        members=str(recorded.get("members") or ""),
-        sequence=integer(recorded, "sequence"),
-        name=str(recorded.get("name") or "").lstrip("_"),
-        numel=_numel(_listed(recorded, "shapes")),
-        dtype=str(dtypes[0]),
+        group=recorded.group,
+        members=recorded.members,
+        sequence=recorded.sequence,
+        name=recorded.name.lstrip("_"),
+        numel=numel if numel < _MAX_NUMEL else -1,
+        dtype=recorded.dtypes[0] if recorded.dtypes else "",
         reduce="",
         root=-1,
-        done=bool(recorded.get("retired")) or recorded.get("state") == "completed",
+        done=recorded.done,
         site=lines[0] if lines else None,
-        order=integer(recorded, "id"),
-        began=integer(recorded, "created"),
-        backend=str(recorded.get("backend") or ""),
-        callers=tuple(lines[1:]),
-        started=recorded.get("state") == "started",
-        timed=recorded.get("duration") is not None,
+        order=recorded.id,
+        began=recorded.created,
+        backend=recorded.backend,
+        callers=lines[1:],
+        started=recorded.state == "started",
+        timed=recorded.duration is not None,
     )
 
 
-def _listed(recorded: Mapping[str, Any], key: str) -> list[Any]:
-    """Return a list of a JSON object that may be damaged; an empty one if it is none."""
-    found = recorded.get(key)
-    return list(found) if isinstance(found, (list, tuple)) else []
-
-
-def _numel(shapes: list[Any]) -> int:
-    """Return how many elements tensors of these shapes have; -1 if that is not known."""
-    try:
-        return sum(math.prod(map(int, shape)) for shape in shapes) if shapes else -1
-    except (TypeError, ValueError, OverflowError):
-        return -1
+def _locations(lines: Iterable[str]) -> tuple[Location, ...]:
+    return tuple(at for each in lines if (at := location(each)) is not None)
 
 
 def first_pending(calls: Sequence[Call]) -> Call | None:
-    """The first collective of a Flight Recorder that is not done.
+    """Return the first collective of a Flight Recorder that is not done.
 
-    NCCL does those of a communicator in their order: one that was followed by one that is done was
-    forgotten, as those of a captured graph are.
+    NCCL completes the collectives of a communicator in order. One that precedes a completed one was
+    only not marked, as happens to those of a captured graph.
 
     Args:
         calls: The collectives of one rank, in their order.
     """
     done = {each.numbering: each.sequence for each in calls if each.done}
-    return next(
-        (
-            each
-            for each in calls
-            if not each.done
-            and not (each.backend == "nccl" and done.get(each.numbering, -1) > each.sequence)
-        ),
-        None,
-    )
+    for each in calls:
+        unmarked = each.backend == "nccl" and done.get(each.numbering, -1) > each.sequence
+        if not each.done and not unmarked:
+            return each
+    return None
 
 
-# -- what NCCL's RAS knows of the ranks of a job, those of other nodes among them
+# -- what NCCL's RAS knows of the ranks of a job, on all nodes
 
-
-NO_COUNTS = ("status", "error")
-"""Differences that are not counts of operations."""
+NO_COUNTS = ("status", "error")  # Differences that are not counts of operations
 
 
 def unanswered_ranks(ras: Ras | None, world: int) -> frozenset[int]:
-    """The ranks that do not answer."""
-    return frozenset(
-        each.rank for communicator in _of_all(ras, world) for each in communicator.missing
-    )
+    """Return the ranks that do not answer NCCL."""
+    return frozenset(each.rank for every in _of_all(ras, world) for each in every.missing)
 
 
 def ranks_behind(
     ras: Ras | None, world: int, ranks: Collection[int], ahead: Mapping[int, int]
 ) -> frozenset[int]:
-    """The ranks that have not launched a collective in which others wait.
+    """Return the ranks that have not launched a collective in which others wait.
 
-    With NCCL these go on: what they have launched behind it does not count.
+    With NCCL the waiting ranks go on. What they have launched after it does not count.
 
     Args:
-        ras: What RAS said.
+        ras: The answer of RAS.
         world: The ranks of the job.
-        ranks: Those that are asked about.
-        ahead: The collectives that ranks which wait have launched behind that one, by rank.
+        ranks: The ranks to judge.
+        ahead: How many collectives each waiting rank has launched after that one.
     """
     differing = [
-        [each for each in communicator.differences if each.what not in NO_COUNTS]
+        counts
         for communicator in _of_all(ras, world)
+        if (counts := [each for each in communicator.differences if each.what not in NO_COUNTS])
     ]
-    differing = [each for each in differing if each]
-    # Of several communicators nothing says which one is the group that is waited in.
+    # With several communicators it is unknown which one is the group that ranks wait in.
     if len(differing) != 1 or not ahead:
         return frozenset()
     return frozenset(
@@ -211,12 +186,12 @@ def ranks_behind(
 
 
 def _of_all(ras: Ras | None, world: int) -> Iterator[RasCommunicator]:
-    """The communicators of all ranks, in which a rank has the number that it has in the job."""
+    """Return the communicators of all ranks, in which a rank has its number in the job."""
     return (each for each in (ras.communicators if ras is not None else ()) if each.size == world)
 
 
 def _lag(differences: Sequence[RasDifference], rank: int, other: int) -> int:
-    """How many operations a rank has launched less than another; 0 if that is not known."""
+    """Return by how many operations a rank is behind another; 0 if that is not known."""
     found = 0
     for each in differences:
         own, theirs = _launched(each, rank), _launched(each, other)
@@ -227,32 +202,31 @@ def _lag(differences: Sequence[RasDifference], rank: int, other: int) -> int:
 
 
 def _launched(difference: RasDifference, rank: int) -> int | None:
-    """How many operations a rank has launched, None if that is not known."""
-    unnamed = [each for each in difference.groups if not each.ranks]
+    """Return how many operations a rank has launched, None if that is not known."""
     for group in difference.groups:
         if rank in group.ranks:
             return whole(group.value, -1)
+    unnamed = [each for each in difference.groups if not each.ranks]
     return whole(unnamed[0].value, -1) if len(unnamed) == 1 else None
 
 
-# -- what NCCL says of collectives of unequal size; torch's watchdog prints it
-
+# -- what NCCL says of collectives of unequal size, as torch's watchdog prints it
 
 UNEQUAL = (
     r"message truncated : receiving \d+ bytes instead of \d+"
     r"|collective mismatch error, local size \d+ remote size \d+"
 )
-"""Of its socket transport, and of that for InfiniBand."""
+"""Messages of its socket transport and of its InfiniBand transport."""
 
 _SAID = re.compile(rf"\[rank(\d+)\]:|{UNEQUAL}")
 
 
 def unequal_sizes(stderr: str) -> Iterator[str]:
-    """What it said, once for each rank, as lines of evidence."""
+    """Yield these messages as lines of evidence, one for each rank."""
     rank = ""
     said: set[str] = set()
     for match in _SAID.finditer(stderr):
-        # The line itself has no rank; the one that introduces it does.
+        # The message has no rank. The line that introduces it has one.
         rank = match[1] or rank
         if match[1] is None and rank not in said:
             said.add(rank)

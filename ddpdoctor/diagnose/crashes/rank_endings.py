@@ -1,4 +1,4 @@
-"""How each process of a job ended, and which of them was the first to fail by itself."""
+"""Find how each process of a job ended, and which of them failed first by itself."""
 
 from __future__ import annotations
 
@@ -26,25 +26,24 @@ from ddpdoctor.run.records.training import SiteRecord
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.status import Phase
 
-# -- the exit statuses of ranks: as they were seen, or as their launcher printed them
-
+# -- exit statuses, as they were seen or as the launcher printed them
 
 _TORCHRUN_EXIT = re.compile(r"exitcode\s*: (-?\d+)\s*\(pid: (\d+)\)")
 _TORCHRUN_LOG = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)\)")
 
 _SPAWNED = re.compile(r"process \d+ terminated with (?:signal (SIG[A-Z]+)|exit code (\d+))")
-"""What ``torch.multiprocessing.spawn`` says of the first of its processes that failed."""
+"""The message of ``torch.multiprocessing.spawn`` about its first process that failed."""
 
 _STOPPED = re.compile(r"(?:Terminating|Sending) process (\d+) (?:via|closing) signal (SIG[A-Z]+)")
-"""What it says of each of the others, which it ends, and what torchrun says of them."""
+"""The messages of it and of torchrun about the other processes, which they end."""
 
 
 def exit_status(rank: Rank, statuses: dict[int, int]) -> int | None:
-    """The exit status of a rank, negative for a signal; None if it is not known.
+    """Return the exit status of a rank, negative for a signal; None if it is not known.
 
     Args:
         rank: The rank.
-        statuses: Those that its launcher printed, by pid.
+        statuses: The exit statuses that its launcher printed, by pid.
     """
     if rank.exit is not None and rank.exit.status is not None:
         return rank.exit.status
@@ -55,7 +54,7 @@ def exit_status(rank: Rank, statuses: dict[int, int]) -> int | None:
 
 
 def printed_statuses(stderr: str) -> dict[int, int]:
-    """Exit statuses by pid, as torchrun printed them."""
+    """Return the exit statuses that torchrun printed, by pid."""
     return {
         int(pid): int(status)
         for pattern in (_TORCHRUN_EXIT, _TORCHRUN_LOG)
@@ -64,22 +63,24 @@ def printed_statuses(stderr: str) -> dict[int, int]:
 
 
 def signal_name(number: int) -> str:
-    """``SIGKILL`` for 9; ``signal 99`` for one without a name."""
+    """Return ``SIGKILL`` for 9, and ``signal 99`` for a number without a name."""
     try:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
 
 
-def spawned_statuses(run: Run, ranks: tuple[Rank, ...], statuses: dict[int, int]) -> dict[int, int]:
-    """The exit statuses, by pid, of ranks whose parent took them before they were seen."""
+def _spawned_statuses(
+    run: Run, ranks: tuple[Rank, ...], statuses: dict[int, int]
+) -> dict[int, int]:
+    """Return the exit statuses, by pid, of ranks whose parent took them before they were seen."""
     unknown = {
         rank.status.pid: rank.exit.time
         for rank in ranks
         if rank.exit is not None
         and rank.status is not None
         and exit_status(rank, statuses) is None
-        and not recorded_end(rank)
+        and not _recorded_end(rank)
     }
     stopped = {
         int(pid): _number(name)
@@ -93,18 +94,17 @@ def spawned_statuses(run: Run, ranks: tuple[Rank, ...], statuses: dict[int, int]
 
 
 def _number(name: str | None) -> int:
-    """The exit status of a process that a signal of that name ended; 0 if there is none."""
+    """Return the exit status of a process ended by the signal of that name; 0 if there is none."""
     number = getattr(signal, name, None) if name else None
     return -int(number) if isinstance(number, signal.Signals) else 0
 
 
-def recorded_end(rank: Rank) -> bool:
-    """Whether a rank itself recorded how it ends."""
+def _recorded_end(rank: Rank) -> bool:
+    """Return whether a rank recorded how it ended."""
     return any(map(rank.records.of, (EndRecord, ErrorRecord, ExitRecord)))
 
 
-# -- what an exception that ended a rank says: whether a lost peer is its cause, and in short
-
+# -- exceptions: whether a lost peer is the cause, and in short
 
 _VICTIM = re.compile(
     r"Connection closed by peer"
@@ -119,10 +119,10 @@ _VICTIM = re.compile(
     r"|Application timeout caused pair closure",
     re.IGNORECASE,
 )
-"""What a rank says whose peers are gone: the consequence of a failure elsewhere."""
+"""Messages of a rank whose peers are gone, the consequence of a failure elsewhere."""
 
 _COMMON = re.compile(r"Connection reset by peer|Broken pipe|Socket (?:Timeout|closed)", re.I)
-"""What a database or a download says, too."""
+"""Those that a database or a download may print, too."""
 
 _OF_TORCH = re.compile(r"gloo|nccl|TCPStore|c10d|\[[^\]]*\.(?:cc|cpp|h):\d+\]", re.IGNORECASE)
 _THROUGH_TORCH = re.compile(r"[/\\]torch[/\\](?:distributed|autograd|_tensor|nn[/\\]parallel)")
@@ -134,7 +134,7 @@ _WRAPPERS = (
     "CalledProcessError",
     "SignalException",
 )
-"""Exceptions of launchers: they only say that a child failed."""
+"""Exceptions of launchers, which only say that a child failed."""
 
 _NOISE = re.compile(
     r"\x1b\[[\d;]*m|\[/[^\]]*\.(?:cc|cpp|h):\d+\]\s*|\s*\[[\da-fA-F.:]+\](?::\d+)?|^\[[^\]]*\.cpp:\d+\]\s*"
@@ -146,20 +146,20 @@ _RAISED = re.compile(r"^(?:.*:)? *raise\b[^\n]*\n(?: *[~^]+ *\n)?[^\s:]+\s*\Z", 
 _IN_WORKER = re.compile(r"Caught \w+ in (DataLoader worker process \d+)")
 
 
-def is_consequence(record: ErrorRecord) -> bool:
-    """Whether a rank only failed because another had, or because it was asked to stop."""
+def _is_consequence(record: ErrorRecord) -> bool:
+    """Return whether a rank failed only because another had, or because it was asked to stop."""
     name = record.exception
     wrapper = name.rpartition(".")[2] in _WRAPPERS
-    return wrapper or is_sigint(name, record.traceback) or _lost_peer(record)
+    return wrapper or _is_sigint(name, record.traceback) or _lost_peer(record)
 
 
-def is_sigint(exception: str, traceback: str) -> bool:
-    """Whether an exception is SIGINT, as Python passes that on, and not raised by the script."""
+def _is_sigint(exception: str, traceback: str) -> bool:
+    """Return whether Python made an exception of SIGINT, and the script did not raise it."""
     return exception == "KeyboardInterrupt" and not _RAISED.search(traceback)
 
 
 def _lost_peer(record: ErrorRecord) -> bool:
-    """Whether torch says that a peer is gone; the same words of a download are its own failure."""
+    """Return whether torch reports a lost peer. A download may fail with the same words."""
     name, message = record.exception, record.message
     if name != "RuntimeError" and not name.startswith("torch."):
         return False
@@ -170,23 +170,18 @@ def _lost_peer(record: ErrorRecord) -> bool:
     return bool(_OF_TORCH.search(message) or not trace or _THROUGH_TORCH.search(trace))
 
 
-def _clean(message: str) -> str:
-    """A message without the C++ source lines and socket addresses that gloo and c10d put into it.
+def _in_short(error: ErrorRecord | OuterError) -> str:
+    """Return an exception with the first line of its message, without C++ source lines.
 
-    The addresses are wrong besides: gloo prints ports byte-swapped.
+    The socket addresses of gloo are left out as well: it prints ports byte-swapped.
     """
-    return _NOISE.sub("", message).strip()
-
-
-def in_short(error: ErrorRecord | OuterError) -> str:
-    """An exception with the first line of its message."""
     name = error.exception or "an exception"
     first = next((line for line in error.message.splitlines() if line.strip()), "")
-    return f"{name}: {_clean(first)}" if first else name
+    return f"{name}: {_NOISE.sub('', first).strip()}" if first else name
 
 
-def notes_of(record: ErrorRecord) -> Iterator[str]:
-    """What became of an exception before it ended the process."""
+def _notes_of(record: ErrorRecord) -> Iterator[str]:
+    """Say what happened to an exception before it ended the process."""
     if isinstance(record, ThreadErrorRecord) and record.thread:
         yield f"it ended the thread {record.thread[:60]!r}, which the main one waited for"
     outer, left = record.outer, record.left
@@ -196,21 +191,20 @@ def notes_of(record: ErrorRecord) -> Iterator[str]:
         if worker is not None:
             yield f"in {worker[1]}, whose batch was awaited{place}"
         else:
-            yield f"it was raised again as {in_short(outer)[:160]}{place}"
+            yield f"it was raised again as {_in_short(outer)[:160]}{place}"
     if left is not None:
         place = f" at {left.location}" if left.location is not None else ""
-        yield f"the script caught it and ended itself by {exit_call(left)}{place}"
+        yield f"the script caught it and ended itself by {_exit_text(left)}{place}"
     elif isinstance(record, ShownErrorRecord):
         yield "the script caught it, printed it, and ended itself"
 
 
-def exit_call(record: ExitRecord) -> str:
-    """The call by which a process ended itself: ``sys.exit(3)``."""
+def _exit_text(record: ExitRecord) -> str:
+    """Return the call by which a process ended itself: ``sys.exit(3)``."""
     return f"{record.how}({record.status if record.said is None else repr(record.said)})"
 
 
-# -- how each process of a job ended, and which of them was the first to fail by itself
-
+# -- endings of processes
 
 Kind = Literal["exception", "exit", "signal", "abort-at-exit"]
 
@@ -222,21 +216,20 @@ _MISPAIRED = re.compile(
     rf"|Detected mismatch between collectives on ranks|{UNEQUAL}",
     re.IGNORECASE,
 )
-"""What is said where a collective meets another one, or another rank's, of other size."""
+"""Messages about a collective that met another one, or one of another size."""
 
 _NATIVE_VICTIM = re.compile(
     r"Watchdog caught collective operation timeout"
     r"|To avoid data inconsistency, we are taking the entire process down"
     r"|Aborting process on rank \d+ due to (?:timeout|[^\n]{0,400}remote process exited)"
 )
-"""What NCCL's watchdog says of the rank that it then aborts, for want of a peer.
+"""Messages of NCCL's watchdog before it aborts a rank that lost a peer.
 
-The last are the words of the one in torch 2.15, whose number is the rank's within its group.
+The last one is that of torch 2.15. Its number is the rank's within its group.
 """
 
 _OF_RANK = re.compile(r"\[rank(\d+)\]:")
-_HEAD = 2_000
-"""Characters before such words in which the rank stands, in the same line."""
+_HEAD = 2_000  # Characters before such a message that are searched for the rank, in the same line
 
 _FATAL = re.compile(r"Fatal Python error: ([A-Z][a-z ]+)")
 _FATAL_SIGNALS = {
@@ -246,16 +239,15 @@ _FATAL_SIGNALS = {
     "Floating point exception": signal.SIGFPE,
     "Illegal instruction": signal.SIGILL,
 }
-"""What ``faulthandler`` writes for which signal."""
+"""What ``faulthandler`` writes for each signal."""
 
 _ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""torchrun sends these to the survivors of a failure."""
+"""Signals that torchrun sends to the survivors of a failure."""
 
 _STARVED = ("Empty", "TimeoutError", "BrokenBarrierError")
-"""What the main thread raises that waits in vain for another one."""
+"""Exceptions of a main thread that waits in vain for another thread."""
 
-NOTHING = ResourceFacts()
-"""Of an exception that is about no file."""
+NOTHING = ResourceFacts()  # The facts of an exception that is about no file
 
 
 @dataclass(frozen=True)
@@ -263,19 +255,21 @@ class Ending:
     """The end of one process.
 
     Attributes:
-        rank: Its rank; None for a process that never said one.
+        rank: Its rank; None for a process that never reported one.
         time: Unix nanoseconds.
-        kind: ``abort-at-exit`` is a native abort after the script had come to its end.
-        victim: It only failed because another had.
+        kind: ``abort-at-exit`` is a native abort after the script had ended.
+        victim: It failed only because another had.
         text: The exception with its message, the signal, or the exit call.
-        where: What it did at that moment, in words: ``step 12, backward``.
+        where: What it did then, in words: ``step 12, backward``.
+        location: The line.
+        traceback: The traceback of the exception.
         status: The exit status (negative: a signal), where known.
-        message: All of the exception's own words.
-        oom: Who says that the out-of-memory killer did it, or empty.
-        file: What is known of the file that an exception is about.
+        message: The whole message of the exception.
+        oom: ``kernel`` or ``cgroup``, which reported a kill by the out-of-memory killer, or empty.
+        file: Facts about the file that an exception is about.
         last_seen: The last line of the user's code that the probe saw, if ``location`` is unknown.
         initialized: Whether it had joined the process group.
-        notes: How it came from there to the end of the process, a sentence each.
+        notes: What happened from the exception to the end of the process, a sentence each.
     """
 
     rank: int | None
@@ -296,60 +290,56 @@ class Ending:
 
     @property
     def name(self) -> str:
-        """Whose end it is, as the subject of a sentence."""
+        """The process, as the subject of a sentence."""
         return f"rank {self.rank}" if self.rank is not None else "a process of the job"
 
     @property
     def stopped(self) -> bool:
-        """Whether a signal that asks a process to end did it."""
+        """Whether a signal that asks a process to end ended it."""
         return self.kind == "signal" and self.status is not None and -self.status in _ASKED
 
     @property
     def interrupted(self) -> bool:
-        """Whether SIGINT ended it, as Python passes that on."""
-        return self.kind == "exception" and is_sigint(self.text, self.traceback)
+        """Whether SIGINT ended it, which Python makes an exception."""
+        return self.kind == "exception" and _is_sigint(self.text, self.traceback)
 
     @property
     def printed(self) -> str:
-        """An exception with all of its message, as Python prints it."""
+        """The exception with its whole message, as Python prints it."""
         return f"{self.text.partition(': ')[0]}: {self.message}"
 
 
 def endings(run: Run, restart: int) -> list[Ending]:
-    """The failed processes of one attempt, the earliest first; regular ends are left out.
+    """Return the failed processes of one attempt, the earliest first.
 
-    What happened after somebody asked the job to stop is no failure and left out, too.
+    Leave out regular ends, and what happened after a person asked the job to stop.
     """
     statuses = printed_statuses(run.stderr)
     aborted = _aborted(run.stderr)
-    found: list[Ending] = []
     ranks = run.attempt(restart)
-    statuses |= spawned_statuses(run, ranks, statuses)
-    for rank in ranks:
-        ending = _rank_ending(rank, statuses, bool(run.exit_status), aborted)
-        if ending is not None:
-            found.append(ending)
+    statuses |= _spawned_statuses(run, ranks, statuses)
+    ends = (_rank_ending(rank, statuses, bool(run.exit_status), aborted) for rank in ranks)
+    found = [each for each in ends if each is not None]
     found += _unseen_endings(run, ranks, statuses, found)
-    joined = {rank.rank for rank in ranks}
-    found += _stray_endings(run, restart, joined)
+    found += _stray_endings(run, restart, {rank.rank for rank in ranks})
     limit = run.stopped_at
     found = sorted(
         (each for each in found if limit is None or each.time < limit), key=lambda each: each.time
     )
     if run.exit_status is not None and limit is None:
         stops = [each for each in found if each.interrupted]
-        # Ctrl-C reaches every rank; a signal to a single one is a cause.
+        # Ctrl-C reaches every rank. A signal to a single rank is a cause.
         if len(stops) == 1 and len(ranks) > 1 and stops[0] is found[0]:
             found[0] = replace(stops[0], victim=False)
         if run.world_size == 1 and all(each.victim for each in found):
-            # There is no rank that it could have lost.
+            # There is no peer that it could have lost.
             found = [replace(each, victim=False) for each in found]
     return found
 
 
 @functools.lru_cache(maxsize=2)
 def _aborted(stderr: str) -> frozenset[int]:
-    """The ranks that NCCL's watchdog said it aborts; each rule asks."""
+    """Return the ranks that NCCL's watchdog aborted, by its messages."""
     found = set()
     for words in _NATIVE_VICTIM.finditer(stderr):
         begin = stderr.rfind("\n", max(0, words.start() - _HEAD), words.start()) + 1
@@ -360,19 +350,19 @@ def _aborted(stderr: str) -> frozenset[int]:
 
 
 def first_failure(run: Run, restart: int) -> Ending | None:
-    """The cause of an attempt's failure: the earliest end that is no consequence of another.
+    """Return the cause of an attempt's failure: the earliest end that is no consequence.
 
-    A rank's own failure counts before that of a process that never was one (a helper's, say).
+    A rank's own failure counts before that of a process that was no rank, such as a helper.
     """
-    causes = [each for each in endings(run, restart) if not each.victim]
-    causes = [each for each in causes if each.kind != "abort-at-exit"]
-    return next((each for each in causes if each.rank is not None), None) or next(
-        iter(causes if run.exit_status else ()), None
-    )
+    causes = [
+        each for each in endings(run, restart) if not each.victim and each.kind != "abort-at-exit"
+    ]
+    of_ranks = [each for each in causes if each.rank is not None]
+    return next(iter(of_ranks or (causes if run.exit_status else ())), None)
 
 
 def mispaired(run: Run, cause: Ending) -> bool:
-    """Whether a rank failed in a collective that met one of another kind or size."""
+    """Return whether a rank failed in a collective that met one of another kind or size."""
     if cause.kind == "exception":
         return bool(_MISPAIRED.search(cause.text) or _MISPAIRED.search(cause.traceback))
     aborted = cause.kind == "signal" and cause.status == -signal.SIGABRT
@@ -384,7 +374,7 @@ def _rank_ending(
 ) -> Ending | None:
     status = exit_status(rank, statuses)
     if status == 0 or rank.status is None:
-        # Whatever it recorded was caught, or did not matter.
+        # What it recorded was caught, or did not matter.
         return None
     error = rank.records.first(ErrorRecord)
     if error is not None:
@@ -392,12 +382,12 @@ def _rank_ending(
     call = next((each for each in rank.records.of(ExitRecord) if each.status), None)
     if call is not None and (status == call.status or (status is None and job_failed)):
         thread = _of_thread(rank, call)
-        return _exit_call(rank.rank, call) if thread is None else _exception(rank.rank, thread)
+        return _exit_ending(rank.rank, call) if thread is None else _exception(rank.rank, thread)
     if status is None:
         return None
     # An end that was not observed is dated by the last sign of life.
-    seen = rank.exit is not None and rank.exit.status is not None
-    when = rank.exit.time if rank.exit is not None and seen else rank.status.since
+    ended = rank.exit
+    when = ended.time if ended is not None and ended.status is not None else rank.status.since
     if status < 0:
         return _signal_ending(rank, status, when, aborted)
     shown = rank.records.first(ShownErrorRecord)
@@ -408,21 +398,21 @@ def _rank_ending(
 
 
 def _signal_ending(rank: Rank, status: int, when: int, aborted: frozenset[int]) -> Ending | None:
-    """The end of a rank by a signal; None where it had already reached its regular end.
+    """Return the end of a rank by a signal; None if it had already ended regularly.
 
     Args:
         rank: The rank.
-        status: Its exit status: the number of the signal, negative.
+        status: Its exit status, the negative number of the signal.
         when: Unix nanoseconds.
         aborted: The ranks that NCCL's watchdog aborted.
     """
     name = signal_name(-status)
     asked = -status in _ASKED
     if rank.ended is not None:
-        # A launcher also stops who has ended, but had no core yet to exit.
-        return (
-            None if asked else Ending(rank.rank, when, "abort-at-exit", False, name, status=status)
-        )
+        # A launcher also stops a rank that has ended but had no core yet to exit.
+        if asked:
+            return None
+        return Ending(rank.rank, when, "abort-at-exit", False, name, status=status)
     return Ending(
         rank=rank.rank,
         time=when,
@@ -433,17 +423,17 @@ def _signal_ending(rank: Rank, status: int, when: int, aborted: frozenset[int]) 
         location=_site(rank),
         status=status,
         oom=rank.exit.oom if rank.exit is not None else "",
-        last_seen=last_line(rank),
+        last_seen=_last_line(rank),
     )
 
 
 def _unseen_endings(
     run: Run, ranks: tuple[Rank, ...], statuses: dict[int, int], found: list[Ending]
 ) -> Iterator[Ending]:
-    """Ranks of a live job that ended first and without a word.
+    """Yield ranks of a live job that ended first and reported nothing.
 
-    Their launcher took the exit status before it was seen, and prints it only once the others have
-    ended, too, which may hang.
+    Their launcher took the exit status before it was seen. It prints the status only once the
+    others have ended, too, and those may hang.
     """
     if run.exit_status is not None or all(rank.exit is not None for rank in ranks):
         return
@@ -451,7 +441,7 @@ def _unseen_endings(
         if (
             rank.exit is None
             or rank.status is None
-            or recorded_end(rank)
+            or _recorded_end(rank)
             or exit_status(rank, statuses) is not None
         ):
             continue
@@ -470,7 +460,7 @@ def _unseen_endings(
             where=_where(rank),
             location=_site(rank),
             status=None if number is None else -number,
-            last_seen=last_line(rank),
+            last_seen=_last_line(rank),
         )
 
 
@@ -482,13 +472,13 @@ def _stray_endings(run: Run, restart: int, joined: set[int]) -> Iterator[Ending]
             continue
         worker = record.rank is not None and record.leads_session
         if not run.exit_status and not (worker and run.exit_status is None):
-            # A helper program of a healthy job may fail, and a caught `sys.exit` is recorded, too:
-            # only once the job is known to have failed do they say why.
+            # A helper program of a healthy job may fail, and a caught `sys.exit` is recorded, too.
+            # They explain a failure only once the job is known to have failed.
             continue
         if isinstance(record, ErrorRecord):
             yield _exception(record.rank, record, None, initialized=False)
         elif run.exit_status:
-            yield _exit_call(record.rank, record, initialized=False)
+            yield _exit_ending(record.rank, record, initialized=False)
 
 
 def _exception(
@@ -498,35 +488,35 @@ def _exception(
         rank=rank,
         time=record.time,
         kind="exception",
-        victim=is_consequence(record),
-        text=in_short(record),
-        where=_moment(record.step, record.collective or record.phase),
+        victim=_is_consequence(record),
+        text=_in_short(record),
+        where=_place(record.step, record.collective or record.phase),
         location=record.location,
         traceback=record.traceback,
         message=record.message,
         status=status,
         file=record.file or NOTHING,
         initialized=initialized,
-        notes=tuple(notes_of(record)),
+        notes=tuple(_notes_of(record)),
     )
 
 
 def _of_thread(rank: Rank, end: ErrorRecord | ExitRecord) -> ThreadErrorRecord | None:
-    """The exception of a thread for whose work the main one waited until it failed, too."""
+    """Return the exception of a thread, if the main thread failed waiting for its work."""
     if isinstance(end, ErrorRecord) and end.exception.rpartition(".")[2] not in _STARVED:
         return None
     failed = [each for each in rank.records.of(ThreadErrorRecord) if each.time < end.time]
     return failed[-1] if failed else None
 
 
-def _exit_call(rank: int | None, record: ExitRecord, initialized: bool = True) -> Ending:
+def _exit_ending(rank: int | None, record: ExitRecord, initialized: bool = True) -> Ending:
     return Ending(
         rank=rank,
         time=record.time,
         kind="exit",
         victim=False,
-        text=exit_call(record),
-        where=_moment(record.step, record.phase),
+        text=_exit_text(record),
+        where=_place(record.step, record.phase),
         location=record.location,
         message=record.refused,
         status=record.status,
@@ -534,7 +524,7 @@ def _exit_call(rank: int | None, record: ExitRecord, initialized: bool = True) -
     )
 
 
-def _moment(step: object, phase: object) -> str:
+def _place(step: object, phase: object) -> str:
     parts = [f"step {step}"] if step is not None else []
     return ", ".join([*parts, str(phase)] if phase and phase != "other" else parts)
 
@@ -543,27 +533,27 @@ def _where(rank: Rank) -> str:
     status = rank.status
     if status is None:
         return ""
-    return _moment(status.step, None if status.phase is Phase.OTHER else status.phase.label)
+    return _place(status.step, None if status.phase is Phase.OTHER else status.phase.label)
 
 
 def _site(rank: Rank) -> Location | None:
-    """The line of the phase under way; None between phases, where only the last one is known."""
+    """Return the line of the phase under way; None between phases."""
     if rank.status is not None and rank.status.phase in (Phase.OTHER, Phase.STARTING):
         return None
-    return last_line(rank)
+    return _last_line(rank)
 
 
-def last_line(rank: Rank) -> Location | None:
-    """The line of the user's code that the probe saw last."""
+def _last_line(rank: Rank) -> Location | None:
+    """Return the line of the user's code that the probe saw last."""
     return location(rank.status.site) if rank.status is not None else None
 
 
 def last_phase(rank: Rank) -> Phase | None:
-    """The phase in which a rank is, or was when it ended; None if it has no status page.
+    """Return the phase in which a rank is, or was when it ended; None without a status page.
 
-    An exception ends a phase at once. Starved of CPU the rank may be ended before its page says
-    that it is over, or before it writes the exception down: from its newest backward it had not
-    come to the end of the step then.
+    An exception ends a phase at once. A rank without a core may be ended before its page shows the
+    phase, or before it records the exception. It had not completed the step of its newest backward
+    then.
     """
     status = rank.status
     if status is None or status.phase is not Phase.OTHER or rank.exit is None:

@@ -1,4 +1,4 @@
-"""What is behind an exception about a file or a port, such as a full disk or an unopened store."""
+"""Explain exceptions about a file or a port, such as a full disk or an unopened store."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ from ddpdoctor.failures.entry import Failure
 from ddpdoctor.failures.lines import shortened
 from ddpdoctor.run.records.process import ErrorRecord, OwnStoreRecord, ResourceFacts
 from ddpdoctor.run.records.training import SaveRecord
-from ddpdoctor.run.snapshot import Run
+from ddpdoctor.run.snapshot import Records, Run
 
-# -- what lies behind an exception about a file: a full disk, a limit, several writers
-
+# -- files: a full disk, a limit, several writers
 
 DISK_FULL = "DDP935"
 NO_NETWORK = "DDP936"
 UNREADABLE = ("DDP944", "DDP945")
-"""Codes of checkpoints that cannot be read; what torch says of a torn one fits either."""
+"""Codes of checkpoints that cannot be read. Torch's messages about a torn one match either."""
 
-_FULL = 0.002
-"""The part of a file system that is as good as nothing: some of it is kept for root."""
+_MIN_FREE_RATIO = 0.002
+"""A file system with less space is full, since some of it is reserved for root."""
 
-_LITTLE = 1 << 20
+_MIN_FREE = 1 << 20  # The same in bytes
 
 
 @dataclass(frozen=True)
 class FailureFacts:
-    """What more can be said of a failure than its text does; empty where that is all."""
+    """What is known of a failure besides its text; empty if that is all."""
 
     said: str = ""
     fix: str = ""
@@ -37,7 +36,7 @@ class FailureFacts:
 
 
 def file_facts(cause: Ending, failure: Failure) -> FailureFacts:
-    """What is known of the file that an exception is about."""
+    """Return what is known of the file that an exception is about."""
     path = cause.file.path
     if failure.code == DISK_FULL:
         return _unwritten(cause, path)
@@ -62,7 +61,7 @@ def _unwritten(cause: Ending, path: str) -> FailureFacts:
     if free is None or total is None:
         return FailureFacts(f"could not write {path}: no room is left for it" if path else "")
     room = f"{_size(free)} of {_size(total)} are free in {os.path.dirname(path) or '.'}"
-    if free <= max(_LITTLE, _FULL * total):
+    if free <= max(_MIN_FREE, _MIN_FREE_RATIO * total):
         return FailureFacts(f"could not write {name}: the disk is full", evidence=(room,))
     return FailureFacts(
         f"could not write {name}: a quota is reached, or the disk was full at that moment",
@@ -70,24 +69,17 @@ def _unwritten(cause: Ending, path: str) -> FailureFacts:
     )
 
 
-def writers(run: Run, path: str) -> tuple[int, ...]:
-    """The ranks that wrote a file with ``torch.save`` in the last attempt."""
-    return tuple(
-        rank.rank
-        for rank in run.last
-        if path and any(record.file == path for record in rank.records.of(SaveRecord))
-    )
-
-
 def torn(run: Run) -> Ending | None:
-    """The end of a rank that could not read a checkpoint which several ranks had written."""
+    """Return the end of a rank that could not read a checkpoint which several ranks had written."""
     cause = first_failure(run, run.restarts[-1])
     if cause is None or cause.file.access != "read":
         return None
     known = recognise(cause.printed, cause.traceback)
     if known is None or known[0].code not in UNREADABLE:
         return None
-    return cause if len(writers(run, cause.file.path)) > 1 else None
+    path = cause.file.path
+    saves = [{record.file for record in rank.records.of(SaveRecord)} for rank in run.last]
+    return cause if path and sum(path in files for files in saves) > 1 else None
 
 
 def _size(count: int) -> str:
@@ -97,8 +89,7 @@ def _size(count: int) -> str:
     return f"{count} bytes"
 
 
-# -- what lies behind a store that cannot be opened, or that no process opens
-
+# -- ports: a store that cannot be opened, or that no process opens
 
 PORT_IN_USE = "DDP002"
 UNREACHABLE = "DDP912"
@@ -118,10 +109,10 @@ _NO_ADDRESS = (
 
 
 def port_facts(run: Run, cause: Ending, failure: Failure) -> FailureFacts:
-    """What is known of the port that an exception is about."""
+    """Return what is known of the port that an exception is about."""
     if failure.code == PORT_IN_USE:
         return _taken(cause.file if cause.file.port is not None else _elsewhere(run))
-    store = unopened_store(run)
+    store = unopened_store(run.strays, run.restarts[-1])
     if failure.code == UNREACHABLE and store is not None and store.port in cause.text:
         return FailureFacts(
             f"waited for a store at {store_address(store)} that no rank opens", *store_advice(store)
@@ -129,20 +120,18 @@ def port_facts(run: Run, cause: Ending, failure: Failure) -> FailureFacts:
     return FailureFacts()
 
 
-def unopened_store(run: Run) -> OwnStoreRecord | None:
-    """The address of a store that ranks of torchrun's wait for, and none of them opens."""
-    restart = run.restarts[-1]
-    found = run.strays.of(OwnStoreRecord)
-    return next((each for each in found if each.restart == restart), None)
+def unopened_store(strays: Records, restart: int) -> OwnStoreRecord | None:
+    """Return a store that ranks of torchrun wait for and that none of them opens."""
+    return next((each for each in strays.of(OwnStoreRecord) if each.restart == restart), None)
 
 
 def store_address(store: OwnStoreRecord) -> str:
-    """Host and port of it."""
+    """Return its host and port."""
     return shortened(f"{store.host}:{store.port}")
 
 
 def store_advice(store: OwnStoreRecord) -> tuple[str, tuple[str, ...]]:
-    """The fix, and the evidence."""
+    """Return the fix and the evidence."""
     evidence = [f"torchrun keeps the job's store at {shortened(store.launcher)}"]
     if store.spawned:
         evidence.append("a worker of torchrun started this process")
@@ -151,7 +140,7 @@ def store_advice(store: OwnStoreRecord) -> tuple[str, tuple[str, ...]]:
 
 
 def _elsewhere(run: Run) -> ResourceFacts:
-    """What a process that never was a rank saw of it, where stderr alone reports the failure."""
+    """Return what a process that was no rank saw, if only stderr reports the failure."""
     here = (each for each in run.strays.of(ErrorRecord) if each.restart == run.restarts[-1])
     files = (each.file for each in here)
     return next((each for each in files if each and each.port is not None), NOTHING)

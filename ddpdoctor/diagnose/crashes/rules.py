@@ -1,45 +1,221 @@
-"""Rules for crashes (DDP9xx): the first cause of a failed job, not its victims."""
+"""Rules for crashes (DDP9xx): the first cause of a failed job, not its victims.
+
+One function yields the findings of all of them, and those of the table of known failures
+(`ddpdoctor.failures`), so that each end of an attempt is classified once.
+"""
 
 from __future__ import annotations
 
 import re
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 
-from ddpdoctor.core.finding import Finding, Severity, rule
+from ddpdoctor.core.finding import RULES, Finding, Rule, Severity, rule
 from ddpdoctor.core.opening import whole
-from ddpdoctor.core.relations import ABORT, END, LOST, MISPAIRED
+from ddpdoctor.core.relations import (
+    ABORT,
+    APART,
+    END,
+    LOST,
+    MISPAIRED,
+    STANDSTILLS,
+    ended_by,
+)
 from ddpdoctor.core.user_code import Location, user_file
-from ddpdoctor.diagnose.checkpoints.rules import refused_for_prefix
-from ddpdoctor.diagnose.crashes.rank_endings import Ending, Kind, endings, first_failure
-from ddpdoctor.diagnose.crashes.rules_failures import (
-    EXPLAINED_BY,
-    attempt_finding,
+from ddpdoctor.diagnose.crashes.attempts import (
+    Attempt,
+    attempts,
+    known_failure,
+    known_finding,
     moment,
-    recognised,
     truncated,
 )
-from ddpdoctor.diagnose.gradients.reducer import is_explained
+from ddpdoctor.diagnose.crashes.rank_endings import Ending
 from ddpdoctor.failures import recognise
+from ddpdoctor.failures.table import TABLE
 from ddpdoctor.run.snapshot import Run
+
+_EXPLAINED_BY = dict.fromkeys(sorted({*APART, *STANDSTILLS, "DDP707", "DDP801"}), ended_by)
+"""The rules of which the end of an attempt may be the consequence."""
 
 _NATIVE = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 _FAULT_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
-def _causes(run: Run, kind: Kind) -> Iterator[tuple[int, Ending]]:
-    for restart in run.restarts:
-        cause = first_failure(run, restart)
-        if cause is None or cause.kind != kind:
-            continue
-        # An end is classified once, by its text, so that only one of the rules finds it.
-        if recognised(run, restart):
-            continue
-        yield restart, cause
+def crashes(run: Run) -> Iterator[Finding]:
+    """Judge how each attempt ended."""
+    for attempt in attempts(run):
+        cause, known = attempt.cause, known_failure(attempt)
+        if known is not None:
+            found = known_finding(attempt, known)
+        elif cause is None:
+            found = _lost_peers(attempt)
+        elif cause.kind == "exception":
+            found = _exception(attempt, cause)
+        elif cause.kind == "signal":
+            found = _signal(attempt, cause)
+        else:
+            found = _exit(attempt, cause)
+        if found is not None:
+            yield found
+        for each in attempt.endings if attempt.last else ():
+            if each.kind == "abort-at-exit" and each.rank is not None:
+                yield Finding(
+                    code="DDP906",
+                    severity=Severity.INFO,
+                    message=f"{each.name} finished its script and then died of {each.text} at "
+                    "exit; training is not affected",
+                    ranks=(each.rank,),
+                    fix="Let go of the DDP module and the optimizer, gc.collect(), and only then "
+                    "call destroy_process_group().",
+                )
 
 
-@rule("DDP901", "exception", Severity.ERROR, yields_to=EXPLAINED_BY)
-def exception(run: Run) -> Iterator[Finding]:
+def _exception(attempt: Attempt, cause: Ending) -> Finding | None:
+    peers = attempt.run.has_peers
+    if cause.interrupted:
+        return attempt.finding(
+            "DDP902",
+            cause,
+            f"{cause.name}{' alone' * peers} was interrupted by SIGINT{moment(cause)}",
+            "Find out who sent it: Ctrl-C in a terminal reaches all ranks. `kill` the "
+            "launcher to stop the job, not one of its ranks."
+            if peers
+            else "Find out who sent it: a person, a scheduler, or the script itself. `kill` "
+            "the launcher to stop the job.",
+        )
+    if attempt.explained:
+        return None
+    return attempt.finding(
+        "DDP901",
+        cause,
+        f"{cause.name} raised {truncated(cause.text, 200)}{moment(cause)}",
+        "Fix this exception first; failures of other ranks follow from it."
+        if peers
+        else "Fix this exception.",
+    )
+
+
+def _signal(attempt: Attempt, cause: Ending) -> Finding:
+    if cause.oom:
+        kernel = cause.oom == "kernel"
+        source = (
+            "the kernel's log names this process"
+            if kernel
+            else "the memory cgroup counted an out-of-memory kill at that moment"
+        )
+        return attempt.finding(
+            "DDP903",
+            cause,
+            f"{cause.name} was {'' if kernel else 'very likely '}killed by the out-of-memory "
+            f"killer{moment(cause)}",
+            "Host memory ran out: use fewer DataLoader workers, load less per rank, or raise the "
+            "job's memory limit.",
+            evidence=(source,),
+        )
+    if -(cause.status or 0) not in _NATIVE:
+        return attempt.finding(
+            "DDP902",
+            cause,
+            f"{cause.name} was killed by {cause.text}{moment(cause)}",
+            "Find out who sent it: a scheduler's limit, a person, or the kernel (see dmesg).",
+        )
+    ranks = attempt.run.attempt(attempt.restart)
+    fault = next((rank.fault for rank in ranks if rank.rank == cause.rank), "")
+    start = fault.find("Fatal Python error")
+    stack = fault[start:][:8000] if start >= 0 else ""
+    return attempt.finding(
+        "DDP904",
+        cause,
+        f"{cause.name} crashed in native code with {cause.text}{moment(cause)}",
+        "The line named entered the native code that crashed; suspect the extension or library "
+        "it calls.",
+        location=_fault_location(stack),
+        traceback=stack,
+    )
+
+
+def _fault_location(stack: str) -> Location | None:
+    """Return the innermost user line of the thread that crashed."""
+    current = stack.partition("Current thread")[2].split("\n\n")[0]
+    for path, line in _FAULT_FRAME.findall(current):
+        if user_file(path):
+            return Location(path, whole(line))
+    return None
+
+
+def _exit(attempt: Attempt, cause: Ending) -> Finding:
+    message = f"{cause.name} ended itself: {truncated(cause.text, 200)}{moment(cause)}"
+    fix = "Raise an exception that says why."
+    if cause.message:
+        message = f"{cause.name} refused the script's options: {truncated(cause.message, 200)}"
+        fix = "Give the script the options that it takes, after `--`."
+    elif cause.status == 2 and not cause.initialized:
+        fix = "The script refused its options: see its message above."
+    elif attempt.run.has_peers:
+        fix = "Raise an exception that says why, or agree on leaving with all ranks."
+    return attempt.finding("DDP905", cause, message, fix)
+
+
+def _lost_peers(attempt: Attempt) -> Finding | None:
+    run = attempt.run
+    victims = [
+        each
+        for each in attempt.endings
+        if each.victim
+        and each.rank is not None
+        and each.kind == "exception"
+        and not each.interrupted
+    ]
+    if not run.exit_status or run.world_size == 1 or not attempt.last or not victims:
+        return None
+    first = victims[0]
+    found = Finding(
+        code="DDP907",
+        severity=Severity.ERROR,
+        message=f"{first.name} likely lost a peer{moment(first)}: {truncated(first.text)}",
+        ranks=() if first.rank is None else (first.rank,),
+        location=first.location,
+        evidence=(
+            "no rank of this node failed by itself",
+            *(f"{each.name}: {truncated(each.text)}" for each in victims[1:4]),
+        ),
+        fix="Look for the cause on the other ranks or nodes: one that ended, hangs, or never "
+        "called this collective.",
+        traceback=first.traceback,
+        subjects=frozenset((f"{END}{attempt.restart + 1}", MISPAIRED, ABORT, LOST)),
+    )
+    failure, groups = recognise(first.printed) or (None, {})
+    absent = groups.get("rank", "")
+    if failure is None or not absent:
+        return found
+    message = f"rank {absent} {failure.said(groups)}, where {first.name} waited"
+    return replace(found, message=message, ranks=(int(absent),), evidence=(), fix=failure.fix)
+
+
+def register_table() -> None:
+    """Add the codes of the table of known failures to the rules.
+
+    A code that another rule has already is found in both ways.
+    """
+    own = dict.fromkeys(failure.code for failure in TABLE)
+    for code in own:
+        known = RULES.get(code)
+        if known is None:
+            rows = [failure for failure in TABLE if failure.code == code]
+            page = next((str(each.page) for each in rows if each.page is not None), "")
+            name, severity = rows[0].known.name, rows[0].severity
+            RULES[code] = Rule(code, name, severity, crashes, page, yields_to=_EXPLAINED_BY)
+        elif known.detect is not crashes:
+            # Of two codes of the table neither may wait for the other.
+            yields_to = {c: same for c, same in _EXPLAINED_BY.items() if c not in own or c < code}
+            yields_to = {**yields_to, **known.yields_to}
+            RULES[code] = replace(known, beside=crashes, yields_to=yields_to)
+
+
+@rule("DDP901", "exception", Severity.ERROR, detect=crashes, yields_to=_EXPLAINED_BY)
+class Exception:
     """A rank raised an exception, and the job failed because of it.
 
     What it finds
@@ -65,28 +241,10 @@ def exception(run: Run) -> Iterator[Finding]:
         If the job was asked to stop (Ctrl-C, SIGTERM), for exceptions that are caught, and for
         those whose cause another rule names (DDP303, DDP305, DDP323, DDP502, DDP707).
     """
-    for restart, cause in _causes(run, "exception"):
-        if cause.interrupted:
-            continue
-        if restart == run.restarts[-1] and is_explained(cause.text):
-            continue
-        if restart == run.restarts[-1] and refused_for_prefix(run, cause):
-            continue
-        yield attempt_finding(
-            run,
-            "DDP901",
-            restart,
-            cause,
-            f"{cause.name} raised {truncated(cause.text, 200)}{moment(cause)}",
-            "Fix this exception first; failures of other ranks follow from it."
-            if run.has_peers
-            else "Fix this exception.",
-            traceback=cause.traceback,
-        )
 
 
-@rule("DDP902", "killed", Severity.ERROR, yields_to=EXPLAINED_BY)
-def killed(run: Run) -> Iterator[Finding]:
+@rule("DDP902", "killed", Severity.ERROR, detect=crashes, yields_to=_EXPLAINED_BY)
+class Killed:
     """A rank was killed from outside.
 
     What it finds
@@ -108,36 +266,10 @@ def killed(run: Run) -> Iterator[Finding]:
         If the whole job was asked to stop, and for the SIGTERM that a launcher sends to the
         remaining ranks.
     """
-    for restart, cause in _causes(run, "signal"):
-        if cause.oom or -(cause.status or 0) in _NATIVE:
-            continue
-        yield attempt_finding(
-            run,
-            "DDP902",
-            restart,
-            cause,
-            f"{cause.name} was killed by {cause.text}{moment(cause)}",
-            "Find out who sent it: a scheduler's limit, a person, or the kernel (see dmesg).",
-        )
-    for restart, cause in _causes(run, "exception"):
-        if cause.interrupted:
-            yield attempt_finding(
-                run,
-                "DDP902",
-                restart,
-                cause,
-                f"{cause.name}{' alone' * run.has_peers} was interrupted by SIGINT{moment(cause)}",
-                "Find out who sent it: Ctrl-C in a terminal reaches all ranks. `kill` the "
-                "launcher to stop the job, not one of its ranks."
-                if run.has_peers
-                else "Find out who sent it: a person, a scheduler, or the script itself. `kill` "
-                "the launcher to stop the job.",
-                traceback=cause.traceback,
-            )
 
 
-@rule("DDP903", "out-of-memory", Severity.ERROR, yields_to=EXPLAINED_BY)
-def out_of_memory(run: Run) -> Iterator[Finding]:
+@rule("DDP903", "out-of-memory", Severity.ERROR, detect=crashes, yields_to=_EXPLAINED_BY)
+class OutOfMemory:
     """The out-of-memory killer ended a rank.
 
     What it finds
@@ -158,28 +290,10 @@ def out_of_memory(run: Run) -> Iterator[Finding]:
     When it stays silent
         If neither the kernel's log nor the cgroup can be read; then it is DDP902.
     """
-    for restart, cause in _causes(run, "signal"):
-        if not cause.oom:
-            continue
-        source = {
-            "kernel": "the kernel's log names this process",
-            "cgroup": "the memory cgroup counted an out-of-memory kill at that moment",
-        }[cause.oom]
-        likely = "" if cause.oom == "kernel" else "very likely "
-        yield attempt_finding(
-            run,
-            "DDP903",
-            restart,
-            cause,
-            f"{cause.name} was {likely}killed by the out-of-memory killer{moment(cause)}",
-            "Host memory ran out: use fewer DataLoader workers, load less per rank, or raise the "
-            "job's memory limit.",
-            evidence=(source,),
-        )
 
 
-@rule("DDP904", "native-crash", Severity.ERROR, yields_to=EXPLAINED_BY)
-def native_crash(run: Run) -> Iterator[Finding]:
+@rule("DDP904", "native-crash", Severity.ERROR, detect=crashes, yields_to=_EXPLAINED_BY)
+class NativeCrash:
     """A rank crashed in native code.
 
     What it finds
@@ -200,41 +314,10 @@ def native_crash(run: Run) -> Iterator[Finding]:
     When it stays silent
         For an abort after the script had ended (DDP906).
     """
-    for restart, cause in _causes(run, "signal"):
-        if -(cause.status or 0) not in _NATIVE or cause.oom:
-            continue
-        stack = _fault_stack(run, restart, cause)
-        yield attempt_finding(
-            run,
-            "DDP904",
-            restart,
-            cause,
-            f"{cause.name} crashed in native code with {cause.text}{moment(cause)}",
-            "The line named entered the native code that crashed; suspect the extension or library "
-            "it calls.",
-            location=_fault_location(stack),
-            traceback=stack,
-        )
 
 
-def _fault_stack(run: Run, restart: int, cause: Ending) -> str:
-    rank = next((rank for rank in run.attempt(restart) if rank.rank == cause.rank), None)
-    text = rank.fault if rank is not None else ""
-    start = text.find("Fatal Python error")
-    return text[start:][:8000] if start >= 0 else ""
-
-
-def _fault_location(stack: str) -> Location | None:
-    """The innermost user line of the thread that crashed."""
-    current = stack.partition("Current thread")[2].split("\n\n")[0]
-    for path, line in _FAULT_FRAME.findall(current):
-        if user_file(path):
-            return Location(path, whole(line))
-    return None
-
-
-@rule("DDP905", "silent-exit", Severity.ERROR, yields_to=EXPLAINED_BY)
-def silent_exit(run: Run) -> Iterator[Finding]:
+@rule("DDP905", "silent-exit", Severity.ERROR, detect=crashes, yields_to=_EXPLAINED_BY)
+class SilentExit:
     """A rank exited with an error status, without an exception.
 
     What it finds
@@ -259,28 +342,10 @@ def silent_exit(run: Run) -> Iterator[Finding]:
     When it stays silent
         For status 0: a rank that leaves while others start another step is DDP801.
     """
-    for restart, cause in _causes(run, "exit"):
-        refused = f"refused the script's options: {truncated(cause.message, 200)}"
-        yield attempt_finding(
-            run,
-            "DDP905",
-            restart,
-            cause,
-            f"{cause.name} {refused}"
-            if cause.message
-            else f"{cause.name} ended itself: {truncated(cause.text, 200)}{moment(cause)}",
-            "Give the script the options that it takes, after `--`."
-            if cause.message
-            else "The script refused its options: see its message above."
-            if cause.status == 2 and not cause.initialized
-            else "Raise an exception that says why, or agree on leaving with all ranks."
-            if run.has_peers
-            else "Raise an exception that says why.",
-        )
 
 
-@rule("DDP906", "abort-at-exit", Severity.INFO)
-def abort_at_exit(run: Run) -> Iterator[Finding]:
+@rule("DDP906", "abort-at-exit", Severity.INFO, detect=crashes)
+class AbortAtExit:
     """A rank aborted after its script had ended.
 
     What it finds
@@ -306,21 +371,10 @@ def abort_at_exit(run: Run) -> Iterator[Finding]:
     When it stays silent
         For a signal before the end of the script: that is a crash (DDP904).
     """
-    for each in endings(run, run.restarts[-1]):
-        if each.kind == "abort-at-exit" and each.rank is not None:
-            yield Finding(
-                code="DDP906",
-                severity=Severity.INFO,
-                message=f"{each.name} finished its script and then died of {each.text} at exit; "
-                "training is not affected",
-                ranks=(each.rank,),
-                fix="Let go of the DDP module and the optimizer, gc.collect(), and only then call "
-                "destroy_process_group().",
-            )
 
 
-@rule("DDP907", "lost-peers", Severity.ERROR, yields_to=EXPLAINED_BY)
-def lost_peers(run: Run) -> Iterator[Finding]:
+@rule("DDP907", "lost-peers", Severity.ERROR, detect=crashes, yields_to=_EXPLAINED_BY)
+class LostPeers:
     """The job failed, and every failure seen here is the consequence of another one.
 
     What it finds
@@ -341,48 +395,3 @@ def lost_peers(run: Run) -> Iterator[Finding]:
     When it stays silent
         While the job is running, if any rank has an independent failure, and in a job of one rank.
     """
-    if not run.exit_status or run.world_size == 1:
-        return
-    restart = run.restarts[-1]
-    if first_failure(run, restart) is not None or recognised(run, restart):
-        return
-    subjects = frozenset((f"{END}{restart + 1}", MISPAIRED, ABORT, LOST))
-    victims = [
-        each
-        for each in endings(run, restart)
-        if each.victim
-        and each.rank is not None
-        and each.kind == "exception"
-        and not each.interrupted
-    ]
-    if victims:
-        first = victims[0]
-        known = recognise(first.printed)
-        absent = known[1].get("rank", "") if known is not None else ""
-        if known is not None and absent:
-            yield Finding(
-                code="DDP907",
-                severity=Severity.ERROR,
-                message=f"rank {absent} {known[0].said(known[1])}, where {first.name} waited",
-                ranks=(int(absent),),
-                location=first.location,
-                fix=known[0].fix,
-                traceback=first.traceback,
-                subjects=subjects,
-            )
-            return
-        yield Finding(
-            code="DDP907",
-            severity=Severity.ERROR,
-            message=f"{first.name} likely lost a peer{moment(first)}: {truncated(first.text)}",
-            ranks=() if first.rank is None else (first.rank,),
-            location=first.location,
-            evidence=(
-                "no rank of this node failed by itself",
-                *(f"{each.name}: {truncated(each.text)}" for each in victims[1:4]),
-            ),
-            fix="Look for the cause on the other ranks or nodes: one that ended, hangs, or never "
-            "called this collective.",
-            traceback=first.traceback,
-            subjects=subjects,
-        )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import pickletools
 import re
 import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -18,233 +19,147 @@ from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.formatting import spans
 from ddpdoctor.core.opening import integer
 from ddpdoctor.diagnose.collectives.recorded_calls import Call, first_pending, from_flight
-from ddpdoctor.diagnose.hangs.hang_snapshot import QUEUED
+from ddpdoctor.diagnose.hangs.hang_snapshot import MIN_PENDING_NS
 from ddpdoctor.run.names import MOST_WORLD
 from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.run.records.evidence import FlightCall, RankEvidence
 from ddpdoctor.run.records.supervisor import HangRecord
 from ddpdoctor.run.snapshot import Records, Run
 from ddpdoctor.run.status import Phase
 from ddpdoctor.stacks.frames import is_user_path
 
-# -- plain pickle
+# -- pickles of plain data
 
-
-MOST_MEMORY = 96 << 20
-"""Bytes that the objects of a file may take, about."""
+MAX_MEMORY = 96 << 20  # Bytes that the objects of a file may take, about
 
 _CONTAINER = 120
-"""Bytes that a container or a text takes on a 64-bit machine, its place in another one included."""
+"""Bytes of a container or a text on a 64-bit machine, including its slot in another one."""
 
-_PLACE = 8
-"""Bytes that a place on the stack takes."""
+_SLOT = 8  # Bytes of a slot on the stack
 
-_LONGEST = 8
-"""Bytes of an integer: what a clock or a counter has."""
+_NUMBER = 40  # Bytes of a number
+
+_VALUES = (
+    *("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
+    *("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"),
+)
+"""Opcodes whose argument is a value."""
+
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+_EMPTY: dict[str, Callable[[], Any]] = {
+    "EMPTY_LIST": list,
+    "EMPTY_DICT": dict,
+    "EMPTY_TUPLE": tuple,
+}
+_TUPLES = {"TUPLE": None, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
 class DamagedPickleError(ValueError):
-    """The file is no pickle of plain data, is cut short, or takes too much memory."""
+    """A pickle holds more than plain data, is cut short, or takes too much memory."""
 
 
 def loads(data: bytes) -> Any:
-    """Read a pickle; no code of it runs, and nothing is imported.
+    """Read a pickle of plain data, without running or importing code.
 
-    Containers of the result may be shared or contain themselves: follow them to a fixed depth.
+    Containers of the result may be shared or contain themselves. Follow them to a fixed depth only.
 
     Raises:
-        DamagedPickleError: It has other objects, is damaged, or takes more than `MOST_MEMORY`.
+        DamagedPickleError: It has other objects, is damaged, or takes more than `MAX_MEMORY`.
     """
     try:
-        return _Machine(data).run()
-    except (IndexError, struct.error, KeyError, TypeError, AttributeError):
+        return _Machine().run(data)
+    except DamagedPickleError:
+        raise
+    except (LookupError, ValueError, TypeError, AttributeError, struct.error):
         raise DamagedPickleError("is damaged or cut short") from None
 
 
 class _Machine:
-    """The stack machine that a pickle is a program for."""
+    """The stack machine that runs a pickle, for the opcodes of plain data."""
 
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-        self._at = 0
-        self._left = MOST_MEMORY
+    def __init__(self) -> None:
+        self._left = MAX_MEMORY
         self._stack: list[Any] = []
-        self._below: list[list[Any]] = []
-        """The stacks under each mark."""
+        self._below: list[list[Any]] = []  # The stacks under each mark
         self._memo: dict[int, Any] = {}
 
-    def run(self) -> Any:
-        """Follow the opcodes to the end."""
-        data, operations = self._data, _OPERATIONS
-        while True:
-            code = data[self._at]
-            self._at += 1
-            if code == _BINGET:
+    def run(self, data: bytes) -> Any:
+        """Execute the opcodes to the end."""
+        value: Any
+        for opcode, value, _ in pickletools.genops(data):
+            name = opcode.name
+            if name in ("BINGET", "LONG_BINGET"):
                 # Half of the opcodes of a real file.
-                self._push(self._memo[data[self._at]])
-                self._at += 1
-                continue
-            if code == _STOP:
-                return self._stack.pop()
-            operation = operations.get(code)
-            if operation is None:
-                raise DamagedPickleError(f"holds more than plain data (opcode {code:#04x})")
-            operation(self)
-
-    def _take(self, size: int) -> bytes:
-        found = self._data[self._at : self._at + size]
-        if len(found) < size:
-            raise DamagedPickleError("is cut short")
-        self._at += size
-        return found
-
-    def _number(self, size: int) -> int:
-        return int.from_bytes(self._take(size), "little")
+                self._push(self._memo[value])
+            elif name in ("BINPUT", "LONG_BINPUT", "MEMOIZE"):
+                self._count(_CONTAINER)
+                self._memo[len(self._memo) if value is None else value] = self._stack[-1]
+            elif name in _VALUES:
+                self._value(value)
+            elif name in _CONSTANTS:
+                self._push(_CONSTANTS[name])
+            elif name in _EMPTY:
+                self._push(_EMPTY[name](), _CONTAINER)
+            elif name == "MARK":
+                self._count(_CONTAINER)
+                self._below.append(self._stack)
+                self._stack = []
+            elif name in _TUPLES:
+                items = self._items(_TUPLES[name])
+                self._push(tuple(items), _CONTAINER + _SLOT * len(items))
+            elif name in ("APPEND", "APPENDS"):
+                items = self._items(1 if name == "APPEND" else None)
+                self._container(list).extend(items)
+            elif name in ("SETITEM", "SETITEMS"):
+                self._set(self._items(2 if name == "SETITEM" else None))
+            elif name == "STOP":
+                break
+            elif name not in ("PROTO", "FRAME"):
+                raise DamagedPickleError(
+                    f"holds more than plain data (opcode {ord(opcode.code):#04x})"
+                )
+        return self._stack.pop()
 
     def _count(self, size: int) -> None:
         self._left -= size
         if self._left < 0:
-            raise DamagedPickleError(f"takes more than {MOST_MEMORY >> 20} MB")
+            raise DamagedPickleError(f"takes more than {MAX_MEMORY >> 20} MB")
 
-    def _push(self, value: Any, size: int = _PLACE) -> None:
+    def _push(self, value: Any, size: int = _SLOT) -> None:
         self._count(size)
         self._stack.append(value)
 
-    def _since_mark(self) -> list[Any]:
-        found, self._stack = self._stack, self._below.pop()
-        return found
-
-    # -- one opcode each
-
-    def skip(self, size: int) -> None:
-        """PROTO, FRAME."""
-        self._take(size)
-
-    def constant(self, value: Any) -> None:
-        """NONE, NEWTRUE, NEWFALSE."""
-        self._push(value)
-
-    def integer(self, size: int, signed: bool) -> None:
-        """BININT1, BININT2, BININT."""
-        self._push(int.from_bytes(self._take(size), "little", signed=signed), 40)
-
-    def long(self) -> None:
-        """LONG1."""
-        size = self._number(1)
-        if size > _LONGEST:
+    def _value(self, value: Any) -> None:
+        if isinstance(value, int) and not -1 << 63 <= value < 1 << 63:
             raise DamagedPickleError("has an integer of more than 64 bits")
-        self.integer(size, signed=True)
+        self._push(value, _CONTAINER + 4 * len(value) if isinstance(value, str) else _NUMBER)
 
-    def float(self) -> None:
-        """BINFLOAT."""
-        self._push(struct.unpack(">d", self._take(8))[0], 32)
+    def _items(self, count: int | None) -> list[Any]:
+        """Pop so many items, or those since the newest mark."""
+        if count is None:
+            found, self._stack = self._stack, self._below.pop()
+            return found
+        return [self._stack.pop() for _ in range(count)][::-1]
 
-    def text(self, size: int) -> None:
-        """SHORT_BINUNICODE, BINUNICODE, BINUNICODE8."""
-        raw = self._take(self._number(size))
-        self._push(raw.decode("utf-8", "replace"), _CONTAINER + 4 * len(raw))
-
-    def empty(self, kind: Callable[[], Any]) -> None:
-        """EMPTY_LIST, EMPTY_DICT, EMPTY_TUPLE."""
-        self._push(kind(), _CONTAINER)
-
-    def mark(self) -> None:
-        """MARK."""
-        self._count(_CONTAINER)
-        self._below.append(self._stack)
-        self._stack = []
-
-    def tuple(self, size: int | None) -> None:
-        """TUPLE, TUPLE1, TUPLE2, TUPLE3."""
-        if size is None:
-            items = self._since_mark()
-        else:
-            items = [self._stack.pop() for _ in range(size)][::-1]
-        self._push(tuple(items), _CONTAINER + _PLACE * len(items))
-
-    def append(self) -> None:
-        """APPEND."""
-        self._fill([self._stack.pop()])
-
-    def appends(self) -> None:
-        """APPENDS."""
-        self._fill(self._since_mark())
-
-    def _fill(self, items: list[Any]) -> None:
-        target = self._stack[-1]
-        if type(target) is not list:
+    def _container(self, kind: type[Any]) -> Any:
+        if type(self._stack[-1]) is not kind:
             raise DamagedPickleError("is damaged")
-        target.extend(items)
-
-    def set_item(self) -> None:
-        """SETITEM."""
-        value = self._stack.pop()
-        self._set([self._stack.pop(), value])
-
-    def set_items(self) -> None:
-        """SETITEMS."""
-        self._set(self._since_mark())
+        return self._stack[-1]
 
     def _set(self, items: list[Any]) -> None:
-        target = self._stack[-1]
+        keys = items[::2]
         # A key that is a tuple of tuples would be hashed to any depth.
-        if type(target) is not dict or not all(type(each) in (str, int) for each in items[::2]):
+        if not all(type(each) in (str, int) for each in keys):
             raise DamagedPickleError("is damaged")
-        self._count(_CONTAINER * (len(items) // 2))
-        target.update(zip(items[::2], items[1::2], strict=False))
-
-    def remember(self, size: int) -> None:
-        """BINPUT, LONG_BINPUT, MEMOIZE."""
-        self._count(_CONTAINER)
-        self._memo[self._number(size) if size else len(self._memo)] = self._stack[-1]
-
-    def recall(self) -> None:
-        """LONG_BINGET."""
-        self._push(self._memo[self._number(4)])
+        self._count(_CONTAINER * len(keys))
+        self._container(dict).update(zip(keys, items[1::2], strict=False))
 
 
-_STOP = ord(".")
-_BINGET = ord("h")
-_OPERATIONS: dict[int, Callable[[_Machine], None]] = {
-    0x80: lambda each: each.skip(1),
-    0x95: lambda each: each.skip(8),
-    ord("N"): lambda each: each.constant(None),
-    0x88: lambda each: each.constant(True),
-    0x89: lambda each: each.constant(False),
-    ord("K"): lambda each: each.integer(1, signed=False),
-    ord("M"): lambda each: each.integer(2, signed=False),
-    ord("J"): lambda each: each.integer(4, signed=True),
-    0x8A: _Machine.long,
-    ord("G"): _Machine.float,
-    0x8C: lambda each: each.text(1),
-    ord("X"): lambda each: each.text(4),
-    0x8D: lambda each: each.text(8),
-    ord("]"): lambda each: each.empty(list),
-    ord("}"): lambda each: each.empty(dict),
-    ord(")"): lambda each: each.empty(tuple),
-    ord("("): _Machine.mark,
-    ord("t"): lambda each: each.tuple(None),
-    0x85: lambda each: each.tuple(1),
-    0x86: lambda each: each.tuple(2),
-    0x87: lambda each: each.tuple(3),
-    ord("a"): _Machine.append,
-    ord("e"): _Machine.appends,
-    ord("s"): _Machine.set_item,
-    ord("u"): _Machine.set_items,
-    ord("q"): lambda each: each.remember(1),
-    ord("r"): lambda each: each.remember(4),
-    0x94: lambda each: each.remember(0),
-    ord("j"): _Machine.recall,
-}
+# -- the files, which may come from anyone
 
+MAX_FILE_SIZE = 16 << 20  # Bytes of a file: 100,000 collectives
 
-# -- finds and loads the files of torch's Flight Recorder, which may be anybody's
-
-
-MOST_FILE = 16 << 20
-"""Bytes of a file: 100,000 collectives."""
-
-MOST_FILES = 1024
-"""Ranks whose files are read."""
+MAX_FILES = 1024  # Ranks whose files are read
 
 _RANK = re.compile(r"(\d{1,6})(\.(?:json|pickle|pkl|bin))?$")
 FILES_HINT = (
@@ -254,9 +169,9 @@ FILES_HINT = (
 
 
 def chosen_files(names: Sequence[str]) -> tuple[dict[int, tuple[str, bool]], list[str]]:
-    """The file of each rank, and whether it may be a link; and what is left out, in words.
+    """Return the file of each rank, with whether it may be a link, and what is left out, in words.
 
-    A directory may hold dumps of several names: those of the name with most ranks are read.
+    A directory may hold dumps of several names. Those of the name with most ranks are read.
 
     Raises:
         DoctorError: There is no such file or directory.
@@ -277,17 +192,17 @@ def chosen_files(names: Sequence[str]) -> tuple[dict[int, tuple[str, bool]], lis
                 by_name[begin == b"{", pattern][int(number[1])] = (path, not inside)
     if not by_name:
         return {}, []
-    # Of two forms the pickles, which have the lines.
+    # Prefer pickles to JSON. They have the lines.
     order = sorted(by_name, key=lambda each: (-len(by_name[each]), each))
     chosen = by_name[order[0]]
     trouble = [f"files {name} were not read: name them" for _, name in order[1:3]]
-    if len(chosen) > MOST_FILES:
-        trouble.append(f"{len(chosen) - MOST_FILES} files were not read: {MOST_FILES} are at most")
-    return {rank: chosen[rank] for rank in sorted(chosen)[:MOST_FILES]}, trouble
+    if len(chosen) > MAX_FILES:
+        trouble.append(f"{len(chosen) - MAX_FILES} files were not read: {MAX_FILES} are at most")
+    return {rank: chosen[rank] for rank in sorted(chosen)[:MAX_FILES]}, trouble
 
 
 def _first_byte(path: str, links: bool) -> bytes:
-    """The first byte of a file; none of what cannot be read."""
+    """Return the first byte of a file, or nothing if it cannot be read."""
     try:
         with opening.file(path, links=links) as file:
             return file.read(1)
@@ -296,7 +211,7 @@ def _first_byte(path: str, links: bool) -> bytes:
 
 
 def load_file(path: str, links: bool) -> JsonObject:
-    """A dump, either a pickle or JSON.
+    """Load a dump, which is a pickle or JSON.
 
     Args:
         path: The file.
@@ -306,11 +221,11 @@ def load_file(path: str, links: bool) -> JsonObject:
         OSError: It cannot be opened, or is too large.
         ValueError: It is neither, or takes too much memory.
     """
-    data = opening.contents(path, MOST_FILE, links=links)
+    data = opening.contents(path, MAX_FILE_SIZE, links=links)
     if data[:1] == b"\x80":
         found = loads(data)
-    elif opening.expanded(data) > MOST_MEMORY:
-        raise ValueError(f"takes more than {MOST_MEMORY >> 20} MB")
+    elif opening.expanded(data) > MAX_MEMORY:
+        raise ValueError(f"takes more than {MAX_MEMORY >> 20} MB")
     else:
         found = opening.loads(data)
     if not isinstance(found, dict) or "version" not in found:
@@ -318,39 +233,35 @@ def load_file(path: str, links: bool) -> JsonObject:
     return found
 
 
-# -- flight dumps
+# -- the dumps of a job
 
-
-PATIENCE = 120_000_000_000
+MIN_HANG_NS = 120_000_000_000
 """Nanoseconds after which a pending collective counts as a hang, unless its timeout is shorter.
 
 On a busy machine torch took half a minute to write a file."""
 
-_LASTING = ("DDP802", "DDP814")
-"""Findings that need a wait to last; the others follow from what the ranks called."""
+_NEED_A_HANG = ("DDP802", "DDP814")
+"""Findings that need a wait to last. The others follow from the calls of the ranks."""
 
-_WRITING = 60_000_000_000
+_WRITE_TIMEOUT_NS = 60_000_000_000
 """Nanoseconds that torch gives the ranks to write, after the timeout."""
 
-_TOGETHER = 3600 * 1_000_000_000
-"""Nanoseconds by which the files of one job differ at most; older files are of an earlier job."""
+_MAX_AGE_NS = 3600 * 1_000_000_000
+"""Nanoseconds by which the files of one job differ at most. Older files are of an earlier job."""
 
-_KEPT = 8192
+_MAX_KEPT = 8192
 """Collectives around the one that a rank waits for, of a group and of all ranks together."""
 
-_LEAST = 8
-_MOST_ENTRIES = 20_000
-"""Collectives of a file, the newest ones."""
+_MIN_KEPT = 8  # The least of them for one rank
 
-_MOST_GROUPS = 256
-"""Groups of a rank."""
+_MAX_ENTRIES = 20_000  # Collectives of a file that are read, the newest ones
 
-_MOST_FRAMES = 256
-_MOST_TEXT = 4096
-"""Letters of a name or a path."""
+_MAX_GROUPS = 256  # Groups of a rank
 
-_MOST_LINES = 8
-"""Lines that led to a collective."""
+_MAX_FRAMES = 256
+_MAX_TEXT = 4096  # Characters of a name or a path
+
+_MAX_LINES = 8  # Lines that led to a collective
 
 _TORCH = re.compile(r"/torch/(?:distributed|nn|autograd|optim|utils|_\w+)[/.]")
 
@@ -363,7 +274,7 @@ class Dumps:
         run: A run without a directory, whose ranks were examined in a hang.
         ranks: The ranks whose files were read.
         missing: Other ranks of the job.
-        trouble: What was not read and why, a line each.
+        trouble: What was not read and why, one line each.
         remark: Why the files do not prove a hang; empty if they do.
     """
 
@@ -374,23 +285,18 @@ class Dumps:
     remark: str
 
     def proves(self, code: str) -> bool:
-        """Whether a finding of a hang holds for these files."""
-        return not self.remark or code not in _LASTING
+        """Return whether these files prove a finding of that code."""
+        return not self.remark or code not in _NEED_A_HANG
 
 
 @dataclass(frozen=True)
 class _Dump:
     name: str
-    groups: Mapping[str, frozenset[int]]
-    """The members of its groups, by name."""
-    entries: Sequence[JsonObject]
-    """What is kept of the collectives, in the words of a rank's own answer."""
-    forgets: bool
-    """It has had collectives that are not in the file."""
-    timeout: int
-    """Nanoseconds after which the collective that it waits for times out."""
-    moment: int
-    """When it was written, by the clock of the rank, in Unix nanoseconds."""
+    groups: Mapping[str, frozenset[int]]  # The members of its groups, by name
+    entries: Sequence[FlightCall]  # The collectives that are kept
+    forgets: bool  # The file lacks older collectives
+    timeout: int  # Nanoseconds after which the collective that it waits for times out
+    written: int  # When it was written, by the clock of the rank, in Unix nanoseconds
 
 
 def read(names: Sequence[str]) -> Dumps:
@@ -403,13 +309,13 @@ def read(names: Sequence[str]) -> Dumps:
         DoctorError: There are none.
     """
     found, trouble = chosen_files(names)
-    kept = max(_LEAST, _KEPT // max(1, len(found)))
+    kept = max(_MIN_KEPT, _MAX_KEPT // max(1, len(found)))
     times = {rank: _written(path) for rank, (path, _) in found.items()}
     newest = max(times.values(), default=0)
     dumps: dict[int, _Dump] = {}
     for rank, (path, links) in sorted(found.items()):
         written = times[rank]
-        if written and newest - written > _TOGETHER:
+        if written and newest - written > _MAX_AGE_NS:
             hours = (newest - written) / 3.6e12
             trouble.append(f"{path} was not read: it is {hours:.0f} h older than the newest file")
             continue
@@ -422,7 +328,7 @@ def read(names: Sequence[str]) -> Dumps:
         raise DoctorError(
             trouble[0] if trouble else f"no Flight Recorder dump in {' '.join(names)}", FILES_HINT
         )
-    # gloo does not record the members of its groups: every rank that a file names counts.
+    # gloo does not record the members of its groups. Every rank that a file names counts.
     known = set(dumps).union(*(ranks for each in dumps.values() for ranks in each.groups.values()))
     world = range(max(known) + 1)
     record = _examination(dumps, world)
@@ -437,7 +343,7 @@ def read(names: Sequence[str]) -> Dumps:
 
 
 def _written(path: str) -> int:
-    """When a file was written, in Unix nanoseconds; 0 if it is gone."""
+    """Return when a file was written, in Unix nanoseconds; 0 if it is gone."""
     try:
         return opening.facts(path).st_mtime_ns
     except OSError:
@@ -449,10 +355,10 @@ def _written(path: str) -> int:
 
 def _dump(name: str, found: JsonObject, written: int, kept: int) -> _Dump:
     recorded = found.get("entries")
-    entries = _list(recorded[-_MOST_ENTRIES:] if type(recorded) is list else [], dict)
+    entries = _list(recorded[-_MAX_ENTRIES:] if type(recorded) is list else [], dict)
     groups = {
-        str(group)[:_MOST_TEXT]: _members(config["ranks"])
-        for group, config in islice(_dict(found.get("pg_config")).items(), _MOST_GROUPS)
+        str(group)[:_MAX_TEXT]: _members(config["ranks"])
+        for group, config in islice(_dict(found.get("pg_config")).items(), _MAX_GROUPS)
         if isinstance(config, dict) and isinstance(config.get("ranks"), str)
     }
     first = min((integer(each, "record_id") for each in entries), default=0)
@@ -462,68 +368,72 @@ def _dump(name: str, found: JsonObject, written: int, kept: int) -> _Dump:
     pending = _pending(kept_calls)
     timeout = 0
     if pending is not None:
-        # A copy may have a later time; torch writes the file when the collective times out.
+        # A copy may have a later time. Torch writes the file when the collective times out.
         timeout = integer(entries[pending.order], "timeout_ms") * 1_000_000
-        written = min(written, pending.began + (timeout or PATIENCE) + _WRITING)
+        latest = pending.began + (timeout or MIN_HANG_NS) + _WRITE_TIMEOUT_NS
+        written = min(written, latest)
     return _Dump(
         name=name,
         groups=groups,
         entries=kept_calls,
         forgets=first > 0 or (not entries and bool(_dict(found.get("pg_status")))),
         timeout=timeout,
-        moment=max([written, *(each["created"] for each in kept_calls)]),
+        written=max([written, *(each.created for each in kept_calls)]),
     )
 
 
-def _pending(calls: Sequence[JsonObject]) -> Call | None:
-    """The first collective that is not done."""
+def _pending(calls: Sequence[FlightCall]) -> Call | None:
     return first_pending([from_flight(each) for each in calls])
 
 
 class _Calls:
-    """Writes down collectives of a dump as a rank of ours does (`RankState.flight`)."""
+    """Converts the entries of a dump."""
 
     def __init__(self, groups: Mapping[str, frozenset[int]]) -> None:
         self._groups = {
-            # Groups that were split off may share a name.
+            # Groups that were split off may share a name. Add their ranks.
             name: (f"{name}|{spans(ranks)}", spans(ranks)) if ranks else (name, "")
             for name, ranks in groups.items()
         }
         self._users: dict[tuple[str, int], str] = {}
-        """Lines of the user's by file and number; empty for those of others."""
+        """The user's lines by file and number; empty for lines of others."""
 
-    def reported(self, order: int, entry: JsonObject) -> JsonObject:
-        """One collective, or an exchange between two ranks."""
+    def reported(self, order: int, entry: JsonObject) -> FlightCall:
+        """Convert one collective, or an exchange between two ranks."""
         backend, _, name = _text(entry, "profiling_name").rpartition(":")
         group, members = self._group(entry)
-        return {
-            "id": order,
-            "group": group,
-            "members": members,
-            "sequence": integer(entry, "collective_seq_id"),
-            "point_to_point": entry.get("is_p2p") is True,
-            "backend": backend,
-            "name": name,
-            "shapes": [_shape(each) for each in _list(entry.get("input_sizes"), list, 4)],
-            "dtypes": [each[:40] for each in _list(entry.get("input_dtypes"), str, 4)],
-            "created": integer(entry, "time_created_ns"),
-            # NCCL's watchdog also lets go of what has timed out; gloo knows no state.
-            "retired": entry.get("retired") is True and backend == "gloo",
-            "state": _text(entry, "state"),
-            "lines": self._lines(_list(entry.get("frames"), dict, _MOST_FRAMES)),
-        }
+        shapes = _list(entry.get("input_sizes"), list, 4)
+        return FlightCall(
+            id=order,
+            group=group,
+            members=members,
+            sequence=integer(entry, "collective_seq_id"),
+            point_to_point=entry.get("is_p2p") is True,
+            backend=backend,
+            name=name,
+            shapes=tuple(
+                tuple(size for size in each[:16] if isinstance(size, int) and 0 <= size < 1 << 48)
+                for each in shapes
+            ),
+            dtypes=tuple(each[:40] for each in _list(entry.get("input_dtypes"), str, 4)),
+            created=integer(entry, "time_created_ns"),
+            # NCCL's watchdog also retires what has timed out. gloo has no state.
+            retired=entry.get("retired") is True and backend == "gloo",
+            state=_text(entry, "state"),
+            lines=self._lines(_list(entry.get("frames"), dict, _MAX_FRAMES)),
+        )
 
     def _group(self, entry: JsonObject) -> tuple[str, str]:
-        """The name and the members of the group; those of the default group are set later."""
+        """Return the name and members of the group. The default group gets its members later."""
         recorded = entry.get("process_group")
         words = recorded if isinstance(recorded, (tuple, list)) else [recorded]
-        known = [each[:_MOST_TEXT] for each in words[:2] if isinstance(each, str)]
+        known = [each[:_MAX_TEXT] for each in words[:2] if isinstance(each, str)]
         name, description = [*known, "", ""][:2]
         if description == "default_pg" or name == "0":
             return "0", ""
         return self._groups.get(name, (name, ""))
 
-    def _lines(self, frames: Sequence[JsonObject]) -> list[str]:
+    def _lines(self, frames: Sequence[JsonObject]) -> tuple[str, ...]:
         found = []
         for frame in frames:
             path, line = _text(frame, "filename"), integer(frame, "line", -1)
@@ -532,93 +442,95 @@ class _Calls:
                 self._users[path, line] = f"{path}:{line}" if is_user else ""
             if self._users[path, line]:
                 found.append(self._users[path, line])
-        return found[:_MOST_LINES]
+        return tuple(found[:_MAX_LINES])
 
 
-def _whole(calls: Sequence[JsonObject]) -> list[JsonObject]:
-    """Without the parts of coalesced collectives, which torch never marks as completed."""
-    coalesced = {(each["group"], each["sequence"]) for each in calls if each["name"] == "coalesced"}
+def _whole(calls: Sequence[FlightCall]) -> list[FlightCall]:
+    """Drop the parts of coalesced collectives, which torch never marks as completed."""
+    coalesced = {(each.group, each.sequence) for each in calls if each.name == "coalesced"}
     return [
         each
         for each in calls
-        if each["name"] == "coalesced" or (each["group"], each["sequence"]) not in coalesced
+        if each.name == "coalesced" or (each.group, each.sequence) not in coalesced
     ]
 
 
-def _window(calls: Sequence[JsonObject], kept: int) -> list[JsonObject]:
-    """The collectives of each group around the first one that is not done, and the newest one."""
-    groups: dict[tuple[str, str], list[JsonObject]] = defaultdict(list)
+def _window(calls: Sequence[FlightCall], kept: int) -> list[FlightCall]:
+    """Keep the collectives of each group around the first one not done, and the newest one."""
+    groups: dict[tuple[str, str], list[FlightCall]] = defaultdict(list)
     for each in calls:
-        if not each["point_to_point"]:
-            groups[each["group"], each["backend"]].append(each)
-    found: list[JsonObject] = []
-    for own in list(groups.values())[-_MOST_GROUPS:]:
+        if not each.point_to_point:
+            groups[each.group, each.backend].append(each)
+    found: list[FlightCall] = []
+    for own in list(groups.values())[-_MAX_GROUPS:]:
         pending = _pending(own)
-        ids = [each["id"] for each in own]
+        ids = [each.id for each in own]
         at = len(own) - 1 if pending is None else ids.index(pending.order)
         near = own[max(0, at - kept) : at + kept]
         found += near if near[-1] is own[-1] else [*near, own[-1]]
-    return sorted(found, key=lambda each: int(each["id"]))
+    return sorted(found, key=lambda each: each.id)
 
 
 # -- all files
 
 
 def _examination(dumps: Mapping[int, _Dump], world: Iterable[int]) -> HangRecord:
-    """The files, as an examination of a job that makes no progress would have seen its ranks."""
-    taken = max(each.moment for each in dumps.values())
+    """Make a record of the files, as if a job that makes no progress had been examined."""
+    taken = max(each.written for each in dumps.values())
     members: dict[str, str] = {}
     for dump in dumps.values():
-        members |= {each["group"]: each["members"] for each in dump.entries}
+        members |= {each.group: each.members for each in dump.entries}
     members["0"] = spans(world)
     ranks = tuple(_rank(rank, dump, taken, members) for rank, dump in sorted(dumps.items()))
-    last = max(each["since"] for each in ranks)
+    last = max(each.since for each in ranks)
     seconds = round((taken - last) / 1e9, 1)
     return HangRecord(time=taken, number=1, restart=0, seconds=seconds, ranks=ranks)
 
 
 def _remark(record: HangRecord) -> str:
-    """Why the ranks of these files are not said to hang; empty if they do."""
-    waits = [each for each in record.ranks if each["phase"]]
+    """Return why the ranks of these files do not hang; empty if they do."""
+    waits = [each for each in record.ranks if each.phase]
     if not waits:
         return "no rank waits in a collective"
-    first = min(waits, key=lambda each: int(each["since"]))
-    lasted = record.time - integer(first, "since")
-    enough = min(PATIENCE, integer(first, "timeout") or PATIENCE)
+    first = min(waits, key=lambda each: each.since)
+    lasted = record.time - first.since
+    enough = min(MIN_HANG_NS, first.timeout or MIN_HANG_NS)
     if lasted >= enough:
         return ""
     return (
-        f"rank {first['rank']} had waited in a collective for {lasted / 1e9:.0f} s when its file "
+        f"rank {first.rank} had waited in a collective for {lasted / 1e9:.0f} s when its file "
         f"was written: a hang is one of {enough / 1e9:.0f} s and more"
     )
 
 
-def _rank(rank: int, dump: _Dump, taken: int, members: Mapping[str, str]) -> JsonObject:
-    """What a file says of its rank, with all times by one clock: files are written at one time."""
-    shift = taken - dump.moment
-    calls = [
-        {**each, "members": members[each["group"]], "created": each["created"] + shift}
+def _rank(rank: int, dump: _Dump, taken: int, members: Mapping[str, str]) -> RankEvidence:
+    """Make the evidence about a rank of its file, with times by one clock.
+
+    The ranks write their files at the same time.
+    """
+    shift = taken - dump.written
+    calls = tuple(
+        replace(each, members=members[each.group], created=each.created + shift)
         for each in dump.entries
-    ]
+    )
     pending = _pending(calls)
-    waits = pending is not None and taken - pending.began >= QUEUED
-    phase = ""
-    if pending is not None and waits:
-        # A thread of C++ has no Python frames: there DDP reduces what backward has computed.
-        native = pending.site is None and any(each["lines"] for each in calls)
-        phase = (Phase.BACKWARD if native else Phase.WAIT).label
-    last = calls[-1]["created"] if calls else taken
-    return {
-        "rank": rank,
-        "restart": 0,
-        "dump": dump.name,
-        "timeout": dump.timeout,
-        "phase": phase,
-        "since": pending.began if pending is not None else last,
-        "site": str(pending.site or "") if pending is not None else "",
-        "flight": calls,
-        "forgets": dump.forgets,
-    }
+    phase, site, since = "", None, calls[-1].created if calls else taken
+    if pending is not None:
+        site, since = pending.site, pending.began
+        if taken - pending.began >= MIN_PENDING_NS:
+            # A C++ thread has no Python frames. DDP reduces gradients in such a thread.
+            native = pending.site is None and any(each.lines for each in calls)
+            phase = (Phase.BACKWARD if native else Phase.WAIT).label
+    return RankEvidence(
+        rank=rank,
+        dump=dump.name,
+        timeout=dump.timeout,
+        phase=phase,
+        since=since,
+        site=str(site or ""),
+        flight=calls,
+        forgets=dump.forgets,
+    )
 
 
 # -- values that may be anything
@@ -626,7 +538,7 @@ def _rank(rank: int, dump: _Dump, taken: int, members: Mapping[str, str]) -> Jso
 
 def _text(found: JsonObject, key: str) -> str:
     value = found.get(key)
-    return value[:_MOST_TEXT] if isinstance(value, str) else ""
+    return value[:_MAX_TEXT] if isinstance(value, str) else ""
 
 
 def _dict(value: Any) -> JsonObject:
@@ -634,16 +546,12 @@ def _dict(value: Any) -> JsonObject:
 
 
 def _list(value: Any, kind: type[Any], most: int | None = None) -> list[Any]:
-    """What is of a type among the first ones: many entries may share one long list."""
+    """Return the first elements that are of a type: many entries may share one long list."""
     return [each for each in value[:most] if isinstance(each, kind)] if type(value) is list else []
 
 
-def _shape(sizes: list[Any]) -> list[int]:
-    return [each for each in sizes[:16] if isinstance(each, int) and 0 <= each < 1 << 48]
-
-
-@lru_cache(maxsize=_MOST_GROUPS)
+@lru_cache(maxsize=_MAX_GROUPS)
 def _members(recorded: str) -> frozenset[int]:
-    """The ranks of a group, which torch writes as ``"[0, 1]"``."""
+    """Parse the ranks of a group, which torch writes as ``"[0, 1]"``."""
     found = (int(each) for each in re.findall(r"\d{1,6}", recorded))
     return frozenset(each for each in found if each < MOST_WORLD)

@@ -1,26 +1,37 @@
-"""Rules for jobs that hang (DDP801, DDP802, DDP805 to DDP815): who is missing, and why.
+"""Rules for jobs that hang (DDP801, DDP802, DDP805 to DDP815): which rank is missing, and why.
 
-All but DDP801 read one examination (`Run.hang`), which `rules_diagnosis` judges once for all.
+One function judges the newest examination (`Run.hang`) and yields the findings of all codes but
+DDP801, those of differing collectives (DDP401, DDP803, DDP804) included.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator
+from functools import partial
 
 from ddpdoctor.core.finding import Finding, Severity, rule
-from ddpdoctor.core.relations import STANDSTILL, STANDSTILLS, Lapsed, brings_about, hang, start
-from ddpdoctor.core.user_code import Location
+from ddpdoctor.core.relations import (
+    STANDSTILL,
+    STANDSTILLS,
+    Lapsed,
+    brings_about,
+    hang,
+    start,
+)
+from ddpdoctor.diagnose.collectives.collective_mismatch import ring_mismatch
+from ddpdoctor.diagnose.collectives.mismatch_findings import (
+    failed_in_different_calls,
+    mismatch_finding,
+)
 from ddpdoctor.diagnose.crashes.rank_endings import PATIENCE, endings, last_phase
-from ddpdoctor.diagnose.hangs.hang_snapshot import seen_waiting
+from ddpdoctor.diagnose.hangs.diagnosis import diagnose
+from ddpdoctor.diagnose.hangs.hang_snapshot import hang_snapshot, seen_waiting
 from ddpdoctor.diagnose.hangs.rank_activity import NEVER_ENDS
-from ddpdoctor.diagnose.hangs.rules_diagnosis import diagnosed
 from ddpdoctor.diagnose.loops.rules_evaluation import alone_evaluating
 from ddpdoctor.run.records.model import DdpRecord
 from ddpdoctor.run.records.process import ErrorRecord, ExitRecord
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.status import Phase
-
-# -- hangs (DDP8xx): ranks that wait for one that does not come
 
 
 @rule(
@@ -57,62 +68,52 @@ def left_early(run: Run) -> Iterator[Finding]:
         a rank failed (DDP9xx), and if the cause is known: the statement by which a rank alone left
         or skipped a step (DDP403), or loaders of different length (DDP109).
     """
-    for leaver, wanting in leavers(run):
-        yield _finding(leaver, wanting)
-
-
-def leavers(run: Run) -> Iterator[tuple[Rank, list[Rank]]]:
-    """Ranks that left, each with those that wanted another step of it."""
-    restart = run.restarts[-1]
-    ranks = run.attempt(restart)
-    failures = {each.rank: each for each in endings(run, restart)}
+    ranks = run.last
+    failures = {each.rank: each for each in endings(run, run.restarts[-1])}
     if any(not each.victim and each.kind != "abort-at-exit" for each in failures.values()):
         return
-    at_exit = {rank for rank, each in failures.items() if each.kind == "abort-at-exit"}
     left = [r for r in ranks if r.ended is not None and r.rank not in failures]
-    left += [r for r in ranks if r.rank in at_exit]
-    for leaver in left:
-        wanting = _wanting(leaver, ranks, run, failures) if _ended_well(leaver, run) else []
+    left += [r for r in ranks if r.rank in failures and not failures[r.rank].victim]
+    for leaver in filter(partial(_ended_well, run), left):
+        count = _armed(leaver)
+        wanting = [
+            rank
+            for rank in ranks
+            if _shares(leaver, rank) and _wants_more(rank, count, run, rank.rank in failures)
+        ]
+        wanting = _without_evaluations(run, wanting)
         if wanting:
-            yield leaver, wanting
+            yield _finding(leaver, count, wanting)
 
 
-def _wanting(
-    leaver: Rank, ranks: Sequence[Rank], run: Run, failed: Container[int | None]
-) -> list[Rank]:
-    """The ranks that wanted another step of one that left, beyond its part of an evaluation."""
-    count = _armed(leaver)
-    wanting = [
-        rank
-        for rank in ranks
-        if _shares(leaver, rank) and _wants_more(rank, count, run, rank.rank in failed)
-    ]
-    if wanting:
-        # Their last evaluation waits for ranks that never evaluate: DDP402 says so. No relation
-        # of rules, since the others of them may want another step.
-        alone = {each for present in alone_evaluating(run) for each in present}
-        wanting = [rank for rank in wanting if rank.rank not in alone]
-    return wanting
+def _without_evaluations(run: Run, wanting: list[Rank]) -> list[Rank]:
+    """Drop ranks whose evaluation waits for ranks that never evaluate, which DDP402 reports.
+
+    No relation between the rules does this, since only some ranks may be in an evaluation.
+    """
+    alone = {each for group in alone_evaluating(run) for each in group} if wanting else set()
+    return [rank for rank in wanting if rank.rank not in alone]
 
 
-def _finding(leaver: Rank, wanting: list[Rank]) -> Finding:
-    count = _armed(leaver)
-    names = ", ".join(str(rank.rank) for rank in wanting)
-    many = len(wanting) > 1
-    call = _leaving_call(leaver)
+def _finding(leaver: Rank, count: int, wanting: list[Rank]) -> Finding:
+    steps = f"{count} synchronized step{'' if count == 1 else 's'}"
     evidence = [
-        f"rank {leaver.rank} ended regularly after {_steps(count)}",
+        f"rank {leaver.rank} ended regularly after {steps}",
         *(f"rank {rank.rank} {_wish(rank)}" for rank in wanting[:4]),
     ]
+    location = leaver.site("data") or leaver.site("forward")
+    call = next((call for call in leaver.records.of(ExitRecord) if call.status == 0), None)
     if call is not None and call.location is not None:
+        location = call.location
         evidence.append(f"rank {leaver.rank} called {call.how} at {call.location}")
+    names = ", ".join(str(rank.rank) for rank in wanting)
     return Finding(
         code="DDP801",
         severity=Severity.ERROR,
-        message=f"rank {leaver.rank} left after {_steps(count)} while "
-        f"rank{'s' if many else ''} {names} wanted another",
+        message=f"rank {leaver.rank} left after {steps} while "
+        f"rank{'s' if len(wanting) > 1 else ''} {names} wanted another",
         ranks=(leaver.rank,),
-        location=_leaving(leaver),
+        location=location,
         subjects=frozenset((STANDSTILL,)),
         moment=leaver.ended.time if leaver.ended is not None else 0,
         evidence=tuple(evidence),
@@ -121,8 +122,8 @@ def _finding(leaver: Rank, wanting: list[Rank]) -> Finding:
     )
 
 
-def _ended_well(rank: Rank, run: Run) -> bool:
-    """Whether nothing that the rank reported says otherwise; its exit status is not known yet."""
+def _ended_well(run: Run, rank: Rank) -> bool:
+    """Return whether the rank reported no failure. Its exit status may not be known yet."""
     if any(call.status for call in rank.records.of(ExitRecord)) or rank.records.of(ErrorRecord):
         return False
     stopped = run.stopped_at
@@ -130,39 +131,39 @@ def _ended_well(rank: Rank, run: Run) -> bool:
 
 
 def _armed(rank: Rank) -> int:
-    """Synchronized forwards begun so far."""
+    """Return how many synchronized forwards it has begun."""
     if rank.ended is not None:
         return rank.ended.armed
     return rank.status.armed if rank.status is not None else 0
 
 
 def _wants_more(rank: Rank, count: int, run: Run, failed: bool) -> bool:
-    """Whether the rank needs, or needed when it failed, a peer that left after ``count`` steps."""
+    """Return whether the rank needs, or needed when it failed, a peer that left after ``count``."""
     status, last = rank.status, last_phase(rank)
     if status is None or last is None:
         return False
     phase, armed = last.label, status.armed
     error = rank.records.first(ErrorRecord)
     if error is not None:
-        # By the time the process was gone the status page had moved on.
+        # The status page moved on until the process was gone.
         phase, armed = error.phase, error.armed
     elif not failed and (run.exit_status is not None or run.waits_for(rank) < PATIENCE):
         return False
     if failed and error is not None and phase == Phase.FORWARD.label:
-        # In it DDP broadcasts buffers, and once the order of its buckets.
+        # In its forward DDP broadcasts buffers, and once the order of its buckets.
         return armed >= count
     behind = phase == Phase.BACKWARD.label or seen_waiting(run, rank.rank)
     return (armed > count and behind) or (armed >= count and phase == Phase.WAIT.label)
 
 
 def _shares(one: Rank, other: Rank) -> bool:
-    """Whether some DDP module is replicated on both ranks."""
+    """Return whether a DDP module is replicated on both ranks."""
     groups = [record.group_ranks for record in one.records.of(DdpRecord)]
     return one is not other and any({one.rank, other.rank} <= set(group) for group in groups)
 
 
 def _wish(rank: Rank) -> str:
-    """What the rank wanted of the one that left: ``waits in backward of step 25 (train.py:28)``."""
+    """Say what the rank needed: ``waits in backward of step 25 (train.py:28)``."""
     error = rank.records.first(ErrorRecord)
     if error is not None:
         place = f" ({error.location})" if error.location is not None else ""
@@ -174,28 +175,33 @@ def _wish(rank: Rank) -> str:
     return f"waits in {status.collective or status.phase.label} of step {status.step}{place}"
 
 
-def _steps(count: int) -> str:
-    return f"{count} synchronized step{'' if count == 1 else 's'}"
+# -- one examination, findings of many codes
 
 
-def _leaving_call(rank: Rank) -> ExitRecord | None:
-    """The ``sys.exit(0)`` by which the rank left, if it did so."""
-    return next((call for call in rank.records.of(ExitRecord) if call.status == 0), None)
+def stands_still(run: Run) -> Iterator[Finding]:
+    """Judge a hang, and collectives that differ between ranks whether or not the job hangs."""
+    mismatch = ring_mismatch(run)
+    still = hang_snapshot(run)
+    hung = diagnose(still, mismatch is not None) if still is not None else []
+    yield from hung
+    known = {each.code for each in hung}
+    if mismatch is not None:
+        different = mismatch_finding(mismatch)
+        if different.code not in known:
+            yield different
+            known.add(different.code)
+    failed = failed_in_different_calls(run)
+    if failed is not None and failed.code not in known:
+        yield failed
 
 
-def _leaving(rank: Rank) -> Location | None:
-    """The loop that came to its end: where its batches are drawn, else its forward."""
-    call = _leaving_call(rank)
-    if call is not None and call.location is not None:
-        return call.location
-    return rank.site("data") or rank.site("forward")
+def _lapses(finding: Finding, run: Run) -> Lapsed | None:
+    """Withdraw a wait at the end only if it was a shutdown: that may have been slow."""
+    return hang(finding, run) if NEVER_ENDS in finding.message else None
 
 
-# -- stalls
-
-
-@rule("DDP802", "never-joined", Severity.ERROR, lapses=hang)
-def never_joined(run: Run) -> Iterator[Finding]:
+@rule("DDP802", "never-joined", Severity.ERROR, detect=stands_still, lapses=hang)
+class NeverJoined:
     """A rank does something else while the other ranks wait for it in a collective.
 
     What it finds
@@ -221,11 +227,10 @@ def never_joined(run: Run) -> Iterator[Finding]:
         it in one loop that polls, or its GPU at the same work, an error. Causes with a code
         (DDP401, DDP403, DDP801, DDP805 and up) are reported instead.
     """
-    yield from diagnosed(run, "DDP802")
 
 
-@rule("DDP805", "stopped", Severity.ERROR, lapses=hang)
-def stopped(run: Run) -> Iterator[Finding]:
+@rule("DDP805", "stopped", Severity.ERROR, detect=stands_still, lapses=hang)
+class Stopped:
     """A rank's process is stopped.
 
     What it finds
@@ -245,11 +250,10 @@ def stopped(run: Run) -> Iterator[Finding]:
     When it stays silent
         If it is continued before `--hang-after`.
     """
-    yield from diagnosed(run, "DDP805")
 
 
-@rule("DDP806", "disk-sleep", Severity.ERROR, lapses=hang)
-def disk_sleep(run: Run) -> Iterator[Finding]:
+@rule("DDP806", "disk-sleep", Severity.ERROR, detect=stands_still, lapses=hang)
+class DiskSleep:
     """A rank waits in the kernel for a disk or a device.
 
     What it finds
@@ -270,11 +274,10 @@ def disk_sleep(run: Run) -> Iterator[Finding]:
     When it stays silent
         A rank that transfers data all the time is a warning, not an error.
     """
-    yield from diagnosed(run, "DDP806")
 
 
-@rule("DDP807", "endless-loop", Severity.ERROR, lapses=hang)
-def endless_loop(run: Run) -> Iterator[Finding]:
+@rule("DDP807", "endless-loop", Severity.ERROR, detect=stands_still, lapses=hang)
+class EndlessLoop:
     """A rank runs in a Python loop that cannot end.
 
     What it finds
@@ -299,11 +302,10 @@ def endless_loop(run: Run) -> Iterator[Finding]:
     When it stays silent
         For loops that may end: those are DDP802, a warning until three looks find the same.
     """
-    yield from diagnosed(run, "DDP807")
 
 
-@rule("DDP808", "waits-for-input", Severity.ERROR, lapses=hang)
-def waits_for_input(run: Run) -> Iterator[Finding]:
+@rule("DDP808", "waits-for-input", Severity.ERROR, detect=stands_still, lapses=hang)
+class WaitsForInput:
     """A rank waits for keyboard input.
 
     What it finds
@@ -324,11 +326,10 @@ def waits_for_input(run: Run) -> Iterator[Finding]:
         While a rank is in the debugger that ddpdoctor offers. A question at a terminal before the
         first step is information: a person may be about to answer it.
     """
-    yield from diagnosed(run, "DDP808")
 
 
-@rule("DDP809", "waits-for-loader", Severity.ERROR, lapses=hang)
-def waits_for_loader(run: Run) -> Iterator[Finding]:
+@rule("DDP809", "waits-for-loader", Severity.ERROR, detect=stands_still, lapses=hang)
+class WaitsForLoader:
     """A rank waits for a DataLoader that delivers no batch.
 
     What it finds
@@ -351,11 +352,10 @@ def waits_for_loader(run: Run) -> Iterator[Finding]:
         Workers that compute or lack a core are a warning: loading is slow then. So are those that
         wait for the network, until three looks in a row find the same.
     """
-    yield from diagnosed(run, "DDP809")
 
 
-@rule("DDP810", "holds-the-gil", Severity.ERROR, lapses=hang)
-def holds_the_gil(run: Run) -> Iterator[Finding]:
+@rule("DDP810", "holds-the-gil", Severity.ERROR, detect=stands_still, lapses=hang)
+class HoldsTheGil:
     """A rank is in native code that blocks all of its other Python threads.
 
     What it finds
@@ -377,11 +377,10 @@ def holds_the_gil(run: Run) -> Iterator[Finding]:
         Until `--hang-after`, and for a process that is stopped (DDP805), in disk sleep (DDP806), or
         whose threads wait for a core.
     """
-    yield from diagnosed(run, "DDP810")
 
 
-@rule("DDP811", "still-starting", Severity.WARNING, lapses=start)
-def still_starting(run: Run) -> Iterator[Finding]:
+@rule("DDP811", "still-starting", Severity.WARNING, detect=stands_still, lapses=start)
+class StillStarting:
     """A rank is still starting while the other ranks wait for it.
 
     What it finds
@@ -403,11 +402,10 @@ def still_starting(run: Run) -> Iterator[Finding]:
         For ten times `--hang-after` while any process of the job uses the CPU. A rank that idles
         elsewhere is DDP802, as a warning if it has not joined the others yet.
     """
-    yield from diagnosed(run, "DDP811")
 
 
-@rule("DDP812", "died-unnoticed", Severity.ERROR, lapses=hang)
-def died_unnoticed(run: Run) -> Iterator[Finding]:
+@rule("DDP812", "died-unnoticed", Severity.ERROR, detect=stands_still, lapses=hang)
+class DiedUnnoticed:
     """A rank died, and its launcher continues without it.
 
     What it finds
@@ -431,11 +429,10 @@ def died_unnoticed(run: Run) -> Iterator[Finding]:
     When it stays silent
         If the job ends because of it, which is a crash (DDP9xx).
     """
-    yield from diagnosed(run, "DDP812")
 
 
-@rule("DDP813", "waits-for-ranks", Severity.ERROR, lapses=hang)
-def waits_for_ranks(run: Run) -> Iterator[Finding]:
+@rule("DDP813", "waits-for-ranks", Severity.ERROR, detect=stands_still, lapses=hang)
+class WaitsForRanks:
     """The job waits in the rendezvous for a node or a rank that never came.
 
     What it finds
@@ -458,11 +455,10 @@ def waits_for_ranks(run: Run) -> Iterator[Finding]:
         them, or the launcher, computes or lacks a core. If as many ranks came as expected, it is
         DDP814.
     """
-    yield from diagnosed(run, "DDP813")
 
 
-@rule("DDP814", "stands-still", Severity.WARNING, lapses=hang)
-def stands_still(run: Run) -> Iterator[Finding]:
+@rule("DDP814", "stands-still", Severity.WARNING, detect=stands_still, lapses=hang)
+class StandsStill:
     """The job makes no progress, and no rank is to blame.
 
     What it finds
@@ -484,16 +480,10 @@ def stands_still(run: Run) -> Iterator[Finding]:
         If a rank is missing or does something else, which is then reported. If a rank has no core
         to run on. If all ranks are in a `sleep` outside a `while`: a pause.
     """
-    yield from diagnosed(run, "DDP814")
 
 
-def _lapses(finding: Finding, run: Run) -> Lapsed | None:
-    """What a rank was seen to wait for did keep it there; a shutdown may only be slow."""
-    return hang(finding, run) if NEVER_ENDS in finding.message else None
-
-
-@rule("DDP815", "does-not-end", Severity.ERROR, lapses=_lapses)
-def does_not_end(run: Run) -> Iterator[Finding]:
+@rule("DDP815", "does-not-end", Severity.ERROR, detect=stands_still, lapses=_lapses)
+class DoesNotEnd:
     """A rank's script is over, but its process does not exit.
 
     What it finds
@@ -521,4 +511,3 @@ def does_not_end(run: Run) -> Iterator[Finding]:
         Until `--hang-after`; for 5 minutes if the rank computes, lacks a core, writes or waits for
         the network. It is a warning, unless native code hangs or other ranks wait for this one.
     """
-    yield from diagnosed(run, "DDP815")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ddpdoctor.run.records.base import JsonObject, Part, PlacedRecord, Record
+from ddpdoctor.run.records.base import Part, PlacedRecord, Record
 from ddpdoctor.run.records.declaring import dataclass
+from ddpdoctor.run.records.evidence import RankEvidence
 
 # -- what NCCL's RAS said of the communicators of a job, over all its nodes
 
@@ -125,21 +126,21 @@ class HangRecord(Record):
     seconds: float
     """For how long no rank had made progress."""
     everybody: bool = True
-    """No rank did; else some rank worked while others waited for long."""
+    """No rank made progress; False if some rank did while others waited for long."""
     fresh: bool = False
-    """No step was closed yet."""
+    """A rank is still in its first step."""
     limit: float = 0.0
     """Seconds without progress, but with a core, after which a rank is suspected."""
     launcher_works: bool = False
-    """The launcher was at work in that second."""
+    """The launcher used the CPU during the examination."""
     file: str = ""
     """The file of the run directory that holds this record with ``ranks``."""
     trouble: str = ""
     """Why there is no such file."""
     ras: Ras | None = None
     """What NCCL's RAS said; None where there is none."""
-    ranks: tuple[JsonObject, ...] = ()
-    """What was seen of each rank; in that file only."""
+    ranks: tuple[RankEvidence, ...] = ()
+    """The evidence about each rank; in that file only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -118,8 +118,26 @@ def _converter(hint: Any) -> _Convert:
         return lambda found: decoder(hint)(_object(found))
     # A NamedTuple, whose last values may be missing if they have a default.
     hints = get_type_hints(hint)
-    parts = [_converter(hints[name]) for name in hint._fields]
-    return _fixed(lambda values: hint(*values), parts, len(parts) - len(hint._field_defaults))
+    parts = {name: _converter(hints[name]) for name in hint._fields}
+    defaults = {name: _blank(hints[name])() for name in parts} | hint._field_defaults
+    least = len(parts) - len(hint._field_defaults)
+    listed = _fixed(lambda values: hint(*values), list(parts.values()), least)
+
+    def convert(value: Any) -> Any:
+        if type(value) is not dict:
+            return listed(value)
+        # An object, as former versions wrote some of them.
+        values = (_either(parts[name], value, name, defaults[name]) for name in parts)
+        return hint(*values)
+
+    return convert
+
+
+def _either(convert: _Convert, found: JsonObject, key: str, default: Any) -> Any:
+    try:
+        return convert(found[key]) if key in found else default
+    except _MisfitError:
+        return default
 
 
 def _any_of(ways: list[_Convert]) -> _Convert:

@@ -1,0 +1,554 @@
+"""Findings about ranks whose collectives differ (DDP401, DDP803, DDP804), in a hang or without."""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from ddpdoctor.core.finding import Finding, Severity
+from ddpdoctor.core.formatting import named
+from ddpdoctor.core.relations import ABORT, MISPAIRED
+from ddpdoctor.core.user_code import Location
+from ddpdoctor.diagnose.collectives.collective_mismatch import (
+    Blame,
+    Group,
+    Mismatch,
+    alone_by_guard,
+    as_nccl_compares,
+    comes_after,
+    mismatch_of_calls,
+    mispaired_before,
+    rings,
+    skipped_by_guard,
+    skipped_call,
+    way_past,
+)
+from ddpdoctor.diagnose.collectives.recorded_calls import Call, from_ring
+from ddpdoctor.diagnose.crashes.rank_endings import (
+    PATIENCE,
+    endings,
+    first_failure,
+    last_phase,
+    mispaired,
+)
+from ddpdoctor.diagnose.hangs.hang_snapshot import Blocked, RankState
+from ddpdoctor.diagnose.loops.training_loops import departures
+from ddpdoctor.diagnose.source_files import brief, location, quoted, statement
+from ddpdoctor.run.names import BEFORE_FORWARD
+from ddpdoctor.run.records.process import ErrorRecord
+from ddpdoctor.run.snapshot import Rank, Run
+from ddpdoctor.run.status import Phase
+
+_SUBJECTS = frozenset((MISPAIRED, ABORT))
+_DECIDE = "Let every rank make the call: what decides on it has to be the same on all ranks."
+_SAME_ORDER = "Let every rank call the same collectives in the same order."
+_MAX_GROUPS = 4  # Groups of ranks that a sentence names
+
+
+def mismatch_finding(found: Mismatch, steps: int = 0) -> Finding:
+    """Make DDP401 or DDP803 of calls that differ.
+
+    Args:
+        found: The calls that differ.
+        steps: Steps that were closed before them; 0 if that is not known.
+    """
+    kind, guilty = found.blame.kind, found.guilty
+    if kind == "guard":
+        return _guarded_finding(found.blame, guilty[0].call, found.evidence)
+    if kind not in ("passed", "alone"):
+        return different_calls_finding(found)
+    usual, odd = found.others[0], guilty[0]
+    decider = found.blame.decider
+    if kind == "passed":
+        by = f", by {quoted(decider)}" if decider is not None else ""
+        after = f" after step {steps - 1}" if steps else ""
+        message = (
+            f"{named(odd.ranks)} skipped {usual.call.what} at {quoted(usual.call.site)}"
+            f"{after}{by}: "
+            f"{named(usual.ranks)} called it, {named(odd.ranks)} went on to {odd.call.what} at "
+            f"{quoted(odd.call.site)}"
+        )
+    else:
+        message = (
+            f"{named(odd.ranks)} alone called {odd.call.what} at {quoted(odd.call.site)}, under "
+            f"{quoted(decider)}, where {named(usual.ranks)} called {usual.call.what} at "
+            f"{quoted(usual.call.site)}"
+        )
+    return _different(found, message, _DECIDE)
+
+
+def _different(found: Mismatch, message: str, fix: str) -> Finding:
+    return Finding(
+        code="DDP803",
+        about=f"{found.blame.location}",
+        subjects=_SUBJECTS,
+        moment=max(call.began for call in found.calls.values()),
+        severity=Severity.ERROR,
+        message=message,
+        ranks=tuple(sorted(found.blame.ranks)),
+        location=found.blame.location,
+        evidence=found.evidence,
+        fix=fix,
+    )
+
+
+def _guarded_finding(by: Blame, call: Call, evidence: tuple[str, ...]) -> Finding:
+    """Make DDP401.
+
+    Args:
+        by: The condition on the rank, and the ranks under it.
+        call: The call that they made.
+        evidence: The calls of the ranks.
+    """
+    guard, at = by.guard, by.location
+    assert guard is not None and at is not None
+    condition = statement(guard.path, guard.line).partition("  #")[0].rstrip()
+    through = f", by {quoted(at)}" if at != call.site else ""
+    under = f"after `{condition} {guard.way}`" if guard.way else f"under `{condition}`"
+    return Finding(
+        code="DDP401",
+        about=f"{at}",
+        subjects=_SUBJECTS,
+        moment=call.began,
+        severity=Severity.ERROR,
+        message=f"{named(by.ranks)} alone called {call.what} at {quoted(call.site)}{through}, "
+        f"{under} (line {guard.line}): the other ranks never reach this call",
+        ranks=tuple(sorted(by.ranks)),
+        location=at,
+        evidence=evidence,
+        fix="Call it on every rank of the group: "
+        + (f"in front of the `{guard.way}`." if guard.way else "move it out of the branch."),
+    )
+
+
+def different_calls_finding(found: Mismatch) -> Finding:
+    """Make DDP803 of what each group of ranks called."""
+    guilty, others = found.guilty, found.others
+    call = guilty[-1].call
+    # DDP's own collectives may have no line.
+    sites = {site for group in found.groups for site in group.sites or (None,)}
+
+    def places(group: Group) -> str:
+        shown = " and ".join(map(quoted, group.sites or (None,)))
+        return f" at {shown}" if len(sites) > 1 else ""
+
+    def called(groups: Sequence[Group], verb: str = "called ") -> str:
+        return _listed(
+            f"{named(group.ranks)} {verb}{found.what(group)}{places(group)}" for group in groups
+        )
+
+    number = f"#{call.sequence} of the {call.place}"
+    guilty = tuple(sorted(guilty, key=lambda group: group.ranks[0]))
+    others = tuple(sorted(others, key=lambda group: group.ranks[0]))
+    if others:
+        message = f"{called(guilty)} as collective {number}, where {called(others)}"
+    elif "operation" in found.differences:
+        listed = called(guilty, "")
+        message = f"{named(found.calls)} called different collectives as {number}: {listed}"
+    else:
+        listed = _listed(
+            f"{found.facts(group)} on {named(group.ranks)}{places(group)}" for group in guilty
+        )
+        what = " and ".join(f"{each}s" for each in found.differences)
+        message = (
+            f"{named(found.calls)} called {call.name} {number} with different {what}: {listed}"
+        )
+    if len(sites) == 1:
+        message += f", at {quoted(call.site)}"
+    in_order = len(sites) == 1 or "operation" not in found.differences
+    same = f"Make the {' and the '.join(found.differences)} the same on every rank of the group."
+    return _different(found, message, same if in_order else _SAME_ORDER)
+
+
+def _listed(parts: Iterable[str]) -> str:
+    shown = list(parts)
+    if len(shown) > _MAX_GROUPS:
+        shown = [*shown[:_MAX_GROUPS], f"{len(shown) - _MAX_GROUPS} more calls on other ranks"]
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
+
+
+# -- in a hang: ranks that wait in different collectives
+
+
+def guarded_call(waits: Sequence[Blocked]) -> Finding | None:
+    """Report a call that ranks wait in and that only they made, or that the others skipped."""
+    same = same_number(waits)
+    if same is not None and same.blame.kind in ("guard", "passed", "alone"):
+        return mismatch_finding(same, _closed(same, waits))
+    for one in waits:
+        skipped = _skipped(one)
+        if skipped is not None:
+            return mismatch_finding(skipped, _closed(skipped, waits))
+        # If the missing ranks wait, too, they will not come.
+        late = [rank for rank in one.absent if rank.in_collective]
+        if not late or len(late) < len(one.absent):
+            continue
+        by_site: dict[Location | None, dict[int, Call]] = {}
+        for rank in one.waiting:
+            if rank.under_way is not None:
+                by_site.setdefault(rank.under_way.site, {})[rank.rank] = rank.under_way
+        for made in by_site.values():
+            lines = {rank.rank: _lines(rank) for rank in late}
+            if skipped_by_guard(made, lines) is not None:
+                continue
+            by_guard = alone_by_guard(made, [*lines.values()])
+            if by_guard is not None:
+                ranks = [*(rank for rank in one.waiting if rank.rank in made), *late]
+                evidence = tuple(waiting_line(rank) for rank in ranks[:6])
+                return _guarded_finding(by_guard, next(iter(made.values())), evidence)
+    return None
+
+
+def _closed(found: Mismatch, waits: Sequence[Blocked]) -> int:
+    """Return the steps that ranks in line had closed at their call, if it is their newest one."""
+    inside = {number for group in found.others for number in group.ranks}
+    return min(
+        (
+            rank.step
+            for one in waits
+            for rank in one.waiting
+            if rank.rank in inside
+            and all(each.began <= found.calls[rank.rank].began for each in rank.flight or rank.ring)
+        ),
+        default=0,
+    )
+
+
+def _skipped(one: Blocked) -> Mismatch | None:
+    """Return a call from Python that ranks wait in and that those ahead of them never made.
+
+    Those may be so far ahead that the call they made instead is not recorded any more.
+    """
+    ranks = (*one.waiting, *one.ahead)
+    calls = {rank.rank: made for rank in ranks if (made := rank.blocked or rank.under_way)}
+    if not one.ahead or one.absent or len(calls) < len(ranks):
+        return None
+    counts = {
+        rank.rank: [each.sequence for each in rank.ring if each.group == calls[rank.rank].group]
+        for rank in ranks
+    }
+    least = min(max(counts[rank.rank], default=0) for rank in one.waiting)
+    if any(max(counts[rank.rank], default=least) >= least for rank in one.ahead):
+        return None
+    waiting, ahead = ([rank.rank for rank in each] for each in (one.waiting, one.ahead))
+    return skipped_call(calls, waiting, ahead)
+
+
+def _lines(rank: RankState) -> Sequence[Location]:
+    """Return the user's lines that a rank is at, innermost first."""
+    call = rank.under_way or rank.blocked
+    if call is None:
+        return rank.user_lines
+    if call.chain and (call is rank.under_way or rank.waits_for_gpu):
+        return call.chain
+    return rank.user_lines or call.chain
+
+
+def same_number(waits: Sequence[Blocked]) -> Mismatch | None:
+    """Compare the waiting ranks' calls with one number, by their Flight Recorders."""
+    for one in waits:
+        if one.call is None or one.absent:
+            continue
+        calls = {
+            rank.rank: _comparable(_with_lines(call, rank))
+            for rank in one.waiting
+            if (call := rank.blocked or rank.under_way) is not None
+        }
+        found = mismatch_of_calls(calls, _before(one, one.call)) or _met(one, one.call)
+        if found is not None:
+            return _unless_usual(found, one)
+    return None
+
+
+def _unless_usual(found: Mismatch, one: Blocked) -> Mismatch:
+    """Blame no rank for a call made alone if the other ranks made that call before.
+
+    A Flight Recorder may hold fewer calls than lie between two of that call.
+    """
+    made = {rank: found.calls[rank].chain for rank in found.blame.ranks}
+    before = {each.chain for rank in one.waiting if rank.rank not in made for each in rank.ring}
+    if found.blame.kind != "alone" or before.isdisjoint(made.values()):
+        return found
+    ranks = tuple(sorted(found.calls))
+    return replace(found, blame=Blame("none", ranks, found.groups[1].call.site))
+
+
+def _met(one: Blocked, last: Call) -> Mismatch | None:
+    """Return the first number, up to the one that ranks wait in, with different collectives.
+
+    NCCL does not notice. Such calls may end, and the ranks wait for each other later.
+    """
+    if last.backend != "nccl":
+        return None
+    known: dict[int, dict[int, Call]] = {}
+    ranks = (*one.waiting, *one.ahead)
+    for rank in ranks:
+        for call in rank.flight or ():
+            if call.numbering == last.numbering and call.sequence <= last.sequence:
+                known.setdefault(call.sequence, {})[rank.rank] = _comparable(call)
+    for number, calls in sorted(known.items()):
+        if len(calls) == len(ranks):
+            earlier = [known[each] for each in sorted(known) if each < number]
+            before = {rank: [each[rank] for each in earlier if rank in each] for rank in calls}
+            found = mismatch_of_calls(calls, before)
+            if found is not None:
+                return found
+    return None
+
+
+def _comparable(call: Call) -> Call:
+    """Drop what may differ between ranks: a Flight Recorder has the inputs of each rank."""
+    if call.name.startswith(("all_to_all", "alltoall", "scatter", "gather")):
+        return replace(call, numel=-1, dtype="")
+    return as_nccl_compares(call) if call.backend == "nccl" else call
+
+
+def _with_lines(call: Call, rank: RankState) -> Call:
+    """Add the lines that led to a call, which a Flight Recorder may lack."""
+    if call.chain:
+        return call
+    lines = _lines(rank)
+    return replace(call, site=lines[0] if lines else None, callers=tuple(lines[1:]))
+
+
+def _before(one: Blocked, call: Call) -> dict[int, list[Call]]:
+    """Return the earlier calls of the waiting ranks in that process group, with their lines."""
+    recorded = {
+        rank.rank: [
+            each
+            for each in rank.flight or ()
+            if each.numbering == call.numbering and each.sequence < call.sequence
+        ]
+        for rank in one.waiting
+    }
+    known = all(rank.flight for rank in one.waiting)
+    if known and all(each.chain for calls in recorded.values() for each in calls):
+        return recorded
+    # Our own ring lacks DDP's collectives.
+    return {
+        rank.rank: [
+            each
+            for each in rank.ring
+            if each.group == call.group
+            and (rank.under_way is None or each.order < rank.under_way.order)
+        ]
+        for rank in one.waiting
+    }
+
+
+def order_finding(waits: Sequence[Blocked]) -> Finding:
+    """Report ranks that wait for each other in different collectives (DDP803 or DDP804)."""
+    known = {rank.rank: rank for one in waits for rank in one.waiting}
+    ranks = [known[number] for number in sorted(known)]
+    calls = [call for rank in ranks if (call := rank.blocked or rank.under_way) is not None]
+    # A rank whose call is not known may be in another group.
+    groups = {call.group for call in calls} | ({""} if len(calls) < len(ranks) else set())
+    listed = "; ".join(
+        f"{named([rank.rank for rank in one.waiting])} in {one.what} at "
+        f"{quoted(one.waiting[0].waits_at)}"
+        for one in waits[:4]
+    )
+    several = len(groups) > 1
+    what = "collectives of different groups" if several else "different collectives"
+    return Finding(
+        code="DDP804" if several else "DDP803",
+        about="order",
+        subjects=_SUBJECTS,
+        moment=max((call.began for call in calls), default=0),
+        severity=Severity.ERROR,
+        message=f"ranks wait for each other in {what}: {listed}",
+        ranks=tuple(rank.rank for rank in ranks),
+        location=waits[-1].waiting[-1].waits_at,
+        evidence=tuple(waiting_line(rank) for rank in ranks[:6]),
+        fix="Call the collectives of all groups in one order on every rank."
+        if several
+        else _SAME_ORDER,
+    )
+
+
+def waiting_line(rank: RankState) -> str:
+    """Say what a rank waits in, as a line of evidence."""
+    here = f"rank {rank.rank} waits in {rank.waits_in} at {brief(rank.waits_at)}"
+    host = "" if rank.waits_at == rank.site else f"; its host is at {brief(rank.site)}"
+    return f"{here} for {rank.seconds} s{host}"
+
+
+# -- in a job that failed while its ranks were in different collectives
+
+
+@dataclass(frozen=True)
+class _Failure:
+    inside: dict[int, Call]  # The calls of ranks that were in a collective from Python
+    elsewhere: tuple[int, ...]
+    """Ranks that had not made that call, and were in a collective of DDP's own."""
+    before: dict[int, list[Call]]  # Their earlier calls in that process group
+
+
+def failed_in_different_calls(run: Run) -> Finding | None:
+    """Report a job that failed while its ranks were in different collectives."""
+    found = _failure(run)
+    if found is None:
+        return None
+    early = mispaired_before(found.before)
+    if early is not None:
+        return mismatch_finding(early)
+    lines = {rank.rank: _error_lines(rank) for rank in run.last if rank.rank in found.elsewhere}
+    skipped = skipped_by_guard(found.inside, lines)
+    guarded = alone_by_guard(found.inside, [*lines.values()]) if skipped is None else None
+    evidence = (
+        *(
+            f"rank {rank} called {made.what} at {brief(made.site)}"
+            for rank, made in sorted(found.inside.items())[:6]
+        ),
+        *(f"rank {rank} was in a collective of DDP's own" for rank in found.elsewhere[:3]),
+    )
+    if guarded is not None:
+        return _guarded_finding(guarded, found.inside[min(found.inside)], evidence)
+    return _skipped_backward(run, found, evidence) or _skipped_call(found, evidence, skipped)
+
+
+def _failure(run: Run) -> _Failure | None:
+    restart = run.restarts[-1]
+    ends = endings(run, restart)
+    cause = first_failure(run, restart)
+    abrupt = cause is not None and (mispaired(run, cause) or cause.status == -signal.SIGABRT)
+    if not ends or (cause is not None and not abrupt) or departures(run):
+        return None
+    calls = {
+        rank: [from_ring(each) for each in found if not each.point_to_point]
+        for rank, found in rings(run).items()
+    }
+    # Ranks lost for another reason may have been in different collectives for a moment only.
+    until = ends[0].time - PATIENCE if cause is None else math.inf
+    last = {rank: found[-1] for rank, found in calls.items() if found}
+    inside = {
+        rank: call
+        for rank, call in last.items()
+        if not call.done and call.site is not None and call.began < until
+    }
+    return _parted(run, calls, inside) if inside else None
+
+
+def _parted(run: Run, calls: dict[int, list[Call]], inside: dict[int, Call]) -> _Failure | None:
+    """Find the ranks that were in a collective of DDP's own instead of the first of these calls."""
+    first = min(inside.values(), key=lambda call: call.began)
+    group, sequence = first.group, first.sequence
+    same = {
+        rank: call
+        for rank, call in inside.items()
+        if (call.group, call.sequence) == (group, sequence)
+    }
+    earlier = {
+        rank: [each for each in found if each.group == group] for rank, found in calls.items()
+    }
+    elsewhere = tuple(
+        rank.rank
+        for rank in run.last
+        if rank.rank in calls
+        and rank.rank not in inside
+        and all(each.sequence < sequence for each in earlier[rank.rank])
+        and _was_in(rank) in (Phase.BACKWARD.label, *BEFORE_FORWARD)
+    )
+    before = {
+        rank: [each for each in earlier[rank] if each.sequence < sequence]
+        for rank in (*same, *elsewhere)
+    }
+    return _Failure(same, elsewhere, before) if elsewhere else None
+
+
+def _was_in(rank: Rank) -> str:
+    """Return the collective or the phase that a rank was in when it failed or was ended."""
+    error = rank.records.first(ErrorRecord)
+    if error is not None:
+        return error.collective or error.phase
+    status, phase = rank.status, last_phase(rank)
+    return "" if status is None or phase is None else status.collective or phase.label
+
+
+def _error_lines(rank: Rank) -> list[Location]:
+    """Return the lines that a rank was at when it failed or was ended, innermost first."""
+    error = rank.records.first(ErrorRecord)
+    if error is not None:
+        return [Location(each.path, each.line) for each in reversed(error.user_frames)]
+    at = location(rank.status.site) if rank.status is not None else None
+    return [at] if at is not None else []
+
+
+def _skipped_call(found: _Failure, evidence: tuple[str, ...], by: Blame | None) -> Finding:
+    """Report a call that some ranks made while the others were in DDP's own all-reduce.
+
+    Args:
+        found: The calls.
+        evidence: Which rank was in which call.
+        by: The condition by which the others skipped it, if that is known.
+    """
+    inside, elsewhere = sorted(found.inside), found.elsewhere
+    call = found.inside[inside[0]]
+    many = len(inside) > len(elsewhere) or by is not None
+    few = elsewhere if many else (inside if len(inside) < len(elsewhere) else ())
+    who, others = (elsewhere, inside) if many else (inside, elsewhere)
+    at = f", by {quoted(by.location)}" if by is not None else ""
+    return Finding(
+        code="DDP803",
+        about=f"{call.site}",
+        subjects=_SUBJECTS,
+        moment=call.began,
+        severity=Severity.ERROR,
+        message=f"{named(who)} {'skipped' if many else 'called'} {call.what} at "
+        f"{quoted(call.site)}{at}, {'in which' if many else 'while'} {_were(others)}"
+        + (" when the job failed" if many else " in DDP's own all-reduce, and the job failed"),
+        ranks=tuple(sorted(few or (*inside, *elsewhere))),
+        location=by.location if by is not None else call.site,
+        evidence=evidence,
+        fix=_DECIDE,
+    )
+
+
+def _skipped_backward(run: Run, found: _Failure, evidence: tuple[str, ...]) -> Finding | None:
+    """Report a backward that ranks skipped after its forward, so that they were ahead."""
+    pages = {rank.rank: rank.status for rank in run.last if rank.status is not None}
+    lacking = {rank: page.armed - page.reduced for rank, page in pages.items()}
+    if any(lacking.get(rank) != 1 for rank in found.inside):
+        return None
+    if any(lacking.get(rank) != 0 for rank in found.elsewhere):
+        return None
+    forward, backward = _last_site(run, "forward"), _last_site(run, "backward")
+    if forward is None or backward is None:
+        return None
+    # Between a forward and its backward every rank lacks one backward.
+    if not all(comes_after(call.chain, backward) for call in found.inside.values()):
+        return None
+    follows = forward.path == backward.path and forward.line < backward.line
+    decider = way_past(backward, forward.line if follows else 0)
+    call = found.inside[min(found.inside)]
+    return Finding(
+        code="DDP803",
+        about=f"{decider or backward}",
+        subjects=_SUBJECTS,
+        severity=Severity.ERROR,
+        message=f"{named(found.inside)} skipped a backward at {quoted(backward)}"
+        + (f", by {quoted(decider)}" if decider is not None else "")
+        + f", and called {call.what} at {quoted(call.site)} while {_were(found.elsewhere)} in "
+        "DDP's own all-reduce: the job failed",
+        ranks=tuple(sorted(found.inside)),
+        location=decider or backward,
+        evidence=(
+            *(
+                f"rank {rank} began {page.armed} forwards and {page.reduced} backwards"
+                for rank, page in sorted(pages.items())[:4]
+            ),
+            *evidence,
+        ),
+        fix="Decide on all ranks together: reduce the value over the ranks before it is compared.",
+    )
+
+
+def _were(ranks: Collection[int]) -> str:
+    return f"{named(ranks)} {'were' if len(ranks) > 1 else 'was'}"
+
+
+def _last_site(run: Run, phase: str) -> Location | None:
+    """Return where a phase was last begun, on any rank: native code may end a rank before that."""
+    return next((at for rank in reversed(run.last) for at in reversed(rank.sites(phase))), None)

@@ -1,0 +1,291 @@
+"""Findings about the end of an attempt, and the known failure (`ddpdoctor.failures`) behind it."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ddpdoctor.core.finding import Finding, Severity
+from ddpdoctor.core.relations import ABORT, END, LOST, MISPAIRED, MODELS
+from ddpdoctor.core.user_code import Location
+from ddpdoctor.diagnose.checkpoints.rules import refused_for_prefix
+from ddpdoctor.diagnose.crashes.rank_endings import Ending, endings, first_failure, mispaired
+from ddpdoctor.diagnose.crashes.resource_errors import file_facts, port_facts, torn
+from ddpdoctor.diagnose.gradients.reducer import is_explained
+from ddpdoctor.diagnose.replicas.rules_models import is_refusal
+from ddpdoctor.failures import matching_line, recognise
+from ddpdoctor.failures.entry import Failure, Weight
+from ddpdoctor.failures.lines import shortened
+from ddpdoctor.failures.log import read
+from ddpdoctor.failures.sightings import Sighting
+from ddpdoctor.failures.tracebacks import parse
+from ddpdoctor.failures.verdict import causes
+from ddpdoctor.run.snapshot import Run
+
+OF_ENDINGS = frozenset(
+    {"DDP900", "DDP902", "DDP903", "DDP904", "DDP905", "DDP906", "DDP907", "DDP908"}
+)
+"""Codes of the ways in which a process ends. In a run they are known without any text."""
+
+_REFUSED = 2  # The exit status of argparse
+
+_OF_PEERS = re.compile(r"\bpeers?\b|\b(?:other|another) (?:node|rank)")
+"""What a failure says that takes two ranks."""
+
+_NATIVE = re.compile(r"what\(\)|NCCL WARN|: error: unrecognized")
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt of a run, and how it ended.
+
+    Attributes:
+        run: The run.
+        restart: The attempt.
+        endings: The failed processes, the earliest first.
+        cause: The first one that failed by itself.
+    """
+
+    run: Run
+    restart: int
+    endings: list[Ending]
+    cause: Ending | None
+
+    @property
+    def last(self) -> bool:
+        """Whether no other attempt followed it."""
+        return self.restart == self.run.restarts[-1]
+
+    @property
+    def explained(self) -> bool:
+        """Whether a rule that knows more than the exception's text names its cause."""
+        cause = self.cause
+        if cause is None or cause.kind != "exception" or not self.last:
+            return False
+        return is_explained(cause.text) or refused_for_prefix(self.run, cause)
+
+    def finding(
+        self,
+        code: str,
+        cause: Ending,
+        message: str,
+        fix: str,
+        *,
+        evidence: tuple[str, ...] = (),
+        location: Location | None = None,
+        traceback: str = "",
+        lost: bool = False,
+    ) -> Finding:
+        """Make a finding about its end; a warning if another attempt followed it.
+
+        Args:
+            code: The code.
+            cause: The end of a process that is the cause.
+            message: The message.
+            fix: The fix.
+            evidence: Facts besides its consequences.
+            location: The line, if it is not that of the cause.
+            traceback: The stack, if it is not that of the cause.
+            lost: The rank lost a peer. The cause is elsewhere, and another finding may name it.
+        """
+        severity = Severity.ERROR
+        # torchrun ends with 0 only if its last attempt succeeded, on every rank.
+        succeeded = self.run.exit_status == 0 and self.run.manifest.get("launcher") == "torchrun"
+        if not self.last or succeeded:
+            severity = Severity.WARNING
+            message = f"attempt {self.restart + 1}: {message}"
+            evidence += ("another attempt followed it",)
+        location = location or cause.location
+        if location is None and cause.last_seen is not None:
+            evidence = (f"the last line seen before it was {cause.last_seen}", *evidence)
+        return Finding(
+            code=code,
+            severity=severity,
+            message=message,
+            ranks=() if cause.rank is None else (cause.rank,),
+            location=location,
+            evidence=evidence + cause.notes + tuple(self._consequences(cause)),
+            fix=fix,
+            traceback=traceback or cause.traceback,
+            subjects=self._subjects(cause, lost=lost),
+            moment=cause.time,
+            restart=self.restart,
+        )
+
+    def _subjects(self, cause: Ending, *, lost: bool) -> frozenset[str]:
+        """Return what other findings may explain, which are known for the last attempt only."""
+        kinds = {
+            MISPAIRED: mispaired(self.run, cause),
+            ABORT: cause.status == -signal.SIGABRT,
+            MODELS: is_refusal(cause.text),
+            LOST: lost,
+        }
+        known = (name for name, is_so in kinds.items() if is_so and self.last)
+        return frozenset((f"{END}{self.restart + 1}", *known))
+
+    def _consequences(self, cause: Ending) -> Iterator[str]:
+        # A victim may report its end before the end of the rank that it lost was seen.
+        later = [
+            each
+            for each in self.endings
+            if each is not cause and (each.victim or each.time > cause.time)
+        ]
+        for each in later[:3]:
+            delay = max(0.0, (each.time - cause.time) / 1e9)
+            why = "as a consequence" if each.victim else "too"
+            text = each.text.partition(". ")[0] if each.victim else truncated(each.text)
+            yield f"{each.name} failed {delay:.1f} s later, {why}: {text}"
+        if len(later) > 3:
+            yield f"{len(later) - 3} more ranks failed after it"
+
+
+def attempts(run: Run) -> Iterator[Attempt]:
+    """Yield the attempts of a run, the earliest first."""
+    for restart in run.restarts:
+        yield Attempt(run, restart, endings(run, restart), first_failure(run, restart))
+
+
+def truncated(text: str, width: int = 120) -> str:
+    """Cut a text to so many characters."""
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def moment(cause: Ending) -> str:
+    """Say what a process did when it ended, as the end of a sentence."""
+    place = f" in {cause.where}" if cause.where else ""
+    return place if cause.initialized else f"{place} before it joined the process group"
+
+
+# -- the table of known failures
+
+
+@dataclass(frozen=True)
+class KnownFailure:
+    """The entry of the table behind the end of an attempt.
+
+    Attributes:
+        cause: The end that it explains.
+        failure: The entry.
+        groups: What its pattern's groups matched.
+        line: The line by which it is known.
+        likely: It follows from what other ranks say.
+        lost: No rank failed by itself: what kept ranks waiting, if that is known, is the cause.
+    """
+
+    cause: Ending
+    failure: Failure
+    groups: Mapping[str, str]
+    line: str
+    likely: bool = False
+    lost: bool = False
+
+
+def known_failure(attempt: Attempt) -> KnownFailure | None:
+    """Return the known failure behind the end of an attempt, if there is one."""
+    cause, run = attempt.cause, attempt.run
+    if cause is None:
+        return _of_victims(attempt)
+    if cause.kind == "exception":
+        failure, groups = _known(cause)
+        if failure is None or failure.weight <= Weight.CONSEQUENCE or failure.code in OF_ENDINGS:
+            return None
+        if attempt.explained or (run.world_size == 1 and _OF_PEERS.search(failure.says)):
+            return None
+        # NCCL's own warnings say what its exception leaves open.
+        warned = (
+            _in_stderr(run, cause, Weight.GENERIC) if failure.weight == Weight.GENERIC else None
+        )
+        line = matching_line(failure, cause.printed)
+        return warned or KnownFailure(cause, failure, groups, line)
+    if cause.oom or not attempt.last:
+        return None
+    if cause.kind == "exit":
+        refused = cause.status == _REFUSED and not cause.initialized
+        return _in_stderr(run, cause, Weight.CAUSE) if refused else None
+    return _in_stderr(run, cause, Weight.SYMPTOM)
+
+
+def _known(ending: Ending) -> tuple[Failure | None, Mapping[str, str]]:
+    """Return the failure that an exception reports."""
+    found = recognise(ending.printed, ending.traceback)
+    printed = parse(ending.traceback)
+    chained = printed.known if printed is not None else (None, {})
+    if found is None:
+        return chained
+    better = chained[0] is found[0] and len(chained[1]) > len(found[1])
+    heavier = chained[0] is not None and chained[0].weight > found[0].weight
+    return chained if better or heavier else found
+
+
+def _of_victims(attempt: Attempt) -> KnownFailure | None:
+    """Return what all ranks complain about, if none of them names a cause."""
+    if not attempt.run.exit_status or not attempt.last:
+        return None
+    victims = [each for each in attempt.endings if each.victim and each.kind == "exception"]
+    for ending in victims:
+        failure, groups = _known(ending)
+        if failure is not None and failure.weight == Weight.SYMPTOM:
+            if failure.code in OF_ENDINGS:
+                return None
+            line = matching_line(failure, ending.printed)
+            return KnownFailure(ending, failure, groups, line, likely=True, lost=True)
+    return None if attempt.endings else _without_rank(attempt.run)
+
+
+def _without_rank(run: Run) -> KnownFailure | None:
+    """Return what stderr shows if no rank recorded anything, such as the launcher's own failure."""
+    for each in causes(_sightings(run)):
+        failure = each.failure
+        if failure is None or failure.weight < Weight.SYMPTOM or failure.code in OF_ENDINGS:
+            return None
+        line = matching_line(failure, each.text)
+        ending = Ending(
+            rank=each.rank,
+            time=run.taken,
+            kind="exception",
+            victim=False,
+            text=line,
+            location=each.location,
+            traceback=each.traceback,
+            message=each.text,
+        )
+        return KnownFailure(ending, failure, each.groups, line, lost=True)
+    return None
+
+
+def _in_stderr(run: Run, cause: Ending, least: Weight) -> KnownFailure | None:
+    """Return what native code, or argparse, printed for the rank that ended, or for no rank."""
+    for each in _sightings(run):
+        failure = each.failure
+        if failure is None or failure.weight < least or failure.code in OF_ENDINGS:
+            continue
+        if run.world_size == 1 and _OF_PEERS.search(failure.says):
+            continue
+        if each.rank in (None, cause.rank) and _NATIVE.search(each.text):
+            return KnownFailure(cause, failure, each.groups, each.text)
+    return None
+
+
+def _sightings(run: Run) -> list[Sighting]:
+    """Return the known failures in the job's stderr, which belong to its last attempt."""
+    return read("stderr", [run.stderr.encode("utf-8", "replace")])
+
+
+def known_finding(attempt: Attempt, known: KnownFailure) -> Finding | None:
+    """Make the finding about a known failure; None if DDP501 reports it, a torn checkpoint."""
+    cause, failure = known.cause, known.failure
+    if cause is attempt.cause and cause.kind == "exception" and torn(attempt.run) == cause:
+        return None
+    about_port = port_facts(attempt.run, cause, failure)
+    facts = about_port if about_port.said else file_facts(cause, failure)
+    likely = "likely " if known.likely or failure.likely else ""
+    return attempt.finding(
+        failure.code,
+        cause,
+        f"{cause.name} {likely}{facts.said or failure.said(known.groups)}",
+        facts.fix or failure.fix,
+        evidence=(f"it says: {shortened(known.line)}", *facts.evidence),
+        lost=known.lost,
+    )
