@@ -6,17 +6,14 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ddpdoctor.core.relations import Lapse, Same, fact
 from ddpdoctor.core.user_code import Location
 
-if TYPE_CHECKING:
-    from ddpdoctor.run.snapshot import Run
-
 
 class Severity(IntEnum):
-    """How much a finding matters; comparable, the worst is the greatest."""
+    """How much a finding matters. The worst is the greatest."""
 
     INFO = 1
     WARNING = 2
@@ -30,24 +27,23 @@ class Severity(IntEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One fault, said once.
+    """One fault, reported once.
 
     Attributes:
-        code: The rule's code, such as ``DDP610``; its meaning never changes.
+        code: The rule's code, such as ``DDP610``. Its meaning never changes.
         severity: See :class:`Severity`.
-        message: One sentence: the ranks, the cause and where.
-        ranks: The guilty ranks, ascending; empty when it is the job as a whole.
-        location: The guilty line, if one is known.
+        message: One sentence: the ranks, the cause and the place.
+        ranks: The guilty ranks, ascending. Empty if the whole job is to blame.
+        location: The guilty line, if known.
         evidence: The facts behind the message, one a line, numbers with units.
         fix: What to change, in one or two sentences.
-        traceback: The user's part of a traceback or stack, if there is one.
-        about: What makes it the same finding when ranks or lines shift while the job runs; empty
-            where the ranks and the line do.
-        paste: A line to type that does what the fix says, if there is one.
-        subjects: What it is about, in words that related rules share
-            (:func:`ddpdoctor.core.relations.same_subject`).
-        moment: When it happened, in Unix nanoseconds; 0 if it has not yet, or is not known.
-        restart: The attempt that it is about; None for the last one of what was examined.
+        traceback: The user's part of a traceback or stack, if any.
+        about: Identifies the finding although its ranks or lines change while the job runs. Empty
+            if ranks and line identify it.
+        paste: A command that applies the fix, if any.
+        subjects: Topics that related rules share (:func:`ddpdoctor.core.relations.same_subject`).
+        moment: When it happened, in Unix nanoseconds. 0 if it has not yet, or if not known.
+        restart: The attempt that it is about. None for the last examined one.
     """
 
     code: str
@@ -66,14 +62,14 @@ class Finding:
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """Equal for two sightings of the same fault, so that it is printed once."""
+        """Equal for two findings of the same fault, which is printed once."""
         return (self.code, self.about) if self.about else (self.code, self.ranks, self.location)
 
 
 def to_record(finding: Finding) -> dict[str, Any]:
-    """A finding in the words of JSON; identity and traceback are not among them.
+    """Return a finding as a JSON object, without its identity and traceback.
 
-    ``paste`` is there only when there is such a line.
+    ``paste`` is left out if it is empty.
     """
     location = finding.location
     record: dict[str, Any] = {
@@ -81,7 +77,7 @@ def to_record(finding: Finding) -> dict[str, Any]:
         "severity": finding.severity.label,
         "message": finding.message,
         "ranks": list(finding.ranks),
-        "location": None if location is None else {"path": location.path, "line": location.line},
+        "location": None if location is None else location._asdict(),
         "evidence": list(finding.evidence),
         "fix": finding.fix,
     }
@@ -91,7 +87,7 @@ def to_record(finding: Finding) -> dict[str, Any]:
 
 
 def from_record(record: Mapping[str, Any]) -> Finding | None:
-    """The finding that :func:`to_record` made this of; None if it is none, or damaged."""
+    """Return the finding of a JSON object that :func:`to_record` made. None if it is damaged."""
     try:
         location = record.get("location")
         return Finding(
@@ -110,7 +106,11 @@ def from_record(record: Mapping[str, Any]) -> Finding | None:
         return None
 
 
-Detect = Callable[["Run"], Iterator[Finding]]
+# -- Rules
+
+
+Detect = Callable[[Any], Iterator[Finding]]
+"""Finds faults in a :class:`ddpdoctor.run.snapshot.Run`, which this layer does not know."""
 
 
 @dataclass(frozen=True)
@@ -118,10 +118,11 @@ class Rule:
     """A pure function from a run to findings, with its code, its page and its relations.
 
     Attributes:
-        supersedes: The rules whose findings are consequences of this one's, by code, and when they
-            are: where both are about the same fault.
-        yields_to: The same from the other side, where this rule is the one that knows.
-        lapses: What becomes of its findings once they are not found any more.
+        supersedes: The rules whose findings are consequences of this one's, by code, with the
+            predicate that has to hold.
+        yields_to: The same from the other side: rules of whose findings this one's are
+            consequences.
+        lapses: Decides about a finding that is no longer found.
     """
 
     code: str
@@ -129,7 +130,7 @@ class Rule:
     severity: Severity
     detect: Detect
     text: str = ""
-    """The page of a rule that is a row of a table; empty where the function's docstring is."""
+    """The page of a rule that is a row of a table. Empty if the function's docstring is."""
     supersedes: Mapping[str, Same] = field(default_factory=dict)
     yields_to: Mapping[str, Same] = field(default_factory=dict)
     lapses: Lapse = fact
@@ -146,7 +147,7 @@ class Rule:
 
 
 RULES: dict[str, Rule] = {}
-"""All registered rules by code; ``ddpdoctor.diagnose.all_rules`` fills it when imported."""
+"""All rules by code. Importing ``ddpdoctor.diagnose.all_rules`` registers them."""
 
 
 def rule(
@@ -158,7 +159,7 @@ def rule(
     yields_to: Mapping[str, Same] | None = None,
     lapses: Lapse = fact,
 ) -> Callable[[Detect], Detect]:
-    """Register a rule. ``severity`` is its usual one; a finding may carry a milder one.
+    """Register a rule. ``severity`` is the usual one, and a finding may have a milder one.
 
     Raises:
         ValueError: The code is taken.
@@ -168,44 +169,39 @@ def rule(
         if code in RULES:
             raise ValueError(f"{code} is registered twice")
         RULES[code] = Rule(
-            code,
-            name,
-            severity,
-            detect,
-            supersedes=supersedes or {},
-            yields_to=yields_to or {},
-            lapses=lapses,
-        )
+            code, name, severity, detect,
+            supersedes=supersedes or {}, yields_to=yields_to or {}, lapses=lapses,
+        )  # fmt: skip
         return detect
 
     return register
 
 
 def explains(cause: Finding, effect: Finding) -> bool:
-    """Whether a finding is only the consequence of another one, by the relation of their rules."""
+    """Return whether the relations of two rules make one finding a consequence of the other."""
     of_cause, of_effect = RULES.get(cause.code), RULES.get(effect.code)
-    same = of_cause.supersedes.get(effect.code) if of_cause is not None else None
-    if same is not None and same(cause, effect):
-        return True
-    same = of_effect.yields_to.get(cause.code) if of_effect is not None else None
-    return same is not None and same(cause, effect)
+    declared = (
+        of_cause.supersedes.get(effect.code) if of_cause is not None else None,
+        of_effect.yields_to.get(cause.code) if of_effect is not None else None,
+    )
+    return any(same is not None and same(cause, effect) for same in declared)
 
 
 def examine(
-    run: Run,
+    run: Any,
     rules: Iterable[Rule],
     *,
     failed: Callable[[Rule, Exception], None] | None = None,
 ) -> list[Finding]:
-    """All findings of a run, the worst first, each identity once, without mere consequences.
+    """Return all findings of a run without mere consequences, the worst first.
 
-    Of attempts that ended alike the last one counts. The relations between the rules say what is a
-    consequence, after all rules have run. What follows from a consequence is one, too.
+    Equal findings of several attempts are reported for the last one. All rules run before their
+    relations are applied, so a consequence of a consequence is left out as well.
 
     Args:
         run: The snapshot.
-        rules: What to look for.
-        failed: Called with a rule that cannot read the run; without it its exception is raised.
+        rules: The rules to apply.
+        failed: Called if a rule raises an exception. If missing, the exception is passed on.
     """
     found: dict[object, Finding] = {}
     for each in rules:
@@ -218,9 +214,13 @@ def examine(
             if failed is None:
                 raise
             failed(each, error)
-    causes = [
+    return worst_first(
         effect
         for effect in found.values()
         if not any(explains(cause, effect) for cause in found.values())
-    ]
-    return sorted(causes, key=lambda f: (-f.severity, f.code, f.ranks))
+    )
+
+
+def worst_first(findings: Iterable[Finding]) -> list[Finding]:
+    """Sort findings by severity, code and ranks."""
+    return sorted(findings, key=lambda each: (-each.severity, each.code, each.ranks))

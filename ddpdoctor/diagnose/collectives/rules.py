@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.formatting import named
-from ddpdoctor.core.relations import ABORT, MISPAIRED, brings_about, came_first, ended_by, event
+from ddpdoctor.core.relations import ABORT, MISPAIRED, brings_about, came_first, ended_by
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.diagnose.collectives import collective_mismatch
 from ddpdoctor.diagnose.collectives.collective_mismatch import (
@@ -33,6 +33,7 @@ from ddpdoctor.diagnose.loops.training_loops import departures
 from ddpdoctor.diagnose.source_files import brief, location, quoted
 from ddpdoctor.run.names import BEFORE_FORWARD
 from ddpdoctor.run.records.process import ErrorRecord
+from ddpdoctor.run.reported import event
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.status import Phase
 

@@ -12,16 +12,15 @@ from dataclasses import dataclass, replace
 from ddpdoctor.core.finding import RULES, Detect, Finding, Rule, Severity
 from ddpdoctor.core.relations import (
     ABORT,
-    APART,
     END,
     LOST,
     MISPAIRED,
     MODELS,
-    STANDSTILLS,
     ended_by,
     same_subject,
 )
 from ddpdoctor.core.user_code import Location
+from ddpdoctor.diagnose import APART, STANDSTILLS
 from ddpdoctor.diagnose.checkpoints.rules import refused_for_prefix
 from ddpdoctor.diagnose.crashes import resource_errors
 from ddpdoctor.diagnose.crashes.rank_endings import Ending, endings, first_failure, mispaired

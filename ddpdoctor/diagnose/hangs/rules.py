@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Sequence
 
 from ddpdoctor.core.finding import Finding, Severity, rule
-from ddpdoctor.core.relations import STANDSTILL, STANDSTILLS, Lapsed, brings_about, hang, start
+from ddpdoctor.core.relations import STANDSTILL, Lapsed, brings_about
 from ddpdoctor.core.user_code import Location
+from ddpdoctor.diagnose import STANDSTILLS
 from ddpdoctor.diagnose.crashes.rank_endings import PATIENCE, endings, last_phase
 from ddpdoctor.diagnose.hangs.hang_snapshot import seen_waiting
 from ddpdoctor.diagnose.hangs.rank_activity import NEVER_ENDS
@@ -17,6 +18,7 @@ from ddpdoctor.diagnose.hangs.rules_diagnosis import diagnosed
 from ddpdoctor.diagnose.loops.rules_evaluation import alone_evaluating
 from ddpdoctor.run.records.model import DdpRecord
 from ddpdoctor.run.records.process import ErrorRecord, ExitRecord
+from ddpdoctor.run.reported import hang, start
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.status import Phase
 
