@@ -430,7 +430,13 @@ READS = {"read_text", "read_bytes"}
 
 OF_THE_KERNEL = {
     "supervise/hang_watch.py",  # /proc/pressure
+    "supervise/rank_processes.py",  # /proc, /dev/kmsg
+    "supervise/keeper.py",  # /proc, /dev/null
+    "supervise/keepers.py",  # a pipe's end
+    "supervise/job_signals.py",  # /dev/tty
+    "supervise/command.py",  # the user's own script
     "run/names.py",  # a directory, for a short address
+    "run/vitals.py",  # appends
 }
 
 READERS = (

@@ -1,4 +1,4 @@
-"""Tell what a process does: its state, and the time it gets on the cores and waits for them."""
+"""Determine what a process does: its state, its CPU time, and its waits for a core."""
 
 from __future__ import annotations
 
@@ -11,22 +11,17 @@ from typing import NamedTuple
 
 import psutil
 
-from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.run.records.base import JsonObject, Part
 from ddpdoctor.run.records.supervisor import CoreClock
 from ddpdoctor.system import proc
-from ddpdoctor.system.proc import ENDED, PROC, read_stat
+from ddpdoctor.system.proc import PROC, read_stat
 
-# -- process state
-
-
-__all__ = ["ENDED", "read_stat"]
-
-_MOST_COMMAND = 200
+_MAX_COMMAND = 200
 
 
 @dataclass(frozen=True)
-class ChildState:
-    """A child process of a rank: a DataLoader's worker, say."""
+class ChildState(Part):
+    """A child process of a rank, such as a DataLoader worker."""
 
     pid: int
     letter: str
@@ -37,31 +32,31 @@ class ChildState:
 
 
 @dataclass(frozen=True)
-class ProcessState:
-    """The process of a rank, as the kernel sees it."""
+class ProcessState(Part):
+    """The kernel's view of a rank's process."""
 
     letter: str = ""
     """The main thread's state as in ``/proc/PID/stat``: R runs, S sleeps, D waits for a device or
-    disk, T is stopped, t is held by a tracer, Z has ended; empty if there is no such process."""
+    disk, T is stopped, t is held by a tracer, Z has ended. Empty if there is no such process."""
     cpu_seconds: float = 0.0
     """CPU time of the process so far, user and system."""
     wchan: str = ""
-    """The function of the kernel that the main thread sleeps in; empty if that is unknown."""
+    """The kernel function in which the main thread sleeps. Empty if not known."""
     children: tuple[ChildState, ...] = ()
     """Its child processes, ascending by pid."""
 
 
 class Wait(NamedTuple):
-    """What a thread does, as the kernel sees it."""
+    """The kernel's view of a waiting thread."""
 
     letter: str
     wchan: str
-    """The function of the kernel that it sleeps in: ``futex`` for any of the several that wait for
-    a lock; empty if that is unknown."""
+    """The kernel function in which it sleeps, ``futex`` for all that wait for a lock. Empty if not
+    known."""
 
 
 def read_wait(pid: int, thread: int) -> Wait | None:
-    """What one thread of a process does, None if there is no such thread."""
+    """Return the wait of a thread, or None if there is no such thread."""
     stat = read_stat(pid, thread)
     if stat is None:
         return None
@@ -70,14 +65,12 @@ def read_wait(pid: int, thread: int) -> Wait | None:
 
 
 def read_state(pid: int) -> ProcessState:
-    """The state of a process; :class:`ProcessState`'s defaults if there is none."""
+    """Return the state of a process. The defaults if there is none."""
     stat = read_stat(pid)
     if stat is None:
         return ProcessState()
     children = tuple(
-        ChildState(
-            child, each.letter, each.cpu_seconds, " ".join(proc.words(child))[:_MOST_COMMAND]
-        )
+        ChildState(child, each.letter, each.cpu_seconds, " ".join(proc.words(child))[:_MAX_COMMAND])
         for child in sorted(proc.children(pid))
         if (each := read_stat(child)) is not None
     )
@@ -94,23 +87,23 @@ def _wchan(path: str) -> str:
 
 
 class Turn(NamedTuple):
-    """What one thread has had of the cores so far."""
+    """The CPU time of one thread so far."""
 
     letter: str
     ran: float
     """Seconds on a core."""
     waited: float
-    """Seconds ready to run, without a core; the kernel adds them once the wait is over."""
+    """Seconds ready to run without a core. The kernel adds them once the wait is over."""
     sleeps: int
-    """How often it went to sleep by itself."""
+    """Number of voluntary context switches."""
 
 
 Turns = Mapping[int, Turn]
-"""The threads of a process, by their native ids."""
+"""The threads of a process by native id."""
 
 
 def read_turns(pid: int) -> dict[int, Turn]:
-    """What each thread of a process has had of the cores; empty if there is no such process."""
+    """Return the CPU times of a process's threads. Empty if there is no such process."""
     found: dict[int, Turn] = {}
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -121,14 +114,13 @@ def read_turns(pid: int) -> dict[int, Turn]:
 
 
 def read_turn(pid: int, thread: int) -> Turn | None:
-    """What one thread has had of the cores, None if there is no such thread."""
+    """Return the CPU time of one thread, or None if there is no such thread."""
     status = proc.read_status(pid, thread)
     try:
         letter, sleeps = status["State"][:1], int(status["voluntary_ctxt_switches"])
-        with open(f"/proc/{pid}/task/{thread}/schedstat", "rb") as file:
-            ran, waited = (int(word) / 1e9 for word in file.read().split()[:2])
+        ran, waited = proc.core_times(f"{pid}/task/{thread}")
     except (FileNotFoundError, ProcessLookupError):
-        # The thread has ended; or this kernel does not count.
+        # The thread has ended, or this kernel does not count.
         return Turn(letter, 0.0, 0.0, sleeps)
     except (OSError, ValueError, KeyError):
         return None
@@ -136,13 +128,13 @@ def read_turn(pid: int, thread: int) -> Turn | None:
 
 
 def share(before: Turn, after: Turn, seconds: float) -> float:
-    """For which part of the time that a thread had a core, or needed none, it used one.
+    """Return the share of a thread's time on a core, without its waits for a core.
 
-    A thread that gets 3 % of a core and would take all of it counts as busy; one that waits long
-    for a core, whenever it wakes up to see that there is nothing to do, does not.
+    A thread that gets 3 % of a core and would use all of it counts as busy. A thread that wakes up
+    for nothing, and waits long for a core each time, does not.
     """
     if before.letter == after.letter == "R" and before.sleeps == after.sleeps:
-        # It has not slept in between.
+        # It has not slept.
         return 1.0
     ran = max(0.0, after.ran - before.ran)
     waited = max(0.0, after.waited - before.waited)
@@ -150,22 +142,22 @@ def share(before: Turn, after: Turn, seconds: float) -> float:
 
 
 def lacked(before: Turn, after: Turn, seconds: float) -> float:
-    """For how many seconds a thread was ready to run and had no core."""
+    """Return the seconds that a thread was ready to run and had no core."""
     ran = max(0.0, after.ran - before.ran)
     if before.letter == after.letter == "R" and before.sleeps == after.sleeps:
-        # The kernel has not counted the wait that is under way.
+        # The kernel has not counted the current wait yet.
         return max(0.0, seconds - ran)
     return min(max(0.0, after.waited - before.waited), seconds)
 
 
 def busy(before: Turns, after: Turns, seconds: float) -> float:
-    """The shares of all threads of a process together."""
+    """Return the sum of the shares of a process's threads."""
     new = Turn("", 0.0, 0.0, 0)
     return sum(share(before.get(thread, new), turn, seconds) for thread, turn in after.items())
 
 
 def is_foreign(pid: int) -> bool:
-    """Whether a process belongs to another user."""
+    """Return whether a process belongs to another user."""
     try:
         return os.stat(f"/proc/{pid}").st_uid != os.geteuid()
     except OSError:
@@ -173,16 +165,16 @@ def is_foreign(pid: int) -> bool:
 
 
 class Signals(NamedTuple):
-    """The signals of a thread, as bit masks: signal N is bit N - 1."""
+    """The signals of a thread as bit masks. Signal N is bit N - 1."""
 
     pending: int
     blocked: int
     caught: int
-    """By the whole process."""
+    """Signals that the process handles."""
 
 
 def read_signals(pid: int, thread: int) -> Signals | None:
-    """What a thread does with signals, None if there is no such thread or one may not know."""
+    """Return a thread's signals, or None if they cannot be read."""
     status = proc.read_status(pid, thread)
     try:
         pending, blocked, caught = (int(status[f"Sig{each}"], 16) for each in ("Pnd", "Blk", "Cgt"))
@@ -192,7 +184,7 @@ def read_signals(pid: int, thread: int) -> Signals | None:
 
 
 def is_open(pid: int, descriptor: int, path: str) -> bool:
-    """Whether a process has the file at ``path`` open under that number."""
+    """Return whether a process has the file at ``path`` open as that descriptor."""
     try:
         there, here = os.stat(f"/proc/{pid}/fd/{descriptor}"), os.stat(path)
     except OSError:
@@ -200,48 +192,47 @@ def is_open(pid: int, descriptor: int, path: str) -> bool:
     return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
 
 
-# -- activity
+# -- Activity between two samples
 
 
 BUSY = 0.2
-"""Cores that a process uses at least, of those that it gets, if it is at work."""
+"""Minimum share of a core, without waits for a core, of a process that works."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The kernel's counters of one process at one moment."""
+    """The kernel's counters of one process."""
 
     letter: str
-    """Its state as in ``/proc/PID/stat``, empty if there is no such process."""
+    """Its state as in ``/proc/PID/stat``. Empty if there is no such process."""
     cpu: float = 0.0
-    """Seconds, user and system."""
+    """CPU seconds, user and system."""
     children_cpu: float = 0.0
-    """Seconds of its living children and theirs."""
+    """CPU seconds of its living descendants."""
     characters: int = 0
-    """Bytes that went through ``read`` and ``write``: files, pipes, terminals; its children's,
-    too."""
+    """Bytes passed through ``read`` and ``write``, including its descendants'."""
     written: int = 0
-    """Those of them that it, and no child, wrote."""
+    """The part of them that the process itself wrote."""
     disk: int = 0
-    """Bytes that devices moved for it and its children."""
+    """Bytes that devices moved for it and its descendants."""
     input: bool = False
-    """It sleeps in ``read`` on its standard input."""
+    """It waits in ``read`` on its standard input."""
     terminal: bool = False
-    """And that is a terminal, at which somebody may sit."""
+    """Its standard input is a terminal."""
     network: bool = False
     """It waits for a socket."""
     children_network: bool = False
-    """One of those below it does."""
+    """A descendant waits for a socket."""
     switches: int = 0
-    """How often its main thread waited for something that came."""
+    """Voluntary context switches of its main thread."""
     turns: Turns = field(default_factory=dict)
-    """What its threads have had of the cores."""
+    """CPU times of its threads."""
     children_turns: Mapping[int, Turns] = field(default_factory=dict)
-    """The same of its living children and theirs, by pid."""
+    """CPU times of its living descendants' threads, by pid."""
 
 
 def sample(pid: int) -> Sample:
-    """Look at a process."""
+    """Sample a process."""
     stat = proc.read_stat(pid)
     if stat is None:
         return Sample("")
@@ -267,7 +258,7 @@ def sample(pid: int) -> Sample:
 
 
 def compared(before: Sample, after: Sample, seconds: float) -> JsonObject:
-    """What happened between two samples, as a record: shares of a core, bytes, the last state."""
+    """Return the changes between two samples as JSON: shares of a core, bytes, states."""
     children = {
         child: (before.children_turns.get(child, {}), turns)
         for child, turns in after.children_turns.items()
@@ -275,7 +266,7 @@ def compared(before: Sample, after: Sample, seconds: float) -> JsonObject:
     return {
         "seconds": round(seconds, 2),
         "letters": before.letter + after.letter,
-        # Of the time in which it was not kept from running; see `process_state.share`.
+        # Without waits for a core, see `share`.
         "busy": round(busy(before.turns, after.turns, seconds), 3),
         "children_busy": round(sum(busy(*each, seconds) for each in children.values()), 3),
         "children_letters": "".join(
@@ -296,7 +287,7 @@ def compared(before: Sample, after: Sample, seconds: float) -> JsonObject:
 
 
 def main_cpu(before: Sample, after: Sample, pid: int) -> tuple[float, float]:
-    """Seconds that the main threads of a process and of its children ran between two samples."""
+    """Return the seconds that the main threads of a process and its descendants ran."""
 
     def ran(pid: int, known: Turns, turns: Turns) -> float:
         return turns[pid].ran - known[pid].ran if pid in turns and pid in known else 0.0
@@ -309,12 +300,12 @@ def main_cpu(before: Sample, after: Sample, pid: int) -> tuple[float, float]:
 
 
 def turns_of_tree(pid: int) -> dict[int, Turns]:
-    """What a process and all below it have had of the cores, by pid."""
+    """Return the CPU times of a process and its descendants, by pid."""
     return {each: read_turns(each) for each in (pid, *proc.below({pid}))}
 
 
 def works(before: Turns, after: Turns, seconds: float) -> bool:
-    """Whether a process computes, or would if it had a core."""
+    """Return whether a process computes, or would if it had a core."""
     return busy(before, after, seconds) >= BUSY or any(
         turn.letter == "R" and before.get(thread, turn).letter == "R"
         for thread, turn in after.items()
@@ -322,12 +313,12 @@ def works(before: Turns, after: Turns, seconds: float) -> bool:
 
 
 def cores_of_tree(before: Mapping[int, Turns], after: Mapping[int, Turns], seconds: float) -> float:
-    """How many cores processes used, of those that they got."""
+    """Return how many cores processes used, without their waits for a core."""
     return sum(busy(before.get(pid, {}), turns, seconds) for pid, turns in after.items())
 
 
 def _moved(pid: int) -> tuple[int, int, int]:
-    """Bytes that a process has read, has written, and that devices have moved for it."""
+    """Return the bytes that a process read and wrote, and that devices moved for it."""
     try:
         moved = psutil.Process(pid).io_counters()
     except psutil.Error:
@@ -347,13 +338,13 @@ _CALLS = {
         "poll": (22, 72, 73),
     },
 }
-"""Numbers of system calls: ``read``, ``write``; ``connect``, ``recvfrom``; ``poll``, ``select``."""
+"""Numbers of system calls: ``read`` and ``write``, ``connect`` and ``recvfrom``, ``poll``."""
 
 
 def _system_call(pid: int) -> tuple[str, int]:
-    """The kind of call that the main thread waits in, and its first argument.
+    """Return the kind of call in which the main thread waits, and its first argument.
 
-    The kind is empty if it is another one, or it is unknown.
+    The kind is empty if it is not known.
     """
     try:
         with open(f"/proc/{pid}/syscall") as file:
@@ -366,7 +357,7 @@ def _system_call(pid: int) -> tuple[str, int]:
 
 
 def _at_socket(pid: int, call: str, first: int) -> bool:
-    """Whether a call that was read off a process is about a socket."""
+    """Return whether a system call is about a socket."""
     return call in ("read", "socket") and _leads_to(pid, first, ("socket:",))
 
 
@@ -384,22 +375,21 @@ def _switches(pid: int) -> int:
         return 0
 
 
-# -- how fast the CPU cores run that ranks are on, by the kernel (Linux, ``cpufreq``)
+# -- Clocks of CPU cores, by the kernel's ``cpufreq``
 
 
 MOST_CLOCKS = 16
-"""Ranks whose cores are looked at."""
+"""Maximum number of ranks whose cores are read."""
 
 
 class CoreClocks:
-    """The highest clock that was read of each rank's core.
+    """The highest measured clock of each rank's core.
 
-    A core that waits may run slowly; one that is at work does so only if it cannot run faster.
+    An idle core may run slowly. A busy one does so only if it cannot run faster.
 
     Args:
-        processes: The kernel's files of processes.
-        cores: Those of cores; without frequencies there, as in many virtual machines,
-            nothing is known.
+        processes: The kernel's directory of processes.
+        cores: The kernel's directory of cores, which has no frequencies in many virtual machines.
     """
 
     def __init__(
@@ -409,7 +399,7 @@ class CoreClocks:
         self._seen: dict[int, CoreClock] = {}
 
     def look(self, pids: Mapping[int, int]) -> None:
-        """Read the clock of the core that each rank is on; ``pids`` by rank."""
+        """Read the clock of the core that each rank is on. ``pids`` is by rank."""
         for rank, pid in list(pids.items())[:MOST_CLOCKS]:
             with contextlib.suppress(OSError, ValueError):
                 stat = read_stat(pid, proc=self._processes)
@@ -425,5 +415,5 @@ class CoreClocks:
 
     @property
     def highest(self) -> tuple[CoreClock, ...]:
-        """What was read, by rank; empty where nothing is known."""
+        """The measured clocks by rank. Empty if not known."""
         return tuple(self._seen[rank] for rank in sorted(self._seen))

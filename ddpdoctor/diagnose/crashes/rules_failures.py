@@ -31,7 +31,7 @@ from ddpdoctor.failures import matching_line, recognise
 from ddpdoctor.failures.entry import Failure, Weight
 from ddpdoctor.failures.lines import shortened
 from ddpdoctor.failures.log import read
-from ddpdoctor.failures.sightings import Sighting
+from ddpdoctor.failures.occurrences import Occurrence
 from ddpdoctor.failures.table import TABLE
 from ddpdoctor.failures.tracebacks import parse
 from ddpdoctor.failures.verdict import causes
@@ -281,7 +281,7 @@ def _in_stderr(run: Run, restart: int, cause: Ending, least: Weight) -> Iterator
             yield Diagnosis(restart, cause, failure, each.groups, each.text)
 
 
-def _sightings(run: Run) -> list[Sighting]:
+def _sightings(run: Run) -> list[Occurrence]:
     """The known failures in the job's stderr, which belong to its last attempt."""
     return read("stderr", [run.stderr.encode("utf-8", "replace")])
 
