@@ -188,10 +188,7 @@ def explains(cause: Finding, effect: Finding) -> bool:
 
 
 def examine(
-    run: Any,
-    rules: Iterable[Rule],
-    *,
-    failed: Callable[[Rule, Exception], None] | None = None,
+    run: Any, rules: Iterable[Rule], *, failed: Callable[[Rule, Exception], None] | None = None
 ) -> list[Finding]:
     """Return all findings of a run without mere consequences, the worst first.
 

@@ -10,7 +10,7 @@ import json
 import math
 import re
 import unicodedata
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -105,14 +105,17 @@ def size(count: float) -> str:
     return f"{count:.0f}B" if count < 1000 else _scaled(count, 1024, "KMGTP")
 
 
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+
 @_if_known
-def byte_count(count: float) -> str:
+def binary_size(size: float) -> str:
     """Format bytes for a sentence, in binary units: ``512 bytes``, ``64 MiB``, ``1.5 GiB``."""
-    for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        # What would be shown as 1024 of a unit is 1 of the next one.
-        if count >= unit * (1 - 0.05 / 1024):
-            return f"{count / unit:.1f}".removesuffix(".0") + f" {name}"
-    return f"{count:.0f} byte{'' if count == 1 else 's'}"
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        # What would round to 1024 of a unit is 1 of the next one.
+        if size >= unit * (1 - 0.05 / 1024):
+            return f"{size / unit:.1f}".removesuffix(".0") + f" {name}"
+    return f"{size:.0f} bytes"
 
 
 @_if_known
@@ -141,12 +144,19 @@ def degrees(celsius: float) -> str:
     return f"{celsius:.0f}C"
 
 
-def count(number: int, noun: str, plural: str = "") -> str:
-    """Format a number with its noun: ``1 rank``, ``2 ranks``.
+def count(number: float, noun: str, plural: str = "") -> str:
+    """Format a number with its noun: ``1 rank``, ``2 ranks``, ``1.5 cores``.
 
     ``plural`` is for nouns that do not simply take an s.
     """
-    return f"{number} {noun if number == 1 else plural or noun + 's'}"
+    digits = f"{number:.1f}".removesuffix(".0")
+    return f"{digits} {noun if number == 1 else plural or noun + 's'}"
+
+
+def listed(names: Sequence[str], most: int = 8) -> str:
+    """Join names: ``a, b``, or ``a, b and 7 more``."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 # -- Sets of ranks: ``0,2-3``, ``ranks 0, 2 and 3``

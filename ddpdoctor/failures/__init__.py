@@ -15,9 +15,6 @@ for _place, _failure in enumerate(TABLE):
     for _literal in _failure.literals:
         _LITERALS.setdefault(_literal, set()).add(_place)
 
-_WITHOUT = {place for place, failure in enumerate(TABLE) if not failure.literals}
-"""Indices of entries without required literals."""
-
 
 @functools.cache
 def _any() -> re.Pattern[str]:
@@ -33,10 +30,10 @@ def recognise(text: str, traceback: str = "") -> tuple[Failure, Mapping[str, str
     """
     best: tuple[Failure, Mapping[str, str]] | None = None
     # Most of the time is spent here. Searching a pattern takes much longer than its literals.
-    if not _WITHOUT and _any().search(text) is None:
+    if _any().search(text) is None:
         return None
     held = [_LITERALS[literal] for literal in _LITERALS if literal in text]
-    for place in sorted(_WITHOUT.union(*held)):
+    for place in sorted(set[int]().union(*held)):
         failure = TABLE[place]
         if best is not None and failure.weight <= best[0].weight:
             continue

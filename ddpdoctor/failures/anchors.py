@@ -37,7 +37,7 @@ COMMON = (
 )
 """Texts of most failures."""
 
-MOST = 500
+MAX_LINES = 500
 """Maximum lines read because of one text. A log that repeats itself for hours has nothing new."""
 
 LATER = 4
@@ -70,17 +70,14 @@ def _anchors() -> tuple[bytes, ...]:
     for failure in TABLE:
         for example in failure.examples:
             if not any(text in example for text in found):
-                texts = [text for text in (*failure.literals, *failure.texts) if text in example]
-                found[max(texts, key=len)] = None
+                found[max((each for each in failure.literals if each in example), key=len)] = None
     return tuple(text.encode() for text in found)
 
 
 ANCHORS = _anchors()
 """Lines outside of tracebacks are read only if they contain one of these."""
 
-_TEXTS = tuple(
-    {*ANCHORS, *(text.encode() for each in TABLE for text in each.literals or each.words)}
-)
+_TEXTS = tuple({*ANCHORS, *(text.encode() for each in TABLE for text in each.literals)})
 """Texts that are searched at the ends of a log."""
 
 _SHAPES = {anchor: anchor.translate(None, _NUMBERS) for anchor in ANCHORS}
@@ -108,7 +105,7 @@ class Scan:
         for anchor in self._anchors(block, first):
             at = block.find(anchor, first)
             tries = 0
-            while at >= 0 and self._counts[anchor] < MOST and tries < _AT_ONCE:
+            while at >= 0 and self._counts[anchor] < MAX_LINES and tries < _AT_ONCE:
                 at = block.find(anchor, self._add(block, at, anchor, found))
                 tries += 1
             end = len(block)

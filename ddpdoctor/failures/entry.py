@@ -1,8 +1,7 @@
 """Entries of the table of known failures, and the literals that their patterns require.
 
 Searching a literal takes a hundredth of the time of most patterns. The literals come from the
-syntax tree of Python's pattern parser (``re._parser``, before 3.11 ``sre_parse``). Without that
-module each text is matched, more slowly.
+syntax tree of Python's own pattern parser.
 """
 
 from __future__ import annotations
@@ -22,30 +21,23 @@ from ddpdoctor.core.finding import Severity
 # -- Literals that a pattern requires
 
 
+_parser: Any = importlib.import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")
+
 _Tree = dict[str, "_Tree"]
 """A prefix tree of literals by letter. "" marks the end of one."""
 
-LEAST = 3
+MIN_LETTERS = 3
 """Minimum letters of a literal."""
 
 _ENOUGH = 8
 """Letters beyond which a literal is not found faster."""
 
 
-def _parser() -> Any:
-    name = "re._parser" if sys.version_info >= (3, 11) else "sre_parse"
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        return None
-
-
 def required(pattern: str) -> tuple[str, ...]:
     """Return literals, one of which is in each match of a pattern. Empty if that is not clear."""
-    parser = _parser()
-    if parser is None or re.compile(pattern).flags & re.IGNORECASE:
+    if re.compile(pattern).flags & re.IGNORECASE:
         return ()
-    return tuple(dict.fromkeys(_of(parser.parse(pattern))))
+    return tuple(dict.fromkeys(_of(_parser.parse(pattern))))
 
 
 def any_of(literals: Iterable[str]) -> re.Pattern[str]:
@@ -112,7 +104,7 @@ def _of_part(name: str, value: Any) -> list[str]:
 def _worth(literals: list[str]) -> tuple[int, int]:
     """Rate literals for a search: by the length of the shortest, then by their number."""
     shortest = min(map(len, literals), default=0)
-    return (min(shortest, _ENOUGH), -len(literals)) if shortest >= LEAST else (0, 0)
+    return (min(shortest, _ENOUGH), -len(literals)) if shortest >= MIN_LETTERS else (0, 0)
 
 
 # -- Entries of the table
@@ -236,22 +228,17 @@ class Failure:
 
     @cached_property
     def literals(self) -> tuple[str, ...]:
-        """Literals, one of which is in each match. Empty if that is not clear.
+        """Literals, one of which is in each match. Each entry of the table has some.
 
-        `recognise` searches for them first.
+        `recognise` searches for them first, and they select the lines of a log that are read.
         """
         return required(self.pattern)
 
     @property
-    def words(self) -> tuple[str, ...]:
-        """All literals of the pattern. Each match has some of them."""
-        return tuple(run for run in _runs(self.pattern) if len(run) >= LEAST)
-
-    @property
     def texts(self) -> tuple[str, ...]:
-        """Parts of the printed text, for searching."""
+        """Long literals of the pattern, by which a person may search for the failure."""
         runs = (run.strip() for run in _runs(re.sub(r"\[(\w)\w\]", r"\1", self.pattern)))
-        return tuple(run for run in runs if len(run) >= _TELLING)
+        return tuple(run for run in runs if len(run) >= _MIN_SEARCHED)
 
     def match(self, text: str, traceback: str = "") -> Mapping[str, str] | None:
         """Return the groups of the first match in ``text``, or None."""
@@ -275,7 +262,7 @@ class Failure:
 _TOKEN = re.compile(
     r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?P<\w+>|\(\?<?[:=!]|\(\?\w+\)|\{[\d,]+\}\??|[*+?]\??|."
 )
-_TELLING = 10
+_MIN_SEARCHED = 10
 """Minimum letters of a text that a person may search for."""
 
 

@@ -274,11 +274,7 @@ class LogReader:
         """Read a line. Return whether it says anything about a failure."""
         line = split_line(text)
         belongs, ended = self._tracebacks.take(
-            line,
-            offset,
-            number,
-            self._time,
-            lambda: [split_line(each).text for each in self._past],
+            line, offset, number, self._time, lambda: [split_line(each).text for each in self._past]
         )
         for printed in ended:
             self._exception(printed)

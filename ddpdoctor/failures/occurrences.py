@@ -307,7 +307,8 @@ class _Log:
     def _ends(self, each: Occurrence) -> None:
         """Check whether the current run ends with its newest occurrence, or a process of it."""
         run = self.runs[-1]
-        if _failed_at_start(each):
+        if _is_refused(each) or (each.uncaught and _START_ERRORS.match(each.text)):
+            # No rank of the run can have got any further.
             self._start_error = _first(each)
         reported = each.weight in ENDED and each.final
         named = STATUS.search(each.text) and each.final
@@ -332,7 +333,8 @@ class _Log:
             own = takewhile(lambda seen: seen.weight == Weight.NOTE, reversed(run))
             return len(run) - len(list(own))
         other = self._start_error and not _same_words(_first(each), self._start_error)
-        if other and (_is_raised(each) or _is_refused(each)):
+        raised = bool(each.traceback) and each.weight in (Weight.CAUSE, Weight.STOPPED)
+        if other and (raised or _is_refused(each)):
             return len(run)
         # Each node has one launcher, and this node's had ended already.
         return self._script_ended if launcher == self._script else None
@@ -401,15 +403,6 @@ def _script_of(each: Occurrence) -> tuple[str, bool]:
     if found is None:
         return "", False
     return found[1], _LAUNCHER.search(each.traceback) is not None
-
-
-def _is_raised(each: Occurrence) -> bool:
-    return bool(each.traceback) and each.weight in (Weight.CAUSE, Weight.STOPPED)
-
-
-def _failed_at_start(each: Occurrence) -> bool:
-    """Return whether no rank of the run can have got any further."""
-    return _is_refused(each) or (each.uncaught and _START_ERRORS.match(each.text) is not None)
 
 
 def _is_refused(each: Occurrence) -> bool:

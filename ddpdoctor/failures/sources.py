@@ -31,7 +31,7 @@ _ZIP = b"PK\x03\x04"
 _PACKED = (_ZIP, _ZSTD, b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00")
 _TAR_AT, _TAR = 257, b"ustar"
 _PEEK = 512
-_MOST_MEMBERS = 4_096
+_MAX_MEMBERS = 4_096
 
 _NO_TEXT = re.compile(
     r"\.(?:pt|pth|ckpt|bin|safetensors|pkl|pickle|npy|npz|h5|png|jpg|jpeg|gif|mp4|so|whl|parquet"
@@ -115,7 +115,7 @@ def _of_zip(name: str, file: IO[bytes]) -> Iterator[tuple[str, IO[bytes]]]:
     if not file.seekable():
         raise DoctorError(f"{name} is a zip archive, which has to be a file", "save it first")
     with zipfile.ZipFile(file) as archive:
-        for member in sorted(archive.infolist(), key=lambda each: each.filename)[:_MOST_MEMBERS]:
+        for member in sorted(archive.infolist(), key=lambda each: each.filename)[:_MAX_MEMBERS]:
             if not member.is_dir() and _is_log(member.filename):
                 with archive.open(member) as inside:
                     yield from unpacked(f"{name}:{member.filename}", inside)
@@ -125,7 +125,7 @@ def _of_tar(name: str, stream: IO[bytes]) -> Iterator[tuple[str, IO[bytes]]]:
     with tarfile.open(fileobj=stream, mode="r|") as archive:
         for count, member in enumerate(archive):
             inside = archive.extractfile(member) if member.isreg() else None
-            if inside is not None and _is_log(member.name) and count < _MOST_MEMBERS:
+            if inside is not None and _is_log(member.name) and count < _MAX_MEMBERS:
                 yield from unpacked(f"{name}:{member.name}", inside)
 
 
@@ -153,7 +153,7 @@ def recoded(chunks: Iterator[bytes]) -> Iterator[bytes]:
 # -- Files and directories
 
 
-MOST = 2 << 30
+MAX_BYTES = 2 << 30
 """Maximum bytes of a decompressed log. Of a larger file the last ones are read."""
 
 _CHUNK = 1 << 20
@@ -167,10 +167,10 @@ _NAMES = (
 _OF_THE_TRACKER = ("debug.log", "debug-internal.log", "debug-cli.log")
 """Logs of wandb about itself, including its own errors."""
 
-_MOST = 4_096
+_MAX_LOGS = 4_096
 """Maximum number of files of a directory."""
 
-_MOST_ELASTIC = 16 << 20
+_MAX_ELASTIC = 16 << 20
 """Maximum bytes of the file that torchrun's ``@record`` writes."""
 
 _HINT = "name the job's log files, torchrun's --log-dir, or - for standard input"
@@ -194,7 +194,7 @@ def logs(names: Sequence[str]) -> list[str]:
             inside = sorted({str(each) for each in _inside(path)})
             if not inside:
                 raise DoctorError(f"{name} has no log files ({', '.join(_NAMES)})", _HINT)
-            found += inside[:_MOST]
+            found += inside[:_MAX_LOGS]
         else:
             raise DoctorError(f"no such file: {name}", _HINT)
     return list(dict.fromkeys(found))
@@ -212,7 +212,7 @@ def _inside(folder: Path) -> Iterator[Path]:
 def logs_of(name: str) -> Iterator[tuple[str, Iterator[bytes]]]:
     """Yield the log in a file, or those in an archive, with names, decompressed and in pieces.
 
-    Read each before requesting the next one. At most `MOST` bytes of each are read.
+    Read each before requesting the next one. At most `MAX_BYTES` bytes of each are read.
 
     Raises:
         DoctorError: It cannot be read, or not to its end.
@@ -230,9 +230,9 @@ def logs_of(name: str) -> Iterator[tuple[str, Iterator[bytes]]]:
 
 def _pieces(name: str, stream: IO[bytes]) -> Iterator[bytes]:
     if PurePath(name).name == "error.json":
-        yield _of_elastic(stream.read(_MOST_ELASTIC))
+        yield _of_elastic(stream.read(_MAX_ELASTIC))
         return
-    left = MOST
+    left = MAX_BYTES
     # One system call at a time, to read as much as possible of a damaged file.
     read = getattr(stream, "read1", stream.read)
     with contextlib.suppress(*DAMAGED, zlib.error, gzip.BadGzipFile):
@@ -249,8 +249,8 @@ def _opened(name: str) -> IO[bytes]:
     # A person's own files may be links. Other kinds of files have to be piped.
     file = io.BufferedReader(io.FileIO(opening.opened(name, links=True)), _CHUNK)
     size = os.fstat(file.fileno()).st_size
-    if size > MOST and not is_packed(file.peek(8)):
-        file.seek(size - MOST)
+    if size > MAX_BYTES and not is_packed(file.peek(8)):
+        file.seek(size - MAX_BYTES)
     return file
 
 

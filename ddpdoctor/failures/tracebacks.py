@@ -18,7 +18,7 @@ from ddpdoctor.failures.occurrences import WARNING
 
 
 _ORIGINAL = "Original Traceback"
-_MOST_LINES = 2_000
+_MAX_LINES = 2_000
 _APART = 50
 """Maximum lines of others between a traceback and the line of its exception."""
 
@@ -172,7 +172,7 @@ class Printed:
 
     def fits(self, text: str, kind: Kind, number: int) -> bool:
         """Return whether a line may continue this traceback."""
-        if len(self.lines) >= _MOST_LINES or _LOGGED.match(text):
+        if len(self.lines) >= _MAX_LINES or _LOGGED.match(text):
             return False
         if kind is Kind.HEAD:
             started = text.startswith(_ORIGINAL) if self.complete else self.uncaught
@@ -343,7 +343,7 @@ def parse(text: str) -> Printed | None:
 # -- Interleaved tracebacks of a log
 
 
-_MOST_OPEN = 64
+_MAX_OPEN = 64
 """Maximum number of open tracebacks with equal prefixes."""
 
 _STALE = 200
@@ -445,7 +445,7 @@ class Tracebacks:
         if any(_BEFORE_STACK.match(text) for text in above):
             return False, ended
         under_way = self._open.setdefault(key, [])
-        if len(under_way) >= _MOST_OPEN:
+        if len(under_way) >= _MAX_OPEN:
             ended += self._end(key, under_way[:1])
             under_way = self._open.setdefault(key, [])
         under_way.append(_begun(line, earlier, offset, number, when()))

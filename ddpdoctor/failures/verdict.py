@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -123,7 +123,8 @@ def together(occurrences: Sequence[Occurrence]) -> tuple[int, ...]:
 def _compared(places: dict[int, Place], enqueued: dict[int, int]) -> Awaited | None:
     highest = max(place.number for place in places.values())
     lowest = min(place.number for place in places.values())
-    others = _most([place for place in places.values() if place.number == highest])
+    at_highest = Counter(place for place in places.values() if place.number == highest)
+    others = at_highest.most_common(1)[0][0]
     if lowest < highest:
         behind = tuple(sorted(rank for rank, place in places.items() if place.number == lowest))
         count = f"{highest - lowest} behind the others, which waited in {others}"
@@ -132,7 +133,7 @@ def _compared(places: dict[int, Place], enqueued: dict[int, int]) -> Awaited | N
     if late and len(late) < len({*places, *enqueued}):
         least = min(late.values())
         behind = tuple(sorted(rank for rank, number in late.items() if number == least))
-        came = f"{_they(behind)} had come only to collective #{least}"
+        came = f"{_was(behind).split()[0]} had come only to collective #{least}"
         return Awaited(behind, f"{came}; the others waited in {others}")
     odd = tuple(sorted(rank for rank, place in places.items() if place != others))
     if odd:
@@ -145,16 +146,8 @@ def _compared(places: dict[int, Place], enqueued: dict[int, int]) -> Awaited | N
     return None
 
 
-def _they(ranks: tuple[int, ...]) -> str:
-    return "it" if len(ranks) == 1 else "they"
-
-
 def _was(ranks: tuple[int, ...]) -> str:
     return "it was" if len(ranks) == 1 else "they were"
-
-
-def _most(places: list[Place]) -> Place:
-    return Counter(places).most_common(1)[0][0]
 
 
 # -- Candidates for the cause of a run's end
@@ -180,10 +173,10 @@ def found_in(occurrences: Sequence[Occurrence]) -> tuple[list[Occurrence], bool]
         return [], False
     causes = _ending(occurrences, Weight.DECISIVE, Weight.CAUSE, Weight.GENERIC, Weight.SYMPTOM)
     if causes := _without_warnings(causes):
-        raised = _raised_before(causes, occurrences)
-        return _ordered(raised or causes), not raised
+        before = _raised_before(causes[0], occurrences)
+        return _ordered(before or causes), not before
     lost = _ending(occurrences, Weight.STOPPED, Weight.BARE, Weight.CONSEQUENCE)
-    unsure = [e for e in occurrences if _is_unsure(e) and not (e.mention and lost)]
+    unsure = [each for each in occurrences if _is_unsure(each) and not (each.mention and lost)]
     if unsure:
         return _ordered(unsure)[-1:], False
     if lost:
@@ -207,15 +200,21 @@ def _is_unsure(each: Occurrence) -> bool:
     return each.weight >= Weight.SYMPTOM and (each.uncaught or near)
 
 
+def _without_warnings(causes: list[Occurrence]) -> list[Occurrence]:
+    """Drop warnings that no exception confirms, since the job continued after them."""
+    raised = [each for each in causes if each.traceback]
+    follows = any(_OF_GPU.search(each.text) for each in raised)
+    return causes if follows or not raised else [each for each in causes if not each.warned]
+
+
 def _ending(occurrences: Sequence[Occurrence], *weights: Weight) -> list[Occurrence]:
     """Return what ended a process, of the first of these weights that occurs."""
     found = ([e for e in occurrences if e.weight == weight and e.final] for weight in weights)
     return next((each for each in found if each), [])
 
 
-def _raised_before(causes: Sequence[Occurrence], all_: Sequence[Occurrence]) -> list[Occurrence]:
+def _raised_before(first: Occurrence, all_: Sequence[Occurrence]) -> list[Occurrence]:
     """Return exceptions that ended a process before a launcher reported another end."""
-    first = causes[0]
     if name_of(first) not in _STATUSES:
         return []
     return [e for e in all_ if e.uncaught and e.weight == Weight.CAUSE and e.order < first.order]
@@ -224,7 +223,9 @@ def _raised_before(causes: Sequence[Occurrence], all_: Sequence[Occurrence]) -> 
 def _without_yielding(occurrences: Sequence[Occurrence]) -> list[Occurrence]:
     """Drop occurrences that another failure in the log explains."""
     # Failures that the job survived explain no end.
-    names = {name_of(each) for each in occurrences if not (each.traceback and _was_caught(each))}
+    names = {
+        name_of(each) for each in occurrences if not each.traceback or each.final or each.uncaught
+    }
     left, explained = [], set[str]()
     for each in occurrences:
         nearer = set[str]()
@@ -246,13 +247,6 @@ def _without_yielding(occurrences: Sequence[Occurrence]) -> list[Occurrence]:
     ]
 
 
-def _without_warnings(causes: list[Occurrence]) -> list[Occurrence]:
-    """Drop warnings that no exception confirms, since the job continued after them."""
-    raised = [each for each in causes if each.traceback]
-    follows = any(_OF_GPU.search(each.text) for each in raised)
-    return causes if follows or not raised else [each for each in causes if not each.warned]
-
-
 def _without_limits(occurrences: list[Occurrence]) -> list[Occurrence]:
     """Drop time limits that came after a failure."""
     failed = [
@@ -268,10 +262,6 @@ def _without_limits(occurrences: list[Occurrence]) -> list[Occurrence]:
     ]
 
 
-def _was_caught(each: Occurrence) -> bool:
-    return not each.final and not each.uncaught
-
-
 def name_of(each: Occurrence) -> str:
     """Return the name of a failure in the table, or ``exception``."""
     return "exception" if each.failure is None else each.failure.known.name
@@ -279,7 +269,7 @@ def name_of(each: Occurrence) -> str:
 
 def _wrapper_order(each: Occurrence) -> tuple[bool, bool, bool, tuple[int, int]]:
     """Sort ranks with status 1 before those that torchrun stopped, and before its exception."""
-    stopped = each.failure is not None and each.failure.known.name == "stopped-by-torchrun"
+    stopped = name_of(each) == "stopped-by-torchrun"
     return stopped, not each.root, each.rank is None, each.order
 
 
@@ -304,7 +294,7 @@ _FIX = "Fix this exception first; failures of other ranks follow from it."
 _WHOSE = "lines do not say whose they are, and the log goes on after it"
 _CUT = "an exception whose message is cut off in the log"
 _SHOWN = 3
-_MOST_RANKS = 100_000
+_MAX_RANKS = 100_000
 """Maximum ranks of a job whose missing ranks are listed."""
 
 _TOGETHER = 1.0
@@ -399,7 +389,11 @@ def _note(each: Occurrence, failure: Failure) -> Finding:
 
 
 def _verdict(candidates: list[Occurrence], certain: bool, all_: Sequence[Occurrence]) -> Finding:
-    first = _first(candidates)
+    first = candidates[0]
+    if first.rank is None:
+        # NCCL's own lines have no rank. Take the failure as the rank itself reported it.
+        own = (each for each in candidates if each.failure is first.failure and each.location)
+        first = next(own, first)
     late = awaited(all_) if name_of(first) == "nccl-timeout" else None
     if late is not None and first.failure is not None:
         return _of_late(late, first, first.failure, all_)
@@ -420,9 +414,10 @@ def _of_first(
     alike = [each for each in candidates if _alike(each, first)]
     failed = {each.rank for each in (first, *alike) if each.rank is not None}
     raised = _raised(first, alike)
+    too = failed - {first.rank}
     evidence = [
         _printed(first),
-        *_as_well(failed, first),
+        *([f"{named(too)} failed on it, too"] if too else ()),
         *(_later(each, first, "too") for each in other[:_SHOWN]),
         *_facts(first, all_),
         *_consequences(first, all_),
@@ -446,13 +441,6 @@ def _raised(first: Occurrence, alike: Sequence[Occurrence]) -> Occurrence:
     own = (each for each in alike if each.location and each.rank in (None, first.rank))
     shown = first.traceback or first.weight != Weight.CAUSE
     return first if shown else next(own, first)
-
-
-def _as_well(failed: Collection[int], first: Occurrence) -> Iterator[str]:
-    """List the other ranks with this failure."""
-    others = [number for number in failed if number != first.rank]
-    if others:
-        yield f"{named(others)} failed on it, too"
 
 
 def _of_late(
@@ -539,18 +527,10 @@ def _absent(first: Occurrence, all_: Sequence[Occurrence]) -> Iterator[str]:
     came = {each.rank for each in all_ if name_of(each) == "store-barrier"} - {None}
     size = whole(first.groups["all"])
     missing = size - whole(first.groups["came"])
-    absent = sorted({*range(min(size, _MOST_RANKS))} - came)
-    if 0 < missing <= len(absent) <= 2 * missing and size <= _MOST_RANKS:
+    absent = sorted({*range(min(size, _MAX_RANKS))} - came)
+    if 0 < missing <= len(absent) <= 2 * missing and size <= _MAX_RANKS:
         of_them = "" if missing == len(absent) else f"{missing} of "
         yield f"{of_them}{named(absent)} did not come: see whether they started, and their output"
-
-
-def _first(candidates: list[Occurrence]) -> Occurrence:
-    """Return the first failure as its rank reported it, since NCCL's lines have no rank."""
-    first = candidates[0]
-    if first.rank is not None:
-        return first
-    return next((c for c in candidates if c.failure is first.failure and c.location), first)
 
 
 def _others(candidates: list[Occurrence], first: Occurrence) -> list[Occurrence]:

@@ -20,10 +20,10 @@ from ddpdoctor.run.names import CODE
 from ddpdoctor.run.records.base import Part, as_json
 from ddpdoctor.run.records.typed_json import decoder
 
-MOST_SCRIPT = 256 << 10
+MAX_SCRIPT = 256 << 10
 """Maximum bytes of a script whose text is kept."""
 
-MOST_FILES = 300
+MAX_FILES = 300
 """Maximum number of files with hashes."""
 
 _DEPTH = 3
@@ -66,7 +66,7 @@ def look(script: Path | None) -> Code:
         return Code(script="")
     text = b""
     with contextlib.suppress(OSError):
-        text = opening.contents(script, MOST_SCRIPT, links=True)
+        text = opening.contents(script, MAX_SCRIPT, links=True)
     folder = script.resolve().parent
     return Code(
         script=str(script),
@@ -79,13 +79,13 @@ def look(script: Path | None) -> Code:
 def read(directory: Path) -> Code | None:
     """Return the recorded code, or None if it cannot be read."""
     try:
-        return decoder(Code)(opening.json_object(directory / CODE, 2 * MOST_SCRIPT))
+        return decoder(Code)(opening.json_object(directory / CODE, 2 * MAX_SCRIPT))
     except (OSError, ValueError):
         return None
 
 
 def _hashes(folder: Path) -> Iterator[tuple[str, str]]:
-    left = MOST_FILES
+    left = MAX_FILES
     for here, folders, files in os.walk(folder):
         inside = os.path.relpath(here, folder)
         depth = 0 if inside == os.curdir else inside.count(os.sep) + 1

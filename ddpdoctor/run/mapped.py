@@ -154,7 +154,6 @@ SUSPICION = "suspicion"
 
 _SUSPECT_MAGIC = b"DDPSUSP\0"
 _SUSPECT_HEAD = struct.Struct("<8sII")
-_SEQUENCE = struct.Struct("<q")
 _SEQUENCE_AT = 64
 _SUSPECT = struct.Struct("<qqqqq8q")
 _SUSPECT_AT = 128
@@ -195,14 +194,14 @@ class SuspicionWriter:
         tensors = suspicion.tensors[:MOST_SUSPECTS]
         padded = (*tensors, *(0,) * (MOST_SUSPECTS - len(tensors)))
         # A sequence lock: odd while the rest is being written.
-        _SEQUENCE.pack_into(self._memory, _SEQUENCE_AT, self._sequence + 1)
+        _NUMBER.pack_into(self._memory, _SEQUENCE_AT, self._sequence + 1)
         _SUSPECT.pack_into(
             self._memory, _SUSPECT_AT,
             suspicion.restart, suspicion.step, suspicion.steps, suspicion.module, len(tensors),
             *padded,
         )  # fmt: skip
         self._sequence += 2
-        _SEQUENCE.pack_into(self._memory, _SEQUENCE_AT, self._sequence)
+        _NUMBER.pack_into(self._memory, _SEQUENCE_AT, self._sequence)
 
     def close(self) -> None:
         """Unmap the file, which stays."""
@@ -228,7 +227,7 @@ class SuspicionReader:
         self.sequence = self._memory, _SEQUENCE_AT
         """The memory and the offset of eight bytes that change with each request."""
         self._read: Callable[[], tuple[int]] = partial(
-            _SEQUENCE.unpack_from, self._memory, _SEQUENCE_AT
+            _NUMBER.unpack_from, self._memory, _SEQUENCE_AT
         )
         self._seen = 0
 

@@ -39,27 +39,27 @@ WINDOW = 512
 SPLIT_WINDOW = 128
 """Newest split step records kept of a journal."""
 
-MOST_KEPT = 48 << 20
+MAX_KEPT = 48 << 20
 """Bytes of memory for the records of all journals, without steps
 (:func:`ddpdoctor.core.opening.expanded`)."""
 
-MOST_PARSED = 1 << 30
+MAX_PARSED = 1 << 30
 """Bytes of memory for all records that are parsed in one poll, which limits its time."""
 
-MOST_NEW = 256 << 20
+MAX_NEW = 256 << 20
 """Bytes of a journal's segment that are read in one poll. If there are more, the last ones."""
 
-MOST_NEW_OF_ALL = 2 << 30
+MAX_NEW_OF_ALL = 2 << 30
 """The same for all journals together. Each has its share."""
 
-MOST_LINE = 2 << 20
+MAX_LINE = 2 << 20
 """Bytes of a record. A longer one is left out."""
 
-_LEAST_NEW = 1 << 20
+_MIN_NEW = 1 << 20
 _CHUNK = 1 << 20
 _ENTRY = 300
 """Bytes of memory for keeping a record, besides the record."""
-_MOST_STEP = 1 << 10
+_MAX_STEP = 1 << 10
 _STEP_LINE = b'{"kind":"step"'
 _SPLIT = b',"split":true'
 _SEGMENT_LINE = b'{"kind":"segment"'
@@ -72,7 +72,7 @@ class Room:
         most: Bytes for records.
     """
 
-    def __init__(self, most: int = MOST_KEPT) -> None:
+    def __init__(self, most: int = MAX_KEPT) -> None:
         self.most = most
         self._journals: list[JournalReader] = []
         self._size = 0
@@ -80,12 +80,12 @@ class Room:
     @property
     def parsed(self) -> int:
         """Bytes of records that each journal may parse in one poll."""
-        return MOST_PARSED // (len(self._journals) or 1)
+        return MAX_PARSED // (len(self._journals) or 1)
 
     @property
     def share(self) -> int:
         """Bytes of a segment that each journal may read in one poll."""
-        return min(MOST_NEW, max(MOST_NEW_OF_ALL // (2 * len(self._journals) or 1), _LEAST_NEW))
+        return min(MAX_NEW, max(MAX_NEW_OF_ALL // (2 * len(self._journals) or 1), _MIN_NEW))
 
     def add(self, journal: JournalReader) -> None:
         """Add a journal."""
@@ -227,15 +227,15 @@ class JournalReader:
         if lines and self._skips:
             self._skips = False
             del lines[0]
-        if self._skips or len(self._torn) > MOST_LINE:
+        if self._skips or len(self._torn) > MAX_LINE:
             self._torn, self._skips = b"", True
         for line in lines:
             if line.startswith(_STEP_LINE):
-                if len(line) <= _MOST_STEP:
+                if len(line) <= _MAX_STEP:
                     self._step_lines.append(line)
                     if _SPLIT in line:
                         self._split_lines.append(line)
-            elif line and len(line) <= MOST_LINE and not line.startswith(_SEGMENT_LINE):
+            elif line and len(line) <= MAX_LINE and not line.startswith(_SEGMENT_LINE):
                 self._take_record(line)
 
     def _take_record(self, line: bytes) -> None:
@@ -285,16 +285,16 @@ class JournalReader:
 # -- Run directories
 
 
-MOST_STEPS = 32 * WINDOW
+MAX_STEPS = 32 * WINDOW
 """Step records that a snapshot keeps of all ranks."""
 
-MOST_RANKS = 1024
+MAX_RANKS = 1024
 """Ranks of all attempts in a snapshot, those of the newest attempts first."""
 
-MOST_TEXT = 8 << 20
+MAX_TEXT = 8 << 20
 """Bytes read of the ends of all outputs of ``faulthandler``."""
 
-_MOST_REMARKS = 20
+_MAX_REMARKS = 20
 _STATUS_NAME = re.compile(r"rank-(\d{4,})\.r(\d+)\.status$")
 _SUPERVISOR = "supervisor.jsonl"
 
@@ -365,9 +365,9 @@ class RunReader:
         strays = [each for each in names if each.startswith("process-") and each.endswith(".jsonl")]
         unreadable: list[str] = []
         crowd = [*_crowd(names, more, strays)]
-        del strays[MOST_RANKS:]
+        del strays[MAX_RANKS:]
         # All journals exist before the first is read, because they share the room.
-        window = MOST_STEPS // (len(pages) or 1)
+        window = MAX_STEPS // (len(pages) or 1)
         for name in (_SUPERVISOR, *strays):
             self._journal(name)
         for page in pages:
@@ -378,7 +378,7 @@ class RunReader:
         exits = {(each.rank, each.restart): each for each in supervisor.of(RankExitRecord)}
         ranks: list[Rank] = []
         for page in pages:
-            rank = self._rank(page, exits, MOST_TEXT // len(pages), unreadable)
+            rank = self._rank(page, exits, MAX_TEXT // len(pages), unreadable)
             if rank is not None:
                 ranks.append(rank)
         self.manifest = self._read_manifest()
@@ -447,11 +447,11 @@ def _pages(names: Iterable[str]) -> tuple[list[_Page], int]:
     found = sorted(
         _Page(int(match[2]), int(match[1]), match[0].removesuffix(".status")) for match in matches
     )
-    left = max(0, len(found) - MOST_RANKS)
+    left = max(0, len(found) - MAX_RANKS)
     if left:
         # Keep the newest attempts, and of an attempt the lowest ranks.
         found.sort(key=lambda page: (-page.restart, page.rank))
-        found = sorted(found[:MOST_RANKS])
+        found = sorted(found[:MAX_RANKS])
     return found, left
 
 
@@ -460,15 +460,15 @@ def _crowd(names: Sequence[str], ranks: int, strays: Sequence[str]) -> Iterator[
     if len(names) >= opening.MOST_NAMES:
         yield f"more than {opening.MOST_NAMES} files: the others are left out"
     if ranks:
-        yield f"more than {MOST_RANKS} ranks: {ranks} others are left out"
-    if len(strays) > MOST_RANKS:
-        yield f"more than {MOST_RANKS} processes that failed: the others are left out"
+        yield f"more than {MAX_RANKS} ranks: {ranks} others are left out"
+    if len(strays) > MAX_RANKS:
+        yield f"more than {MAX_RANKS} processes that failed: the others are left out"
 
 
 def _first_remarks(remarks: Sequence[str]) -> Iterator[str]:
-    yield from remarks[:_MOST_REMARKS]
-    if len(remarks) > _MOST_REMARKS:
-        yield f"and so of {len(remarks) - _MOST_REMARKS} more files"
+    yield from remarks[:_MAX_REMARKS]
+    if len(remarks) > _MAX_REMARKS:
+        yield f"and so of {len(remarks) - _MAX_REMARKS} more files"
 
 
 def glance(path: Path) -> Run:

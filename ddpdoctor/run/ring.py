@@ -27,18 +27,11 @@ POINT_TO_POINT = 2
 
 _MAGIC = b"DDPRING\0"
 _HEAD = struct.Struct("<8sIIII")
-_COUNT = struct.Struct("<q")
-_COUNT_AT = 32
-_WAITED = struct.Struct("<q")
-_WAITED_AT = 40
-_FLAGS = struct.Struct("<q")
-_FLAGS_AT = 48
-_TEXTS = struct.Struct("<q")
-_TEXTS_AT = 56
+_NUMBER = struct.Struct("<q")
+_COUNT_AT, _WAITED_AT, _FLAGS_AT, _TEXTS_AT = 32, 40, 48, 56
 _ENTRY = struct.Struct("<qqqqqHHHHHBBi4I")
 _REST = struct.Struct("<HHHHHBBi4I")
 _ENTRIES_AT = 64
-_ENDED = struct.Struct("<q")
 _ENDED_AT = 16
 _PLACES = tuple(_ENTRIES_AT + place * _ENTRY.size for place in range(ENTRIES))
 _TEXT_AT = _ENTRIES_AT + ENTRIES * _ENTRY.size
@@ -129,9 +122,9 @@ class RingWriter:
         """The mapped file, for C code that stores into it directly."""
         _HEAD.pack_into(self._memory, 0, _MAGIC, FORMAT, ENTRIES, _ENTRY.size, _TEXT_AT)
         self._store: Callable[..., None] = partial(_ENTRY.pack_into, self._memory)
-        self._end: Callable[[int, int], None] = partial(_ENDED.pack_into, self._memory)
-        self._count: Callable[[int], None] = partial(_COUNT.pack_into, self._memory, _COUNT_AT)
-        self.waits_for: Callable[[int], None] = partial(_WAITED.pack_into, self._memory, _WAITED_AT)
+        self._end: Callable[[int, int], None] = partial(_NUMBER.pack_into, self._memory)
+        self._count: Callable[[int], None] = partial(_NUMBER.pack_into, self._memory, _COUNT_AT)
+        self.waits_for: Callable[[int], None] = partial(_NUMBER.pack_into, self._memory, _WAITED_AT)
         """Store the order of the asynchronous call that the rank waits for, or 0."""
         self.count = 0
         self._written = 0
@@ -146,7 +139,7 @@ class RingWriter:
             return 0
         self._memory[end - len(raw) : end] = raw
         self._written += len(raw)
-        _TEXTS.pack_into(self._memory, _TEXTS_AT, self._written)
+        _NUMBER.pack_into(self._memory, _TEXTS_AT, self._written)
         self._texts += 1
         return self._texts - 1
 
@@ -194,7 +187,7 @@ class RingWriter:
 
     def set_partial(self) -> None:
         """Record that calls may be missing."""
-        _FLAGS.pack_into(self._memory, _FLAGS_AT, 1)
+        _NUMBER.pack_into(self._memory, _FLAGS_AT, 1)
 
 
 def read_ring(path: str, newest: int = ENTRIES) -> Ring:
@@ -221,15 +214,15 @@ def parse_ring(raw: bytes, path: str, newest: int = ENTRIES) -> Ring:
     _, version, entries, size, text_at = _HEAD.unpack_from(raw)
     if size != _ENTRY.size or entries != ENTRIES:
         raise mapped.UnreadableError(f"{path} has format {version}; this ddpdoctor reads {FORMAT}")
-    (written,) = _TEXTS.unpack_from(raw, _TEXTS_AT)
+    (written,) = _NUMBER.unpack_from(raw, _TEXTS_AT)
     texts = raw[text_at : text_at + written].decode("utf-8", "replace").split("\n")
     every = _ENTRY.iter_unpack(raw[_ENTRIES_AT : _ENTRIES_AT + ENTRIES * _ENTRY.size])
     ordered = sorted(entry for entry in every if entry[0])
     chains = {text: _lines(text, texts) for text in texts if text.startswith(_CHAIN)}
     return Ring(
-        _COUNT.unpack_from(raw, _COUNT_AT)[0],
-        _WAITED.unpack_from(raw, _WAITED_AT)[0],
-        bool(_FLAGS.unpack_from(raw, _FLAGS_AT)[0]),
+        _NUMBER.unpack_from(raw, _COUNT_AT)[0],
+        _NUMBER.unpack_from(raw, _WAITED_AT)[0],
+        bool(_NUMBER.unpack_from(raw, _FLAGS_AT)[0]),
         tuple(_collective(entry, texts, chains) for entry in ordered[-newest:]),
     )
 
@@ -248,22 +241,10 @@ def _collective(
     try:
         at = chains.get(texts[site]) or (texts[site],)
         return Collective(
-            order,
-            began,
-            ended,
-            sequence,
-            texts[name],
-            texts[group],
-            texts[dtype],
-            texts[reduce],
-            tuple(shape[:dimensions]),
-            numel,
-            root,
-            flags & ASYNC != 0,
-            flags & POINT_TO_POINT != 0,
-            at[0],
-            at[1:],
-        )
+            order, began, ended, sequence, texts[name], texts[group], texts[dtype], texts[reduce],
+            tuple(shape[:dimensions]), numel, root, flags & ASYNC != 0, flags & POINT_TO_POINT != 0,
+            at[0], at[1:],
+        )  # fmt: skip
     except IndexError:
         # A new entry may refer to a text that is not stored yet.
         return _collective(entry, [*texts, *[""] * (1 + max(entry[5:10]) - len(texts))], chains)

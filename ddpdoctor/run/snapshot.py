@@ -40,7 +40,7 @@ from ddpdoctor.run.status import Status
 HANG = "hang-*.json"
 """Files with the evidence of a hang, in alphabetical order."""
 
-MOST_EXPANDED = 1 << 11
+MAX_EXPANDED = 1 << 11
 """Maximum number of steps that the lines of a rank are expanded to."""
 
 FOREVER = 1 << 63
@@ -150,7 +150,7 @@ class Rank:
 def _steps(lines: Sequence[bytes]) -> tuple[StepRecord, ...]:
     """Parse the newest steps. A line that stands for several steps is expanded."""
     found: list[StepRecord] = []
-    most = max(len(lines), MOST_EXPANDED)
+    most = max(len(lines), MAX_EXPANDED)
     for line in reversed(lines):
         record = parse(line)
         if isinstance(record, StepRecord) and record.step >= 0:

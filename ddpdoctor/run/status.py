@@ -110,28 +110,17 @@ class Status(NamedTuple):
 
 _MAGIC = b"DDPDOCT\0"
 _HEAD = struct.Struct("<8sII q ii ii q")
-_PARTS = struct.Struct("<8q2I")
-_PARTS_AT = 48
-_MOST_SHORT = (1 << 32) - 1
-_BEAT = struct.Struct("<q")
-_BEAT_AT = 120
-_LIVE = struct.Struct("<qqq")
-_LIVE_AT = 128
-_TOTALS = struct.Struct("<qqqq")
-_TOTALS_AT = 160
-_FLAGS = struct.Struct("<q")
-_FLAGS_AT = 200
-_REDUCED = struct.Struct("<q")
-_REDUCED_AT = 192
-_MEMORY = struct.Struct("<4q")
-_MEMORY_AT = 208
+_PARTS, _PARTS_AT = struct.Struct("<8q2I"), 48
+_LIVE, _LIVE_AT = struct.Struct("<qqq"), 128
+_TOTALS, _TOTALS_AT = struct.Struct("<qqqq"), 160
+_MEMORY, _MEMORY_AT = struct.Struct("<4q"), 208
+_NUMBER = struct.Struct("<q")
+_BEAT_AT, _COST_AT, _REDUCED_AT, _FLAGS_AT = 120, 152, 192, 200
 _GPU_AT, _GPU_SIZE = 240, 16
 _COLLECTIVE_AT, _COLLECTIVE_SIZE = 256, 64
 _COLLECTIVE = struct.Struct(f"{_COLLECTIVE_SIZE}s")
 _SITE_AT, _SITE_SIZE = 320, 688
 _STAGE_AT, _STAGE_SIZE = 1008, 16
-_COST = struct.Struct("<q")
-_COST_AT = 152
 _WHOLE = struct.Struct("<8sIIqiiiiq 8q2Iq 3q q4q qq 4q16s")
 """All fields before the texts at once, for readers."""
 _PHASES = {int(phase): phase for phase in Phase}
@@ -161,7 +150,7 @@ class StatusPage:
             _TOTALS.pack_into, self._memory, _TOTALS_AT
         )
         """Store step, epoch, last_total and dropped, which change once a step."""
-        self.reduced: Callable[[int], None] = partial(_REDUCED.pack_into, self._memory, _REDUCED_AT)
+        self.reduced: Callable[[int], None] = partial(_NUMBER.pack_into, self._memory, _REDUCED_AT)
         """Store the number of begun backward passes that are all-reduced."""
         self.set_collective: Callable[[bytes], None] = partial(
             _COLLECTIVE.pack_into, self._memory, _COLLECTIVE_AT
@@ -176,12 +165,12 @@ class StatusPage:
         """Store the parts of a closed step."""
         *times, cpu, waited = parts
         # In microseconds, to fit into 32 bits.
-        short = (min(each // 1000, _MOST_SHORT) for each in (cpu, waited))
+        short = (min(each // 1000, (1 << 32) - 1) for each in (cpu, waited))
         _PARTS.pack_into(self._memory, _PARTS_AT, *times, *short)
 
     def set_beat(self, now: int) -> None:
         """Store that the writing thread ran at ``now``, in Unix nanoseconds."""
-        _BEAT.pack_into(self._memory, _BEAT_AT, now)
+        _NUMBER.pack_into(self._memory, _BEAT_AT, now)
 
     def set_memory(self, rss: int | None, allocator: tuple[int, int, int] | None) -> None:
         """Store resident bytes, and allocated, reserved and peak bytes of torch's allocator."""
@@ -191,7 +180,7 @@ class StatusPage:
 
     def set_cost(self, share: float) -> None:
         """Store the share of the rank's time that ddpdoctor takes. 0 if not known."""
-        _COST.pack_into(self._memory, _COST_AT, int(share * 1e6))
+        _NUMBER.pack_into(self._memory, _COST_AT, int(share * 1e6))
 
     def set_gpu(self, uuid: str) -> None:
         """Store the UUID of the rank's GPU. Ignore a text that is no UUID."""
@@ -210,7 +199,7 @@ class StatusPage:
 
     def set_unwritten(self) -> None:
         """Store that the disk refused the journal."""
-        _FLAGS.pack_into(self._memory, _FLAGS_AT, 1)
+        _NUMBER.pack_into(self._memory, _FLAGS_AT, 1)
 
     def set_site(self, site: bytes) -> None:
         """Store a call site, encoded by :func:`page_text`."""
@@ -254,38 +243,22 @@ def parse_status(page: bytes, path: str) -> Status:
         beat, phase, since, armed, cost, step, epoch, last_total, dropped, reduced,
         unwritten, rss, allocated, reserved, peak, gpu,
     ) = _WHOLE.unpack_from(page, 0)  # fmt: skip
+    # Stored one higher, since 0 means that they are not known.
+    rss, allocated, reserved, peak = (
+        each - 1 if each > 0 else None for each in (rss, allocated, reserved, peak)
+    )
     parts = Parts(
         number, data, forward, backward, optimizer, other, wait, bool(split),
         cpu * 1000, waited * 1000,
     )  # fmt: skip
     return Status(
-        pid,
-        rank,
-        world,
-        local_rank,
-        restart,
-        started,
-        _PHASES.get(phase, Phase.OTHER),
-        since,
-        step,
-        None if epoch == NO_EPOCH else epoch,
-        armed,
-        last_total,
-        dropped,
-        bool(unwritten),
-        _text(page, _COLLECTIVE_AT, _COLLECTIVE_SIZE),
-        _text(page, _SITE_AT, _SITE_SIZE),
-        reduced,
-        parts if parts.total else None,
-        beat or None,
-        rss - 1 if rss > 0 else None,
-        allocated - 1 if allocated > 0 else None,
-        reserved - 1 if reserved > 0 else None,
-        peak - 1 if peak > 0 else None,
-        _uuid(gpu),
-        _text(page, _STAGE_AT, _STAGE_SIZE),
+        pid, rank, world, local_rank, restart, started, _PHASES.get(phase, Phase.OTHER), since,
+        step, None if epoch == NO_EPOCH else epoch, armed, last_total, dropped, bool(unwritten),
+        _text(page, _COLLECTIVE_AT, _COLLECTIVE_SIZE), _text(page, _SITE_AT, _SITE_SIZE), reduced,
+        parts if parts.total else None, beat or None,
+        rss, allocated, reserved, peak, _uuid(gpu), _text(page, _STAGE_AT, _STAGE_SIZE),
         cost / 1e6 if cost > 0 else None,
-    )
+    )  # fmt: skip
 
 
 def _text(page: bytes, at: int, size: int) -> str:

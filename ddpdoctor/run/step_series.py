@@ -115,13 +115,13 @@ def _waited(line: StepRecord, numbers: range, least: Mapping[int, int]) -> StepR
 PARTS = (*PHASES, "wait")
 """The parts of a step, in the order of :attr:`RankSeries.parts`."""
 
-MOST_READ = 512 << 20
+MAX_READ = 512 << 20
 """Maximum bytes of all journals that are read completely. Larger ones are sampled."""
 
 _SAMPLE = 2048
 """Bytes that are read per column: half a dozen steps."""
 
-_MOST_HEAD = 64 << 20
+_MAX_HEAD = 64 << 20
 """Bytes that are searched for the first step of a journal."""
 
 _CHUNK = 1 << 20
@@ -199,7 +199,7 @@ def series(run: Run, ranks: Sequence[Rank], most_cells: int, most_columns: int =
     first, last = min(span[0] for span in spans), max(span[1] for span in spans) + 1
     columns = max(1, min(last - first, most_columns, most_cells // len(journals)))
     edges = [first + (last - first) * each // columns for each in range(columns + 1)]
-    whole = sum(each.size for each in journals.values()) <= MOST_READ
+    whole = sum(each.size for each in journals.values()) <= MAX_READ
     found = Series(edges, sampled=not whole)
     for number, journal in journals.items():
         table = _Table(edges)
@@ -310,7 +310,7 @@ class _Journal:
         for path in self._paths:
             size = _size(path)
             # Repeated records take up to a quarter of the segment before the first step.
-            for place in range(0, min(size, _MOST_HEAD), _CHUNK):
+            for place in range(0, min(size, _MAX_HEAD), _CHUNK):
                 head = _NUMBER.search(_part(path, place, _CHUNK))
                 if head is not None:
                     numbers.append(int(head[1]))

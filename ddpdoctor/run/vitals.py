@@ -17,7 +17,7 @@ from ddpdoctor.core import opening
 from ddpdoctor.core.opening import integer
 from ddpdoctor.run import rundir
 from ddpdoctor.run.names import VITALS
-from ddpdoctor.run.reader import MOST_RANKS
+from ddpdoctor.run.reader import MAX_RANKS
 from ddpdoctor.run.records.base import encode
 from ddpdoctor.run.records.decode import SUPERVISOR_RECORDS, parse
 from ddpdoctor.run.records.supervisor import GpuVitals, RankMemory, VitalsRecord
@@ -26,13 +26,13 @@ from ddpdoctor.run.snapshot import Run
 EVERY = 2.0
 """Seconds between the first samples."""
 
-MOST_KEPT = 600
+MAX_KEPT = 600
 """Maximum number of samples."""
 
-MOST_WRITTEN = 1 << 20
+MAX_WRITTEN = 1 << 20
 """Maximum bytes of all samples. With a thousand ranks there are fewer samples."""
 
-_MOST_GPUS = 1 << 20
+_MAX_GPUS = 1 << 20
 
 
 class Vitals:
@@ -63,7 +63,7 @@ class Vitals:
         self._lines.append(line)
         self._size += len(line)
         path = self._directory / VITALS
-        if len(self._lines) > MOST_KEPT or self._size > MOST_WRITTEN:
+        if len(self._lines) > MAX_KEPT or self._size > MAX_WRITTEN:
             del self._lines[1::2]
             self._size = sum(map(len, self._lines))
             self._every *= 2
@@ -91,7 +91,7 @@ class Vitals:
         for path in self._directory.glob("gpus-*.json"):
             found = {}
             with contextlib.suppress(OSError, ValueError):
-                found = opening.json_object(path, _MOST_GPUS)
+                found = opening.json_object(path, _MAX_GPUS)
             for each in found.get("gpus", ()):
                 if "utilization" in each or "memory_used" in each:
                     yield GpuVitals(
@@ -108,20 +108,20 @@ class Vitals:
         """Do nothing, since nothing is held."""
 
 
-MOST_READ = 4 << 20
-MOST_LINE = 1 << 18
-MOST_SAMPLES = 1200
-MOST_CURVES = 64
+MAX_READ = 4 << 20
+MAX_LINE = 1 << 18
+MAX_SAMPLES = 1200
+MAX_CURVES = 64
 """Maximum number of ranks or GPUs with their own curves. Otherwise minimum, median and maximum."""
 
 
 def read_vitals(directory: Path) -> list[VitalsRecord]:
     """Return the samples, oldest first. Empty if they cannot be read."""
     try:
-        lines = opening.ending(directory / VITALS, MOST_READ).split(b"\n")[-MOST_SAMPLES:]
+        lines = opening.ending(directory / VITALS, MAX_READ).split(b"\n")[-MAX_SAMPLES:]
     except OSError:
         return []
-    found = (parse(line, SUPERVISOR_RECORDS) for line in lines if len(line) <= MOST_LINE)
+    found = (parse(line, SUPERVISOR_RECORDS) for line in lines if len(line) <= MAX_LINE)
     return [each for each in found if isinstance(each, VitalsRecord)]
 
 
@@ -134,8 +134,8 @@ def vitals_curves(directory: Path, restart: int, started: float) -> dict[str, An
         started: Origin of the time axis in Unix seconds.
     """
     samples = [each for each in read_vitals(directory) if each.restart == restart]
-    ranks = sorted({memory.rank for each in samples for memory in each.ranks})[:MOST_RANKS]
-    gpus = sorted({(gpu.host, gpu.gpu) for each in samples for gpu in each.gpus})[:MOST_RANKS]
+    ranks = sorted({memory.rank for each in samples for memory in each.ranks})[:MAX_RANKS]
+    gpus = sorted({(gpu.host, gpu.gpu) for each in samples for gpu in each.gpus})[:MAX_RANKS]
     memory = [{each.rank: each for each in sample.ranks} for sample in samples]
     load = [{(each.host, each.gpu): each for each in sample.gpus} for sample in samples]
 
@@ -162,14 +162,14 @@ def vitals_curves(directory: Path, restart: int, started: float) -> dict[str, An
 
 
 def _names(names: list[str]) -> list[str]:
-    return names if len(names) <= MOST_CURVES else ["least", "median", "most"]
+    return names if len(names) <= MAX_CURVES else ["least", "median", "most"]
 
 
 def _curves(rows: Sequence[Sequence[float | None]]) -> list[list[float | None]]:
     """Turn rows, one for each time, into curves. Empty if no value is known."""
     if not any(value is not None for row in rows for value in row):
         return []
-    if len(rows[0]) > MOST_CURVES:
+    if len(rows[0]) > MAX_CURVES:
         rows = [_spread([value for value in row if value is not None]) for row in rows]
     return [list(curve) for curve in zip(*rows, strict=True)]
 

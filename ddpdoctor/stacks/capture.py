@@ -27,7 +27,7 @@ from ddpdoctor.system.process_activity import ProcessState, Turn, lacked, read_s
 MISSING = "py-spy is not installed (pip install py-spy)"
 FORBIDDEN = "py-spy may not look into the process (ptrace is not permitted)"
 
-MOST = 16
+MAX_PROCESSES = 16
 """Maximum number of processes that py-spy examines at once."""
 
 _KILLED = 0.3
@@ -108,11 +108,11 @@ def _dump_each(
         return dict.fromkeys(numbers, (None, MISSING))
     deadline = time.monotonic() + patience
     started: dict[int, subprocess.Popen[str]] = {}
-    for number in numbers[:MOST]:
+    for number in numbers[:MAX_PROCESSES]:
         with contextlib.suppress(OSError):
             started[number] = _start(program, stacks[number].pid, how)
     outcomes: dict[int, tuple[_Dump | None, str]] = dict.fromkeys(
-        numbers, (None, f"only {MOST} processes were looked into")
+        numbers, (None, f"only {MAX_PROCESSES} processes were looked into")
     )
     for number, process in started.items():
         outcomes[number] = _outcome(process, max(deadline - time.monotonic(), 0.05), patience)
@@ -222,7 +222,7 @@ PATIENCE = 3.0
 _ANSWERS = 0.7
 """Share of that for responses, if py-spy can examine the ranks that do not respond."""
 
-_MOST = 3.0
+_MAX_STRETCH = 3.0
 """Maximum factor by which the wait grows for ranks that lack a core."""
 
 _ANSWERED = object()
@@ -287,7 +287,7 @@ def _ask(targets: Sequence[_Target], limit: float) -> float:
         waited = time.monotonic() - began
         if asked and waited >= until:
             lost = max(_without_core(before, each, waited) for each, _, before in asked)
-            until = min(limit + lost, _MOST * limit)
+            until = min(limit + lost, _MAX_STRETCH * limit)
         if not asked or waited >= until:
             break
         pause(poll)
@@ -372,12 +372,7 @@ def _targets(run: Run) -> list[_Target]:
         # Not yet a rank. Its environment says which one it will be.
         if declared.rank is not None and declared.restart == attempt:
             found[declared.rank] = _Target(
-                declared.rank,
-                attempt,
-                declared.pid,
-                declared.host,
-                declared.namespace,
-                declared,
+                declared.rank, attempt, declared.pid, declared.host, declared.namespace, declared
             )
     for rank in run.attempt(attempt):
         target = _of_rank(rank, by_pid)

@@ -16,12 +16,12 @@ from typing import Any
 from ddpdoctor.run import rundir
 from ddpdoctor.run.names import FORMAT
 from ddpdoctor.run.records.base import JsonObject
-from ddpdoctor.system.nvml import Device, NvmlReader, Process, Reading
+from ddpdoctor.system.nvml import Device, NvmlReader, Process, Reading, text_of
 
 # -- Health: links, memory faults, settings
 
 
-MOST_LINKS = 18
+MAX_LINKS = 18
 """Maximum number of NVLinks of a GPU."""
 
 BUSY = 50
@@ -125,6 +125,7 @@ def read_health(further: Callable[[], None] = lambda: None) -> GpuFacts:
     reader = NvmlReader(further=further)
     try:
         devices = reader.devices()
+        cuda = reader.system("CudaDriverVersion_v2")
         trouble, code = reader.trouble, reader.code
         gpus = []
         for device in devices:
@@ -136,8 +137,8 @@ def read_health(further: Callable[[], None] = lambda: None) -> GpuFacts:
             # A GPU that broke the library meanwhile is reported with that GPU.
             trouble=trouble if not devices else "",
             code=code if not devices else 0,
-            driver=_text(reader.system("DriverVersion")),
-            cuda=_cuda(reader.system("CudaDriverVersion_v2")),
+            driver=text_of(reader.system("DriverVersion") or ""),
+            cuda=f"{cuda // 1000}.{cuda % 1000 // 10}" if isinstance(cuda, int) else "",
             peers=tuple(_peers(reader, devices, _PEER_READ)),
             nvlinked=tuple(
                 (one, other) for one, other, works in _peers(reader, devices, _PEER_NVLINK) if works
@@ -180,7 +181,7 @@ def health(reader: NvmlReader, device: Device) -> Health:
 
 def _links(reader: NvmlReader, device: Device) -> tuple[bool, ...]:
     states = []
-    for link in range(MOST_LINKS):
+    for link in range(MAX_LINKS):
         state = reader.query(device, "NvLinkState", link)
         if state is None:
             # A missing link is "not supported", and so are all after it.
@@ -207,14 +208,6 @@ def _item(values: Any, place: int) -> Any:
 
 def _whole(value: Any) -> int | None:
     return value if isinstance(value, int) and value != 0xFFFFFFFF else None
-
-
-def _text(value: Any) -> str:
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value or "")
-
-
-def _cuda(number: Any) -> str:
-    return f"{number // 1000}.{number % 1000 // 10}" if isinstance(number, int) else ""
 
 
 # -- Polling for the run directory
@@ -309,7 +302,7 @@ def _record(
 ) -> JsonObject:
     silent = brief == Reading()
     numbers: dict[str, Any] = {
-        "utilization": _ratio(brief.utilization),
+        "utilization": None if brief.utilization is None else brief.utilization / 100,
         "memory_used": brief.memory_used,
         "memory_total": brief.memory_total,
         "power": brief.power,
@@ -336,10 +329,6 @@ def _record(
         "problem": problem or None,
     }
     return {key: value for key, value in (words | numbers).items() if value is not None}
-
-
-def _ratio(percent: int | None) -> float | None:
-    return None if percent is None else percent / 100
 
 
 def _hertz(megahertz: int | None) -> float | None:

@@ -7,7 +7,7 @@ import ctypes
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,14 +125,21 @@ class NvmlReader:
         if handle is None:
             return Reading()
         limits = ("EnforcedPowerLimit", "PowerManagementLimit")
+        fields = [(field, _ALL_LINKS) for field in _NVLINK_SENT_AND_RECEIVED]
         return Reading(
             power_limit=_watts(self._first(device, limits, handle)),
             temperature=_number(self._ask(device, "Temperature", handle, _TEMPERATURE_GPU)),
             clock=_number(self._ask(device, "ClockInfo", handle, _CLOCK_SM)),
             clock_max=_number(self._ask(device, "MaxClockInfo", handle, _CLOCK_SM)),
             throttled=self._throttled(device, handle),
-            pcie=self._pcie(device, handle),
-            nvlink=self._nvlink(device, handle),
+            # NVML waits 20 ms for each direction.
+            pcie=_sum_of_kib(
+                _number(self._ask(device, "PcieThroughput", handle, each)) for each in (0, 1)
+            ),
+            nvlink=_sum_of_kib(
+                int(each.value.ullVal) if each.nvmlReturn == 0 else None
+                for each in self._ask(device, "FieldValues", handle, fields) or ()
+            ),
             processes=self.processes(device) or (),
             ecc_errors=_number(
                 self._ask(device, "TotalEccErrors", handle, _UNCORRECTED, _SINCE_DRIVER)
@@ -183,7 +190,7 @@ class NvmlReader:
             # It does not exist, or belongs to another container.
             with contextlib.suppress(Exception):
                 instance = self._nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
-                found.append(_text(self._nvml.nvmlDeviceGetUUID(instance)))
+                found.append(text_of(self._nvml.nvmlDeviceGetUUID(instance)))
         return tuple(found)
 
     def fabric_ready(self, device: Device) -> bool | None:
@@ -266,11 +273,12 @@ class NvmlReader:
             # A GPU that is lost, or that a container may not use, is missing.
             try:
                 handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+                pci = _tried(pynvml.nvmlDeviceGetPciInfo, handle)
                 device = Device(
                     index=index,
-                    uuid=_text(pynvml.nvmlDeviceGetUUID(handle)),
-                    name=_text(_tried(pynvml.nvmlDeviceGetName, handle) or ""),
-                    bus_id=_text(getattr(_tried(pynvml.nvmlDeviceGetPciInfo, handle), "busId", "")),
+                    uuid=text_of(pynvml.nvmlDeviceGetUUID(handle)),
+                    name=text_of(_tried(pynvml.nvmlDeviceGetName, handle) or ""),
+                    bus_id=text_of(getattr(pci, "busId", "")),
                     mig=bool((_tried(pynvml.nvmlDeviceGetMigMode, handle) or (0,))[0]),
                 )
             except Exception as error:
@@ -348,19 +356,6 @@ class NvmlReader:
             memory = self._ask(device, "MemoryInfo", handle)
         return _number(getattr(memory, "total", None)), _number(getattr(memory, "used", None))
 
-    def _pcie(self, device: Device, handle: Any) -> int | None:
-        """Return bytes per second over PCIe. NVML waits 20 ms for each direction."""
-        sides = [_number(self._ask(device, "PcieThroughput", handle, each)) for each in (0, 1)]
-        known = [side for side in sides if side is not None]
-        return 1024 * sum(known) if known else None
-
-    def _nvlink(self, device: Device, handle: Any) -> int | None:
-        """Return the bytes over NVLink so far. The counters are in KiB."""
-        fields = [(field, _ALL_LINKS) for field in _NVLINK_SENT_AND_RECEIVED]
-        found = self._ask(device, "FieldValues", handle, fields)
-        known = [int(each.value.ullVal) for each in found or () if each.nvmlReturn == 0]
-        return 1024 * sum(known) if known else None
-
     def _throttled(self, device: Device, handle: Any) -> tuple[str, ...] | None:
         queries = ("CurrentClocksEventReasons", "CurrentClocksThrottleReasons")
         reasons = self._first(device, queries, handle)
@@ -382,12 +377,19 @@ def _number(value: Any) -> int | None:
     return value
 
 
+def _sum_of_kib(counters: Iterable[int | None]) -> int | None:
+    """Return the bytes of some counters in KiB. None if all are missing."""
+    known = [each for each in counters if each is not None]
+    return 1024 * sum(known) if known else None
+
+
 def _watts(milliwatts: Any) -> float | None:
     number = _number(milliwatts)
     return None if number is None else number / 1000
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
+    """Return a text of NVML, which the old binding gives as bytes."""
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 

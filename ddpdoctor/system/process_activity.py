@@ -244,14 +244,14 @@ def sample(pid: int) -> Sample:
         stat.letter,
         stat.cpu_seconds,
         sum(each.cpu_seconds for each in map(proc.read_stat, below) if each is not None),
-        sum(characters + written for characters, written, _ in moved),
+        sum(characters + written for characters, written, *_ in moved),
         moved[0][1],
-        sum(disk for _, _, disk in moved),
+        sum(disk for _, _, disk, _ in moved),
         input=reads_input,
         terminal=reads_input and _leads_to(pid, 0, ("/dev/pts/", "/dev/tty")),
         network=call == "poll" or _at_socket(pid, call, first),
         children_network=any(_at_socket(child, *_system_call(child)) for child in below),
-        switches=_switches(pid),
+        switches=moved[0][3],
         turns=read_turns(pid),
         children_turns={child: read_turns(child) for child in below},
     )
@@ -317,13 +317,20 @@ def cores_of_tree(before: Mapping[int, Turns], after: Mapping[int, Turns], secon
     return sum(busy(before.get(pid, {}), turns, seconds) for pid, turns in after.items())
 
 
-def _moved(pid: int) -> tuple[int, int, int]:
-    """Return the bytes that a process read and wrote, and that devices moved for it."""
+def _moved(pid: int) -> tuple[int, int, int, int]:
+    """Return bytes read, written and moved by devices, and voluntary context switches."""
     try:
-        moved = psutil.Process(pid).io_counters()
+        process = psutil.Process(pid)
+        switches = int(process.num_ctx_switches().voluntary)
     except psutil.Error:
-        return 0, 0, 0
-    return moved.read_chars, moved.write_chars, moved.read_bytes + moved.write_bytes
+        return 0, 0, 0, 0
+    try:
+        moved = process.io_counters()
+    except psutil.Error:
+        # Another user's.
+        return 0, 0, 0, switches
+    disk = moved.read_bytes + moved.write_bytes
+    return moved.read_chars, moved.write_chars, disk, switches
 
 
 _CALLS = {
@@ -368,17 +375,10 @@ def _leads_to(pid: int, descriptor: int, kinds: tuple[str, ...]) -> bool:
         return False
 
 
-def _switches(pid: int) -> int:
-    try:
-        return int(psutil.Process(pid).num_ctx_switches().voluntary)
-    except psutil.Error:
-        return 0
-
-
 # -- Clocks of CPU cores, by the kernel's ``cpufreq``
 
 
-MOST_CLOCKS = 16
+MAX_CLOCKS = 16
 """Maximum number of ranks whose cores are read."""
 
 
@@ -400,7 +400,7 @@ class CoreClocks:
 
     def look(self, pids: Mapping[int, int]) -> None:
         """Read the clock of the core that each rank is on. ``pids`` is by rank."""
-        for rank, pid in list(pids.items())[:MOST_CLOCKS]:
+        for rank, pid in list(pids.items())[:MAX_CLOCKS]:
             with contextlib.suppress(OSError, ValueError):
                 stat = read_stat(pid, proc=self._processes)
                 if stat is None:
