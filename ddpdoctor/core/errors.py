@@ -10,14 +10,9 @@ from typing import NamedTuple, ParamSpec, TypeVar
 
 from ddpdoctor import __version__
 
-USAGE = 2
-"""Exit status for bad input: an unknown option, a missing file, a damaged run directory."""
-
-STRICT = 3
-"""Exit status of ``run --strict`` if the job succeeded and an error-level finding stands."""
-
-HANG = 4
-"""Exit status of ``run --kill-on-hang`` if it ended a job that hung."""
+USAGE = 2  # Exit status for bad input: an unknown option, a missing file, a damaged run directory
+STRICT = 3  # Exit status of ``run --strict`` if the job succeeded and an error-level finding stands
+HANG = 4  # Exit status of ``run --kill-on-hang`` if it ended a job that hung
 
 INTERNAL = 70
 """Exit status of any command in which ddpdoctor itself failed (``EX_SOFTWARE`` of sysexits.h)."""
@@ -48,8 +43,7 @@ class DoctorError(Exception):
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _MAX_PLACES = 4
 _MAX_NAMES = 3
-_MAX_CHARACTERS = 200
-"""Characters shown of an exception, which may contain text of the job."""
+_MAX_CHARACTERS = 200  # Characters shown of an exception, which may contain text of the job
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -58,12 +52,10 @@ T = TypeVar("T")
 class Fault(NamedTuple):
     """A failure of one part of ddpdoctor."""
 
-    time: int
-    """Unix nanoseconds."""
+    time: int  # Unix nanoseconds
     part: str
     error: str
-    places: tuple[str, ...]
-    """Lines of ddpdoctor, innermost first."""
+    places: tuple[str, ...]  # Lines of ddpdoctor, innermost first
 
 
 class Faults:

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 # -- Numbers with units
 
 
-MISSING = "-"
-"""Shown for a number that is not known."""
+MISSING = "-"  # Shown for a number that is not known
 
 
 class TimeUnit(NamedTuple):
@@ -162,8 +161,7 @@ def listed(names: Sequence[str], most: int = 8) -> str:
 # -- Sets of ranks: ``0,2-3``, ``ranks 0, 2 and 3``
 
 
-SHORT = 4
-"""Ranks that a sentence lists one by one."""
+SHORT = 4  # Ranks that a sentence lists one by one
 
 _SET = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 

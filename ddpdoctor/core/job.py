@@ -24,8 +24,7 @@ class OwnOptions:
     json: str | None = None
     output: str = "text"
     selection: Selection = ALL
-    notify: tuple[str, ...] = ()
-    """URLs of webhooks, and commands."""
+    notify: tuple[str, ...] = ()  # URLs of webhooks, and commands
     journal_mb: int = 64
     overhead_budget: float = 0.5
     no_debug: bool = False

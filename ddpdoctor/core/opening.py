@@ -28,8 +28,7 @@ from typing import Any
 # -- Owners of run directories and ports
 
 
-_UNMAPPED_USER = 65534
-"""Stands for users that NFS or a user namespace does not map."""
+_UNMAPPED_USER = 65534  # Stands for users that NFS or a user namespace does not map
 
 
 def stranger(path: os.PathLike[str]) -> int | None:
@@ -67,17 +66,13 @@ def as_copy(path: os.PathLike[str]) -> str:
 # -- Opening files
 
 
-MOST_MANIFEST = 4 << 20
-"""Maximum bytes of ``run.json``, which holds the command line."""
+MOST_MANIFEST = 4 << 20  # Maximum bytes of ``run.json``, which holds the command line
 
 MOST_RECORD = 16 << 20
 """Maximum bytes of a file with one JSON object: stacks, an examination of a hang, GPUs."""
 
-MOST_TEXT = 1 << 20
-"""Bytes read from the end of a text: stderr, the output of ``faulthandler``."""
-
-MOST_SOURCE = 2 << 20
-"""Maximum bytes of a source file."""
+MOST_TEXT = 1 << 20  # Bytes read from the end of a text: stderr, the output of ``faulthandler``
+MOST_SOURCE = 2 << 20  # Maximum bytes of a source file
 
 MOST_PARSED = 160 << 10
 """Maximum bytes of a source file that is parsed. A syntax tree takes up to 800 times as much."""
@@ -85,8 +80,7 @@ MOST_PARSED = 160 << 10
 MOST_EXPANDED = 24 << 20
 """Maximum bytes of memory that the JSON of a file may take (:func:`expanded`)."""
 
-MOST_NAMES = 1 << 16
-"""Maximum number of files of a directory that are examined."""
+MOST_NAMES = 1 << 16  # Maximum number of files of a directory that are examined
 
 Path = str | os.PathLike[str]
 

@@ -178,25 +178,19 @@ _NUMBER = re.compile(r"-$|-\d+$|-\d*\.\d+$")
 class Value(NamedTuple):
     """The value of an option."""
 
-    convert: Callable[[str], Any]
-    """Converts the typed text, or raises ValueError."""
-    wanted: str
-    """What must be typed, for the sentence "option --x needs ..."."""
+    convert: Callable[[str], Any]  # Converts the typed text, or raises ValueError
+    wanted: str  # What must be typed, for the sentence "option --x needs ..."
     repeated: bool = False
     """The option may be repeated, and each time adds a value. Otherwise the last one counts."""
-    omitted: Any = None
-    """The meaning of the option without a value, if the value is optional."""
-    choices: tuple[str, ...] = ()
-    """All valid values, if they are a few words."""
+    omitted: Any = None  # The meaning of the option without a value, if the value is optional
+    choices: tuple[str, ...] = ()  # All valid values, if they are a few words
 
 
 class Passed(NamedTuple):
     """An option to pass on: torchrun's, or that of another command."""
 
-    name: str
-    """The full name."""
-    words: tuple[str, ...]
-    """The words that were typed, including the value."""
+    name: str  # The full name
+    words: tuple[str, ...]  # The words that were typed, including the value
     value: str | None = None
 
 
@@ -204,8 +198,7 @@ class Described(NamedTuple):
     """An option as the help text describes it."""
 
     name: str
-    metavar: str
-    """Its value, in brackets if optional. Empty for a flag."""
+    metavar: str  # Its value, in brackets if optional. Empty for a flag.
     text: str
     choices: tuple[str, ...] = ()
 
@@ -216,12 +209,9 @@ class Given:
 
     options: dict[str, Any] = field(default_factory=dict)
     """Values by option: True for a flag, a list for a repeated option."""
-    passed: list[Passed] = field(default_factory=list)
-    """The options to pass on, in order."""
-    rest: list[str] = field(default_factory=list)
-    """The other words."""
-    separator: bool = False
-    """Whether ``--`` stood before or within the rest."""
+    passed: list[Passed] = field(default_factory=list)  # The options to pass on, in order
+    rest: list[str] = field(default_factory=list)  # The other words
+    separator: bool = False  # Whether ``--`` stood before or within the rest
     help: bool = False
     configured: set[str] = field(default_factory=set)
     """The options that come from a configuration file."""
@@ -539,8 +529,7 @@ class Selection:
     A finding that is not selected still explains others. It is only not shown.
     """
 
-    select: tuple[str, ...] = ()
-    """Empty selects all."""
+    select: tuple[str, ...] = ()  # Empty selects all
     ignore: tuple[str, ...] = ()
 
     @classmethod

@@ -42,8 +42,7 @@ def pace(finding: Finding, run: object) -> Lapsed | None:
 # -- Subjects of findings
 
 
-STANDSTILL = "a standstill"
-"""What an examination of a hanging job found, and what explains that."""
+STANDSTILL = "a standstill"  # What an examination of a hanging job found, and what explains that
 
 MISPAIRED = "collectives that met others"
 """What makes the ranks' collectives differ, and failures that only follow from that."""
@@ -51,20 +50,14 @@ MISPAIRED = "collectives that met others"
 ABORT = "an abort in a collective"
 """An abort whose last output, which states the reason, may not have been read."""
 
-MODELS = "models that DDP refuses"
-"""Models that differ, and DDP's message about them."""
-
-LOST = "a lost peer"
-"""An end that follows from the cause of a standstill."""
-
-END = "the end of attempt "
-"""Followed by a number: what ended an attempt."""
+MODELS = "models that DDP refuses"  # Models that differ, and DDP's message about them
+LOST = "a lost peer"  # An end that follows from the cause of a standstill
+END = "the end of attempt "  # Followed by a number: what ended an attempt
 
 PARAMETERS = "the parameters of module "
 """Followed by a number: parameters that differ between ranks, and what explains that."""
 
-LIKELY = "a likely cause"
-"""What is taken for the cause because none is certain."""
+LIKELY = "a likely cause"  # What is taken for the cause because none is certain
 
 # -- Predicates
 

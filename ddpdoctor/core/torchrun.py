@@ -23,8 +23,7 @@ _NO_VALUE = frozenset({"store_true", "store_false", "store_const", "count", "hel
 class TorchrunOptions:
     """The options of one torchrun."""
 
-    takes_value: dict[str, bool]
-    """By name: whether the option takes a value."""
+    takes_value: dict[str, bool]  # By name: whether the option takes a value
 
     def resolve(self, word: str) -> str | None:
         """Return the full name of an option, which may be abbreviated as argparse allows.

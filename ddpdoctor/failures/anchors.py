@@ -40,26 +40,16 @@ COMMON = (
 MAX_LINES = 500
 """Maximum lines read because of one text. A log that repeats itself for hours has nothing new."""
 
-LATER = 4
-"""Lines of each later block that are still read because of it, the last ones."""
-
-_NOISE = 20_000
-"""Maximum number of shapes that are known to be irrelevant."""
-
-_AT_ONCE = 300
-"""Maximum lines of a block that are tried per text."""
-
-_REST = 15
-"""Blocks until it is checked again whether lines repeat themselves."""
-
-_LONG = 200
-"""Letters of each end of a shape that identify it."""
+LATER = 4  # Lines of each later block that are still read because of it, the last ones
+_NOISE = 20_000  # Maximum number of shapes that are known to be irrelevant
+_AT_ONCE = 300  # Maximum lines of a block that are tried per text
+_REST = 15  # Blocks until it is checked again whether lines repeat themselves
+_LONG = 200  # Letters of each end of a shape that identify it
 
 _OF_STATUS = (b" code", b"status", b"exitcode", b"ignal", b"rrno", b"Xid")
 """Precede a number that tells whether a process failed, so equal shapes differ in meaning."""
 
-_FEW = 50
-"""Maximum number of new shapes in a block of a log that repeats itself."""
+_FEW = 50  # Maximum number of new shapes in a block of a log that repeats itself
 
 _NUMBERS = b"0123456789."
 
@@ -74,8 +64,7 @@ def _anchors() -> tuple[bytes, ...]:
     return tuple(text.encode() for text in found)
 
 
-ANCHORS = _anchors()
-"""Lines outside of tracebacks are read only if they contain one of these."""
+ANCHORS = _anchors()  # Lines outside of tracebacks are read only if they contain one of these
 
 _TEXTS = tuple({*ANCHORS, *(text.encode() for each in TABLE for text in each.literals)})
 """Texts that are searched at the ends of a log."""

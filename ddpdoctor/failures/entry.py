@@ -23,14 +23,9 @@ from ddpdoctor.core.finding import Severity
 
 _parser: Any = importlib.import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")
 
-_Tree = dict[str, "_Tree"]
-"""A prefix tree of literals by letter. "" marks the end of one."""
-
-MIN_LETTERS = 3
-"""Minimum letters of a literal."""
-
-_ENOUGH = 8
-"""Letters beyond which a literal is not found faster."""
+_Tree = dict[str, "_Tree"]  # A prefix tree of literals by letter. "" marks the end of one.
+MIN_LETTERS = 3  # Minimum letters of a literal
+_ENOUGH = 8  # Letters beyond which a literal is not found faster
 
 
 def required(pattern: str) -> tuple[str, ...]:
@@ -117,27 +112,17 @@ _OPTIONAL = re.compile(r"\[([^\[\]]*)\]")
 class Weight(IntEnum):
     """How much a line explains. The verdict is the earliest line of the greatest weight."""
 
-    FACT = 1
-    """Adds to another failure, and says nothing alone."""
-    NOTE = 2
-    """Worth knowing, but no failure."""
-    REMARK = 3
-    """A line that contains the word error."""
-    WRAPPER = 4
-    """A launcher reports that a rank failed."""
-    CONSEQUENCE = 5
-    """A rank lost a peer. Never the verdict if a cause is known."""
-    BARE = 6
-    """An exception without its traceback, which may have been only logged."""
-    STOPPED = 7
-    """Somebody stopped the job, perhaps because it hung."""
-    SYMPTOM = 8
-    """No peer joined or responded. The verdict only if no rank shows a cause."""
-    GENERIC = 9
-    """A cause that another line may explain better."""
+    FACT = 1  # Adds to another failure, and says nothing alone
+    NOTE = 2  # Worth knowing, but no failure
+    REMARK = 3  # A line that contains the word error
+    WRAPPER = 4  # A launcher reports that a rank failed
+    CONSEQUENCE = 5  # A rank lost a peer. Never the verdict if a cause is known.
+    BARE = 6  # An exception without its traceback, which may have been only logged
+    STOPPED = 7  # Somebody stopped the job, perhaps because it hung
+    SYMPTOM = 8  # No peer joined or responded. The verdict only if no rank shows a cause.
+    GENERIC = 9  # A cause that another line may explain better
     CAUSE = 10
-    DECISIVE = 11
-    """The system or scheduler reports what it did. Exceptions may follow from it."""
+    DECISIVE = 11  # The system or scheduler reports what it did. Exceptions may follow from it.
 
 
 @dataclass(frozen=True)
@@ -166,13 +151,10 @@ class Page:
 class Known(NamedTuple):
     """The identity of a failure."""
 
-    code: str
-    """The code of the fault, which may also be that of a rule."""
-    name: str
-    """Short name within the table."""
+    code: str  # The code of the fault, which may also be that of a rule
+    name: str  # Short name within the table
     weight: Weight
-    seen: str
-    """The software that prints it: versions of torch, or other."""
+    seen: str  # The software that prints it: versions of torch, or other
 
 
 @dataclass(frozen=True)
@@ -262,8 +244,7 @@ class Failure:
 _TOKEN = re.compile(
     r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?P<\w+>|\(\?<?[:=!]|\(\?\w+\)|\{[\d,]+\}\??|[*+?]\??|."
 )
-_MIN_SEARCHED = 10
-"""Minimum letters of a text that a person may search for."""
+_MIN_SEARCHED = 10  # Minimum letters of a text that a person may search for
 
 
 def _runs(pattern: str) -> Iterator[str]:

@@ -57,8 +57,7 @@ _PREFIX = re.compile(
     r"| {0,6}\d{1,6}(?:\t| {1,2})(?=\[rank\d|Traceback \(|slurmstepd: |srun: |[EW]\d{4} "
     r"|[\w.]{3,80}(?:Error|Exception|Interrupt)(?::|$)| {2,4}File \")"
 )
-TASK = "task "
-"""Prefix of a task's number in ``Line.who``."""
+TASK = "task "  # Prefix of a task's number in ``Line.who``
 
 _NAMES = ("pod", "service", "host", "actor", "node")
 _LOWEST = ("role", "mpi", "task", "lightning", "bare")
@@ -126,23 +125,18 @@ def shape(prefix: str) -> re.Pattern[str]:
 # -- Lines
 
 
-LONGEST = 1 << 16
-"""Maximum bytes of a line that are read, since searching megabytes takes seconds."""
+LONGEST = 1 << 16  # Maximum bytes of a line that are read, since searching megabytes takes seconds
 
 HEAD = "Traceback (most recent call last)"
 _GLUED = re.compile(rf'(?<=\S)(?=  File "|{re.escape(HEAD)})')
 _ITEMS = re.compile(r"\\n['\"](?:, ['\"]|\]\s*$)")
 """Separates the lines of a traceback that was printed as a list, and ends it."""
 
-_OF_LIST = re.compile(r"  File \"|\\n['\"]\]\s*$")
-"""In a piece of such a list, which srun cuts."""
+_OF_LIST = re.compile(r"  File \"|\\n['\"]\]\s*$")  # In a piece of such a list, which srun cuts
 
 _DOCKER = re.compile(r'\{"log":\s?"(.*?)(?:\\[rn])*",\s?"stream"')
-_FIRST = 100
-"""Texts read at each end of a line whose parts overwrote each other."""
-
-_REDRAWN = 5
-"""Times that a redrawn progress bar is read."""
+_FIRST = 100  # Texts read at each end of a line whose parts overwrote each other
+_REDRAWN = 5  # Times that a redrawn progress bar is read
 
 _OF_BARS = b"0123456789.,:%|/<>#=? " + "█▏▎▍▌▋▊▉".encode()
 """Characters that change when a bar is redrawn."""

@@ -34,8 +34,7 @@ from ddpdoctor.failures.tracebacks import (
 # -- Lines of a working job, and lines of one that ends
 
 
-_BEGINNING = 20
-"""Lines at the beginning of a log that are compared with those after an end."""
+_BEGINNING = 20  # Lines at the beginning of a log that are compared with those after an end
 
 _NEUTRAL = re.compile(r"^\s|^$|^[=\-]{4}|^\s*[|+*]|^\.\.\.|^\[\d+\]:$")
 """Lines of tables and frames, which a working job prints as well as one that ends."""
@@ -89,33 +88,19 @@ def beginning_of(data: bytes) -> frozenset[str]:
 # -- The reader
 
 
-WENT_ON = 3
-"""Plain lines of the same rank after a failure that prove that it was caught."""
-
-PATIENCE = 3_000
-"""Maximum number of lines that are read one by one to decide that."""
-
-AT_WORK = 5
-"""Plain lines that differ only in their numbers and prove that a job works."""
-
-_FOLLOWS = 300
-"""Lines after a launcher's end that are read to decide that."""
-
-_MANY = 1_000
-"""Lines after an end that always belong to a later run."""
+WENT_ON = 3  # Plain lines of the same rank after a failure that prove that it was caught
+PATIENCE = 3_000  # Maximum number of lines that are read one by one to decide that
+AT_WORK = 5  # Plain lines that differ only in their numbers and prove that a job works
+_FOLLOWS = 300  # Lines after a launcher's end that are read to decide that
+_MANY = 1_000  # Lines after an end that always belong to a later run
 
 _HELD_BACK = 1 << 14
 """Bytes that Python's stdout may buffer until its process ends, if it is no terminal."""
 
 _BLOCK = 1 << 18
-_LONGEST = 1 << 22
-"""Maximum bytes of a line. A longer one is cut."""
-
-_ENDS = 16_000
-"""Bytes at both ends of a log that are searched for all failures."""
-
-_EARLIER = 4_000
-"""Bytes before a line that are searched for its time and rank."""
+_LONGEST = 1 << 22  # Maximum bytes of a line. A longer one is cut.
+_ENDS = 16_000  # Bytes at both ends of a log that are searched for all failures
+_EARLIER = 4_000  # Bytes before a line that are searched for its time and rank
 
 _ROOT = "Root Cause (first observed failure)"
 _UNSTARTED = re.compile(r", in (?:_initialize_workers|_find_and_load)$", re.MULTILINE)
@@ -143,8 +128,7 @@ class LogReader:
         self._work = Counter[str]()
         self._head: frozenset[str] = frozenset()
         """Shapes of the log's first lines, with which each run begins."""
-        self._begins = False
-        """Whether such a line came after the end."""
+        self._begins = False  # Whether such a line came after the end
         self._tracebacks = Tracebacks()
         self._scan = Scan()
         self._before: deque[str] = deque(maxlen=40)

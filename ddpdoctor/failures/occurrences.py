@@ -23,8 +23,7 @@ from ddpdoctor.failures.lines import TASK
 # -- Occurrences
 
 
-STATUS = re.compile(r"exitcode\s*:")
-"""In the line of torchrun's report about the end of a rank."""
+STATUS = re.compile(r"exitcode\s*:")  # In the line of torchrun's report about the end of a rank
 
 _REPORTED = re.compile(
     r"^(?:[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Warning)\b|\s*what\(\)|terminate called"
@@ -34,14 +33,12 @@ _REPORTED = re.compile(
 """How a failure reports itself. Other lines that mention one are the job's own remarks."""
 
 NUMBER = re.compile(r"[\d.,:]+")
-ALIKE = 60
-"""Letters of two lines, without numbers, that are compared for similarity."""
+ALIKE = 60  # Letters of two lines, without numbers, that are compared for similarity
 
 _SURVIVED = 500
 """Lines between two similar exceptions that prove that the first one did not end the job."""
 
-_REMARKS = 20
-"""The same for lines that contain the word error."""
+_REMARKS = 20  # The same for lines that contain the word error
 
 _REPEATED = re.compile(r" \[repeated \d+x across cluster\].*")
 _AGENT = re.compile(r"torch[./]distributed[./](?:elastic|run|launch)\b|^torchrun: ")
@@ -216,11 +213,8 @@ _LAUNCHER = re.compile(
 )
 """In the traceback of a launcher, of which a job has one on each node."""
 
-BETWEEN = 2
-"""Minimum lines that a process prints before an exception ends it."""
-
-LATER = 100
-"""Lines after the end of a run that belong to a later one."""
+BETWEEN = 2  # Minimum lines that a process prints before an exception ends it
+LATER = 100  # Lines after the end of a run that belong to a later one
 
 MUCH_LATER = 200
 """The same after an exception that ended one process, since others may continue for a while."""

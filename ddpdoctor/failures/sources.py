@@ -153,8 +153,7 @@ def recoded(chunks: Iterator[bytes]) -> Iterator[bytes]:
 # -- Files and directories
 
 
-MAX_BYTES = 2 << 30
-"""Maximum bytes of a decompressed log. Of a larger file the last ones are read."""
+MAX_BYTES = 2 << 30  # Maximum bytes of a decompressed log. Of a larger file the last ones are read.
 
 _CHUNK = 1 << 20
 _PIPE = re.compile(r"/(?:dev|proc/self)/fd/(\d+)$")
@@ -167,11 +166,8 @@ _NAMES = (
 _OF_THE_TRACKER = ("debug.log", "debug-internal.log", "debug-cli.log")
 """Logs of wandb about itself, including its own errors."""
 
-_MAX_LOGS = 4_096
-"""Maximum number of files of a directory."""
-
-_MAX_ELASTIC = 16 << 20
-"""Maximum bytes of the file that torchrun's ``@record`` writes."""
+_MAX_LOGS = 4_096  # Maximum number of files of a directory
+_MAX_ELASTIC = 16 << 20  # Maximum bytes of the file that torchrun's ``@record`` writes
 
 _HINT = "name the job's log files, torchrun's --log-dir, or - for standard input"
 

@@ -19,11 +19,8 @@ from ddpdoctor.failures.occurrences import WARNING
 
 _ORIGINAL = "Original Traceback"
 _MAX_LINES = 2_000
-_APART = 50
-"""Maximum lines of others between a traceback and the line of its exception."""
-
-_BEHIND = 8
-"""The same if its name may be any word before a colon."""
+_APART = 50  # Maximum lines of others between a traceback and the line of its exception
+_BEHIND = 8  # The same if its name may be any word before a colon
 
 FRAME = re.compile(r'^\s*File "(?P<path>[^"\n]+)", line (?P<line>\d+)(?:, in (?P<name>.*))?$')
 _EXCEPTION = re.compile(
@@ -59,8 +56,7 @@ _CONTINUED = re.compile(
 
 _UNREADABLE = ("SyntaxError", "IndentationError", "TabError")
 _WRITER = "event_file_writer.py"
-_STARTS = re.compile(r"^<|[/\\]threading\.py$")
-"""Files in which Python starts a module or a thread."""
+_STARTS = re.compile(r"^<|[/\\]threading\.py$")  # Files in which Python starts a module or a thread
 
 _HELPER = re.compile(r"[/\\]wandb[/\\](?:__main__\.py$|sdk[/\\])")
 """The outermost files of wandb's own process and threads."""
@@ -118,8 +114,7 @@ def kind_of(text: str) -> Kind:
     return Kind.EXCEPTION if is_exception else Kind.OTHER
 
 
-SPAWNED_BY = " of mp.spawn"
-"""Marks a spawned process whose exception its parent raises again."""
+SPAWNED_BY = " of mp.spawn"  # Marks a spawned process whose exception its parent raises again
 
 
 @dataclass(eq=False)
@@ -343,11 +338,8 @@ def parse(text: str) -> Printed | None:
 # -- Interleaved tracebacks of a log
 
 
-_MAX_OPEN = 64
-"""Maximum number of open tracebacks with equal prefixes."""
-
-_STALE = 200
-"""Lines of others after which a traceback is closed."""
+_MAX_OPEN = 64  # Maximum number of open tracebacks with equal prefixes
+_STALE = 200  # Lines of others after which a traceback is closed
 
 _RAISED = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt)(?:: |:?$)")
 """The line of an exception without its traceback."""
@@ -368,8 +360,7 @@ _IGNORED = re.compile(
 _BEFORE_STACK = re.compile(r"^We expect that some modules will need time to support NumPy 2")
 """Before a stack that NumPy prints like a traceback, after which the job continues."""
 
-_OF_NUMPY = "AttributeError: _ARRAY_API not found"
-"""May follow such a stack."""
+_OF_NUMPY = "AttributeError: _ARRAY_API not found"  # May follow such a stack
 
 _OF_RANK = re.compile(rf"{re.escape(HEAD)}: \(RANK (\d+)\)$")
 """Before another rank's exception in the message of a ``CheckpointException``."""

@@ -57,8 +57,7 @@ def _failed(occurrences: Sequence[Occurrence]) -> list[int]:
 
 _GROUP = re.compile(r"\bPG (?:ID )?(\d+)")
 _SIZES = re.compile(r"NumelIn=(\d+), NumelOut=(\d+)")
-_ENOUGH = 3
-"""Minimum number of waiting ranks before one without a line is reported as missing."""
+_ENOUGH = 3  # Minimum number of waiting ranks before one without a line is reported as missing
 
 
 @dataclass(frozen=True)
@@ -79,8 +78,7 @@ class Awaited:
 
     ranks: tuple[int, ...]
     said: str
-    differ: bool = False
-    """All ranks are at the same number, but some in another collective."""
+    differ: bool = False  # All ranks are at the same number, but some in another collective
 
 
 def awaited(occurrences: Sequence[Occurrence]) -> Awaited | None:
@@ -294,8 +292,7 @@ _FIX = "Fix this exception first; failures of other ranks follow from it."
 _WHOSE = "lines do not say whose they are, and the log goes on after it"
 _CUT = "an exception whose message is cut off in the log"
 _SHOWN = 3
-_MAX_RANKS = 100_000
-"""Maximum ranks of a job whose missing ranks are listed."""
+_MAX_RANKS = 100_000  # Maximum ranks of a job whose missing ranks are listed
 
 _TOGETHER = 1.0
 """Seconds within which lines of different logs count as simultaneous, since clocks differ."""

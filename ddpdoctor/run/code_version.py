@@ -20,11 +20,8 @@ from ddpdoctor.run.names import CODE
 from ddpdoctor.run.records.base import Part, as_json
 from ddpdoctor.run.records.typed_json import decoder
 
-MAX_SCRIPT = 256 << 10
-"""Maximum bytes of a script whose text is kept."""
-
-MAX_FILES = 300
-"""Maximum number of files with hashes."""
+MAX_SCRIPT = 256 << 10  # Maximum bytes of a script whose text is kept
+MAX_FILES = 300  # Maximum number of files with hashes
 
 _DEPTH = 3
 _SKIPPED = ("node_modules", "site-packages", "__pycache__", "venv", "env", "build", "dist")
@@ -34,12 +31,9 @@ _SKIPPED = ("node_modules", "site-packages", "__pycache__", "venv", "env", "buil
 class Code(Part):
     """A script and the files beside it."""
 
-    script: str
-    """Its absolute path. Empty if the job is no script."""
-    text: str = ""
-    """Its source. Empty if it is too long."""
-    commit: str = ""
-    """The checked-out commit. Empty without a repository."""
+    script: str  # Its absolute path. Empty if the job is no script.
+    text: str = ""  # Its source. Empty if it is too long.
+    commit: str = ""  # The checked-out commit. Empty without a repository.
     files: dict[str, str] = field(default_factory=dict)
     """Hashes of the Python files in its directory and below, by relative path."""
 

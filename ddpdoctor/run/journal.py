@@ -35,8 +35,7 @@ def move_up(descriptor: int) -> int:
 
 
 _SEGMENT = b'{"kind":"segment","number":"%012d"}\n'
-SEGMENT_SIZE = len(_SEGMENT % 0)
-"""Bytes of a segment's first line."""
+SEGMENT_SIZE = len(_SEGMENT % 0)  # Bytes of a segment's first line
 
 
 def segment_line(number: int) -> bytes:
@@ -67,11 +66,9 @@ class Journal:
     def __init__(self, path: str, limit: int) -> None:
         self.path = path
         self._half = max(limit // 2, 1 << 14)
-        self._sticky: list[bytes] = []
-        """Lines that each new segment repeats."""
+        self._sticky: list[bytes] = []  # Lines that each new segment repeats
         self._sticky_size = 0
-        self._frequent_size = 0
-        """Bytes of the sticky lines whose kinds are written often."""
+        self._frequent_size = 0  # Bytes of the sticky lines whose kinds are written often
         self._kept: Counter[str] = Counter()
         self._written = 0
         self._number = 0

@@ -88,14 +88,9 @@ def check(data: bytes, path: str, what: str, magic: bytes, newest: int, size: in
 # -- Requests of the supervisor to the ranks of its node
 
 
-EXAMINATION = "examination"
-"""File that requests an examination of a hang."""
-
-PROFILE = "profile"
-"""File that requests samples of the training thread's stack."""
-
-MOST_PROFILES = 4
-"""Maximum number of profiles of a rank."""
+EXAMINATION = "examination"  # File that requests an examination of a hang
+PROFILE = "profile"  # File that requests samples of the training thread's stack
+MOST_PROFILES = 4  # Maximum number of profiles of a rank
 
 _NUMBER = struct.Struct("<q")
 
@@ -149,8 +144,7 @@ class Asked:
         return int(number)
 
 
-SUSPICION = "suspicion"
-"""File that names the tensors to examine."""
+SUSPICION = "suspicion"  # File that names the tensors to examine
 
 _SUSPECT_MAGIC = b"DDPSUSP\0"
 _SUSPECT_HEAD = struct.Struct("<8sII")
@@ -158,20 +152,17 @@ _SEQUENCE_AT = 64
 _SUSPECT = struct.Struct("<qqqqq8q")
 _SUSPECT_AT = 128
 _SUSPECT_SIZE = 256
-MOST_SUSPECTS = 8
-"""Maximum number of tensors in a suspicion."""
+MOST_SUSPECTS = 8  # Maximum number of tensors in a suspicion
 
 
 class Suspicion(NamedTuple):
     """A request to fingerprint ``steps`` steps from ``step`` on, and write out tensors once."""
 
-    restart: int
-    """The attempt. Ranks of other attempts ignore the request."""
+    restart: int  # The attempt. Ranks of other attempts ignore the request.
     step: int
     steps: int
     module: int
-    tensors: tuple[int, ...]
-    """Indices into the names that the ranks reported for the module."""
+    tensors: tuple[int, ...]  # Indices into the names that the ranks reported for the module
 
 
 class SuspicionWriter:

@@ -12,11 +12,8 @@ from collections.abc import Iterator
 FORMAT = 1
 """Version of every file in a run directory; raised when an old reader would misread a new file."""
 
-MOST_WORLD = 1 << 17
-"""Maximum number of ranks. A file with more is not trusted."""
-
-BUFFERS = "DDP's broadcast of buffers"
-"""The name shown for the broadcast before DDP's forward."""
+MOST_WORLD = 1 << 17  # Maximum number of ranks. A file with more is not trusted.
+BUFFERS = "DDP's broadcast of buffers"  # The name shown for the broadcast before DDP's forward
 
 BUCKETS = "DDP's broadcast of the order of buckets"
 """The name shown for the one before the first forward after a reduced backward."""
@@ -26,11 +23,8 @@ BEFORE_FORWARD = (BUFFERS, BUCKETS)
 VITALS = "vitals.jsonl"
 """Memory of ranks and load of GPUs over time (`ddpdoctor.run.records.supervisor.VitalsRecord`)."""
 
-CODE = "code.json"
-"""The code of the job (`ddpdoctor.run.code_version`)."""
-
-CONTROL = "control"
-"""The supervisor's socket for its ranks."""
+CODE = "code.json"  # The code of the job (`ddpdoctor.run.code_version`)
+CONTROL = "control"  # The supervisor's socket for its ranks
 
 STACKS_SUFFIX = ".txt"
 """Suffix of the file for a process's stacks (`ddpdoctor.probe.runtime.stacks`). Its first line is
@@ -68,11 +62,8 @@ def short_path(path: str) -> Iterator[str]:
 # -- Environment variables of a job's processes
 
 
-MARK = "DDPDOCTOR_RUN_ID"
-"""Marks a process of a job. ``outer/inner`` for a run within a run."""
-
-KEEPERS = "DDPDOCTOR_KEEPERS"
-"""The pids of the supervisor and its keepers: ``1,2,3``."""
+MARK = "DDPDOCTOR_RUN_ID"  # Marks a process of a job. ``outer/inner`` for a run within a run.
+KEEPERS = "DDPDOCTOR_KEEPERS"  # The pids of the supervisor and its keepers: ``1,2,3``
 
 BUDGET = "DDPDOCTOR_OVERHEAD_BUDGET"
 """Percent of the step time that diagnosis may take. 0 disables costly parts."""

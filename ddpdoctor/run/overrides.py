@@ -20,12 +20,9 @@ Value = bool | int | float | str
 class Override(NamedTuple):
     """An argument that can be overridden."""
 
-    owner: str
-    """The class whose argument or behaviour it changes."""
-    convert: Callable[[str], Value]
-    """Converts the text, or raises ValueError."""
-    wanted: str
-    """The expected text, for the sentence "bucket_cap_mb needs ..."."""
+    owner: str  # The class whose argument or behaviour it changes
+    convert: Callable[[str], Value]  # Converts the text, or raises ValueError
+    wanted: str  # The expected text, for the sentence "bucket_cap_mb needs ..."
 
 
 def _megabytes(text: str) -> float:

@@ -33,11 +33,8 @@ from ddpdoctor.run.status import read_status
 # -- Journals
 
 
-WINDOW = 512
-"""Newest step records kept of a journal."""
-
-SPLIT_WINDOW = 128
-"""Newest split step records kept of a journal."""
+WINDOW = 512  # Newest step records kept of a journal
+SPLIT_WINDOW = 128  # Newest split step records kept of a journal
 
 MAX_KEPT = 48 << 20
 """Bytes of memory for the records of all journals, without steps
@@ -49,16 +46,12 @@ MAX_PARSED = 1 << 30
 MAX_NEW = 256 << 20
 """Bytes of a journal's segment that are read in one poll. If there are more, the last ones."""
 
-MAX_NEW_OF_ALL = 2 << 30
-"""The same for all journals together. Each has its share."""
-
-MAX_LINE = 2 << 20
-"""Bytes of a record. A longer one is left out."""
+MAX_NEW_OF_ALL = 2 << 30  # The same for all journals together. Each has its share.
+MAX_LINE = 2 << 20  # Bytes of a record. A longer one is left out.
 
 _MIN_NEW = 1 << 20
 _CHUNK = 1 << 20
-_ENTRY = 300
-"""Bytes of memory for keeping a record, besides the record."""
+_ENTRY = 300  # Bytes of memory for keeping a record, besides the record
 _MAX_STEP = 1 << 10
 _STEP_LINE = b'{"kind":"step"'
 _SPLIT = b',"split":true'
@@ -121,12 +114,9 @@ class JournalReader:
         room: Room | None = None,
         kinds: Mapping[str, type[Record]] = RANK_RECORDS,
     ) -> None:
-        self.left_out = ""
-        """What was left out because there is too much, in words."""
-        self.thinned = 0
-        """Number of times that records were dropped."""
-        self.size = 0
-        """Estimated bytes of memory of the records."""
+        self.left_out = ""  # What was left out because there is too much, in words
+        self.thinned = 0  # Number of times that records were dropped
+        self.size = 0  # Estimated bytes of memory of the records
         self._kinds = kinds
         self._path = path
         self._older = path.with_name(path.name + ".1")
@@ -141,8 +131,7 @@ class JournalReader:
         self._kept: dict[int, tuple[Record, int]] = {}
         """Records with sizes, by the hash of the line: lines are repeated in new segments."""
         self._records: Records | None = None
-        self._skips = False
-        """Whether the rest of a line that is too long is skipped."""
+        self._skips = False  # Whether the rest of a line that is too long is skipped
 
     @property
     def records(self) -> Records:
@@ -285,14 +274,9 @@ class JournalReader:
 # -- Run directories
 
 
-MAX_STEPS = 32 * WINDOW
-"""Step records that a snapshot keeps of all ranks."""
-
-MAX_RANKS = 1024
-"""Ranks of all attempts in a snapshot, those of the newest attempts first."""
-
-MAX_TEXT = 8 << 20
-"""Bytes read of the ends of all outputs of ``faulthandler``."""
+MAX_STEPS = 32 * WINDOW  # Step records that a snapshot keeps of all ranks
+MAX_RANKS = 1024  # Ranks of all attempts in a snapshot, those of the newest attempts first
+MAX_TEXT = 8 << 20  # Bytes read of the ends of all outputs of ``faulthandler``
 
 _MAX_REMARKS = 20
 _STATUS_NAME = re.compile(r"rank-(\d{4,})\.r(\d+)\.status$")

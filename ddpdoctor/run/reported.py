@@ -20,11 +20,8 @@ if TYPE_CHECKING:
     from ddpdoctor.run.snapshot import Run
 
 
-PATIENCE = 3
-"""Examinations in a row without a finding before it is withdrawn while the job runs."""
-
-TURNS = 1
-"""Times that a finding is withdrawn and reported again before it waits for the job's end."""
+PATIENCE = 3  # Examinations in a row without a finding before it is withdrawn while the job runs
+TURNS = 1  # Times that a finding is withdrawn and reported again before it waits for the job's end
 
 Why = Literal["explained", "restated", "untrue", "over"]
 
@@ -77,8 +74,7 @@ Event = Reported | Withdrawn
 @dataclass
 class _Entry:
     reported: Reported
-    now: Finding
-    """The finding as the latest examination made it."""
+    now: Finding  # The finding as the latest examination made it
     missing: int = 0
 
 

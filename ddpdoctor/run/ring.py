@@ -14,16 +14,10 @@ from typing import NamedTuple
 from ddpdoctor.core.opening import whole
 from ddpdoctor.run import mapped
 
-FORMAT = 2
-"""Since 2 a call has its callers."""
-ENTRIES = 64
-"""Number of collectives in the ring."""
-
-ASYNC = 1
-"""Flag: called with ``async_op=True``."""
-
-POINT_TO_POINT = 2
-"""Flag: ``send`` or ``recv``, which are not ordered in a group."""
+FORMAT = 2  # Since 2 a call has its callers
+ENTRIES = 64  # Number of collectives in the ring
+ASYNC = 1  # Flag: called with ``async_op=True``
+POINT_TO_POINT = 2  # Flag: ``send`` or ``recv``, which are not ordered in a group
 
 _MAGIC = b"DDPRING\0"
 _HEAD = struct.Struct("<8sIIII")
@@ -35,12 +29,10 @@ _ENTRIES_AT = 64
 _ENDED_AT = 16
 _PLACES = tuple(_ENTRIES_AT + place * _ENTRY.size for place in range(ENTRIES))
 _TEXT_AT = _ENTRIES_AT + ENTRIES * _ENTRY.size
-SIZE = 32 << 10
-"""Bytes of the file."""
+SIZE = 32 << 10  # Bytes of the file
 
 _INTEGER = 0xFFFFFFFF
-_CHAIN = "\x1f"
-"""First character of a text that refers to other texts: a line and its callers."""
+_CHAIN = "\x1f"  # First character of a text that refers to other texts: a line and its callers
 
 
 def chain_text(numbers: Sequence[int]) -> str:
@@ -64,47 +56,31 @@ def packed_rest(rest: tuple[int, ...]) -> bytes:
 class Collective(NamedTuple):
     """One call of a collective."""
 
-    order: int
-    """Number of the call on this rank, in any group, from 1."""
-    began: int
-    """Unix nanoseconds."""
+    order: int  # Number of the call on this rank, in any group, from 1
+    began: int  # Unix nanoseconds
     ended: int
     """Unix nanoseconds. 0 while it runs, or if it is asynchronous and was never waited for."""
-    sequence: int
-    """Number of the call in its group, from 1. 0 for a send or a recv."""
-    name: str
-    """``all_reduce``"""
-    group: str
-    """Name and ranks: ``0|0-3``. The default group is called ``0``."""
-    dtype: str
-    """``float32``. Empty without a tensor."""
-    reduce: str
-    """``SUM``. Empty if nothing is reduced."""
-    shape: tuple[int, ...]
-    """The first four dimensions."""
-    numel: int
-    """Elements of the tensor, -1 without one."""
-    root: int
-    """Global rank of source, destination or peer, -1 without one."""
+    sequence: int  # Number of the call in its group, from 1. 0 for a send or a recv.
+    name: str  # ``all_reduce``
+    group: str  # Name and ranks: ``0|0-3``. The default group is called ``0``.
+    dtype: str  # ``float32``. Empty without a tensor.
+    reduce: str  # ``SUM``. Empty if nothing is reduced.
+    shape: tuple[int, ...]  # The first four dimensions
+    numel: int  # Elements of the tensor, -1 without one
+    root: int  # Global rank of source, destination or peer, -1 without one
     asynchronous: bool
     point_to_point: bool
-    site: str
-    """``path:line`` of the user's code. Empty if not known."""
-    callers: tuple[str, ...] = ()
-    """The calling lines, innermost first."""
+    site: str  # ``path:line`` of the user's code. Empty if not known.
+    callers: tuple[str, ...] = ()  # The calling lines, innermost first
 
 
 class Ring(NamedTuple):
     """The contents of a ring."""
 
-    calls: int
-    """Number of calls so far."""
-    waited: int
-    """The order of the asynchronous call that the rank waits for, or 0."""
-    partial: bool
-    """Calls may be missing: the compiler removed some, or the hook failed."""
-    collectives: tuple[Collective, ...]
-    """The newest ones, oldest of them first."""
+    calls: int  # Number of calls so far
+    waited: int  # The order of the asynchronous call that the rank waits for, or 0
+    partial: bool  # Calls may be missing: the compiler removed some, or the hook failed
+    collectives: tuple[Collective, ...]  # The newest ones, oldest of them first
 
 
 class RingWriter:

@@ -30,17 +30,13 @@ from ddpdoctor.core.opening import ask_as, stranger, whose
 KEEP = 20
 """Maximum number of runs in the base directory. The oldest finished ones are removed first."""
 
-KEEP_SERIES = 5
-"""Maximum number of directories of `ddpdoctor scale`, each with many runs."""
+KEEP_SERIES = 5  # Maximum number of directories of `ddpdoctor scale`, each with many runs
 
 MANIFEST = "run.json"
 LATEST = "latest"
 
-STDERR = "stderr.log"
-"""The end of the job's stderr, written once the job has ended."""
-
-STDERR_SO_FAR = "stderr-so-far.log"
-"""The end of the job's stderr while the job runs."""
+STDERR = "stderr.log"  # The end of the job's stderr, written once the job has ended
+STDERR_SO_FAR = "stderr-so-far.log"  # The end of the job's stderr while the job runs
 
 
 def base_directory(uid: int | None = None) -> Path:

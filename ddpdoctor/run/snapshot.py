@@ -37,14 +37,9 @@ from ddpdoctor.run.records.typed_json import decoder
 from ddpdoctor.run.ring import Ring, read_ring
 from ddpdoctor.run.status import Status
 
-HANG = "hang-*.json"
-"""Files with the evidence of a hang, in alphabetical order."""
-
-MAX_EXPANDED = 1 << 11
-"""Maximum number of steps that the lines of a rank are expanded to."""
-
-FOREVER = 1 << 63
-"""A time that is never reached, in Unix nanoseconds."""
+HANG = "hang-*.json"  # Files with the evidence of a hang, in alphabetical order
+MAX_EXPANDED = 1 << 11  # Maximum number of steps that the lines of a rank are expanded to
+FOREVER = 1 << 63  # A time that is never reached, in Unix nanoseconds
 
 R = TypeVar("R", bound=Record)
 
@@ -79,20 +74,15 @@ class Rank:
     rank: int
     restart: int
     status: Status | None
-    opened: OpenRecord = UNOPENED
-    """Its identity. Without values if the record is missing."""
+    opened: OpenRecord = UNOPENED  # Its identity. Without values if the record is missing.
     step_lines: tuple[bytes, ...] = ()
     """The newest step records, unparsed. :attr:`steps` parses them."""
     split_lines: tuple[bytes, ...] = ()
     """The newest step records whose backward was split, which are rare on a GPU."""
-    records: Records = NO_RECORDS
-    """All records of the journal but steps."""
-    exit: RankExitRecord | None = None
-    """How the process ended, if the supervisor saw it."""
-    fault: str = ""
-    """The output of ``faulthandler`` on a fatal signal."""
-    partial: bool = False
-    """Part of the journal was not read because it is too large."""
+    records: Records = NO_RECORDS  # All records of the journal but steps
+    exit: RankExitRecord | None = None  # How the process ended, if the supervisor saw it
+    fault: str = ""  # The output of ``faulthandler`` on a fatal signal
+    partial: bool = False  # Part of the journal was not read because it is too large
     ring_file: Path | None = None
     """The file with the collectives called from Python. :attr:`ring` reads it."""
 
@@ -193,18 +183,12 @@ class Run:
 
     path: Path
     manifest: JsonObject
-    ranks: tuple[Rank, ...]
-    """Ascending by restart, then by rank."""
-    strays: Records = NO_RECORDS
-    """Records of processes that never became ranks, oldest first."""
-    supervisor: Records = NO_RECORDS
-    """The supervisor's records."""
-    taken: int = 0
-    """Time of the snapshot in Unix nanoseconds."""
-    stderr: str = ""
-    """The last MiB of the job's stderr, or the last 64 KiB while the job runs."""
-    unreadable: tuple[str, ...] = ()
-    """Remarks about what could not be read."""
+    ranks: tuple[Rank, ...]  # Ascending by restart, then by rank
+    strays: Records = NO_RECORDS  # Records of processes that never became ranks, oldest first
+    supervisor: Records = NO_RECORDS  # The supervisor's records
+    taken: int = 0  # Time of the snapshot in Unix nanoseconds
+    stderr: str = ""  # The last MiB of the job's stderr, or the last 64 KiB while the job runs
+    unreadable: tuple[str, ...] = ()  # Remarks about what could not be read
 
     @property
     def restarts(self) -> tuple[int, ...]:

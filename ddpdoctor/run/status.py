@@ -49,8 +49,7 @@ class Parts(NamedTuple):
     other: int
     wait: int
     split: bool
-    cpu: int = 0
-    """CPU time of the training thread."""
+    cpu: int = 0  # CPU time of the training thread
     waited: int = 0
     """Time in which the thread was ready to run and had no core. Both are 0 if not known, or if the
     times are a GPU's."""
@@ -72,40 +71,29 @@ class Status(NamedTuple):
     started: int
     phase: Phase
     since: int
-    step: int
-    """Number of closed steps, which is the number of the current step."""
+    step: int  # Number of closed steps, which is the number of the current step
     epoch: int | None
     armed: int
     """Forward passes whose backward is all-reduced. Equal on all ranks of a healthy group."""
-    last_total: int
-    """Duration of the last closed step. 0 before the first."""
+    last_total: int  # Duration of the last closed step. 0 before the first.
     dropped: int
-    unwritten: bool
-    """The disk refused the journal, so later records are missing."""
-    collective: str
-    """Name of the current collective. Empty outside one."""
-    site: str
-    """``path:line`` of the user's code that entered the phase. Empty if not known."""
-    reduced: int = 0
-    """Begun backward passes that are all-reduced."""
+    unwritten: bool  # The disk refused the journal, so later records are missing
+    collective: str  # Name of the current collective. Empty outside one.
+    site: str  # ``path:line`` of the user's code that entered the phase. Empty if not known.
+    reduced: int = 0  # Begun backward passes that are all-reduced
     parts: Parts | None = None
     """The newest closed step that was split, or the newest one if none is."""
     beat: int | None = None
     """Last time that the rank's writing thread ran, which it does a few times a second."""
-    rss: int | None = None
-    """Resident bytes of the process."""
+    rss: int | None = None  # Resident bytes of the process
     allocated: int | None = None
     """Bytes allocated by torch's CUDA allocator on the rank's GPU at the end of a step."""
-    reserved: int | None = None
-    """Bytes that the allocator has reserved on the GPU."""
-    peak: int | None = None
-    """Maximum of allocated bytes."""
-    gpu: str = ""
-    """UUID of the rank's GPU without NVML's prefix. Empty without GPU."""
+    reserved: int | None = None  # Bytes that the allocator has reserved on the GPU
+    peak: int | None = None  # Maximum of allocated bytes
+    gpu: str = ""  # UUID of the rank's GPU without NVML's prefix. Empty without GPU.
     stage: str = ""
     """The pipeline stages of the rank, from 0: ``1``, ``0,2``. Empty without a pipeline."""
-    cost: float | None = None
-    """The measured share of the rank's time that ddpdoctor takes, 0 to 1."""
+    cost: float | None = None  # The measured share of the rank's time that ddpdoctor takes, 0 to 1
 
 
 _MAGIC = b"DDPDOCT\0"
@@ -124,8 +112,7 @@ _STAGE_AT, _STAGE_SIZE = 1008, 16
 _WHOLE = struct.Struct("<8sIIqiiiiq 8q2Iq 3q q4q qq 4q16s")
 """All fields before the texts at once, for readers."""
 _PHASES = {int(phase): phase for phase in Phase}
-PAGE_SIZE = 1024
-"""Bytes of a status page."""
+PAGE_SIZE = 1024  # Bytes of a status page
 
 NO_EPOCH = -1
 

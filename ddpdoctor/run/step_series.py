@@ -112,24 +112,17 @@ def _waited(line: StepRecord, numbers: range, least: Mapping[int, int]) -> StepR
 # -- Series of steps
 
 
-PARTS = (*PHASES, "wait")
-"""The parts of a step, in the order of :attr:`RankSeries.parts`."""
+PARTS = (*PHASES, "wait")  # The parts of a step, in the order of :attr:`RankSeries.parts`
 
 MAX_READ = 512 << 20
 """Maximum bytes of all journals that are read completely. Larger ones are sampled."""
 
-_SAMPLE = 2048
-"""Bytes that are read per column: half a dozen steps."""
-
-_MAX_HEAD = 64 << 20
-"""Bytes that are searched for the first step of a journal."""
+_SAMPLE = 2048  # Bytes that are read per column: half a dozen steps
+_MAX_HEAD = 64 << 20  # Bytes that are searched for the first step of a journal
 
 _CHUNK = 1 << 20
-_OVERLAP = 1 << 10
-"""Maximum bytes of a step's line."""
-
-_USUAL = 400
-"""Usual maximum bytes of a step's line."""
+_OVERLAP = 1 << 10  # Maximum bytes of a step's line
+_USUAL = 400  # Usual maximum bytes of a step's line
 
 _STEP = re.compile(
     rb'\{"kind":"step","step":(\d{1,15}),"start":(\d{1,19})(?:,"epoch":\d{1,18})?'
@@ -150,22 +143,14 @@ class RankSeries:
     """The steps of one rank. Each array has a value per column, NaN if not known."""
 
     rank: int
-    parts: tuple[array[float], ...]
-    """Mean nanoseconds per step, by `PARTS`."""
-    worst: array[float]
-    """Nanoseconds of the longest step."""
-    loss: array[float]
-    """The last loss of each column."""
-    norm: array[float]
-    """The last norm of the gradients of each column."""
-    starts: array[float]
-    """Begin of the first step in Unix nanoseconds."""
-    steps: int = 0
-    """Number of steps that were read."""
-    split: int = 0
-    """Number of those whose wait DDP's timers separated from the backward."""
-    unsplit: set[int] = field(default_factory=set)
-    """The columns without such a step."""
+    parts: tuple[array[float], ...]  # Mean nanoseconds per step, by `PARTS`
+    worst: array[float]  # Nanoseconds of the longest step
+    loss: array[float]  # The last loss of each column
+    norm: array[float]  # The last norm of the gradients of each column
+    starts: array[float]  # Begin of the first step in Unix nanoseconds
+    steps: int = 0  # Number of steps that were read
+    split: int = 0  # Number of those whose wait DDP's timers separated from the backward
+    unsplit: set[int] = field(default_factory=set)  # The columns without such a step
 
 
 @dataclass
@@ -174,8 +159,7 @@ class Series:
 
     edges: list[int] = field(default_factory=lambda: [0])
     ranks: list[RankSeries] = field(default_factory=list)
-    sampled: bool = False
-    """Only some steps of each column were read."""
+    sampled: bool = False  # Only some steps of each column were read
 
     @property
     def columns(self) -> int:

@@ -23,11 +23,8 @@ from ddpdoctor.run.records.decode import SUPERVISOR_RECORDS, parse
 from ddpdoctor.run.records.supervisor import GpuVitals, RankMemory, VitalsRecord
 from ddpdoctor.run.snapshot import Run
 
-EVERY = 2.0
-"""Seconds between the first samples."""
-
-MAX_KEPT = 600
-"""Maximum number of samples."""
+EVERY = 2.0  # Seconds between the first samples
+MAX_KEPT = 600  # Maximum number of samples
 
 MAX_WRITTEN = 1 << 20
 """Maximum bytes of all samples. With a thousand ranks there are fewer samples."""

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from ddpdoctor.core.user_code import Location
 
-JsonObject = dict[str, Any]
-"""A JSON object of a file that is no journal, or of a message."""
+JsonObject = dict[str, Any]  # A JSON object of a file that is no journal, or of a message
 
 # -- A `dataclass` that costs little at import: a rank declares dozens of records and makes few.
 #
@@ -110,8 +109,7 @@ def _compile_constructor(self: Any, **values: Any) -> None:
 # -- Base classes of records
 
 
-EVERY = 1 << 62
-"""`Record.kept` of kinds that cannot become many: keep all."""
+EVERY = 1 << 62  # `Record.kept` of kinds that cannot become many: keep all
 
 
 class CodeFrame(NamedTuple):
@@ -132,8 +130,7 @@ class Part(Base):
 class Record(Part):
     """A line of a journal. The docstring of a subclass says what it reports."""
 
-    kind: ClassVar[str] = ""
-    """The value of ``kind`` in the line."""
+    kind: ClassVar[str] = ""  # The value of ``kind`` in the line
     kept: ClassVar[int] = EVERY
     """How many of the first ones survive rotation: they are written again at the head of each new
     segment. 0 if only the newest matter, which are there anyway, `EVERY` for rare kinds."""
@@ -143,8 +140,7 @@ class Record(Part):
 class PlacedRecord(Record):
     """A record about a line of the user's code."""
 
-    path: str = ""
-    """Absolute. Empty if no line is known."""
+    path: str = ""  # Absolute. Empty if no line is known.
     line: int = 0
 
     @property

@@ -20,8 +20,7 @@ class Parameter(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    dtype: str
-    """``float32``"""
+    dtype: str  # ``float32``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,24 +30,20 @@ class DdpRecord(PlacedRecord):
     kind = "ddp"
 
     time: int = 0
-    module: str = ""
-    """The class of the model."""
+    module: str = ""  # The class of the model
     device: str = ""
     device_name: str = ""
     device_uuid: str = ""
-    device_uuids: tuple[str, ...] = ()
-    """Its GPUs, several if the model is split over GPUs."""
+    device_uuids: tuple[str, ...] = ()  # Its GPUs, several if the model is split over GPUs
     device_ids: tuple[int, ...] | None = None
-    group_ranks: tuple[int, ...] = ()
-    """The ranks that share the module."""
+    group_ranks: tuple[int, ...] = ()  # The ranks that share the module
     bucket_cap_bytes: int | None = None
     bucket_sizes: str = ""
     find_unused_parameters: bool = False
     static_graph: bool = False
     gradient_as_bucket_view: bool = False
     broadcast_buffers: bool = True
-    parameters: tuple[Parameter, ...] = ()
-    """The parameters that it reduces, in its order."""
+    parameters: tuple[Parameter, ...] = ()  # The parameters that it reduces, in its order
     buffers: int = 0
 
 
@@ -59,10 +54,8 @@ class StageRecord(PlacedRecord):
     kind = "stage"
     kept = 64
 
-    stage: int
-    """From 0."""
-    stages: int
-    """Number of stages of the pipeline."""
+    stage: int  # From 0
+    stages: int  # Number of stages of the pipeline
     group: tuple[int, ...] = ()
     """The ranks of the pipeline, which together hold one replica of the model."""
 
@@ -75,26 +68,19 @@ class ModelRecord(PlacedRecord):
     kept = 8
 
     time: int = 0
-    number: int
-    """Number of the model on the rank."""
-    type: str
-    """The class of the model."""
-    group: tuple[int, ...]
-    """The ranks of the process group."""
-    parameters: tuple[Parameter, ...]
-    """The first of them."""
-    count: int
-    """Number of all of them."""
+    number: int  # Number of the model on the rank
+    type: str  # The class of the model
+    group: tuple[int, ...]  # The ranks of the process group
+    parameters: tuple[Parameter, ...]  # The first of them
+    count: int  # Number of all of them
 
 
 class GradientlessParameter(NamedTuple):
     """A parameter that got no gradient. In JSON a list."""
 
     name: str
-    owner: str
-    """The class of the module that holds it."""
-    why: str
-    """``unused``, ``frozen`` or ``replaced``."""
+    owner: str  # The class of the module that holds it
+    why: str  # ``unused``, ``frozen`` or ``replaced``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,14 +92,10 @@ class NoGradientRecord(PlacedRecord):
     time: int = 0
     step: int
     ddp: int
-    iteration: int = 0
-    """Number of the module's synchronized backward."""
-    parameters: tuple[GradientlessParameter, ...]
-    """The first of them."""
-    count: int
-    """Number of all of them."""
-    of: int
-    """Number of parameters that the module reduces."""
+    iteration: int = 0  # Number of the module's synchronized backward
+    parameters: tuple[GradientlessParameter, ...]  # The first of them
+    count: int  # Number of all of them
+    of: int  # Number of parameters that the module reduces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,8 +109,7 @@ class UnreducedRecord(PlacedRecord):
     cause: str
     """``around``, ``second backward``, ``forward in no_sync``, ``unfrozen``, ``added`` or
     ``replaced``."""
-    gradients: dict[str, float] = field(default_factory=dict)
-    """Norms by parameter name."""
+    gradients: dict[str, float] = field(default_factory=dict)  # Norms by parameter name
     parameters: dict[str, float] = field(default_factory=dict)
 
 
@@ -149,11 +130,9 @@ class FindUnusedRecord(Record):
     kind = "find_unused"
 
     ddp: int
-    iterations: int
-    """Synchronized backwards that were examined."""
+    iterations: int  # Synchronized backwards that were examined
     parameters: int
-    least: float | None = None
-    """The smallest number of ranks that used a parameter in any of them."""
+    least: float | None = None  # The smallest number of ranks that used a parameter in any of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,10 +142,8 @@ class BatchNormRecord(Record):
     kind = "batchnorm"
 
     ddp: int
-    layers: tuple[str, ...]
-    """The first of them."""
-    count: int
-    """Number of all of them."""
+    layers: tuple[str, ...]  # The first of them
+    count: int  # Number of all of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,19 +154,13 @@ class UnownedRecord(PlacedRecord):
 
     time: int = 0
     ddp: int
-    steps: tuple[int, int]
-    """The steps before which their values were compared."""
-    parameters: tuple[str, ...]
-    """The first of them."""
-    count: int
-    """Number of all of them."""
-    of: int
-    """Number of parameters that the module reduces."""
-    orphans: int
-    """Parameters of the optimizer without gradient that belong to no DDP module."""
+    steps: tuple[int, int]  # The steps before which their values were compared
+    parameters: tuple[str, ...]  # The first of them
+    count: int  # Number of all of them
+    of: int  # Number of parameters that the module reduces
+    orphans: int  # Parameters of the optimizer without gradient that belong to no DDP module
     optimizer: str
-    unchanged: bool = False
-    """Their values were equal at both steps."""
+    unchanged: bool = False  # Their values were equal at both steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,15 +171,12 @@ class RemadeRecord(PlacedRecord):
 
     time: int = 0
     step: int
-    since: int
-    """The first step at which they were."""
+    since: int  # The first step at which they were
     optimizer: str = ""
     scheduler: str = ""
     times: int
-    every: str
-    """``step`` or ``epoch``."""
-    position: float | None = None
-    """The position that the last but one schedule reached, of ``end``."""
+    every: str  # ``step`` or ``epoch``
+    position: float | None = None  # The position that the last but one schedule reached, of ``end``
     end: float | None = None
 
 
@@ -220,13 +188,11 @@ class UnzeroedRecord(PlacedRecord):
 
     optimizer: str
     step: int
-    carried: int
-    """Consecutive steps after which the gradients were still there."""
+    carried: int  # Consecutive steps after which the gradients were still there
     after: tuple[float, ...] = ()
     """Norms of a parameter's gradient after a step. ``before``: before the next backward."""
     before: tuple[float, ...] = ()
-    edited: tuple[float, ...] = ()
-    """Norms of gradients that other code changed."""
+    edited: tuple[float, ...] = ()  # Norms of gradients that other code changed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,8 +203,7 @@ class ClipRecord(PlacedRecord):
     kept = 64
 
     step: int
-    call: str = ""
-    """The function. Empty if gradients are no longer clipped."""
+    call: str = ""  # The function. Empty if gradients are no longer clipped.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,22 +216,17 @@ class EditRecord(Record):
     step: int
     ddp: int
     count: int
-    names: tuple[str, ...]
-    """The first of them."""
+    names: tuple[str, ...]  # The first of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin(Part):
     """Where a loss stopped being finite."""
 
-    what: str
-    """``input`` (a batch, or a constant), ``parameter`` or ``operation``."""
-    operations: tuple[str, ...] = ()
-    """Their names in the order of execution."""
-    module: str | None = None
-    """The module with the nearest parameters, if known."""
-    within: bool = False
-    """The operation itself uses these parameters."""
+    what: str  # ``input`` (a batch, or a constant), ``parameter`` or ``operation``
+    operations: tuple[str, ...] = ()  # Their names in the order of execution
+    module: str | None = None  # The module with the nearest parameters, if known
+    within: bool = False  # The operation itself uses these parameters
     infinite: Origin | None = None
     """Origin of an infinite value that entered an operation which returned NaN."""
     order: tuple[int, int] | None = None
@@ -282,10 +242,8 @@ class NonfiniteRecord(Record):
 
     time: int = 0
     step: int
-    loss: str = ""
-    """``nan``, ``inf``."""
-    spread: bool = False
-    """After the optimizer's step, small parameters were not finite either."""
+    loss: str = ""  # ``nan``, ``inf``
+    spread: bool = False  # After the optimizer's step, small parameters were not finite either
     origin: Origin | None = None
 
 
@@ -297,10 +255,8 @@ class NonfiniteGradientRecord(Record):
 
     time: int = 0
     step: int
-    names: tuple[str, ...] = ()
-    """The parameters."""
-    spread: bool = False
-    """After the optimizer's step, they were not finite either."""
+    names: tuple[str, ...] = ()  # The parameters
+    spread: bool = False  # After the optimizer's step, they were not finite either
 
 
 # -- Fingerprints for comparing replicas
@@ -313,12 +269,9 @@ Hyper = Union[float, "tuple[float | None, ...]", None]
 class PackedTensor(NamedTuple):
     """Elements of a tensor. In JSON a list."""
 
-    elements: int
-    """Number of elements of the tensor."""
-    format: str
-    """``f`` or ``d``, as `struct` has it."""
-    data: str
-    """The sampled elements, in base64."""
+    elements: int  # Number of elements of the tensor
+    format: str  # ``f`` or ``d``, as `struct` has it
+    data: str  # The sampled elements, in base64
 
 
 class IndexedTensor(NamedTuple):
@@ -337,12 +290,9 @@ class TensorsRecord(Record):
     kind = "tensors"
 
     module: int
-    type: str = ""
-    """The class of the model."""
-    group: tuple[int, ...]
-    """The ranks that share the module."""
-    hook: str | None = ""
-    """The communication hook. None if torch does not report it."""
+    type: str = ""  # The class of the model
+    group: tuple[int, ...]  # The ranks that share the module
+    hook: str | None = ""  # The communication hook. None if torch does not report it.
     names: tuple[str, ...]
 
 
@@ -359,14 +309,11 @@ class FingerprintRecord(Record):
     armed: int = 0
     parameters: str | None = None
     gradients: str | None = None
-    detail: str | None = None
-    """For each tensor four bytes of its hash, and its norm, in base64."""
+    detail: str | None = None  # For each tensor four bytes of its hash, and its norm, in base64
     hyper: tuple[tuple[tuple[Hyper, ...], ...], ...] | None = None
     """By optimizer and parameter group: learning rate, momentum, betas, weight decay."""
-    scale: float | None = None
-    """The GradScaler's."""
-    state: str | None = None
-    """Hash of the optimizers' states."""
+    scale: float | None = None  # The GradScaler's
+    state: str | None = None  # Hash of the optimizers' states
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -380,8 +327,7 @@ class TogetherRecord(Record):
     step: int
     module: int
     armed: int = 0
-    parameters: str | None = None
-    """None if the overhead budget did not allow it."""
+    parameters: str | None = None  # None if the overhead budget did not allow it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -407,8 +353,7 @@ class BuffersRecord(Record):
     step: int
     module: int
     armed: int
-    broadcast: bool
-    """DDP broadcasts them."""
+    broadcast: bool  # DDP broadcasts them
     names: tuple[str, ...]
     hashes: tuple[str, ...] = ()
     samples: tuple[PackedTensor, ...] = ()
@@ -423,15 +368,11 @@ class StatisticsRecord(PlacedRecord):
 
     time: int = 0
     module: int
-    group: tuple[int, ...]
-    """The ranks that share the module."""
+    group: tuple[int, ...]  # The ranks that share the module
     armed: int
-    layers: int
-    """Number of layers with statistics."""
-    names: tuple[str, ...]
-    """Names of the first of them."""
-    hashes: tuple[str, ...] = ()
-    """Of mean and variance, alternating."""
+    layers: int  # Number of layers with statistics
+    names: tuple[str, ...]  # Names of the first of them
+    hashes: tuple[str, ...] = ()  # Of mean and variance, alternating
     samples: tuple[PackedTensor, ...] = ()
 
 
@@ -442,12 +383,10 @@ class OutsideRecord(Record):
     kind = "outside"
     kept = 1024
 
-    step: int
-    """The earlier step."""
+    step: int  # The earlier step
     module: int
     count: int
-    names: tuple[str, ...]
-    """The first of them."""
+    names: tuple[str, ...]  # The first of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -456,8 +395,7 @@ class ChangeRecord(PlacedRecord):
 
     time: int = 0
     step: int
-    what: str = ""
-    """The class of the changed object."""
+    what: str = ""  # The class of the changed object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -499,18 +437,13 @@ class SoloRecord(Record):
     elements: int = 0
     hyper: tuple[tuple[Hyper, ...], ...] = ()
     """By parameter group: learning rate, momentum, betas, weight decay."""
-    calls: int | None = None
-    """Collectives that the rank has called."""
-    before: int = 0
-    """Collectives as large as a gradient, when training began."""
-    wide: int | None = None
-    """Collectives as large as a gradient, so far."""
-    outside: bool = False
-    """Parameters were changed between two steps."""
+    calls: int | None = None  # Collectives that the rank has called
+    before: int = 0  # Collectives as large as a gradient, when training began
+    wide: int | None = None  # Collectives as large as a gradient, so far
+    outside: bool = False  # Parameters were changed between two steps
     gradients: tuple[float, ...] = ()
     """Norms of the gradients, as the optimizer is about to use them."""
-    values: tuple[float, ...] = ()
-    """Norms of the parameters."""
+    values: tuple[float, ...] = ()  # Norms of the parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -521,8 +454,7 @@ class SoloEndRecord(Record):
 
     time: int = 0
     steps: int
-    wrapped: bool
-    """A wrapper similar to DDP was built."""
+    wrapped: bool  # A wrapper similar to DDP was built
     calls: int | None
     wide: int | None
     outside: bool

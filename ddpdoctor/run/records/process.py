@@ -14,16 +14,14 @@ class OpenRecord(Record):
 
     kind = "open"
 
-    format: int
-    """Version of the rank's files."""
+    format: int  # Version of the rank's files
     rank: int
     time: int = 0
     world_size: int = 0
     local_rank: int | None = None
     restart: int = 0
     pid: int = 0
-    parent: int = 0
-    """Process id of its parent."""
+    parent: int = 0  # Process id of its parent
     host: str = ""
     namespace: str | None = None
     """Where its pid is valid (`ddpdoctor.run.names.namespace`). None if not known."""
@@ -32,8 +30,7 @@ class OpenRecord(Record):
     """Seconds of the shortest timeout of collectives that cannot be lifted while a debugger holds a
     rank. None if all can."""
     argv: tuple[str, ...] = ()
-    launcher: str = ""
-    """``torchrun`` or ``other``."""
+    launcher: str = ""  # ``torchrun`` or ``other``
     versions: dict[str, str] = field(default_factory=dict)
 
 
@@ -44,12 +41,10 @@ class OverrideRecord(PlacedRecord):
     kind = "override"
     kept = 64
 
-    owner: str
-    """The class: ``DistributedDataParallel``."""
+    owner: str  # The class: ``DistributedDataParallel``
     name: str
     value: str
-    was: str = ""
-    """The value that the script gave. Empty without one."""
+    was: str = ""  # The value that the script gave. Empty without one.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,16 +55,11 @@ class EndRecord(Record):
 
     time: int
     steps: int = 0
-    armed: int = 0
-    """Forward passes whose backward is all-reduced."""
-    dropped: int = 0
-    """Records that the queue had no room for, or that the disk refused."""
-    spent: int = 0
-    """Nanoseconds that budgeted diagnosis took."""
-    over: int = 0
-    """Nanoseconds of the period in which it did."""
-    followed: int = 0
-    """Nanoseconds that following the steps took, estimated from timed ones."""
+    armed: int = 0  # Forward passes whose backward is all-reduced
+    dropped: int = 0  # Records that the queue had no room for, or that the disk refused
+    spent: int = 0  # Nanoseconds that budgeted diagnosis took
+    over: int = 0  # Nanoseconds of the period in which it did
+    followed: int = 0  # Nanoseconds that following the steps took, estimated from timed ones
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,14 +67,10 @@ class PortHolder(Part):
     """The process that holds a port."""
 
     pid: int
-    name: str = ""
-    """Its command line."""
-    ours: bool = False
-    """It belongs to this job."""
-    rank: str | None = None
-    """The rank that its launcher gave it."""
-    itself: bool = False
-    """It is the process that needs the port."""
+    name: str = ""  # Its command line
+    ours: bool = False  # It belongs to this job
+    rank: str | None = None  # The rank that its launcher gave it
+    itself: bool = False  # It is the process that needs the port
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,21 +78,14 @@ class ResourceFacts(Part):
     """The file, address or port that an exception is about. None if not known."""
 
     path: str = ""
-    access: str = ""
-    """``read`` or ``write``."""
-    size: int = 0
-    """Bytes of the file."""
-    free: int | None = None
-    """Free bytes in its file system, of ``total``."""
+    access: str = ""  # ``read`` or ``write``
+    size: int = 0  # Bytes of the file
+    free: int | None = None  # Free bytes in its file system, of ``total``
     total: int | None = None
-    limit: int | None = None
-    """Maximum bytes of a file."""
-    url: str = ""
-    """The address of a download, without passwords and queries."""
-    port: int | None = None
-    """The port of the job's store."""
-    spawned: bool = False
-    """A worker of torchrun started the process."""
+    limit: int | None = None  # Maximum bytes of a file
+    url: str = ""  # The address of a download, without passwords and queries
+    port: int | None = None  # The port of the job's store
+    spawned: bool = False  # A worker of torchrun started the process
     holder: PortHolder | None = None
 
 
@@ -131,10 +110,8 @@ class EndOfProcess(PlacedRecord):
 
     time: int
     pid: int = 0
-    step: int | None = None
-    """The current step. None for a process that is no rank."""
-    armed: int = 0
-    """Forward passes so far whose backward is all-reduced."""
+    step: int | None = None  # The current step. None for a process that is no rank.
+    armed: int = 0  # Forward passes so far whose backward is all-reduced
     phase: str = ""
     rank: int | None = None
     """This and the next fields come from the environment of a process that is no rank."""
@@ -150,13 +127,10 @@ class ExitRecord(EndOfProcess):
 
     kind = "exit"
 
-    how: str
-    """``sys.exit`` or ``os._exit``."""
+    how: str  # ``sys.exit`` or ``os._exit``
     status: int
-    said: str | None = None
-    """The text that was given instead of a status."""
-    refused: str = ""
-    """The arguments that ``argparse`` refused."""
+    said: str | None = None  # The text that was given instead of a status
+    refused: str = ""  # The arguments that ``argparse`` refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,17 +139,12 @@ class ErrorRecord(EndOfProcess):
 
     kind = "error"
 
-    exception: str
-    """Its class, with the module unless that is the script or ``builtins``."""
+    exception: str  # Its class, with the module unless that is the script or ``builtins``
     message: str = ""
-    user_frames: tuple[CodeFrame, ...] = ()
-    """The innermost last."""
-    traceback: str = ""
-    """The end of its text."""
-    outer: OuterError | None = None
-    """The exception that was finally raised."""
-    collective: str = ""
-    """The collective in which it was raised."""
+    user_frames: tuple[CodeFrame, ...] = ()  # The innermost last
+    traceback: str = ""  # The end of its text
+    outer: OuterError | None = None  # The exception that was finally raised
+    collective: str = ""  # The collective in which it was raised
     file: ResourceFacts | None = None
     left: ExitRecord | None = None
     """The call by which the script ended itself after it caught the exception."""
@@ -205,10 +174,8 @@ class OwnStoreRecord(EndOfProcess):
 
     host: str | None
     port: str
-    launcher: str
-    """``host:port`` of torchrun's store."""
-    spawned: bool
-    """A worker of torchrun started the process."""
+    launcher: str  # ``host:port`` of torchrun's store
+    spawned: bool  # A worker of torchrun started the process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,12 +186,9 @@ class FaultRecord(Record):
 
     error: str
     time: int = 0
-    hook: str = ""
-    """The part of the probe."""
-    part: str = ""
-    """The part of the supervisor."""
-    places: tuple[str, ...] = ()
-    """Lines of ddpdoctor, ``file:line``, innermost first."""
+    hook: str = ""  # The part of the probe
+    part: str = ""  # The part of the supervisor
+    places: tuple[str, ...] = ()  # Lines of ddpdoctor, ``file:line``, innermost first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,14 +198,11 @@ class LocalRankRecord(PlacedRecord):
     kind = "local_rank"
 
     parsed: int
-    environment: int
-    """The value of LOCAL_RANK."""
-    used: Location | None = None
-    """The line that uses it."""
+    environment: int  # The value of LOCAL_RANK
+    used: Location | None = None  # The line that uses it
 
 
-DATA_PARALLEL_AFTER = 16
-"""`DataParallelRecord` is written before this step, or at the rank's end."""
+DATA_PARALLEL_AFTER = 16  # `DataParallelRecord` is written before this step, or at the rank's end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,24 +14,18 @@ class RasProcess(Part):
     """A process of the job that does not respond."""
 
     pid: int
-    host: str
-    """The address of its node."""
-    dead: bool = False
-    """It has not responded for a minute, and NCCL gave it up."""
-    rank: int = -1
-    """Its rank in a communicator, -1 without one."""
+    host: str  # The address of its node
+    dead: bool = False  # It has not responded for a minute, and NCCL gave it up
+    rank: int = -1  # Its rank in a communicator, -1 without one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RasGroup(Part):
     """Ranks of a communicator with equal values."""
 
-    value: str
-    """A number of operations, a status or an error."""
-    many: int
-    """Number of ranks."""
-    ranks: tuple[int, ...] = ()
-    """The ranks in the communicator. Empty if NCCL does not list them."""
+    value: str  # A number of operations, a status or an error
+    many: int  # Number of ranks
+    ranks: tuple[int, ...] = ()  # The ranks in the communicator. Empty if NCCL does not list them.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,15 +51,11 @@ class RasCommunicator(Part):
 class Ras(Part):
     """A response of NCCL's RAS."""
 
-    version: str = ""
-    """The version of NCCL."""
-    total: int = 0
-    """Number of communicators, with or without a problem."""
+    version: str = ""  # The version of NCCL
+    total: int = 0  # Number of communicators, with or without a problem
     communicators: tuple[RasCommunicator, ...] = ()
-    silent: tuple[RasProcess, ...] = ()
-    """Processes of the job that do not respond."""
-    trouble: str = ""
-    """Why there is no response."""
+    silent: tuple[RasProcess, ...] = ()  # Processes of the job that do not respond
+    trouble: str = ""  # Why there is no response
 
 
 # -- Records
@@ -78,8 +68,7 @@ class JobRecord(Record):
     kind = "job"
 
     time: int
-    status: int | None
-    """Its exit status, negative for the number of a signal."""
+    status: int | None  # Its exit status, negative for the number of a signal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,10 +79,8 @@ class SignalRecord(Record):
 
     time: int
     signal: int
-    hang: bool = False
-    """ddpdoctor sent it to end a hanging job."""
-    debugger: bool = False
-    """ddpdoctor sent it since the debugger was stopped."""
+    hang: bool = False  # ddpdoctor sent it to end a hanging job
+    debugger: bool = False  # ddpdoctor sent it since the debugger was stopped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +95,7 @@ class RankExitRecord(Record):
     pid: int = 0
     status: int | None
     """Its exit status, negative for the number of a signal. None if it is not known."""
-    oom: str = ""
-    """The evidence that the kernel killed it because memory ran out."""
+    oom: str = ""  # The evidence that the kernel killed it because memory ran out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,24 +107,15 @@ class HangRecord(Record):
     time: int
     number: int
     restart: int
-    seconds: float
-    """For how long no rank had made progress."""
-    everybody: bool = True
-    """No rank did; else some rank worked while others waited for long."""
-    fresh: bool = False
-    """No step was closed yet."""
-    limit: float = 0.0
-    """Seconds without progress, but with a core, after which a rank is suspected."""
-    launcher_works: bool = False
-    """The launcher was at work in that second."""
-    file: str = ""
-    """The file of the run directory that holds this record with ``ranks``."""
-    trouble: str = ""
-    """Why there is no such file."""
-    ras: Ras | None = None
-    """What NCCL's RAS said; None where there is none."""
-    ranks: tuple[JsonObject, ...] = ()
-    """What was seen of each rank; in that file only."""
+    seconds: float  # For how long no rank had made progress
+    everybody: bool = True  # No rank did; else some rank worked while others waited for long
+    fresh: bool = False  # No step was closed yet
+    limit: float = 0.0  # Seconds without progress, but with a core, after which a rank is suspected
+    launcher_works: bool = False  # The launcher was at work in that second
+    file: str = ""  # The file of the run directory that holds this record with ``ranks``
+    trouble: str = ""  # Why there is no such file
+    ras: Ras | None = None  # What NCCL's RAS said; None where there is none
+    ranks: tuple[JsonObject, ...] = ()  # What was seen of each rank; in that file only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,8 +125,7 @@ class HangOverRecord(Record):
     kind = "hang_over"
 
     time: int
-    number: int
-    """Which examination's hang."""
+    number: int  # Which examination's hang
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,10 +137,8 @@ class NoCoreRecord(Record):
     time: int
     rank: int
     restart: int
-    since: int
-    """Time at which it entered its phase."""
-    lost: int
-    """Nanoseconds without a core since."""
+    since: int  # Time at which it entered its phase
+    lost: int  # Nanoseconds without a core since
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,20 +154,15 @@ class DebugRecord(PlacedRecord):
     ``fault``."""
     rank: int | None = None
     local_rank: int | None = None
-    port: int | None = None
-    """The port at which a debugger attaches to the rank."""
+    port: int | None = None  # The port at which a debugger attaches to the rank
     pid: int | None = None
-    place: str = ""
-    """``path:line`` of the stop."""
+    place: str = ""  # ``path:line`` of the stop
     why: str = ""
     ranks: tuple[int, ...] = ()
     error: str = ""
-    uid: int | None = None
-    """The user of a refused client, None if not known."""
-    door: str = ""
-    """The endpoint that the client used, or that is flooded, in words."""
-    beside: str = ""
-    """A Unix socket for clients of a flooded port."""
+    uid: int | None = None  # The user of a refused client, None if not known
+    door: str = ""  # The endpoint that the client used, or that is flooded, in words
+    beside: str = ""  # A Unix socket for clients of a flooded port
 
     @property
     def at(self) -> str:
@@ -208,8 +177,7 @@ class HeldMemory(Part):
     rank: int
     restart: int
     device_uuid: str
-    gpu: int
-    """Index of the GPU."""
+    gpu: int  # Index of the GPU
     name: str = ""
     bytes: int | None = None
 
@@ -221,25 +189,16 @@ class GpuState(Part):
     rank: int
     restart: int
     device_uuid: str
-    gpu: int
-    """Its index."""
-    others: int = 0
-    """Processes on it that are no ranks of the job."""
-    clock: float | None = None
-    """Highest measured clock of the multiprocessors, in Hz."""
-    power_limit: float | None = None
-    """Watts."""
-    throttled: tuple[str, ...] = ()
-    """Throttle reasons that were present in every sample."""
-    width: int | None = None
-    """PCIe lanes."""
-    links: int = 0
-    """Number of NVLinks. ``links_up``: of those that are up."""
+    gpu: int  # Its index
+    others: int = 0  # Processes on it that are no ranks of the job
+    clock: float | None = None  # Highest measured clock of the multiprocessors, in Hz
+    power_limit: float | None = None  # Watts
+    throttled: tuple[str, ...] = ()  # Throttle reasons that were present in every sample
+    width: int | None = None  # PCIe lanes
+    links: int = 0  # Number of NVLinks. ``links_up``: of those that are up.
     links_up: int = 0
-    remapping: bool = False
-    """A faulty memory row waits for a reset, or has no spare row."""
-    uncorrected: int | None = None
-    """Memory errors that ECC could not correct."""
+    remapping: bool = False  # A faulty memory row waits for a reset, or has no spare row
+    uncorrected: int | None = None  # Memory errors that ECC could not correct
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,30 +217,21 @@ class RankMemory(NamedTuple):
     """Bytes that a rank holds. In JSON a list. None if not known or without GPU."""
 
     rank: int
-    rss: int | None
-    """Resident memory of its process."""
-    allocated: int | None
-    """Allocated by torch's CUDA allocator."""
-    reserved: int | None
-    """Reserved by the allocator on the GPU."""
+    rss: int | None  # Resident memory of its process
+    allocated: int | None  # Allocated by torch's CUDA allocator
+    reserved: int | None  # Reserved by the allocator on the GPU
 
 
 class GpuVitals(NamedTuple):
     """The load of a GPU. In JSON a list. None if not known."""
 
     host: str
-    gpu: int
-    """Its index."""
-    utilization: float | None
-    """From 0 to 1."""
-    memory_used: int | None
-    """Bytes."""
-    memory_total: int | None
-    """Bytes."""
-    power: float | None
-    """Watts."""
-    temperature: float | None
-    """Degrees Celsius."""
+    gpu: int  # Its index
+    utilization: float | None  # From 0 to 1
+    memory_used: int | None  # Bytes
+    memory_total: int | None  # Bytes
+    power: float | None  # Watts
+    temperature: float | None  # Degrees Celsius
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,22 +255,17 @@ class SuspicionRecord(Record):
     time: int
     restart: int
     module: int
-    seen: int
-    """The step whose fingerprints differ."""
-    step: int
-    """The first step that ranks examine."""
-    tensors: tuple[int, ...]
-    """Indices into the names of the module."""
+    seen: int  # The step whose fingerprints differ
+    step: int  # The first step that ranks examine
+    tensors: tuple[int, ...]  # Indices into the names of the module
 
 
 class CoreClock(NamedTuple):
     """The clock of the core that a rank ran on, in kHz. In JSON a list."""
 
     rank: int
-    clock: int
-    """The highest measured clock."""
-    most: int
-    """The highest possible clock of the core."""
+    clock: int  # The highest measured clock
+    most: int  # The highest possible clock of the core
     readings: int
 
 
@@ -328,10 +273,8 @@ class BusyProcess(NamedTuple):
     """A process that used a core. In JSON a list."""
 
     pid: int
-    share: float
-    """Share of one core."""
-    core: int
-    """The core that it ran on last."""
+    share: float  # Share of one core
+    core: int  # The core that it ran on last
     command: str
 
 
@@ -343,10 +286,8 @@ class ProfileRequestRecord(Record):
 
     time: int
     restart: int
-    asked: int
-    """Number of the request."""
-    rank: int | None = None
-    """The slow rank, if ranks are asked because of one."""
+    asked: int  # Number of the request
+    rank: int | None = None  # The slow rank, if ranks are asked because of one
     busy: tuple[BusyProcess, ...] = ()
     clocks: tuple[CoreClock, ...] = ()
 
@@ -367,10 +308,8 @@ class FindingRecord(Record):
 
     time: int
     restart: int
-    number: int | None
-    """Its number among all reports and withdrawals."""
-    step: int | None = None
-    """The step that the ranks had reached."""
+    number: int | None  # Its number among all reports and withdrawals
+    step: int | None = None  # The step that the ranks had reached
     code: str
     severity: str
     message: str
@@ -389,13 +328,11 @@ class RetractionRecord(Record):
 
     time: int
     number: int
-    retracts: int
-    """Number of that finding."""
+    retracts: int  # Number of that finding
     code: str
     ranks: tuple[int, ...]
     why: str
-    by: str | None
-    """The code of the finding that explains it."""
+    by: str | None  # The code of the finding that explains it
     reason: str
 
 

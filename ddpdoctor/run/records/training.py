@@ -23,15 +23,12 @@ class StepRecord(Record):
     kind = "step"
     kept = 0
 
-    step: int = -1
-    """Its number, or that of the last of several. -1 if the line is no step."""
-    steps: int = 1
-    """Number of steps in the line. Loss and samples are those of some of them."""
+    step: int = -1  # Its number, or that of the last of several. -1 if the line is no step.
+    steps: int = 1  # Number of steps in the line. Loss and samples are those of some of them.
     each: tuple[int, ...] = ()
     """Run-length encoded backwards per step, if they differ: a number, its steps, a number, ..."""
     epoch: int | None = None
-    start: int = 0
-    """Unix nanoseconds."""
+    start: int = 0  # Unix nanoseconds
     data: int = 0
     forward: int = 0
     backward: int = 0
@@ -44,15 +41,13 @@ class StepRecord(Record):
     that wait."""
     cpu: int | None = None
     """CPU time of the training thread. None if the kernel does not report it."""
-    waited: int | None = None
-    """Time in which the thread was ready to run and had no CPU core."""
+    waited: int | None = None  # Time in which the thread was ready to run and had no CPU core
     samples: int | None = None
     loss: float | None = None
     norm: float | None = None
     """Norm of all gradients, as ``clip_grad_norm_`` returned it. None without a call."""
     backwards: int = 1
-    skipped: bool = False
-    """A GradScaler or the job skipped the optimizer step."""
+    skipped: bool = False  # A GradScaler or the job skipped the optimizer step
     outside: int = 0
 
     @property
@@ -73,12 +68,9 @@ class SiteRecord(PlacedRecord):
 class SampledStack(NamedTuple):
     """A stack of the training thread. In JSON a list."""
 
-    times: int
-    """Number of samples with this stack."""
-    frames: tuple[CodeFrame, ...]
-    """Of the user's code, innermost first."""
-    waits: tuple[str, str]
-    """File name and function of the innermost frame, the user's or not."""
+    times: int  # Number of samples with this stack
+    frames: tuple[CodeFrame, ...]  # Of the user's code, innermost first
+    waits: tuple[str, str]  # File name and function of the innermost frame, the user's or not
     letter: str
     """The state of the thread: R runs or wants to, S sleeps, D waits for a disk or device."""
     phase: int = 0
@@ -94,8 +86,7 @@ class ProfileRecord(Record):
     kind = "profile"
 
     time: int
-    asked: int
-    """Number of the request that it answers."""
+    asked: int  # Number of the request that it answers
     step: int = 0
     samples: int = 0
     wall: int = 0
@@ -103,27 +94,19 @@ class ProfileRecord(Record):
     ran: int = 0
     """Time that the training thread ran. ``waited``: that it was ready to run and had no core."""
     waited: int = 0
-    minor: int = 0
-    """Page faults without a read from disk. ``major``: with one."""
+    minor: int = 0  # Page faults without a read from disk. ``major``: with one.
     major: int = 0
-    system: int = 0
-    """Time of the thread in the kernel."""
-    characters: int = 0
-    """Bytes read and written. ``disk``: those of a disk."""
+    system: int = 0  # Time of the thread in the kernel
+    characters: int = 0  # Bytes read and written. ``disk``: those of a disk.
     disk: int = 0
-    children: int = 0
-    """Child processes. The next two: how long they ran, and waited for a core."""
+    children: int = 0  # Child processes. The next two: how long they ran, and waited for a core.
     children_ran: int = 0
     children_waited: int = 0
-    gc: int = 0
-    """Time of Python's garbage collections."""
+    gc: int = 0  # Time of Python's garbage collections
     collections: int = 0
-    affinity: tuple[int, ...] = ()
-    """The cores on which the thread may run."""
-    threads: int = 0
-    """Compute threads of torch."""
-    cost: int = 0
-    """Time that the samples took."""
+    affinity: tuple[int, ...] = ()  # The cores on which the thread may run
+    threads: int = 0  # Compute threads of torch
+    cost: int = 0  # Time that the samples took
     stacks: tuple[SampledStack, ...] = ()
 
 
@@ -132,8 +115,7 @@ class IdleBatch(NamedTuple):
 
     batch: int
     step: int
-    forward: bool
-    """The batch had a forward."""
+    forward: bool  # The batch had a forward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,26 +127,18 @@ class LoopRecord(Record):
     kept = 0
 
     time: int
-    loop: int
-    """Its number."""
-    state: str
-    """``trains``, or ``ended``, ``left`` or ``failed`` once it is over."""
+    loop: int  # Its number
+    state: str  # ``trains``, or ``ended``, ``left`` or ``failed`` once it is over
     step: int = 0
     frames: tuple[Location, ...] = ()
     """At its begin: the call stack of the first batch, innermost first."""
-    before: int | None = None
-    """At its begin: reduced backwards that the rank has begun."""
-    joins: bool = False
-    """At its begin: whether it is within ``join()``."""
-    fetched: int | None = None
-    """At its end: number of fetched batches."""
-    after: int = 0
-    """At its end: reduced backwards that the rank has begun."""
+    before: int | None = None  # At its begin: reduced backwards that the rank has begun
+    joins: bool = False  # At its begin: whether it is within ``join()``
+    fetched: int | None = None  # At its end: number of fetched batches
+    after: int = 0  # At its end: reduced backwards that the rank has begun
     idle: tuple[IdleBatch, ...] = ()
-    idled: int = 0
-    """At its end: number of idle batches, of which ``idle`` has the first."""
-    left_at: tuple[Location, ...] = ()
-    """At its end: the lines that left it, innermost first."""
+    idled: int = 0  # At its end: number of idle batches, of which ``idle`` has the first
+    left_at: tuple[Location, ...] = ()  # At its end: the lines that left it, innermost first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,12 +148,9 @@ class EvaluationRecord(PlacedRecord):
     kind = "evaluation"
 
     time: int
-    armed: int
-    """Forward passes so far whose backward is all-reduced."""
-    type: str
-    """The class of the model."""
-    group: tuple[int, ...]
-    """The ranks of DDP's process group."""
+    armed: int  # Forward passes so far whose backward is all-reduced
+    type: str  # The class of the model
+    group: tuple[int, ...]  # The ranks of DDP's process group
     buffers: int
 
 
@@ -190,10 +161,8 @@ class EvaluationRecord(PlacedRecord):
 class SamplerFacts(Part):
     """Attributes of a sampler. None for those that it does not have."""
 
-    name: str = ""
-    """Its class."""
-    torch: bool = False
-    """It and the samplers that it wraps are torch's own."""
+    name: str = ""  # Its class
+    torch: bool = False  # It and the samplers that it wraps are torch's own
     rank: int | None = None
     num_replicas: int | None = None
     seed: int | None = None
@@ -201,31 +170,24 @@ class SamplerFacts(Part):
     shuffle: bool | None = None
     drop_last: bool | None = None
     replacement: bool | None = None
-    set_epoch: bool = False
-    """It has this method."""
-    id: int | None = None
-    """Its number among the samplers of the rank."""
-    made: Location | None = None
-    """The line that built it."""
+    set_epoch: bool = False  # It has this method
+    id: int | None = None  # Its number among the samplers of the rank
+    made: Location | None = None  # The line that built it
 
 
 class Head(NamedTuple):
     """The draws at the beginning of a pass. In JSON a list."""
 
     draws: int
-    digest: int
-    """A hash of the draws in their order."""
+    digest: int  # A hash of the draws in their order
 
 
 class Sketch(NamedTuple):
     """A sketch of samples by their content. In JSON a list."""
 
-    looked: int
-    """Number of hashed samples."""
-    repeats: int
-    """Repetitions of the kept ones."""
-    hashes: tuple[int, ...]
-    """The smallest hashes."""
+    looked: int  # Number of hashed samples
+    repeats: int  # Repetitions of the kept ones
+    hashes: tuple[int, ...]  # The smallest hashes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,66 +201,43 @@ class PassRecord(PlacedRecord):
     kind = "pass"
 
     time: int = 0
-    pass_: int
-    """Number of the pass on the rank."""
-    number: int
-    """Number of the pass over its loader, from 0."""
+    pass_: int  # Number of the pass on the rank
+    number: int  # Number of the pass over its loader, from 0
     state: str
     """``ended`` or ``left`` once it is over. ``unfollowed`` if the overhead budget ended the
     recording earlier."""
-    made: Location | None = None
-    """The line that built the loader."""
-    armed: int = 0
-    """Forward passes before it whose backward is all-reduced."""
+    made: Location | None = None  # The line that built the loader
+    armed: int = 0  # Forward passes before it whose backward is all-reduced
     workers: int = 0
-    collates: bool = False
-    """The loader fetches whole batches."""
-    dataset: str = ""
-    """The class of the data set."""
+    collates: bool = False  # The loader fetches whole batches
+    dataset: str = ""  # The class of the data set
     iterable: bool = False
-    in_order: bool = True
-    """The workers' batches come in order."""
+    in_order: bool = True  # The workers' batches come in order
     sampler: SamplerFacts | None = None
     idle: tuple[Location, ...] = ()
     """Lines that built samplers of the same data set that no loader uses."""
-    split: Location | None = None
-    """The line that split the data set."""
-    subset: int | None = None
-    """A hash of the indices of a ``Subset``."""
+    split: Location | None = None  # The line that split the data set
+    subset: int | None = None  # A hash of the indices of a ``Subset``
     subset_length: int | None = None
-    length: int | None = None
-    """Size of the index space that all ranks share. None if not known."""
-    batches: int | None = None
-    """Number of batches to come. None if only the job's code could tell."""
-    followed: int = 0
-    """Number of indices of that space that all ranks record."""
-    fetched: int = 0
-    """Batches that the training loop fetched."""
-    marks: int = 0
-    """Batches that were followed by a backward pass."""
-    joins: bool = False
-    """It is within ``join()``."""
+    length: int | None = None  # Size of the index space that all ranks share. None if not known.
+    batches: int | None = None  # Number of batches to come. None if only the job's code could tell.
+    followed: int = 0  # Number of indices of that space that all ranks record
+    fetched: int = 0  # Batches that the training loop fetched
+    marks: int = 0  # Batches that were followed by a backward pass
+    joins: bool = False  # It is within ``join()``
     collectives: int | None = None
     """Collectives that the rank called meanwhile, including reductions and gathers."""
     reductions: int | None = None
     gathers: int | None = None
-    armed_after: int | None = None
-    """``armed`` when it was over."""
-    closed: int = 0
-    """Unix nanoseconds at which it was over."""
-    to_end: bool = False
-    """The loop in the source has no way out before its end."""
+    armed_after: int | None = None  # ``armed`` when it was over
+    closed: int = 0  # Unix nanoseconds at which it was over
+    to_end: bool = False  # The loop in the source has no way out before its end
     draws: int = 0
-    order: int | None = None
-    """A hash of the draws in their order."""
-    falls: int = 0
-    """Draws that are smaller than the one before."""
-    repeats: int = 0
-    """Recorded indices that were drawn again."""
-    opaque: bool = False
-    """Its indices are no integers."""
-    hits: tuple[int, ...] = ()
-    """The drawn ones of the recorded indices."""
+    order: int | None = None  # A hash of the draws in their order
+    falls: int = 0  # Draws that are smaller than the one before
+    repeats: int = 0  # Recorded indices that were drawn again
+    opaque: bool = False  # Its indices are no integers
+    hits: tuple[int, ...] = ()  # The drawn ones of the recorded indices
     rows: tuple[tuple[int | None, ...], ...] = ()
     """Samples by content: the index (None without one), then hashes of the values."""
     head: Head | None = None
@@ -313,8 +252,7 @@ class SaveRecord(PlacedRecord):
 
     time: int
     file: str
-    content: str
-    """``module``, ``wrapper``, ``wrapped`` or ``data``."""
+    content: str  # ``module``, ``wrapper``, ``wrapped`` or ``data``
     step: int = 0
 
 
@@ -327,8 +265,7 @@ class GpuLoadRecord(PlacedRecord):
     time: int = 0
     device: str
     device_uuid: str
-    mapped: bool
-    """The call had a ``map_location``."""
+    mapped: bool  # The call had a ``map_location``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -338,20 +275,13 @@ class NotAppliedRecord(PlacedRecord):
     kind = "not_applied"
 
     number: int = -1
-    matched: int
-    """Number of matching names."""
-    given: int
-    """Number of names in the checkpoint."""
-    wanted: int
-    """Number of names in the model."""
-    missing: tuple[str, ...]
-    """The first names that are only in the model."""
-    unexpected: tuple[str, ...]
-    """The first names that are only in the checkpoint."""
-    prefix: str = ""
-    """The prefix of most names of one side."""
-    of: str = ""
-    """Which side that is: ``checkpoint`` or ``model``."""
+    matched: int  # Number of matching names
+    given: int  # Number of names in the checkpoint
+    wanted: int  # Number of names in the model
+    missing: tuple[str, ...]  # The first names that are only in the model
+    unexpected: tuple[str, ...]  # The first names that are only in the checkpoint
+    prefix: str = ""  # The prefix of most names of one side
+    of: str = ""  # Which side that is: ``checkpoint`` or ``model``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

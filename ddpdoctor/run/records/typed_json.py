@@ -16,8 +16,7 @@ from ddpdoctor.run.records.base import JsonObject, Part, key_of
 
 P = TypeVar("P", bound=Part)
 
-_WORD = 1 << 63
-"""Limit of integers. No writer has larger ones, and some could not even be divided."""
+_WORD = 1 << 63  # Limit of integers. No writer has larger ones, and some could not even be divided.
 
 
 class _MisfitError(Exception):
