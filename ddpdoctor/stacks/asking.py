@@ -54,34 +54,23 @@ _MAX_HEAD = 1 << 14
 class Declared(Part):
     """How to request the stacks of one process, as the process declared it."""
 
-    path: str
-    """Its responses are appended to this file, after :attr:`head`."""
-    head: int
-    """Bytes of the file's first line, which holds the declaration."""
+    path: str  # Its responses are appended to this file, after :attr:`head`
+    head: int  # Bytes of the file's first line, which holds the declaration
     pid: int
-    start: int
-    """Start of the process, in ticks since boot."""
-    pipe: int
-    """Descriptor, in the process, of the pipe for requests."""
+    start: int  # Start of the process, in ticks since boot
+    pipe: int  # Descriptor, in the process, of the pipe for requests
     pipe_inode: int
-    thread: int
-    """Native id of the thread that responds."""
-    signal: int
-    """The signal that ``faulthandler`` handles, or 0."""
-    file: int
-    """Descriptor, in the process, of the file at :attr:`path`."""
-    main_thread: int
-    """Native id of the main thread."""
+    thread: int  # Native id of the thread that responds
+    signal: int  # The signal that ``faulthandler`` handles, or 0
+    file: int  # Descriptor, in the process, of the file at :attr:`path`
+    main_thread: int  # Native id of the main thread
     main_ident: int
-    rank: int | None
-    """The rank of its environment at the start."""
+    rank: int | None  # The rank of its environment at the start
     host: str
-    namespace: str
-    """Where its pid is valid: a boot and a pid namespace."""
+    namespace: str  # Where its pid is valid: a boot and a pid namespace
     cwd: str
     restart: int = 0
-    time: int = 0
-    """Unix nanoseconds of the declaration."""
+    time: int = 0  # Unix nanoseconds of the declaration
 
 
 def read_declared(directory: Path) -> list[Declared]:
@@ -183,8 +172,7 @@ def _unescaped(text: str) -> str:
 # -- Requests
 
 
-_MAX_RESPONSE = 16 << 20
-"""Bytes of a response that are read."""
+_MAX_RESPONSE = 16 << 20  # Bytes of a response that are read
 
 GIL_HELD = 1.0
 """Seconds without the GIL after which native code is said to hold it. Python passes it on every
@@ -193,8 +181,7 @@ GIL_HELD = 1.0
 _NEARLY = 0.9
 """Share of that time that is enough, since threads lose milliseconds even on an idle machine."""
 
-_TGKILL = {"x86_64": 234, "aarch64": 131}
-"""Numbers of a system call that glibc names since 2.30."""
+_TGKILL = {"x86_64": 234, "aarch64": 131}  # Numbers of a system call that glibc names since 2.30
 
 OTHER_PROGRAM = "does not answer any more: its program was replaced (exec), or closed our files"
 
@@ -207,10 +194,8 @@ class Asking:
         self._bit = 1 << (declared.signal - 1) if declared.signal else 0
         self.threads: tuple[Thread, ...] = ()
         self.gil_held = False
-        self.world_size = 0
-        """World size of the ``init_process_group`` call that it is in."""
-        self.trouble = ""
-        """Why there are no stacks, in a few words."""
+        self.world_size = 0  # World size of the ``init_process_group`` call that it is in
+        self.trouble = ""  # Why there are no stacks, in a few words
 
     def turns(self) -> Generator[None, None, None]:
         """Send the request. Yield while waiting, so that requests to other processes proceed."""

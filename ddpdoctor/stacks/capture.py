@@ -27,11 +27,8 @@ from ddpdoctor.system.process_activity import ProcessState, Turn, lacked, read_s
 MISSING = "py-spy is not installed (pip install py-spy)"
 FORBIDDEN = "py-spy may not look into the process (ptrace is not permitted)"
 
-MAX_PROCESSES = 16
-"""Maximum number of processes that py-spy examines at once."""
-
-_KILLED = 0.3
-"""Seconds to wait for a killed py-spy, which may be blocked in the kernel."""
+MAX_PROCESSES = 16  # Maximum number of processes that py-spy examines at once
+_KILLED = 0.3  # Seconds to wait for a killed py-spy, which may be blocked in the kernel
 
 _NOT_HELD = ("T", "t", "D")
 """States of a process that cannot be paused: it is stopped already, or does not react."""
@@ -216,17 +213,10 @@ def native_frames(dump: _Dump) -> tuple[str, ...]:
 # -- All ranks of this host, in parallel
 
 
-PATIENCE = 3.0
-"""Seconds to wait for all ranks together."""
-
-_ANSWERS = 0.7
-"""Share of that for responses, if py-spy can examine the ranks that do not respond."""
-
-_MAX_STRETCH = 3.0
-"""Maximum factor by which the wait grows for ranks that lack a core."""
-
-_ANSWERED = object()
-"""Marks an exhausted request. A pending one yields None."""
+PATIENCE = 3.0  # Seconds to wait for all ranks together
+_ANSWERS = 0.7  # Share of that for responses, if py-spy can examine the ranks that do not respond
+_MAX_STRETCH = 3.0  # Maximum factor by which the wait grows for ranks that lack a core
+_ANSWERED = object()  # Marks an exhausted request. A pending one yields None.
 
 _POLLS = (0.001, 0.02)
 """Seconds between two polls for responses: the first interval, and the longest."""

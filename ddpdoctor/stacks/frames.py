@@ -102,8 +102,7 @@ def libraries(frames: Iterable[Frame]) -> str:
 # -- Source lines of frames
 
 
-Code = Mapping[Frame, str]
-"""The source line of each frame, if known."""
+Code = Mapping[Frame, str]  # The source line of each frame, if known
 
 
 def code_of(frames: Iterable[Frame], before: int) -> dict[Frame, str]:
@@ -147,15 +146,12 @@ Keep = Callable[[Sequence[Frame]], Sequence[Frame]]
 class Node:
     """A chain of frames that the same ranks are in, and where they separate."""
 
-    ranks: tuple[int, ...]
-    """Ascending."""
-    frames: tuple[Frame, ...]
-    """Outermost first. All of these ranks are in all of them."""
+    ranks: tuple[int, ...]  # Ascending
+    frames: tuple[Frame, ...]  # Outermost first. All of these ranks are in all of them.
     children: tuple[Node, ...]
     """Deeper frames: odd nodes first, then those with the fewest ranks. Ranks that are in none of
     them are at the last of the frames."""
-    odd: bool
-    """Most ranks are elsewhere in the user's code."""
+    odd: bool  # Most ranks are elsewhere in the user's code
 
 
 @dataclass(frozen=True)
@@ -165,10 +161,8 @@ class Merged:
     roots: tuple[Node, ...]
     odd: frozenset[int]
     """The ranks that are elsewhere in the user's code than the majority of all ranks."""
-    places: int
-    """Number of different places of the user's code."""
-    missing: tuple[RankStacks, ...]
-    """The ranks without a stack."""
+    places: int  # Number of different places of the user's code
+    missing: tuple[RankStacks, ...]  # The ranks without a stack
 
 
 def merge(stacks: Iterable[RankStacks], keep: Keep = tuple) -> Merged:

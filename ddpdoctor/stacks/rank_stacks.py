@@ -16,17 +16,14 @@ from ddpdoctor.run.records.base import JsonObject, Part, document
 from ddpdoctor.run.records.typed_json import decoder
 from ddpdoctor.system.process_activity import ProcessState
 
-MAIN = "MainThread"
-"""The name of a process's main thread, as in ``threading``."""
+MAIN = "MainThread"  # The name of a process's main thread, as in ``threading``
 
 
 class Frame(NamedTuple):
     """One frame of Python code."""
 
-    path: str
-    """The file, absolute if known. ``<string>`` and the like for code without a file."""
-    line: int
-    """0 if not known."""
+    path: str  # The file, absolute if known. ``<string>`` and the like for code without a file.
+    line: int  # 0 if not known
     function: str
 
 
@@ -41,16 +38,11 @@ CUT = Frame("...", 0, "...")
 class Thread(Part):
     """The stack of one thread."""
 
-    ident: int
-    """``threading.get_ident()`` of the thread. 0 if not known."""
-    name: str
-    """Its name. Empty if not known."""
-    current: bool
-    """This thread ran the signal handler of ``faulthandler``."""
-    frames: tuple[Frame, ...]
-    """Outermost first."""
-    awaited: bool = False
-    """The interpreter waits for it at the end: it is no daemon."""
+    ident: int  # ``threading.get_ident()`` of the thread. 0 if not known.
+    name: str  # Its name. Empty if not known.
+    current: bool  # This thread ran the signal handler of ``faulthandler``
+    frames: tuple[Frame, ...]  # Outermost first
+    awaited: bool = False  # The interpreter waits for it at the end: it is no daemon
 
 
 @dataclass(frozen=True)
@@ -59,21 +51,17 @@ class RankStacks(Part):
 
     rank: int
     restart: int
-    pid: int
-    """0 if not known."""
+    pid: int  # 0 if not known
     host: str
-    threads: tuple[Thread, ...] = ()
-    """The main thread first, if known."""
+    threads: tuple[Thread, ...] = ()  # The main thread first, if known
     native: tuple[str, ...] = ()
     """Native frames of the main thread below its innermost Python frame, outermost first. Empty
     unless py-spy provided them."""
     state: ProcessState = field(default_factory=ProcessState)
     gil_held: bool = False
     """Native code held the GIL for so long that no Python could run in the rank."""
-    trouble: str = ""
-    """Why there are no stacks: ``stopped (SIGSTOP)``. Empty if there are."""
-    note: str = ""
-    """What is missing although there are stacks, such as native frames."""
+    trouble: str = ""  # Why there are no stacks: ``stopped (SIGSTOP)``. Empty if there are.
+    note: str = ""  # What is missing although there are stacks, such as native frames
     world_size: int = 0
     """World size of the ``init_process_group`` call that it is in. 0 without one."""
 
@@ -103,8 +91,7 @@ STACKS_FILE = "stacks.json"
 class Saved:
     """Stacks, and the time at which they were taken."""
 
-    time: int
-    """Unix nanoseconds."""
+    time: int  # Unix nanoseconds
     stacks: tuple[RankStacks, ...]
 
 

@@ -21,11 +21,8 @@ from ddpdoctor.system.nvml import Device, NvmlReader, Process, Reading, text_of
 # -- Health: links, memory faults, settings
 
 
-MAX_LINKS = 18
-"""Maximum number of NVLinks of a GPU."""
-
-BUSY = 50
-"""Minimum percent of the time with running kernels at which links are at full speed."""
+MAX_LINKS = 18  # Maximum number of NVLinks of a GPU
+BUSY = 50  # Minimum percent of the time with running kernels at which links are at full speed
 
 _PEER_READ = 0
 _PEER_NVLINK = 2
@@ -39,35 +36,26 @@ class Health:
     """A GPU that responds. None if not known."""
 
     device: Device
-    memory_total: int | None = None
-    """Bytes."""
+    memory_total: int | None = None  # Bytes
     memory_used: int | None = None
     processes: tuple[Process, ...] = ()
-    uncorrected: int | None = None
-    """Uncorrectable memory errors since the driver was loaded."""
-    rows_pending: bool = False
-    """A faulty memory row or page will be replaced by a reset."""
+    uncorrected: int | None = None  # Uncorrectable memory errors since the driver was loaded
+    rows_pending: bool = False  # A faulty memory row or page will be replaced by a reset
     rows_failed: bool = False
     """A faulty memory row could not be replaced, as there are no spare rows."""
     throttled: tuple[str, ...] = ()
     temperature: int | None = None
-    width: int | None = None
-    """PCIe lanes now."""
-    width_most: int | None = None
-    """PCIe lanes that both GPU and slot have."""
+    width: int | None = None  # PCIe lanes now
+    width_most: int | None = None  # PCIe lanes that both GPU and slot have
     generation: int | None = None
     generation_most: int | None = None
-    busy: bool = False
-    """It runs at full clocks. An idle GPU lowers its PCIe generation by design."""
-    links: tuple[bool, ...] = ()
-    """Whether each NVLink is up."""
-    fabric_ready: bool | None = None
-    """Whether its NVSwitch fabric is set up. None without one."""
+    busy: bool = False  # It runs at full clocks. An idle GPU lowers its PCIe generation by design.
+    links: tuple[bool, ...] = ()  # Whether each NVLink is up
+    fabric_ready: bool | None = None  # Whether its NVSwitch fabric is set up. None without one.
     persistent: bool | None = None
     compute_mode: int | None = None
     """NVML's number: 0 shared, 2 prohibited, 1 and 3 a single process."""
-    instances: tuple[str, ...] = ()
-    """The UUIDs of its MIG instances."""
+    instances: tuple[str, ...] = ()  # The UUIDs of its MIG instances
     problem: str = ""
 
     @property
@@ -213,11 +201,8 @@ def _whole(value: Any) -> int | None:
 # -- Polling for the run directory
 
 
-EVERY = 1.0
-"""Seconds between two samples of values that change fast."""
-
-SLOWLY = 5.0
-"""Seconds between two samples of the others."""
+EVERY = 1.0  # Seconds between two samples of values that change fast
+SLOWLY = 5.0  # Seconds between two samples of the others
 
 
 def file_name(host: str) -> str:
@@ -348,8 +333,7 @@ class GpuPoll:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._stop = threading.Event()
-        self.failed: Exception | None = None
-        """The error in ddpdoctor or the binding that ended it."""
+        self.failed: Exception | None = None  # The error in ddpdoctor or the binding that ended it
 
     def start(self) -> None:
         """Start, if this machine has the driver's library."""

@@ -13,23 +13,15 @@ from typing import Any
 
 from ddpdoctor.core.opening import whole
 
-LONGEST = 60.0
-"""Maximum seconds between two attempts to reach the driver."""
-
-STRIKES = 3
-"""Times that a GPU may break the library before it is skipped for a while."""
+LONGEST = 60.0  # Maximum seconds between two attempts to reach the driver
+STRIKES = 3  # Times that a GPU may break the library before it is skipped for a while
 
 _NEVER = frozenset({3, 4, 13, 25})
 """NVML's codes: not supported, no permission, no such function, other version of a struct."""
 
-_FORBIDDEN = 4
-"""NVML's code: no permission."""
-
-_GONE = frozenset({15, 16})
-"""NVML's codes: the GPU fell off the bus, or needs a reset."""
-
-_BROKEN = frozenset({1, 9, 12, 17, 18, 999})
-"""NVML's codes: the library has to be opened again."""
+_FORBIDDEN = 4  # NVML's code: no permission
+_GONE = frozenset({15, 16})  # NVML's codes: the GPU fell off the bus, or needs a reset
+_BROKEN = frozenset({1, 9, 12, 17, 18, 999})  # NVML's codes: the library has to be opened again
 
 _FABRIC_BEGINS, _FABRIC_READY = 2, 3
 """States of an NVSwitch fabric. 0 is none, and 1 is reported for GPUs that work without."""
@@ -93,10 +85,8 @@ class NvmlReader:
         self._refused: dict[str, dict[str, int]] = {}
         self._strikes: dict[str, int] = {}
         self._shunned: dict[str, float] = {}
-        self.trouble = ""
-        """Why GPUs cannot be read, in words. Empty if they can."""
-        self.code = 0
-        """NVML's code for that, or 0."""
+        self.trouble = ""  # Why GPUs cannot be read, in words. Empty if they can.
+        self.code = 0  # NVML's code for that, or 0
         self._absent: dict[int, str] = {}
         self._failures = 0
         self._retry = float("-inf")
@@ -400,13 +390,11 @@ def text_of(value: Any) -> str:
 class Device:
     """The identity of a GPU."""
 
-    index: int
-    """Its index in NVML's order, that of the PCI bus, which may differ from CUDA's."""
+    index: int  # Its index in NVML's order, that of the PCI bus, which may differ from CUDA's
     uuid: str
     name: str
     bus_id: str
-    mig: bool
-    """It is partitioned. Values of the whole GPU say nothing about its parts."""
+    mig: bool  # It is partitioned. Values of the whole GPU say nothing about its parts.
 
     @property
     def key(self) -> str:
@@ -419,40 +407,28 @@ class Process:
     """A process with memory on a GPU. Its pid is that of the driver's pid namespace."""
 
     pid: int
-    memory: int | None
-    """Bytes."""
+    memory: int | None  # Bytes
 
 
 @dataclass(frozen=True)
 class Reading:
     """A sample of a GPU."""
 
-    memory_total: int | None = None
-    """Bytes."""
-    memory_used: int | None = None
-    """Bytes."""
-    utilization: int | None = None
-    """Percent of the time with a running kernel."""
-    power: float | None = None
-    """Watts."""
-    power_limit: float | None = None
-    """Watts."""
-    temperature: int | None = None
-    """Degrees Celsius."""
-    clock: int | None = None
-    """MHz of the multiprocessors."""
-    clock_max: int | None = None
-    """Maximum MHz of the multiprocessors."""
+    memory_total: int | None = None  # Bytes
+    memory_used: int | None = None  # Bytes
+    utilization: int | None = None  # Percent of the time with a running kernel
+    power: float | None = None  # Watts
+    power_limit: float | None = None  # Watts
+    temperature: int | None = None  # Degrees Celsius
+    clock: int | None = None  # MHz of the multiprocessors
+    clock_max: int | None = None  # Maximum MHz of the multiprocessors
     throttled: tuple[str, ...] | None = None
     """Reasons for throttling, in words. Empty if there are none."""
-    pcie: int | None = None
-    """Bytes per second over PCIe, both directions, in the last 20 ms."""
+    pcie: int | None = None  # Bytes per second over PCIe, both directions, in the last 20 ms
     nvlink: int | None = None
     """Bytes over all NVLinks, both directions, since the driver was loaded."""
-    processes: tuple[Process, ...] = ()
-    """The processes that hold memory on it."""
-    ecc_errors: int | None = None
-    """Uncorrectable memory errors since the driver was loaded."""
+    processes: tuple[Process, ...] = ()  # The processes that hold memory on it
+    ecc_errors: int | None = None  # Uncorrectable memory errors since the driver was loaded
 
 
 def same_uuid(uuid: str) -> str:

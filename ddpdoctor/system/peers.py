@@ -20,8 +20,7 @@ from ddpdoctor.system.proc import listeners
 # -- Owners of TCP sockets by ``sock_diag``
 
 
-ESTABLISHED = 1
-"""The state of a connection that neither side has closed."""
+ESTABLISHED = 1  # The state of a connection that neither side has closed
 
 _LISTENS = 10
 _NETLINK_SOCK_DIAG = 4
@@ -30,14 +29,12 @@ _NLMSG_ERROR = 2
 _NLM_F_REQUEST = 1
 _ALL_STATES = 0xFFFFFFFF
 _NO_COOKIE = (0xFFFFFFFF, 0xFFFFFFFF)
-_HEADER = struct.Struct("=IHHII")
-"""``struct nlmsghdr``: length, type, flags, sequence number, port."""
+_HEADER = struct.Struct("=IHHII")  # ``struct nlmsghdr``: length, type, flags, sequence number, port
 
 _WANTED = struct.Struct("=BBBxI")
 """The head of ``struct inet_diag_req_v2``: family, protocol, extensions, states."""
 
-_FOUND = struct.Struct("=BB62xII")
-"""``struct inet_diag_msg``: family, state, ..., uid, inode."""
+_FOUND = struct.Struct("=BB62xII")  # ``struct inet_diag_msg``: family, state, ..., uid, inode
 
 
 class Found(NamedTuple):
@@ -45,8 +42,7 @@ class Found(NamedTuple):
 
     state: int
     uid: int
-    inode: int
-    """0 if its process has closed it. Then the uid may be root's."""
+    inode: int  # 0 if its process has closed it. Then the uid may be root's.
 
 
 def find_socket(source: tuple[object, ...], target: tuple[object, ...]) -> Found | None:
@@ -103,11 +99,8 @@ def _request(source: tuple[object, ...], target: tuple[object, ...]) -> bytes:
 
 
 _TABLES = {socket.AF_INET: "tcp", socket.AF_INET6: "tcp6"}
-_MAPPED = bytes(10) + b"\xff\xff"
-"""The prefix of an IPv4 address in an IPv6 socket."""
-
-_ATTEMPTS = 3
-"""Number of attempts, since a changing table may miss a line."""
+_MAPPED = bytes(10) + b"\xff\xff"  # The prefix of an IPv4 address in an IPv6 socket
+_ATTEMPTS = 3  # Number of attempts, since a changing table may miss a line
 
 
 class UnknownPeerError(Exception):

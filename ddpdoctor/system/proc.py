@@ -49,14 +49,12 @@ def until(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 PROC = Path("/proc")
-ENDED = "ZX"
-"""State letters of a process that has ended."""
+ENDED = "ZX"  # State letters of a process that has ended
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _FIELDS = 50
 _SHORT = 60
-_LISTENS = b"0A"
-"""The state of a listening socket in ``/proc/net/tcp``."""
+_LISTENS = b"0A"  # The state of a listening socket in ``/proc/net/tcp``
 
 
 class Stat(NamedTuple):
@@ -68,14 +66,10 @@ class Stat(NamedTuple):
     parent: int
     group: int
     session: int
-    cpu_seconds: float
-    """User and system."""
-    start: int
-    """Start in ticks since boot. With the pid it identifies a process."""
-    core: int
-    """The core that it ran on last."""
-    status: int
-    """The wait status, if it has ended."""
+    cpu_seconds: float  # User and system
+    start: int  # Start in ticks since boot. With the pid it identifies a process.
+    core: int  # The core that it ran on last
+    status: int  # The wait status, if it has ended
 
 
 def _read(pid: int, name: str, proc: Path = PROC) -> bytes:
@@ -296,11 +290,9 @@ def listed(proc: Path) -> Iterator[Listed]:
 class Listener(NamedTuple):
     """A TCP socket that listens."""
 
-    address: str
-    """Address and port in hexadecimal, as in the kernel's table."""
+    address: str  # Address and port in hexadecimal, as in the kernel's table
     port: int
-    uid: int
-    """Its owner."""
+    uid: int  # Its owner
     inode: int
 
 

@@ -24,11 +24,9 @@ class ChildState(Part):
     """A child process of a rank, such as a DataLoader worker."""
 
     pid: int
-    letter: str
-    """As :attr:`ProcessState.letter`."""
+    letter: str  # As :attr:`ProcessState.letter`
     cpu_seconds: float
-    command: str
-    """The beginning of its command line."""
+    command: str  # The beginning of its command line
 
 
 @dataclass(frozen=True)
@@ -38,12 +36,9 @@ class ProcessState(Part):
     letter: str = ""
     """The main thread's state as in ``/proc/PID/stat``: R runs, S sleeps, D waits for a device or
     disk, T is stopped, t is held by a tracer, Z has ended. Empty if there is no such process."""
-    cpu_seconds: float = 0.0
-    """CPU time of the process so far, user and system."""
-    wchan: str = ""
-    """The kernel function in which the main thread sleeps. Empty if not known."""
-    children: tuple[ChildState, ...] = ()
-    """Its child processes, ascending by pid."""
+    cpu_seconds: float = 0.0  # CPU time of the process so far, user and system
+    wchan: str = ""  # The kernel function in which the main thread sleeps. Empty if not known.
+    children: tuple[ChildState, ...] = ()  # Its child processes, ascending by pid
 
 
 class Wait(NamedTuple):
@@ -90,16 +85,13 @@ class Turn(NamedTuple):
     """The CPU time of one thread so far."""
 
     letter: str
-    ran: float
-    """Seconds on a core."""
+    ran: float  # Seconds on a core
     waited: float
     """Seconds ready to run without a core. The kernel adds them once the wait is over."""
-    sleeps: int
-    """Number of voluntary context switches."""
+    sleeps: int  # Number of voluntary context switches
 
 
-Turns = Mapping[int, Turn]
-"""The threads of a process by native id."""
+Turns = Mapping[int, Turn]  # The threads of a process by native id
 
 
 def read_turns(pid: int) -> dict[int, Turn]:
@@ -169,8 +161,7 @@ class Signals(NamedTuple):
 
     pending: int
     blocked: int
-    caught: int
-    """Signals that the process handles."""
+    caught: int  # Signals that the process handles
 
 
 def read_signals(pid: int, thread: int) -> Signals | None:
@@ -195,38 +186,25 @@ def is_open(pid: int, descriptor: int, path: str) -> bool:
 # -- Activity between two samples
 
 
-BUSY = 0.2
-"""Minimum share of a core, without waits for a core, of a process that works."""
+BUSY = 0.2  # Minimum share of a core, without waits for a core, of a process that works
 
 
 @dataclass(frozen=True)
 class Sample:
     """The kernel's counters of one process."""
 
-    letter: str
-    """Its state as in ``/proc/PID/stat``. Empty if there is no such process."""
-    cpu: float = 0.0
-    """CPU seconds, user and system."""
-    children_cpu: float = 0.0
-    """CPU seconds of its living descendants."""
-    characters: int = 0
-    """Bytes passed through ``read`` and ``write``, including its descendants'."""
-    written: int = 0
-    """The part of them that the process itself wrote."""
-    disk: int = 0
-    """Bytes that devices moved for it and its descendants."""
-    input: bool = False
-    """It waits in ``read`` on its standard input."""
-    terminal: bool = False
-    """Its standard input is a terminal."""
-    network: bool = False
-    """It waits for a socket."""
-    children_network: bool = False
-    """A descendant waits for a socket."""
-    switches: int = 0
-    """Voluntary context switches of its main thread."""
-    turns: Turns = field(default_factory=dict)
-    """CPU times of its threads."""
+    letter: str  # Its state as in ``/proc/PID/stat``. Empty if there is no such process.
+    cpu: float = 0.0  # CPU seconds, user and system
+    children_cpu: float = 0.0  # CPU seconds of its living descendants
+    characters: int = 0  # Bytes passed through ``read`` and ``write``, including its descendants'
+    written: int = 0  # The part of them that the process itself wrote
+    disk: int = 0  # Bytes that devices moved for it and its descendants
+    input: bool = False  # It waits in ``read`` on its standard input
+    terminal: bool = False  # Its standard input is a terminal
+    network: bool = False  # It waits for a socket
+    children_network: bool = False  # A descendant waits for a socket
+    switches: int = 0  # Voluntary context switches of its main thread
+    turns: Turns = field(default_factory=dict)  # CPU times of its threads
     children_turns: Mapping[int, Turns] = field(default_factory=dict)
     """CPU times of its living descendants' threads, by pid."""
 
@@ -378,8 +356,7 @@ def _leads_to(pid: int, descriptor: int, kinds: tuple[str, ...]) -> bool:
 # -- Clocks of CPU cores, by the kernel's ``cpufreq``
 
 
-MAX_CLOCKS = 16
-"""Maximum number of ranks whose cores are read."""
+MAX_CLOCKS = 16  # Maximum number of ranks whose cores are read
 
 
 class CoreClocks:
