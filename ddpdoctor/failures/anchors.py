@@ -23,18 +23,10 @@ if not os.environ.get("DDPDOCTOR_PURE_PYTHON"):
         _compiled = importlib.import_module("ddpdoctor.failures._present")
 
 COMMON = (
-    *(HEAD, "rror", "ERROR", "FATAL", "ailed", "xception", "NCCL WARN", "atchdog", "exitcode"),
-    *(
-        "exit code",
-        "return code",
-        "ignal",
-        "nterrupt",
-        "Killed",
-        "core dumped",
-        "Segmentation fault",
-    ),
-    *("what():", "terminate called", "out of memory", ": line "),
-)
+    HEAD, "rror", "ERROR", "FATAL", "ailed", "xception", "NCCL WARN", "atchdog", "exitcode",
+    "exit code", "return code", "ignal", "nterrupt", "Killed", "core dumped", "Segmentation fault",
+    "what():", "terminate called", "out of memory", ": line ",
+)  # fmt: skip
 """Texts of most failures."""
 
 MAX_LINES = 500
