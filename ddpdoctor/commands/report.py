@@ -18,7 +18,7 @@ from ddpdoctor.core.options import CODES, DIRECTORY, FILE, OUTPUT, Given, Parser
 from ddpdoctor.failures import sources, verdict
 from ddpdoctor.failures.lines import Redactor
 from ddpdoctor.failures.log import LogReader
-from ddpdoctor.failures.sightings import Sighting
+from ddpdoctor.failures.occurrences import Occurrence
 from ddpdoctor.render import console, json_lines, reporter, terminal
 from ddpdoctor.render.reporter import job_script, line_format
 from ddpdoctor.run import rundir
@@ -332,7 +332,7 @@ def _report_logs(given: Given) -> list[Finding]:
     if not given.rest:
         raise DoctorError("option --log needs a file", "name the job's log files, or - for stdin")
     names = sources.logs(given.rest)
-    sightings: list[Sighting] = []
+    sightings: list[Occurrence] = []
     size = 0
     common = os.path.commonpath([os.path.abspath(name) for name in names]) if names else ""
     files = 0

@@ -1,4 +1,4 @@
-"""The commands of ddpdoctor, each with its line of help, for parsing and completion."""
+"""The commands of ddpdoctor with their one-line help."""
 
 from __future__ import annotations
 

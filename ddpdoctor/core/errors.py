@@ -1,4 +1,4 @@
-"""Errors for people, and what happens to faults of our own."""
+"""Errors that are shown to people, and the handling of faults in ddpdoctor itself."""
 
 from __future__ import annotations
 
@@ -10,28 +10,20 @@ from typing import NamedTuple, ParamSpec, TypeVar
 
 from ddpdoctor import __version__
 
-# -- the one exception whose text a user may see instead of a traceback
-
-
-USAGE = 2
-"""Exit status for bad input: an unknown option, a missing file, a damaged run directory."""
-
-STRICT = 3
-"""Exit status of ``run --strict`` when the job succeeded and an error-level finding stands."""
-
-HANG = 4
-"""Exit status of ``run --kill-on-hang`` when it ended a job that hung."""
+USAGE = 2  # Exit status for bad input: an unknown option, a missing file, a damaged run directory
+STRICT = 3  # Exit status of ``run --strict`` if the job succeeded and an error-level finding stands
+HANG = 4  # Exit status of ``run --kill-on-hang`` if it ended a job that hung
 
 INTERNAL = 70
 """Exit status of any command in which ddpdoctor itself failed (``EX_SOFTWARE`` of sysexits.h)."""
 
 
 class DoctorError(Exception):
-    """Something a person has to know, said in one line, with one line on what to do.
+    """An error shown to a person as one line, with an optional hint instead of a traceback.
 
     Args:
         message: What is wrong, without a trailing full stop.
-        hint: What to do about it; empty when the message says it all.
+        hint: What to do about it. Empty if the message says it all.
         status: The exit status of the command that raised it.
     """
 
@@ -45,37 +37,33 @@ class DoctorError(Exception):
         return f"{self.message} ({self.hint})" if self.hint else self.message
 
 
-# -- faults of ddpdoctor's own: each ends the part that it is in, and is said once
+# -- Faults of ddpdoctor: each disables the part that failed and is reported once
 
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_PLACES = 4
-"""Lines of ours, innermost first, that the record of a fault names."""
-_SHOWN = 3
-_MOST = 200
-"""Characters of an exception that are shown: it may hold what the job wrote."""
+_MAX_PLACES = 4
+_MAX_NAMES = 3
+_MAX_CHARACTERS = 200  # Characters shown of an exception, which may contain text of the job
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class Fault(NamedTuple):
-    """A part failed."""
+    """A failure of one part of ddpdoctor."""
 
-    time: int
-    """Unix nanoseconds."""
+    time: int  # Unix nanoseconds
     part: str
     error: str
-    places: tuple[str, ...]
-    """Lines of ours, innermost first."""
+    places: tuple[str, ...]  # Lines of ddpdoctor, innermost first
 
 
 class Faults:
-    """Which parts failed: the codes of rules, and the names of what else looks at a job.
+    """The parts that failed: codes of rules and names of other components.
 
     Args:
-        say: Says a line that a person has to see.
-        rest: What becomes of all else, for that line.
+        say: Prints a line for the user.
+        rest: The end of that line, which says what still works.
     """
 
     def __init__(
@@ -92,7 +80,7 @@ class Faults:
     def guarded(
         self, part: str, look: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T | None:
-        """What ``look`` returns; None if it failed now, or ``part`` did before."""
+        """Return the result of ``look``, or None if the part fails or has failed before."""
         if part in self._broken:
             return None
         try:
@@ -102,39 +90,40 @@ class Faults:
         return None
 
     def failed(self, parts: Sequence[tuple[str, Exception]]) -> None:
-        """These failed: they end, and all of them are said in one line."""
+        """Disable these parts and report all of them in one line."""
         fresh = [(part, error) for part, error in parts if part not in self._broken]
         if not fresh:
             return
         for part, error in fresh:
             self._broken.add(part)
-            shown, where = repr(error)[:_MOST], tuple(places(error))
-            self._fresh.append(Fault(time.time_ns(), part, shown, where))
+            shown = repr(error)[:_MAX_CHARACTERS]
+            self._fresh.append(Fault(time.time_ns(), part, shown, tuple(places(error))))
         self._say(f"warning: {words(fresh)}; {self._rest}")
 
     def take(self) -> list[Fault]:
-        """What failed since the last call."""
+        """Return the failures since the last call."""
         taken, self._fresh = self._fresh, []
         return taken
 
 
 def words(parts: Sequence[tuple[str, Exception]]) -> str:
-    """What failed and where, and that it should be reported."""
+    """Describe what failed and where, and ask for a report."""
     names = [part for part, _ in parts]
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
     error = parts[0][1]
     where = "".join(f" at {place}" for place in places(error)[:1])
     return (
-        f"internal error in {', '.join(names[:_SHOWN])}{more}: {repr(error)[:_MOST]}{where} "
+        f"internal error in {', '.join(names[:_MAX_NAMES])}{more}: "
+        f"{repr(error)[:_MAX_CHARACTERS]}{where} "
         f"(ddpdoctor {__version__}; please report this line)"
     )
 
 
 def places(error: Exception) -> list[str]:
-    """The lines of ours that an exception came through, innermost first."""
+    """List the lines of ddpdoctor that an exception passed through, innermost first."""
     ours = [
         f"{frame.filename.removeprefix(_PACKAGE)}:{frame.lineno}"
         for frame in traceback.extract_tb(error.__traceback__)
         if frame.filename.startswith(_PACKAGE)
     ]
-    return ours[: -_PLACES - 1 : -1]
+    return ours[: -_MAX_PLACES - 1 : -1]

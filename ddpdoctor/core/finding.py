@@ -6,13 +6,10 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from ddpdoctor.core.relations import Lapse, Same, fact, same_subject
 from ddpdoctor.core.user_code import Location
-
-if TYPE_CHECKING:
-    from ddpdoctor.run.snapshot import Run
 
 
 class Severity(IntEnum):
@@ -30,24 +27,23 @@ class Severity(IntEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One fault of a job.
+    """One fault, reported once.
 
     Attributes:
-        code: The rule's code, such as ``DDP610``; its meaning never changes.
+        code: The rule's code, such as ``DDP610``. Its meaning never changes.
         severity: See :class:`Severity`.
-        message: One sentence: the ranks, the cause and where.
-        ranks: The guilty ranks, ascending; empty when it is the job as a whole.
-        location: The guilty line, if one is known.
+        message: One sentence: the ranks, the cause and the place.
+        ranks: The guilty ranks, ascending. Empty if the whole job is to blame.
+        location: The guilty line, if known.
         evidence: The facts behind the message, one a line, numbers with units.
         fix: What to change, in one or two sentences.
-        traceback: The user's part of a traceback or stack, if there is one.
-        about: What makes it the same finding when ranks or lines shift while the job runs; empty
-            where the ranks and the line do.
-        paste: A line to type that does what the fix says, if there is one.
-        subjects: What it is about, in words that related rules share
-            (:func:`ddpdoctor.core.relations.same_subject`).
-        moment: When it happened, in Unix nanoseconds; 0 if it has not yet, or is not known.
-        restart: The attempt that it is about; None for the last one of what was examined.
+        traceback: The user's part of a traceback or stack, if any.
+        about: Identifies the finding although its ranks or lines change while the job runs. Empty
+            if ranks and line identify it.
+        paste: A command that applies the fix, if any.
+        subjects: Topics that related rules share (:func:`ddpdoctor.core.relations.same_subject`).
+        moment: When it happened, in Unix nanoseconds. 0 if it has not yet, or if not known.
+        restart: The attempt that it is about. None for the last examined one.
     """
 
     code: str
@@ -66,14 +62,14 @@ class Finding:
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """Equal for two findings of the same fault, so that it is printed once."""
+        """Equal for two findings of the same fault, which is printed once."""
         return (self.code, self.about) if self.about else (self.code, self.ranks, self.location)
 
 
 def to_record(finding: Finding) -> dict[str, Any]:
-    """Return a finding as JSON, without identity and traceback.
+    """Return a finding as a JSON object, without its identity and traceback.
 
-    ``paste`` is there only if there is such a line.
+    ``paste`` is left out if it is empty.
     """
     location = finding.location
     record: dict[str, Any] = {
@@ -81,7 +77,7 @@ def to_record(finding: Finding) -> dict[str, Any]:
         "severity": finding.severity.label,
         "message": finding.message,
         "ranks": list(finding.ranks),
-        "location": None if location is None else {"path": location.path, "line": location.line},
+        "location": None if location is None else location._asdict(),
         "evidence": list(finding.evidence),
         "fix": finding.fix,
     }
@@ -91,7 +87,7 @@ def to_record(finding: Finding) -> dict[str, Any]:
 
 
 def from_record(record: Mapping[str, Any]) -> Finding | None:
-    """Return the finding that :func:`to_record` made this of; None if it is damaged."""
+    """Return the finding of a JSON object that :func:`to_record` made. None if it is damaged."""
     try:
         location = record.get("location")
         return Finding(
@@ -110,7 +106,11 @@ def from_record(record: Mapping[str, Any]) -> Finding | None:
         return None
 
 
-Detect = Callable[["Run"], Iterator[Finding]]
+# -- Rules
+
+
+Detect = Callable[[Any], Iterator[Finding]]
+"""Finds faults in a :class:`ddpdoctor.run.snapshot.Run`, which this layer does not know."""
 
 
 @dataclass(frozen=True)
@@ -120,10 +120,11 @@ class Rule:
     Attributes:
         detect: It may serve several rules. It yields the findings of all of them then.
         page: The documentation page.
-        supersedes: The rules whose findings are consequences of this one's, by code, and when they
-            are: where both are about the same fault.
-        yields_to: The same from the other side, where this rule is the one that knows.
-        lapses: What becomes of its findings once they are not found any more.
+        supersedes: The rules whose findings are consequences of this one's, by code, with the
+            predicate that has to hold.
+        yields_to: The same from the other side: rules of whose findings this one's are
+            consequences.
+        lapses: Decides about a finding that is no longer found.
         beside: A second function with findings of this code. They count where the first has none
             about the same subject.
     """
@@ -145,7 +146,7 @@ class Rule:
 
 
 RULES: dict[str, Rule] = {}
-"""All registered rules by code; ``ddpdoctor.diagnose.all_rules`` fills it when imported."""
+"""All rules by code. Importing ``ddpdoctor.diagnose.all_rules`` registers them."""
 
 
 Page = TypeVar("Page", bound=Callable[..., Any])
@@ -196,46 +197,47 @@ def rule(
 
 
 def explains(cause: Finding, effect: Finding) -> bool:
-    """Return whether a finding is only the consequence of another one, by their rules."""
+    """Return whether the relations of two rules make one finding a consequence of the other."""
     of_cause, of_effect = RULES.get(cause.code), RULES.get(effect.code)
-    same = of_cause.supersedes.get(effect.code) if of_cause is not None else None
-    if same is not None and same(cause, effect):
-        return True
-    same = of_effect.yields_to.get(cause.code) if of_effect is not None else None
-    return same is not None and same(cause, effect)
+    declared = (
+        of_cause.supersedes.get(effect.code) if of_cause is not None else None,
+        of_effect.yields_to.get(cause.code) if of_effect is not None else None,
+    )
+    return any(same is not None and same(cause, effect) for same in declared)
 
 
 def examine(
-    run: Run,
-    rules: Iterable[Rule],
-    *,
-    failed: Callable[[Rule, Exception], None] | None = None,
+    run: Any, rules: Iterable[Rule], *, failed: Callable[[Rule, Exception], None] | None = None
 ) -> list[Finding]:
-    """Return the findings of a run, the worst first, each identity once, without consequences.
+    """Return all findings of a run without mere consequences, the worst first.
 
-    Of attempts that ended alike the last one counts. After all rules have run, their relations say
-    what is a consequence. The consequence of a consequence is left out, too.
+    Equal findings of several attempts are reported for the last one. All rules run before their
+    relations are applied, so a consequence of a consequence is left out as well.
 
     Args:
         run: The snapshot.
-        rules: The rules to run.
-        failed: Called with a rule that cannot read the run; without it its exception is raised.
+        rules: The rules to apply.
+        failed: Called if a rule raises an exception. If missing, the exception is passed on.
     """
     said: dict[object, Finding] = {}
     for finding in _detected(run, {each.code: each for each in rules}, failed):
         known = said.get(finding.identity)
         if known is None or (known.restart or 0) < (finding.restart or 0):
             said[finding.identity] = finding
-    causes = [
+    return worst_first(
         effect
         for effect in said.values()
         if not any(explains(cause, effect) for cause in said.values())
-    ]
-    return sorted(causes, key=lambda f: (-f.severity, f.code, f.ranks))
+    )
+
+
+def worst_first(findings: Iterable[Finding]) -> list[Finding]:
+    """Sort findings by severity, code and ranks."""
+    return sorted(findings, key=lambda each: (-each.severity, each.code, each.ranks))
 
 
 def _detected(
-    run: Run, rules: Mapping[str, Rule], failed: Callable[[Rule, Exception], None] | None
+    run: Any, rules: Mapping[str, Rule], failed: Callable[[Rule, Exception], None] | None
 ) -> list[Finding]:
     """Return the findings of some rules, by code. A function that serves several runs once."""
     detects = [detect for each in rules.values() for detect in (each.detect, each.beside)]

@@ -1,4 +1,8 @@
-"""Format numbers, sizes, durations, ranks and foreign text for people."""
+"""Format numbers, sizes, durations, ranks and untrusted text for people.
+
+Sizes in memory and files are in binary units (KiB, MiB, GiB). Rates of networks and links are in
+decimal units (MB/s, GB/s), as their vendors state them.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +10,18 @@ import json
 import math
 import re
 import unicodedata
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any, NamedTuple
 
-# -- numbers with units, as people read them; most fit four columns. What is not known is ``-``
+# -- Numbers with units
 
 
-MISSING = "-"
+MISSING = "-"  # Shown for a number that is not known
 
 
 class TimeUnit(NamedTuple):
-    """A unit that several times share, so that they compare at a glance."""
+    """A unit that several times share, so that they can be compared at a glance."""
 
     name: str
     factor: float
@@ -27,13 +31,13 @@ _MICROSECONDS, _MILLISECONDS, _SECONDS = TimeUnit("us", 1e6), TimeUnit("ms", 1e3
 
 
 def unit_for(longest: float) -> TimeUnit:
-    """The unit in which times up to ``longest`` seconds have few digits."""
+    """Return the unit in which times up to ``longest`` seconds have few digits."""
     if longest < 1e-3:
         return _MICROSECONDS
     return _MILLISECONDS if longest < 10 else _SECONDS
 
 
-def _where_known(show: Callable[[float], str]) -> Callable[[float | None], str]:
+def _if_known(show: Callable[[float], str]) -> Callable[[float | None], str]:
     @wraps(show)
     def shown(value: float | None) -> str:
         return MISSING if value is None or not math.isfinite(value) else show(value)
@@ -41,9 +45,9 @@ def _where_known(show: Callable[[float], str]) -> Callable[[float | None], str]:
     return shown
 
 
-@_where_known
+@_if_known
 def figures(value: float) -> str:
-    """A number in at most four columns (five from a million on), with the digits that matter."""
+    """Format a number in at most four columns (five from a million on)."""
     size = abs(value)
     if size < 0.005:
         return "0"
@@ -64,19 +68,19 @@ def _scaled(value: float, base: int, letters: str) -> str:
 
 
 def time_in(value: float | None, unit: TimeUnit) -> str:
-    """Seconds in a unit, without its name."""
+    """Format seconds in a unit, without its name."""
     return figures(None if value is None else value * unit.factor)
 
 
 def time(seconds: float) -> str:
-    """A time with three digits and its unit: ``31.0 ms``, ``1.23 s``."""
+    """Format a time with three digits and its unit: ``31.0 ms``, ``1.23 s``."""
     unit = unit_for(seconds if seconds < 1 else math.inf)
     return f"{time_in(seconds, unit)} {unit.name}"
 
 
-@_where_known
+@_if_known
 def duration(seconds: float) -> str:
-    """A time in words: ``31.0 ms``, ``1.2 s``, ``5 min``."""
+    """Format a time for a sentence: ``31.0 ms``, ``1.2 s``, ``5 min``."""
     seconds = max(seconds, 0.0)
     if seconds < 0.9995:
         return time(seconds)
@@ -85,63 +89,93 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
 
 
-@_where_known
+@_if_known
 def age(seconds: float) -> str:
-    """A time in at most four columns: ``3s``, ``2m``, ``5h``, ``4d``."""
+    """Format a time in at most four columns: ``3s``, ``2m``, ``5h``, ``4d``."""
     for limit, size, letter in ((120, 1, "s"), (7200, 60, "m"), (172800, 3600, "h")):
         if seconds < limit:
             return f"{max(seconds, 0) / size:.0f}{letter}"
     return f"{seconds / 86400:.0f}d"
 
 
-@_where_known
+@_if_known
 def size(count: float) -> str:
-    """Bytes in at most four columns: ``640M``, ``9.5G``, ``71G``."""
+    """Format bytes for a table, in at most four columns and binary units: ``640M``, ``9.5G``."""
     return f"{count:.0f}B" if count < 1000 else _scaled(count, 1024, "KMGTP")
 
 
-@_where_known
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+
+@_if_known
+def binary_size(size: float) -> str:
+    """Format bytes for a sentence, in binary units: ``512 bytes``, ``64 MiB``, ``1.5 GiB``."""
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        # What would round to 1024 of a unit is 1 of the next one.
+        if size >= unit * (1 - 0.05 / 1024):
+            return f"{size / unit:.1f}".removesuffix(".0") + f" {name}"
+    return f"{size:.0f} bytes"
+
+
+@_if_known
+def data_rate(bytes_per_second: float) -> str:
+    """Format the speed of a link, in decimal units: ``12.5 GB/s``, ``80.0 MB/s``."""
+    if bytes_per_second >= 1e8:
+        return f"{bytes_per_second / 1e9:.1f} GB/s"
+    return f"{bytes_per_second / 1e6:.1f} MB/s"
+
+
+@_if_known
 def percent(ratio: float) -> str:
-    """A ratio in at most four columns: ``87%``."""
+    """Format a ratio in at most four columns: ``87%``."""
     return f"{ratio * 100:.0f}%"
 
 
-@_where_known
+@_if_known
 def watts(power: float) -> str:
-    """A power in at most four columns: ``412W``."""
+    """Format a power in at most four columns: ``412W``."""
     return f"{power:.0f}W"
 
 
-@_where_known
+@_if_known
 def degrees(celsius: float) -> str:
-    """A temperature: ``61C``."""
+    """Format a temperature: ``61C``."""
     return f"{celsius:.0f}C"
 
 
-def count(number: int, noun: str, plural: str = "") -> str:
-    """``1 rank``, ``2 ranks``; ``plural`` is for nouns that take no s."""
-    return f"{number} {noun if number == 1 else plural or noun + 's'}"
+def count(number: float, noun: str, plural: str = "") -> str:
+    """Format a number with its noun: ``1 rank``, ``2 ranks``, ``1.5 cores``.
+
+    ``plural`` is for nouns that do not simply take an s.
+    """
+    digits = f"{number:.1f}".removesuffix(".0")
+    return f"{digits} {noun if number == 1 else plural or noun + 's'}"
 
 
-# -- sets of ranks, as people write and read them: ``0,2-3``, ``ranks 0, 2 and 3``
+def listed(names: Sequence[str], most: int = 8) -> str:
+    """Join names: ``a, b``, or ``a, b and 7 more``."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
-SHORT = 4
-"""Ranks that a sentence names one by one."""
+# -- Sets of ranks: ``0,2-3``, ``ranks 0, 2 and 3``
+
+
+SHORT = 4  # Ranks that a sentence lists one by one
 
 _SET = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 
 
 def is_rank_set(text: str) -> bool:
-    """Whether a word is a set of ranks."""
+    """Return whether a word is a set of ranks."""
     return _SET.fullmatch(text) is not None
 
 
 def rank_set(text: str) -> frozenset[int]:
-    """The ranks of a set.
+    """Parse a set of ranks.
 
     Raises:
-        ValueError: It is none, or has more than 100,000 ranks.
+        ValueError: The text is no set of ranks, or it has ranks above 100,000.
     """
     if not is_rank_set(text):
         raise ValueError(text)
@@ -156,7 +190,7 @@ def rank_set(text: str) -> frozenset[int]:
 
 
 def spans(ranks: Iterable[int]) -> str:
-    """``0,2-7``."""
+    """Format ranks as ``0,2-7``."""
     found: list[list[int]] = []
     for number in sorted(set(ranks)):
         if found and found[-1][1] == number - 1:
@@ -167,12 +201,12 @@ def spans(ranks: Iterable[int]) -> str:
 
 
 def bracketed(ranks: Iterable[int]) -> str:
-    """``[0,2-7]``, as stacks are headed."""
+    """Format ranks as ``[0,2-7]``, as in headings of stacks."""
     return f"[{spans(ranks)}]"
 
 
 def named(ranks: Iterable[int], noun: str = "rank") -> str:
-    """``rank 1``, ``ranks 0, 2 and 3``, ``ranks 0,2-7``; or of what else is numbered."""
+    """Format numbered things for a sentence: ``rank 1``, ``ranks 0, 2 and 3``, ``ranks 0,2-7``."""
     chosen = sorted(set(ranks))
     words = [str(number) for number in chosen]
     if len(words) == 1:
@@ -182,34 +216,34 @@ def named(ranks: Iterable[int], noun: str = "rank") -> str:
     return f"{noun}s {', '.join(words[:-1])} and {words[-1]}"
 
 
-# -- foreign text on a terminal or in a log: what would steer it is shown, and never sent
+# -- Untrusted text on a terminal or in a log
 
 
 _JOINERS = "\u200c\u200d"
-"""Invisible, but words and emoji are spelled with them, and they steer nothing."""
+"""Invisible characters that words and emoji are spelled with. They control nothing."""
 
 _FORMATTING = re.compile(r"\x1b\[[0-9;:?]*[ -/]*[@-~]")
 
 
 def shown(text: str, keep: str = "") -> str:
-    r"""A text that steers nothing: its control characters as ``\x1b``, ``\x9b``, ``\u202e``.
+    r"""Escape control characters as ``\x1b``, ``\x9b`` or ``\u202e``.
 
-    Those are C0 and C1, the marks that turn the order of letters round, other invisible marks,
-    separators of lines, and halves of characters, as names of files have them that are no UTF-8.
+    These are C0 and C1, marks that change the direction of text, other invisible marks, line
+    separators, and lone surrogates, which stand for file names that are not UTF-8.
 
     Args:
         text: Any text.
-        keep: Control characters that stay: newlines and tabs, where the caller lays out lines.
+        keep: Control characters to keep: newlines and tabs if the caller lays out lines.
     """
     if text.isprintable():
         return text
     return "".join(
-        each if each.isprintable() or each in keep or not _steers(each) else _escape(each)
+        each if each.isprintable() or each in keep or not _is_control(each) else _escape(each)
         for each in text
     )
 
 
-def _steers(character: str) -> bool:
+def _is_control(character: str) -> bool:
     category = unicodedata.category(character)
     return category in ("Cc", "Cs", "Zl", "Zp") or (category == "Cf" and character not in _JOINERS)
 
@@ -222,14 +256,14 @@ def _escape(character: str) -> str:
 
 
 def without_formatting(text: str) -> str:
-    """A text without the sequences that colour it and move the cursor, as a job's output has them.
+    """Remove escape sequences that set colours or move the cursor.
 
-    What is left of controls is for :func:`shown`.
+    Other control characters remain. Pass the result to :func:`shown`.
     """
     return _FORMATTING.sub("", text) if "\x1b" in text else text
 
 
 def json_text(value: Any, **options: Any) -> str:
-    """JSON in ASCII without control characters; ``options`` are those of ``json.dumps``."""
-    # JSON escapes all controls but this one.
+    """Encode JSON in ASCII without control characters. ``options`` are those of ``json.dumps``."""
+    # json.dumps escapes all control characters but this one.
     return json.dumps(value, **options).replace("\x7f", "\\u007f")

@@ -1,4 +1,4 @@
-"""What ``ddpdoctor run`` is asked to do: its own options, and the command that is the job."""
+"""The options of ``ddpdoctor run`` and the command of its job."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class OwnOptions:
-    """The options of ``ddpdoctor run`` itself."""
+    """The options of ``ddpdoctor run``, without those of torchrun."""
 
     quiet: bool = False
     strict: bool = False
     grace: float = 30.0
     hang_after: float | None = None
-    """Seconds; None: as long as seems right for the job's steps."""
+    """Seconds. None chooses them by the duration of the job's steps."""
     kill_on_hang: bool = False
     run_dir: str | None = None
     json: str | None = None
     output: str = "text"
     selection: Selection = ALL
-    notify: tuple[str, ...] = ()
-    """Webhooks and commands."""
+    notify: tuple[str, ...] = ()  # URLs of webhooks, and commands
     journal_mb: int = 64
     overhead_budget: float = 0.5
     no_debug: bool = False
@@ -34,7 +33,7 @@ class OwnOptions:
     debug_unidentified: bool = False
     debug_on_error: bool = False
     wait_for_attach: frozenset[int] | None = None
-    """Ranks to wait for, all of them if empty; None: no rank is held."""
+    """Ranks that wait for a debugger, all of them if empty. None holds no rank."""
     stop_with_debugger: bool = False
     no_vscode: bool = False
     workspace: str | None = None
@@ -46,13 +45,13 @@ class Command:
     """The job to start.
 
     Attributes:
-        argv: What is executed.
+        argv: The command line to execute.
         own: ddpdoctor's own options.
-        note: A line for the person, such as the number of ranks that was chosen; may be empty.
-        through_torchrun: Whether the child is torchrun.
-        local_ranks: How many ranks this node will have, None if only the job knows.
-        one_node: Whether local and global ranks are the same.
-        script: What is run, for a person: its file or module.
+        note: A line for the user, such as the chosen number of ranks. May be empty.
+        through_torchrun: Whether torchrun starts the ranks.
+        local_ranks: Number of ranks on this node. None if only the job knows.
+        one_node: Whether local and global ranks are equal.
+        script: The file or module to show to the user.
     """
 
     argv: tuple[str, ...]

@@ -1,12 +1,12 @@
-"""Options from the command line and from configuration files, declared by the help texts.
+"""Parse command lines and configuration files by the options that help texts declare.
 
-Not argparse: the options of torchrun are passed on as they were typed, those of ``run`` stand
-among them in any order, one has an optional value, and an error is one line with a hint.
+argparse does not fit: options of torchrun are passed on as they were typed, options of ``run``
+stand among them in any order, one of them has an optional value, and an error is one line with a
+hint.
 
-A configuration file is ``ddpdoctor.toml``, or ``[tool.ddpdoctor]`` in pyproject.toml: the nearest
-one counts, from the working directory upwards, and the command line overrides it. Since an option
-can name a command to run (``--notify``), a file above the working directory that belongs to
-somebody else is not read.
+A configuration file is ``ddpdoctor.toml``, or ``[tool.ddpdoctor]`` in pyproject.toml. The nearest
+one counts, from the working directory upwards, and the command line overrides it. An option can
+name a command to run (``--notify``), so files that belong to other users are not read.
 """
 
 from __future__ import annotations
@@ -31,46 +31,47 @@ from ddpdoctor.core.formatting import rank_set, shown
 from ddpdoctor.core.opening import whose
 from ddpdoctor.core.torchrun import TorchrunOptions, read_options
 
-# -- options from a file: ``[tool.ddpdoctor]`` in pyproject.toml, or ``ddpdoctor.toml``
+# -- Configuration files
 
 
 CONFIG_FILE, PYPROJECT_FILE = "ddpdoctor.toml", "pyproject.toml"
 SHARED = ("select", "ignore")
-"""Options that stand above the commands' tables, and count for each command that has them."""
+"""Options above the tables of the commands. They apply to each command that has them."""
 
-_MOST_CONFIG = 1 << 20
+_MAX_CONFIG = 1 << 20
 _TABLE = re.compile(rb"^\s*\[\s*tool\s*\.\s*ddpdoctor\s*[\].]", re.MULTILINE)
 
 
 def configured(parser: Parser) -> dict[str, Any]:
-    """The options of a command that a file sets, by name.
+    """Return the options of a command that a file sets, by name.
 
     Raises:
-        DoctorError: The file is no TOML, or holds what no option takes.
+        DoctorError: The file is no TOML, or sets what no option takes.
     """
-    found = _nearest(parser)
+    found = _nearest_table(parser)
     if found is None:
         return {}
     path, table = found
-    strange = [key for key in table if key not in (*SHARED, *COMMANDS)]
-    if strange:
+    unknown = [key for key in table if key not in (*SHARED, *COMMANDS)]
+    if unknown:
+        in_tool = "tool.ddpdoctor." if path.endswith(PYPROJECT_FILE) else ""
         raise parser.wrong(
-            f"{path}: there is no {strange[0]}",
-            f"options of a command stand under {_header(path, parser.command)}",
+            f"{path}: there is no {unknown[0]}",
+            f"options of a command stand under [{in_tool}{parser.command}]",
         )
     options: dict[str, Any] = {}
     for key in SHARED:
         if key in table and f"--{key}" in parser.options:
-            options |= _option(parser, path, key, table[key])
+            options |= _configured_option(parser, path, key, table[key])
     own = table.get(parser.command, {})
     if not isinstance(own, dict):
         raise parser.wrong(f"{path}: {parser.command} needs options, not {own!r}")
     for key, value in own.items():
-        options |= _option(parser, path, key, value)
+        options |= _configured_option(parser, path, key, value)
     return options
 
 
-def _option(parser: Parser, path: str, key: str, value: Any) -> dict[str, Any]:
+def _configured_option(parser: Parser, path: str, key: str, value: Any) -> dict[str, Any]:
     name = f"--{key.replace('_', '-')}"
     if name not in parser.options or name == "--help":
         error = parser.unknown(name, parser.options)
@@ -83,71 +84,65 @@ def _option(parser: Parser, path: str, key: str, value: Any) -> dict[str, Any]:
     try:
         if isinstance(value, (bool, dict)):
             raise ValueError(value)
+        values = [str(each) for each in (value if isinstance(value, list) else [value])]
         if takes.repeated:
-            several = value if isinstance(value, list) else [value]
-            return {name: [takes.convert(str(each)) for each in several]}
-        words = map(str, value) if isinstance(value, list) else [str(value)]
-        return {name: takes.convert(",".join(words))}
+            return {name: [takes.convert(each) for each in values]}
+        return {name: takes.convert(",".join(values))}
     except ValueError:
         raise parser.wrong(f"{path}: {key} needs {takes.wanted}, not {value!r}") from None
 
 
-def _header(path: str, command: str) -> str:
-    return f"[tool.ddpdoctor.{command}]" if path.endswith(PYPROJECT_FILE) else f"[{command}]"
-
-
-# -- the file
-
-
-def _nearest(parser: Parser) -> tuple[str, Mapping[str, Any]] | None:
-    """The nearest file that has options, as a person would name it, and its table."""
+def _nearest_table(parser: Parser) -> tuple[str, Mapping[str, Any]] | None:
+    """Return the relative path of the nearest file with options, and its table."""
     try:
         here = Path.cwd()
         owners = _trusted(here)
     except OSError:
         return None
-    for folder in (here, *here.parents):
-        for name in (CONFIG_FILE, PYPROJECT_FILE):
-            path = folder / name
-            try:
-                if not path.is_file():
-                    continue
-                # Of the open file: by then another one may have its name.
-                with opening.file(path, links=True) as file:
-                    owner = os.fstat(file.fileno()).st_uid
-                    text = file.read(_MOST_CONFIG + 1)
-            except OSError:
+    for path in (
+        folder / name for folder in (here, *here.parents) for name in (CONFIG_FILE, PYPROJECT_FILE)
+    ):
+        try:
+            if not path.is_file():
                 continue
-            if len(text) > _MOST_CONFIG or (name == PYPROJECT_FILE and b"ddpdoctor" not in text):
-                continue
-            shown_path = os.path.relpath(path)
-            if owner not in owners:
-                _remark(f"{shown_path} is not read: it belongs to {whose(owner)}")
-                continue
-            table = _table(parser, shown_path, name, text)
-            if table is not None:
-                return shown_path, table
+            # The owner of the open file: the name may be another file's by now.
+            with opening.file(path, links=True) as file:
+                owner = os.fstat(file.fileno()).st_uid
+                text = file.read(_MAX_CONFIG + 1)
+        except OSError:
+            continue
+        is_pyproject = path.name == PYPROJECT_FILE
+        if len(text) > _MAX_CONFIG or (is_pyproject and b"ddpdoctor" not in text):
+            continue
+        shown_path = os.path.relpath(path)
+        if owner not in owners:
+            _remark(f"{shown_path} is not read: it belongs to {whose(owner)}")
+            continue
+        table = _table(parser, shown_path, text, is_pyproject)
+        if table is not None:
+            return shown_path, table
     return None
 
 
 def _trusted(folder: Path) -> set[int]:
-    """Whose files are read: one's own, root's, and those of whose code it is that runs here."""
+    """Return this user, root, and the user whose code runs here."""
     return {os.getuid(), 0, folder.stat().st_uid}
 
 
-def _table(parser: Parser, path: str, name: str, text: bytes) -> Mapping[str, Any] | None:
+def _table(parser: Parser, path: str, text: bytes, is_pyproject: bool) -> Mapping[str, Any] | None:
+    has_table = not is_pyproject or _TABLE.search(text)
     toml = _toml()
     if toml is None:
-        if name == CONFIG_FILE or _TABLE.search(text):
+        if has_table:
             _remark(f"{path} is not read: this Python has no tomllib; pip install tomli")
         return None
     try:
         table = toml.loads(text.decode())
     except ValueError as error:
-        if name == PYPROJECT_FILE and not _TABLE.search(text):
+        if not has_table:
             return None
         raise parser.wrong(f"{path} is no TOML: {error}") from None
-    if name == PYPROJECT_FILE:
+    if is_pyproject:
         tools = table.get("tool")
         table = tools.get("ddpdoctor") if isinstance(tools, dict) else None
     return table if isinstance(table, dict) else None
@@ -166,13 +161,13 @@ _remarked: set[str] = set()
 
 
 def _remark(text: str) -> None:
-    """A line on stderr, once."""
+    """Print a line to stderr, once."""
     if text not in _remarked and sys.stderr is not None:
         _remarked.add(text)
         print(f"ddpdoctor: {shown(text)}", file=sys.stderr)
 
 
-# -- the command lines of ddpdoctor: a help text declares the options, and they are read by it
+# -- Command lines
 
 
 _DECLARED = re.compile(r"^  (?:-\w, )?(--[\w-]+)", re.MULTILINE)
@@ -181,93 +176,83 @@ _NUMBER = re.compile(r"-$|-\d+$|-\d*\.\d+$")
 
 
 class Value(NamedTuple):
-    """What an option takes."""
+    """The value of an option."""
 
-    convert: Callable[[str], Any]
-    """From what was typed; raises ValueError if that cannot be."""
-    wanted: str
-    """What must be typed, for the sentence "option --x needs ..."."""
+    convert: Callable[[str], Any]  # Converts the typed text, or raises ValueError
+    wanted: str  # What must be typed, for the sentence "option --x needs ..."
     repeated: bool = False
-    """Each further one adds a value; else the last one counts."""
-    omitted: Any = None
-    """What the option means without a value, where it may be left out."""
+    """The option may be repeated, and each time adds a value. Otherwise the last one counts."""
+    omitted: Any = None  # The meaning of the option without a value, if the value is optional
+    choices: tuple[str, ...] = ()  # All valid values, if they are a few words
+
+
+class Passed(NamedTuple):
+    """An option to pass on: torchrun's, or that of another command."""
+
+    name: str  # The full name
+    words: tuple[str, ...]  # The words that were typed, including the value
+    value: str | None = None
+
+
+class Described(NamedTuple):
+    """An option as the help text describes it."""
+
+    name: str
+    metavar: str  # Its value, in brackets if optional. Empty for a flag.
+    text: str
     choices: tuple[str, ...] = ()
-    """All that can be typed, where that is a few words."""
 
 
 @dataclass
 class Given:
-    """A command line, split."""
+    """A parsed command line."""
 
     options: dict[str, Any] = field(default_factory=dict)
-    """The values by the options' names; of a flag True, of a repeated option a list."""
-    passed: list[Passed] = field(default_factory=list)
-    """The options of torchrun, in order."""
-    rest: list[str] = field(default_factory=list)
-    """The other words."""
-    separator: bool = False
-    """Whether ``--`` stood before the rest, or in it."""
+    """Values by option: True for a flag, a list for a repeated option."""
+    passed: list[Passed] = field(default_factory=list)  # The options to pass on, in order
+    rest: list[str] = field(default_factory=list)  # The other words
+    separator: bool = False  # Whether ``--`` stood before or within the rest
     help: bool = False
     configured: set[str] = field(default_factory=set)
-    """The options that a file sets, see :mod:`ddpdoctor.core.options`."""
+    """The options that come from a configuration file."""
 
     def __contains__(self, name: str) -> bool:
         return name in self.options
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value of an option, or the default."""
+        """Return the value of an option, or the default."""
         return self.options.get(name, default)
 
     def fields(self) -> dict[str, Any]:
-        """The options as the fields of a dataclass: ``hang_after`` for ``--hang-after``."""
+        """Return the options as fields of a dataclass: ``hang_after`` for ``--hang-after``."""
         return {
             name.lstrip("-").replace("-", "_"): tuple(value) if isinstance(value, list) else value
             for name, value in self.options.items()
         }
 
     def typed(self) -> list[str]:
-        """The options of torchrun as they were typed."""
+        """Return the options to pass on as they were typed."""
         return [word for each in self.passed for word in each.words]
 
     def last_passed(self, *names: str) -> str | None:
-        """The last value of an option of torchrun under one of its names."""
+        """Return the last value of a passed option with one of these names."""
         found = [each.value for each in self.passed if each.name in names]
         return found[-1] if found else None
 
     def has_passed(self, *names: str) -> bool:
-        """Whether an option of torchrun is among them, under one of its names."""
+        """Return whether a passed option has one of these names."""
         return any(each.name in names for each in self.passed)
-
-
-class Passed(NamedTuple):
-    """An option of torchrun, or one that another command has to read."""
-
-    name: str
-    """In full."""
-    words: tuple[str, ...]
-    """As it was typed, its value with it."""
-    value: str | None = None
-
-
-class Described(NamedTuple):
-    """An option as its help text has it."""
-
-    name: str
-    metavar: str
-    """What it takes, in brackets if that may be left out; empty for a flag."""
-    text: str
-    choices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Parser:
-    """The command line of a command.
+    """The command line of one command.
 
     Attributes:
         command: Its name.
-        help: Its help text, in which each option begins a line with two blanks.
-        values: What the options take, by name; the others are flags.
-        leading: Options stand before the other words, of which the first one ends them.
+        help: Its help text. Each option begins a line that is indented by two spaces.
+        values: The values of options by name. Other options are flags.
+        leading: Options stand before the other words, and the first other word ends them.
         status: Exit status if the command line is wrong.
     """
 
@@ -279,7 +264,7 @@ class Parser:
 
     @cached_property
     def options(self) -> dict[str, Value | None]:
-        """What each option takes, by name; None for a flag."""
+        """All options by name, with their values. None for a flag."""
         return {name: self.values.get(name) for name in _DECLARED.findall(self.help)}
 
     @cached_property
@@ -289,7 +274,7 @@ class Parser:
         for lead in _DECLARED.finditer(self.help):
             name, line = lead[1], self.help[lead.end() :]
             value = self.values.get(name)
-            # Up to the next option, or to a line that stands at the left.
+            # Ends before the next option or the next line that is not indented.
             line = re.split(r"\n(?! {6,}\S)", line, maxsplit=1)[0]
             metavar = _METAVAR.match(line) if value is not None else None
             text = " ".join(line[metavar.end() if metavar else 0 :].split())
@@ -303,12 +288,12 @@ class Parser:
         others: Mapping[str, Value | None] | None = None,
         torchrun: Callable[[], TorchrunOptions] = read_options,
     ) -> Given:
-        """Split a command line.
+        """Parse a command line.
 
         Args:
-            words: The words behind the command.
-            others: Options of another command; with them those and torchrun's are passed on.
-            torchrun: Where torchrun's are from.
+            words: The words after the command.
+            others: Options of another command. If given, these and torchrun's are passed on.
+            torchrun: Returns torchrun's options.
 
         Raises:
             DoctorError: An option is unknown, or its value is missing or wrong.
@@ -343,42 +328,43 @@ class Parser:
         others: Mapping[str, Value | None] | None,
         torchrun: Callable[[], TorchrunOptions],
     ) -> None:
-        """Take in an option, and its value off the queue."""
+        """Parse an option. Take its value off the queue."""
         name = word.partition("=")[0]
-        # As torchrun, with either sign between the words of a name.
+        # torchrun accepts dashes and underscores alike.
         own = "--" + name[2:].replace("_", "-")
         if name.startswith("--") and own in self.options:
             self._take(given, own, self.options[own], word, queue)
         elif others is None:
             raise self.unknown(word, self.options)
         elif name in others:
-            behind = tuple(queue)
+            following = tuple(queue)
             self._take(Given(), name, others[name], word, queue)
-            given.passed.append(Passed(name, (word, *behind[: len(behind) - len(queue)])))
+            values = following[: len(following) - len(queue)]
+            given.passed.append(Passed(name, (word, *values)))
         else:
-            # Read only where there is one: it takes some milliseconds.
+            # Called only here, since it takes some milliseconds.
             self._pass_on(given, word, queue, torchrun(), {**self.options, **others})
 
     def one_run(self, given: Given) -> str | None:
-        """The run that a person named, if one was.
+        """Return the run that the command line names, if any.
 
         Raises:
-            DoctorError: Several were.
+            DoctorError: It names several.
         """
         if len(given.rest) > 1:
             raise self.wrong(f"one run at a time: {', '.join(given.rest)}")
         return given.rest[0] if given.rest else None
 
     def wrong(self, message: str, hint: str = "") -> DoctorError:
-        """An error in the command line."""
+        """Make an error about the command line."""
         return DoctorError(message, hint, self.status)
 
     def unknown(self, word: str, names: Iterable[str]) -> DoctorError:
-        """The error about an option that is none of these names, with the one that was meant."""
+        """Make an error about an unknown option that suggests the most similar name."""
         word = word.partition("=")[0]
 
         def likeness(name: str) -> float:
-            # Options are long, and what people type is the beginning.
+            # People often type the beginning of a long option.
             return max(
                 difflib.SequenceMatcher(None, word, each).ratio()
                 for each in (name, name[: len(word) + 1])
@@ -393,26 +379,25 @@ class Parser:
     def _take(
         self, given: Given, name: str, value: Value | None, word: str, queue: list[str]
     ) -> None:
-        """Take in an option of the command, and its value off the queue."""
+        """Parse an option of a command. Take its value off the queue."""
         _, equals, text = word.partition("=")
         if value is None:
             if equals:
                 raise self.wrong(f"option {name} takes no value")
             given.options[name] = True
             return
-        convert, wanted, repeated, omitted, _ = value
-        if not equals and omitted is not None and not (queue and _fits(convert, queue[0])):
-            given.options[name] = omitted
+        if not equals and value.omitted is not None and not (queue and _fits(value, queue[0])):
+            given.options[name] = value.omitted
             return
         if not equals:
             if not queue or queue[0].startswith("--"):
-                raise self.wrong(f"option {name} needs {wanted}")
+                raise self.wrong(f"option {name} needs {value.wanted}")
             text = queue.pop(0)
         try:
-            converted = convert(text)
+            converted = value.convert(text)
         except ValueError:
-            raise self.wrong(f"option {name} needs {wanted}, not {text!r}") from None
-        if repeated:
+            raise self.wrong(f"option {name} needs {value.wanted}, not {text!r}") from None
+        if value.repeated:
             given.options.setdefault(name, []).append(converted)
         else:
             given.options[name] = converted
@@ -425,7 +410,7 @@ class Parser:
         torchrun: TorchrunOptions,
         ours: Mapping[str, Value | None],
     ) -> None:
-        """Take in torchrun's options of a word: one, or several short ones, such as ``-mr3``."""
+        """Parse torchrun's options in a word: one, or several short ones such as ``-mr3``."""
         if word.startswith("--") or len(word) == 2:
             name, equals, text = word.partition("=")
             parts = [(name, word, text if equals else None)]
@@ -443,26 +428,23 @@ class Parser:
                 given.passed.append(Passed(option, (whole,)))
             elif value is not None:
                 given.passed.append(Passed(option, (whole,), value))
+            elif not queue or (queue[0].startswith("-") and not _NUMBER.match(queue[0])):
+                # As in argparse, another option is no value.
+                raise self.wrong(f"option {typed} needs a value")
             else:
-                value = self._next(typed, queue)
+                value = queue.pop(0)
                 given.passed.append(Passed(option, (whole, value), value))
 
-    def _next(self, name: str, queue: list[str]) -> str:
-        """The next word as a value of torchrun's; as for argparse, no other option can be one."""
-        if not queue or (queue[0].startswith("-") and not _NUMBER.match(queue[0])):
-            raise self.wrong(f"option {name} needs a value")
-        return queue.pop(0)
 
-
-def _fits(convert: Callable[[str], Any], word: str) -> bool:
+def _fits(value: Value, word: str) -> bool:
     try:
-        convert(word)
+        value.convert(word)
     except ValueError:
         return False
     return True
 
 
-# -- what options take
+# -- Values of options
 
 
 def _checked(ok: bool, value: Any) -> Any:
@@ -472,7 +454,7 @@ def _checked(ok: bool, value: Any) -> Any:
 
 
 def seconds(least: float = 0, most: float = 1e6) -> Value:
-    """A number of seconds."""
+    """Take a number of seconds."""
     wanted = f"{least:g} or more" if most == 1e6 else f"from {least:g} to {most:g}"
     return Value(
         lambda text: _checked(least <= float(text) <= most, float(text)),
@@ -481,7 +463,7 @@ def seconds(least: float = 0, most: float = 1e6) -> Value:
 
 
 def number(least: int = 0, most: int = 10**9 - 1, what: str = "a number") -> Value:
-    """A whole number."""
+    """Take a whole number."""
     bounds = f", {least} or more" if most == 10**9 - 1 else f" from {least} to {most}"
 
     def convert(text: str) -> int:
@@ -492,7 +474,7 @@ def number(least: int = 0, most: int = 10**9 - 1, what: str = "a number") -> Val
 
 
 def percent() -> Value:
-    """Per cent of the step time."""
+    """Take a percentage of the step time."""
 
     def convert(text: str) -> float:
         value = float(text.removesuffix("%"))
@@ -502,12 +484,12 @@ def percent() -> Value:
 
 
 def one_of(*words: str) -> Value:
-    """One of some words."""
+    """Take one of some words."""
     return Value(lambda text: _checked(text in words, text), " or ".join(words), choices=words)
 
 
 def text(wanted: str) -> Value:
-    """Any text but an empty one, as of ``"$UNSET"``."""
+    """Take any text but an empty one, which ``"$UNSET"`` gives."""
     return Value(lambda word: _checked(bool(word), word), wanted)
 
 
@@ -524,7 +506,7 @@ NOTIFY = text("a URL (http:// or https://), or a command")._replace(repeated=Tru
 OUTPUT = one_of("text", "problems", "github")
 
 
-# -- which findings a person wants to see: ``--select`` and ``--ignore``
+# -- Selection of findings by ``--select`` and ``--ignore``
 
 
 _CODE = re.compile(r"DDP\d{0,3}")
@@ -542,18 +524,17 @@ CODES = Value(_codes, "codes, or how they begin, such as DDP309,DDP7", repeated=
 
 @dataclass(frozen=True)
 class Selection:
-    """Codes, or how they begin. Where both fit a finding the longer one counts, as in ruff.
+    """Codes or their beginnings. If both match a finding, the longer one decides, as in ruff.
 
-    A finding that is not selected still explains others: it was made, and is only not shown.
+    A finding that is not selected still explains others. It is only not shown.
     """
 
-    select: tuple[str, ...] = ()
-    """Empty: all."""
+    select: tuple[str, ...] = ()  # Empty selects all
     ignore: tuple[str, ...] = ()
 
     @classmethod
     def given(cls, given: Given) -> Selection:
-        """What a command line selects."""
+        """Return the selection of a command line."""
         words = (given.get(name, ()) for name in ("--select", "--ignore"))
         return cls(*(tuple(code for codes in each for code in codes) for each in words))
 
@@ -562,7 +543,7 @@ class Selection:
         return selected >= 0 and selected > _longest_prefix(code, self.ignore)
 
     def of(self, findings: Iterable[Finding]) -> list[Finding]:
-        """Those of the findings that are selected."""
+        """Return the selected findings."""
         return [finding for finding in findings if finding.code in self]
 
 

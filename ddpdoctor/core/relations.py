@@ -1,103 +1,99 @@
-"""Relations between rules: which findings are consequences of which, and when a finding lapses.
+"""Predicates that relate two findings: whether one is the consequence of the other.
 
-A rule names in its registration the rules whose findings follow from it, each with
-one of the predicates here, which is given the cause and the possible consequence.
+A rule's registration names the rules whose findings follow from its own, each with one of these
+predicates. A predicate takes the cause and its possible consequence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from ddpdoctor.core.finding import Finding
-    from ddpdoctor.run.snapshot import Run
 
 Same = Callable[["Finding", "Finding"], bool]
-"""Whether a finding is about the fault that a second one is the consequence of."""
+"""Returns whether two findings are about the same fault: a cause and its consequence."""
 
 
 class Lapsed(NamedTuple):
-    """What has become of a finding."""
+    """Why an earlier finding no longer holds."""
 
     why: Literal["untrue", "over"]
     reason: str
     sure: bool = False
-    """One look is enough; else it may come back in the next one."""
+    """One examination is enough. Otherwise the finding may come back in the next one."""
 
 
-Lapse = Callable[["Finding", "Run"], Lapsed | None]
-"""What has become of a finding that is not found any more; None if it stands all the same."""
+Lapse = Callable[["Finding", Any], Lapsed | None]
+"""Takes an earlier finding and the run in which it is no longer found. None if it still holds."""
 
-STANDSTILL = "a standstill"
-"""Subject of what an examination of a job that hangs saw, and of what explains that."""
+
+def fact(finding: Finding, run: object) -> Lapsed | None:
+    """Lapse as disproved: records of what happened stay, so only more of them contradict it."""
+    return Lapsed("untrue", "later records do not bear it out")
+
+
+def pace(finding: Finding, run: object) -> Lapsed | None:
+    """Lapse as over: the finding was true of older steps."""
+    return Lapsed("over", "the newest steps do not show it")
+
+
+# -- Subjects of findings
+
+
+STANDSTILL = "a standstill"  # What an examination of a hanging job found, and what explains that
 
 MISPAIRED = "collectives that met others"
-"""Subject of what makes the ranks' collectives differ, and of ends that only follow from that."""
+"""What makes the ranks' collectives differ, and failures that only follow from that."""
 
 ABORT = "an abort in a collective"
-"""The same, of an abort whose last words, which say why, may not have been read."""
+"""An abort whose last output, which states the reason, may not have been read."""
 
-MODELS = "models that DDP refuses"
-"""Subject of models that differ, and of DDP's word about them."""
-
-LOST = "a lost peer"
-"""Subject of an end that is the consequence of what is to blame for a standstill."""
-
-END = "the end of attempt "
-"""With its number: subject of what ended an attempt."""
+MODELS = "models that DDP refuses"  # Models that differ, and DDP's message about them
+LOST = "a lost peer"  # An end that follows from the cause of a standstill
+END = "the end of attempt "  # Followed by a number: what ended an attempt
 
 PARAMETERS = "the parameters of module "
-"""With its number: subject of parameters that differ between ranks, and of what explains that."""
+"""Followed by a number: parameters that differ between ranks, and what explains that."""
 
-LIKELY = "a likely cause"
-"""Subject of what is taken for the cause because none is known for sure."""
+LIKELY = "a likely cause"  # What is taken for the cause because none is certain
 
-STANDSTILLS = (
-    "DDP401",
-    *(f"DDP{number}" for number in range(802, 816)),
-)
-"""The rules of what an examination of a job that hangs saw."""
-
-APART = ("DDP401", "DDP402", "DDP403", "DDP803", "DDP804")
-"""The rules of what makes the ranks' collectives differ."""
-
-
-# -- the same fault
+# -- Predicates
 
 
 def always(cause: Finding, effect: Finding) -> bool:
-    """The one in whatever place explains the other."""
+    """Return True."""
     return True
 
 
 def certain(cause: Finding, effect: Finding) -> bool:
-    """The cause is certain: a warning explains nothing."""
+    """Return whether the cause is an error. A warning explains nothing."""
     return cause.severity.label == "error"
 
 
 def of_likely(cause: Finding, effect: Finding) -> bool:
-    """The cause is certain, and the other is only likely."""
+    """Return whether the cause is certain and the effect only likely."""
     return certain(cause, effect) and LIKELY in effect.subjects
 
 
 def same_subject(cause: Finding, effect: Finding) -> bool:
-    """Both are about one and the same thing."""
+    """Return whether both share a subject."""
     return not cause.subjects.isdisjoint(effect.subjects)
 
 
 def afterwards(cause: Finding, effect: Finding) -> bool:
-    """The cause has happened, and the other not before it."""
+    """Return whether the effect happened at or after the time of the cause."""
     return 0 < cause.moment <= effect.moment
 
 
 def same_ranks_afterwards(cause: Finding, effect: Finding) -> bool:
-    """The same, and the other blames none but ranks that the cause does."""
+    """Return whether the effect came afterwards and blames only ranks that the cause blames."""
     return set(effect.ranks) <= set(cause.ranks) and afterwards(cause, effect)
 
 
 def ended_by(cause: Finding, effect: Finding) -> bool:
-    """The other is the end of a rank, and one that the cause brings about."""
+    """Return whether the effect is the end of a rank that follows from the cause."""
     if not any(each.startswith(END) for each in effect.subjects):
         return False
     blamed = STANDSTILL in cause.subjects and cause.severity.label == "error"
@@ -105,61 +101,16 @@ def ended_by(cause: Finding, effect: Finding) -> bool:
 
 
 def brings_about(cause: Finding, effect: Finding) -> bool:
-    """The other is what was seen of a standstill, or such an end, that the cause brings about."""
+    """Return whether the effect is a standstill, or the end of a rank, due to the cause."""
     standstill = STANDSTILL in cause.subjects and STANDSTILL in effect.subjects
     return standstill or ended_by(cause, effect)
 
 
 def came_first(cause: Finding, effect: Finding) -> bool:
-    """Both are about one line, or the other happened, or ended a rank, after the cause."""
+    """Return whether both are about one line, or the effect came after the cause."""
     at = effect.location
     return (
         (at is not None and at == cause.location)
         or afterwards(cause, effect)
         or ended_by(cause, effect)
     )
-
-
-# -- when it is not found any more
-
-
-def fact(finding: Finding, run: Run) -> Lapsed | None:
-    """It happened, or was not true: records stay, so that only more of them speak against it."""
-    return Lapsed("untrue", "later records do not bear it out")
-
-
-def pace(finding: Finding, run: Run) -> Lapsed | None:
-    """It is about the newest steps, and was true of older ones."""
-    return Lapsed("over", "the newest steps do not show it")
-
-
-def hang(finding: Finding, run: Run) -> Lapsed | None:
-    """It says why a job hangs, which one that goes on does not."""
-    if run.hang is None:
-        return Lapsed("untrue", "the job went on", sure=True)
-    return Lapsed("untrue", "a later look does not show it")
-
-
-def start(finding: Finding, run: Run) -> Lapsed | None:
-    """It says what the start of a job waits for, which was true until the job went on.
-
-    That its ranks are somewhere else now shows so, too: the job may have come to a stop again
-    before it was seen that the first one was over.
-    """
-    since = [
-        rank.status.since
-        for rank in run.last
-        if rank.rank in finding.ranks and rank.status is not None
-    ]
-    moved = min(since, default=0) > finding.moment
-    if run.hang is not None and not moved:
-        return hang(finding, run)
-    later = max(run.went_on, default=0) - finding.moment
-    seconds = later // 1_000_000_000
-    after = f" {seconds} s later" if finding.moment and seconds > 0 else ""
-    return Lapsed("over", f"the job went on{after}", sure=True)
-
-
-def event(finding: Finding, run: Run) -> Lapsed | None:
-    """It happened, and its evidence is kept for a while only; a standstill may have ended."""
-    return hang(finding, run) if STANDSTILL in finding.subjects else None

@@ -1,8 +1,8 @@
 """The options that torchrun takes, read from torch's source without importing it.
 
 ``torch/distributed/run.py`` declares its options by ``add_argument`` calls with literal arguments.
-Reading them there keeps ``ddpdoctor run`` exactly as lenient and as strict as the torchrun that it
-starts, whatever its version, at a few milliseconds instead of torch's seconds.
+Parsing these takes milliseconds rather than torch's seconds, and makes ``ddpdoctor run`` accept
+exactly what the installed torchrun accepts.
 """
 
 from __future__ import annotations
@@ -21,15 +21,18 @@ _NO_VALUE = frozenset({"store_true", "store_false", "store_const", "count", "hel
 
 @dataclass(frozen=True)
 class TorchrunOptions:
-    """The options of one torchrun: name to whether it takes a value."""
+    """The options of one torchrun."""
 
-    takes_value: dict[str, bool]
+    takes_value: dict[str, bool]  # By name: whether the option takes a value
 
     def resolve(self, word: str) -> str | None:
-        """The option that ``word`` (without ``=value``) names, abbreviations as argparse has them.
+        """Return the full name of an option, which may be abbreviated as argparse allows.
+
+        Args:
+            word: The typed option, without ``=value``.
 
         Returns:
-            The full name, or None if torchrun has no such option.
+            The name, or None if torchrun has no such option.
 
         Raises:
             DoctorError: The abbreviation fits several options.
@@ -39,16 +42,17 @@ class TorchrunOptions:
         if not word.startswith("--"):
             return None
         fits = sorted(name for name in self.takes_value if name.startswith(word))
-        # --nproc-per-node and --nproc_per_node are one option under two spellings.
+        # --nproc-per-node and --nproc_per_node are two spellings of one option.
         distinct = {name.replace("_", "-") for name in fits}
         if len(distinct) > 1:
             raise DoctorError(f"torchrun option {word} is ambiguous: {', '.join(sorted(distinct))}")
         return fits[0] if fits else None
 
     def split(self, word: str) -> Iterator[tuple[str, str, str | None]]:
-        """Short options in one word, as argparse has them: ``-r3``, ``-mr3``.
+        """Split short options in one word as argparse does: ``-r3``, ``-mr3``.
 
-        Each as the option, what is typed of it, and its value if that is in the word.
+        Yields:
+            The option, the part of the word, and the value if the word has it.
         """
         for place, letter in enumerate(word[1:], 1):
             option, value = f"-{letter}", word[place + 1 :]
@@ -58,8 +62,30 @@ class TorchrunOptions:
             yield option, option, None
 
 
+@lru_cache(maxsize=1)
+def read_options() -> TorchrunOptions:
+    """Return the options of the installed torchrun.
+
+    Raises:
+        DoctorError: This interpreter has no torch.
+    """
+    source = _source().read_bytes()
+    start = source.find(b"\ndef get_args_parser(")
+    end = source.find(b"\ndef ", start + 1)
+    takes_value: dict[str, bool] = {"-h": False, "--help": False}
+    for node in ast.walk(ast.parse(source[start:end] if 0 <= start < end else source)):
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
+            names = [each.value for each in node.args if isinstance(each, ast.Constant)]
+            action = next((word.value for word in node.keywords if word.arg == "action"), None)
+            # A string, or the name of torch's own class.
+            kind = getattr(action, "value", None) or getattr(action, "id", "store")
+            for name in names:
+                if isinstance(name, str) and name.startswith("-"):
+                    takes_value[name] = kind not in _NO_VALUE
+    return TorchrunOptions(takes_value)
+
+
 def _source() -> Path:
-    """The file of ``torch.distributed.run``."""
     try:
         spec = importlib.util.find_spec("torch")
     except (ImportError, ValueError):
@@ -74,48 +100,6 @@ def _source() -> Path:
     )
 
 
-def _declaring(source: bytes) -> bytes:
-    """The function that declares the options; all of the source where there is none."""
-    start = source.find(b"\ndef get_args_parser(")
-    end = source.find(b"\ndef ", start + 1)
-    return source[start:end] if 0 <= start < end else source
-
-
-@lru_cache(maxsize=1)
-def read_options() -> TorchrunOptions:
-    """The options of the torchrun that is installed.
-
-    Raises:
-        DoctorError: There is no torch in this interpreter.
-    """
-    takes_value: dict[str, bool] = {"-h": False, "--help": False}
-    for node in ast.walk(ast.parse(_declaring(_source().read_bytes()))):
-        if not (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr == "add_argument"
-        ):
-            continue
-        names = [
-            argument.value
-            for argument in node.args
-            if isinstance(argument, ast.Constant)
-            and isinstance(argument.value, str)
-            and argument.value.startswith("-")
-        ]
-        action = next((word.value for word in node.keywords if word.arg == "action"), None)
-        kind = (
-            action.value
-            if isinstance(action, ast.Constant)
-            else action.id
-            if isinstance(action, ast.Name)
-            else "store"
-        )
-        for name in names:
-            takes_value[name] = kind not in _NO_VALUE
-    return TorchrunOptions(takes_value)
-
-
 _FLAGS = ("--standalone", "--module", "-m", "--no-python", "--run-path", "--virtual-local-rank")
 _VALUES = (
     "--nproc-per-node", "--nnodes", "--node-rank", "--rdzv-endpoint", "--rdzv-id", "--rdzv-backend",
@@ -125,15 +109,15 @@ _VALUES = (
     "--event-log-handler", "--duplicate-stdout-filters", "--duplicate-stderr-filters",
     "--shutdown-timeout", "--log-line-prefix-template",
 )  # fmt: skip
-"""Those of torch 2.4 to 2.15."""
+"""Options of torch 2.4 to 2.15."""
 
 
 def known_options() -> TorchrunOptions:
-    """The options of the torchrun that is installed; without one, those that torchruns have."""
+    """Return the options of the installed torchrun, or those of all versions without torch."""
     try:
         return read_options()
     except DoctorError:
         known = dict.fromkeys(("-h", "--help", *_FLAGS), False) | dict.fromkeys(_VALUES, True)
         names = [name for name in known if name.startswith("--")]
-        spelled = {"--" + name[2:].replace("-", "_"): known[name] for name in names}
-        return TorchrunOptions({**spelled, **known})
+        underscored = {"--" + name[2:].replace("-", "_"): known[name] for name in names}
+        return TorchrunOptions({**underscored, **known})

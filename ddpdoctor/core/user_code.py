@@ -1,4 +1,4 @@
-"""Locations in the user's code, and which files are the user's rather than a library's."""
+"""Locations in the user's code, and which files belong to it rather than to a library."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _STDLIB = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _COMPILED = (".pyx", ".pxi", ".pxd")
-"""Sources of Cython modules, which tracebacks name by paths that are not on this machine."""
+"""Sources of Cython modules. Tracebacks name them by paths of the machine that compiled them."""
 
 _GENERATED = re.compile(r"[/\\]torchinductor_[^/\\]*[/\\]|[/\\](\w\w)[/\\]c\1[a-z2-7]{40,}\.py$")
-"""Files that Inductor writes: in its usual directory, or by their names in another one."""
+"""Files that Inductor writes: in its usual directory, or known by their names elsewhere."""
 
 
 class Location(NamedTuple):
-    """A line of the user's code; in JSON the pair of both."""
+    """A line of the user's code. In JSON a list of both."""
 
     path: str
     line: int
@@ -27,7 +27,7 @@ class Location(NamedTuple):
 
 
 def user_file(filename: str) -> bool:
-    """Whether a code object's file is the user's: not a library's, nor ours, nor generated."""
+    """Return whether a code object's file is the user's, not a library's, ours or generated."""
     if filename.startswith(("<", _PACKAGE)) or _GENERATED.search(filename):
         return False
     if filename.endswith(_COMPILED) or any(part in filename for part in _INSTALLED):

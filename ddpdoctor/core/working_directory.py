@@ -1,7 +1,7 @@
-"""The working directory of a command, which may have been removed since.
+"""The working directory of a command, which may have been removed since the shell entered it.
 
-A shell stays in a directory that was removed and re-created (by ``git clone``, say). torch does
-not start there: "Intel oneMKL FATAL ERROR: Cannot load libtorch_cpu.so".
+A shell stays in a directory that was removed and re-created, by ``git clone`` for example. torch
+does not start there: "Intel oneMKL FATAL ERROR: Cannot load libtorch_cpu.so".
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ GO_THERE = 'cd "$PWD"   # into the one that has its name now'
 
 
 def path() -> str:
-    """The working directory; the name that it had if it was removed."""
+    """Return the working directory, or its former name if it was removed."""
     return os.environ.get("PWD", "") if is_gone() else os.getcwd()
 
 
 def relative(path: str) -> str:
-    """A path, relative to the working directory where it lies below it."""
+    """Shorten a path below the working directory to a relative one."""
     short = os.path.relpath(path) if path else ""
     return path if short.startswith("..") else short
 
 
 def relative_place(place: str) -> str:
-    """The same of ``path:line``."""
+    """Shorten the path of ``path:line`` as :func:`relative` does."""
     path, colon, line = place.rpartition(":")
     return f"{relative(path)}{colon}{line}"
 
 
 def is_gone() -> bool:
-    """Whether it was removed."""
+    """Return whether the working directory was removed."""
     try:
         os.getcwd()
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The table of known failures of distributed jobs, by what they print, and its lookup."""
+"""Look up known failures of distributed jobs by their output."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ from ddpdoctor.failures.entry import Failure, Page, Weight, any_of
 from ddpdoctor.failures.table import TABLE
 
 _LITERALS: dict[str, set[int]] = {}
-"""The entries of the table that a literal may mean, by their places."""
+"""By literal: the indices of the table's entries that require it."""
 for _place, _failure in enumerate(TABLE):
     for _literal in _failure.literals:
         _LITERALS.setdefault(_literal, set()).add(_place)
-
-_WITHOUT = {place for place, failure in enumerate(TABLE) if not failure.literals}
-"""Entries of the table whose matches need not hold any literal."""
 
 
 @functools.cache
@@ -25,23 +22,23 @@ def _any() -> re.Pattern[str]:
 
 
 def recognise(text: str, traceback: str = "") -> tuple[Failure, Mapping[str, str]] | None:
-    """The heaviest known failure in a text, with its groups; None if it is unknown.
+    """Return the known failure of the greatest weight in a text, with its groups, or None.
 
     Args:
         text: A line of output, or an exception with its message.
-        traceback: The exception's frames, where they are known.
+        traceback: The exception's frames, if known.
     """
     best: tuple[Failure, Mapping[str, str]] | None = None
-    # Nearly all that a log takes is here: a pattern takes many times as long as its literals.
-    if not _WITHOUT and _any().search(text) is None:
+    # Most of the time is spent here. Searching a pattern takes much longer than its literals.
+    if _any().search(text) is None:
         return None
     held = [_LITERALS[literal] for literal in _LITERALS if literal in text]
-    for place in sorted(_WITHOUT.union(*held)):
+    for place in sorted(set[int]().union(*held)):
         failure = TABLE[place]
         if best is not None and failure.weight <= best[0].weight:
             continue
         if traceback and failure.weight == Weight.REMARK:
-            # Every exception calls itself an error.
+            # Every exception has "Error" in its name.
             continue
         groups = failure.match(text, traceback)
         if groups is not None:
@@ -50,7 +47,7 @@ def recognise(text: str, traceback: str = "") -> tuple[Failure, Mapping[str, str
 
 
 def matching_line(failure: Failure | None, text: str) -> str:
-    """The line of a text by which a failure is known; the first one if it has none alone."""
+    """Return the line of a text that matches a failure. The first line if no single one does."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     matching = (line for line in lines if failure is not None and failure.regex.search(line))
     return next(matching, lines[0] if lines else "")

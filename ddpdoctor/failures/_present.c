@@ -1,7 +1,7 @@
-/* Which of some texts a block of a log holds, in one pass: `bytes.find` takes one for each.
+/* Determine which texts a block of a log contains, in one pass. `bytes.find` takes a pass for each.
  *
- * Every second byte is looked at, with the next one. So each text is known by two pairs of its bytes,
- * one at an even and one at an odd place in it: those that are the rarest where the block begins.
+ * The pass reads pairs of bytes at even offsets. So each text is identified by two of its pairs, one
+ * at an even and one at an odd offset: those that are the rarest at the begin of the block.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -21,7 +21,7 @@ struct text {
     int present;
 };
 
-/* A pair of a text: where it stands in it, and the next one of the same bytes, -1 for none. */
+/* A pair of a text: its offset, and the next pair of the same bytes, -1 for none. */
 struct pair {
     struct text *text;
     Py_ssize_t at;
@@ -33,7 +33,7 @@ static inline unsigned pair_at(const char *bytes)
     return (unsigned char)bytes[0] | (unsigned)(unsigned char)bytes[1] << 8;
 }
 
-/* Fills in one text for each item; -1 with an exception set if one is none. */
+/* Convert the items to texts. Return -1 with an exception set if one is not valid. */
 static int take(PyObject *texts, struct text *taken)
 {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(texts); i++) {
@@ -50,7 +50,7 @@ static int take(PyObject *texts, struct text *taken)
     return 0;
 }
 
-/* Where the rarest pair of a text stands, of those at every second place from one on. */
+/* Return the offset of the rarest pair of a text, of every second offset. */
 static Py_ssize_t rarest(const struct text *text, Py_ssize_t from, const uint16_t *often)
 {
     Py_ssize_t best = from;
@@ -60,11 +60,11 @@ static Py_ssize_t rarest(const struct text *text, Py_ssize_t from, const uint16_
     return best;
 }
 
-/* Marks the texts that are in the block. */
+/* Mark the texts that are in the block. */
 static void search(const char *block, Py_ssize_t first, Py_ssize_t size, const struct pair *pairs,
                    const int *by_bytes)
 {
-    /* Most pairs are of no text: what says so fits into the nearest cache. */
+    /* Most pairs are in no text. This bit set fits into the first-level cache. */
     uint8_t of_any[PAIRS / 8] = {0};
     for (unsigned bytes = 0; bytes < PAIRS; bytes++)
         of_any[bytes >> 3] |= (uint8_t)((by_bytes[bytes] >= 0) << (bytes & 7));
@@ -119,7 +119,7 @@ static PyObject *present(PyObject *module, PyObject *args)
 
 static PyMethodDef methods[] = {
     {"present", present, METH_VARARGS,
-     "Those of a tuple of texts that some bytes hold, from an offset on."},
+     "Return those of a tuple of texts that are in some bytes, from an offset on."},
     {NULL},
 };
 

@@ -1,9 +1,9 @@
-"""Scan a log for the lines worth reading, at hundreds of megabytes a second.
+"""Find the lines of a log that are worth reading, at hundreds of megabytes a second.
 
-A long log repeats itself: most of its lines differ from earlier ones in their numbers alone. So a
-block is searched only if it has a line of a shape that was not seen before, or not without a text.
+A long log repeats itself: most lines differ from earlier ones only in their numbers. Therefore a
+block is searched only if it has a line of a new shape (a line without its numbers).
 
-Which texts a block holds is found out in C (``_present.c``) where that was compiled.
+C code (``_present.c``) determines which texts a block contains, if it was compiled.
 """
 
 from __future__ import annotations
@@ -23,97 +23,75 @@ if not os.environ.get("DDPDOCTOR_PURE_PYTHON"):
         _compiled = importlib.import_module("ddpdoctor.failures._present")
 
 COMMON = (
-    *(HEAD, "rror", "ERROR", "FATAL", "ailed", "xception", "NCCL WARN", "atchdog", "exitcode"),
-    *(
-        "exit code",
-        "return code",
-        "ignal",
-        "nterrupt",
-        "Killed",
-        "core dumped",
-        "Segmentation fault",
-    ),
-    *("what():", "terminate called", "out of memory", ": line "),
-)
-"""Texts that most failures hold."""
+    HEAD, "rror", "ERROR", "FATAL", "ailed", "xception", "NCCL WARN", "atchdog", "exitcode",
+    "exit code", "return code", "ignal", "nterrupt", "Killed", "core dumped", "Segmentation fault",
+    "what():", "terminate called", "out of memory", ": line ",
+)  # fmt: skip
+"""Texts of most failures."""
 
-MOST = 500
-"""Lines that one text may bring: a log that repeats itself for hours says nothing new."""
+MAX_LINES = 500
+"""Maximum lines read because of one text. A log that repeats itself for hours has nothing new."""
 
-LATER = 4
-"""Lines of each block that it may bring from then on, the last ones."""
-
-_NOISE = 20_000
-"""Shapes of lines that are remembered to be nothing."""
-
-_AT_ONCE = 300
-"""Lines of a block that may prove to be such."""
-
-_REST = 15
-"""Blocks until it is seen again whether lines repeat themselves."""
-
-_LONG = 200
-"""Letters of each end of a line's shape by which it is known to be nothing."""
+LATER = 4  # Lines of each later block that are still read because of it, the last ones
+_NOISE = 20_000  # Maximum number of shapes that are known to be irrelevant
+_AT_ONCE = 300  # Maximum lines of a block that are tried per text
+_REST = 15  # Blocks until it is checked again whether lines repeat themselves
+_LONG = 200  # Letters of each end of a shape that identify it
 
 _OF_STATUS = (b" code", b"status", b"exitcode", b"ignal", b"rrno", b"Xid")
-"""Before a number that says whether a process failed: the next line like it may say more."""
+"""Precede a number that tells whether a process failed, so equal shapes differ in meaning."""
 
-_FEW = 50
-"""Shapes that a block may have for the first time, and those behind it are likely known."""
+_FEW = 50  # Maximum number of new shapes in a block of a log that repeats itself
 
 _NUMBERS = b"0123456789."
 
 
 def _anchors() -> tuple[bytes, ...]:
-    """The common texts, and one for each entry of the table whose lines hold none of them."""
+    """Return the common texts, and a text for each entry of the table that has none of them."""
     found = dict.fromkeys(COMMON)
     for failure in TABLE:
         for example in failure.examples:
             if not any(text in example for text in found):
-                texts = [text for text in (*failure.literals, *failure.texts) if text in example]
-                found[max(texts, key=len)] = None
+                found[max((each for each in failure.literals if each in example), key=len)] = None
     return tuple(text.encode() for text in found)
 
 
-ANCHORS = _anchors()
-"""A line outside of tracebacks is looked at only if it holds one of these."""
+ANCHORS = _anchors()  # Lines outside of tracebacks are read only if they contain one of these
 
-_TEXTS = tuple(
-    {*ANCHORS, *(text.encode() for each in TABLE for text in each.literals or each.words)}
-)
-"""What is looked for at the ends of a log."""
+_TEXTS = tuple({*ANCHORS, *(text.encode() for each in TABLE for text in each.literals)})
+"""Texts that are searched at the ends of a log."""
 
 _SHAPES = {anchor: anchor.translate(None, _NUMBERS) for anchor in ANCHORS}
-"""As they stand in a line's shape."""
+"""The anchors without numbers, as in a shape."""
 
 
 class Scan:
-    """Finds the lines of a log that may say something."""
+    """Finds the relevant lines of a log."""
 
     def __init__(self) -> None:
         self._counts = dict.fromkeys(ANCHORS, 0)
         self._noise: set[bytes] = set()
         self._plain: set[bytes] = set()
         self._rest = 0
-        """Blocks that are searched at once, after one whose lines are all different."""
+        """Blocks to search without a check for new shapes, after one whose lines all differ."""
 
     def is_nothing(self, line: bytes) -> None:
-        """Remember that lines like this one say nothing."""
+        """Remember that lines of this shape are irrelevant."""
         if len(self._noise) < _NOISE and not any(word in line for word in _OF_STATUS):
             self._noise.add(_shape(line))
 
     def starts(self, block: bytes, first: int) -> Iterator[int]:
-        """Where the lines of a block begin that hold an anchor, from an offset on."""
+        """Yield the offsets of a block's lines with an anchor, from an offset on."""
         found: dict[int, bytes] = {}
         for anchor in self._anchors(block, first):
             at = block.find(anchor, first)
             tries = 0
-            while at >= 0 and self._counts[anchor] < MOST and tries < _AT_ONCE:
+            while at >= 0 and self._counts[anchor] < MAX_LINES and tries < _AT_ONCE:
                 at = block.find(anchor, self._add(block, at, anchor, found))
                 tries += 1
             end = len(block)
             for _ in range(_AT_ONCE if at >= 0 else 0):
-                # What ends a job comes last.
+                # The end of a job comes last.
                 last = block.rfind(anchor, at, end)
                 if last < 0 or tries >= _AT_ONCE + LATER:
                     break
@@ -122,13 +100,13 @@ class Scan:
                 self._add(block, last, anchor, found)
                 tries += len(found) - before
         for start in sorted(found):
-            # What was found to be nothing meanwhile is passed over.
+            # Its shape may have become irrelevant meanwhile.
             if _shape(block[start : _line(block, start)[1]]) not in self._noise:
                 self._counts[found[start]] += 1
                 yield start
 
     def candidates(self, block: bytes, first: int) -> Iterator[int]:
-        """Where the lines of a short block begin that any failure of the table may have printed."""
+        """Yield the offsets of a short block's lines that may match any entry of the table."""
         found = set[int]()
         for text in _held(block, first, _TEXTS):
             at = block.find(text, first)
@@ -141,7 +119,7 @@ class Scan:
                 yield start
 
     def _anchors(self, block: bytes, first: int) -> Sequence[bytes]:
-        """Those that may be in lines of shapes that are not known to be nothing."""
+        """Return the anchors that may be in lines of new shapes."""
         held = _held(block, first, ANCHORS)
         if self._rest or not held:
             self._rest = max(0, self._rest - 1)
@@ -165,7 +143,7 @@ class Scan:
 
 
 def _held(block: bytes, first: int, texts: tuple[bytes, ...]) -> Sequence[bytes]:
-    """Those of some texts that a block holds; all of them, where to see that takes as long."""
+    """Return the texts that a block contains. All of them without the C code."""
     if _compiled is None:
         return texts
     held: list[bytes] = _compiled.present(block, first, texts)
@@ -182,5 +160,5 @@ def _shape(line: bytes) -> bytes:
 
 
 def _ends(shape: bytes) -> bytes:
-    """Both ends of a line's shape: what is printed behind a progress bar stands last."""
+    """Return both ends of a shape, since text after a progress bar stands last."""
     return shape if len(shape) <= 2 * _LONG else shape[:_LONG] + shape[-_LONG:]

@@ -1,8 +1,7 @@
-"""An entry of the table of known failures, and the literals that a text must hold for it to match.
+"""Entries of the table of known failures, and the literals that their patterns require.
 
-To look for a literal takes a hundredth of the time of most patterns. The literals are read off the
-tree that Python's own parser of patterns makes (``re._parser``, before 3.11 ``sre_parse``);
-without that module each text is matched, more slowly.
+Searching a literal takes a hundredth of the time of most patterns. The literals come from the
+syntax tree of Python's own pattern parser.
 """
 
 from __future__ import annotations
@@ -19,39 +18,27 @@ from typing import Any, NamedTuple
 
 from ddpdoctor.core.finding import Severity
 
-# -- what a text has to hold for a pattern to match it: literals, of which one is in each match
+# -- Literals that a pattern requires
 
 
-_Tree = dict[str, "_Tree"]
-"""The letters that literals begin with, each with those that follow; "" where one ends."""
+_parser: Any = importlib.import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")
 
-LEAST = 3
-"""Letters that a literal has at least."""
-
-_ENOUGH = 8
-"""Letters beyond which a literal is not found sooner."""
-
-
-def _parser() -> Any:
-    name = "re._parser" if sys.version_info >= (3, 11) else "sre_parse"
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        return None
+_Tree = dict[str, "_Tree"]  # A prefix tree of literals by letter. "" marks the end of one.
+MIN_LETTERS = 3  # Minimum letters of a literal
+_ENOUGH = 8  # Letters beyond which a literal is not found faster
 
 
 def required(pattern: str) -> tuple[str, ...]:
-    """Literals of which each text that the pattern matches holds one; none if that is not clear."""
-    parser = _parser()
-    if parser is None or re.compile(pattern).flags & re.IGNORECASE:
+    """Return literals, one of which is in each match of a pattern. Empty if that is not clear."""
+    if re.compile(pattern).flags & re.IGNORECASE:
         return ()
-    return tuple(dict.fromkeys(_of(parser.parse(pattern))))
+    return tuple(dict.fromkeys(_of(_parser.parse(pattern))))
 
 
 def any_of(literals: Iterable[str]) -> re.Pattern[str]:
-    """A pattern that each text matches which holds one of some literals, and few other texts.
+    """Return a pattern that matches each text with one of some literals, and few other texts.
 
-    It takes a sixth of the time that it takes to look for each.
+    It takes a sixth of the time of searching for each literal.
     """
     tree: _Tree = {}
     for literal in literals:
@@ -63,7 +50,7 @@ def any_of(literals: Iterable[str]) -> re.Pattern[str]:
 
 
 def _branches(tree: _Tree) -> str:
-    """What stands behind the letters so far: nothing more where one of the literals ends."""
+    """Return the pattern of a subtree. It is empty at the end of a literal."""
     if "" in tree:
         return ""
     branches = [re.escape(each) + _branches(tree[each]) for each in tree]
@@ -71,7 +58,7 @@ def _branches(tree: _Tree) -> str:
 
 
 def _of(sequence: Any) -> list[str]:
-    """The same of a sequence of the tree: the best of what its parts require."""
+    """Return the best literals that a sequence of the syntax tree requires."""
     best: list[str] = []
     run = ""
     for kind, value in (*sequence, ("END", None)):
@@ -79,7 +66,7 @@ def _of(sequence: Any) -> list[str]:
         if name == "LITERAL":
             run += chr(value)
         elif name not in ("AT", "ASSERT_NOT"):
-            # What matches a place alone (`^`, `\b`) parts no literal.
+            # Zero-width matches (`^`, `\b`) do not interrupt a literal.
             run += _once(name, value)
             best = max(best, [run], _of_part(name, value), key=_worth)
             run = ""
@@ -87,7 +74,7 @@ def _of(sequence: Any) -> list[str]:
 
 
 def _once(name: str, value: Any) -> str:
-    """What is there at least once of a letter that may be repeated: ``g`` of ``g+``."""
+    """Return the letter of a repetition of at least one: ``g`` of ``g+``."""
     if not name.endswith("_REPEAT") or not value[0]:
         return ""
     ((kind, letter), *more) = value[2]
@@ -110,12 +97,12 @@ def _of_part(name: str, value: Any) -> list[str]:
 
 
 def _worth(literals: list[str]) -> tuple[int, int]:
-    """How much it helps to look for them: the shortest decides, then their number."""
+    """Rate literals for a search: by the length of the shortest, then by their number."""
     shortest = min(map(len, literals), default=0)
-    return (min(shortest, _ENOUGH), -len(literals)) if shortest >= LEAST else (0, 0)
+    return (min(shortest, _ENOUGH), -len(literals)) if shortest >= MIN_LETTERS else (0, 0)
 
 
-# -- what the table of known failures is made of
+# -- Entries of the table
 
 
 _FIELD = re.compile(r"\{(\w+)\}")
@@ -123,29 +110,19 @@ _OPTIONAL = re.compile(r"\[([^\[\]]*)\]")
 
 
 class Weight(IntEnum):
-    """How much a printed line explains; the verdict is the earliest of the heaviest."""
+    """How much a line explains. The verdict is the earliest line of the greatest weight."""
 
-    FACT = 1
-    """Says nothing by itself, and more about another failure."""
-    NOTE = 2
-    """Worth knowing, and no failure."""
-    REMARK = 3
-    """A line that calls itself an error."""
-    WRAPPER = 4
-    """A launcher says that a rank failed."""
-    CONSEQUENCE = 5
-    """A rank lost a peer: never the verdict where a cause is seen."""
-    BARE = 6
-    """An exception without its traceback, which may be a remark."""
-    STOPPED = 7
-    """Somebody ended the job, perhaps because it hung."""
-    SYMPTOM = 8
-    """No peer came, or none answered: the verdict only where no rank shows a cause."""
-    GENERIC = 9
-    """A cause that another line may explain better."""
+    FACT = 1  # Adds to another failure, and says nothing alone
+    NOTE = 2  # Worth knowing, but no failure
+    REMARK = 3  # A line that contains the word error
+    WRAPPER = 4  # A launcher reports that a rank failed
+    CONSEQUENCE = 5  # A rank lost a peer. Never the verdict if a cause is known.
+    BARE = 6  # An exception without its traceback, which may have been only logged
+    STOPPED = 7  # Somebody stopped the job, perhaps because it hung
+    SYMPTOM = 8  # No peer joined or responded. The verdict only if no rank shows a cause.
+    GENERIC = 9  # A cause that another line may explain better
     CAUSE = 10
-    DECISIVE = 11
-    """The system or the scheduler says what it did; exceptions may follow from it."""
+    DECISIVE = 11  # The system or scheduler reports what it did. Exceptions may follow from it.
 
 
 @dataclass(frozen=True)
@@ -172,15 +149,12 @@ class Page:
 
 
 class Known(NamedTuple):
-    """Which failure it is."""
+    """The identity of a failure."""
 
-    code: str
-    """The code of the fault, which may be that of a rule that sees it otherwise, too."""
-    name: str
-    """Short name within the table."""
+    code: str  # The code of the fault, which may also be that of a rule
+    name: str  # Short name within the table
     weight: Weight
-    seen: str
-    """Where it was seen printed: versions of torch, or other."""
+    seen: str  # The software that prints it: versions of torch, or other
 
 
 @dataclass(frozen=True)
@@ -188,22 +162,22 @@ class Failure:
     """A failure by the text that it prints.
 
     Attributes:
-        known: Which one it is.
-        pattern: Regular expression, for a line or an exception's whole message. A group ``rank``
-            is the guilty rank; all groups can stand in ``says``.
-        says: What follows the subject of the sentence; a part in brackets is left out where one of
-            its groups matched nothing.
+        known: Its identity.
+        pattern: Regular expression for a line, or for an exception's whole message. The group
+            ``rank`` is the guilty rank. ``says`` can refer to all groups.
+        says: The predicate of the sentence. A part in brackets is left out if one of its groups
+            matched nothing.
         fix: What to change.
-        within: Regular expression that the frames of an exception have to match besides.
-        unless: Regular expression that they, or a line without any, must not match: the same words
-            of other libraries.
-        page: The code's page; None where a rule has it, or an earlier entry of that code.
+        within: Regular expression that the frames of an exception have to match as well.
+        unless: Regular expression that the frames, or a line without any, must not match, for
+            equal texts of other libraries.
+        page: The code's page. None if a rule or an earlier entry of that code has it.
         likely: The text alone does not prove it.
-        severity: Of its finding.
+        severity: Severity of its finding.
         examples: Lines of logs that show it, and no other failure of the table.
-        yields_to: Names of failures of the same weight that are nearer to the cause, where one of
-            them is in the log, too.
-        follows: Names of failures that explain it where they stand before it.
+        yields_to: Names of failures of the same weight that are nearer to the cause, if the log
+            has one of them.
+        follows: Names of failures that explain it if they stand before it.
     """
 
     known: Known
@@ -236,25 +210,20 @@ class Failure:
 
     @cached_property
     def literals(self) -> tuple[str, ...]:
-        """Literals of which each text that the pattern matches has one; none if that is not clear.
+        """Literals, one of which is in each match. Each entry of the table has some.
 
-        `recognise` looks for them first.
+        `recognise` searches for them first, and they select the lines of a log that are read.
         """
         return required(self.pattern)
 
     @property
-    def words(self) -> tuple[str, ...]:
-        """All literals of the pattern that are a word at least: some of them are in each match."""
-        return tuple(run for run in _runs(self.pattern) if len(run) >= LEAST)
-
-    @property
     def texts(self) -> tuple[str, ...]:
-        """Parts of what is printed, for who searches for it."""
+        """Long literals of the pattern, by which a person may search for the failure."""
         runs = (run.strip() for run in _runs(re.sub(r"\[(\w)\w\]", r"\1", self.pattern)))
-        return tuple(run for run in runs if len(run) >= _TELLING)
+        return tuple(run for run in runs if len(run) >= _MIN_SEARCHED)
 
     def match(self, text: str, traceback: str = "") -> Mapping[str, str] | None:
-        """The groups of the first match in ``text``; None if it is not this failure."""
+        """Return the groups of the first match in ``text``, or None."""
         found = self.regex.search(text)
         if found is None or (self.within and not re.search(self.within, traceback)):
             return None
@@ -263,24 +232,23 @@ class Failure:
         return {name: value for name, value in found.groupdict().items() if value}
 
     def said(self, groups: Mapping[str, str]) -> str:
-        """The predicate of the sentence about it."""
+        """Return the predicate of the sentence about it."""
 
         def kept(part: re.Match[str]) -> str:
             return part[1] if all(name in groups for name in _FIELD.findall(part[1])) else ""
 
-        # Not `str.format` twice: what a log says may hold braces.
+        # Not `str.format`, since texts of a log may contain braces.
         return _FIELD.sub(lambda field: groups[field[1]], _OPTIONAL.sub(kept, self.says))
 
 
 _TOKEN = re.compile(
     r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?P<\w+>|\(\?<?[:=!]|\(\?\w+\)|\{[\d,]+\}\??|[*+?]\??|."
 )
-_TELLING = 10
-"""Letters of a literal that a person may search for."""
+_MIN_SEARCHED = 10  # Minimum letters of a text that a person may search for
 
 
 def _runs(pattern: str) -> Iterator[str]:
-    """The literals of a pattern."""
+    """Yield the literals of a pattern."""
     run = ""
     for token in (*_TOKEN.findall(pattern), "|"):
         is_class = token[0] in "[^$." or (token[0] == "\\" and token[1].isalnum())
@@ -288,7 +256,7 @@ def _runs(pattern: str) -> Iterator[str]:
             run += token[-1]
             continue
         if token[0] in "*?{":
-            # What is before it may be missing.
+            # The letter before it may be missing.
             run = run[:-1]
         yield run
         run = ""

@@ -1,4 +1,4 @@
-"""Read the lines of a log: prefixes of launchers removed, secrets redacted."""
+"""Read the lines of a log: remove prefixes of launchers, and redact secrets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ddpdoctor.core.finding import Finding
 from ddpdoctor.core.opening import whole
 from ddpdoctor.core.user_code import Location, user_file
 
-# -- prefixes
+# -- Prefixes
 
 
 _WHO = "|".join(
@@ -30,7 +30,7 @@ _WHO = "|".join(
         r"(?P<node>(?=[\w.-]*\d)(?![\w.]*\.(?:[A-Z]|error: ))[a-z][\w.-]*|\d+\.\d+\.\d+\.\d+): ",
     )
 )
-"""Prefixes that say which process or node it is."""
+"""Prefixes with a process or node."""
 
 _NUMBER = "|".join(
     (
@@ -57,8 +57,7 @@ _PREFIX = re.compile(
     r"| {0,6}\d{1,6}(?:\t| {1,2})(?=\[rank\d|Traceback \(|slurmstepd: |srun: |[EW]\d{4} "
     r"|[\w.]{3,80}(?:Error|Exception|Interrupt)(?::|$)| {2,4}File \")"
 )
-TASK = "task "
-"""Before the number of a task in ``Line.who``."""
+TASK = "task "  # Prefix of a task's number in ``Line.who``
 
 _NAMES = ("pod", "service", "host", "actor", "node")
 _LOWEST = ("role", "mpi", "task", "lightning", "bare")
@@ -76,11 +75,11 @@ class Line(NamedTuple):
     """A line of output, split.
 
     Attributes:
-        rank: Whose it is, None if it does not say.
-        uncaught: torch's own mark stands before it, as before each line of an uncaught exception.
-        text: What is left without marks and control characters.
-        who: The process or node that a prefix names besides, or the task whose number is taken for
-            the rank; empty if none does.
+        rank: The rank in its prefix, or None.
+        uncaught: It has torch's prefix, as each line of an uncaught exception has.
+        text: The line without prefixes and control characters.
+        who: The process or node in its prefix, or the task whose number is taken as the rank.
+            Empty without one.
     """
 
     rank: int | None
@@ -90,13 +89,13 @@ class Line(NamedTuple):
 
 
 def split_line(text: str) -> Line:
-    """A clean line without what torch, torchrun, srun, mpirun, containers and so on put before."""
+    """Split off the prefixes of torch, torchrun, srun, mpirun, containers and so on."""
     rank: int | None = None
     who = ""
     while (mark := _PREFIX.match(text)) is not None and mark.end():
         text = text[mark.end() :]
         if mark["rank"] is not None:
-            # The global rank; the others may count per node.
+            # The global rank. Other prefixes may count per node.
             return Line(whole(mark["rank"]), True, text, "" if who.startswith(TASK) else who)
         if mark.lastgroup in _LOWEST and rank is None:
             rank = whole(mark[mark.lastgroup])
@@ -110,7 +109,7 @@ def split_line(text: str) -> Line:
 
 
 def without_bar(text: str) -> str:
-    """A line without the progress bar that it was printed behind."""
+    """Return the text after a progress bar in a line."""
     if "%|" not in text and "it [" not in text:
         return text
     end = max((bar.end() for bar in _BAR.finditer(text)), default=0)
@@ -118,34 +117,29 @@ def without_bar(text: str) -> str:
 
 
 def shape(prefix: str) -> re.Pattern[str]:
-    """What matches a prefix whose numbers may change from line to line."""
+    """Return a pattern for a prefix whose numbers may change."""
     parts = _ANY_NUMBER.split(prefix)
     return re.compile(r"\d+".join(map(re.escape, parts)))
 
 
-# -- lines of a job's output: when they were written, what they say
+# -- Lines
 
 
-LONGEST = 1 << 16
-"""Bytes of a line that are looked at: to search one of megabytes takes seconds."""
+LONGEST = 1 << 16  # Maximum bytes of a line that are read, since searching megabytes takes seconds
 
 HEAD = "Traceback (most recent call last)"
 _GLUED = re.compile(rf'(?<=\S)(?=  File "|{re.escape(HEAD)})')
 _ITEMS = re.compile(r"\\n['\"](?:, ['\"]|\]\s*$)")
-"""Between the lines of a traceback that was printed as a list, and at its end."""
+"""Separates the lines of a traceback that was printed as a list, and ends it."""
 
-_OF_LIST = re.compile(r"  File \"|\\n['\"]\]\s*$")
-"""In a piece of it, of which srun makes several."""
+_OF_LIST = re.compile(r"  File \"|\\n['\"]\]\s*$")  # In a piece of such a list, which srun cuts
 
 _DOCKER = re.compile(r'\{"log":\s?"(.*?)(?:\\[rn])*",\s?"stream"')
-_FIRST = 100
-"""Texts of a line that overwrote each other: of more, those in the middle are not looked at."""
-
-_REDRAWN = 5
-"""Times that a bar is looked at which redraws itself."""
+_FIRST = 100  # Texts read at each end of a line whose parts overwrote each other
+_REDRAWN = 5  # Times that a redrawn progress bar is read
 
 _OF_BARS = b"0123456789.,:%|/<>#=? " + "█▏▎▍▌▋▊▉".encode()
-"""What changes from one time to the next."""
+"""Characters that change when a bar is redrawn."""
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-_]|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 _GLOG = re.compile(r"\b[IWEF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)\.(\d{1,9})")
@@ -171,19 +165,18 @@ _SOURCE = re.compile(
 
 
 def clean(raw: bytes) -> str:
-    """A raw line as a terminal would leave it: without colours, and what a progress bar drew last.
+    """Return a raw line as a terminal shows it: without colours, with the last state of a bar.
 
-    Invalid UTF-8 becomes replacement characters. Of a line that is too long both ends are left.
+    Invalid UTF-8 becomes replacement characters. A line that is too long keeps both ends.
     """
     return _text(raw.rstrip(b"\r\n").rpartition(b"\r")[2])
 
 
 def segments(raw: bytes) -> list[str]:
-    """The texts of a raw line that a terminal would have shown, one over the other or not.
+    """Return the texts of a raw line, including those that a terminal overwrites.
 
-    Bars redraw themselves behind a carriage return; errors stand before and after them. What was
-    printed behind a bar is a text by itself, and so is each line of
-    one that was quoted.
+    Progress bars redraw themselves after a carriage return, and errors stand before and after them.
+    Text after a bar is separate, and so is each line of a quoted text.
     """
     parts = raw.rstrip(b"\r\n").split(b"\r")
     if len(parts) > _REDRAWN:
@@ -197,7 +190,7 @@ def segments(raw: bytes) -> list[str]:
 
 
 def _drawn(parts: list[bytes]) -> list[bytes]:
-    """The texts that overwrote each other, of each bar the first ones."""
+    """Return the texts that overwrote each other, of each bar only the first ones."""
     seen = Counter[bytes]()
     drawn = []
     for part in parts:
@@ -209,12 +202,12 @@ def _drawn(parts: list[bytes]) -> list[bytes]:
 
 
 def _mark_of(text: str) -> str:
-    """What a launcher or a container put before a line: once, however many texts it holds."""
+    """Return the prefix of a line, which stands only once before several texts."""
     return text[: len(text) - len(split_line(text).text)]
 
 
 def _unquoted(text: str) -> list[str]:
-    """The lines within one: of a traceback in JSON or a ``repr``, and of those glued together."""
+    """Return the lines in one: of a traceback in JSON or a ``repr``, and of joined lines."""
     if (docker := _DOCKER.match(text)) is not None:
         return [docker[1].replace('\\"', '"')]
     if "\\n" in text and (HEAD in text or (_ITEMS.search(text) and _OF_LIST.search(text))):
@@ -235,7 +228,7 @@ def _text(raw: bytes) -> str:
 
 
 def rank_of_file(path: str) -> int | None:
-    """The rank in a file name: ``rank3.log``, or torchrun's ``attempt_0/3/stderr.log``."""
+    """Return the rank in a file name: ``rank3.log``, or torchrun's ``attempt_0/3/stderr.log``."""
     parts = PurePath(path).parts
     if len(parts) > 1 and _TORCHRUN_FILE.match(parts[-1]) and parts[-2].isdigit():
         return whole(parts[-2])
@@ -245,7 +238,7 @@ def rank_of_file(path: str) -> int | None:
 
 @functools.lru_cache(maxsize=64)
 def time_of(text: str) -> float | None:
-    """When a line was written, in seconds; only differences count, as zones are not known."""
+    """Return a line's time in seconds. Only differences count, since time zones are not known."""
     iso = _ISO.search(text)
     if iso is not None:
         year, month, day, hour, minute, second = (int(each) for each in iso.groups()[:6])
@@ -254,7 +247,7 @@ def time_of(text: str) -> float | None:
     if glog is None:
         return None
     month, day, hour, minute, second = (int(each) for each in glog.groups()[:5])
-    # It names no year, and a log is of the past.
+    # It has no year, and a log is from the past.
     now = time.gmtime()
     year = now.tm_year if month <= now.tm_mon + 1 else now.tm_year - 1
     return _seconds((year, month, day, hour, minute, second), glog[6])
@@ -269,20 +262,20 @@ def _seconds(moment: tuple[int, int, int, int, int, int], fraction: str | None) 
 
 
 def users_file(path: str) -> bool:
-    """Whether a file of a traceback is the user's, also where it was printed elsewhere."""
+    """Return whether a traceback's file is the user's, also if it is from another machine."""
     return user_file(path) and _LIBRARY.search(path) is None
 
 
 def shortened(text: str, width: int = 160) -> str:
-    """A line as evidence: without C++ source lines and socket addresses, and not too long.
+    """Return a line as evidence: without C++ source lines and socket addresses, and not too long.
 
-    The addresses are wrong besides: gloo prints ports byte-swapped.
+    gloo's addresses would also be wrong, since it prints ports byte-swapped.
     """
     text = _SOURCE.sub("", _CONTROL.sub("", text)).strip()
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
-# -- names, addresses and secrets taken out of findings, so that they can be posted
+# -- Redaction of names, addresses and secrets, so that findings can be posted
 
 
 _SECRET = re.compile(
@@ -307,17 +300,17 @@ _ACCOUNTS = frozenset(
         *("data", "project", "projects", "public", "share", "shared", "work", "workspace"),
     )
 )
-"""That a machine comes with, or all share: the name of no person, and a word like any other."""
+"""Accounts and folders that are no person's name."""
 
 _PATH = re.compile(
     r"(?<![\w.:/<>\\-])(?=/)"
     r"(?!/(?:usr|opt|lib|lib64|bin|etc|proc|sys|dev|pytorch|home|[Uu]sers?|\.\.\.)/)"
     r"(?![^\s\"':,()]{0,300}<)(?P<below>(?:/[^/\s\"':,()]{1,255}){2,40}/)(?=[^/\s\"':,()])"
 )
-"""Anywhere else a folder may bear a name as well: /nfs/data/alice/job/train.py."""
+"""Other folders, which may contain a name: /nfs/data/alice/job/train.py."""
 
 _DEEP = 3
-"""Folders of which the last is shown: those before it may be a group's and a user's."""
+"""Minimum depth of a path whose first folders are hidden, as they may name a group and a user."""
 
 _ADDRESS = re.compile(
     r"(?<![\w.])(?!127\.|0\.0\.0\.0)\d{1,3}(?:\.\d{1,3}){3}(?![\w.]*\w)"
@@ -336,10 +329,10 @@ _KEPT = frozenset(("localhost", "pod"))
 
 
 class Redactor:
-    """Replaces names, the same by the same everywhere.
+    """Replaces names consistently.
 
     Args:
-        texts: What else was printed, which may show that a word is a name.
+        texts: Other texts, which may show that a word is a name.
     """
 
     def __init__(self, texts: Iterable[str] = ()) -> None:
@@ -349,9 +342,9 @@ class Redactor:
             self.text(text)
 
     def finding(self, finding: Finding) -> Finding:
-        """A finding without names, addresses and secrets."""
+        """Return a finding without names, addresses and secrets."""
         place = finding.location
-        # All of it is read first: a name may stand where only another line shows that it is one.
+        # First read everything, since another line may show that a word is a name.
         for text in (finding.message, *finding.evidence, finding.traceback):
             self.text(text)
         return replace(
@@ -365,7 +358,7 @@ class Redactor:
         )
 
     def text(self, text: str) -> str:
-        """A text without them."""
+        """Return a text without names, addresses and secrets."""
         text = _SECRET.sub("<secret>", text)
         text = _ASSIGNED.sub(lambda found: f"{found[1] or ''}<secret>", text)
         text = _MAIL.sub(self._by("mail"), text)
@@ -400,7 +393,7 @@ class Redactor:
 
 
 def _shortened(folders: str) -> str:
-    """The end of a path: what tells where a line is, and not whose it is."""
+    """Return the end of a path, which shows the place but not the owner."""
     sign = folders[-1]
     each = [one for one in re.split(r"[/\\]", folders) if one]
     if "..." in each:

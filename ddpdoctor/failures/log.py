@@ -1,4 +1,4 @@
-"""Search a plain log for known failures and for tracebacks, at tens of megabytes a second."""
+"""Search a plain log for known failures and tracebacks, at tens of megabytes a second."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ddpdoctor.failures.lines import (
     split_line,
     time_of,
 )
-from ddpdoctor.failures.sightings import ALIKE, ENDED, STATUS, Sighting, corrected, is_spoken
+from ddpdoctor.failures.occurrences import ALIKE, ENDED, STATUS, Occurrence, corrected, is_mention
 from ddpdoctor.failures.tracebacks import (
     SUMMARY_RANK,
     Kind,
@@ -31,14 +31,13 @@ from ddpdoctor.failures.tracebacks import (
     says_more,
 )
 
-# -- what a job at work prints, and what is written where one ends
+# -- Lines of a working job, and lines of one that ends
 
 
-_BEGINNING = 20
-"""Lines at the beginning of a log that are compared with those behind an end."""
+_BEGINNING = 20  # Lines at the beginning of a log that are compared with those after an end
 
 _NEUTRAL = re.compile(r"^\s|^$|^[=\-]{4}|^\s*[|+*]|^\.\.\.|^\[\d+\]:$")
-"""What a job at work prints as well as one that ends: of tables and of frames."""
+"""Lines of tables and frames, which a working job prints as well as one that ends."""
 
 COMPLAINT = re.compile(
     r"[Ee]rror|[Ww]arn|[Ff]ailed|[Ff]ailure|Traceback|Exception|terminate called|srun|slurm"
@@ -48,7 +47,7 @@ COMPLAINT = re.compile(
     r"|exited|Current thread|^Thread 0x|\(most recent call first\)|no Python frame"
     r"|frame #|leaked|^<NO_OTHER|^Failures:|^terminate"
 )
-"""What is written where a job ends, beside what a healthy one writes."""
+"""Lines that are typical for the end of a job."""
 
 PROGRESS = re.compile(r"(?i)step|epoch|iter|loss|\bit/s|\bs/it|\d/\d+ ")
 _STEP = re.compile(r"(?i)\b(?:step|epoch|iter\w*)\W{1,3}\d|\d/\d+ .*\d\s?(?:it/s|s/it)")
@@ -57,24 +56,24 @@ WORDS = re.compile(r"[A-Za-z]{3}")
 
 
 def is_plain(text: str) -> bool:
-    """Whether a line reports no failure, and is none of a frame or a table."""
+    """Return whether a line reports no failure, and is not part of a frame or table."""
     return _NEUTRAL.search(text) is None and COMPLAINT.search(text) is None
 
 
 def is_step(text: str) -> bool:
-    """Whether a line says how far a job has come."""
+    """Return whether a line reports progress."""
     return _STEP.search(text) is not None and COMPLAINT.search(text) is None
 
 
 def shape_of(text: str) -> str:
-    """The beginning of a line without its numbers and bars: steps look alike."""
+    """Return the beginning of a line without numbers and bars, which is equal for all steps."""
     return _VARYING.sub("", text)[:ALIKE]
 
 
 def beginning_of(data: bytes) -> frozenset[str]:
-    """The shapes of the lines that a log begins with, up to its first step or exception.
+    """Return the shapes of a log's first lines, up to its first step or exception.
 
-    If it begins with an exception, those behind that.
+    If it begins with an exception, those after that.
     """
     most = 3 * _BEGINNING
     lines = [split_line(clean(raw)).text for raw in data.split(b"\n", most)[:most]]
@@ -86,66 +85,50 @@ def beginning_of(data: bytes) -> frozenset[str]:
     return frozenset(shape_of(text) for text in start if WORDS.search(text))
 
 
-# -- A plain log, searched for known failures and for tracebacks, at tens of megabytes a second
+# -- The reader
 
 
-WENT_ON = 3
-"""Plain lines of the same rank after a failure, by which it is known to have been caught."""
-
-PATIENCE = 3_000
-"""Lines that are read one by one to see that."""
-
-AT_WORK = 5
-"""Plain lines that differ in their numbers alone, by which a job is known to be at work."""
-
-_FOLLOWS = 300
-"""Lines behind a launcher's end that are read for it."""
-
-_MANY = 1_000
-"""Lines behind an end that are of a later run, whatever they are."""
+WENT_ON = 3  # Plain lines of the same rank after a failure that prove that it was caught
+PATIENCE = 3_000  # Maximum number of lines that are read one by one to decide that
+AT_WORK = 5  # Plain lines that differ only in their numbers and prove that a job works
+_FOLLOWS = 300  # Lines after a launcher's end that are read to decide that
+_MANY = 1_000  # Lines after an end that always belong to a later run
 
 _HELD_BACK = 1 << 14
-"""Bytes that Python's stdout may hold back until its process ends, if it is no terminal."""
+"""Bytes that Python's stdout may buffer until its process ends, if it is no terminal."""
 
 _BLOCK = 1 << 18
-_LONGEST = 1 << 22
-"""Bytes of a line; a longer one is cut."""
-
-_ENDS = 16_000
-"""Bytes at both ends of a log, where a job starts and ends, that are searched for all failures."""
-
-_EARLIER = 4_000
-"""Bytes before a line in which its time and its rank are looked for."""
+_LONGEST = 1 << 22  # Maximum bytes of a line. A longer one is cut.
+_ENDS = 16_000  # Bytes at both ends of a log that are searched for all failures
+_EARLIER = 4_000  # Bytes before a line that are searched for its time and rank
 
 _ROOT = "Root Cause (first observed failure)"
 _UNSTARTED = re.compile(r", in (?:_initialize_workers|_find_and_load)$", re.MULTILINE)
-"""In the traceback of a launcher that did not start its ranks, and of a script that still imports:
-their stdout holds nothing back."""
+"""In tracebacks of launchers without ranks, and of imports, whose stdout buffers nothing."""
 
 _LOCAL_RANK = re.compile(r"local_rank: (\d+)")
 
 
 class LogReader:
-    """Takes a log in as it is read.
+    """Reads a log piece by piece.
 
     Args:
         source: The log's name, for people.
-        place: Its place among the logs that belong together.
+        place: Its index among the logs of a job.
     """
 
     def __init__(self, source: str, place: int = 0) -> None:
         self.source = source
         self._place = place
         self._rank = rank_of_file(source)
-        self._sightings: list[Sighting] = []
-        self._undecided: list[Sighting] = []
-        self._end: Sighting | None = None
-        """What ended a process last, while it is open whether another run follows."""
+        self._occurrences: list[Occurrence] = []
+        self._undecided: list[Occurrence] = []
+        self._end: Occurrence | None = None
+        """The last end of a process, until it is known whether another run follows."""
         self._work = Counter[str]()
         self._head: frozenset[str] = frozenset()
-        """What the log begins with, as each run of its job does."""
-        self._begins = False
-        """Whether some of it came behind the end."""
+        """Shapes of the log's first lines, with which each run begins."""
+        self._begins = False  # Whether such a line came after the end
         self._tracebacks = Tracebacks()
         self._scan = Scan()
         self._before: deque[str] = deque(maxlen=40)
@@ -155,7 +138,7 @@ class LogReader:
         self._number = 1
 
     def feed(self, data: bytes) -> None:
-        """Take a piece in, of any size."""
+        """Read a piece of any size."""
         data = self._rest + data
         end = data.rfind(b"\n", 0, max(0, len(data) - _ENDS)) + 1
         if not end and len(data) > _LONGEST:
@@ -172,11 +155,11 @@ class LogReader:
 
     @property
     def size(self) -> int:
-        """Bytes that were taken in."""
+        """Number of bytes that were read."""
         return self._offset + len(self._rest)
 
-    def close(self) -> list[Sighting]:
-        """All that was found, in the order of the lines, once the log is at its end."""
+    def close(self) -> list[Occurrence]:
+        """Finish the log. Return everything that was found, in the order of the lines."""
         if self._rest:
             self._head = self._head or beginning_of(self._rest[:_ENDS])
             self._block(self._rest.removesuffix(b"\n") + b"\n", is_end=True)
@@ -188,12 +171,12 @@ class LogReader:
             after = self._number - printed.last - 1
             for text in list(self._past)[-after:] if after > 0 else ():
                 self._went_on(split_line(text))
-        found = corrected(sorted(self._sightings, key=lambda each: each.order))
+        found = corrected(sorted(self._occurrences, key=lambda each: each.order))
         self._count_behind(found)
         return found
 
-    def _count_behind(self, found: Sequence[Sighting]) -> None:
-        """How many lines of the same run, or of the next one, come behind each sighting."""
+    def _count_behind(self, found: Sequence[Occurrence]) -> None:
+        """Count the lines after each occurrence until the next end."""
         ends = [each for each in found if each.final or each.uncaught]
         end = max(ends, key=lambda each: each.last, default=None)
         goes_on = end and (self._number > end.last + _MANY or self._goes_on(end))
@@ -205,21 +188,18 @@ class LogReader:
             each.behind = 0 if held_back else max(0, next_ - each.last - 1)
             of_rank = each.rank is not None and each.weight not in ENDED
             if of_rank and not is_last and each.behind < _MANY:
-                # The other ranks of its run end long after it.
+                # Other ranks of its run ended long after it.
                 each.behind = 0
             if each.final or each.uncaught:
                 next_, size, is_last = each.line, each.order[1], False
 
-    def _goes_on(self, end: Sighting) -> bool:
-        """Whether the last lines behind an end are a job's at work, not what is written there.
-
-        A line that both have counts if it is a step.
-        """
+    def _goes_on(self, end: Occurrence) -> bool:
+        """Return whether the last lines after an end are those of a working job."""
         past = list(self._past)
         behind = past[max(0, len(past) - (self._number - end.last - 1)) :]
         times = [when for each in behind if (when := time_of(each)) is not None]
         if end.time is not None and times and max(times) < end.time:
-            # The log was put together from several: what comes behind it was written before.
+            # The log was joined from several ones, and the lines after it were written before.
             return False
         last = [split_line(each).text for each in behind]
         plain = sum(is_plain(each) or is_step(each) for each in last)
@@ -227,7 +207,7 @@ class LogReader:
         return plain > complaints or not complaints
 
     def _block(self, block: bytes, is_end: bool) -> None:
-        """A piece of whole lines, most of which no Python code has to look at."""
+        """Read a piece of whole lines. Most of them are skipped by the scan."""
         size = len(block)
         at, number = 0, self._number
         starts: Iterator[int] | None = None
@@ -242,7 +222,7 @@ class LogReader:
                 number += block.count(b"\n", at, start)
                 self._skipped(block[max(at, start - _EARLIER) : start])
                 at = start
-            # One by one until nothing is under way any more.
+            # Line by line until nothing is pending.
             end = block.find(b"\n", at) + 1 or size
             self._raw_line(block[at:end], self._offset + at, number)
             at, number = end, number + 1
@@ -251,7 +231,7 @@ class LogReader:
         self._offset += size
 
     def _skipped(self, lines: bytes) -> None:
-        """Lines that were not looked at, the last ones of which may say more of the next one."""
+        """Remember the last skipped lines, which may add to the next line."""
         if len(lines) >= _EARLIER:
             self._before.clear()
             self._earlier = b""
@@ -259,7 +239,7 @@ class LogReader:
 
     @property
     def _past(self) -> deque[str]:
-        """The lines before this one; those that no failure needs are not even decoded."""
+        """The lines before this one. They are decoded on demand."""
         if self._earlier:
             self._before.extend(clean(each) for each in self._earlier.split(b"\n")[:-1])
             self._earlier = b""
@@ -275,14 +255,10 @@ class LogReader:
             self._scan.is_nothing(raw)
 
     def _line(self, text: str, offset: int, number: int) -> bool:
-        """Take a line in; whether it says anything about a failure."""
+        """Read a line. Return whether it says anything about a failure."""
         line = split_line(text)
         belongs, ended = self._tracebacks.take(
-            line,
-            offset,
-            number,
-            self._time,
-            lambda: [split_line(each).text for each in self._past],
+            line, offset, number, self._time, lambda: [split_line(each).text for each in self._past]
         )
         for printed in ended:
             self._exception(printed)
@@ -291,9 +267,9 @@ class LogReader:
             failure, groups = known
             is_status = STATUS.search(text) is not None
             rank = self._rank_in_summary(text) if is_status else line.rank
-            spoken = is_spoken(line.text, failure)
+            mention = is_mention(line.text, failure)
             self._add(
-                Sighting(
+                Occurrence(
                     failure=failure,
                     groups=groups,
                     text=line.text.strip(),
@@ -303,8 +279,8 @@ class LogReader:
                     order=(self._place, offset),
                     rank=self._rank if rank is None else rank,
                     time=self._time(text),
-                    final=not spoken,
-                    spoken=spoken,
+                    final=not mention,
+                    mention=mention,
                     root=is_status and any(_ROOT in each for each in list(self._past)[-5:]),
                     who=line.who,
                     doing=self._activity() if failure.weight == Weight.SYMPTOM else "",
@@ -318,13 +294,13 @@ class LogReader:
         return belongs or known is not None
 
     def _went_on(self, line: Line) -> None:
-        """A line that no failure prints: enough of them, and what was seen was caught."""
+        """Read a line without failure. After enough of them, earlier exceptions were caught."""
         plain = is_plain(line.text) and not says_more(line.text)
         for each in self._undecided:
             each.lines_after += 1
-            # A line without a rank may be anybody's, but not if others have theirs.
+            # A line without a rank may be of any rank, but not if others have one.
             same = each.rank in (line.rank, self._rank) and each.who == line.who
-            # The exception of a Ray worker that counts is raised again in the driver.
+            # An uncaught exception of a Ray worker is raised again in the driver.
             each.plain_after += plain and (same or "pid=" in each.who)
             if each.plain_after >= WENT_ON or each.lines_after > PATIENCE:
                 each.final = each.lines_after > PATIENCE and each.plain_after == 0
@@ -332,17 +308,17 @@ class LogReader:
         self._undecided = [each for each in self._undecided if each.lines_after >= 0]
 
     def _works(self, line: Line, number: int) -> None:
-        """A plain line behind an end: steps look alike, closing words do not.
+        """Decide by a plain line after an end whether another run works there.
 
-        Behind a rank's exception the lines that stdout held back come out, too: it takes the
-        beginning of another run. So it does for progress bars, of which other ranks draw a few.
+        After a rank's exception, buffered lines and progress bars of other ranks may follow. So
+        the beginning of another run has to be seen first.
         """
         if self._end is None:
             return
         text = line.text
         task = line.who.partition(",")[0]
         if task.startswith(TASK) and task != TASK + self._end.groups.get("task", task[len(TASK) :]):
-            # The other tasks of its run are still at work.
+            # Other tasks of the same run still work.
             return
         shape = shape_of(text)
         self._begins = self._begins or shape in self._head
@@ -355,13 +331,13 @@ class LogReader:
             self._end = None
 
     def _exception(self, printed: Printed) -> None:
-        """A traceback has come to its end."""
+        """Add a complete traceback."""
         message = printed.message
         if not message and not printed.frames:
             return
         failure, groups = printed.known
         self._add(
-            Sighting(
+            Occurrence(
                 failure=failure,
                 groups=groups,
                 text=message,
@@ -377,51 +353,47 @@ class LogReader:
                 context=printed.context,
                 who=printed.who,
                 bare=printed.of_thread or not (printed.frames and message),
-                woven=printed.woven,
+                interleaved=printed.interleaved,
                 uncaught=printed.ended_it and printed.frames and bool(message),
             ),
             decided=printed.uncaught and printed.frames,
         )
 
-    def _survived(self, sighting: Sighting) -> None:
-        """What a process printed and went on after did not end it, if another exception did."""
+    def _survived(self, occurrence: Occurrence) -> None:
+        """Mark exceptions that a process printed and survived, if this one ended it."""
         for each in self._undecided:
-            printed = each.traceback and not each.uncaught and each.text != sighting.text
-            if (
-                printed
-                and each.plain_after
-                and (each.rank, each.who)
-                == (
-                    sighting.rank,
-                    sighting.who,
-                )
-            ):
+            printed = each.traceback and not each.uncaught and each.text != occurrence.text
+            same = (each.rank, each.who) == (occurrence.rank, occurrence.who)
+            if printed and each.plain_after and same:
                 each.final, each.went_on = False, True
 
-    def _add(self, sighting: Sighting, decided: bool = False) -> None:
-        if sighting.uncaught and sighting.weight == Weight.CAUSE:
-            self._survived(sighting)
-        self._sightings.append(sighting)
-        alone = sighting.uncaught and sighting.rank is None
-        if alone or (sighting.weight == Weight.WRAPPER and sighting.final):
-            self._end, self._begins = sighting, False
+    def _add(self, occurrence: Occurrence, decided: bool = False) -> None:
+        if occurrence.uncaught and occurrence.weight == Weight.CAUSE:
+            self._survived(occurrence)
+        self._occurrences.append(occurrence)
+        alone = occurrence.uncaught and occurrence.rank is None
+        if alone or (occurrence.weight == Weight.WRAPPER and occurrence.final):
+            self._end, self._begins = occurrence, False
             self._work.clear()
         if (
             not decided
-            and sighting.final
-            and sighting.weight not in (Weight.STOPPED, Weight.DECISIVE)
+            and occurrence.final
+            and occurrence.weight not in (Weight.STOPPED, Weight.DECISIVE)
             and (
-                sighting.weight >= Weight.BARE
-                or sighting.weight == Weight.REMARK
-                or sighting.traceback
-                or (sighting.failure is not None and sighting.failure.known.name == "left-behind")
+                occurrence.weight >= Weight.BARE
+                or occurrence.weight == Weight.REMARK
+                or occurrence.traceback
+                or (
+                    occurrence.failure is not None
+                    and occurrence.failure.known.name == "left-behind"
+                )
             )
-            and not STATUS.search(sighting.text)
+            and not STATUS.search(occurrence.text)
         ):
-            self._undecided.append(sighting)
+            self._undecided.append(occurrence)
 
     def _activity(self) -> str:
-        """The last of the lines before this one that is the job's own word about what it does."""
+        """Return the last earlier line in which the job says what it does."""
         for each in reversed(self._past):
             text = split_line(each).text
             if WORDS.search(text) and is_plain(text) and recognise(text) is None:
@@ -429,7 +401,7 @@ class LogReader:
         return ""
 
     def _rank_in_summary(self, text: str) -> int | None:
-        """Whose exit torchrun reports: it names the rank some lines before the status."""
+        """Return the rank whose exit torchrun reports, from some lines before the status."""
         for each in list(self._past)[-4:]:
             match = SUMMARY_RANK.match(split_line(each).text)
             if match:
@@ -442,14 +414,14 @@ class LogReader:
         return next((each for each in times if each is not None), None)
 
 
-def read(source: str, chunks: Iterable[bytes], place: int = 0) -> list[Sighting]:
-    """All failures in a log, in the order of its lines."""
+def read(source: str, chunks: Iterable[bytes], place: int = 0) -> list[Occurrence]:
+    """Return all failures in a log, in the order of its lines."""
     reader = LogReader(source, place)
     for chunk in chunks:
         reader.feed(chunk)
     return reader.close()
 
 
-def _may_hold_back(sighting: Sighting) -> bool:
-    """Whether the process that raised it may print what it held back once it ends."""
-    return bool(sighting.traceback) and not _UNSTARTED.search(sighting.traceback)
+def _may_hold_back(occurrence: Occurrence) -> bool:
+    """Return whether the process may print buffered output after this exception."""
+    return bool(occurrence.traceback) and not _UNSTARTED.search(occurrence.traceback)

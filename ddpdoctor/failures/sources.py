@@ -1,4 +1,4 @@
-"""Where logs come from: files, archives, directories of launchers, standard input."""
+"""Read logs from files, archives, directories of launchers and standard input."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from typing import IO, cast
 from ddpdoctor.core import opening
 from ddpdoctor.core.errors import DoctorError
 
-# -- compressed logs and archives, read as they are, one member after the other
+# -- Compressed logs and archives
 
 
 _ZSTD = b"\x28\xb5\x2f\xfd"
@@ -31,20 +31,20 @@ _ZIP = b"PK\x03\x04"
 _PACKED = (_ZIP, _ZSTD, b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00")
 _TAR_AT, _TAR = 257, b"ustar"
 _PEEK = 512
-_MOST_MEMBERS = 4_096
+_MAX_MEMBERS = 4_096
 
 _NO_TEXT = re.compile(
     r"\.(?:pt|pth|ckpt|bin|safetensors|pkl|pickle|npy|npz|h5|png|jpg|jpeg|gif|mp4|so|whl|parquet"
     r"|arrow|wandb|pdf|pyc|onnx|nsys-rep|qdrep|sqlite|db)$",
     re.IGNORECASE,
 )
-"""Endings of files that are no logs."""
+"""Suffixes of files that are no logs."""
 
 DAMAGED = (EOFError, lzma.LZMAError, zipfile.BadZipFile, tarfile.TarError)
 
 
 class _Peekable(io.RawIOBase):
-    """A stream whose first bytes were read already."""
+    """A stream whose first bytes have been read."""
 
     def __init__(self, head: bytes, rest: IO[bytes]) -> None:
         self._head = head
@@ -62,12 +62,12 @@ class _Peekable(io.RawIOBase):
 
 
 def unpacked(name: str, file: IO[bytes]) -> Iterator[tuple[str, IO[bytes]]]:
-    """The logs in a file, decompressed, with their names; the file itself if it is no archive.
+    """Yield the decompressed logs of an archive with their names, or the file if it is none.
 
-    Each is to be read before the next one is asked for.
+    Read each before requesting the next one.
 
     Raises:
-        DoctorError: It needs a package that is not installed, or a file that can be searched.
+        DoctorError: It needs a package that is not installed, or a seekable file.
     """
     head = file.read(_PEEK)
     if head.startswith(_ZIP):
@@ -85,7 +85,7 @@ def unpacked(name: str, file: IO[bytes]) -> Iterator[tuple[str, IO[bytes]]]:
 
 
 def is_packed(head: bytes) -> bool:
-    """Whether a file has to be read from its beginning."""
+    """Return whether a file is compressed, so that it has to be read from its beginning."""
     return head.startswith(_PACKED)
 
 
@@ -115,7 +115,7 @@ def _of_zip(name: str, file: IO[bytes]) -> Iterator[tuple[str, IO[bytes]]]:
     if not file.seekable():
         raise DoctorError(f"{name} is a zip archive, which has to be a file", "save it first")
     with zipfile.ZipFile(file) as archive:
-        for member in sorted(archive.infolist(), key=lambda each: each.filename)[:_MOST_MEMBERS]:
+        for member in sorted(archive.infolist(), key=lambda each: each.filename)[:_MAX_MEMBERS]:
             if not member.is_dir() and _is_log(member.filename):
                 with archive.open(member) as inside:
                     yield from unpacked(f"{name}:{member.filename}", inside)
@@ -125,7 +125,7 @@ def _of_tar(name: str, stream: IO[bytes]) -> Iterator[tuple[str, IO[bytes]]]:
     with tarfile.open(fileobj=stream, mode="r|") as archive:
         for count, member in enumerate(archive):
             inside = archive.extractfile(member) if member.isreg() else None
-            if inside is not None and _is_log(member.name) and count < _MOST_MEMBERS:
+            if inside is not None and _is_log(member.name) and count < _MAX_MEMBERS:
                 yield from unpacked(f"{name}:{member.name}", inside)
 
 
@@ -134,7 +134,7 @@ def _is_log(name: str) -> bool:
 
 
 def recoded(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """A text as UTF-8, whatever its byte order mark says it is."""
+    """Yield a text as UTF-8. Its byte order mark, or its zeros, tell the encoding."""
     first = next(chunks, b"")
     if first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         coding = "utf-16"
@@ -150,34 +150,30 @@ def recoded(chunks: Iterator[bytes]) -> Iterator[bytes]:
         yield decoder.decode(chunk).encode("utf-8", "replace")
 
 
-# -- where logs come from: files, archives, directories of launchers, standard input
+# -- Files and directories
 
 
-MOST = 2 << 30
-"""Bytes of a log that are read, decompressed; of a larger file the last ones."""
+MAX_BYTES = 2 << 30  # Maximum bytes of a decompressed log. Of a larger file the last ones are read.
 
 _CHUNK = 1 << 20
 _PIPE = re.compile(r"/(?:dev|proc/self)/fd/(\d+)$")
-"""What the shell writes in place of ``<(command)``: a descriptor that is open already."""
+"""The shell's replacement of ``<(command)``: a descriptor that is open already."""
 
 _NAMES = (
     *("*.log", "*.log.*", "*.err", "*.out", "*.txt", "*.stderr", "*.stdout", "error.json"),
     *("stdout", "stderr", "*.e[0-9]*", "*.o[0-9]*"),
 )
 _OF_THE_TRACKER = ("debug.log", "debug-internal.log", "debug-cli.log")
-"""What wandb writes about itself, its own errors among it."""
+"""Logs of wandb about itself, including its own errors."""
 
-_MOST = 4_096
-"""Files of a directory."""
-
-_MOST_ELASTIC = 16 << 20
-"""Bytes of the file that torchrun's ``@record`` writes."""
+_MAX_LOGS = 4_096  # Maximum number of files of a directory
+_MAX_ELASTIC = 16 << 20  # Maximum bytes of the file that torchrun's ``@record`` writes
 
 _HINT = "name the job's log files, torchrun's --log-dir, or - for standard input"
 
 
 def logs(names: Sequence[str]) -> list[str]:
-    """The files that a person named, those of directories among them.
+    """Return the named files, and those in named directories.
 
     Args:
         names: Files, directories, ``-``.
@@ -194,14 +190,14 @@ def logs(names: Sequence[str]) -> list[str]:
             inside = sorted({str(each) for each in _inside(path)})
             if not inside:
                 raise DoctorError(f"{name} has no log files ({', '.join(_NAMES)})", _HINT)
-            found += inside[:_MOST]
+            found += inside[:_MAX_LOGS]
         else:
             raise DoctorError(f"no such file: {name}", _HINT)
     return list(dict.fromkeys(found))
 
 
 def _inside(folder: Path) -> Iterator[Path]:
-    """The logs of a directory: regular files, for whoever made it may have put anything there."""
+    """Yield the logs of a directory: regular files only, since it may contain anything."""
     for pattern in _NAMES:
         for path in folder.rglob(pattern):
             with contextlib.suppress(OSError):
@@ -210,19 +206,19 @@ def _inside(folder: Path) -> Iterator[Path]:
 
 
 def logs_of(name: str) -> Iterator[tuple[str, Iterator[bytes]]]:
-    """The log in a file, or those in an archive: each with its name, in pieces, decompressed.
+    """Yield the log in a file, or those in an archive, with names, decompressed and in pieces.
 
-    Each is to be read before the next one; `MOST` bytes of each are.
+    Read each before requesting the next one. At most `MAX_BYTES` bytes of each are read.
 
     Raises:
-        DoctorError: It cannot be read; what could be was given before.
+        DoctorError: It cannot be read, or not to its end.
     """
     try:
         with _opened(name) as file:
             for shown, stream in unpacked(name, file):
                 yield shown, recoded(_pieces(shown, stream))
     except (*DAMAGED, zlib.error, gzip.BadGzipFile):
-        # Cut short, as copies of a failing job's logs are: what was there is read.
+        # Truncated, as copies of a failing job's logs often are. The beginning was read.
         return
     except OSError as error:
         raise DoctorError(f"cannot read {name}: {error.strerror or error}", _HINT) from None
@@ -230,10 +226,10 @@ def logs_of(name: str) -> Iterator[tuple[str, Iterator[bytes]]]:
 
 def _pieces(name: str, stream: IO[bytes]) -> Iterator[bytes]:
     if PurePath(name).name == "error.json":
-        yield _of_elastic(stream.read(_MOST_ELASTIC))
+        yield _of_elastic(stream.read(_MAX_ELASTIC))
         return
-    left = MOST
-    # One call of the system at a time: what can be read of a torn file is.
+    left = MAX_BYTES
+    # One system call at a time, to read as much as possible of a damaged file.
     read = getattr(stream, "read1", stream.read)
     with contextlib.suppress(*DAMAGED, zlib.error, gzip.BadGzipFile):
         while left > 0 and (data := read(min(_CHUNK, left))):
@@ -246,16 +242,16 @@ def _opened(name: str) -> IO[bytes]:
     if name == "-" or pipe is not None:
         descriptor = sys.stdin.fileno() if pipe is None else int(pipe[1])
         return io.BufferedReader(io.FileIO(descriptor, closefd=False), _CHUNK)
-    # A person's own files may be links; whatever else they are is for standard input.
+    # A person's own files may be links. Other kinds of files have to be piped.
     file = io.BufferedReader(io.FileIO(opening.opened(name, links=True)), _CHUNK)
     size = os.fstat(file.fileno()).st_size
-    if size > MOST and not is_packed(file.peek(8)):
-        file.seek(size - MOST)
+    if size > MAX_BYTES and not is_packed(file.peek(8)):
+        file.seek(size - MAX_BYTES)
     return file
 
 
 def _of_elastic(data: bytes) -> bytes:
-    """The traceback in the file that torchrun's ``@record`` writes."""
+    """Return the traceback in the file that torchrun's ``@record`` writes."""
     try:
         message = opening.loads(data)["message"]
         stack = message["extraInfo"]["py_callstack"]

@@ -1,4 +1,4 @@
-"""Tracebacks in a log: parsed, and disentangled where those of several ranks are interleaved."""
+"""Parse tracebacks in a log, and separate interleaved ones of several ranks."""
 
 from __future__ import annotations
 
@@ -12,18 +12,15 @@ from ddpdoctor.core.user_code import Location
 from ddpdoctor.failures import recognise
 from ddpdoctor.failures.entry import Failure
 from ddpdoctor.failures.lines import HEAD, Line, shape, users_file
-from ddpdoctor.failures.sightings import WARNING
+from ddpdoctor.failures.occurrences import WARNING
 
-# -- A traceback as it was printed: its lines, whether another one is its own, what it says
+# -- One traceback
 
 
 _ORIGINAL = "Original Traceback"
-_MOST_LINES = 2_000
-_APART = 50
-"""Lines of others after which an exception's line is not taken for a traceback's."""
-
-_BEHIND = 8
-"""The same where its name may be any word with a colon behind it."""
+_MAX_LINES = 2_000
+_APART = 50  # Maximum lines of others between a traceback and the line of its exception
+_BEHIND = 8  # The same if its name may be any word before a colon
 
 FRAME = re.compile(r'^\s*File "(?P<path>[^"\n]+)", line (?P<line>\d+)(?:, in (?P<name>.*))?$')
 _EXCEPTION = re.compile(
@@ -32,7 +29,7 @@ _EXCEPTION = re.compile(
     r"|\w*(?:Error|Exception|Interrupt|Exit|Iteration)$)"
 )
 _NAMED = re.compile(r"[\w.]*(?:Error|Exception|Interrupt|Exit|Iteration)\b|(?:\w+\.)+\w+")
-"""The name of an exception, which is not any word."""
+"""A name that can only be an exception's."""
 
 _SEVERAL = re.compile(
     r"(?P<name>[A-Za-z_]\w*?(?:Error|Exception|Interrupt))(?:[: ]{0,3}(?P=name)(?![a-z]))+"
@@ -44,7 +41,7 @@ _WITHIN = re.compile(rf"^[\w.]+(?:Error|Exception): {re.escape(HEAD)}")
 
 _CHAIN = ("was the direct cause of the following", "another exception occurred")
 _LOGGED = re.compile(r"^\[?[IWEF](?:\d{3,4} [\d:.]+| \S+\.(?:cpp|cc|hpp|h):\d+\])")
-"""What c10d and torchrun log has such a head, which no exception's message has."""
+"""The beginning of a log line of c10d or torchrun, which no exception's message has."""
 
 _CONTINUED = re.compile(
     r"^(?:nccl\w+: |Last error:|CUDA kernel errors|For debugging consider|Compile with `|Search for"
@@ -54,33 +51,32 @@ _CONTINUED = re.compile(
     r"|size mismatch|Missing key|Unexpected key|(?:\[[^\]]+\] )?\*\*\* "
     r"|MPI\w*\(\d+\)|\[cli_\d+\]: |system msg for |:$)"
 )
-"""Lines of torch's and MPI's messages that are not indented."""
+"""Unindented lines of torch's and MPI's messages."""
 
 
 _UNREADABLE = ("SyntaxError", "IndentationError", "TabError")
 _WRITER = "event_file_writer.py"
-_STARTS = re.compile(r"^<|[/\\]threading\.py$")
-"""Files in which Python starts a module or a thread."""
+_STARTS = re.compile(r"^<|[/\\]threading\.py$")  # Files in which Python starts a module or a thread
 
 _HELPER = re.compile(r"[/\\]wandb[/\\](?:__main__\.py$|sdk[/\\])")
-"""Where the process and the threads begin that wandb starts for itself."""
+"""The outermost files of wandb's own process and threads."""
 
 _FINALIZERS = "_run_finalizers"
-"""Where multiprocessing tidies up at the end, prints what is raised there, and goes on."""
+"""Where multiprocessing cleans up at exit, prints exceptions, and continues."""
 
 _CLOSED = re.compile(r"(?:OSError: handle is closed|EOFError)$")
 
 _OUTERMOST = ("<module>", "_run_module_as_main")
-"""Where Python starts a script and a module (``python -m``)."""
+"""Outermost functions of a script and of a module (``python -m``)."""
 
 
 def says_more(text: str) -> bool:
-    """Whether a line is more of a message of torch's."""
+    """Return whether a line continues a message of torch."""
     return _CONTINUED.match(text) is not None
 
 
 def untangled(text: str) -> str:
-    """The line of an exception that several processes printed at once, piece by piece, as of one.
+    """Clean up the line of an exception that several processes printed at once, piece by piece.
 
     ``ValueErrorValueError: : badbad`` becomes ``ValueError: bad``.
     """
@@ -93,7 +89,7 @@ def untangled(text: str) -> str:
 
 
 class Kind(Enum):
-    """What a line may be in a traceback."""
+    """The role of a line in a traceback."""
 
     HEAD = auto()
     FRAME = auto()
@@ -104,7 +100,7 @@ class Kind(Enum):
 
 
 def kind_of(text: str) -> Kind:
-    """What a line may be in a traceback, by itself."""
+    """Return the possible role of a line, without its context."""
     if HEAD in text:
         return Kind.HEAD
     if FRAME.match(text):
@@ -113,13 +109,12 @@ def kind_of(text: str) -> Kind:
         return Kind.CHAIN
     if text[:1] in (" ", "\t", ""):
         return Kind.SOURCE
-    # A progress bar has a name and a colon, too.
+    # A progress bar also has a name and a colon.
     is_exception = _EXCEPTION.match(text) and "%|" not in text
     return Kind.EXCEPTION if is_exception else Kind.OTHER
 
 
-SPAWNED_BY = " of mp.spawn"
-"""What the parent says of a process that it spawned: it raises that one's exception again."""
+SPAWNED_BY = " of mp.spawn"  # Marks a spawned process whose exception its parent raises again
 
 
 @dataclass(eq=False)
@@ -129,19 +124,19 @@ class Printed:
     Attributes:
         start: Offset of its first line in the log.
         number: The number of that line.
-        rank: Whose it is, if its lines say so.
-        uncaught: torch's own mark stands before them.
+        rank: The rank in the prefix of its lines, if any.
+        uncaught: Its lines have torch's prefix of uncaught exceptions.
         time: Seconds, if a line shortly before it has a time.
-        lines: Its lines, without marks.
+        lines: Its lines, without prefixes.
         last: The number of its last line so far.
-        state: What its last line was; ``EXCEPTION`` until the next head, whatever follows.
-        who: The process or node that a prefix names.
-        prefix: What stands before each of its lines besides.
-        woven: Lines of others stand between its own, and some of them fit both.
-        ignored: Python says before it that it goes on in spite of it.
-        in_thread: It ended a thread, and its process goes on.
-        reported: torchrun's report has it, as what ended a rank.
-        torn: srun cut its message off behind the colon.
+        state: The role of its last line. ``EXCEPTION`` until the next head, whatever follows.
+        who: The process or node in a prefix.
+        prefix: Matches what else stands before each of its lines.
+        interleaved: Lines of other tracebacks that fit this one, too, stand between its own.
+        ignored: Python says before it that it continues in spite of it.
+        in_thread: It ended a thread, and its process continues.
+        reported: It is part of torchrun's report, so it ended a rank.
+        torn: srun cut its message off after the colon.
     """
 
     start: int
@@ -154,7 +149,7 @@ class Printed:
     state: Kind = Kind.HEAD
     who: str = ""
     prefix: re.Pattern[str] | None = None
-    woven: bool = False
+    interleaved: bool = False
     ignored: bool = False
     in_thread: bool = False
     reported: bool = False
@@ -162,17 +157,17 @@ class Printed:
 
     @property
     def complete(self) -> bool:
-        """The line with the exception was seen; what follows may be the rest of its message."""
+        """Whether the exception was seen. What follows may be the rest of its message."""
         return self.state in (Kind.EXCEPTION, Kind.CHAIN)
 
     def stripped(self, text: str) -> str:
-        """A line without the prefix that this traceback's lines have."""
+        """Return a line without this traceback's prefix."""
         found = self.prefix.match(text) if self.prefix is not None else None
         return text[found.end() :] if found is not None else text
 
     def fits(self, text: str, kind: Kind, number: int) -> bool:
-        """Whether a line may go on with this traceback."""
-        if len(self.lines) >= _MOST_LINES or _LOGGED.match(text):
+        """Return whether a line may continue this traceback."""
+        if len(self.lines) >= _MAX_LINES or _LOGGED.match(text):
             return False
         if kind is Kind.HEAD:
             started = text.startswith(_ORIGINAL) if self.complete else self.uncaught
@@ -184,7 +179,7 @@ class Printed:
             said = kind is Kind.OTHER and self._says_more(text)
             frame = FRAME.match(text)
             if frame is not None:
-                # Without a function it is where Python could not read another process's file.
+                # Without a function it is a SyntaxError in another process's file.
                 return bool(frame["name"])
             return kind in (Kind.SOURCE, Kind.CHAIN) or said
         if kind is Kind.FRAME:
@@ -199,7 +194,7 @@ class Printed:
         return says_more(text) or cut or self.torn or self.lines[-1].startswith("Last error:")
 
     def add(self, text: str, kind: Kind, number: int) -> None:
-        """Take a line that fits; srun may cut one in two."""
+        """Add a line that fits. srun may cut a line in two."""
         if self.complete and (text.startswith(": ") or self.torn):
             self.lines[-1] += text
             self.last = number
@@ -212,26 +207,26 @@ class Printed:
 
     @property
     def source(self) -> str:
-        """The line of code that was printed last."""
+        """The last line of source code."""
         return self.lines[-1] if self.state is Kind.SOURCE else ""
 
     @property
     def headline(self) -> int | None:
-        """Index of the line with the exception that ended it all; None if there is none."""
+        """Index of the line with the final exception, or None."""
         last = max((n for n, text in enumerate(self.lines) if HEAD in text), default=0)
-        # Where the last one of a chain is cut off, the one before it.
+        # If the last one of a chain is truncated, the one before it.
         after, before = range(last, len(self.lines)), range(last - 1, -1, -1)
         raised = (n for n in (*after, *before) if _EXCEPTION.match(self.lines[n]))
         return next((n for n in raised if HEAD not in self.lines[n]), None)
 
     @property
     def frames(self) -> bool:
-        """Whether any of it is there beside the exception."""
+        """Whether it has more than the exception."""
         return any(HEAD in text or FRAME.match(text) for text in self.lines)
 
     @property
     def ended_it(self) -> bool:
-        """Whether its process ended with it, as far as its own lines show."""
+        """Whether it ended its process, as far as its own lines show."""
         whole = not self.lines[0].startswith(" ")
         return not self.ignored and (
             self.uncaught
@@ -243,14 +238,15 @@ class Printed:
 
     @property
     def of_thread(self) -> bool:
-        """Whether it ended a thread, and its process went on."""
+        """Whether it ended a thread, and its process continued."""
         return self.in_thread or any(name == "_bootstrap_inner" for name in self._first)
 
     @property
     def survived(self) -> bool:
-        """Whether Python says so, or it is of a tracker's own thread, or of what tidies up.
+        """Whether its process continued.
 
-        A full disk, say, stops the job as well.
+        Python says so, or it is from cleanup code or a tracker's own thread. A known failure of a
+        tracker, such as a full disk, stops the job as well.
         """
         closed = any(_CLOSED.match(text) for text in self.lines)
         writes = closed and any(_WRITER in text for text in self.lines)
@@ -259,13 +255,13 @@ class Printed:
 
     @property
     def _of_script(self) -> bool:
-        """Whether Python cannot read the script itself, of which it prints no head."""
+        """Whether Python cannot parse the script itself, for which it prints no head."""
         first = FRAME.match(self.lines[0])
         return first is not None and not first["name"] and self.message.startswith(_UNREADABLE)
 
     @property
     def _begins(self) -> str:
-        """The outermost file of the last traceback of a chain, Python's own start left out."""
+        """The outermost file of the last traceback of a chain, without Python's startup."""
         heads = [number for number, text in enumerate(self.lines) if HEAD in text]
         frames = map(FRAME.match, self.lines[heads[-1] if heads else 0 :])
         paths = (frame["path"] for frame in frames if frame)
@@ -273,7 +269,7 @@ class Printed:
 
     @property
     def _first(self) -> Iterator[str]:
-        """The functions of the first frame of each traceback of a chain."""
+        """The outermost function of each traceback of a chain."""
         of_head = False
         for text in self.lines:
             of_head = of_head or HEAD in text
@@ -283,7 +279,7 @@ class Printed:
 
     @property
     def message(self) -> str:
-        """The exception that ended it all, with the rest of its message; empty if torn."""
+        """The final exception with its whole message. Empty if truncated."""
         at = self.headline
         if at is None:
             return ""
@@ -292,10 +288,10 @@ class Printed:
 
     @property
     def context(self) -> str:
-        """The exception of a chain that was raised first; empty if there is no chain."""
+        """The first exception of a chain. Empty without a chain."""
         chained = (
             []
-            if self.woven
+            if self.interleaved
             else [n for n, text in enumerate(self.lines) if kind_of(text) is Kind.CHAIN]
         )
         raised = (
@@ -305,14 +301,14 @@ class Printed:
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """All lines."""
         return "\n".join(self.lines)
 
     @property
     def known(self) -> tuple[Failure | None, Mapping[str, str]]:
-        """The failure that it shows, with its groups; none if it is unknown."""
+        """The known failure that it shows, with its groups. None if it is not known."""
         at = self.headline
-        # The cause, or more of it, may stand earlier in a chain, or in a worker's own traceback.
+        # The cause may stand earlier in a chain, or in a worker's own traceback.
         earlier = "\n".join(text for text in self.lines[:at] if _EXCEPTION.match(text))
         found = [recognise(text, self.text) for text in (self.message, earlier)]
         return max(
@@ -323,8 +319,8 @@ class Printed:
 
     @property
     def location(self) -> Location | None:
-        """The innermost line of the user's code; None where it may be that of another rank."""
-        for text in reversed(() if self.woven else self.lines):
+        """The innermost line of the user's code. None if it may be another rank's."""
+        for text in reversed(() if self.interleaved else self.lines):
             match = FRAME.match(text)
             if match and users_file(match["path"]):
                 return Location(match["path"], whole(match["line"]))
@@ -332,27 +328,24 @@ class Printed:
 
 
 def parse(text: str) -> Printed | None:
-    """A traceback that was kept whole, as Python formats it; None if it is none."""
+    """Parse a complete traceback as Python formats it. None if it is none."""
     lines = text.rstrip().splitlines()
     if not any(HEAD in line for line in lines):
         return None
     return Printed(0, 1, None, True, None, lines)
 
 
-# -- tracebacks in a log, also where those of several ranks are woven into each other
+# -- Interleaved tracebacks of a log
 
 
-_MOST_OPEN = 64
-"""Tracebacks of one kind of mark that are under way at a time."""
-
-_STALE = 200
-"""Lines of others after which a traceback is taken to be at its end."""
+_MAX_OPEN = 64  # Maximum number of open tracebacks with equal prefixes
+_STALE = 200  # Lines of others after which a traceback is closed
 
 _RAISED = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt)(?:: |:?$)")
-"""The line of an exception whose traceback is not in the log."""
+"""The line of an exception without its traceback."""
 
 _REPORT = re.compile(r"^\s*traceback : $")
-"""Before a traceback in torchrun's report, all lines of which are indented by two spaces."""
+"""Before a traceback in torchrun's report, which is indented by two spaces."""
 
 _INDENTED = re.compile(r"  ")
 SUMMARY_RANK = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: \d+\)")
@@ -362,25 +355,24 @@ _IGNORED = re.compile(
     r"Exception ignored in|Error in atexit|^--- Logging error ---"
     r"|(?:Task|Future) exception was never retrieved|^Exception in callback "
 )
-"""Before a traceback that Python prints and goes on after: of ``logging``, of ``asyncio``."""
+"""Before a traceback after which Python continues, as in ``logging`` and ``asyncio``."""
 
 _BEFORE_STACK = re.compile(r"^We expect that some modules will need time to support NumPy 2")
-"""Before a stack that NumPy prints under a traceback's head, and the job goes on."""
+"""Before a stack that NumPy prints like a traceback, after which the job continues."""
 
-_OF_NUMPY = "AttributeError: _ARRAY_API not found"
-"""What may stand behind such a stack."""
+_OF_NUMPY = "AttributeError: _ARRAY_API not found"  # May follow such a stack
 
 _OF_RANK = re.compile(rf"{re.escape(HEAD)}: \(RANK (\d+)\)$")
-"""Before what another rank raised, in the message of a ``CheckpointException``."""
+"""Before another rank's exception in the message of a ``CheckpointException``."""
 
 _IN_THREAD = re.compile(r"^Exception in thread ")
 _OF_PROCESS = re.compile(r"Exception during training:$|^Process \S+:$")
-"""Before what ended a process: of detectron2 and fvcore, which raise it again, and of
-``multiprocessing``."""
+"""Before an exception that ended a process: of detectron2 and fvcore, which raise it again, and
+of ``multiprocessing``."""
 
 
 def _frames(lines: Iterable[str]) -> list[str]:
-    """The frames at the end of some lines: those of a traceback whose head is not in the log."""
+    """Return the frames at the end of some lines, of a traceback whose head is missing."""
     frames: list[str] = []
     for text in reversed(list(lines)):
         if kind_of(text) not in (Kind.FRAME, Kind.SOURCE) or not text.strip():
@@ -390,7 +382,7 @@ def _frames(lines: Iterable[str]) -> list[str]:
 
 
 def _reported_rank(lines: Iterable[str]) -> int | None:
-    """The rank that torchrun's report names in some lines."""
+    """Return the rank that torchrun's report names in some lines."""
     found = next(filter(None, map(SUMMARY_RANK.match, lines)), None)
     return whole(found[1]) if found else None
 
@@ -399,7 +391,7 @@ _Key = tuple[int | None, bool, str]
 
 
 class Tracebacks:
-    """The tracebacks under way, by the marks of their lines."""
+    """The open tracebacks, by the prefixes of their lines."""
 
     def __init__(self) -> None:
         self._open: dict[_Key, list[Printed]] = {}
@@ -416,17 +408,17 @@ class Tracebacks:
         when: Callable[[], float | None],
         before: Callable[[], Iterable[str]],
     ) -> tuple[bool, list[Printed]]:
-        """Take a line in.
+        """Read a line.
 
         Args:
             line: The line.
-            offset: Where it begins in the log.
+            offset: Its offset in the log.
             number: Its number.
-            when: When it was written, if that is known.
-            before: Lines before it, some of which may be its frames if the head is lost.
+            when: Returns its time, if known.
+            before: Returns earlier lines, which may be its frames if the head is lost.
 
         Returns:
-            Whether it belongs to a traceback, and those that have ended before it.
+            Whether it belongs to a traceback, and the tracebacks that ended before it.
         """
         ended = self._stale(number) if self._open and number % 64 == 0 else []
         key = (line.rank, line.uncaught, line.who)
@@ -444,14 +436,14 @@ class Tracebacks:
         if any(_BEFORE_STACK.match(text) for text in above):
             return False, ended
         under_way = self._open.setdefault(key, [])
-        if len(under_way) >= _MOST_OPEN:
+        if len(under_way) >= _MAX_OPEN:
             ended += self._end(key, under_way[:1])
             under_way = self._open.setdefault(key, [])
         under_way.append(_begun(line, earlier, offset, number, when()))
         return True, ended
 
     def rest(self) -> list[Printed]:
-        """Those that the end of the log ended."""
+        """Close the tracebacks at the end of the log and return them."""
         return [each for key in list(self._open) for each in self._end(key, self._open[key])]
 
     def _stale(self, number: int) -> list[Printed]:
@@ -462,33 +454,35 @@ class Tracebacks:
         ]
 
     def _end(self, key: _Key, over: Sequence[Printed]) -> list[Printed]:
-        """End some; those of the same marks come out together, since they may be alike."""
+        """Close some. Those with equal prefixes are returned together, since they may be equal."""
         held = self._held.setdefault(key, [])
         held += over
         left = [each for each in self._open.get(key, []) if each not in over]
         if left:
             self._open[key] = left
-            if any(each.woven for each in (*held, *left)):
+            if any(each.interleaved for each in (*held, *left)):
                 return []
         else:
             self._open.pop(key, None)
         for each in held:
-            # All that might have been mixed up says the same.
-            each.woven = each.woven and any(p.lines != each.lines for p in held if p.woven)
+            # Equal tracebacks may be interleaved without harm.
+            each.interleaved = each.interleaved and any(
+                p.lines != each.lines for p in held if p.interleaved
+            )
         return self._held.pop(key)
 
 
 def _begun(
     line: Line, earlier: Sequence[str], offset: int, number: int, when: float | None
 ) -> Printed:
-    """The traceback that begins with a line, or ends with it, some frames of it above."""
+    """Return the traceback that begins with a line, or that a line ends without a head."""
     head, above = HEAD in line.text, earlier[-2:]
     prefix = line.text.partition(HEAD)[0] if head else ""
     reported = _REPORT.match(prefix) is not None
     spawned = next(filter(None, map(_SPAWNED.match, reversed(above))), None)
     of_rank = _OF_RANK.search(line.text)
     rank = whole(of_rank[1]) if of_rank else line.rank
-    # What torch logs so it goes on without.
+    # torch continues after what it logs as a warning.
     warned = WARNING.match(prefix) is not None
     return Printed(
         start=offset,
@@ -508,7 +502,7 @@ def _begun(
 
 
 def _taker(under_way: Sequence[Printed], text: str, number: int) -> Printed | None:
-    """The traceback that a line goes on with; None if it goes on with none of them."""
+    """Return the traceback that a line continues, or None."""
     fitting = [
         (each, own)
         for each in under_way
@@ -524,13 +518,13 @@ def _taker(under_way: Sequence[Printed], text: str, number: int) -> Printed | No
         return chosen
     if any(each.lines != several[0].lines for each in several):
         for each in several:
-            each.woven = True
+            each.interleaved = True
     return min(several, key=lambda each: (-len(each.lines), each.last))
 
 
 def _awaiting(fitting: Sequence[tuple[Printed, str]], kind: Kind) -> Sequence[Printed]:
-    """Of the tracebacks that a line may go on with, those that it most likely does."""
-    # The rest of a message is that of the last one that printed any.
+    """Select the tracebacks that a line most likely continues."""
+    # The rest of a message belongs to the traceback with the latest line.
     open_ = [each for each, _ in fitting if not each.complete]
     several = open_ or [max((each for each, _ in fitting), key=lambda each: each.last)]
     if kind is Kind.SOURCE:
@@ -541,7 +535,7 @@ def _awaiting(fitting: Sequence[tuple[Printed, str]], kind: Kind) -> Sequence[Pr
 
 
 def _repeating(several: Sequence[Printed], others: Sequence[Printed], text: str) -> Printed | None:
-    """The one that says what another has said, line by line."""
+    """Return the traceback that repeats another one line by line."""
     for each in several:
         so_far = [*each.lines, text]
         if any(other.lines[: len(so_far)] == so_far for other in others if other is not each):
@@ -550,7 +544,7 @@ def _repeating(several: Sequence[Printed], others: Sequence[Printed], text: str)
 
 
 def _calling(several: Sequence[Printed], text: str, kind: Kind) -> Printed | None:
-    """The only one whose code calls the function of a frame, or raises the exception."""
+    """Return the only traceback whose code calls the frame's function, or raises the exception."""
     if kind is Kind.FRAME and (frame := FRAME.match(text)) and frame["name"]:
         words = re.compile(rf"\b{re.escape(frame['name'])}\(")
         starts = frame["name"] == "<module>"

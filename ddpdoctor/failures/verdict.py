@@ -1,10 +1,10 @@
-"""Choose the first cause among the failures that a log shows."""
+"""Choose the first cause among the failures in a job's logs."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -14,39 +14,36 @@ from ddpdoctor.core.opening import whole
 from ddpdoctor.failures import matching_line
 from ddpdoctor.failures.entry import Failure, Weight
 from ddpdoctor.failures.lines import shortened
-from ddpdoctor.failures.sightings import LATER, STATUS, Runs, Sighting, split
+from ddpdoctor.failures.occurrences import LATER, STATUS, Occurrence, Runs, split
 
-# -- ranks that torchrun's report names, for exceptions whose lines name none
+# -- Ranks of torchrun's report, for exceptions without a rank
 
 
 _RAISED = re.compile(r"exitcode\s*: ?1\b")
 _SUMMARY = re.compile(r"^\s*exitcode\s*:")
-"""In torchrun's last report, which has ranks of all nodes; its line before has local ones."""
+"""In torchrun's final report, which has global ranks. An earlier line has local ones."""
 
 
-def with_ranks(sightings: Sequence[Sighting]) -> Sequence[Sighting]:
-    """The sightings of a run, its exceptions with the ranks that ended with status 1.
-
-    Only if all of them are the same: then each of these ranks raised it.
-    """
+def with_ranks(occurrences: Sequence[Occurrence]) -> Sequence[Occurrence]:
+    """Assign the ranks that ended with status 1 to a run's exceptions if these are equal."""
     raised = [
         each
-        for each in sightings
+        for each in occurrences
         if each.traceback and each.uncaught and each.weight in (Weight.CAUSE, Weight.GENERIC)
     ]
-    ranks = _failed(sightings)
+    ranks = _failed(occurrences)
     alike = len({each.text for each in raised}) == 1
     if not alike or not ranks or any(each.rank is not None or each.who for each in raised):
-        return sightings
-    # Whose process the log goes on after ended last.
+        return occurrences
+    # An exception that plain lines follow is assigned last.
     raised.sort(key=lambda each: not each.final)
     given = {id(each): rank for each, rank in zip(raised, ranks, strict=False)}
-    return [replace(e, rank=given[id(e)]) if id(e) in given else e for e in sightings]
+    return [replace(e, rank=given[id(e)]) if id(e) in given else e for e in occurrences]
 
 
-def _failed(sightings: Sequence[Sighting]) -> list[int]:
-    """The ranks that ended with status 1, which torchrun noticed first first."""
-    status = [each for each in sightings if STATUS.search(each.text) and each.rank is not None]
+def _failed(occurrences: Sequence[Occurrence]) -> list[int]:
+    """Return the ranks that ended with status 1, torchrun's first failure first."""
+    status = [each for each in occurrences if STATUS.search(each.text) and each.rank is not None]
     status = [each for each in status if _SUMMARY.match(each.text)] or status
     if any(not _RAISED.search(each.text) and each.root for each in status):
         return []
@@ -55,18 +52,17 @@ def _failed(sightings: Sequence[Sighting]) -> list[int]:
     return list(dict.fromkeys(rank for rank in failed if rank is not None))
 
 
-# -- NCCL's time-outs of several ranks, compared: which rank the others waited for
+# -- Comparison of NCCL's timeouts on several ranks
 
 
 _GROUP = re.compile(r"\bPG (?:ID )?(\d+)")
 _SIZES = re.compile(r"NumelIn=(\d+), NumelOut=(\d+)")
-_ENOUGH = 3
-"""Ranks that have to wait before one without a line is said to be missing."""
+_ENOUGH = 3  # Minimum number of waiting ranks before one without a line is reported as missing
 
 
 @dataclass(frozen=True)
 class Place:
-    """The collective in which a rank waited until its time-out."""
+    """The collective in which a rank timed out."""
 
     number: int
     operation: str
@@ -78,19 +74,18 @@ class Place:
 
 @dataclass(frozen=True)
 class Awaited:
-    """The ranks that the others waited for, and how that is known."""
+    """The ranks that the others waited for, and the evidence."""
 
     ranks: tuple[int, ...]
     said: str
-    differ: bool = False
-    """All ranks are at the same number, and some in another collective."""
+    differ: bool = False  # All ranks are at the same number, but some in another collective
 
 
-def awaited(sightings: Sequence[Sighting]) -> Awaited | None:
-    """Whom the ranks that timed out waited for; None if their lines do not show it."""
+def awaited(occurrences: Sequence[Occurrence]) -> Awaited | None:
+    """Return the ranks that the others waited for, or None if their timeouts do not show it."""
     groups: dict[str, dict[int, Place]] = defaultdict(dict)
     enqueued: dict[str, dict[int, int]] = defaultdict(dict)
-    for each in sightings:
+    for each in occurrences:
         if each.failure is None or each.rank is None:
             continue
         group = found[1] if (found := _GROUP.search(each.text)) else ""
@@ -98,7 +93,7 @@ def awaited(sightings: Sequence[Sighting]) -> Awaited | None:
             sizes = _SIZES.search(each.text)
             words = f" of {sizes[1]} elements" if sizes else ""
             place = Place(whole(each.groups["seq"]), each.groups.get("op", ""), words)
-            # Later ones of the same rank follow from the first.
+            # Later timeouts of a rank follow from the first.
             groups[group].setdefault(each.rank, place)
         elif each.failure.known.name == "nccl-progress":
             enqueued[group].setdefault(each.rank, int(each.groups["enqueued"]))
@@ -108,10 +103,10 @@ def awaited(sightings: Sequence[Sighting]) -> Awaited | None:
     return _compared(groups[group], enqueued[group])
 
 
-def together(sightings: Sequence[Sighting]) -> tuple[int, ...]:
-    """The ranks that all timed out in one collective, if no rank below the highest is missing."""
+def together(occurrences: Sequence[Occurrence]) -> tuple[int, ...]:
+    """Return the ranks that timed out in one collective, if no lower rank is missing."""
     places: dict[int, tuple[str, Mapping[str, str]]] = {}
-    for each in sightings:
+    for each in occurrences:
         if each.failure is None or each.rank is None or "seq" not in each.groups:
             continue
         if each.failure.known.name == "nccl-timeout":
@@ -126,7 +121,8 @@ def together(sightings: Sequence[Sighting]) -> tuple[int, ...]:
 def _compared(places: dict[int, Place], enqueued: dict[int, int]) -> Awaited | None:
     highest = max(place.number for place in places.values())
     lowest = min(place.number for place in places.values())
-    others = _most([place for place in places.values() if place.number == highest])
+    at_highest = Counter(place for place in places.values() if place.number == highest)
+    others = at_highest.most_common(1)[0][0]
     if lowest < highest:
         behind = tuple(sorted(rank for rank, place in places.items() if place.number == lowest))
         count = f"{highest - lowest} behind the others, which waited in {others}"
@@ -135,7 +131,7 @@ def _compared(places: dict[int, Place], enqueued: dict[int, int]) -> Awaited | N
     if late and len(late) < len({*places, *enqueued}):
         least = min(late.values())
         behind = tuple(sorted(rank for rank, number in late.items() if number == least))
-        came = f"{_they(behind)} had come only to collective #{least}"
+        came = f"{_was(behind).split()[0]} had come only to collective #{least}"
         return Awaited(behind, f"{came}; the others waited in {others}")
     odd = tuple(sorted(rank for rank, place in places.items() if place != others))
     if odd:
@@ -143,184 +139,172 @@ def _compared(places: dict[int, Place], enqueued: dict[int, int]) -> Awaited | N
         return Awaited(odd, where, True)
     missing = tuple(sorted({*range(max(places))} - {*places}))
     if len(places) >= _ENOUGH and 0 < len(missing) <= len(places) // 3:
-        shows = f"the log shows no time-out of {'it' if len(missing) == 1 else 'them'}"
+        shows = f"the log shows no timeout of {'it' if len(missing) == 1 else 'them'}"
         return Awaited(missing, f"{shows}; the others waited in {others}")
     return None
-
-
-def _they(ranks: tuple[int, ...]) -> str:
-    return "it" if len(ranks) == 1 else "they"
 
 
 def _was(ranks: tuple[int, ...]) -> str:
     return "it was" if len(ranks) == 1 else "they were"
 
 
-def _most(places: list[Place]) -> Place:
-    return Counter(places).most_common(1)[0][0]
-
-
-# -- which of the failures in a run may have ended it
+# -- Candidates for the cause of a run's end
 
 
 _OF_GPU = re.compile(r"(?i)cuda|nvidia|nccl|gpu|driver")
 _STATUSES = ("exit-status", "crash-status", "abort-status")
-"""A process's end as its launcher says it, which may have followed from that of another one."""
+"""Ends of processes as their launcher reports them, which may follow from other ends."""
 
 ONE_RUN = 7 * 86_400.0
-"""Seconds beyond which times are of other clocks: some lines name no year, and some no zone."""
+"""Maximum seconds between times of one run. Larger differences come from a missing year or zone."""
 
 
-def causes(sightings: Sequence[Sighting]) -> list[Sighting]:
-    """What may have ended the job, the likeliest first; empty if no process failed."""
-    return found_in(sightings)[0]
+def causes(occurrences: Sequence[Occurrence]) -> list[Occurrence]:
+    """Return what may have ended the job, the likeliest first. Empty if no process failed."""
+    return found_in(occurrences)[0]
 
 
-def found_in(sightings: Sequence[Sighting]) -> tuple[list[Sighting], bool]:
-    """What may be the cause, the first in time first, and whether it is known to be one."""
-    sightings = _without_limits(_without_yielding(sightings))
-    if not any(map(_may_have_ended_it, sightings)):
+def found_in(occurrences: Sequence[Occurrence]) -> tuple[list[Occurrence], bool]:
+    """Return the possible causes, the earliest first, and whether it is certain."""
+    occurrences = _without_limits(_without_yielding(occurrences))
+    if not any(map(_may_have_ended_it, occurrences)):
         return [], False
-    causes = _ending(sightings, Weight.DECISIVE, Weight.CAUSE, Weight.GENERIC, Weight.SYMPTOM)
+    causes = _ending(occurrences, Weight.DECISIVE, Weight.CAUSE, Weight.GENERIC, Weight.SYMPTOM)
     if causes := _without_warnings(causes):
-        raised = _raised_before(causes, sightings)
-        return _ordered(raised or causes), not raised
-    lost = _ending(sightings, Weight.STOPPED, Weight.BARE, Weight.CONSEQUENCE)
-    unsure = [e for e in sightings if _is_unsure(e) and not (e.spoken and lost)]
+        before = _raised_before(causes[0], occurrences)
+        return _ordered(before or causes), not before
+    lost = _ending(occurrences, Weight.STOPPED, Weight.BARE, Weight.CONSEQUENCE)
+    unsure = [each for each in occurrences if _is_unsure(each) and not (each.mention and lost)]
     if unsure:
         return _ordered(unsure)[-1:], False
     if lost:
         return _ordered(lost), lost[0].weight == Weight.STOPPED
-    spoken = [each for each in sightings if each.spoken and each.behind < LATER]
-    if spoken:
-        return _ordered(spoken), False
-    wrappers = [each for each in sightings if each.weight == Weight.WRAPPER]
-    remarks = [each for each in sightings if each.weight == Weight.REMARK and each.final]
+    mention = [each for each in occurrences if each.mention and each.behind < LATER]
+    if mention:
+        return _ordered(mention), False
+    wrappers = [each for each in occurrences if each.weight == Weight.WRAPPER]
+    remarks = [each for each in occurrences if each.weight == Weight.REMARK and each.final]
     return sorted(wrappers, key=_wrapper_order) or remarks, False
 
 
-def _may_have_ended_it(each: Sighting) -> bool:
+def _may_have_ended_it(each: Occurrence) -> bool:
     warns = each.is_warning or each.warned
     return each.weight >= Weight.REMARK and not warns and (each.final or each.uncaught)
 
 
-def _is_unsure(each: Sighting) -> bool:
-    """Plain lines came after it, which may be those of other ranks, if lines do not say whose."""
+def _is_unsure(each: Occurrence) -> bool:
+    """Return whether plain lines followed that may be those of other ranks."""
     near = each.rank is None and each.behind < LATER
     return each.weight >= Weight.SYMPTOM and (each.uncaught or near)
 
 
-def _ending(sightings: Sequence[Sighting], *weights: Weight) -> list[Sighting]:
-    """What ended a process, of the first of these weights of which there is any."""
-    found = ([e for e in sightings if e.weight == weight and e.final] for weight in weights)
+def _without_warnings(causes: list[Occurrence]) -> list[Occurrence]:
+    """Drop warnings that no exception confirms, since the job continued after them."""
+    raised = [each for each in causes if each.traceback]
+    follows = any(_OF_GPU.search(each.text) for each in raised)
+    return causes if follows or not raised else [each for each in causes if not each.warned]
+
+
+def _ending(occurrences: Sequence[Occurrence], *weights: Weight) -> list[Occurrence]:
+    """Return what ended a process, of the first of these weights that occurs."""
+    found = ([e for e in occurrences if e.weight == weight and e.final] for weight in weights)
     return next((each for each in found if each), [])
 
 
-def _raised_before(causes: Sequence[Sighting], all_: Sequence[Sighting]) -> list[Sighting]:
-    """What ended a process before a launcher said how another one ended, after plain lines."""
-    first = causes[0]
+def _raised_before(first: Occurrence, all_: Sequence[Occurrence]) -> list[Occurrence]:
+    """Return exceptions that ended a process before a launcher reported another end."""
     if name_of(first) not in _STATUSES:
         return []
     return [e for e in all_ if e.uncaught and e.weight == Weight.CAUSE and e.order < first.order]
 
 
-def _without_yielding(sightings: Sequence[Sighting]) -> list[Sighting]:
-    """The sightings without those that another failure in the log explains."""
-    # What the job went on after explains no end.
-    names = {name_of(each) for each in sightings if not (each.traceback and _was_caught(each))}
+def _without_yielding(occurrences: Sequence[Occurrence]) -> list[Occurrence]:
+    """Drop occurrences that another failure in the log explains."""
+    # Failures that the job survived explain no end.
+    names = {
+        name_of(each) for each in occurrences if not each.traceback or each.final or each.uncaught
+    }
     left, explained = [], set[str]()
-    for each in sightings:
+    for each in occurrences:
         nearer = set[str]()
         if each.failure is not None:
             nearer = names & {*each.failure.yields_to}
             nearer |= {
                 name_of(one)
-                for one in sightings
+                for one in occurrences
                 if name_of(one) in each.failure.follows and one.order < each.order
             }
         if not nearer:
             left.append(each)
         elif each.final or each.uncaught:
             explained |= nearer
-    # What explains the end of a process ended it.
+    # A failure that explains the end of a process ended it.
     return [
         replace(each, final=True, ignored=False) if name_of(each) in explained else each
         for each in left
     ]
 
 
-def _without_warnings(causes: list[Sighting]) -> list[Sighting]:
-    """Without the warnings that no exception speaks of: the job went on after them."""
-    raised = [each for each in causes if each.traceback]
-    follows = any(_OF_GPU.search(each.text) for each in raised)
-    return causes if follows or not raised else [each for each in causes if not each.warned]
-
-
-def _without_limits(sightings: list[Sighting]) -> list[Sighting]:
-    """Without the time limits that only cleared away what a failure before them had left."""
+def _without_limits(occurrences: list[Occurrence]) -> list[Occurrence]:
+    """Drop time limits that came after a failure."""
     failed = [
         each.order
-        for each in sightings
+        for each in occurrences
         if each.final
         and (name_of(each) == "nccl-timeout" or (each.uncaught and each.weight == Weight.CAUSE))
     ]
     return [
         each
-        for each in sightings
+        for each in occurrences
         if name_of(each) != "time-limit" or not any(order < each.order for order in failed)
     ]
 
 
-def _was_caught(each: Sighting) -> bool:
-    return not each.final and not each.uncaught
-
-
-def name_of(each: Sighting) -> str:
-    """The name of a failure in the table; ``exception`` of one that it does not know."""
+def name_of(each: Occurrence) -> str:
+    """Return the name of a failure in the table, or ``exception``."""
     return "exception" if each.failure is None else each.failure.known.name
 
 
-def _wrapper_order(each: Sighting) -> tuple[bool, bool, bool, tuple[int, int]]:
-    """Whose status is 1 comes before those that torchrun stopped, and before its own exception."""
-    stopped = each.failure is not None and each.failure.known.name == "stopped-by-torchrun"
+def _wrapper_order(each: Occurrence) -> tuple[bool, bool, bool, tuple[int, int]]:
+    """Sort ranks with status 1 before those that torchrun stopped, and before its exception."""
+    stopped = name_of(each) == "stopped-by-torchrun"
     return stopped, not each.root, each.rank is None, each.order
 
 
-def _ordered(sightings: list[Sighting]) -> list[Sighting]:
-    """By time where it is known of all; else by their place in the log."""
-    if is_timed(sightings):
-        return sorted(sightings, key=lambda each: (each.time or 0.0, each.order))
-    return sorted(sightings, key=lambda each: each.order)
+def _ordered(occurrences: list[Occurrence]) -> list[Occurrence]:
+    """Sort by time if all have one, else by their place in the log."""
+    if is_timed(occurrences):
+        return sorted(occurrences, key=lambda each: (each.time or 0.0, each.order))
+    return sorted(occurrences, key=lambda each: each.order)
 
 
-def is_timed(sightings: Sequence[Sighting]) -> bool:
-    """Whether their times order them: within a single log its lines do so better."""
-    several = len({each.source for each in sightings}) > 1
-    times = [each.time for each in sightings if each.time is not None]
-    return several and len(times) == len(sightings) and max(times) - min(times) <= ONE_RUN
+def is_timed(occurrences: Sequence[Occurrence]) -> bool:
+    """Return whether to sort by time. Within a single log, the order of lines is better."""
+    several = len({each.source for each in occurrences}) > 1
+    times = [each.time for each in occurrences if each.time is not None]
+    return several and len(times) == len(occurrences) and max(times) - min(times) <= ONE_RUN
 
 
-# -- verdict
+# -- The verdict
 
 
 _FIX = "Fix this exception first; failures of other ranks follow from it."
 _WHOSE = "lines do not say whose they are, and the log goes on after it"
 _CUT = "an exception whose message is cut off in the log"
 _SHOWN = 3
-_MOST_RANKS = 100_000
-"""Of a job whose missing ranks are counted."""
+_MAX_RANKS = 100_000  # Maximum ranks of a job whose missing ranks are listed
 
 _TOGETHER = 1.0
-"""Seconds within which lines of different logs are of one moment: clocks differ."""
+"""Seconds within which lines of different logs count as simultaneous, since clocks differ."""
 
 
-def findings(sightings: Sequence[Sighting]) -> list[Finding]:
-    """What to say of the logs of one job; nothing if no process failed.
+def findings(occurrences: Sequence[Occurrence]) -> list[Finding]:
+    """Return the findings of a job's logs. Empty if no process failed.
 
     Args:
-        sightings: Those of all of its logs.
+        occurrences: The occurrences in all of its logs.
     """
-    runs = split(sightings)
+    runs = split(occurrences)
     notes: dict[str, Finding] = {}
     for each in runs.last:
         if each.failure is not None and each.weight == Weight.NOTE and each.final:
@@ -328,7 +312,7 @@ def findings(sightings: Sequence[Sighting]) -> list[Finding]:
     found = _of_run(runs.last)
     failed = any(each.severity == Severity.ERROR for each in found)
     if found:
-        # Why the processes did not clean up is known.
+        # The failure explains why processes did not clean up.
         notes.pop("left-behind", None)
     earlier = [one for each in runs.earlier for one in _earlier(each, runs)]
     if failed:
@@ -339,39 +323,39 @@ def findings(sightings: Sequence[Sighting]) -> list[Finding]:
     return [*found, *notes.values()]
 
 
-def _of_run(sightings: Sequence[Sighting]) -> list[Finding]:
-    """What to say of one run."""
-    sightings = with_ranks(sightings)
-    candidates, certain = found_in(sightings)
-    return [_verdict(candidates, certain, sightings)] if candidates else _caught(sightings)
+def _of_run(occurrences: Sequence[Occurrence]) -> list[Finding]:
+    """Return the findings of one run."""
+    occurrences = with_ranks(occurrences)
+    candidates, certain = found_in(occurrences)
+    return [_verdict(candidates, certain, occurrences)] if candidates else _caught(occurrences)
 
 
-def _earlier(sightings: Sequence[Sighting], runs: Runs) -> list[Finding]:
-    """What to say of the run before the last one of a log."""
-    source = sightings[0].source
+def _earlier(occurrences: Sequence[Occurrence], runs: Runs) -> list[Finding]:
+    """Return the findings of the last but one run of a log."""
+    source = occurrences[0].source
     return [
         replace(
             each,
             severity=Severity.INFO,
-            message=f"in an earlier run, which ends at {source}:{sightings[-1].last}, "
+            message=f"in an earlier run, which ends at {source}:{occurrences[-1].last}, "
             f"{each.message}; the last run begins at line {runs.borders[source]}",
             evidence=tuple(line for line in each.evidence if line != _WHOSE),
         )
-        for each in _of_run(sightings)
+        for each in _of_run(occurrences)
         if each.severity == Severity.ERROR
     ]
 
 
-def _caught(sightings: Sequence[Sighting]) -> list[Finding]:
-    """The last exceptions that a job went on after, or what it warned of at its end."""
+def _caught(occurrences: Sequence[Occurrence]) -> list[Finding]:
+    """Return the last exceptions that a job survived, or its last warning."""
     over = {
         (name_of(each), each.text.partition(":")[0], each.location): each
-        for each in sightings
+        for each in occurrences
         if each.traceback and (each.weight >= Weight.CONSEQUENCE or each.ignored)
     }
     warned = [
         each
-        for each in sightings
+        for each in occurrences
         if each.weight >= Weight.CONSEQUENCE and (each.is_warning or each.warned)
     ]
     return [
@@ -390,7 +374,7 @@ def _caught(sightings: Sequence[Sighting]) -> list[Finding]:
     ]
 
 
-def _note(each: Sighting, failure: Failure) -> Finding:
+def _note(each: Occurrence, failure: Failure) -> Finding:
     return Finding(
         code=failure.code,
         severity=failure.severity,
@@ -401,8 +385,12 @@ def _note(each: Sighting, failure: Failure) -> Finding:
     )
 
 
-def _verdict(candidates: list[Sighting], certain: bool, all_: Sequence[Sighting]) -> Finding:
-    first = _first(candidates)
+def _verdict(candidates: list[Occurrence], certain: bool, all_: Sequence[Occurrence]) -> Finding:
+    first = candidates[0]
+    if first.rank is None:
+        # NCCL's own lines have no rank. Take the failure as the rank itself reported it.
+        own = (each for each in candidates if each.failure is first.failure and each.location)
+        first = next(own, first)
     late = awaited(all_) if name_of(first) == "nccl-timeout" else None
     if late is not None and first.failure is not None:
         return _of_late(late, first, first.failure, all_)
@@ -413,9 +401,9 @@ def _verdict(candidates: list[Sighting], certain: bool, all_: Sequence[Sighting]
 
 
 def _of_first(
-    first: Sighting, candidates: list[Sighting], certain: bool, all_: Sequence[Sighting]
+    first: Occurrence, candidates: list[Occurrence], certain: bool, all_: Sequence[Occurrence]
 ) -> Finding:
-    """The failure that came first, with what came of it."""
+    """Return the finding of the first failure, with its consequences."""
     other = _others(candidates, first)
     unordered = not is_timed(candidates) and any(each.source != first.source for each in other)
     failure = first.failure
@@ -423,9 +411,10 @@ def _of_first(
     alike = [each for each in candidates if _alike(each, first)]
     failed = {each.rank for each in (first, *alike) if each.rank is not None}
     raised = _raised(first, alike)
+    too = failed - {first.rank}
     evidence = [
         _printed(first),
-        *_as_well(failed, first),
+        *([f"{named(too)} failed on it, too"] if too else ()),
         *(_later(each, first, "too") for each in other[:_SHOWN]),
         *_facts(first, all_),
         *_consequences(first, all_),
@@ -444,22 +433,17 @@ def _of_first(
     )
 
 
-def _raised(first: Sighting, alike: Sequence[Sighting]) -> Sighting:
-    """Where Python learned of a failure that another line shows: a GPU's own have no traceback."""
+def _raised(first: Occurrence, alike: Sequence[Occurrence]) -> Occurrence:
+    """Return the exception of a failure that another line shows. GPU errors have no traceback."""
     own = (each for each in alike if each.location and each.rank in (None, first.rank))
     shown = first.traceback or first.weight != Weight.CAUSE
     return first if shown else next(own, first)
 
 
-def _as_well(failed: Collection[int], first: Sighting) -> Iterator[str]:
-    """The other ranks that failed on it."""
-    others = [number for number in failed if number != first.rank]
-    if others:
-        yield f"{named(others)} failed on it, too"
-
-
-def _of_late(late: Awaited, first: Sighting, failure: Failure, all_: Sequence[Sighting]) -> Finding:
-    """A time-out of which it is known for whom the ranks waited."""
+def _of_late(
+    late: Awaited, first: Occurrence, failure: Failure, all_: Sequence[Occurrence]
+) -> Finding:
+    """Return the finding of a timeout with known late ranks."""
     code = "DDP803" if late.differ else failure.code
     own = [each for each in all_ if each.rank in late.ranks and name_of(each) == "nccl-timeout"]
     seen = dict.fromkeys((*map(_printed, own[:1]), _printed(first)))
@@ -476,8 +460,8 @@ def _of_late(late: Awaited, first: Sighting, failure: Failure, all_: Sequence[Si
     )
 
 
-def _not_understood(first: Sighting, remarks: Sequence[Sighting]) -> Finding:
-    """A job that failed, of which the log says nothing that is known."""
+def _not_understood(first: Occurrence, remarks: Sequence[Occurrence]) -> Finding:
+    """Return the finding of a failure that is not known."""
     failure = remarks[0].failure
     lines = dict.fromkeys(_printed(each) for each in (*remarks[:_SHOWN], *remarks[-_SHOWN:], first))
     return Finding(
@@ -490,8 +474,8 @@ def _not_understood(first: Sighting, remarks: Sequence[Sighting]) -> Finding:
     )
 
 
-def _facts(first: Sighting, all_: Sequence[Sighting]) -> Iterator[str]:
-    """What was printed before it, who else was in it, and what of its line is doubtful."""
+def _facts(first: Occurrence, all_: Sequence[Occurrence]) -> Iterator[str]:
+    """Yield earlier lines, other affected ranks, and doubts about its line."""
     if first.doing:
         yield f"before it the log says: {shortened(first.doing, 120)}"
     all_in_it = together(all_) if name_of(first) == "nccl-timeout" else ()
@@ -507,15 +491,15 @@ def _facts(first: Sighting, all_: Sequence[Sighting]) -> Iterator[str]:
         yield from (f"it came before the end of its time: {_printed(each)}" for each in limits)
     if first.context and first.context != first.text.partition("\n")[0]:
         yield f"it was raised while handling: {shortened(first.context)}"
-    if first.woven:
+    if first.interleaved:
         yield "tracebacks of several processes are mixed here: its line is not certain"
     if first.failure is not None and "nccl" in first.text.lower():
         warned = [each for each in all_ if name_of(each) == "nccl-warn"]
         yield from (f"before: {_printed(each)}" for each in warned[:_SHOWN])
 
 
-def _printed_before(first: Sighting, before: Sequence[Sighting]) -> Iterator[str]:
-    """What was printed before it: of what the job went on after, and of another process."""
+def _printed_before(first: Occurrence, before: Sequence[Occurrence]) -> Iterator[str]:
+    """Yield an earlier failure that the job survived, and one that ended another process."""
     for each in reversed(before):
         if each.went_on or (not first.uncaught and _was_logged(each, first)):
             yield f"before it, and the log goes on after: {_printed(each)}"
@@ -526,46 +510,38 @@ def _printed_before(first: Sighting, before: Sequence[Sighting]) -> Iterator[str
             break
 
 
-def _was_logged(each: Sighting, first: Sighting) -> bool:
-    """Whether a failure's rank had printed another one and gone on, as it may have after it."""
+def _was_logged(each: Occurrence, first: Occurrence) -> bool:
+    """Return whether the rank had printed another failure and survived it."""
     of_rank = (each.rank, each.who) == (first.rank, first.who)
     printed = bool(each.traceback and first.traceback) and not (each.final or each.ignored)
     return of_rank and printed and not _alike(each, first)
 
 
-def _absent(first: Sighting, all_: Sequence[Sighting]) -> Iterator[str]:
-    """The ranks that did not come to a barrier of the store, if the log shows most that did."""
+def _absent(first: Occurrence, all_: Sequence[Occurrence]) -> Iterator[str]:
+    """List the ranks missing at a barrier of the store, if the log shows most others."""
     if name_of(first) != "store-barrier":
         return
     came = {each.rank for each in all_ if name_of(each) == "store-barrier"} - {None}
     size = whole(first.groups["all"])
     missing = size - whole(first.groups["came"])
-    absent = sorted({*range(min(size, _MOST_RANKS))} - came)
-    if 0 < missing <= len(absent) <= 2 * missing and size <= _MOST_RANKS:
+    absent = sorted({*range(min(size, _MAX_RANKS))} - came)
+    if 0 < missing <= len(absent) <= 2 * missing and size <= _MAX_RANKS:
         of_them = "" if missing == len(absent) else f"{missing} of "
         yield f"{of_them}{named(absent)} did not come: see whether they started, and their output"
 
 
-def _first(candidates: list[Sighting]) -> Sighting:
-    """The first failure, said by the rank itself: NCCL's own lines do not say whose they are."""
-    first = candidates[0]
-    if first.rank is not None:
-        return first
-    return next((c for c in candidates if c.failure is first.failure and c.location), first)
-
-
-def _others(candidates: list[Sighting], first: Sighting) -> list[Sighting]:
-    """Other failures than the first one, each of a rank once."""
-    found: dict[tuple[int | None, str], Sighting] = {}
+def _others(candidates: list[Occurrence], first: Occurrence) -> list[Occurrence]:
+    """Return other failures than the first one, once for each rank."""
+    found: dict[tuple[int | None, str], Occurrence] = {}
     for each in candidates[1:]:
         found.setdefault((each.rank, each.failure.code if each.failure else ""), each)
     return [each for each in found.values() if not _alike(each, first)]
 
 
 def _doubts(
-    first: Sighting, all_: Sequence[Sighting], *, certain: bool, unordered: bool
+    first: Occurrence, all_: Sequence[Occurrence], *, certain: bool, unordered: bool
 ) -> Iterator[str]:
-    """Why the verdict is not certain."""
+    """Yield the reasons why the verdict is not certain."""
     if unordered:
         yield "the logs carry no times, so which of them was first is not known"
     if first.weight <= Weight.CONSEQUENCE and not first.ignored:
@@ -578,7 +554,7 @@ def _doubts(
         yield from (_later(each, first, "in the end") for each in islice(ends, 1))
 
 
-def _alike(one: Sighting, other: Sighting) -> bool:
+def _alike(one: Occurrence, other: Occurrence) -> bool:
     if one.failure is None or other.failure is None:
         same_words = one.text.partition("\n")[0] == other.text.partition("\n")[0]
         return one.failure is other.failure and same_words
@@ -586,7 +562,7 @@ def _alike(one: Sighting, other: Sighting) -> bool:
     return one.failure is other.failure or (causes and one.failure.code == other.failure.code)
 
 
-def _sentence(first: Sighting, likely: bool) -> str:
+def _sentence(first: Occurrence, likely: bool) -> str:
     probably = "likely " if likely else ""
     subject = _subject(first)
     if first.failure is None and not first.text:
@@ -596,7 +572,7 @@ def _sentence(first: Sighting, likely: bool) -> str:
     return f"{subject} {probably}{first.failure.said(first.groups)}"
 
 
-def _subject(each: Sighting) -> str:
+def _subject(each: Occurrence) -> str:
     guilty = each.groups.get("rank") or each.groups.get("task")
     rank = guilty if guilty is not None else each.rank
     if rank is None and each.who.startswith("process "):
@@ -606,17 +582,17 @@ def _subject(each: Sighting) -> str:
     return f"rank {rank}"
 
 
-def _printed(each: Sighting) -> str:
-    # The cause may stand earlier in a chain.
+def _printed(each: Occurrence) -> str:
+    # The cause may be earlier in a chain.
     all_ = f"{each.text}\n{each.traceback}"
     cut = each.traceback.rstrip().rpartition("\n")[2]
     text = matching_line(each.failure, all_) if each.text else cut
     return f"{each.source}:{each.line}: {shortened(text)}"
 
 
-def _consequences(first: Sighting, all_: Sequence[Sighting]) -> Iterator[str]:
-    """What other ranks say of it, each of them once."""
-    by_rank: dict[int, Sighting] = {}
+def _consequences(first: Occurrence, all_: Sequence[Occurrence]) -> Iterator[str]:
+    """Yield what other ranks report as consequences, once for each."""
+    by_rank: dict[int, Occurrence] = {}
     for each in all_:
         lesser = Weight.CONSEQUENCE <= each.weight < first.weight and each.final
         if lesser and each.rank is not None and each.rank != first.rank:
@@ -627,7 +603,7 @@ def _consequences(first: Sighting, all_: Sequence[Sighting]) -> Iterator[str]:
         yield f"{len(lost) - _SHOWN} more ranks failed after it"
 
 
-def _later(each: Sighting, first: Sighting, why: str) -> str:
+def _later(each: Occurrence, first: Occurrence, why: str) -> str:
     delay = ""
     if each.time is not None and first.time is not None:
         seconds = each.time - first.time

@@ -1,6 +1,6 @@
-"""Record which code a job was started from, so that two runs can be compared.
+"""Record the code of a job, so that two runs can be compared.
 
-No git is called: a large repository takes it seconds, and it would be one more process.
+git is not called, since it takes seconds in a large repository.
 """
 
 from __future__ import annotations
@@ -20,11 +20,8 @@ from ddpdoctor.run.names import CODE
 from ddpdoctor.run.records.base import Part, as_json
 from ddpdoctor.run.records.typed_json import decoder
 
-MOST_SCRIPT = 256 << 10
-"""Bytes of a script whose text is kept."""
-
-MOST_FILES = 300
-"""Files beside it whose hashes are kept."""
+MAX_SCRIPT = 256 << 10  # Maximum bytes of a script whose text is kept
+MAX_FILES = 300  # Maximum number of files with hashes
 
 _DEPTH = 3
 _SKIPPED = ("node_modules", "site-packages", "__pycache__", "venv", "env", "build", "dist")
@@ -32,21 +29,18 @@ _SKIPPED = ("node_modules", "site-packages", "__pycache__", "venv", "env", "buil
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Code(Part):
-    """A script and what stands beside it."""
+    """A script and the files beside it."""
 
-    script: str
-    """Its path, absolute; empty if the job is no script."""
-    text: str = ""
-    """Its source; empty if it is too long."""
-    commit: str = ""
-    """The commit that is checked out where it is; empty without a repository."""
+    script: str  # Its absolute path. Empty if the job is no script.
+    text: str = ""  # Its source. Empty if it is too long.
+    commit: str = ""  # The checked-out commit. Empty without a repository.
     files: dict[str, str] = field(default_factory=dict)
-    """Hashes of the Python files in its directory and below, by their paths from there."""
+    """Hashes of the Python files in its directory and below, by relative path."""
 
 
 def keep(directory: Path, argv: Sequence[str]) -> None:
-    """Write down the code of a job, in a thread: it may be on a slow file system."""
-    # A thread that the end of the supervisor does not wait for: the file comes whole, or not.
+    """Record the code of a job in a thread, since its file system may be slow."""
+    # A daemon thread, for which the supervisor does not wait. The file is written atomically.
     script = next((word for word in argv if word.endswith(".py")), "")
     thread = threading.Thread(
         target=_keep, args=(directory, script), name="ddpdoctor-code", daemon=True
@@ -61,12 +55,12 @@ def _keep(directory: Path, script: str) -> None:
 
 
 def look(script: Path | None) -> Code:
-    """The code of a job that starts ``script``, now."""
+    """Read the current code of a job that starts ``script``."""
     if script is None:
         return Code(script="")
     text = b""
     with contextlib.suppress(OSError):
-        text = opening.contents(script, MOST_SCRIPT, links=True)
+        text = opening.contents(script, MAX_SCRIPT, links=True)
     folder = script.resolve().parent
     return Code(
         script=str(script),
@@ -77,15 +71,15 @@ def look(script: Path | None) -> Code:
 
 
 def read(directory: Path) -> Code | None:
-    """What was kept; None if there is nothing that can be read."""
+    """Return the recorded code, or None if it cannot be read."""
     try:
-        return decoder(Code)(opening.json_object(directory / CODE, 2 * MOST_SCRIPT))
+        return decoder(Code)(opening.json_object(directory / CODE, 2 * MAX_SCRIPT))
     except (OSError, ValueError):
         return None
 
 
 def _hashes(folder: Path) -> Iterator[tuple[str, str]]:
-    left = MOST_FILES
+    left = MAX_FILES
     for here, folders, files in os.walk(folder):
         inside = os.path.relpath(here, folder)
         depth = 0 if inside == os.curdir else inside.count(os.sep) + 1
@@ -106,7 +100,7 @@ def _hashes(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def _commit(folder: Path) -> str:
-    """The commit of the repository that a folder is in, by git's own files."""
+    """Read the commit of a folder's repository from git's files."""
     for place in (folder, *folder.parents):
         git = place / ".git"
         if not git.exists():
@@ -124,7 +118,7 @@ def _commit(folder: Path) -> str:
 
 
 def _resolved(head: str, git: Path, shared: Path) -> str:
-    """The commit that HEAD means."""
+    """Return the commit that HEAD refers to."""
     if not head.startswith("ref:"):
         return head[:40]
     name = head.removeprefix("ref:").strip()
@@ -136,6 +130,5 @@ def _resolved(head: str, git: Path, shared: Path) -> str:
 
 
 def _text(path: Path) -> str:
-    return (
-        opening.contents(path, opening.MOST_RECORD, links=True).decode("utf-8", "replace").strip()
-    )
+    data = opening.contents(path, opening.MOST_RECORD, links=True)
+    return data.decode("utf-8", "replace").strip()

@@ -1,7 +1,4 @@
-"""Write a journal: a JSON-lines file for each rank and one of the supervisor.
-
-Its file descriptor has a high number, out of the way of the job's.
-"""
+"""Write a journal: a JSON-lines file for each rank, and one for the supervisor."""
 
 from __future__ import annotations
 
@@ -14,19 +11,15 @@ from typing import BinaryIO
 
 from ddpdoctor.run.records.base import EVERY, Record, encode
 
-# -- keep ddpdoctor's file descriptors out of the way of a job's
-
-
 ROOM = 64
-"""Descriptors at the end of what a process may open, or of the first 1,024, that are ours."""
+"""Descriptors reserved for ddpdoctor at the end of a process's limit, or of the first 1,024."""
 
 
 def move_up(descriptor: int) -> int:
-    """Return a descriptor with a high number in place of this one, which is closed.
+    """Duplicate a descriptor to a high number, close it, and return the new one.
 
-    A job's first ``open`` has the number that it has without us. And where a job closes all
-    descriptors, as a daemon does, and opens files then, none of these gets a number that we still
-    write to.
+    So the job's files get the same numbers as without ddpdoctor. And if a job closes all
+    descriptors, as a daemon does, its next files do not get a number that ddpdoctor writes to.
     """
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if most == resource.RLIM_INFINITY or most > 1024:
@@ -35,56 +28,51 @@ def move_up(descriptor: int) -> int:
     try:
         moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, max(most - ROOM, 3))
     except OSError:
-        # None is free there.
+        # No high number is free.
         return descriptor
     os.close(descriptor)
     return moved
 
 
-# -- the writing end of a journal: one JSON-lines file for each rank and one of the supervisor
-
-
 _SEGMENT = b'{"kind":"segment","number":"%012d"}\n'
-SEGMENT_SIZE = len(_SEGMENT % 0)
-"""Bytes of a segment's first line."""
+SEGMENT_SIZE = len(_SEGMENT % 0)  # Bytes of a segment's first line
 
 
 def segment_line(number: int) -> bytes:
-    """The first line of a journal's segment."""
+    """Return the first line of a journal's segment."""
     return _SEGMENT % number
 
 
 def segment_number(head: bytes) -> int | None:
-    """The number in a segment's first `SEGMENT_SIZE` bytes, None if that is no segment's."""
+    """Parse the first `SEGMENT_SIZE` bytes of a segment. None if it does not begin so."""
     digits = head[-15:-3]
     return int(digits) if digits.isdigit() and head == _SEGMENT % int(digits) else None
 
 
 class Journal:
-    """The writing end of a journal: whole lines, bounded, never a surprise for the caller.
+    """Writes whole lines to a journal of bounded size.
 
-    When half of ``limit`` bytes is written the file becomes the older segment (``NAME.1``) and a
-    new one starts with the sticky records, so at most ``limit`` bytes stay on disk.
+    Once half of ``limit`` bytes is written, the file becomes the older segment (``NAME.1``), and a
+    new one starts with the sticky records. So at most ``limit`` bytes stay on disk.
 
     Args:
-        path: The journal's path; it must not exist.
-        limit: Most bytes of both segments together.
+        path: The journal's path, which must not exist.
+        limit: Maximum bytes of both segments together.
 
     Raises:
-        OSError: From any method, when the disk says no.
+        OSError: From any method, if the disk refuses it.
     """
 
     def __init__(self, path: str, limit: int) -> None:
         self.path = path
         self._half = max(limit // 2, 1 << 14)
-        self._sticky: list[bytes] = []
+        self._sticky: list[bytes] = []  # Lines that each new segment repeats
         self._sticky_size = 0
-        self._frequent_size = 0
-        """Of them, those of kinds that are written often."""
+        self._frequent_size = 0  # Bytes of the sticky lines whose kinds are written often
         self._kept: Counter[str] = Counter()
         self._written = 0
         self._number = 0
-        # One descriptor for all segments: `write_now` may use it at any moment.
+        # One descriptor for all segments, because `write_now` may use it at any time.
         self._file: BinaryIO = os.fdopen(move_up(self._create()), "ab", buffering=0)
         self._begin(self._file.fileno())
 
@@ -94,13 +82,13 @@ class Journal:
 
     def _begin(self, descriptor: int, sticky: Sequence[bytes] = ()) -> None:
         """Write the head of a segment."""
-        # By its number a reader knows a segment again: inodes are reused.
+        # Readers recognize a segment by its number, since inodes are reused.
         data = b"".join((segment_line(self._number), *sticky))
         self._written = len(data)
         self._check(os.write(descriptor, data), len(data))
 
     def write(self, records: Iterable[Record | bytes]) -> None:
-        """Append records, or lines made already, in one write (two where a segment ends)."""
+        """Append records, or encoded lines, in one write (two if a segment ends)."""
         chunk: list[bytes] = []
         size = 0
         for record in records:
@@ -118,17 +106,17 @@ class Journal:
         self._append(chunk)
 
     def _keep(self, kind: str, first: int, line: bytes) -> None:
-        """Remember a line for the heads of later segments, if its kind is to survive rotation.
+        """Keep a line for later segments, if its kind survives rotation.
 
-        Such lines take a quarter of a segment at most, for rotation must free space; those of kinds
-        that are written often take half of it.
+        Sticky lines take at most a quarter of a segment, since rotation must free space. Kinds that
+        are written often take at most half of that quarter.
         """
         room, size = self._half // 4, len(line)
         if self._kept[kind] >= first or self._sticky_size + size > room:
             return
         if first < EVERY:
             if self._frequent_size + size > room // 2:
-                # One that is shorter must not take its place: the first ones are wanted.
+                # A shorter, later line must not take its place, because the first ones count.
                 self._kept[kind] = first
                 return
             self._frequent_size += size
@@ -148,9 +136,9 @@ class Journal:
             raise OSError(f"{self.path}: only {written} of {size} bytes were written")
 
     def write_now(self, line: bytes) -> None:
-        """Append a line while another thread may be in `write`, which this does not wait for.
+        """Append a line without waiting for another thread that may be in `write`.
 
-        It ends no segment, and is in no later one's head.
+        It ends no segment, and later segments do not repeat it.
         """
         self._written += len(line)
         self._check(self._file.write(line), len(line))
@@ -166,5 +154,5 @@ class Journal:
             os.close(descriptor)
 
     def close(self) -> None:
-        """Close the file; what was written stays."""
+        """Close the file."""
         self._file.close()

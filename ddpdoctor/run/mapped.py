@@ -1,8 +1,8 @@
 """Memory-mapped files that one process writes while others read, and the requests to ranks in them.
 
-A writer takes no lock; a reader reads until two readings in a row are equal. To look at a request
-of the supervisor costs a rank a tenth of a microsecond and needs no socket. Standard library only:
-ranks load this.
+Writers take no lock. Readers repeat until two readings in a row are equal. A rank checks for a
+request of the supervisor in a tenth of a microsecond, without a socket. Standard library only,
+since ranks load this.
 """
 
 from __future__ import annotations
@@ -18,25 +18,22 @@ from typing import NamedTuple
 from ddpdoctor.core import opening
 from ddpdoctor.run.names import FORMAT
 
-# -- files that one process maps into its memory and others read while it writes
-
-
 _HEAD = struct.Struct("<8sI")
 
 
 class UnreadableError(Exception):
-    """A file of a run directory that this version cannot read; the text is for a person."""
+    """A file of a run directory that this version cannot read."""
 
 
 def create(path: str, size: int) -> mmap.mmap:
-    """A new file of so many zeros, mapped.
+    """Create a file of ``size`` zero bytes and map it.
 
     Raises:
-        OSError: It exists, or there is no room for all of it; then there is none of it.
+        OSError: It exists, or the disk has no room. Then no file is left.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        # Real blocks, not a sparse file: a store into a hole on a full disk is a SIGBUS.
+        # Real blocks, since a store into a sparse file on a full disk raises SIGBUS.
         if os.write(descriptor, bytes(size)) < size:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
         return mmap.mmap(descriptor, size)
@@ -48,14 +45,14 @@ def create(path: str, size: int) -> mmap.mmap:
 
 
 def read(path: str, size: int) -> bytes:
-    """What a file holds, live or left behind, at most ``size`` bytes.
+    """Read at most ``size`` bytes of a file, of a live process or not.
 
     Raises:
         OSError: The file cannot be opened.
     """
     with opening.file(path) as file:
         found = file.read(size)
-        # Two equal readings in a row cannot be a torn one.
+        # If two readings in a row are equal, neither is torn.
         for _ in range(4):
             file.seek(0)
             again = file.read(size)
@@ -66,18 +63,18 @@ def read(path: str, size: int) -> bytes:
 
 
 def check(data: bytes, path: str, what: str, magic: bytes, newest: int, size: int) -> None:
-    """Look at the head of a file: eight bytes of magic, and the version of its format.
+    """Check the head of a file: eight bytes of magic, and the version of its format.
 
     Args:
-        data: What was read of it.
-        path: The file.
+        data: The contents.
+        path: The file, for messages.
         what: What it should be, with its article.
-        magic: How it begins.
-        newest: The newest version that can be read.
-        size: The least number of bytes.
+        magic: The first eight bytes.
+        newest: The newest format that can be read.
+        size: The minimum number of bytes.
 
     Raises:
-        UnreadableError: It is something else, cut short, or of a newer format.
+        UnreadableError: It is another file, truncated, or of a newer format.
     """
     if len(data) < size or not data.startswith(magic):
         raise UnreadableError(f"{path} is not {what}, or was cut short")
@@ -88,50 +85,45 @@ def check(data: bytes, path: str, what: str, magic: bytes, newest: int, size: in
         )
 
 
-# -- what the supervisor asks of the ranks of its node: files that it writes and they map
+# -- Requests of the supervisor to the ranks of its node
 
 
-EXAMINATION = "examination"
-"""The file in the run directory by which an examination of a hang is asked for."""
-
-PROFILE = "profile"
-"""That by which samples of the training thread's stack are."""
-
-MOST_PROFILES = 4
-"""Profiles that a rank takes in its life."""
+EXAMINATION = "examination"  # File that requests an examination of a hang
+PROFILE = "profile"  # File that requests samples of the training thread's stack
+MOST_PROFILES = 4  # Maximum number of profiles of a rank
 
 _NUMBER = struct.Struct("<q")
 
 
 class Asking:
-    """The supervisor's end.
+    """The supervisor's end of a request.
 
     Args:
         directory: The run directory.
-        name: The file in it: what is asked for.
+        name: The file, which says what is requested.
 
     Raises:
-        OSError: The file cannot be made.
+        OSError: The file cannot be created.
     """
 
     def __init__(self, directory: str, name: str = EXAMINATION) -> None:
         self._memory = create(os.path.join(directory, name), _NUMBER.size)
 
     def ask(self, number: int) -> None:
-        """Ask; who answers names the number, greater than all before."""
+        """Send a request. Responses state its number, which must grow."""
         _NUMBER.pack_into(self._memory, 0, number)
 
     def close(self) -> None:
-        """Let go of the file, which stays."""
+        """Unmap the file, which stays."""
         self._memory.close()
 
 
 class Asked:
-    """A rank's end.
+    """A rank's end of a request.
 
     Args:
         directory: The run directory.
-        name: The file in it: what is asked for.
+        name: The file, which says what is requested.
 
     Raises:
         OSError: There is no such file.
@@ -144,7 +136,7 @@ class Asked:
         self._seen = 0
 
     def news(self) -> int:
-        """The number, if it is a new one, else 0."""
+        """Return the number of a new request, or 0."""
         (number,) = _NUMBER.unpack_from(self._memory)
         if number == self._seen:
             return 0
@@ -152,30 +144,25 @@ class Asked:
         return int(number)
 
 
-SUSPICION = "suspicion"
-"""The file in the run directory that says where ranks look closely."""
+SUSPICION = "suspicion"  # File that names the tensors to examine
 
 _SUSPECT_MAGIC = b"DDPSUSP\0"
 _SUSPECT_HEAD = struct.Struct("<8sII")
-_SEQUENCE = struct.Struct("<q")
 _SEQUENCE_AT = 64
 _SUSPECT = struct.Struct("<qqqqq8q")
 _SUSPECT_AT = 128
 _SUSPECT_SIZE = 256
-MOST_SUSPECTS = 8
-"""Tensors that a suspicion can name."""
+MOST_SUSPECTS = 8  # Maximum number of tensors in a suspicion
 
 
 class Suspicion(NamedTuple):
-    """Look at every step from ``step`` on, ``steps`` times; after the first, write out tensors."""
+    """A request to fingerprint ``steps`` steps from ``step`` on, and write out tensors once."""
 
-    restart: int
-    """The attempt that is meant: ranks of another one do not look."""
+    restart: int  # The attempt. Ranks of other attempts ignore the request.
     step: int
     steps: int
     module: int
-    tensors: tuple[int, ...]
-    """Places among the names that the ranks reported for the module."""
+    tensors: tuple[int, ...]  # Indices into the names that the ranks reported for the module
 
 
 class SuspicionWriter:
@@ -185,7 +172,7 @@ class SuspicionWriter:
         path: The file, which must not exist.
 
     Raises:
-        OSError: The file cannot be made.
+        OSError: The file cannot be created.
     """
 
     def __init__(self, path: str) -> None:
@@ -194,21 +181,21 @@ class SuspicionWriter:
         self._sequence = 0
 
     def write(self, suspicion: Suspicion) -> None:
-        """Ask the ranks; what was asked before no longer holds."""
+        """Replace the current request."""
         tensors = suspicion.tensors[:MOST_SUSPECTS]
         padded = (*tensors, *(0,) * (MOST_SUSPECTS - len(tensors)))
-        # Odd while the rest is being written, and another number afterwards.
-        _SEQUENCE.pack_into(self._memory, _SEQUENCE_AT, self._sequence + 1)
+        # A sequence lock: odd while the rest is being written.
+        _NUMBER.pack_into(self._memory, _SEQUENCE_AT, self._sequence + 1)
         _SUSPECT.pack_into(
             self._memory, _SUSPECT_AT,
             suspicion.restart, suspicion.step, suspicion.steps, suspicion.module, len(tensors),
             *padded,
         )  # fmt: skip
         self._sequence += 2
-        _SEQUENCE.pack_into(self._memory, _SEQUENCE_AT, self._sequence)
+        _NUMBER.pack_into(self._memory, _SEQUENCE_AT, self._sequence)
 
     def close(self) -> None:
-        """Let go of the file, which stays."""
+        """Unmap the file, which stays."""
         self._memory.close()
 
 
@@ -219,7 +206,7 @@ class SuspicionReader:
         path: The file.
 
     Raises:
-        UnreadableError: It is no suspicion, or has a newer format.
+        UnreadableError: It is another file, or has a newer format.
         OSError: It cannot be opened.
     """
 
@@ -229,14 +216,14 @@ class SuspicionReader:
             check(head, path, "a suspicion", _SUSPECT_MAGIC, FORMAT, _SUSPECT_SIZE)
             self._memory = mmap.mmap(file.fileno(), _SUSPECT_SIZE, access=mmap.ACCESS_READ)
         self.sequence = self._memory, _SEQUENCE_AT
-        """Where eight bytes change when something is written: the memory, and the place in it."""
+        """The memory and the offset of eight bytes that change with each request."""
         self._read: Callable[[], tuple[int]] = partial(
-            _SEQUENCE.unpack_from, self._memory, _SEQUENCE_AT
+            _NUMBER.unpack_from, self._memory, _SEQUENCE_AT
         )
         self._seen = 0
 
     def news(self) -> Suspicion | None:
-        """What was written since the last call, if it is written to its end; 0.2 us if nothing."""
+        """Return a new, complete request. Takes 0.2 us if there is none."""
         (sequence,) = self._read()
         if sequence == self._seen or sequence & 1:
             return None
@@ -244,7 +231,7 @@ class SuspicionReader:
             self._memory, _SUSPECT_AT
         )
         if self._read()[0] != sequence:
-            # Torn: the next call will see it whole.
+            # Torn. The next call will read it.
             return None
         self._seen = sequence
         return Suspicion(restart, step, steps, module, tuple(tensors[:count]))

@@ -1,7 +1,7 @@
 """Arguments of torch that `ddpdoctor scale` overrides in an unedited job.
 
-The environment of the job names them, and the probe overrides them where the script gives others.
-Standard library only: ranks read this, too.
+The environment of the job names them, and the probe applies them if the script gives other values.
+Standard library only, since ranks load this.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 VARIABLE = "DDPDOCTOR_OVERRIDES"
-"""The environment variable that holds them: ``bucket_cap_mb=25 num_workers=4``."""
+"""Environment variable with the overrides: ``bucket_cap_mb=25 num_workers=4``."""
 
 DDP, LOADER = "DistributedDataParallel", "DataLoader"
 
@@ -20,12 +20,9 @@ Value = bool | int | float | str
 class Override(NamedTuple):
     """An argument that can be overridden."""
 
-    owner: str
-    """The class whose argument it is, or whose behaviour it changes."""
-    convert: Callable[[str], Value]
-    """From its text; raises ValueError if that cannot be."""
-    wanted: str
-    """What the text must be, for the sentence "bucket_cap_mb needs ..."."""
+    owner: str  # The class whose argument or behaviour it changes
+    convert: Callable[[str], Value]  # Converts the text, or raises ValueError
+    wanted: str  # The expected text, for the sentence "bucket_cap_mb needs ..."
 
 
 def _megabytes(text: str) -> float:
@@ -74,15 +71,15 @@ KNOWN: dict[str, Override] = {
     "pin_memory": Override(LOADER, _switch, _SWITCH),
     "batch_size": Override(LOADER, _count(1), "a number of samples, 1 or more"),
 }
-"""By name. ``comm_hook`` registers one of torch's, ``accumulation`` all-reduces every n-th backward
-alone, ``ddp`` replaces the class; all others are arguments of the constructor."""
+"""By name. ``comm_hook`` registers a hook of torch, ``accumulation`` all-reduces only every n-th
+backward, ``ddp`` replaces the class. All others are arguments of the constructor."""
 
 
 def parse(text: str) -> dict[str, Value]:
-    """The values that the environment asks for, by name.
+    """Parse the environment variable into values by name.
 
     Raises:
-        ValueError: A name is not known, or its value cannot be.
+        ValueError: A name is not known, or a value is not valid.
     """
     found: dict[str, Value] = {}
     for word in text.split():

@@ -1,9 +1,9 @@
-"""Read a run directory: a live run, a finished one, and a copy from another machine alike.
+"""Read a run directory: of a live run, a finished one, or a copy from another machine.
 
-Journals are read as they grow, within a memory limit that all those of a run directory share. A
-run directory may be anybody's, with as many journals as somebody made, each as long as they like,
-of JSON that takes thirty times its size in memory. What does not fit is left out, the older half
-of the largest journals first, and that is reported.
+Journals are read as they grow, within a memory limit that all journals of a run directory share. A
+run directory may come from anybody, with any number of journals of any length, whose JSON takes
+thirty times its size in memory. What exceeds the limit is left out, the older half of the largest
+journals first, and reported.
 """
 
 from __future__ import annotations
@@ -28,75 +28,68 @@ from ddpdoctor.run.records.process import OpenRecord
 from ddpdoctor.run.records.supervisor import RankExitRecord
 from ddpdoctor.run.rundir import MANIFEST, STDERR, STDERR_SO_FAR
 from ddpdoctor.run.snapshot import Rank, Records, Run
-from ddpdoctor.run.status import Status, read_status
+from ddpdoctor.run.status import read_status
 
-# -- journals read back as they grow, in a room that all those of a run directory share
+# -- Journals
 
 
-WINDOW = 512
-"""Step records that are kept of a journal; the newest ones."""
+WINDOW = 512  # Newest step records kept of a journal
+SPLIT_WINDOW = 128  # Newest split step records kept of a journal
 
-SPLIT_WINDOW = 128
-"""Split step records that are kept of a journal."""
+MAX_KEPT = 48 << 20
+"""Bytes of memory for the records of all journals, without steps
+(:func:`ddpdoctor.core.opening.expanded`)."""
 
-MOST_KEPT = 48 << 20
-"""Bytes of memory that the records of all journals take, other than steps
-(`ddpdoctor.core.opening.expanded`)."""
+MAX_PARSED = 1 << 30
+"""Bytes of memory for all records that are parsed in one poll, which limits its time."""
 
-MOST_PARSED = 1 << 30
-"""Bytes of memory that all records take which are parsed at once: it takes time to make them."""
+MAX_NEW = 256 << 20
+"""Bytes of a journal's segment that are read in one poll. If there are more, the last ones."""
 
-MOST_NEW = 256 << 20
-"""Bytes of a journal's segment that are read at once; of more, the last ones."""
+MAX_NEW_OF_ALL = 2 << 30  # The same for all journals together. Each has its share.
+MAX_LINE = 2 << 20  # Bytes of a record. A longer one is left out.
 
-MOST_NEW_OF_ALL = 2 << 30
-"""The same of all journals, each of which has its share."""
-
-MOST_LINE = 2 << 20
-"""Bytes of a record; a longer one is left out."""
-
-_LEAST_NEW = 1 << 20
+_MIN_NEW = 1 << 20
 _CHUNK = 1 << 20
-_ENTRY = 300
-"""Bytes of memory that keeping a record takes beside it."""
-_MOST_STEP = 1 << 10
+_ENTRY = 300  # Bytes of memory for keeping a record, besides the record
+_MAX_STEP = 1 << 10
 _STEP_LINE = b'{"kind":"step"'
 _SPLIT = b',"split":true'
 _SEGMENT_LINE = b'{"kind":"segment"'
 
 
 class Room:
-    """What the journals of a run directory may take together.
+    """The memory that the journals of a run directory share.
 
     Args:
-        most: Bytes of memory for records.
+        most: Bytes for records.
     """
 
-    def __init__(self, most: int = MOST_KEPT) -> None:
+    def __init__(self, most: int = MAX_KEPT) -> None:
         self.most = most
         self._journals: list[JournalReader] = []
         self._size = 0
 
     @property
     def parsed(self) -> int:
-        """Bytes of records that each of the journals may parse at once."""
-        return MOST_PARSED // (len(self._journals) or 1)
+        """Bytes of records that each journal may parse in one poll."""
+        return MAX_PARSED // (len(self._journals) or 1)
 
     @property
     def share(self) -> int:
-        """Bytes of a segment that each of the journals may read at once."""
-        return min(MOST_NEW, max(MOST_NEW_OF_ALL // (2 * len(self._journals) or 1), _LEAST_NEW))
+        """Bytes of a segment that each journal may read in one poll."""
+        return min(MAX_NEW, max(MAX_NEW_OF_ALL // (2 * len(self._journals) or 1), _MIN_NEW))
 
     def add(self, journal: JournalReader) -> None:
-        """One more journal."""
+        """Add a journal."""
         self._journals.append(journal)
 
     def took(self, size: int) -> None:
-        """A journal keeps ``size`` bytes more, or less; if that is too much, large ones let go."""
+        """Account for ``size`` more bytes, or less. If that is too much, thin large journals."""
         self._size += size
         if self._size <= self.most:
             return
-        # Down to half, so that it is not done for each record.
+        # Down to half, so that not every record causes it again.
         while self._size > self.most // 2:
             largest = max(journal.size for journal in self._journals)
             for journal in self._journals:
@@ -105,12 +98,12 @@ class Room:
 
 
 class JournalReader:
-    """Reads a journal as it grows, across rotation, without parsing steps that are not asked for.
+    """Reads a journal as it grows, across rotations. Steps are parsed only on demand.
 
     Args:
         path: The journal.
-        window: Step records that are kept.
-        room: What it shares with other journals; one for itself if not given.
+        window: Step records to keep.
+        room: The memory shared with other journals, by default not shared.
         kinds: The records that it may hold.
     """
 
@@ -121,12 +114,9 @@ class JournalReader:
         room: Room | None = None,
         kinds: Mapping[str, type[Record]] = RANK_RECORDS,
     ) -> None:
-        self.left_out = ""
-        """What was not read, or not kept, because there is too much of it; in words."""
-        self.thinned = 0
-        """How often records were let go."""
-        self.size = 0
-        """Bytes of memory that the records take, about."""
+        self.left_out = ""  # What was left out because there is too much, in words
+        self.thinned = 0  # Number of times that records were dropped
+        self.size = 0  # Estimated bytes of memory of the records
         self._kinds = kinds
         self._path = path
         self._older = path.with_name(path.name + ".1")
@@ -139,38 +129,46 @@ class JournalReader:
         self._split_lines: deque[bytes] = deque(maxlen=min(window, SPLIT_WINDOW))
         self._parses = 0
         self._kept: dict[int, tuple[Record, int]] = {}
-        """By the hash of their lines, which come again at the head of a segment; with sizes."""
+        """Records with sizes, by the hash of the line: lines are repeated in new segments."""
         self._records: Records | None = None
-        self._skips = False
-        """Whether the rest of a line that is too long is passed over."""
+        self._skips = False  # Whether the rest of a line that is too long is skipped
 
     @property
     def records(self) -> Records:
-        """Everything but steps."""
+        """All records but steps."""
         if self._records is None:
             self._records = Records(record for record, _ in self._kept.values())
         return self._records
 
+    @property
+    def step_lines(self) -> tuple[bytes, ...]:
+        """The newest step records, oldest of them first, unparsed."""
+        return tuple(self._step_lines)
+
+    @property
+    def split_lines(self) -> tuple[bytes, ...]:
+        """The newest step records that were split."""
+        return tuple(self._split_lines)
+
     def poll(self) -> bool:
-        """Take in what was written since the last call; True if there was anything."""
+        """Read what was written since the last call. Return whether there was anything."""
         self._parses = self._room.parsed
         with contextlib.ExitStack() as stack:
-            opened = self._open(stack)
             fresh = False
-            for number, file in opened:
+            for number, file in self._open(stack):
                 if self._segment is not None and number < self._segment:
                     continue
                 if number != self._segment:
                     self._segment, self._offset, self._torn = number, 0, b""
                     self._skips = False
-                fresh |= self._take(file)
+                fresh |= self._read(file)
             return fresh
 
     def _open(self, stack: contextlib.ExitStack) -> list[tuple[int, BinaryIO]]:
-        """The segments there are, ascending, none of them missing in between."""
+        """Open the segments, ascending, without a gap."""
         found: list[tuple[int, BinaryIO]] = []
         for _ in range(3):
-            # The older one first: what is renamed in between is then seen as the newer one.
+            # The older one first: a segment that is renamed meanwhile is still found.
             found = [
                 each
                 for path in (self._older, self._path)
@@ -179,11 +177,11 @@ class JournalReader:
             numbers = [-1, *(number for number, _ in found)]
             if not found or numbers[-1] - 1 in numbers:
                 break
-            # Rotated between the two, the segment before the newest was missed: look again.
+            # A rotation between the two opens hid the last segment but one. Try again.
         return sorted(dict(found).items())
 
     def _open_segment(self, path: Path, stack: contextlib.ExitStack) -> tuple[int, BinaryIO] | None:
-        """A segment's number and its open file; None if there is none, or not yet."""
+        """Open a segment and return its number. None if there is none yet."""
         try:
             file = stack.enter_context(opening.file(path))
             head = file.read(SEGMENT_SIZE)
@@ -196,14 +194,14 @@ class JournalReader:
             # Its first line is still being written.
             return None
         number = segment_number(head)
-        # A journal without numbers, written by hand say, is its own first segment.
+        # A journal without numbers, such as a handwritten one, is its own first segment.
         return (0 if number is None else number), file
 
-    def _take(self, file: BinaryIO) -> bool:
+    def _read(self, file: BinaryIO) -> bool:
         size = os.fstat(file.fileno()).st_size
         share = self._room.share
         if size - self._offset > share:
-            self.left_out = f"{self._path.name}: all but its last {share >> 20} MB"
+            self.left_out = f"{self._path.name}: all but its last {share >> 20} MiB"
             self._offset, self._torn, self._skips = size - share, b"", True
         file.seek(self._offset)
         begin = self._offset
@@ -218,15 +216,15 @@ class JournalReader:
         if lines and self._skips:
             self._skips = False
             del lines[0]
-        if self._skips or len(self._torn) > MOST_LINE:
+        if self._skips or len(self._torn) > MAX_LINE:
             self._torn, self._skips = b"", True
         for line in lines:
             if line.startswith(_STEP_LINE):
-                if len(line) <= _MOST_STEP:
+                if len(line) <= _MAX_STEP:
                     self._step_lines.append(line)
                     if _SPLIT in line:
                         self._split_lines.append(line)
-            elif line and len(line) <= MOST_LINE and not line.startswith(_SEGMENT_LINE):
+            elif line and len(line) <= MAX_LINE and not line.startswith(_SEGMENT_LINE):
                 self._take_record(line)
 
     def _take_record(self, line: bytes) -> None:
@@ -235,7 +233,7 @@ class JournalReader:
             return
         size = opening.expanded(line) + _ENTRY
         self._parses -= size
-        # One that would take a quarter of all the room leaves none for others.
+        # A record of a quarter of the whole room would leave none for others.
         if 4 * size > self._room.most or self._parses < 0:
             self.left_out = f"{self._path.name}: records of more than their share"
             return
@@ -248,10 +246,10 @@ class JournalReader:
         self._room.took(size)
 
     def thin(self) -> int:
-        """Let go of the older half of what there is much of; what is rare is kept if it can be.
+        """Drop the older half of the records. Rare kinds are kept if possible.
 
         Returns:
-            Bytes of memory that are free now.
+            The freed bytes of memory.
         """
         before, kept = self.size, set[int]()
         rare = newest = before // 4
@@ -272,42 +270,27 @@ class JournalReader:
         self.left_out = f"{self._path.name}: older records than fit"
         return before - self.size
 
-    @property
-    def step_lines(self) -> tuple[bytes, ...]:
-        """The newest step records, oldest of them first, unparsed."""
-        return tuple(self._step_lines)
 
-    @property
-    def split_lines(self) -> tuple[bytes, ...]:
-        """The newest of them that were split."""
-        return tuple(self._split_lines)
+# -- Run directories
 
 
-# -- reads a run directory: a live run, a finished one, and a copy from another machine alike
+MAX_STEPS = 32 * WINDOW  # Step records that a snapshot keeps of all ranks
+MAX_RANKS = 1024  # Ranks of all attempts in a snapshot, those of the newest attempts first
+MAX_TEXT = 8 << 20  # Bytes read of the ends of all outputs of ``faulthandler``
 
-
-MOST_STEPS = 32 * WINDOW
-"""Step records a snapshot keeps of all ranks."""
-
-MOST_RANKS = 1024
-"""Ranks that a snapshot holds, of all attempts, the newest of them first."""
-
-MOST_TEXT = 8 << 20
-"""Bytes of the ends of all texts that ``faulthandler`` wrote."""
-
-_MOST_REMARKS = 20
+_MAX_REMARKS = 20
 _STATUS_NAME = re.compile(r"rank-(\d{4,})\.r(\d+)\.status$")
 _SUPERVISOR = "supervisor.jsonl"
 
 
 class RunReader:
-    """Makes one snapshot after another of a run directory, reading each byte once.
+    """Makes snapshots of a run directory. Each byte of a journal is read once.
 
     Args:
         path: The directory.
-        window: Step records that are kept per rank.
-        lenient: Read what is left of a directory whose ``run.json`` is missing or damaged.
-        own: Take no ``run.json`` but this user's, since something is done by what it says.
+        window: Step records to keep per rank.
+        lenient: Read the rest of a directory whose ``run.json`` is missing or damaged.
+        own: Refuse a ``run.json`` of another user, because the caller acts on its contents.
 
     Raises:
         DoctorError: The directory is no run, is damaged, or has a newer format.
@@ -340,16 +323,14 @@ class RunReader:
     def _journal(self, name: str, window: int = WINDOW) -> JournalReader:
         reader = self._journals.get(name)
         if reader is None:
+            kinds = SUPERVISOR_RECORDS if name == _SUPERVISOR else RANK_RECORDS
             reader = self._journals[name] = JournalReader(
-                self.path / name,
-                min(window, self._window),
-                self._room,
-                *([SUPERVISOR_RECORDS] if name == _SUPERVISOR else []),
+                self.path / name, min(window, self._window), self._room, kinds
             )
         return reader
 
     def _stderr(self, names: Collection[str]) -> str:
-        """The end of stderr, read again only when it has changed."""
+        """Return the end of stderr. It is read again only if the file has changed."""
         name = STDERR if STDERR in names else STDERR_SO_FAR
         path = self.path / name
         try:
@@ -362,15 +343,15 @@ class RunReader:
         return self._stderr_text
 
     def snapshot(self) -> Run:
-        """Read what is new and return the whole picture."""
+        """Read what is new and return the whole run."""
         names = opening.names(self.path)
         pages, more = _pages(names)
         strays = [each for each in names if each.startswith("process-") and each.endswith(".jsonl")]
         unreadable: list[str] = []
         crowd = [*_crowd(names, more, strays)]
-        del strays[MOST_RANKS:]
-        # All of them are known before the first is read: each has its share of the room.
-        window = MOST_STEPS // (len(pages) or 1)
+        del strays[MAX_RANKS:]
+        # All journals exist before the first is read, because they share the room.
+        window = MAX_STEPS // (len(pages) or 1)
         for name in (_SUPERVISOR, *strays):
             self._journal(name)
         for page in pages:
@@ -381,28 +362,25 @@ class RunReader:
         exits = {(each.rank, each.restart): each for each in supervisor.of(RankExitRecord)}
         ranks: list[Rank] = []
         for page in pages:
-            rank = self._rank(page, exits, MOST_TEXT // len(pages), unreadable)
+            rank = self._rank(page, exits, MAX_TEXT // len(pages), unreadable)
             if rank is not None:
                 ranks.append(rank)
         self.manifest = self._read_manifest()
-        strangers = [record for name in strays for record in self._journal(name).records]
+        stray_records = [record for name in strays for record in self._journal(name).records]
+        left_out = [each.left_out for each in self._journals.values() if each.left_out]
+        if left_out:
+            others = f", and so of {len(left_out) - 1} more" if len(left_out) > 1 else ""
+            left_out = [f"{left_out[0]}{others}"]
         return Run(
             path=self.path,
             manifest=self.manifest,
             ranks=tuple(sorted(ranks, key=lambda rank: (rank.restart, rank.rank))),
-            strays=Records(sorted(strangers, key=_time)),
+            strays=Records(sorted(stray_records, key=lambda each: getattr(each, "time", 0))),
             supervisor=supervisor,
             taken=time.time_ns(),
             stderr=self._stderr(names),
-            unreadable=(*self._damage, *crowd, *self._left_out(), *_some(unreadable)),
+            unreadable=(*self._damage, *crowd, *left_out, *_first_remarks(unreadable)),
         )
-
-    def _left_out(self) -> Iterator[str]:
-        """What of the journals is left out, in words."""
-        found = [each.left_out for each in self._journals.values() if each.left_out]
-        if found:
-            more = f", and so of {len(found) - 1} more" if len(found) > 1 else ""
-            yield f"{found[0]}{more}"
 
     def _rank(
         self,
@@ -411,9 +389,9 @@ class RunReader:
         most_text: int,
         unreadable: list[str],
     ) -> Rank | None:
-        """A rank; None if a newer version wrote it. What cannot be read goes to ``unreadable``."""
+        """Return a rank, or None if a newer version wrote it. Add failures to ``unreadable``."""
         stem = self.path / page.stem
-        status: Status | None = None
+        status = None
         try:
             status = read_status(f"{stem}.status")
         except (UnreadableError, OSError) as error:
@@ -441,10 +419,6 @@ class RunReader:
         )
 
 
-def _time(record: Record) -> int:
-    return getattr(record, "time", 0)
-
-
 class _Page(NamedTuple):
     restart: int
     rank: int
@@ -452,38 +426,37 @@ class _Page(NamedTuple):
 
 
 def _pages(names: Iterable[str]) -> tuple[list[_Page], int]:
-    """The ranks that have a status page, ascending; and how many old ones are left out."""
+    """Return the ranks with a status page, ascending, and the number of those left out."""
     matches = [match for name in names if (match := _STATUS_NAME.match(name))]
     found = sorted(
         _Page(int(match[2]), int(match[1]), match[0].removesuffix(".status")) for match in matches
     )
-    left = max(0, len(found) - MOST_RANKS)
+    left = max(0, len(found) - MAX_RANKS)
     if left:
-        # The first ones of an attempt are kept: of the newest attempts.
+        # Keep the newest attempts, and of an attempt the lowest ranks.
         found.sort(key=lambda page: (-page.restart, page.rank))
-        found = sorted(found[:MOST_RANKS])
+        found = sorted(found[:MAX_RANKS])
     return found, left
 
 
 def _crowd(names: Sequence[str], ranks: int, strays: Sequence[str]) -> Iterator[str]:
-    """What is left out of a directory with too much in it, in words."""
+    """Say what is left out of a directory with too many files."""
     if len(names) >= opening.MOST_NAMES:
         yield f"more than {opening.MOST_NAMES} files: the others are left out"
     if ranks:
-        yield f"more than {MOST_RANKS} ranks: {ranks} others are left out"
-    if len(strays) > MOST_RANKS:
-        yield f"more than {MOST_RANKS} processes that failed: the others are left out"
+        yield f"more than {MAX_RANKS} ranks: {ranks} others are left out"
+    if len(strays) > MAX_RANKS:
+        yield f"more than {MAX_RANKS} processes that failed: the others are left out"
 
 
-def _some(remarks: Sequence[str]) -> Iterator[str]:
-    """The first remarks, and how many more there are."""
-    yield from remarks[:_MOST_REMARKS]
-    if len(remarks) > _MOST_REMARKS:
-        yield f"and so of {len(remarks) - _MOST_REMARKS} more files"
+def _first_remarks(remarks: Sequence[str]) -> Iterator[str]:
+    yield from remarks[:_MAX_REMARKS]
+    if len(remarks) > _MAX_REMARKS:
+        yield f"and so of {len(remarks) - _MAX_REMARKS} more files"
 
 
 def glance(path: Path) -> Run:
-    """A snapshot of the status pages alone: no journal is read, and those of a long job are long.
+    """Make a snapshot of the status pages alone, since journals of a long job take long to read.
 
     Raises:
         DoctorError: The directory is no run, is damaged, or has a newer format.
@@ -504,17 +477,17 @@ def glance(path: Path) -> Run:
         manifest=read_manifest(path),
         ranks=tuple(sorted(ranks, key=lambda rank: (rank.restart, rank.rank))),
         taken=time.time_ns(),
-        unreadable=tuple(_some(unreadable)),
+        unreadable=tuple(_first_remarks(unreadable)),
     )
 
 
 def _why(error: Exception) -> str:
-    """Which file cannot be read, and why."""
+    """Say which file cannot be read, and why."""
     return f"{error.filename} {error.strerror}" if isinstance(error, OSError) else str(error)
 
 
 def _text(path: Path, most: int = opening.MOST_TEXT) -> str:
-    """The end of a text file, empty if there is none."""
+    """Read the end of a text file. Empty if there is none."""
     try:
         return opening.ending(path, most).decode("utf-8", "replace")
     except OSError:
@@ -522,19 +495,19 @@ def _text(path: Path, most: int = opening.MOST_TEXT) -> str:
 
 
 class DamagedError(DoctorError):
-    """``run.json`` is missing or cannot be understood."""
+    """``run.json`` is missing or damaged."""
 
 
 def read_manifest(path: Path, *, own: bool = False) -> JsonObject:
-    """The contents of ``run.json``.
+    """Read ``run.json``.
 
     Args:
         path: The run directory.
-        own: Take none but this user's, since something is done by what it says.
+        own: Refuse a file of another user, because the caller acts on its contents.
 
     Raises:
         DamagedError: It is missing or damaged.
-        DoctorError: It is of a newer format.
+        DoctorError: It has a newer format.
     """
     file = path / MANIFEST
     try:

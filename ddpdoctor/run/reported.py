@@ -1,4 +1,4 @@
-"""What was reported of a live run, which findings still stand, and their full tracebacks."""
+"""The findings reported of a live run: which still stand, and their full tracebacks."""
 
 from __future__ import annotations
 
@@ -9,38 +9,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ddpdoctor.core import opening
-from ddpdoctor.core.finding import RULES, Finding, Severity, explains
-from ddpdoctor.core.relations import ABORT, MISPAIRED, fact
-from ddpdoctor.core.user_code import Location
+from ddpdoctor.core.finding import RULES, Finding, explains, from_record, to_record, worst_first
+from ddpdoctor.core.relations import ABORT, MISPAIRED, STANDSTILL, Lapsed, fact
 from ddpdoctor.run import rundir
-from ddpdoctor.run.records.base import Record
-from ddpdoctor.run.records.supervisor import FindingRecord, FoundLocation, RetractionRecord
+from ddpdoctor.run.records.base import Record, as_json
+from ddpdoctor.run.records.supervisor import FindingRecord, RetractionRecord
+from ddpdoctor.run.records.typed_json import decoder
 
 if TYPE_CHECKING:
     from ddpdoctor.run.snapshot import Run
 
 
-# -- what was reported of a run while it went on, and what of that still holds
-
-
-PATIENCE = 3
-"""Examinations in a row that do not find it before a finding is withdrawn while the job runs."""
-
-TURNS = 1
-"""Times that a finding is withdrawn and reported again; then it waits for the job's end."""
+PATIENCE = 3  # Examinations in a row without a finding before it is withdrawn while the job runs
+TURNS = 1  # Times that a finding is withdrawn and reported again before it waits for the job's end
 
 Why = Literal["explained", "restated", "untrue", "over"]
 
 
 @dataclass(frozen=True)
 class Reported:
-    """A finding, as it was reported.
+    """A finding as it was reported.
 
     Attributes:
-        number: Its place among all that was reported and withdrawn, from 1.
+        number: Its number among all reports and withdrawals, from 1.
         finding: The finding.
         restart: The attempt of the job that it is about.
-        step: How far the ranks of that attempt were, if that is known.
+        step: The step that the ranks of that attempt had reached, if known.
     """
 
     number: int
@@ -51,15 +45,15 @@ class Reported:
 
 @dataclass(frozen=True)
 class Withdrawn:
-    """A finding that was reported and holds no more.
+    """A finding that was reported and no longer holds.
 
     Attributes:
-        number: Its place among all that was reported and withdrawn, from 1.
-        reported: What was reported.
+        number: Its number among all reports and withdrawals, from 1.
+        reported: The report.
         why: ``explained`` by another finding, ``restated`` with another severity or other ranks,
             ``untrue`` after all, or true then and ``over``.
         reason: The same in words.
-        by: The code that explains it; empty where none does.
+        by: The code of the finding that explains it, if any.
     """
 
     number: int
@@ -70,7 +64,7 @@ class Withdrawn:
 
     @property
     def verb(self) -> str:
-        """``withdrawn``, or ``over`` for what was true."""
+        """``withdrawn``, or ``over`` if the finding was true."""
         return "over" if self.why == "over" else "withdrawn"
 
 
@@ -80,19 +74,17 @@ Event = Reported | Withdrawn
 @dataclass
 class _Entry:
     reported: Reported
-    now: Finding
-    """The same as it was found last."""
+    now: Finding  # The finding as the latest examination made it
     missing: int = 0
 
 
 class FindingLog:
     """Compares each examination with what was reported before.
 
-    Of what it returns, all that was reported less all that was withdrawn is :attr:`current`. What
-    comes and goes from one examination to the next makes no noise: a finding is withdrawn when it
-    is missing for a while, or at once if another one explains it or takes its place; and once
-    only, until the job has ended. What is known of an attempt that was followed by another one
-    stays as it is.
+    All reports minus all withdrawals are :attr:`current`. A finding that comes and goes makes no
+    noise: it is withdrawn once it is missing for a while, or at once if another finding explains
+    or replaces it. It is withdrawn only once until the job has ended. Findings about an attempt
+    that was followed by another one stay.
     """
 
     def __init__(self) -> None:
@@ -102,30 +94,29 @@ class FindingLog:
 
     @property
     def current(self) -> list[Finding]:
-        """What was reported and not withdrawn, the worst first."""
-        return _worst_first(entry.now for entry in self._entries.values())
+        """The standing findings, the worst first."""
+        return worst_first(entry.now for entry in self._entries.values())
 
     def take(self, found: Sequence[Finding], run: Run, unread: Collection[str] = ()) -> list[Event]:
-        """Take in what an examination found, and return what is to be reported of it.
+        """Compare an examination with the reports so far and return what to report of it.
 
         Args:
             found: The findings.
-            run: What they were found in.
-            unread: Codes of rules that could not read it; their findings stay as they are.
+            run: The examined run.
+            unread: Codes of rules that failed on it. Their findings stay as they are.
         """
         there: dict[object, Finding] = {finding.identity: finding for finding in found}
         lacking: list[tuple[object, _Entry]] = []
         for identity, entry in self._entries.items():
-            now = there.pop(identity, None)
+            now = there.get(identity)
             if now is not None and now.severity == entry.reported.finding.severity:
+                del there[identity]
                 entry.now, entry.missing = now, 0
-                continue
-            if now is not None:
-                there[identity] = now
-            lacking.append((identity, entry))
+            else:
+                lacking.append((identity, entry))
         gone = []
         for identity, entry in lacking:
-            # One that has more ranks now, or fewer, is nothing new.
+            # A finding with more ranks, or fewer, is not new.
             same = next((each for each in there.values() if _continues(entry.now, each)), None)
             if same is not None and identity not in there:
                 del there[same.identity]
@@ -136,7 +127,7 @@ class FindingLog:
         for identity, entry in gone:
             verdict = self._verdict(identity, entry, found, there, run)
             if verdict is None:
-                # As it was reported: not twice at one time.
+                # It stands as it was reported, so the new form is not reported beside it.
                 there.pop(identity, None)
                 continue
             del self._entries[identity]
@@ -145,7 +136,7 @@ class FindingLog:
             events.append(Withdrawn(self._number, entry.reported, *verdict))
         for identity, finding in there.items():
             self._number += 1
-            # The next attempt may have begun before this one's failure is seen, or restated.
+            # The next attempt may have begun before a failure is found or restated.
             restart = run.restarts[-1] if finding.restart is None else finding.restart
             reported = Reported(self._number, finding, restart, run.reached(restart))
             self._entries[identity] = _Entry(reported, finding)
@@ -160,16 +151,17 @@ class FindingLog:
         new: Mapping[object, Finding],
         run: Run,
     ) -> tuple[Why, str, str] | None:
-        """Why a reported finding is not found any more; None if it holds for now."""
+        """Return why a reported finding no longer holds, or None if it stands for now."""
         final = run.exit_status is not None
         if self._turns[identity] >= TURNS and not final:
             return None
         entry.missing += 1
         again = new.get(identity)
         if again is not None:
-            weight = f"restated below, as {_A[again.severity.label]}"
+            label = again.severity.label
+            reason = f"restated below, as a{'' if label == 'warning' else 'n'} {label}"
             settled = final or again.severity > entry.now.severity or entry.missing >= PATIENCE
-            return ("restated", weight, again.code) if settled else None
+            return ("restated", reason, again.code) if settled else None
         if entry.reported.restart != run.restarts[-1]:
             return None
         better = _explanation(entry.now, found, new)
@@ -185,7 +177,7 @@ class FindingLog:
 def _explanation(
     before: Finding, found: Sequence[Finding], new: Mapping[object, Finding]
 ) -> tuple[Why, str, str] | None:
-    """The finding that explains an earlier one, or says the same better."""
+    """Find the finding that explains an earlier one, or replaces it."""
     cause = next((each for each in found if explains(each, before)), None)
     if cause is not None:
         where = "below" if cause.identity in new else "above"
@@ -198,16 +190,13 @@ def _explanation(
     return None
 
 
-_A = {"info": "an info", "warning": "a warning", "error": "an error"}
-
-
 def _continues(before: Finding, now: Finding) -> bool:
-    """Whether it is the same finding with more ranks, or fewer."""
+    """Return whether it is the same finding with more ranks, or fewer."""
     return before.severity == now.severity and before.about == now.about and _alike(before, now)
 
 
 def _alike(one: Finding, other: Finding) -> bool:
-    """Whether two findings have one code and place, and no other ranks, but perhaps more."""
+    """Return whether code and line are equal, and the ranks of one include the other's."""
     here, there = set(one.ranks), set(other.ranks)
     nested = here <= there or there <= here
     return (one.code, one.location) == (other.code, other.location) and (
@@ -216,7 +205,7 @@ def _alike(one: Finding, other: Finding) -> bool:
 
 
 def _replaces(now: Finding, before: Finding) -> bool:
-    """Whether a new finding takes the place of an older one."""
+    """Return whether a new finding takes the place of an older one."""
     if (now.subjects & before.subjects) - {MISPAIRED, ABORT}:
         return True
     shared = set(now.ranks) & set(before.ranks) or now.location == before.location
@@ -224,7 +213,7 @@ def _replaces(now: Finding, before: Finding) -> bool:
 
 
 def in_words(withdrawn: Withdrawn) -> str:
-    """``withdrawn DDP701 (rank 1): explained by DDP302 below``."""
+    """Format a withdrawal: ``withdrawn DDP701 (rank 1): explained by DDP302 below``."""
     finding = withdrawn.reported.finding
     ranks = finding.ranks
     shown = ", ".join(str(rank) for rank in ranks[:8]) + (", ..." if len(ranks) > 8 else "")
@@ -232,27 +221,50 @@ def in_words(withdrawn: Withdrawn) -> str:
     return f"{withdrawn.verb} {finding.code}{who}: {withdrawn.reason}"
 
 
-# -- as records
+# -- When a finding about a hang lapses
+
+
+def hang(finding: Finding, run: Run) -> Lapsed | None:
+    """Lapse as untrue: the finding explains a hang."""
+    if run.hang is None:
+        return Lapsed("untrue", "the job went on", sure=True)
+    return Lapsed("untrue", "a later look does not show it")
+
+
+def start(finding: Finding, run: Run) -> Lapsed | None:
+    """Lapse as over once the job went on: the finding says what its start waits for.
+
+    Ranks that have moved show that as well. The job may hang again before it was seen that the
+    first hang was over.
+    """
+    since = [
+        rank.status.since
+        for rank in run.last
+        if rank.rank in finding.ranks and rank.status is not None
+    ]
+    moved = min(since, default=0) > finding.moment
+    if run.hang is not None and not moved:
+        return hang(finding, run)
+    seconds = (max(run.went_on, default=0) - finding.moment) // 1_000_000_000
+    after = f" {seconds} s later" if finding.moment and seconds > 0 else ""
+    return Lapsed("over", f"the job went on{after}", sure=True)
+
+
+def event(finding: Finding, run: Run) -> Lapsed | None:
+    """Keep the finding although its evidence is gone, unless it is about a hang that ended."""
+    return hang(finding, run) if STANDSTILL in finding.subjects else None
+
+
+# -- As records of the supervisor's journal
 
 
 def to_journal(event: Event, time: int) -> FindingRecord | RetractionRecord:
-    """The record of an event at ``time`` (Unix nanoseconds)."""
+    """Make the record of an event at ``time`` (Unix nanoseconds)."""
     if isinstance(event, Reported):
-        finding, at = event.finding, event.finding.location
-        return FindingRecord(
-            time=time,
-            restart=event.restart,
-            number=event.number,
-            step=event.step,
-            code=finding.code,
-            severity=finding.severity.label,
-            message=finding.message,
-            ranks=finding.ranks,
-            location=None if at is None else FoundLocation(path=at.path, line=at.line),
-            evidence=finding.evidence,
-            fix=finding.fix,
-            paste=finding.paste,
-        )
+        about = {
+            "time": time, "restart": event.restart, "number": event.number, "step": event.step,
+        }  # fmt: skip
+        return decoder(FindingRecord)({**about, **to_record(event.finding)})
     return RetractionRecord(
         time=time,
         number=event.number,
@@ -266,24 +278,14 @@ def to_journal(event: Event, time: int) -> FindingRecord | RetractionRecord:
 
 
 def from_journal(record: FindingRecord) -> Finding | None:
-    """The finding that a record holds; None if it is damaged."""
-    if not record.code or record.severity.upper() not in Severity.__members__:
-        return None
+    """Return the finding of a record, or None if it is damaged."""
     at = record.location
-    return Finding(
-        code=record.code,
-        severity=Severity[record.severity.upper()],
-        message=record.message,
-        ranks=record.ranks,
-        location=None if at is None else Location(at.path, at.line),
-        evidence=record.evidence,
-        fix=record.fix,
-        paste=record.paste,
-    )
+    location = None if at is None else as_json(at)
+    return from_record({**as_json(record), "location": location}) if record.code else None
 
 
 def standing(records: Iterable[Record]) -> Iterable[tuple[Finding, int]]:
-    """What a supervisor's records report and do not withdraw, each with its attempt."""
+    """Return the findings that a supervisor's records leave standing, with their attempts."""
     current: dict[int, tuple[Finding, int]] = {}
     for each in records:
         if isinstance(each, RetractionRecord):
@@ -296,34 +298,28 @@ def standing(records: Iterable[Record]) -> Iterable[tuple[Finding, int]]:
 
 
 def kept(run: Run) -> Iterator[Finding]:
-    """What was reported of a run and holds although no rule finds it again in its records."""
+    """Return the reports of a run that hold although no rule finds them again in its records."""
     for finding, restart in standing(run.supervisor):
         rule = RULES.get(finding.code)
-        if rule is None:
-            continue
-        if restart != run.restarts[-1] or rule.lapses(finding, run) is None:
+        if rule is not None and (restart != run.restarts[-1] or rule.lapses(finding, run) is None):
             yield finding
 
 
 def with_kept(found: Sequence[Finding], run: Run) -> list[Finding]:
-    """The findings of an examination, and those that were reported before and hold all the same."""
+    """Return the findings of an examination, and earlier reports that still hold."""
     more = [
         each
         for each in kept(run)
         if not any(_alike(one, each) or explains(one, each) for one in found)
     ]
-    return _worst_first((*found, *more))
+    return worst_first((*found, *more))
 
 
-def _worst_first(findings: Iterable[Finding]) -> list[Finding]:
-    return sorted(findings, key=lambda each: (-each.severity, each.code, each.ranks))
-
-
-# -- the whole text of a finding's traceback, kept in the run directory for who wants all of it
+# -- The full text of a finding's traceback, kept in the run directory
 
 
 def keep_traceback(run: Run, finding: Finding) -> Path | None:
-    """Write it down; where it is now, or None if there is none, or the disk says no."""
+    """Write the traceback and return its file. None without one, or if the disk refuses it."""
     path = traceback_path(run, finding)
     if path is None:
         return None
@@ -335,7 +331,7 @@ def keep_traceback(run: Run, finding: Finding) -> Path | None:
 
 
 def kept_traceback(run: Run, finding: Finding) -> Path | None:
-    """Where it was written during the run; None if it was not, or another one took its place."""
+    """Return the file that was written during the run. None without one, or if it was replaced."""
     path = traceback_path(run, finding)
     try:
         text = _traceback_text(finding)
@@ -346,7 +342,7 @@ def kept_traceback(run: Run, finding: Finding) -> Path | None:
 
 
 def traceback_path(run: Run, finding: Finding) -> Path | None:
-    """The file of a finding, if it has a traceback."""
+    """Return the file for a finding's traceback, or None if it has no traceback."""
     if not finding.traceback.strip():
         return None
     rank = f"-rank-{finding.ranks[0]:04d}" if finding.ranks else ""

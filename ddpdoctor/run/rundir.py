@@ -1,12 +1,11 @@
 """Create, find and prune run directories.
 
-The base directory is not shared: mode 0700 and owned by this user, or it is not used, since
-on a machine with several users ``/tmp`` is where somebody else can plant a link. Then the user's
-own directories take its place. A directory that a person chose stays as open as it was made; the
-files in it are the user's alone all the same.
+The base directory must have mode 0700 and belong to this user, since others can plant a link in
+``/tmp``. Otherwise the user's own directories take its place. A directory that a person chose keeps
+its mode, but its files are readable by this user only.
 
-A run of another user is never live here, not even for root: it is read as a copy is, and no one
-attaches to it, signals it or asks its ranks.
+A run of another user is never treated as live, not even by root. It is read as a copy: nothing
+attaches to it, signals it or sends requests to its ranks.
 """
 
 from __future__ import annotations
@@ -29,32 +28,28 @@ from ddpdoctor.core.formatting import shown
 from ddpdoctor.core.opening import ask_as, stranger, whose
 
 KEEP = 20
-"""How many runs of the base directory stay; the oldest finished ones go first."""
+"""Maximum number of runs in the base directory. The oldest finished ones are removed first."""
 
-KEEP_SERIES = 5
-"""How many directories of `ddpdoctor scale`, each with many runs, stay beside them."""
+KEEP_SERIES = 5  # Maximum number of directories of `ddpdoctor scale`, each with many runs
 
 MANIFEST = "run.json"
 LATEST = "latest"
 
-STDERR = "stderr.log"
-"""The end of the job's stderr; only once the job has ended."""
-
-STDERR_SO_FAR = "stderr-so-far.log"
-"""The end of the job's stderr while the job lives."""
+STDERR = "stderr.log"  # The end of the job's stderr, written once the job has ended
+STDERR_SO_FAR = "stderr-so-far.log"  # The end of the job's stderr while the job runs
 
 
 def base_directory(uid: int | None = None) -> Path:
-    """The directory that holds a user's runs, by default this one's: ``<tmp>/ddpdoctor-<uid>``."""
+    """Return the directory of a user's runs, by default ours: ``<tmp>/ddpdoctor-<uid>``."""
     return Path(tempfile.gettempdir()) / f"ddpdoctor-{os.getuid() if uid is None else uid}"
 
 
 def _fallbacks() -> list[Path]:
-    """Where runs go if that place is taken: directories that no other user can write in."""
+    """Return alternative directories that no other user can write to."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     state = os.environ.get("XDG_STATE_HOME", "")
     places = [runtime, state if os.path.isabs(state) else os.path.expanduser("~/.local/state")]
-    # The standard has relative ones ignored.
+    # The XDG standard ignores relative paths.
     return [Path(place) / "ddpdoctor" for place in places if os.path.isabs(place)]
 
 
@@ -62,14 +57,13 @@ _remarked: set[Path] = set()
 
 
 def private_base() -> Path:
-    """The base directory, made if it is not there, and private.
+    """Return the base directory. Create it if missing and make it private.
 
-    If somebody else has taken :func:`base_directory`, it is one of the user's own directories, as a
-    line on stderr says.
+    If :func:`base_directory` is not usable, print a line and use one of the user's own directories.
 
     Raises:
-        DoctorError: Each of them is a link, not a directory, or somebody else's.
-        OSError: It cannot be made.
+        DoctorError: Each of them is a link, not a directory, or another user's.
+        OSError: It cannot be created.
     """
     base = base_directory()
     try:
@@ -91,11 +85,11 @@ def private_base() -> Path:
 
 
 def _bases() -> list[Path]:
-    """Where runs of this user may be: the base directory first, then what fell back before.
+    """Return the directories with runs of this user: the base directory, then fallbacks.
 
     Raises:
-        DoctorError: There is no base directory that is this user's own.
-        OSError: It cannot be made.
+        DoctorError: No base directory belongs to this user.
+        OSError: It cannot be created.
     """
     first = private_base()
     others = [base_directory(), *_fallbacks()]
@@ -103,7 +97,7 @@ def _bases() -> list[Path]:
 
 
 def _is_own(path: Path) -> bool:
-    """Whether it is a directory of this user's, and no link."""
+    """Return whether it is a directory of this user, and no link."""
     try:
         facts = path.lstat()
     except OSError:
@@ -112,22 +106,22 @@ def _is_own(path: Path) -> bool:
 
 
 def _private(path: Path) -> None:
-    """Make ``path`` a directory of this user alone, or refuse.
+    """Create a directory that only this user can enter.
 
     Raises:
-        DoctorError: It is a link, not a directory, or somebody else's.
-        OSError: It cannot be made.
+        DoctorError: It is a link, not a directory, or another user's.
+        OSError: It cannot be created.
     """
     if _own(path).st_mode & 0o077:
         path.chmod(0o700)
 
 
 def _own(path: Path) -> os.stat_result:
-    """Make ``path`` a directory of this user, or refuse; one that was there stays as open as it is.
+    """Create a directory of this user. An existing one keeps its mode.
 
     Raises:
-        DoctorError: It is a link, not a directory, or somebody else's.
-        OSError: It cannot be made.
+        DoctorError: It is a link, not a directory, or another user's.
+        OSError: It cannot be created.
     """
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
@@ -146,20 +140,20 @@ def _own(path: Path) -> os.stat_result:
 
 
 def _fresh_name() -> str:
-    """A name for a run, which sorts by age."""
+    """Return a name for a run that sorts by age."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
 
 
 def create(chosen: str | None) -> Path:
-    """Make the directory of a new run.
+    """Create the directory of a new run.
 
     Args:
-        chosen: The directory a person named with ``--run-dir``: it must be empty or not exist.
-            Without one, a fresh directory below :func:`base_directory`.
+        chosen: The directory of ``--run-dir``, which must be empty or not exist. Without it, a new
+            directory in :func:`base_directory`.
 
     Raises:
         DoctorError: The directory cannot be made private, or is not empty.
-        OSError: The disk says no: full, read-only, not permitted.
+        OSError: The disk is full, read-only, or not permitted.
     """
     if chosen is not None:
         path = Path(chosen).absolute()
@@ -177,11 +171,11 @@ def create(chosen: str | None) -> Path:
 
 
 def create_series(chosen: str | None) -> Path:
-    """Make a directory for several runs; without a chosen one the oldest of them go.
+    """Create a directory for several runs. Without a chosen one, remove the oldest ones.
 
     Raises:
         DoctorError: The directory cannot be made private, or is not empty.
-        OSError: The disk says no: full, read-only, not permitted.
+        OSError: The disk is full, read-only, or not permitted.
     """
     if chosen is not None:
         return create(chosen)
@@ -195,13 +189,13 @@ def create_series(chosen: str | None) -> Path:
 
 
 def publish(path: Path) -> None:
-    """The run in ``path`` has started: others can find it, and the oldest runs go.
+    """Make a run that has started findable, and remove the oldest runs.
 
-    ``latest`` points to it; a directory that a person chose gets a link beside the others instead.
+    ``latest`` points to it. A directory that a person chose gets a link beside the other runs.
 
     Raises:
-        OSError: The disk says no.
-        DoctorError: The base directory is not this user's own.
+        OSError: The disk refuses it.
+        DoctorError: The base directory belongs to another user.
     """
     base = private_base()
     if path.parent in _bases():
@@ -215,17 +209,17 @@ def publish(path: Path) -> None:
 
 
 def live() -> list[Path]:
-    """The directories of this user's live runs, the newest first.
+    """Return the directories of this user's live runs, the newest first.
 
     Raises:
-        DoctorError: The base directory is not this user's own.
+        DoctorError: The base directory belongs to another user.
         OSError: It cannot be read.
     """
     return [entry.resolve() for entry in newest_first() if is_live(entry)]
 
 
 def some_live() -> list[Path]:
-    """As :func:`live`, for a command that needs one.
+    """Return the live runs of a command that needs one.
 
     Raises:
         DoctorError: There is none, or they cannot be listed.
@@ -245,20 +239,20 @@ def some_live() -> list[Path]:
 
 
 def finished() -> list[Path]:
-    """The directories of this user's runs that are over, the newest first.
+    """Return the directories of this user's ended runs, the newest first.
 
     Raises:
-        DoctorError: The base directory is not this user's own.
+        DoctorError: The base directory belongs to another user.
         OSError: It cannot be read.
     """
     return [entry.resolve() for entry in newest_first() if not is_live(entry)]
 
 
 def newest_first() -> list[Path]:
-    """This user's runs, the newest first; links for those whose directory a person chose.
+    """Return this user's runs, the newest first. Links stand for directories that were chosen.
 
     Raises:
-        DoctorError: The base directory is not this user's own.
+        DoctorError: The base directory belongs to another user.
         OSError: It cannot be read.
     """
     entries = [entry for base in _bases() for entry in _entries(base)]
@@ -266,7 +260,7 @@ def newest_first() -> list[Path]:
 
 
 def _entries(base: Path) -> Iterator[Path]:
-    """Runs in the base directory, and links to those elsewhere, as long as they are the user's."""
+    """Return this user's runs in the base directory, and links to those elsewhere."""
     for entry in base.iterdir():
         with contextlib.suppress(OSError):
             if stranger(entry) is None and entry.name != LATEST and (entry / MANIFEST).exists():
@@ -274,13 +268,13 @@ def _entries(base: Path) -> Iterator[Path]:
 
 
 def put(path: Path, content: bytes) -> None:
-    """Write a file so that a reader sees the old content or the new, and never half of it.
+    """Write a file atomically: a reader sees the old content or the new.
 
     Raises:
-        OSError: The disk says no.
+        OSError: The disk refuses it.
     """
     fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    # Made, and never one that is there: a link that others planted leads anywhere.
+    # Never an existing file, which may be a link that others planted.
     descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with open(descriptor, "wb") as file:
@@ -292,7 +286,7 @@ def put(path: Path, content: bytes) -> None:
 
 
 def is_live(path: Path) -> bool:
-    """Whether a run of this user lives in ``path``: its supervisor holds its :class:`Lock`."""
+    """Return whether it is a live run of this user: its supervisor holds the :class:`Lock`."""
     try:
         with opening.file(path / "lock", owners=(os.getuid(),)) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -304,7 +298,7 @@ def is_live(path: Path) -> bool:
 
 
 class Lock:
-    """Held by a supervisor while its run lives, so that no other run prunes the directory."""
+    """Marks a run as live, so that no other run prunes the directory."""
 
     def __init__(self, path: Path) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -312,7 +306,7 @@ class Lock:
         fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def close(self) -> None:
-        """Let go of the run."""
+        """Release the run."""
         self._file.close()
 
 
@@ -332,7 +326,7 @@ def _prune(base: Path, current: Path) -> None:
 
 
 def find(name: str) -> Path:
-    """The directory of a run that a person named: a path, a run id, or ``latest``.
+    """Return the directory of a named run: a path, a run id, or ``latest``.
 
     Raises:
         DoctorError: There is no such run, or it may not be read.
@@ -356,7 +350,7 @@ def find(name: str) -> Path:
 
 
 def unreadable(path: Path) -> DoctorError:
-    """Say whose a run is that this user may not read."""
+    """Make the error for a run that this user may not read."""
     for place in (path / MANIFEST, path, *path.absolute().parents):
         with contextlib.suppress(OSError):
             uid = place.stat().st_uid
@@ -367,12 +361,12 @@ def unreadable(path: Path) -> DoctorError:
 
 
 def places(name: str) -> Iterator[Path]:
-    """Where a run that a person named may be: a path, or a run id among this user's runs.
+    """Return possible directories of a named run: a path, or a run id among this user's runs.
 
-    ``latest`` is no path: anyone may have made one in the working directory.
+    ``latest`` is not taken as a path, since anyone may have created it in the working directory.
 
     Raises:
-        DoctorError: It is no path, and the base directory is not this user's own.
+        DoctorError: It is no path, and the base directory belongs to another user.
     """
     if name != LATEST:
         yield Path(name)
@@ -382,5 +376,5 @@ def places(name: str) -> Iterator[Path]:
 
 
 def is_open_to_others(path: Path) -> bool:
-    """Whether others than the user may write to a directory, as far as its mode tells."""
+    """Return whether the mode of a directory lets other users write to it."""
     return bool(path.stat().st_mode & 0o022)

@@ -1,4 +1,4 @@
-"""An immutable snapshot of a run directory at one moment, for rules and renderers."""
+"""An immutable snapshot of a run directory, for rules and renderers."""
 
 from __future__ import annotations
 
@@ -37,14 +37,9 @@ from ddpdoctor.run.records.typed_json import decoder
 from ddpdoctor.run.ring import Ring, read_ring
 from ddpdoctor.run.status import Status
 
-HANG = "hang-*.json"
-"""The files with what was gathered while a job made no progress, in alphabetical order."""
-
-MOST_EXPANDED = 1 << 11
-"""Steps that the lines of a rank are taken to stand for at most, if there are fewer lines."""
-
-FOREVER = 1 << 63
-"""A moment that does not come, in Unix nanoseconds."""
+HANG = "hang-*.json"  # Files with the evidence of a hang, in alphabetical order
+MAX_EXPANDED = 1 << 11  # Maximum number of steps that the lines of a rank are expanded to
+FOREVER = 1 << 63  # A time that is never reached, in Unix nanoseconds
 
 R = TypeVar("R", bound=Record)
 
@@ -53,11 +48,11 @@ class Records(tuple[Record, ...]):
     """The records of a journal, oldest first."""
 
     def of(self, declared: type[R]) -> tuple[R, ...]:
-        """Those of one class, oldest first."""
+        """Return the records of one class, oldest first."""
         return cast("tuple[R, ...]", self._by_class.get(declared, ()))
 
     def first(self, declared: type[R]) -> R | None:
-        """The oldest of a class, None if there is none."""
+        """Return the oldest record of a class, or None."""
         return next(iter(self.of(declared)), None)
 
     @cached_property
@@ -74,31 +69,26 @@ UNOPENED = OpenRecord(format=FORMAT, rank=-1)
 
 @dataclass(frozen=True)
 class Rank:
-    """What is known of one rank in one attempt (``restart``)."""
+    """One rank in one attempt (``restart``)."""
 
     rank: int
     restart: int
     status: Status | None
-    opened: OpenRecord = UNOPENED
-    """Who it is; without values if the record is not known."""
+    opened: OpenRecord = UNOPENED  # Its identity. Without values if the record is missing.
     step_lines: tuple[bytes, ...] = ()
-    """The newest step records as they stand in the journal; :attr:`steps` parses them."""
+    """The newest step records, unparsed. :attr:`steps` parses them."""
     split_lines: tuple[bytes, ...] = ()
-    """The newest of them whose backward was split, which on a GPU are few and far between."""
-    records: Records = NO_RECORDS
-    """Everything in the journal but steps."""
-    exit: RankExitRecord | None = None
-    """How the process ended, if the supervisor saw it."""
-    fault: str = ""
-    """What ``faulthandler`` wrote on a fatal signal."""
-    partial: bool = False
-    """Some of the journal was not read, as there is too much of it."""
+    """The newest step records whose backward was split, which are rare on a GPU."""
+    records: Records = NO_RECORDS  # All records of the journal but steps
+    exit: RankExitRecord | None = None  # How the process ended, if the supervisor saw it
+    fault: str = ""  # The output of ``faulthandler`` on a fatal signal
+    partial: bool = False  # Part of the journal was not read because it is too large
     ring_file: Path | None = None
-    """Where the collectives stand that it called from Python; :attr:`ring` reads them."""
+    """The file with the collectives called from Python. :attr:`ring` reads it."""
 
     @cached_property
     def steps(self) -> tuple[StepRecord, ...]:
-        """The newest steps, oldest of them first; parsed when first asked for."""
+        """The newest steps, oldest of them first."""
         return _steps(self.step_lines)
 
     @cached_property
@@ -108,7 +98,7 @@ class Rank:
 
     @cached_property
     def ring(self) -> Ring | None:
-        """The newest collectives called from Python, read when first asked for."""
+        """The newest collectives called from Python."""
         if self.ring_file is None:
             return None
         try:
@@ -117,25 +107,25 @@ class Rank:
             return None
 
     def sites(self, phase: str) -> tuple[Location, ...]:
-        """The lines at which it entered a phase, in the order of their first time."""
+        """Return the lines that entered a phase, in the order of their first use."""
         found = (record for record in self.records.of(SiteRecord) if record.phase == phase)
         return tuple(record.location for record in found if record.location is not None)
 
     def site(self, phase: str) -> Location | None:
-        """The first line at which it entered a phase."""
+        """Return the first line that entered a phase."""
         return next(iter(self.sites(phase)), None)
 
     def ddp(self, number: int) -> DdpRecord | None:
-        """How a DDP module was built; they are numbered in the order in which they were."""
+        """Return the record of a DDP module. Modules are numbered as they were built."""
         built = self.records.of(DdpRecord)
         return built[number] if 0 <= number < len(built) else None
 
     @property
     def lost(self) -> bool:
-        """Whether records are missing: what is not recorded may have happened all the same.
+        """Whether records are missing, so that unrecorded things may have happened.
 
-        The queue was full, the disk refused the journal, a hook failed and was switched off, or
-        there is too much to read.
+        The queue was full, the disk refused the journal, a hook failed and was disabled, or there
+        is too much to read.
         """
         status = self.status
         failed = status is not None and (status.unwritten or status.dropped > 0)
@@ -143,14 +133,14 @@ class Rank:
 
     @property
     def ended(self) -> EndRecord | None:
-        """The record of an interpreter that came to its regular end."""
+        """The record of the regular end of the interpreter, if it came to that."""
         return self.records.first(EndRecord)
 
 
 def _steps(lines: Sequence[bytes]) -> tuple[StepRecord, ...]:
-    """The newest steps of these lines, one by one also where a line stands for several."""
+    """Parse the newest steps. A line that stands for several steps is expanded."""
     found: list[StepRecord] = []
-    most = max(len(lines), MOST_EXPANDED)
+    most = max(len(lines), MAX_EXPANDED)
     for line in reversed(lines):
         record = parse(line)
         if isinstance(record, StepRecord) and record.step >= 0:
@@ -162,10 +152,7 @@ def _steps(lines: Sequence[bytes]) -> tuple[StepRecord, ...]:
 
 
 def _each(record: StepRecord, room: int) -> Iterator[StepRecord]:
-    """The steps that a line stands for, the newest first; they differ in little that is known.
-
-    Each keeps the number of steps of its line.
-    """
+    """Expand a line to its steps, the newest first. Each keeps the line's ``steps``."""
     count = min(record.steps, record.step + 1)
     numbers, times = record.each[::2], record.each[1::2]
     backwards: list[int] = []
@@ -192,31 +179,25 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """One launch, as its directory records it."""
+    """One launch of a job."""
 
     path: Path
     manifest: JsonObject
-    ranks: tuple[Rank, ...]
-    """Ascending by restart, then by rank."""
-    strays: Records = NO_RECORDS
-    """Records of processes that never became a rank, oldest first."""
-    supervisor: Records = NO_RECORDS
-    """The supervisor's own records."""
-    taken: int = 0
-    """Unix nanoseconds at which the snapshot was taken."""
-    stderr: str = ""
-    """The end of the job's stderr, a megabyte; while the job lives, the last 64 KB."""
-    unreadable: tuple[str, ...] = ()
-    """What could not be read, in words."""
+    ranks: tuple[Rank, ...]  # Ascending by restart, then by rank
+    strays: Records = NO_RECORDS  # Records of processes that never became ranks, oldest first
+    supervisor: Records = NO_RECORDS  # The supervisor's records
+    taken: int = 0  # Time of the snapshot in Unix nanoseconds
+    stderr: str = ""  # The last MiB of the job's stderr, or the last 64 KiB while the job runs
+    unreadable: tuple[str, ...] = ()  # Remarks about what could not be read
 
     @property
     def restarts(self) -> tuple[int, ...]:
-        """The attempts seen, ascending; at least ``(0,)``."""
+        """The known attempts, ascending, at least ``(0,)``."""
         strays = {getattr(record, "restart", 0) for record in self.strays}
         return tuple(sorted({rank.restart for rank in self.ranks} | strays)) or (0,)
 
     def attempt(self, restart: int) -> tuple[Rank, ...]:
-        """The ranks of one attempt."""
+        """Return the ranks of one attempt."""
         return tuple(rank for rank in self.ranks if rank.restart == restart)
 
     @property
@@ -225,49 +206,49 @@ class Run:
         return self.attempt(self.restarts[-1])
 
     def rank(self, number: int) -> Rank:
-        """A rank of the last attempt.
+        """Return a rank of the last attempt.
 
         Raises:
-            StopIteration: It has none with that number.
+            StopIteration: There is no such rank.
         """
         return next(rank for rank in self.last if rank.rank == number)
 
     @property
     def over(self) -> bool:
-        """Whether no rank will write any more."""
+        """Whether the job has ended, or all ranks have."""
         return self.exit_status is not None or all(rank.ended for rank in self.last)
 
     @property
     def world_size(self) -> int:
-        """Ranks of the last attempt, seen or not; 0 if it is not known."""
+        """World size of the last attempt. 0 if not known."""
         return max((rank.opened.world_size for rank in self.last), default=0)
 
     @property
     def has_peers(self) -> bool:
-        """Whether ranks are known that are peers of each other; False of a job with one rank."""
+        """Whether the job has more than one rank."""
         ended = (each for each in self.strays if isinstance(each, (ErrorRecord, ExitRecord)))
         ranks = {each.rank for each in (*self.ranks, *ended) if each.rank is not None}
         return self.world_size > 1 or len(ranks) > 1
 
     @property
     def step(self) -> int | None:
-        """How far the ranks of the last attempt are; None if none is known."""
+        """The highest step of the last attempt. None if not known."""
         return self.reached(self.restarts[-1])
 
     def reached(self, restart: int) -> int | None:
-        """How far the ranks of an attempt came; None if none is known."""
+        """Return the highest step of an attempt. None if not known."""
         steps = (rank.status.step for rank in self.attempt(restart) if rank.status is not None)
         return max(steps, default=None)
 
     @property
     def exit_status(self) -> int | None:
-        """The job's exit status (negative: a signal's number), None while it runs or if unknown."""
+        """The job's exit status (negative: a signal). None while it runs, or if not known."""
         statuses = (job.status for job in self.supervisor.of(JobRecord))
         return next((status for status in statuses if status is not None), None)
 
     @property
     def last_sign(self) -> int:
-        """Unix nanoseconds of the last thing that was written; a dead job waits no longer."""
+        """Time of the last write in Unix nanoseconds, at which waits of a dead job end."""
         times = [getattr(record, "time", 0) for record in self.supervisor]
         for rank in self.ranks:
             if rank.status is not None:
@@ -277,7 +258,7 @@ class Run:
 
     @property
     def stopped_at(self) -> int | None:
-        """Unix nanoseconds at which a person or a scheduler asked the job to stop, if one did."""
+        """Time in Unix nanoseconds at which a person or a scheduler stopped the job."""
         return next((each.time for each in self.supervisor.of(SignalRecord) if each.time), None)
 
     @property
@@ -292,10 +273,10 @@ class Run:
 
     @cached_property
     def hang(self) -> HangRecord | None:
-        """The newest examination of a job that makes no progress, or made none to its end.
+        """The newest examination of a job that hangs, or hung until its end.
 
-        None if it moves, or went on. What was seen of each rank is under ``ranks``. What is seen
-        while ranks give up, one by one, tells less than what was seen before.
+        None if the job makes progress. ``ranks`` holds the evidence of each rank. Examinations
+        after the first ranks have given up are ignored, since they show less.
         """
         newest: HangRecord | None = None
         ends = [
@@ -322,23 +303,23 @@ class Run:
 
     @property
     def went_on(self) -> tuple[int, ...]:
-        """Unix nanoseconds at which the job, which had made no progress, made some again."""
+        """Times at which a hanging job made progress again, in Unix nanoseconds."""
         return tuple(record.time for record in self.supervisor.of(HangOverRecord))
 
     @cached_property
     def _without_core(self) -> dict[tuple[int, int, int], int]:
-        """Nanoseconds without a core, by rank, attempt and the moment the phase was entered."""
+        """Nanoseconds without a core, by rank, attempt and begin of the phase."""
         return {
             (each.rank, each.restart, each.since): each.lost
             for each in self.supervisor.of(NoCoreRecord)
         }
 
     def waits_for(self, rank: Rank, until: int | None = None) -> int:
-        """Nanoseconds that a rank has been in its phase, less those in which it had no core.
+        """Return the nanoseconds that a rank has been in its phase, without those without a core.
 
         Args:
-            rank: One with a status page.
-            until: Unix nanoseconds; the moment of the snapshot if not given.
+            rank: A rank with a status page.
+            until: Unix nanoseconds, by default the time of the snapshot.
         """
         status = rank.status
         if status is None:
@@ -348,15 +329,15 @@ class Run:
 
     @cached_property
     def debug_states(self) -> dict[int, DebugRecord]:
-        """The newest ``debug`` record of each rank: its port, process and state."""
+        """The newest debugger record of each rank: its port, process and state."""
         found = self.supervisor.of(DebugRecord)
         return {record.rank: record for record in found if record.rank is not None}
 
     @cached_property
     def debugged(self) -> tuple[Span, ...]:
-        """When a rank was in the debugger or waited for one; to `FOREVER` if it still does.
+        """Spans in which a rank was in the debugger or waited for one, until `FOREVER` if it is.
 
-        What is slow then says nothing about the job, on any rank.
+        Timings of all ranks in these spans say nothing about the job.
         """
         spans: list[Span] = []
         since: dict[int | None, int] = {}
@@ -374,7 +355,7 @@ class Run:
         return (*spans, *(Span(start, FOREVER) for start in since.values()))
 
     def undisturbed(self, step: StepRecord) -> bool:
-        """Whether no rank was in the debugger during a step."""
+        """Return whether no rank was in the debugger during a step."""
         return not any(
             span.start < step.start + step.total and step.start < span.end for span in self.debugged
         )

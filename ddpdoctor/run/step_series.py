@@ -1,12 +1,12 @@
 """The steps of a whole run as a table of fixed size, and how long ranks waited for each other.
 
-A journal of 100,000 steps has 30 MB, and those of 1,024 ranks 30 GB. So large ones are not read
-through: of each column a few neighbouring steps are read by their place in the file.
+A journal of 100,000 steps has 30 MB, and those of 1,024 ranks 30 GB. Large journals are therefore
+sampled: a few neighbouring steps of each column are read by their position in the file.
 
-On a GPU, DDP times every hundredth backward; on a CPU, some of the short ones. In all of them the
-rank that the others wait for does not wait itself: what their backward takes longer than the
-shortest one is their wait. A rank whose backward itself is slow is not found this way; DDP's
-timers have to show it.
+DDP times every hundredth backward on a GPU, and some of the short ones on a CPU. In the other steps
+the slowest rank does not wait, so the time by which another rank's backward is longer than the
+shortest one is its wait. This does not find a rank whose backward itself is slow. DDP's timers have
+to show that.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from ddpdoctor.run.records.training import StepRecord
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.status import PHASES
 
-# -- how long ranks wait for each other in backwards that DDP did not time
+# -- Waits in backwards that DDP did not time
 
 
 def on_gpu(rank: Rank) -> bool:
-    """Whether the rank's steps were timed on a GPU."""
+    """Return whether the rank's steps were timed on a GPU."""
     return any(record.device.startswith("cuda") for record in rank.records.of(DdpRecord))
 
 
 def reducing_together(ranks: Sequence[Rank]) -> list[tuple[Rank, ...]]:
-    """The ranks whose backwards end together, by DDP group; groups of one are left out."""
+    """Group the ranks whose backwards end together by DDP group. Skip groups of one."""
     groups: dict[tuple[int, ...], list[Rank]] = {}
     for rank in ranks:
         reduced = {record.group_ranks for record in rank.records.of(DdpRecord)}
@@ -50,19 +50,19 @@ def reducing_together(ranks: Sequence[Rank]) -> list[tuple[Rank, ...]]:
 
 
 def split_steps(run: Run) -> dict[int, tuple[StepRecord, ...]]:
-    """The newest steps of the ranks of the last attempt, split as far as possible."""
+    """Return the newest steps of the last attempt's ranks, split as far as possible."""
     return split_backwards(run.last, {rank.rank: rank.steps for rank in run.last})
 
 
 def split_backwards(
     ranks: Sequence[Rank], steps: Mapping[int, Sequence[StepRecord]], *, lines: bool = False
 ) -> dict[int, tuple[StepRecord, ...]]:
-    """Split the backwards that DDP did not time into compute and wait.
+    """Split backwards that DDP did not time into compute and wait.
 
     Args:
         ranks: The ranks.
         steps: Their steps by rank.
-        lines: These are lines of the journals, which may stand for several steps.
+        lines: The steps are lines of journals, which may stand for several steps.
     """
     found = {number: tuple(each) for number, each in steps.items()}
     for group in reducing_together(ranks):
@@ -73,14 +73,14 @@ def split_backwards(
 def split_by_comparison(
     steps: Mapping[int, Sequence[StepRecord]], *, lines: bool = False
 ) -> dict[int, tuple[StepRecord, ...]]:
-    """Split the backwards of ranks that reduce together, in the steps that all of them have.
+    """Split the backwards of ranks that reduce together, in steps that all of them have.
 
     Args:
         steps: Steps by rank.
-        lines: As :func:`split` has it.
+        lines: As in :func:`split_backwards`.
     """
     took = {
-        # How long the backward of each step took, waits included, where it was reduced.
+        # Duration of each reduced backward, including waits.
         rank: {
             number: each.backward + each.wait
             for each in found
@@ -109,27 +109,20 @@ def _waited(line: StepRecord, numbers: range, least: Mapping[int, int]) -> StepR
     return replace(line, backward=compute, wait=wait, split=True)
 
 
-# -- step series
+# -- Series of steps
 
 
-PARTS = (*PHASES, "wait")
-"""What a step is divided into, in the order of :attr:`RankSeries.parts`."""
+PARTS = (*PHASES, "wait")  # The parts of a step, in the order of :attr:`RankSeries.parts`
 
-MOST_READ = 512 << 20
-"""Bytes of all journals that are read through; of larger ones some steps of each column."""
+MAX_READ = 512 << 20
+"""Maximum bytes of all journals that are read completely. Larger ones are sampled."""
 
-_SAMPLE = 2048
-"""Bytes that are read of a column: half a dozen steps."""
-
-_MOST_HEAD = 64 << 20
-"""Bytes in which the first step of a journal is looked for."""
+_SAMPLE = 2048  # Bytes that are read per column: half a dozen steps
+_MAX_HEAD = 64 << 20  # Bytes that are searched for the first step of a journal
 
 _CHUNK = 1 << 20
-_OVERLAP = 1 << 10
-"""Bytes of the longest line of a step."""
-
-_USUAL = 400
-"""Bytes that the line of a step takes at most, about."""
+_OVERLAP = 1 << 10  # Maximum bytes of a step's line
+_USUAL = 400  # Usual maximum bytes of a step's line
 
 _STEP = re.compile(
     rb'\{"kind":"step","step":(\d{1,15}),"start":(\d{1,19})(?:,"epoch":\d{1,18})?'
@@ -138,7 +131,8 @@ _STEP = re.compile(
     rb'(?:,"cpu":\d{1,18},"waited":\d{1,18})?(?:,"steps":(\d{1,4}))?(?:,"samples":\d{1,18})?'
     rb'(?:,"loss":([-+.\deEaNInfity]{1,24}))?(?:,"norm":([-+.\deEaNInfity]{1,24}))?[,}]'
 )
-"""A step, or several short ones, as the probe writes it (`ddpdoctor.probe.observers.steps`)."""
+"""A line as the probe writes it (`ddpdoctor.probe.observers.steps`). Matching takes a third of the
+time of parsing JSON. tests/probe/test_recorded_facts.py compares both on lines of the probe."""
 
 _NUMBER = re.compile(rb'\{"kind":"step","step":(\d{1,15}),')
 NAN = math.nan
@@ -146,53 +140,41 @@ NAN = math.nan
 
 @dataclass
 class RankSeries:
-    """One rank; each array has a value for each column, and NaN where nothing is known."""
+    """The steps of one rank. Each array has a value per column, NaN if not known."""
 
     rank: int
-    parts: tuple[array[float], ...]
-    """Nanoseconds a step, means, by `PARTS`."""
-    worst: array[float]
-    """Nanoseconds of the longest step."""
-    loss: array[float]
-    """The last one."""
-    norm: array[float]
-    """Of the gradients; the last one."""
-    starts: array[float]
-    """Unix nanoseconds at which the first step began."""
-    steps: int = 0
-    """How many were read."""
-    split: int = 0
-    """How many of them had their wait apart from the backward, by DDP's timers."""
-    unsplit: set[int] = field(default_factory=set)
-    """The columns of which no step had."""
+    parts: tuple[array[float], ...]  # Mean nanoseconds per step, by `PARTS`
+    worst: array[float]  # Nanoseconds of the longest step
+    loss: array[float]  # The last loss of each column
+    norm: array[float]  # The last norm of the gradients of each column
+    starts: array[float]  # Begin of the first step in Unix nanoseconds
+    steps: int = 0  # Number of steps that were read
+    split: int = 0  # Number of those whose wait DDP's timers separated from the backward
+    unsplit: set[int] = field(default_factory=set)  # The columns without such a step
 
 
 @dataclass
 class Series:
-    """The ranks of an attempt over its steps.
-
-    Column ``c`` holds the steps from ``edges[c]`` up to but without ``edges[c + 1]``.
-    """
+    """The steps of an attempt. Column ``c`` covers ``range(edges[c], edges[c + 1])``."""
 
     edges: list[int] = field(default_factory=lambda: [0])
     ranks: list[RankSeries] = field(default_factory=list)
-    sampled: bool = False
-    """Whether only some steps of each column were read."""
+    sampled: bool = False  # Only some steps of each column were read
 
     @property
     def columns(self) -> int:
-        """How many columns there are."""
+        """Number of columns."""
         return len(self.edges) - 1
 
 
 def series(run: Run, ranks: Sequence[Rank], most_cells: int, most_columns: int = 2000) -> Series:
-    """The steps of ranks, in as many columns as there is room for.
+    """Return the steps of ranks, in as many columns as the limits allow.
 
     Args:
         run: The run.
-        ranks: Those of one attempt.
-        most_cells: Columns times ranks.
-        most_columns: Columns.
+        ranks: The ranks of one attempt.
+        most_cells: Maximum of columns times ranks.
+        most_columns: Maximum number of columns.
     """
     journals = {rank.rank: _Journal(run.path, rank) for rank in ranks}
     spans = [span for each in journals.values() if (span := each.span()) is not None]
@@ -201,7 +183,7 @@ def series(run: Run, ranks: Sequence[Rank], most_cells: int, most_columns: int =
     first, last = min(span[0] for span in spans), max(span[1] for span in spans) + 1
     columns = max(1, min(last - first, most_columns, most_cells // len(journals)))
     edges = [first + (last - first) * each // columns for each in range(columns + 1)]
-    whole = sum(each.size for each in journals.values()) <= MOST_READ
+    whole = sum(each.size for each in journals.values()) <= MAX_READ
     found = Series(edges, sampled=not whole)
     for number, journal in journals.items():
         table = _Table(edges)
@@ -213,7 +195,7 @@ def series(run: Run, ranks: Sequence[Rank], most_cells: int, most_columns: int =
 
 
 def _split(ranks: Sequence[Rank], found: Series) -> None:
-    """Split the columns without a step that DDP timed, as `split` does steps."""
+    """Split the columns without a timed step as :func:`split_backwards` does steps."""
     of = {each.rank: each for each in found.ranks}
     backward, wait = (PARTS.index(name) for name in ("backward", "wait"))
     for group in reducing_together(ranks):
@@ -227,12 +209,12 @@ def _split(ranks: Sequence[Rank], found: Series) -> None:
 
 
 class _Table:
-    """Gathers one rank's steps by column."""
+    """Collects one rank's steps by column."""
 
     def __init__(self, edges: Sequence[int]) -> None:
         self._first, self._last, self._columns = edges[0], edges[-1], len(edges) - 1
         self._edges = edges
-        # A backward that holds the wait is not averaged with one that does not.
+        # Backwards that include the wait are averaged separately.
         self._sums = {
             split: [array("d", [0.0]) * self._columns for _ in PARTS] for split in (True, False)
         }
@@ -242,7 +224,7 @@ class _Table:
         )
 
     def add(self, match: re.Match[bytes]) -> None:
-        """Take in a line: a step, or the means of several, which may reach over columns."""
+        """Add a line: a step, or the means of several, which may span columns."""
         last, count = int(match[1]), int(match[11] or 1)
         if not self._first <= last < self._last:
             return
@@ -269,11 +251,11 @@ class _Table:
 
     def _column(self, step: int) -> int:
         column = (step - self._first) * self._columns // (self._last - self._first)
-        # Integer division in `edges` rounds down: the column may be the one before.
+        # Integer division in `edges` rounds down, so it may be the next column.
         return column + (self._edges[column + 1] <= step)
 
     def rank(self, number: int) -> RankSeries:
-        """What was gathered."""
+        """Return the series of the rank."""
         parts = tuple(array("d", [NAN]) * self._columns for _ in PARTS)
         unsplit = set()
         for column in range(self._columns):
@@ -299,7 +281,7 @@ def _real(text: bytes) -> float:
 
 
 class _Journal:
-    """The two segments of a rank's journal; what cannot be read of them is empty."""
+    """The two segments of a rank's journal. An unreadable one is treated as empty."""
 
     def __init__(self, directory: Path, rank: Rank) -> None:
         path = directory / f"{rank_stem(rank.rank, rank.restart)}.jsonl"
@@ -307,12 +289,12 @@ class _Journal:
         self.size = sum(map(_size, self._paths))
 
     def span(self) -> tuple[int, int] | None:
-        """The numbers of the first and the last step."""
+        """Return the numbers of the first and the last step."""
         numbers: list[int] = []
         for path in self._paths:
             size = _size(path)
-            # The head of a segment has what must not be lost, a quarter of it at most.
-            for place in range(0, min(size, _MOST_HEAD), _CHUNK):
+            # Repeated records take up to a quarter of the segment before the first step.
+            for place in range(0, min(size, _MAX_HEAD), _CHUNK):
                 head = _NUMBER.search(_part(path, place, _CHUNK))
                 if head is not None:
                     numbers.append(int(head[1]))
@@ -322,7 +304,7 @@ class _Journal:
         return (min(numbers), max(numbers)) if numbers else None
 
     def all(self) -> Iterator[re.Match[bytes]]:
-        """Every step."""
+        """Read every step."""
         for path in self._paths:
             rest = b""
             for place in range(0, _size(path), _CHUNK):
@@ -332,12 +314,12 @@ class _Journal:
                 rest = data[whole:][-_CHUNK:]
 
     def some(self, columns: int) -> Iterator[re.Match[bytes]]:
-        """Some steps of each column, and the last ones."""
+        """Read some steps of each column, and the last ones."""
         for path in self._paths:
             size = _size(path)
             places = max(1, columns * size // max(1, self.size))
             for place in range(places):
-                # Early in its column: a line that is cut off at either end is left out.
+                # At the begin of its column. Truncated lines do not match.
                 yield from _STEP.finditer(_part(path, size * place // places, _SAMPLE))
             yield from _STEP.finditer(_part(path, max(0, size - _SAMPLE), _SAMPLE))
 
@@ -358,13 +340,7 @@ def _part(path: Path, place: int, size: int) -> bytes:
 
 
 def newest_steps(directory: Path, rank: Rank, most: int) -> list[StepRecord]:
-    """At most so many steps, the newest ones, oldest of them first.
-
-    Args:
-        directory: The run directory.
-        rank: The rank.
-        most: How many.
-    """
+    """Return at most ``most`` of the newest steps, oldest of them first."""
     path = directory / f"{rank_stem(rank.rank, rank.restart)}.jsonl"
     newest = _last_steps(path, most)
     older = _last_steps(path.with_name(path.name + ".1"), most - len(newest))

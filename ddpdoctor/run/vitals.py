@@ -1,8 +1,7 @@
-"""Memory of ranks and load of GPUs over the whole run, in a file of bounded size: written and read.
+"""Samples of ranks' memory and GPUs' load over a whole run, in a file of bounded size.
 
-Status pages and the GPUs' file hold the present alone. What is drawn over time after the run is
-kept here: a sample every two seconds, and once there are many, every second one of them goes and
-the next ones come half as often.
+Status pages and the GPUs' files hold only current values. Here a sample is kept every two seconds.
+Once there are many, every second one is dropped, and the interval doubles.
 """
 
 from __future__ import annotations
@@ -18,29 +17,23 @@ from ddpdoctor.core import opening
 from ddpdoctor.core.opening import integer
 from ddpdoctor.run import rundir
 from ddpdoctor.run.names import VITALS
-from ddpdoctor.run.reader import MOST_RANKS
+from ddpdoctor.run.reader import MAX_RANKS
 from ddpdoctor.run.records.base import encode
 from ddpdoctor.run.records.decode import SUPERVISOR_RECORDS, parse
 from ddpdoctor.run.records.supervisor import GpuVitals, RankMemory, VitalsRecord
 from ddpdoctor.run.snapshot import Run
 
-# -- memory of ranks and load of GPUs over the whole run, in a file that never grows large
+EVERY = 2.0  # Seconds between the first samples
+MAX_KEPT = 600  # Maximum number of samples
 
+MAX_WRITTEN = 1 << 20
+"""Maximum bytes of all samples. With a thousand ranks there are fewer samples."""
 
-EVERY = 2.0
-"""Seconds between the first samples."""
-
-MOST_KEPT = 600
-"""Samples that are kept."""
-
-MOST_WRITTEN = 1 << 20
-"""And bytes of them: of a thousand ranks there are fewer samples."""
-
-_MOST_GPUS = 1 << 20
+_MAX_GPUS = 1 << 20
 
 
 class Vitals:
-    """Samples a run; as the other watches it is called again and again.
+    """Samples a run. Called as often as the other watches.
 
     Args:
         directory: The run directory.
@@ -54,7 +47,7 @@ class Vitals:
         self._due = time.monotonic()
 
     def look(self, run: Run) -> bool:
-        """Take a sample if one is due; never a reason to examine the run.
+        """Take a sample if one is due. Return False, since it is no reason to examine the run.
 
         Raises:
             OSError: The disk refuses the file.
@@ -67,7 +60,7 @@ class Vitals:
         self._lines.append(line)
         self._size += len(line)
         path = self._directory / VITALS
-        if len(self._lines) > MOST_KEPT or self._size > MOST_WRITTEN:
+        if len(self._lines) > MAX_KEPT or self._size > MAX_WRITTEN:
             del self._lines[1::2]
             self._size = sum(map(len, self._lines))
             self._every *= 2
@@ -91,11 +84,11 @@ class Vitals:
         )
 
     def _gpus(self) -> Iterator[GpuVitals]:
-        """What the poll of this node's GPUs wrote last."""
+        """Read the latest values of the GPU poller."""
         for path in self._directory.glob("gpus-*.json"):
             found = {}
             with contextlib.suppress(OSError, ValueError):
-                found = opening.json_object(path, _MOST_GPUS)
+                found = opening.json_object(path, _MAX_GPUS)
             for each in found.get("gpus", ()):
                 if "utilization" in each or "memory_used" in each:
                     yield GpuVitals(
@@ -109,40 +102,37 @@ class Vitals:
                     )
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing, since nothing is held."""
 
 
-# -- reads memory of ranks and load of GPUs over a run (`ddpdoctor.run.vitals` writes it)
-
-
-MOST_READ = 4 << 20
-MOST_LINE = 1 << 18
-MOST_SAMPLES = 1200
-MOST_CURVES = 64
-"""Ranks, or GPUs, with a curve each; of more there are the least, the median and the most."""
+MAX_READ = 4 << 20
+MAX_LINE = 1 << 18
+MAX_SAMPLES = 1200
+MAX_CURVES = 64
+"""Maximum number of ranks or GPUs with their own curves. Otherwise minimum, median and maximum."""
 
 
 def read_vitals(directory: Path) -> list[VitalsRecord]:
-    """The samples, oldest first; none where nothing can be read."""
+    """Return the samples, oldest first. Empty if they cannot be read."""
     try:
-        lines = opening.ending(directory / VITALS, MOST_READ).split(b"\n")[-MOST_SAMPLES:]
+        lines = opening.ending(directory / VITALS, MAX_READ).split(b"\n")[-MAX_SAMPLES:]
     except OSError:
         return []
-    found = (parse(line, SUPERVISOR_RECORDS) for line in lines if len(line) <= MOST_LINE)
+    found = (parse(line, SUPERVISOR_RECORDS) for line in lines if len(line) <= MAX_LINE)
     return [each for each in found if isinstance(each, VitalsRecord)]
 
 
 def vitals_curves(directory: Path, restart: int, started: float) -> dict[str, Any]:
-    """Curves of one attempt: seconds, and by name a value for each of them, or null.
+    """Return the curves of one attempt: seconds, and by name a value for each, or null.
 
     Args:
         directory: The run directory.
         restart: The attempt.
-        started: Unix seconds from which on time is counted.
+        started: Origin of the time axis in Unix seconds.
     """
     samples = [each for each in read_vitals(directory) if each.restart == restart]
-    ranks = sorted({memory.rank for each in samples for memory in each.ranks})[:MOST_RANKS]
-    gpus = sorted({(gpu.host, gpu.gpu) for each in samples for gpu in each.gpus})[:MOST_RANKS]
+    ranks = sorted({memory.rank for each in samples for memory in each.ranks})[:MAX_RANKS]
+    gpus = sorted({(gpu.host, gpu.gpu) for each in samples for gpu in each.gpus})[:MAX_RANKS]
     memory = [{each.rank: each for each in sample.ranks} for sample in samples]
     load = [{(each.host, each.gpu): each for each in sample.gpus} for sample in samples]
 
@@ -169,14 +159,14 @@ def vitals_curves(directory: Path, restart: int, started: float) -> dict[str, An
 
 
 def _names(names: list[str]) -> list[str]:
-    return names if len(names) <= MOST_CURVES else ["least", "median", "most"]
+    return names if len(names) <= MAX_CURVES else ["least", "median", "most"]
 
 
 def _curves(rows: Sequence[Sequence[float | None]]) -> list[list[float | None]]:
-    """A curve for each place of the rows, which are moments; none if no value is known."""
+    """Turn rows, one for each time, into curves. Empty if no value is known."""
     if not any(value is not None for row in rows for value in row):
         return []
-    if len(rows[0]) > MOST_CURVES:
+    if len(rows[0]) > MAX_CURVES:
         rows = [_spread([value for value in row if value is not None]) for row in rows]
     return [list(curve) for curve in zip(*rows, strict=True)]
 

@@ -1,1 +1,1 @@
-"""Where the ranks of a live run are in the code: asked from outside, and merged into one tree."""
+"""Stacks of the ranks of a live run, captured from outside and merged into one tree."""

@@ -1,4 +1,4 @@
-"""Capture stacks of processes: by the probe, or by py-spy."""
+"""Capture the stacks of a live run's ranks, through the probe or py-spy."""
 
 from __future__ import annotations
 
@@ -21,37 +21,34 @@ from ddpdoctor.stacks.rank_stacks import MAIN, Frame, RankStacks, Thread
 from ddpdoctor.system.proc import ENDED, pause, read_stat
 from ddpdoctor.system.process_activity import ProcessState, Turn, lacked, read_state, read_turn
 
-# -- what py-spy sees of a process from outside, if it is installed and may look (ptrace)
+# -- py-spy, if it is installed and has the permission (ptrace)
 
 
 MISSING = "py-spy is not installed (pip install py-spy)"
 FORBIDDEN = "py-spy may not look into the process (ptrace is not permitted)"
 
-MOST = 16
-"""Processes that are looked into at once."""
-
-_KILLED = 0.3
-"""Seconds for a py-spy that was killed; one that waits in the kernel does not end before that."""
+MAX_PROCESSES = 16  # Maximum number of processes that py-spy examines at once
+_KILLED = 0.3  # Seconds to wait for a killed py-spy, which may be blocked in the kernel
 
 _NOT_HELD = ("T", "t", "D")
-"""States of a process that cannot be held: it is already, or does not react."""
+"""States of a process that cannot be paused: it is stopped already, or does not react."""
 
 _Dump = list[dict[str, Any]]
 
 
 def find_py_spy() -> str | None:
-    """The program's path: beside this interpreter, or on ``PATH``."""
+    """Find the program beside this interpreter, or on ``PATH``."""
     beside = os.path.join(os.path.dirname(sys.executable), "py-spy")
     return beside if os.access(beside, os.X_OK) else shutil.which("py-spy")
 
 
 def read_silent(stacks: Sequence[RankStacks], patience: float) -> list[RankStacks]:
-    """The same, with the stacks of living processes that gave none themselves, as py-spy sees them.
+    """Add stacks from py-spy for living processes that did not respond.
 
-    Those that answered are not touched, and no process is held.
+    No process is paused, and those that responded are left alone.
 
     Args:
-        stacks: Of processes of this host and of others.
+        stacks: Stacks of processes of this and other hosts.
         patience: Seconds for all of them together.
     """
     silent = [
@@ -74,14 +71,14 @@ def read_silent(stacks: Sequence[RankStacks], patience: float) -> list[RankStack
 def add_native(
     stacks: Sequence[RankStacks], patience: float, ranks: Collection[int] | None = None
 ) -> list[RankStacks]:
-    """The same, with native frames where they can be had, else with a note why not.
+    """Add native frames from py-spy, or a note why they are missing.
 
-    Each process is held for a second or two: for those that somebody asks for, or gave up.
+    Pauses each process for a second or two, so it is for requested or hopeless ranks only.
 
     Args:
-        stacks: Of processes of this host; those without a stack are left as they are.
+        stacks: Stacks of processes of this host. Those without a stack are left unchanged.
         patience: Seconds for all of them together.
-        ranks: Only these.
+        ranks: Only these ranks.
     """
     wanted = [
         number
@@ -102,17 +99,17 @@ def add_native(
 def _dump_each(
     stacks: Sequence[RankStacks], numbers: Sequence[int], how: list[str], patience: float
 ) -> dict[int, tuple[_Dump | None, str]]:
-    """What py-spy says of some of these, or why it says nothing."""
+    """Run py-spy on some of these. Return its output or the reason why there is none."""
     program = find_py_spy()
     if program is None:
         return dict.fromkeys(numbers, (None, MISSING))
     deadline = time.monotonic() + patience
     started: dict[int, subprocess.Popen[str]] = {}
-    for number in numbers[:MOST]:
+    for number in numbers[:MAX_PROCESSES]:
         with contextlib.suppress(OSError):
             started[number] = _start(program, stacks[number].pid, how)
     outcomes: dict[int, tuple[_Dump | None, str]] = dict.fromkeys(
-        numbers, (None, f"only {MOST} processes were looked into")
+        numbers, (None, f"only {MAX_PROCESSES} processes were looked into")
     )
     for number, process in started.items():
         outcomes[number] = _outcome(process, max(deadline - time.monotonic(), 0.05), patience)
@@ -137,12 +134,12 @@ def _outcome(
     try:
         out, errors = process.communicate(timeout=left)
     except subprocess.TimeoutExpired:
-        # The kernel lets the process go on when its tracer ends.
+        # The kernel resumes the process when its tracer ends.
         process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=_KILLED)
         return None, f"py-spy took over {patience:.1f} s"
-    # The supervisor takes the exit statuses of all its children, so that there may be none here.
+    # The exit status may be missing, because the supervisor reaps all its children.
     if not out.strip():
         return None, _reason(errors)
     try:
@@ -159,10 +156,10 @@ def _reason(errors: str) -> str:
 
 
 def _checked(dump: Any) -> _Dump:
-    """A dump, if it is one.
+    """Check the structure of a dump.
 
     Raises:
-        ValueError, TypeError, LookupError, AttributeError: It is none.
+        ValueError, TypeError, LookupError, AttributeError: It is no dump.
     """
     for thread in dump:
         if not isinstance(thread["pid"], int):
@@ -180,7 +177,7 @@ def _is_main(thread: dict[str, Any]) -> bool:
 
 
 def _threads(dump: _Dump, pid: int) -> tuple[Thread, ...]:
-    """The Python stacks of a dump, without those of ddpdoctor's threads, the main thread first."""
+    """Return the Python stacks of a dump without ddpdoctor's threads, the main thread first."""
     try:
         cwd = os.readlink(f"/proc/{pid}/cwd")
     except OSError:
@@ -200,36 +197,29 @@ def _threads(dump: _Dump, pid: int) -> tuple[Thread, ...]:
 
 
 def native_frames(dump: _Dump) -> tuple[str, ...]:
-    """What the main thread does below its innermost frame of Python, outermost first."""
+    """Return the native frames below the main thread's innermost Python frame, outermost first."""
     main = next((thread for thread in dump if _is_main(thread)), None)
     found: list[str] = []
     for frame in main["frames"] if main is not None else ():
         if not frame.get("module"):
-            # The innermost frame of Python.
+            # The innermost Python frame.
             break
-        # An address says nothing, and differs from rank to rank.
+        # An address means nothing, and differs between ranks.
         name = "?" if frame["name"].startswith("0x") else frame["name"]
         found.append(f"{name} ({os.path.basename(frame['module'])})")
     return tuple(reversed(found))
 
 
-# -- takes the stacks of a live run's ranks, those of one host at a time and all in parallel
+# -- All ranks of this host, in parallel
 
 
-PATIENCE = 3.0
-"""Seconds that all ranks together are waited for."""
-
-_ANSWERS = 0.7
-"""Share of that for ranks to answer in, where py-spy may look into those that do not."""
-
-_MOST = 3.0
-"""Times as long at most for ranks that have no core to answer on."""
-
-_ANSWERED = object()
-"""In place of what an asking yields while it goes on, which is None."""
+PATIENCE = 3.0  # Seconds to wait for all ranks together
+_ANSWERS = 0.7  # Share of that for responses, if py-spy can examine the ranks that do not respond
+_MAX_STRETCH = 3.0  # Maximum factor by which the wait grows for ranks that lack a core
+_ANSWERED = object()  # Marks an exhausted request. A pending one yields None.
 
 _POLLS = (0.001, 0.02)
-"""Seconds between two looks whether ranks have answered: at first, and at most."""
+"""Seconds between two polls for responses: the first interval, and the longest."""
 
 
 def capture(
@@ -239,19 +229,18 @@ def capture(
     *,
     native: bool = False,
 ) -> tuple[RankStacks, ...]:
-    """The stacks of the ranks of the newest attempt, ascending by rank.
+    """Return the stacks of the newest attempt's ranks, ascending by rank. Never raise.
 
-    Processes that torchrun started, and those that are in ``init_process_group``, are among them:
-    a rank that never gets so far is one that somebody looks for. A rank that cannot be asked
-    (on another host, dead) says so in its ``trouble``; one that does not answer, being stopped, is
-    looked into by py-spy if that is there and may. Nothing is raised.
+    This includes processes that torchrun started but that have not become ranks, for example
+    because they hang in ``init_process_group``. A rank that cannot be asked (on another host, dead)
+    has a ``trouble``. py-spy examines ranks that do not respond, if it can.
 
     Args:
         run: A snapshot of the run.
-        ranks: Only these.
-        patience: Seconds for all of it, part of them for py-spy to look into ranks that did not
-            answer. With ``native``, py-spy gets so much time again.
-        native: Also ask py-spy for native frames. It stops the rank for a second or two.
+        ranks: Only these ranks.
+        patience: Seconds in total, including py-spy on ranks that do not respond. With ``native``,
+            py-spy gets the same time again.
+        native: Also get native frames from py-spy, which pauses each rank for a second or two.
     """
     began = time.monotonic()
     here = namespace()
@@ -271,9 +260,9 @@ def capture(
 
 
 def _ask(targets: Sequence[_Target], limit: float) -> float:
-    """Ask all at once, until they have answered; for how long they were waited for.
+    """Ask all processes at once. Return the seconds that they were given.
 
-    For ranks that have no core to answer on, that is longer than ``limit`` seconds.
+    These are more than ``limit`` if ranks have no core on which to respond.
     """
     began = time.monotonic()
     asked = [
@@ -288,7 +277,7 @@ def _ask(targets: Sequence[_Target], limit: float) -> float:
         waited = time.monotonic() - began
         if asked and waited >= until:
             lost = max(_without_core(before, each, waited) for each, _, before in asked)
-            until = min(limit + lost, _MOST * limit)
+            until = min(limit + lost, _MAX_STRETCH * limit)
         if not asked or waited >= until:
             break
         pause(poll)
@@ -299,7 +288,7 @@ def _ask(targets: Sequence[_Target], limit: float) -> float:
 
 
 def _turns(target: _Target) -> dict[int, Turn]:
-    """What the threads of a process that an answer hangs on have had of the cores."""
+    """Return the CPU time used by the threads whose response we are waiting for."""
     declared = target.declared
     threads = (declared.thread, declared.main_thread) if declared is not None else ()
     found = {thread: read_turn(target.pid, thread) for thread in threads}
@@ -314,7 +303,7 @@ def _without_core(before: dict[int, Turn], target: _Target, seconds: float) -> f
 
 @dataclass
 class _Target:
-    """A process that is a rank, or is to become one."""
+    """A process that is a rank, or will become one."""
 
     rank: int
     restart: int
@@ -327,7 +316,7 @@ class _Target:
     asking: Asking | None = None
 
     def look(self, here: str) -> None:
-        """See from outside whether it can be asked."""
+        """Check from outside whether it can be asked."""
         if self.namespace and self.namespace != here:
             self.trouble = f"on another host or in another container: {self.host or 'unknown'}"
             return
@@ -343,7 +332,7 @@ class _Target:
             self.trouble = "takes no stack requests: not on Linux, or without a free signal"
 
     def stacks(self, waited: float) -> RankStacks:
-        """What is known after so many seconds."""
+        """Return the result after so many seconds."""
         asking = self.asking
         found = RankStacks(
             self.rank, self.restart, self.pid, self.host, state=self.state, trouble=self.trouble
@@ -364,21 +353,16 @@ class _Target:
 
 
 def _targets(run: Run) -> list[_Target]:
-    """The processes of the newest attempt, ascending by rank."""
+    """Return the processes of the newest attempt, ascending by rank."""
     every = read_declared(run.path)
     by_pid = {(declared.namespace, declared.pid): declared for declared in every}
     attempt = max([run.restarts[-1], *(declared.restart for declared in every)])
     found: dict[int, _Target] = {}
     for declared in every:
-        # Not yet a rank: its environment says which one it is to be.
+        # Not yet a rank. Its environment says which one it will be.
         if declared.rank is not None and declared.restart == attempt:
             found[declared.rank] = _Target(
-                declared.rank,
-                attempt,
-                declared.pid,
-                declared.host,
-                declared.namespace,
-                declared,
+                declared.rank, attempt, declared.pid, declared.host, declared.namespace, declared
             )
     for rank in run.attempt(attempt):
         target = _of_rank(rank, by_pid)
@@ -394,7 +378,7 @@ def _of_rank(rank: Rank, by_pid: dict[tuple[str, int], Declared]) -> _Target | N
     place, host = rank.opened.namespace or "", rank.opened.host
     declared = by_pid.get((place, pid))
     if declared is None and not place:
-        # Its journal has not been written yet.
+        # Its journal is not written yet.
         declared = next((each for (_, known), each in by_pid.items() if known == pid), None)
     if declared is not None:
         place, host = declared.namespace, declared.host

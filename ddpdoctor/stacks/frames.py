@@ -1,4 +1,4 @@
-"""Tell the user's frames from others, and merge stacks that are alike into a tree."""
+"""Separate the user's frames from others, and merge the stacks of ranks into a tree."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ from ddpdoctor.core import opening
 from ddpdoctor.core.user_code import user_file
 from ddpdoctor.stacks.rank_stacks import CUT, Frame, RankStacks
 
-# -- user frames
-
-
-# By name, too, since the ranks may run another Python than this one.
+# By name, since the ranks may run another Python than this one.
 _INSTALLED = re.compile(r"/(?:site-packages|dist-packages)/([^/]+)")
 _STANDARD = re.compile(r"/lib(?:64)?/python3\.\d+t?/")
 _PROBE = "/ddpdoctor/probe/"
@@ -24,37 +21,37 @@ _PROBE = "/ddpdoctor/probe/"
 
 @lru_cache(maxsize=8192)
 def is_user_path(path: str) -> bool:
-    """Whether a file's code is the user's."""
+    """Return whether a file's code is the user's."""
     if path.startswith(("<", "?", "...")) or is_probe_path(path):
         return False
     return not (_INSTALLED.search(path) or _STANDARD.search(path)) and user_file(path)
 
 
 def is_probe_path(path: str) -> bool:
-    """Whether a file is one of the hooks that stand between the user and torch."""
+    """Return whether a file belongs to ddpdoctor's hooks between the user and torch."""
     return _PROBE in path
 
 
 def is_ours(frames: Iterable[Frame]) -> bool:
-    """Whether a thread with this stack (outermost frame first) is the probe's or the debugger's."""
+    """Return whether a stack (outermost frame first) is of a thread of the probe or debugger."""
     start = next((f.path for f in frames if not f.path.endswith("/threading.py")), "")
     return is_probe_path(start) or "pydevd" in start
 
 
 def user_frames(frames: Iterable[Frame]) -> tuple[Frame, ...]:
-    """The user's frames among these, in their order."""
+    """Return the user's frames, in their order."""
     return tuple(frame for frame in frames if is_user_path(frame.path))
 
 
 def innermost(frames: Iterable[Frame]) -> Frame | None:
-    """The innermost frame of the user's code in a stack (outermost frame first), if it has one."""
+    """Return the innermost frame of the user's code in a stack (outermost frame first)."""
     mine = user_frames(frames)
     return mine[-1] if mine else None
 
 
 @lru_cache(maxsize=8192)
 def library(path: str) -> str:
-    """The library that a file which is not the user's belongs to: ``torch``, ``Python``."""
+    """Return the library of a file that is not the user's: ``torch``, ``Python``."""
     match = _INSTALLED.search(path)
     if match is not None:
         return match[1].removesuffix(".py")
@@ -62,14 +59,14 @@ def library(path: str) -> str:
 
 
 FOLDED = "(folded)"
-"""The function of a frame that stands for several of libraries, whose names are its path."""
+"""Function name of a frame that stands for several library frames. Its path names them."""
 
 
 def fold(frames: Sequence[Frame]) -> tuple[Frame, ...]:
-    """A stack as the user's frames, and one in place of each run of library frames between them.
+    """Replace each run of library frames between the user's frames by a single frame.
 
-    What started the script is left out, and so is what the innermost of the user's lines called
-    (:func:`tail`). A stack that has no frame of the user's stays as it is.
+    Frames that started the script are left out, and so are those below the user's innermost frame
+    (:func:`tail`). A stack without user frames is returned unchanged.
     """
     mine = [number for number, frame in enumerate(frames) if is_user_path(frame.path)]
     if not mine:
@@ -87,10 +84,7 @@ def fold(frames: Sequence[Frame]) -> tuple[Frame, ...]:
 
 
 def tail(frames: Sequence[Frame]) -> tuple[Frame, ...]:
-    """The library frames below the innermost of the user's lines, outermost first.
-
-    Without those of our hooks.
-    """
+    """Return the library frames below the user's innermost frame, without those of our hooks."""
     end = len(frames)
     while end > 0 and not is_user_path(frames[end - 1].path):
         end -= 1
@@ -98,26 +92,25 @@ def tail(frames: Sequence[Frame]) -> tuple[Frame, ...]:
 
 
 def libraries(frames: Iterable[Frame]) -> str:
-    """The libraries that frames belong to: ``torch``, or ``torch and Python``."""
+    """Name the libraries of frames: ``torch``, or ``torch and Python``."""
     names = list(
         dict.fromkeys(library(frame.path) for frame in frames if not is_probe_path(frame.path))
     )
     return f"{names[0]} and others" if len(names) > 2 else " and ".join(names)
 
 
-# -- the source text of frames, where the file is still what the job runs
+# -- Source lines of frames
 
 
-Code = Mapping[Frame, str]
-"""A line of source for each frame of which it is known."""
+Code = Mapping[Frame, str]  # The source line of each frame, if known
 
 
 def code_of(frames: Iterable[Frame], before: int) -> dict[Frame, str]:
-    """The lines of the user's frames.
+    """Return the source lines of the user's frames.
 
     Args:
         frames: Any frames.
-        before: Unix nanoseconds. A file that was changed since is left out: its lines are not
+        before: Unix nanoseconds. Files that changed since are skipped, because their lines are not
             those that run.
     """
     found: dict[Frame, str] = {}
@@ -143,7 +136,7 @@ def _lines(path: Path, before: int) -> list[str]:
         return []
 
 
-# -- the stacks of all ranks as one tree: equal frames once, each with the ranks that are in it
+# -- Merged stacks
 
 
 Keep = Callable[[Sequence[Frame]], Sequence[Frame]]
@@ -151,17 +144,14 @@ Keep = Callable[[Sequence[Frame]], Sequence[Frame]]
 
 @dataclass(frozen=True)
 class Node:
-    """A chain of frames that the same ranks are in, and where they part."""
+    """A chain of frames that the same ranks are in, and where they separate."""
 
-    ranks: tuple[int, ...]
-    """Ascending."""
-    frames: tuple[Frame, ...]
-    """Outermost first; all of these ranks are in all of them."""
+    ranks: tuple[int, ...]  # Ascending
+    frames: tuple[Frame, ...]  # Outermost first. All of these ranks are in all of them.
     children: tuple[Node, ...]
-    """Where they are further in; odd ones first, then the fewest. The ranks that are in none of
-    them stand at the last of the frames."""
-    odd: bool
-    """Whether most ranks are elsewhere in the user's code."""
+    """Deeper frames: odd nodes first, then those with the fewest ranks. Ranks that are in none of
+    them are at the last of the frames."""
+    odd: bool  # Most ranks are elsewhere in the user's code
 
 
 @dataclass(frozen=True)
@@ -170,19 +160,17 @@ class Merged:
 
     roots: tuple[Node, ...]
     odd: frozenset[int]
-    """The ranks that are elsewhere in the user's code than more than half of all are."""
-    places: int
-    """In how many different places of the user's code the ranks are."""
-    missing: tuple[RankStacks, ...]
-    """The ranks without a stack, each with its trouble."""
+    """The ranks that are elsewhere in the user's code than the majority of all ranks."""
+    places: int  # Number of different places of the user's code
+    missing: tuple[RankStacks, ...]  # The ranks without a stack
 
 
 def merge(stacks: Iterable[RankStacks], keep: Keep = tuple) -> Merged:
     """Merge the main threads of ranks.
 
     Args:
-        stacks: Of any ranks, each rank once.
-        keep: Which frames of a stack to take; all of them unless said.
+        stacks: Stacks of ranks, each rank once.
+        keep: Selects the frames of a stack, by default all.
     """
     found = sorted(stacks, key=lambda each: each.rank)
     mains = {each.rank: main.frames for each in found if (main := each.main) is not None}
@@ -197,10 +185,10 @@ def merge(stacks: Iterable[RankStacks], keep: Keep = tuple) -> Merged:
 
 
 def odd_ones(mains: dict[int, tuple[Frame, ...]]) -> tuple[frozenset[int], int]:
-    """The ranks that are elsewhere than most, and the number of different places.
+    """Return the ranks that are elsewhere than the majority, and the number of different places.
 
-    Two ranks are in the same place if the user's frames of their stacks are equal; what libraries
-    do below them may differ. No rank is odd where no place has more than half of the ranks.
+    Two ranks are in the same place if their user frames are equal. The library frames below may
+    differ. No rank is odd if no place has more than half of the ranks.
     """
     places: dict[tuple[Frame, ...], list[int]] = defaultdict(list)
     for rank, frames in mains.items():
@@ -214,7 +202,7 @@ def odd_ones(mains: dict[int, tuple[Frame, ...]]) -> tuple[frozenset[int], int]:
 def _nodes(
     ranks: Sequence[int], stacks: dict[int, tuple[Frame, ...]], depth: int, odd: frozenset[int]
 ) -> tuple[Node, ...]:
-    """The ranks by their frame at ``depth``, which all of them reach by the same way."""
+    """Group ranks by their frame at ``depth``. Their frames above are equal."""
     groups: dict[Frame, list[int]] = defaultdict(list)
     for rank in ranks:
         if depth < len(stacks[rank]):

@@ -6,12 +6,13 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from ddpdoctor.core import opening
 from ddpdoctor.core.opening import integer
 from ddpdoctor.run import rundir
 from ddpdoctor.run.names import FORMAT
-from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.run.records.base import JsonObject, document
 from ddpdoctor.run.records.evidence import MAIN as MAIN
 from ddpdoctor.run.records.evidence import Frame as Frame
 from ddpdoctor.run.records.evidence import RankStacks as RankStacks
@@ -19,31 +20,23 @@ from ddpdoctor.run.records.evidence import Thread as Thread
 from ddpdoctor.run.records.typed_json import decoder
 
 ENDING = "its interpreter is shutting down"
-"""The trouble of a rank that cannot answer because its Python is being taken down."""
+"""The trouble of a rank that cannot respond because its Python is shutting down."""
 
 CUT = Frame("...", 0, "...")
-"""Stands for the outer frames of a stack of which only the innermost 100 are known."""
+"""Stands for the outer frames of a stack if only the innermost 100 are known."""
 
 
 def to_record(stacks: RankStacks) -> JsonObject:
-    """Stacks as JSON."""
-    state = stacks.state
-    return {
-        **vars(stacks),
-        "state": {**vars(state), "children": [vars(child) for child in state.children]},
-        "native": list(stacks.native),
-        "threads": [
-            {**vars(thread), "frames": [frame._asdict() for frame in thread.frames]}
-            for thread in stacks.threads
-        ],
-    }
+    """Return stacks as JSON."""
+    return cast(JsonObject, document(stacks))
 
 
-from_record = decoder(RankStacks)
-"""Make stacks of their JSON. What is damaged in it is left out."""
+def from_record(record: JsonObject) -> RankStacks:
+    """Return the stacks of a JSON object. Skip what is missing or damaged."""
+    return decoder(RankStacks)({"rank": -1, **record})
 
 
-# -- the last stacks that were taken of a run, kept in its directory for when it is over
+# -- The last stacks taken of a run, kept in its directory
 
 
 STACKS_FILE = "stacks.json"
@@ -51,20 +44,19 @@ STACKS_FILE = "stacks.json"
 
 @dataclass(frozen=True)
 class Saved:
-    """Stacks, and when they were taken."""
+    """Stacks, and the time at which they were taken."""
 
-    time: int
-    """Unix nanoseconds."""
+    time: int  # Unix nanoseconds
     stacks: tuple[RankStacks, ...]
 
 
 def stacks_record(stacks: Iterable[RankStacks], time: int) -> JsonObject:
-    """Stacks of one moment as JSON; what ``ddpdoctor stacks --json`` prints, too."""
+    """Return the stacks of one time as JSON, which ``ddpdoctor stacks --json`` prints, too."""
     return {"format": FORMAT, "time": time, "ranks": [to_record(each) for each in stacks]}
 
 
 def save_stacks(directory: Path, stacks: Iterable[RankStacks], time: int) -> None:
-    """Keep these stacks in place of those that were kept before.
+    """Keep these stacks in place of the earlier ones.
 
     Raises:
         OSError: The run directory cannot be written.
@@ -73,11 +65,11 @@ def save_stacks(directory: Path, stacks: Iterable[RankStacks], time: int) -> Non
 
 
 def load_stacks(directory: Path) -> Saved | None:
-    """What was kept last, None if there is nothing that can be read."""
+    """Return the kept stacks, or None if they cannot be read."""
     try:
         record = opening.json_object(directory / STACKS_FILE, opening.MOST_RECORD)
         if integer(record, "format") > FORMAT:
             return None
         return Saved(integer(record, "time"), tuple(from_record(each) for each in record["ranks"]))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except (OSError, ValueError, LookupError, TypeError):
         return None

@@ -1,4 +1,4 @@
-"""Read GPU faults and throttling, and poll GPUs in a separate process."""
+"""Read the health of GPUs, and poll their load for the run directory."""
 
 from __future__ import annotations
 
@@ -16,69 +16,57 @@ from typing import Any
 from ddpdoctor.run import rundir
 from ddpdoctor.run.names import FORMAT
 from ddpdoctor.run.records.base import JsonObject
-from ddpdoctor.system.nvml import Device, NvmlReader, Process, Reading
+from ddpdoctor.system.nvml import Device, NvmlReader, Process, Reading, text_of
 
-# -- what is lasting about the GPUs of this machine: links, memory faults, settings, by NVML
+# -- Health: links, memory faults, settings
 
 
-MOST_LINKS = 18
-"""NVLinks of the largest GPUs so far."""
-
-BUSY = 50
-"""Percent of the time in which kernels run, from which on its links are at full speed."""
+MAX_LINKS = 18  # Maximum number of NVLinks of a GPU
+BUSY = 50  # Minimum percent of the time with running kernels at which links are at full speed
 
 _PEER_READ = 0
 _PEER_NVLINK = 2
 _PERSISTENT = 1
 _EXCLUSIVE_THREAD, _PROHIBITED, _EXCLUSIVE_PROCESS = 1, 2, 3
-"""Compute modes of NVML, other than 0, the default."""
+"""NVML's compute modes besides the default, 0."""
 
 
 @dataclass(frozen=True)
 class Health:
-    """A GPU that answers; what is not known is None."""
+    """A GPU that responds. None if not known."""
 
     device: Device
-    memory_total: int | None = None
-    """Bytes."""
+    memory_total: int | None = None  # Bytes
     memory_used: int | None = None
     processes: tuple[Process, ...] = ()
-    uncorrected: int | None = None
-    """Memory errors since the driver was loaded that ECC could not correct."""
-    rows_pending: bool = False
-    """Whether a faulty row or page of memory waits for a reset to be replaced."""
+    uncorrected: int | None = None  # Uncorrectable memory errors since the driver was loaded
+    rows_pending: bool = False  # A faulty memory row or page will be replaced by a reset
     rows_failed: bool = False
-    """Whether no spare rows are left to replace a faulty one."""
+    """A faulty memory row could not be replaced, as there are no spare rows."""
     throttled: tuple[str, ...] = ()
     temperature: int | None = None
-    width: int | None = None
-    """PCIe lanes now."""
-    width_most: int | None = None
-    """PCIe lanes that GPU and slot both have."""
+    width: int | None = None  # PCIe lanes now
+    width_most: int | None = None  # PCIe lanes that both GPU and slot have
     generation: int | None = None
     generation_most: int | None = None
-    busy: bool = False
-    """Whether it runs at full clocks: an idle GPU lowers its PCIe generation by design."""
-    links: tuple[bool, ...] = ()
-    """Its NVLinks: whether each is up."""
-    fabric_ready: bool | None = None
-    """Whether the NVSwitch fabric that it is part of is set up; None without one."""
+    busy: bool = False  # It runs at full clocks. An idle GPU lowers its PCIe generation by design.
+    links: tuple[bool, ...] = ()  # Whether each NVLink is up
+    fabric_ready: bool | None = None  # Whether its NVSwitch fabric is set up. None without one.
     persistent: bool | None = None
     compute_mode: int | None = None
-    """NVML's: 0 shared, 2 prohibited, 1 and 3 one process alone."""
-    instances: tuple[str, ...] = ()
-    """The UUIDs of its MIG instances."""
+    """NVML's number: 0 shared, 2 prohibited, 1 and 3 a single process."""
+    instances: tuple[str, ...] = ()  # The UUIDs of its MIG instances
     problem: str = ""
 
     @property
     def closed(self) -> bool:
-        """Whether its compute mode keeps a new process out."""
+        """Whether its compute mode refuses a new process."""
         alone = self.compute_mode in (_EXCLUSIVE_THREAD, _EXCLUSIVE_PROCESS)
         return self.compute_mode == _PROHIBITED or (alone and bool(self.processes))
 
     @property
     def lost(self) -> bool:
-        """Whether it stopped answering while it was asked."""
+        """Whether it stopped responding meanwhile."""
         return any(word in self.problem for word in ("lost", "reset", "unknown error"))
 
 
@@ -87,14 +75,14 @@ class GpuFacts:
     """The GPUs of this machine.
 
     Attributes:
-        gpus: Those that answer.
-        absent: Why others do not, by index.
-        trouble: Why none can be read, in words; empty if they can.
-        code: NVML's code for that, 0 if NVML has none (no library).
+        gpus: The GPUs that respond.
+        absent: Why others do not respond, by index.
+        trouble: Why GPUs cannot be read, in words. Empty if they can.
+        code: NVML's code for that. 0 if there is none, as without the library.
         driver: The driver's version.
-        cuda: The newest CUDA that the driver runs, such as ``12.8``.
-        peers: For pairs of indices, whether one can read the other's memory directly.
-        nvlinked: The pairs that reach each other by NVLink, directly or through a switch.
+        cuda: The newest CUDA version that the driver supports, such as ``12.8``.
+        peers: Whether two GPUs can read each other's memory directly, by their indices.
+        nvlinked: The pairs of indices that are connected by NVLink, directly or through a switch.
     """
 
     gpus: tuple[Health, ...] = ()
@@ -108,7 +96,7 @@ class GpuFacts:
 
     @property
     def held_by(self) -> dict[int, int]:
-        """Bytes of GPU memory by pid."""
+        """Bytes of GPU memory that each process holds, by pid."""
         held: dict[int, int] = {}
         for gpu in self.gpus:
             for process in gpu.processes:
@@ -117,14 +105,15 @@ class GpuFacts:
 
 
 def read_health(further: Callable[[], None] = lambda: None) -> GpuFacts:
-    """Ask the driver once for everything.
+    """Read everything once.
 
     Args:
-        further: Called whenever another GPU has answered.
+        further: Called after each GPU, to show progress.
     """
     reader = NvmlReader(further=further)
     try:
         devices = reader.devices()
+        cuda = reader.system("CudaDriverVersion_v2")
         trouble, code = reader.trouble, reader.code
         gpus = []
         for device in devices:
@@ -133,11 +122,11 @@ def read_health(further: Callable[[], None] = lambda: None) -> GpuFacts:
         return GpuFacts(
             gpus=tuple(gpus),
             absent=tuple(sorted(reader.absent.items())),
-            # A GPU that broke the library on the way is reported with that GPU.
+            # A GPU that broke the library meanwhile is reported with that GPU.
             trouble=trouble if not devices else "",
             code=code if not devices else 0,
-            driver=_text(reader.system("DriverVersion")),
-            cuda=_cuda(reader.system("CudaDriverVersion_v2")),
+            driver=text_of(reader.system("DriverVersion") or ""),
+            cuda=f"{cuda // 1000}.{cuda % 1000 // 10}" if isinstance(cuda, int) else "",
             peers=tuple(_peers(reader, devices, _PEER_READ)),
             nvlinked=tuple(
                 (one, other) for one, other, works in _peers(reader, devices, _PEER_NVLINK) if works
@@ -148,7 +137,7 @@ def read_health(further: Callable[[], None] = lambda: None) -> GpuFacts:
 
 
 def health(reader: NvmlReader, device: Device) -> Health:
-    """Ask the driver for everything about a GPU."""
+    """Read everything about a GPU."""
     brief, rest = reader.brief(device), reader.rest(device)
     rows = reader.query(device, "RemappedRows")
     pages = reader.query(device, "RetiredPagesPendingStatus")
@@ -180,10 +169,10 @@ def health(reader: NvmlReader, device: Device) -> Health:
 
 def _links(reader: NvmlReader, device: Device) -> tuple[bool, ...]:
     states = []
-    for link in range(MOST_LINKS):
+    for link in range(MAX_LINKS):
         state = reader.query(device, "NvLinkState", link)
         if state is None:
-            # A link that is not there is "not supported", and so are all behind it.
+            # A missing link is "not supported", and so are all after it.
             break
         states.append(state == 1)
     return tuple(states)
@@ -209,36 +198,25 @@ def _whole(value: Any) -> int | None:
     return value if isinstance(value, int) and value != 0xFFFFFFFF else None
 
 
-def _text(value: Any) -> str:
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value or "")
+# -- Polling for the run directory
 
 
-def _cuda(number: Any) -> str:
-    return f"{number // 1000}.{number % 1000 // 10}" if isinstance(number, int) else ""
-
-
-# -- the GPUs of this machine, read again and again, as a JSON object for the run directory
-
-
-EVERY = 1.0
-"""Seconds between two readings of what changes fast."""
-
-SLOWLY = 5.0
-"""Seconds between two readings of the rest."""
+EVERY = 1.0  # Seconds between two samples of values that change fast
+SLOWLY = 5.0  # Seconds between two samples of the others
 
 
 def file_name(host: str) -> str:
-    """Where the GPUs of a node are, in the run directory."""
+    """Return the name of a node's file in the run directory."""
     safe = "".join(letter if letter.isalnum() or letter in "-._" else "_" for letter in host)
     return f"gpus-{safe}.json"
 
 
 class Poller:
-    """Reads all GPUs of this machine. One thread at a time; nothing raises.
+    """Samples all GPUs of this machine. For one thread at a time. Never raises.
 
     Args:
         reader: Reads a GPU.
-        clock: Seconds.
+        clock: Returns seconds.
     """
 
     def __init__(
@@ -251,13 +229,13 @@ class Poller:
         self._rest: dict[str, Reading] = {}
         self._slow_due = float("-inf")
         self._carried: dict[str, tuple[float, int, float | None]] = {}
-        """What the NVLinks of a GPU had carried, when, and how much a second."""
+        """By GPU: time and NVLink bytes of the last slow sample, and the rate."""
 
     def read(self) -> JsonObject:
-        """What they do now: ``format, time, host, nvml, gpus``.
+        """Return a sample as JSON: ``format, time, host, nvml, gpus``.
 
-        ``nvml`` says in words why they cannot be read. A GPU that was there stays in the list, with
-        its ``problem`` instead of numbers.
+        ``nvml`` says why GPUs cannot be read. A GPU that disappeared stays in the list, with a
+        ``problem`` instead of numbers.
         """
         devices = {device.uuid: device for device in self._reader.devices()}
         self._known.update(devices)
@@ -288,7 +266,7 @@ class Poller:
         }
 
     def _nvlink(self, device: Device, rest: Reading, now: float) -> float | None:
-        """Bytes a second over NVLink, between the last two readings of the rest."""
+        """Return bytes per second over NVLink, between the last two slow samples."""
         if rest.nvlink is None:
             self._carried.pop(device.uuid, None)
             return None
@@ -300,7 +278,7 @@ class Poller:
         return rate
 
     def close(self) -> None:
-        """Let go of the driver."""
+        """Close the driver."""
         self._reader.close()
 
 
@@ -309,13 +287,13 @@ def _record(
 ) -> JsonObject:
     silent = brief == Reading()
     numbers: dict[str, Any] = {
-        "utilization": _ratio(brief.utilization),
+        "utilization": None if brief.utilization is None else brief.utilization / 100,
         "memory_used": brief.memory_used,
         "memory_total": brief.memory_total,
         "power": brief.power,
     }
     if not silent:
-        # Of a GPU that does not answer any more, what it said seconds ago is no news either.
+        # The slow values of a GPU that does not respond any more are outdated as well.
         numbers |= {
             "power_limit": rest.power_limit,
             "temperature": rest.temperature,
@@ -338,22 +316,15 @@ def _record(
     return {key: value for key, value in (words | numbers).items() if value is not None}
 
 
-def _ratio(percent: int | None) -> float | None:
-    return None if percent is None else percent / 100
-
-
 def _hertz(megahertz: int | None) -> float | None:
     return None if megahertz is None else megahertz * 1e6
-
-
-# -- gpu poll
 
 
 LIBRARY = "libnvidia-ml.so.1"
 
 
 class GpuPoll:
-    """Its own thread, since the driver may take seconds to answer, or hang.
+    """Polls in a thread, since the driver may take seconds to respond, or hang.
 
     Args:
         directory: The run directory.
@@ -362,27 +333,26 @@ class GpuPoll:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._stop = threading.Event()
-        self.failed: Exception | None = None
-        """The fault of ours, or of the binding, that ended it."""
+        self.failed: Exception | None = None  # The error in ddpdoctor or the binding that ended it
 
     def start(self) -> None:
-        """Begin to read, if this machine has the driver's library."""
+        """Start, if this machine has the driver's library."""
         try:
-            # Loads it, and calls nothing.
+            # This calls nothing.
             ctypes.CDLL(LIBRARY)
         except OSError:
             return
         threading.Thread(target=self._run, name="ddpdoctor-gpu-poll", daemon=True).start()
 
     def stop(self) -> None:
-        """Read no more. Does not wait: the driver may not answer."""
+        """Stop. Does not wait, since the driver may not respond."""
         self._stop.set()
 
     def _run(self) -> None:
         try:
             self._poll()
         except Exception as error:
-            # It costs the numbers and nothing else.
+            # Only the numbers are lost.
             self.failed = error
 
     def _poll(self) -> None:

@@ -1,4 +1,4 @@
-"""Read GPUs by NVML: devices, processes, memory and utilization."""
+"""Read NVIDIA GPUs by NVML, the driver's library (package ``nvidia-ml-py``)."""
 
 from __future__ import annotations
 
@@ -7,35 +7,24 @@ import ctypes
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ddpdoctor.core.opening import whole
 
-# -- the GPUs by NVML, the driver's library (package ``nvidia-ml-py``)
-
-
-LONGEST = 60.0
-"""Most seconds between two tries to reach the driver."""
-
-STRIKES = 3
-"""How often a GPU may break the library before it is left alone for a while."""
+LONGEST = 60.0  # Maximum seconds between two attempts to reach the driver
+STRIKES = 3  # Times that a GPU may break the library before it is skipped for a while
 
 _NEVER = frozenset({3, 4, 13, 25})
-"""NVML's codes for: not supported, no permission, no such function, other version of a struct."""
+"""NVML's codes: not supported, no permission, no such function, other version of a struct."""
 
-_FORBIDDEN = 4
-"""NVML's code for: no permission."""
-
-_GONE = frozenset({15, 16})
-"""NVML's codes for a GPU that fell off the bus, or needs a reset."""
-
-_BROKEN = frozenset({1, 9, 12, 17, 18, 999})
-"""NVML's codes for a library that has to be opened again."""
+_FORBIDDEN = 4  # NVML's code: no permission
+_GONE = frozenset({15, 16})  # NVML's codes: the GPU fell off the bus, or needs a reset
+_BROKEN = frozenset({1, 9, 12, 17, 18, 999})  # NVML's codes: the library has to be opened again
 
 _FABRIC_BEGINS, _FABRIC_READY = 2, 3
-"""States of an NVSwitch fabric; 0 is none, and 1 is reported for GPUs that work without."""
+"""States of an NVSwitch fabric. 0 is none, and 1 is reported for GPUs that work without."""
 
 _WORDS = {
     3: "not supported",
@@ -50,13 +39,13 @@ _WORDS = {
 }
 
 _REPORTED = {"UtilizationRates": "utilization", "PowerUsage": "power", "Temperature": "temperature"}
-"""The queries whose absence is worth a word; many GPUs have no ECC, say."""
+"""The queries whose absence is reported. Others, such as ECC, are missing on many GPUs."""
 
 _TEMPERATURE_GPU, _CLOCK_SM, _UNCORRECTED, _SINCE_DRIVER = 0, 1, 1, 0
-"""NVML's numbers for a sensor, the clock of the multiprocessors, and the counter of errors."""
+"""NVML's numbers for a sensor, the clock of the multiprocessors, and an error counter."""
 
 _NVLINK_SENT_AND_RECEIVED, _ALL_LINKS = (138, 139), 0xFFFFFFFF
-"""NVML's numbers for what the links carried, without protocol, and for all links together."""
+"""NVML's numbers for payload bytes of links, and for all links together."""
 
 _THROTTLED = {
     0x4: "power cap",
@@ -66,19 +55,19 @@ _THROTTLED = {
     0x40: "hardware thermal slowdown",
     0x80: "power brake",
 }
-"""The reasons that hold a GPU down; idle and chosen clocks do not."""
+"""Reasons that slow a GPU down. Idle and chosen clocks are none."""
 
 
 class NvmlReader:
-    """Reads NVIDIA's GPUs. Nothing raises; one thread at a time.
+    """Reads NVIDIA GPUs. Never raises. For one thread at a time.
 
-    Whether NVML works is known by a call that answers: it may open well and then fail. What a GPU
-    does not support is asked once. After an error it is opened again, less and less often. A forked
-    child has to open it for itself, and does.
+    NVML may open and then fail, so only a call that succeeds proves that it works. Queries that a
+    GPU does not support are made once. After an error NVML is opened again, at growing intervals. A
+    forked child opens NVML itself.
 
     Args:
-        clock: Seconds, for the pauses between tries.
-        further: Called whenever a GPU has been opened, which can take seconds for each.
+        clock: Returns seconds, for the intervals between attempts.
+        further: Called after each opened GPU, which can take seconds.
     """
 
     def __init__(
@@ -96,20 +85,18 @@ class NvmlReader:
         self._refused: dict[str, dict[str, int]] = {}
         self._strikes: dict[str, int] = {}
         self._shunned: dict[str, float] = {}
-        self.trouble = ""
-        """Why no GPUs can be read, in words; empty if they can."""
-        self.code = 0
-        """NVML's code for that; 0 without trouble, and where it is none of NVML's."""
+        self.trouble = ""  # Why GPUs cannot be read, in words. Empty if they can.
+        self.code = 0  # NVML's code for that, or 0
         self._absent: dict[int, str] = {}
         self._failures = 0
         self._retry = float("-inf")
 
     def devices(self) -> tuple[Device, ...]:
-        """The GPUs that answer."""
+        """Return the GPUs that respond."""
         return tuple(self._handles) if self._opened() else ()
 
     def brief(self, device: Device) -> Reading:
-        """What changes within a second: utilization, memory, power."""
+        """Read values that change within a second: utilization, memory, power."""
         handle = self._handle(device)
         if handle is None:
             return Reading()
@@ -123,19 +110,26 @@ class NvmlReader:
         )
 
     def rest(self, device: Device) -> Reading:
-        """What changes slowly: temperature, clocks and what holds them down, memory errors."""
+        """Read values that change slowly: temperature, clocks, throttling, memory errors."""
         handle = self._handle(device)
         if handle is None:
             return Reading()
         limits = ("EnforcedPowerLimit", "PowerManagementLimit")
+        fields = [(field, _ALL_LINKS) for field in _NVLINK_SENT_AND_RECEIVED]
         return Reading(
             power_limit=_watts(self._first(device, limits, handle)),
             temperature=_number(self._ask(device, "Temperature", handle, _TEMPERATURE_GPU)),
             clock=_number(self._ask(device, "ClockInfo", handle, _CLOCK_SM)),
             clock_max=_number(self._ask(device, "MaxClockInfo", handle, _CLOCK_SM)),
             throttled=self._throttled(device, handle),
-            pcie=self._pcie(device, handle),
-            nvlink=self._nvlink(device, handle),
+            # NVML waits 20 ms for each direction.
+            pcie=_sum_of_kib(
+                _number(self._ask(device, "PcieThroughput", handle, each)) for each in (0, 1)
+            ),
+            nvlink=_sum_of_kib(
+                int(each.value.ullVal) if each.nvmlReturn == 0 else None
+                for each in self._ask(device, "FieldValues", handle, fields) or ()
+            ),
             processes=self.processes(device) or (),
             ecc_errors=_number(
                 self._ask(device, "TotalEccErrors", handle, _UNCORRECTED, _SINCE_DRIVER)
@@ -143,7 +137,7 @@ class NvmlReader:
         )
 
     def problem(self, device: Device) -> str:
-        """Why less is known of a GPU than could be, in words; empty if all is."""
+        """Say why values of a GPU are missing. Empty if none are."""
         refused = self._refused.get(device.uuid, {})
         gone = next((code for code in refused.values() if code in _GONE), None)
         if gone is not None:
@@ -160,37 +154,37 @@ class NvmlReader:
 
     @property
     def absent(self) -> dict[int, str]:
-        """Why a GPU that the driver counts does not answer, by its index."""
+        """Why GPUs that the driver counts do not respond, by index."""
         return dict(self._absent) if self._opened() else {}
 
     def query(self, device: Device, what: str, *arguments: Any) -> Any:
-        """What ``nvmlDeviceGet<what>`` says of a GPU, None if nothing."""
+        """Return the result of ``nvmlDeviceGet<what>`` for a GPU, or None."""
         handle = self._handle(device)
         return None if handle is None else self._ask(device, what, handle, *arguments)
 
     def between(self, device: Device, other: Device, what: str, *arguments: Any) -> Any:
-        """What ``nvmlDeviceGet<what>`` says of two GPUs, None if nothing."""
+        """Return the result of ``nvmlDeviceGet<what>`` for two GPUs, or None."""
         first, second = self._handle(device), self._handle(other)
         if first is None or second is None:
             return None
         return self._ask(device, what, first, second, *arguments)
 
     def instances(self, device: Device) -> tuple[str, ...]:
-        """The UUIDs of a GPU's MIG instances; none where it is not partitioned."""
+        """Return the UUIDs of a GPU's MIG instances."""
         if not device.mig:
             return ()
         handle = self._handle(device)
         most = _number(self.query(device, "MaxMigDeviceCount")) or 0
         found = []
         for index in range(most):
-            # There is none, or it is another container's.
+            # It does not exist, or belongs to another container.
             with contextlib.suppress(Exception):
                 instance = self._nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
-                found.append(_text(self._nvml.nvmlDeviceGetUUID(instance)))
+                found.append(text_of(self._nvml.nvmlDeviceGetUUID(instance)))
         return tuple(found)
 
     def fabric_ready(self, device: Device) -> bool | None:
-        """Whether the NVSwitch fabric of a GPU is set up; None without one, or if unknown.
+        """Return whether a GPU's NVSwitch fabric is set up. None without one, or if not known.
 
         By ``nvmlDeviceGetGpuFabricInfo``, for Hopper and later.
         """
@@ -204,7 +198,7 @@ class NvmlReader:
         return {_FABRIC_BEGINS: False, _FABRIC_READY: True}.get(info.state & 0xFF)
 
     def system(self, what: str) -> Any:
-        """What ``nvmlSystemGet<what>`` says, None if nothing."""
+        """Return the result of ``nvmlSystemGet<what>``, or None."""
         if not self._opened():
             return None
         with contextlib.suppress(Exception):
@@ -212,7 +206,7 @@ class NvmlReader:
         return None
 
     def processes(self, device: Device) -> tuple[Process, ...] | None:
-        """The processes with memory on a GPU, None where that is not known."""
+        """Return the processes with memory on a GPU, or None if not known."""
         handle = self._handle(device)
         queries = ("ComputeRunningProcesses", "ComputeRunningProcesses_v2")
         found = None if handle is None else self._first(device, queries, handle)
@@ -223,14 +217,14 @@ class NvmlReader:
         )
 
     def computing(self, device: Device) -> frozenset[int] | None:
-        """The processes that ran kernels in the last seconds, None where that is not known."""
+        """Return the processes that ran kernels in the last seconds, or None if not known."""
         samples = self.query(device, "ProcessUtilization", 0)
         if samples is None:
             return None
         return frozenset(int(each.pid) for each in samples if each.smUtil)
 
     def close(self) -> None:
-        """Let go of the driver; the next reading opens it again."""
+        """Close the driver. The next query opens it again."""
         nvml, self._nvml = self._nvml, None
         self._handles = {}
         if nvml is not None and self._owner == os.getpid():
@@ -245,7 +239,7 @@ class NvmlReader:
         if self._clock() < self._retry:
             return False
         try:
-            # The old binding of the same name will do, too: it gives bytes, and no newer structs.
+            # The old binding of this name works as well. It returns bytes, and lacks newer structs.
             import pynvml
 
             pynvml.nvmlInit()
@@ -266,19 +260,20 @@ class NvmlReader:
         self._absent = {}
         for index in range(count):
             self._further()
-            # One that a container may not use, or that is lost, is not there.
+            # A GPU that is lost, or that a container may not use, is missing.
             try:
                 handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+                pci = _tried(pynvml.nvmlDeviceGetPciInfo, handle)
                 device = Device(
                     index=index,
-                    uuid=_text(pynvml.nvmlDeviceGetUUID(handle)),
-                    name=_text(_tried(pynvml.nvmlDeviceGetName, handle) or ""),
-                    bus_id=_text(getattr(_tried(pynvml.nvmlDeviceGetPciInfo, handle), "busId", "")),
+                    uuid=text_of(pynvml.nvmlDeviceGetUUID(handle)),
+                    name=text_of(_tried(pynvml.nvmlDeviceGetName, handle) or ""),
+                    bus_id=text_of(getattr(pci, "busId", "")),
                     mig=bool((_tried(pynvml.nvmlDeviceGetMigMode, handle) or (0,))[0]),
                 )
             except Exception as error:
                 if getattr(error, "value", 0) == _FORBIDDEN:
-                    # Another container's, or another batch job's.
+                    # It belongs to another container or batch job.
                     continue
                 self._absent[index] = _WORDS.get(getattr(error, "value", 0), f"NVML: {error}")
             else:
@@ -299,7 +294,7 @@ class NvmlReader:
     # -- queries
 
     def _ask(self, device: Device, what: str, *arguments: Any) -> Any:
-        """What ``nvmlDeviceGet<what>`` says, None if nothing."""
+        """Return the result of ``nvmlDeviceGet<what>``, or None."""
         query = f"{what}{arguments[1:]}"
         if self._nvml is None or device.uuid in self._lost:
             return None
@@ -308,7 +303,7 @@ class NvmlReader:
         try:
             answer = getattr(self._nvml, f"nvmlDeviceGet{what}")(*arguments)
         except (AttributeError, TypeError):
-            # A binding that is older than the query.
+            # The binding is older than the query.
             self._unsupported.add((device.uuid, query))
             return None
         except Exception as error:
@@ -327,7 +322,7 @@ class NvmlReader:
         return answer
 
     def _strike(self, device: Device) -> None:
-        """A GPU that often breaks the library must not keep the others from being read."""
+        """Skip a GPU that often breaks the library, so that others can be read."""
         strikes = self._strikes[device.uuid] = self._strikes.get(device.uuid, 0) + 1
         if strikes >= STRIKES:
             self._strikes[device.uuid] = 0
@@ -337,12 +332,12 @@ class NvmlReader:
         return self._clock() < self._shunned.get(device.uuid, float("-inf"))
 
     def _first(self, device: Device, queries: tuple[str, ...], handle: Any) -> Any:
-        """The answer to the first of several queries that has one."""
+        """Return the first result of several queries."""
         answers = (self._ask(device, each, handle) for each in queries)
         return next((answer for answer in answers if answer is not None), None)
 
     def _memory(self, device: Device, handle: Any) -> tuple[int | None, int | None]:
-        # The second version does not count what the driver keeps to itself as used.
+        # The second version does not count the driver's own memory as used.
         version = getattr(self._nvml, "nvmlMemory_v2", None)
         memory = None
         if version is not None:
@@ -350,19 +345,6 @@ class NvmlReader:
         if memory is None:
             memory = self._ask(device, "MemoryInfo", handle)
         return _number(getattr(memory, "total", None)), _number(getattr(memory, "used", None))
-
-    def _pcie(self, device: Device, handle: Any) -> int | None:
-        """Each direction takes NVML 20 ms, in which it waits."""
-        sides = [_number(self._ask(device, "PcieThroughput", handle, each)) for each in (0, 1)]
-        known = [side for side in sides if side is not None]
-        return 1024 * sum(known) if known else None
-
-    def _nvlink(self, device: Device, handle: Any) -> int | None:
-        """By counters of KiB, which GPUs with NVLink have."""
-        fields = [(field, _ALL_LINKS) for field in _NVLINK_SENT_AND_RECEIVED]
-        found = self._ask(device, "FieldValues", handle, fields)
-        known = [int(each.value.ullVal) for each in found or () if each.nvmlReturn == 0]
-        return 1024 * sum(known) if known else None
 
     def _throttled(self, device: Device, handle: Any) -> tuple[str, ...] | None:
         queries = ("CurrentClocksEventReasons", "CurrentClocksThrottleReasons")
@@ -379,10 +361,16 @@ def _tried(query: Callable[[Any], Any], handle: Any) -> Any:
 
 
 def _number(value: Any) -> int | None:
-    """A number that NVML gave, None for the largest ones, by which it says "not available"."""
+    """Return a number of NVML. None for the largest ones, which mean "not available"."""
     if not isinstance(value, int) or value in (0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF):
         return None
     return value
+
+
+def _sum_of_kib(counters: Iterable[int | None]) -> int | None:
+    """Return the bytes of some counters in KiB. None if all are missing."""
+    known = [each for each in counters if each is not None]
+    return 1024 * sum(known) if known else None
 
 
 def _watts(milliwatts: Any) -> float | None:
@@ -390,94 +378,81 @@ def _watts(milliwatts: Any) -> float | None:
     return None if number is None else number / 1000
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
+    """Return a text of NVML, which the old binding gives as bytes."""
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
-# -- what can be read of a GPU, whoever reads it. What is not known is None, never 0
+# -- Values of a GPU. None if not known, never 0
 
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU: what it is and stays."""
+    """The identity of a GPU."""
 
-    index: int
-    """Its number in NVML's order, which is that of the PCI bus, not CUDA's."""
+    index: int  # Its index in NVML's order, that of the PCI bus, which may differ from CUDA's
     uuid: str
     name: str
     bus_id: str
-    mig: bool
-    """Whether it is partitioned: then what is read of the whole says nothing about its parts."""
+    mig: bool  # It is partitioned. Values of the whole GPU say nothing about its parts.
 
     @property
     def key(self) -> str:
-        """Its UUID as :func:`same_uuid` makes it."""
+        """Its normalized UUID (:func:`same_uuid`)."""
         return same_uuid(self.uuid)
 
 
 @dataclass(frozen=True)
 class Process:
-    """A process with memory on a GPU; its pid is that of the driver's own namespace."""
+    """A process with memory on a GPU. Its pid is that of the driver's pid namespace."""
 
     pid: int
-    memory: int | None
-    """Bytes."""
+    memory: int | None  # Bytes
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What a GPU does at one moment."""
+    """A sample of a GPU."""
 
-    memory_total: int | None = None
-    """Bytes."""
-    memory_used: int | None = None
-    """Bytes."""
-    utilization: int | None = None
-    """Percent of the time in which a kernel ran."""
-    power: float | None = None
-    """Watts."""
-    power_limit: float | None = None
-    """Watts."""
-    temperature: int | None = None
-    """Degrees Celsius."""
-    clock: int | None = None
-    """MHz of the multiprocessors."""
-    clock_max: int | None = None
-    """The most that they can have."""
+    memory_total: int | None = None  # Bytes
+    memory_used: int | None = None  # Bytes
+    utilization: int | None = None  # Percent of the time with a running kernel
+    power: float | None = None  # Watts
+    power_limit: float | None = None  # Watts
+    temperature: int | None = None  # Degrees Celsius
+    clock: int | None = None  # MHz of the multiprocessors
+    clock_max: int | None = None  # Maximum MHz of the multiprocessors
     throttled: tuple[str, ...] | None = None
-    """Why the clocks are held down, in words; empty if they are not."""
-    pcie: int | None = None
-    """Bytes a second over PCIe, both directions, in the last 20 ms."""
+    """Reasons for throttling, in words. Empty if there are none."""
+    pcie: int | None = None  # Bytes per second over PCIe, both directions, in the last 20 ms
     nvlink: int | None = None
     """Bytes over all NVLinks, both directions, since the driver was loaded."""
-    processes: tuple[Process, ...] = ()
-    """The processes that hold its memory."""
-    ecc_errors: int | None = None
-    """Memory errors since the driver was loaded that ECC could not correct."""
+    processes: tuple[Process, ...] = ()  # The processes that hold memory on it
+    ecc_errors: int | None = None  # Uncorrectable memory errors since the driver was loaded
 
 
 def same_uuid(uuid: str) -> str:
-    """A GPU's UUID without the prefix that NVML gives it and torch does not."""
+    """Normalize a UUID: without NVML's prefix, which torch does not use."""
     return uuid.lower().removeprefix("gpu-").removeprefix("mig-")
 
 
-# -- which GPUs a job started here would see, without importing torch
+# -- The GPUs that a job would see, without importing torch
 
 
 HIDES_ALL = ("", "-1", "NoDevFiles")
-"""Values of ``CUDA_VISIBLE_DEVICES`` by which a person, or Slurm, means that there be no GPU."""
+"""Values of ``CUDA_VISIBLE_DEVICES`` with which a person, or Slurm, hides all GPUs."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What CUDA makes of ``CUDA_VISIBLE_DEVICES``.
+    """CUDA's reading of ``CUDA_VISIBLE_DEVICES``.
 
     Attributes:
-        places: The chosen GPUs, in CUDA's order, by their place among those that answer: CUDA
-            counts those that this process may use, whatever number the driver gives them.
-        count: How many devices a process sees. It sees one MIG instance at most, and no whole GPU
-            beside one.
-        wrong: What is wrong with the entry at which CUDA stopped; empty if nothing is.
+        places: The chosen GPUs in CUDA's order, as indices into those that respond. CUDA counts
+            the GPUs that this process may use, whatever the driver's numbers.
+        count: Number of devices that a process sees. It sees at most one MIG instance, and no whole
+            GPU beside one.
+        wrong: What is wrong with the entry at which CUDA stopped. Empty if nothing is.
     """
 
     places: tuple[int, ...]
@@ -486,7 +461,7 @@ class Choice:
 
 
 def visible(environ: Mapping[str, str]) -> int:
-    """How many NVIDIA GPUs a process sees; 0 without a driver."""
+    """Return the number of NVIDIA GPUs that a process sees. 0 without a driver."""
     if hides_all(environ):
         return 0
 
@@ -497,17 +472,17 @@ def visible(environ: Mapping[str, str]) -> int:
 
 
 def hides_all(environ: Mapping[str, str]) -> bool:
-    """Whether ``CUDA_VISIBLE_DEVICES`` is meant to hide every GPU."""
+    """Return whether ``CUDA_VISIBLE_DEVICES`` hides all GPUs."""
     wanted = environ.get("CUDA_VISIBLE_DEVICES")
     return wanted is not None and wanted.strip() in HIDES_ALL
 
 
 def choice(environ: Mapping[str, str], gpus: Sequence[tuple[Device, tuple[str, ...]]]) -> Choice:
-    """What CUDA makes of ``CUDA_VISIBLE_DEVICES``, as torch's ``_parse_visible_devices`` has it.
+    """Interpret ``CUDA_VISIBLE_DEVICES`` as CUDA and torch's ``_parse_visible_devices`` do.
 
     Args:
-        environ: With the variable, or without: then all GPUs are chosen.
-        gpus: Those that answer, in the driver's order, each with the UUIDs of its MIG instances.
+        environ: The environment. Without the variable all GPUs are chosen.
+        gpus: The GPUs that respond, in the driver's order, with the UUIDs of their MIG instances.
     """
     wanted = environ.get("CUDA_VISIBLE_DEVICES")
     places: list[int] = list(range(len(gpus)))
@@ -522,7 +497,7 @@ def choice(environ: Mapping[str, str], gpus: Sequence[tuple[Device, tuple[str, .
 
 
 def _entries(wanted: str, gpus: Sequence[tuple[Device, tuple[str, ...]]]) -> tuple[list[int], str]:
-    """The place of each entry up to the first one that is wrong, and what is wrong with that."""
+    """Return the GPUs of the entries before the first wrong one, and what is wrong with that."""
     by_uuid = wanted.strip().startswith(("GPU-", "MIG-"))
     found: list[int] = []
     seen: list[str | int] = []
@@ -546,7 +521,7 @@ def _entries(wanted: str, gpus: Sequence[tuple[Device, tuple[str, ...]]]) -> tup
                 return found, f"there is no GPU {name}"
         else:
             return found, f"{entry!r} is no number or UUID"
-        # Two instances of a GPU are two devices.
+        # Two instances of one GPU are two devices.
         key = entry if entry.startswith("MIG-") else place
         if key in seen:
             return [], f"{name} stands there twice"
@@ -556,7 +531,7 @@ def _entries(wanted: str, gpus: Sequence[tuple[Device, tuple[str, ...]]]) -> tup
 
 
 def _owns(gpu: tuple[Device, tuple[str, ...]], entry: str) -> bool:
-    """Whether an entry means a GPU, by the beginning of its UUID, or one of its instances."""
+    """Return whether an entry means a GPU, by the beginning of its UUID, or an instance of it."""
     device, instances = gpu
     if entry.startswith("GPU-"):
         return device.key.startswith(same_uuid(entry))

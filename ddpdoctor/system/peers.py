@@ -1,8 +1,8 @@
-"""Find which user's process is at the other end of a connection on this machine.
+"""Find the user at the other end of a connection on this machine.
 
-Every account reaches a loopback port, so the port alone says nothing. For TCP the kernel names the
-owner of a socket, by one ``sock_diag`` request or else by ``/proc/net/tcp``; for Unix sockets the
-connection itself does.
+Every account can connect to a loopback port, so the port alone identifies no user. The
+kernel knows the owner of a TCP socket, by a ``sock_diag`` request or else by ``/proc/net/tcp``. A
+Unix socket reports its peer itself.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from typing import NamedTuple
 
 from ddpdoctor.system.proc import listeners
 
-# -- who owns a TCP socket, by Linux's ``sock_diag``: one request for one socket
+# -- Owners of TCP sockets by ``sock_diag``
 
 
-ESTABLISHED = 1
-"""The state of a connection that neither side has closed."""
+ESTABLISHED = 1  # The state of a connection that neither side has closed
 
 _LISTENS = 10
 _NETLINK_SOCK_DIAG = 4
@@ -30,14 +29,12 @@ _NLMSG_ERROR = 2
 _NLM_F_REQUEST = 1
 _ALL_STATES = 0xFFFFFFFF
 _NO_COOKIE = (0xFFFFFFFF, 0xFFFFFFFF)
-_HEADER = struct.Struct("=IHHII")
-"""``struct nlmsghdr``: length, type, flags, sequence number, port."""
+_HEADER = struct.Struct("=IHHII")  # ``struct nlmsghdr``: length, type, flags, sequence number, port
 
 _WANTED = struct.Struct("=BBBxI")
 """The head of ``struct inet_diag_req_v2``: family, protocol, extensions, states."""
 
-_FOUND = struct.Struct("=BB62xII")
-"""``struct inet_diag_msg``: family, state, ..., uid, inode."""
+_FOUND = struct.Struct("=BB62xII")  # ``struct inet_diag_msg``: family, state, ..., uid, inode
 
 
 class Found(NamedTuple):
@@ -45,8 +42,7 @@ class Found(NamedTuple):
 
     state: int
     uid: int
-    inode: int
-    """0 if its process has closed it; then the uid may be root's."""
+    inode: int  # 0 if its process has closed it. Then the uid may be root's.
 
 
 def find_socket(source: tuple[object, ...], target: tuple[object, ...]) -> Found | None:
@@ -60,18 +56,18 @@ def find_socket(source: tuple[object, ...], target: tuple[object, ...]) -> Found
         The socket, or None if this network namespace has none with these addresses.
 
     Raises:
-        OSError: The kernel has no ``sock_diag``, or refuses the request.
+        OSError: The kernel lacks ``sock_diag``, or refuses the request.
     """
     request = _request(source, target)
     kind = socket.SOCK_RAW | socket.SOCK_CLOEXEC
     with socket.socket(socket.AF_NETLINK, kind, _NETLINK_SOCK_DIAG) as kernel:
-        # Connected to the kernel (port 0), it takes no message from another process.
+        # Connected to the kernel (port 0), it receives no message from another process.
         kernel.connect((0, 0))
         kernel.send(
             _HEADER.pack(_HEADER.size + len(request), _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, 0, 0)
             + request
         )
-        # The kernel has answered before `send` returns.
+        # The kernel responds before `send` returns.
         answer = kernel.recv(4096, socket.MSG_DONTWAIT)
     if _HEADER.unpack_from(answer)[1] == _NLMSG_ERROR:
         number = -struct.unpack_from("=i", answer, _HEADER.size)[0]
@@ -80,17 +76,17 @@ def find_socket(source: tuple[object, ...], target: tuple[object, ...]) -> Found
         raise OSError(number, os.strerror(number))
     _, *fields = _FOUND.unpack_from(answer, _HEADER.size)
     found = Found(*fields)
-    # Without such a socket the kernel returns one that listens at the source's address.
+    # Without such a socket the kernel returns one that listens at this address.
     return None if found.state == _LISTENS else found
 
 
 def _request(source: tuple[object, ...], target: tuple[object, ...]) -> bytes:
-    """``struct inet_diag_req_v2`` for one TCP socket."""
+    """Return ``struct inet_diag_req_v2`` for one TCP socket."""
     family = socket.AF_INET6 if ":" in str(source[0]) else socket.AF_INET
     near, far = (
         socket.inet_pton(family, str(each[0]).partition("%")[0]) for each in (source, target)
     )
-    # Of a link-local address the interface is a part.
+    # The interface is part of a link-local address.
     interface = source[3] if len(source) > 3 else 0
     return (
         _WANTED.pack(family, socket.IPPROTO_TCP, 0, _ALL_STATES)
@@ -99,37 +95,34 @@ def _request(source: tuple[object, ...], target: tuple[object, ...]) -> bytes:
     )
 
 
-# -- whose process is at the other end of a connection on this machine
+# -- Peers of connections
 
 
 _TABLES = {socket.AF_INET: "tcp", socket.AF_INET6: "tcp6"}
-_MAPPED = bytes(10) + b"\xff\xff"
-"""What an IPv4 address has before it in an IPv6 socket."""
-
-_ATTEMPTS = 3
-"""A table that is being changed may miss a line once."""
+_MAPPED = bytes(10) + b"\xff\xff"  # The prefix of an IPv4 address in an IPv6 socket
+_ATTEMPTS = 3  # Number of attempts, since a changing table may miss a line
 
 
 class UnknownPeerError(Exception):
-    """Nothing says whose connection this is; ``str`` says why."""
+    """The owner of a connection is not known. The text says why."""
 
 
 class GoneError(UnknownPeerError):
-    """The peer has closed its end already."""
+    """The peer has closed its end."""
 
 
 def is_trusted(uid: int) -> bool:
-    """Whether a user may do all that the user of this process may."""
+    """Return whether a user has all rights of this process's user."""
     return uid in (0, os.geteuid())
 
 
 def user(connection: socket.socket) -> int:
-    """The uid of the process at the other end.
+    """Return the uid of the process at the other end.
 
     Raises:
         GoneError: The peer has closed its end.
         UnknownPeerError: It is on another machine or in another network namespace, or this system
-            does not know.
+            cannot tell.
     """
     try:
         unix = connection.family == socket.AF_UNIX
@@ -143,10 +136,10 @@ def user(connection: socket.socket) -> int:
 
 
 def inode(connection: socket.socket) -> int:
-    """Return the inode of the TCP socket at the other end, which is among its process's files.
+    """Return the inode of the TCP socket at the other end, by which its process is found.
 
     Raises:
-        UnknownPeerError: As of :func:`user`, or no process has accepted the connection yet.
+        UnknownPeerError: As for :func:`user`, or no process has accepted the connection yet.
     """
     try:
         return _tcp_peer(connection)[1]
@@ -167,11 +160,11 @@ def _tcp_peer(connection: socket.socket) -> tuple[int, int]:
     if not (hasattr(socket, "TCP_INFO") and hasattr(socket, "AF_NETLINK")):
         raise UnknownPeerError("this system does not know the user of a connection")
     ours, theirs = connection.getsockname(), connection.getpeername()
-    # First, since it is cheap: what a flood opens it mostly closes at once.
+    # A cheap check first, since a flood mostly closes its connections at once.
     _check_open(connection)
     for _ in range(_ATTEMPTS):
         found = _owner(theirs, ours)
-        # While our end is open no other socket can have had the addresses of its peer.
+        # While our end is open, no other socket can use the addresses of its peer.
         _check_open(connection)
         if found is not None:
             return found
@@ -185,12 +178,10 @@ def _check_open(connection: socket.socket) -> None:
 
 
 def _owner(source: tuple[object, ...], target: tuple[object, ...]) -> tuple[int, int] | None:
-    """Return the uid and the inode of the open socket with these addresses.
-
-    It is looked for in this thread's network namespace.
+    """Return uid and inode of an open socket in this thread's network namespace.
 
     Args:
-        source: Its own address.
+        source: Its address.
         target: The address of our end of the connection, which is open.
 
     Raises:
@@ -202,7 +193,7 @@ def _owner(source: tuple[object, ...], target: tuple[object, ...]) -> tuple[int,
             if found.state != ESTABLISHED or not found.inode:
                 raise GoneError("the connection is closed already")
             return found.uid, found.inode
-        # A kernel without the module for TCP finds no socket, not even ours.
+        # A kernel without the TCP module finds no socket, not even ours.
         if find_socket(target, source) is not None:
             return None
     return _owner_by_table(source, target)
@@ -211,7 +202,7 @@ def _owner(source: tuple[object, ...], target: tuple[object, ...]) -> tuple[int,
 def _owner_by_table(
     source: tuple[object, ...], target: tuple[object, ...]
 ) -> tuple[int, int] | None:
-    """The same from ``/proc/net/tcp``, which lists all sockets."""
+    """Return uid and inode from ``/proc/net/tcp``, which lists all sockets."""
     for family, table in _TABLES.items():
         try:
             words = f" {_word(source, family)} {_word(target, family)} {ESTABLISHED:02X} "
@@ -221,22 +212,22 @@ def _owner_by_table(
             with open(f"/proc/thread-self/net/{table}", "rb") as file:
                 _, found, after = file.read().partition(words.encode())
         except FileNotFoundError:
-            # Without IPv6 there is no table of it.
+            # There is no table for IPv6 without IPv6.
             continue
-        # Behind the state: queues, timer, retransmissions, uid, timeout, inode.
+        # After the state: queues, timer, retransmissions, uid, timeout, inode.
         fields = after.split(None, 6)[:6] if found else []
-        # A socket without a process has no inode, and the table gives it to root.
+        # The table assigns a socket without a process to root, with inode 0.
         if len(fields) == 6 and fields[5] != b"0":
             return int(fields[3]), int(fields[5])
     return None
 
 
 def listener(port: int, host: str | None = None) -> int | None:
-    """The user who listens on a TCP port of this network namespace; None if no one is seen to.
+    """Return the user who listens on a TCP port of this network namespace, or None.
 
     Args:
         port: The port.
-        host: The address of this machine to which a client connects [default: any].
+        host: The address of this machine to which a client connects. By default any.
     """
     for _ in range(_ATTEMPTS):
         found = {each.address: each.uid for each in listeners() if each.port == port}
@@ -248,9 +239,9 @@ def listener(port: int, host: str | None = None) -> int | None:
 
 
 def _listened(host: str, port: int) -> list[str]:
-    """Where a socket may listen that a client of an address reaches, as the table has it.
+    """Return the table's words for sockets that accept a client of an address.
 
-    In the kernel's order: a socket of that very address goes before one of all addresses.
+    As for the kernel, a socket of exactly that address comes before one of all addresses.
     """
     exact, every = [], []
     for family, everywhere in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
@@ -261,7 +252,7 @@ def _listened(host: str, port: int) -> list[str]:
 
 
 def _word(address: tuple[object, ...], family: int) -> str:
-    """An address as the table has it: 32-bit words in this machine's order, and the port."""
+    """Return an address as in the table: 32-bit words in host byte order, and the port."""
     host, port = str(address[0]).partition("%")[0], address[1]
     packed = socket.inet_pton(socket.AF_INET6 if ":" in host else socket.AF_INET, host)
     if family == socket.AF_INET6 and len(packed) == 4:
@@ -276,7 +267,7 @@ def _word(address: tuple[object, ...], family: int) -> str:
 
 @functools.cache
 def _overflow_uid() -> int | None:
-    """Return the uid that stands for all that have none in this user namespace; None if all do."""
+    """Return the uid of users that this user namespace does not map. None if it maps all."""
     try:
         with open("/proc/self/uid_map") as file:
             if file.read().split() == ["0", "0", "4294967295"]:

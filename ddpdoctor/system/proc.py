@@ -1,4 +1,8 @@
-"""Read what Linux knows of processes, without waiting for anything."""
+"""Read processes from ``/proc``, wait, and make system calls that Python does not offer.
+
+Not psutil: keepers load this module and must start in milliseconds, and preflight reads a ``/proc``
+of tests. psutil serves counters that are read rarely (`ddpdoctor.system.process_activity`).
+"""
 
 from __future__ import annotations
 
@@ -14,23 +18,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-# -- waiting that works with any clock and any number of a descriptor
+# -- Waiting
 
 
 def pause(seconds: float) -> None:
-    """Let time pass."""
+    """Sleep. Works in processes whose ``time.sleep`` is patched."""
     select.select([], [], [], seconds)
 
 
 def readable(descriptors: Iterable[int], seconds: float | None) -> list[int]:
-    """Wait until one of some descriptors is readable, or at its end.
+    """Wait until a descriptor is readable or at its end, and return those that are.
 
-    Args:
-        descriptors: Which.
-        seconds: How long at most; None for as long as it takes.
-
-    Returns:
-        Those that are.
+    Unlike ``select``, this accepts any descriptor number. ``seconds`` None waits forever.
     """
     poller = select.poll()
     for descriptor in descriptors:
@@ -39,29 +38,27 @@ def readable(descriptors: Iterable[int], seconds: float | None) -> list[int]:
 
 
 def until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Wait until a condition holds, for so long at most. Returns whether it holds."""
+    """Wait until a condition holds, at most for some seconds. Return whether it holds."""
     deadline = time.monotonic() + seconds
     while not (holds := condition()) and time.monotonic() < deadline:
         pause(0.01)
     return holds
 
 
-# -- what Linux knows of processes: the one layer over ``/proc``, which waits for nothing
+# -- Processes in ``/proc``
 
 
 PROC = Path("/proc")
-ENDED = "ZX"
-"""Letters of a process that has ended."""
+ENDED = "ZX"  # State letters of a process that has ended
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _FIELDS = 50
 _SHORT = 60
-_LISTENS = b"0A"
-"""The state of a listening socket in ``/proc/net/tcp``."""
+_LISTENS = b"0A"  # The state of a listening socket in ``/proc/net/tcp``
 
 
 class Stat(NamedTuple):
-    """What is used of ``/proc/PID/stat``."""
+    """The used fields of ``/proc/PID/stat``."""
 
     letter: str
     """R runs, S sleeps, D waits for a device or disk, T is stopped, t is held by a tracer, Z has
@@ -69,21 +66,14 @@ class Stat(NamedTuple):
     parent: int
     group: int
     session: int
-    cpu_seconds: float
-    """User and system."""
-    start: int
-    """Ticks since boot at which the process started; with the pid it identifies a process."""
-    core: int
-    """The core that it ran on last."""
-    status: int
-    """Of one that has ended, as ``wait`` gives it."""
+    cpu_seconds: float  # User and system
+    start: int  # Start in ticks since boot. With the pid it identifies a process.
+    core: int  # The core that it ran on last
+    status: int  # The wait status, if it has ended
 
 
 def _read(pid: int, name: str, proc: Path = PROC) -> bytes:
-    """A file of a process; empty if it may not be read.
-
-    With :func:`open`, as a whole, at one moment.
-    """
+    """Read a file of a process. Empty if it cannot be read."""
     try:
         with open(f"{proc}/{pid}/{name}", "rb") as file:
             return file.read()
@@ -92,9 +82,9 @@ def _read(pid: int, name: str, proc: Path = PROC) -> bytes:
 
 
 def read_stat(pid: int, thread: int | None = None, proc: Path = PROC) -> Stat | None:
-    """The ``stat`` of a process, or of one of its threads; None if there is none."""
+    """Return the ``stat`` of a process, or of one of its threads. None if there is none."""
     name = "stat" if thread is None else f"task/{thread}/stat"
-    # The command comes second, in brackets, and may itself have some.
+    # The second field is the command in brackets, which may contain brackets.
     fields = _read(pid, name, proc).rpartition(b")")[2].split()
     if len(fields) < 20:
         return None
@@ -116,27 +106,44 @@ def read_stat(pid: int, thread: int | None = None, proc: Path = PROC) -> Stat | 
 
 
 def read_status(pid: int, thread: int | None = None) -> dict[str, str]:
-    """The lines of ``status`` of a process's thread, by default the main one; empty if none."""
+    """Return the ``status`` of a process's thread, by default the main one. Empty if none."""
     text = _read(pid, f"task/{pid if thread is None else thread}/status").decode("utf-8", "replace")
     pairs = (line.partition(":") for line in text.split("\n"))
     return {name: value.strip() for name, _, value in pairs}
 
 
+def core_times(task: str) -> tuple[float, float]:
+    """Return the seconds that a thread ran, and was ready to run without a core.
+
+    The kernel adds a wait once it is over.
+
+    Args:
+        task: The thread below ``/proc``: ``thread-self``, ``12/task/34``.
+
+    Raises:
+        OSError: There is no such thread, or this kernel does not count.
+        ValueError: The file has another format.
+    """
+    with open(f"/proc/{task}/schedstat", "rb") as file:
+        ran, waited = (int(word) / 1e9 for word in file.read().split()[:2])
+    return ran, waited
+
+
 def words(pid: int, proc: Path = PROC) -> list[str]:
-    """The command line of a process."""
+    """Return the command line of a process."""
     text = _read(pid, "cmdline", proc).rstrip(b"\0")
     return [word.decode("utf-8", "replace") for word in text.split(b"\0") if word]
 
 
 def environ(pid: int, proc: Path = PROC) -> dict[str, str]:
-    """The environment that a process was started with."""
+    """Return the environment that a process was started with."""
     text = os.fsdecode(_read(pid, "environ", proc))
     pairs = (part.partition("=") for part in text.split("\0"))
     return {name: value for name, equals, value in pairs if equals}
 
 
 def described(pid: int, proc: Path = PROC) -> str:
-    """A process for a person: ``python train.py --lr 0.1 (pid 4711)``."""
+    """Describe a process for people: ``python train.py --lr 0.1 (pid 4711)``."""
     found = words(pid, proc)
     if found:
         found = [os.path.basename(found[0]), *found[1:]]
@@ -145,7 +152,7 @@ def described(pid: int, proc: Path = PROC) -> str:
 
 
 def children(pid: int) -> set[int]:
-    """The child processes of a process now."""
+    """Return the child processes of a process."""
     found: set[int] = set()
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
@@ -154,7 +161,7 @@ def children(pid: int) -> set[int]:
 
 
 def below(roots: Collection[int]) -> set[int]:
-    """The living descendants of some processes."""
+    """Return the living descendants of some processes."""
     found: set[int] = set()
     waiting = set(roots)
     while waiting:
@@ -165,18 +172,14 @@ def below(roots: Collection[int]) -> set[int]:
 
 
 def pids(proc: Path = PROC) -> list[int]:
-    """All processes, in no order."""
+    """Return the ids of all processes, in no order."""
     with contextlib.suppress(OSError):
         return [int(name) for name in os.listdir(proc) if name.isdigit()]
     return []
 
 
 def zombie_status(pid: int) -> int | None:
-    """The exit status of a process that has ended and whose parent has not asked yet.
-
-    Returns:
-        0 to 255, a negative signal number, or None if there is no such zombie to be seen.
-    """
+    """Return the exit status of a zombie: 0 to 255, or a negative signal. None if it is none."""
     stat = read_stat(pid)
     if stat is None or stat.letter not in ENDED:
         return None
@@ -186,14 +189,14 @@ def zombie_status(pid: int) -> int | None:
 
 
 def inheritable() -> list[int]:
-    """The descriptors above 2 of this process that programs which it executes get."""
+    """Return the descriptors above 2 that programs executed by this process inherit."""
     numbers: list[int] = []
     for folder in ("/proc/self/fd", "/dev/fd"):
         with contextlib.suppress(OSError):
             numbers = numbers or [int(name) for name in os.listdir(folder)]
     found = []
     for number in numbers:
-        # That of the list itself is closed by now.
+        # The descriptor of the listing itself is closed by now.
         with contextlib.suppress(OSError):
             if number > 2 and os.get_inheritable(number):
                 found.append(number)
@@ -201,26 +204,26 @@ def inheritable() -> list[int]:
 
 
 def pending(pid: int) -> set[int]:
-    """The signals that were sent to a process, which blocks them."""
+    """Return the signals that are pending for a process."""
     status = read_status(pid)
     bits = int(status.get("SigPnd", "0"), 16) | int(status.get("ShdPnd", "0"), 16)
     return {number for number in range(1, 65) if bits >> (number - 1) & 1}
 
 
 def session_of(pid: int) -> int | None:
-    """The session id of a process, None if it has ended."""
+    """Return the session id of a process, or None if it has ended."""
     try:
         return os.getsid(pid)
     except OSError:
         return None
 
 
-# -- for checks, whose tests have their own /proc
+# -- Processes and sockets for checks, whose tests have their own /proc
 
 
 @dataclass(frozen=True)
 class Listed:
-    """A process as ``/proc`` shows it to this user."""
+    """A process in ``/proc``, as far as this user can see it."""
 
     pid: int
     folder: Path
@@ -228,51 +231,51 @@ class Listed:
 
     @property
     def words(self) -> list[str]:
-        """Its command line; empty if it may not be seen, or there is none."""
+        """Its command line. Empty if it cannot be read."""
         return words(self.pid, self.folder.parent)
 
     @property
     def environ(self) -> dict[str, str]:
-        """The environment it was started with; empty if this user may not see it."""
+        """The environment that it was started with. Empty if it cannot be read."""
         return environ(self.pid, self.folder.parent)
 
     @property
     def stat(self) -> Stat | None:
-        """Its state; None if it has ended."""
+        """Its ``stat``. None if it has ended."""
         return read_stat(self.pid, proc=self.folder.parent)
 
     @property
     def alive(self) -> bool:
-        """Whether it still runs, and is no zombie."""
+        """Whether it runs, and is no zombie."""
         stat = self.stat
         return stat is not None and stat.letter not in ENDED
 
     @property
     def parent(self) -> int:
-        """Its parent's pid; 0 if it has ended."""
+        """Its parent's pid. 0 if it has ended."""
         stat = self.stat
         return stat.parent if stat is not None else 0
 
     @property
     def started(self) -> int:
-        """When it started, in clock ticks since the boot; with the pid it names it for ever."""
+        """Its start, in ticks since boot. With the pid it identifies a process."""
         stat = self.stat
         return stat.start if stat is not None else 0
 
     @property
     def resident(self) -> int:
-        """Bytes of memory that it holds."""
+        """Its resident bytes of memory."""
         pages = _read(self.pid, "statm", self.folder.parent).split()[1:2]
         return int(pages[0]) * os.sysconf("SC_PAGE_SIZE") if pages else 0
 
     @property
     def described(self) -> str:
-        """For a person: ``python train.py --lr 0.1 (pid 4711)``."""
+        """Its description for people: ``python train.py --lr 0.1 (pid 4711)``."""
         return described(self.pid, self.folder.parent)
 
 
 def named(proc: Path, pid: int) -> Listed | None:
-    """A process by its pid; None if there is none."""
+    """Return a process by its pid, or None."""
     folder = proc / str(pid)
     with contextlib.suppress(OSError):
         return Listed(pid, folder, folder.stat().st_uid)
@@ -280,23 +283,21 @@ def named(proc: Path, pid: int) -> Listed | None:
 
 
 def listed(proc: Path) -> Iterator[Listed]:
-    """All processes, in no order."""
+    """Return all processes, in no order."""
     return (each for each in (named(proc, pid) for pid in pids(proc)) if each is not None)
 
 
 class Listener(NamedTuple):
     """A TCP socket that listens."""
 
-    address: str
-    """Where it listens, as the kernel's table has it: address and port in hexadecimal."""
+    address: str  # Address and port in hexadecimal, as in the kernel's table
     port: int
-    uid: int
-    """Whose it is."""
+    uid: int  # Its owner
     inode: int
 
 
 def listeners(proc: Path = PROC) -> Iterator[Listener]:
-    """The TCP sockets of this network namespace that listen, IPv4 and IPv6."""
+    """Yield the listening TCP sockets of this network namespace, IPv4 and IPv6."""
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError, ValueError, IndexError):
             for row in (proc / "self" / "net" / table).read_bytes().splitlines()[1:]:
@@ -308,12 +309,12 @@ def listeners(proc: Path = PROC) -> Iterator[Listener]:
 
 
 def listening(proc: Path) -> dict[int, int]:
-    """The ports on which something listens, by the inode of the socket."""
+    """Return the ports of listening sockets, by inode."""
     return {each.inode: each.port for each in listeners(proc)}
 
 
 def sockets(process: Path) -> set[int]:
-    """The inodes of the sockets that a process holds; empty if this user may not see them."""
+    """Return the inodes of a process's sockets. Empty if they cannot be read."""
     found: set[int] = set()
     with contextlib.suppress(OSError):
         for descriptor in os.scandir(process / "fd"):
@@ -324,7 +325,7 @@ def sockets(process: Path) -> set[int]:
     return found
 
 
-# -- system calls that Python has no name for
+# -- System calls
 
 
 _PR_SET_PDEATHSIG = 1
@@ -334,18 +335,18 @@ _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 def become_subreaper() -> None:
-    """From now on, orphans below this process become its children rather than init's."""
+    """Make orphaned descendants become children of this process rather than init's."""
     if _libc is not None:
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_with_parent() -> None:
-    """From now on this process gets SIGTERM when its parent ends, however that ends."""
+    """Request SIGTERM for this process when its parent ends."""
     if _libc is not None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def set_name(name: str) -> None:
-    """How this process is called in lists, and by `killall`: at most 15 letters."""
+    """Set the name of this process in process lists, at most 15 characters."""
     if _libc is not None:
         _libc.prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)

@@ -1,4 +1,4 @@
-"""Tell what a process does: its state, and the time it gets on the cores and waits for them."""
+"""Determine what a process does: its state, its CPU time, and its waits for a core."""
 
 from __future__ import annotations
 
@@ -16,27 +16,22 @@ from ddpdoctor.run.records.evidence import ProcessActivity
 from ddpdoctor.run.records.evidence import ProcessState as ProcessState
 from ddpdoctor.run.records.supervisor import CoreClock
 from ddpdoctor.system import proc
-from ddpdoctor.system.proc import ENDED, PROC, read_stat
+from ddpdoctor.system.proc import PROC, read_stat
 
-# -- process state
-
-
-__all__ = ["ENDED", "read_stat"]
-
-_MOST_COMMAND = 200
+_MAX_COMMAND = 200
 
 
 class Wait(NamedTuple):
-    """What a thread does, as the kernel sees it."""
+    """The kernel's view of a waiting thread."""
 
     letter: str
     wchan: str
-    """The function of the kernel that it sleeps in: ``futex`` for any of the several that wait for
-    a lock; empty if that is unknown."""
+    """The kernel function in which it sleeps, ``futex`` for all that wait for a lock. Empty if not
+    known."""
 
 
 def read_wait(pid: int, thread: int) -> Wait | None:
-    """What one thread of a process does, None if there is no such thread."""
+    """Return the wait of a thread, or None if there is no such thread."""
     stat = read_stat(pid, thread)
     if stat is None:
         return None
@@ -45,14 +40,12 @@ def read_wait(pid: int, thread: int) -> Wait | None:
 
 
 def read_state(pid: int) -> ProcessState:
-    """The state of a process; :class:`ProcessState`'s defaults if there is none."""
+    """Return the state of a process. The defaults if there is none."""
     stat = read_stat(pid)
     if stat is None:
         return ProcessState()
     children = tuple(
-        ChildState(
-            child, each.letter, each.cpu_seconds, " ".join(proc.words(child))[:_MOST_COMMAND]
-        )
+        ChildState(child, each.letter, each.cpu_seconds, " ".join(proc.words(child))[:_MAX_COMMAND])
         for child in sorted(proc.children(pid))
         if (each := read_stat(child)) is not None
     )
@@ -69,23 +62,20 @@ def _wchan(path: str) -> str:
 
 
 class Turn(NamedTuple):
-    """What one thread has had of the cores so far."""
+    """The CPU time of one thread so far."""
 
     letter: str
-    ran: float
-    """Seconds on a core."""
+    ran: float  # Seconds on a core
     waited: float
-    """Seconds ready to run, without a core; the kernel adds them once the wait is over."""
-    sleeps: int
-    """How often it went to sleep by itself."""
+    """Seconds ready to run without a core. The kernel adds them once the wait is over."""
+    sleeps: int  # Number of voluntary context switches
 
 
-Turns = Mapping[int, Turn]
-"""The threads of a process, by their native ids."""
+Turns = Mapping[int, Turn]  # The threads of a process by native id
 
 
 def read_turns(pid: int) -> dict[int, Turn]:
-    """What each thread of a process has had of the cores; empty if there is no such process."""
+    """Return the CPU times of a process's threads. Empty if there is no such process."""
     found: dict[int, Turn] = {}
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -96,14 +86,13 @@ def read_turns(pid: int) -> dict[int, Turn]:
 
 
 def read_turn(pid: int, thread: int) -> Turn | None:
-    """What one thread has had of the cores, None if there is no such thread."""
+    """Return the CPU time of one thread, or None if there is no such thread."""
     status = proc.read_status(pid, thread)
     try:
         letter, sleeps = status["State"][:1], int(status["voluntary_ctxt_switches"])
-        with open(f"/proc/{pid}/task/{thread}/schedstat", "rb") as file:
-            ran, waited = (int(word) / 1e9 for word in file.read().split()[:2])
+        ran, waited = proc.core_times(f"{pid}/task/{thread}")
     except (FileNotFoundError, ProcessLookupError):
-        # The thread has ended; or this kernel does not count.
+        # The thread has ended, or this kernel does not count.
         return Turn(letter, 0.0, 0.0, sleeps)
     except (OSError, ValueError, KeyError):
         return None
@@ -111,13 +100,13 @@ def read_turn(pid: int, thread: int) -> Turn | None:
 
 
 def share(before: Turn, after: Turn, seconds: float) -> float:
-    """For which part of the time that a thread had a core, or needed none, it used one.
+    """Return the share of a thread's time on a core, without its waits for a core.
 
-    A thread that gets 3 % of a core and would take all of it counts as busy; one that waits long
-    for a core, whenever it wakes up to see that there is nothing to do, does not.
+    A thread that gets 3 % of a core and would use all of it counts as busy. A thread that wakes up
+    for nothing, and waits long for a core each time, does not.
     """
     if before.letter == after.letter == "R" and before.sleeps == after.sleeps:
-        # It has not slept in between.
+        # It has not slept.
         return 1.0
     ran = max(0.0, after.ran - before.ran)
     waited = max(0.0, after.waited - before.waited)
@@ -125,22 +114,22 @@ def share(before: Turn, after: Turn, seconds: float) -> float:
 
 
 def lacked(before: Turn, after: Turn, seconds: float) -> float:
-    """For how many seconds a thread was ready to run and had no core."""
+    """Return the seconds that a thread was ready to run and had no core."""
     ran = max(0.0, after.ran - before.ran)
     if before.letter == after.letter == "R" and before.sleeps == after.sleeps:
-        # The kernel has not counted the wait that is under way.
+        # The kernel has not counted the current wait yet.
         return max(0.0, seconds - ran)
     return min(max(0.0, after.waited - before.waited), seconds)
 
 
 def busy(before: Turns, after: Turns, seconds: float) -> float:
-    """The shares of all threads of a process together."""
+    """Return the sum of the shares of a process's threads."""
     new = Turn("", 0.0, 0.0, 0)
     return sum(share(before.get(thread, new), turn, seconds) for thread, turn in after.items())
 
 
 def is_foreign(pid: int) -> bool:
-    """Whether a process belongs to another user."""
+    """Return whether a process belongs to another user."""
     try:
         return os.stat(f"/proc/{pid}").st_uid != os.geteuid()
     except OSError:
@@ -148,16 +137,15 @@ def is_foreign(pid: int) -> bool:
 
 
 class Signals(NamedTuple):
-    """The signals of a thread, as bit masks: signal N is bit N - 1."""
+    """The signals of a thread as bit masks. Signal N is bit N - 1."""
 
     pending: int
     blocked: int
-    caught: int
-    """By the whole process."""
+    caught: int  # Signals that the process handles
 
 
 def read_signals(pid: int, thread: int) -> Signals | None:
-    """What a thread does with signals, None if there is no such thread or one may not know."""
+    """Return a thread's signals, or None if they cannot be read."""
     status = proc.read_status(pid, thread)
     try:
         pending, blocked, caught = (int(status[f"Sig{each}"], 16) for each in ("Pnd", "Blk", "Cgt"))
@@ -167,7 +155,7 @@ def read_signals(pid: int, thread: int) -> Signals | None:
 
 
 def is_open(pid: int, descriptor: int, path: str) -> bool:
-    """Whether a process has the file at ``path`` open under that number."""
+    """Return whether a process has the file at ``path`` open as that descriptor."""
     try:
         there, here = os.stat(f"/proc/{pid}/fd/{descriptor}"), os.stat(path)
     except OSError:
@@ -175,48 +163,34 @@ def is_open(pid: int, descriptor: int, path: str) -> bool:
     return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
 
 
-# -- activity
+# -- Activity between two samples
 
 
-BUSY = 0.2
-"""Cores that a process uses at least, of those that it gets, if it is at work."""
+BUSY = 0.2  # Minimum share of a core, without waits for a core, of a process that works
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The kernel's counters of one process at one moment."""
+    """The kernel's counters of one process."""
 
-    letter: str
-    """Its state as in ``/proc/PID/stat``, empty if there is no such process."""
-    cpu: float = 0.0
-    """Seconds, user and system."""
-    children_cpu: float = 0.0
-    """Seconds of its living children and theirs."""
-    characters: int = 0
-    """Bytes that went through ``read`` and ``write``: files, pipes, terminals; its children's,
-    too."""
-    written: int = 0
-    """Those of them that it, and no child, wrote."""
-    disk: int = 0
-    """Bytes that devices moved for it and its children."""
-    input: bool = False
-    """It sleeps in ``read`` on its standard input."""
-    terminal: bool = False
-    """And that is a terminal, at which somebody may sit."""
-    network: bool = False
-    """It waits for a socket."""
-    children_network: bool = False
-    """One of those below it does."""
-    switches: int = 0
-    """How often its main thread waited for something that came."""
-    turns: Turns = field(default_factory=dict)
-    """What its threads have had of the cores."""
+    letter: str  # Its state as in ``/proc/PID/stat``. Empty if there is no such process.
+    cpu: float = 0.0  # CPU seconds, user and system
+    children_cpu: float = 0.0  # CPU seconds of its living descendants
+    characters: int = 0  # Bytes passed through ``read`` and ``write``, including its descendants'
+    written: int = 0  # The part of them that the process itself wrote
+    disk: int = 0  # Bytes that devices moved for it and its descendants
+    input: bool = False  # It waits in ``read`` on its standard input
+    terminal: bool = False  # Its standard input is a terminal
+    network: bool = False  # It waits for a socket
+    children_network: bool = False  # A descendant waits for a socket
+    switches: int = 0  # Voluntary context switches of its main thread
+    turns: Turns = field(default_factory=dict)  # CPU times of its threads
     children_turns: Mapping[int, Turns] = field(default_factory=dict)
-    """The same of its living children and theirs, by pid."""
+    """CPU times of its living descendants' threads, by pid."""
 
 
 def sample(pid: int) -> Sample:
-    """Look at a process."""
+    """Sample a process."""
     stat = proc.read_stat(pid)
     if stat is None:
         return Sample("")
@@ -228,14 +202,14 @@ def sample(pid: int) -> Sample:
         stat.letter,
         stat.cpu_seconds,
         sum(each.cpu_seconds for each in map(proc.read_stat, below) if each is not None),
-        sum(characters + written for characters, written, _ in moved),
+        sum(characters + written for characters, written, *_ in moved),
         moved[0][1],
-        sum(disk for _, _, disk in moved),
+        sum(disk for _, _, disk, _ in moved),
         input=reads_input,
         terminal=reads_input and _leads_to(pid, 0, ("/dev/pts/", "/dev/tty")),
         network=call == "poll" or _at_socket(pid, call, first),
         children_network=any(_at_socket(child, *_system_call(child)) for child in below),
-        switches=_switches(pid),
+        switches=moved[0][3],
         turns=read_turns(pid),
         children_turns={child: read_turns(child) for child in below},
     )
@@ -269,7 +243,7 @@ def compared(before: Sample, after: Sample, seconds: float) -> ProcessActivity:
 
 
 def main_cpu(before: Sample, after: Sample, pid: int) -> tuple[float, float]:
-    """Seconds that the main threads of a process and of its children ran between two samples."""
+    """Return the seconds that the main threads of a process and its descendants ran."""
 
     def ran(pid: int, known: Turns, turns: Turns) -> float:
         return turns[pid].ran - known[pid].ran if pid in turns and pid in known else 0.0
@@ -282,12 +256,12 @@ def main_cpu(before: Sample, after: Sample, pid: int) -> tuple[float, float]:
 
 
 def turns_of_tree(pid: int) -> dict[int, Turns]:
-    """What a process and all below it have had of the cores, by pid."""
+    """Return the CPU times of a process and its descendants, by pid."""
     return {each: read_turns(each) for each in (pid, *proc.below({pid}))}
 
 
 def works(before: Turns, after: Turns, seconds: float) -> bool:
-    """Whether a process computes, or would if it had a core."""
+    """Return whether a process computes, or would if it had a core."""
     return busy(before, after, seconds) >= BUSY or any(
         turn.letter == "R" and before.get(thread, turn).letter == "R"
         for thread, turn in after.items()
@@ -295,17 +269,24 @@ def works(before: Turns, after: Turns, seconds: float) -> bool:
 
 
 def cores_of_tree(before: Mapping[int, Turns], after: Mapping[int, Turns], seconds: float) -> float:
-    """How many cores processes used, of those that they got."""
+    """Return how many cores processes used, without their waits for a core."""
     return sum(busy(before.get(pid, {}), turns, seconds) for pid, turns in after.items())
 
 
-def _moved(pid: int) -> tuple[int, int, int]:
-    """Bytes that a process has read, has written, and that devices have moved for it."""
+def _moved(pid: int) -> tuple[int, int, int, int]:
+    """Return bytes read, written and moved by devices, and voluntary context switches."""
     try:
-        moved = psutil.Process(pid).io_counters()
+        process = psutil.Process(pid)
+        switches = int(process.num_ctx_switches().voluntary)
     except psutil.Error:
-        return 0, 0, 0
-    return moved.read_chars, moved.write_chars, moved.read_bytes + moved.write_bytes
+        return 0, 0, 0, 0
+    try:
+        moved = process.io_counters()
+    except psutil.Error:
+        # Another user's.
+        return 0, 0, 0, switches
+    disk = moved.read_bytes + moved.write_bytes
+    return moved.read_chars, moved.write_chars, disk, switches
 
 
 _CALLS = {
@@ -320,13 +301,13 @@ _CALLS = {
         "poll": (22, 72, 73),
     },
 }
-"""Numbers of system calls: ``read``, ``write``; ``connect``, ``recvfrom``; ``poll``, ``select``."""
+"""Numbers of system calls: ``read`` and ``write``, ``connect`` and ``recvfrom``, ``poll``."""
 
 
 def _system_call(pid: int) -> tuple[str, int]:
-    """The kind of call that the main thread waits in, and its first argument.
+    """Return the kind of call in which the main thread waits, and its first argument.
 
-    The kind is empty if it is another one, or it is unknown.
+    The kind is empty if it is not known.
     """
     try:
         with open(f"/proc/{pid}/syscall") as file:
@@ -339,7 +320,7 @@ def _system_call(pid: int) -> tuple[str, int]:
 
 
 def _at_socket(pid: int, call: str, first: int) -> bool:
-    """Whether a call that was read off a process is about a socket."""
+    """Return whether a system call is about a socket."""
     return call in ("read", "socket") and _leads_to(pid, first, ("socket:",))
 
 
@@ -350,29 +331,20 @@ def _leads_to(pid: int, descriptor: int, kinds: tuple[str, ...]) -> bool:
         return False
 
 
-def _switches(pid: int) -> int:
-    try:
-        return int(psutil.Process(pid).num_ctx_switches().voluntary)
-    except psutil.Error:
-        return 0
+# -- Clocks of CPU cores, by the kernel's ``cpufreq``
 
 
-# -- how fast the CPU cores run that ranks are on, by the kernel (Linux, ``cpufreq``)
-
-
-MOST_CLOCKS = 16
-"""Ranks whose cores are looked at."""
+MAX_CLOCKS = 16  # Maximum number of ranks whose cores are read
 
 
 class CoreClocks:
-    """The highest clock that was read of each rank's core.
+    """The highest measured clock of each rank's core.
 
-    A core that waits may run slowly; one that is at work does so only if it cannot run faster.
+    An idle core may run slowly. A busy one does so only if it cannot run faster.
 
     Args:
-        processes: The kernel's files of processes.
-        cores: Those of cores; without frequencies there, as in many virtual machines,
-            nothing is known.
+        processes: The kernel's directory of processes.
+        cores: The kernel's directory of cores, which has no frequencies in many virtual machines.
     """
 
     def __init__(
@@ -382,8 +354,8 @@ class CoreClocks:
         self._seen: dict[int, CoreClock] = {}
 
     def look(self, pids: Mapping[int, int]) -> None:
-        """Read the clock of the core that each rank is on; ``pids`` by rank."""
-        for rank, pid in list(pids.items())[:MOST_CLOCKS]:
+        """Read the clock of the core that each rank is on. ``pids`` is by rank."""
+        for rank, pid in list(pids.items())[:MAX_CLOCKS]:
             with contextlib.suppress(OSError, ValueError):
                 stat = read_stat(pid, proc=self._processes)
                 if stat is None:
@@ -398,5 +370,5 @@ class CoreClocks:
 
     @property
     def highest(self) -> tuple[CoreClock, ...]:
-        """What was read, by rank; empty where nothing is known."""
+        """The measured clocks by rank. Empty if not known."""
         return tuple(self._seen[rank] for rank in sorted(self._seen))

@@ -110,7 +110,8 @@ def test_the_number_of_a_signal_is_no_shape() -> None:
 
 def test_what_is_looked_for_is_in_the_pattern() -> None:
     """Not in the example alone: other messages of the failure would be passed over."""
-    words = {word for each in TABLE for word in (*each.literals, *each.texts)}
+    words = {word for each in TABLE for word in each.literals}
+    assert all(each.literals for each in TABLE)
     assert [each for each in ANCHORS if each.decode() not in {*COMMON, *words}] == []
 
 

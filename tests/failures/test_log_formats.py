@@ -181,7 +181,7 @@ def test_different_tracebacks_are_separated_or_said_to_be_mixed(by: int) -> None
         for each in read("job.log", [text.encode()]):
             right = lines[each.text.partition(":")[0]]
             if each.location is None:
-                assert each.woven
+                assert each.interleaved
             else:
                 assert (each.location.path, each.location.line) == right
 

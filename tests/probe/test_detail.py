@@ -21,7 +21,7 @@ from ddpdoctor.probe.runtime.events import Observer
 from ddpdoctor.probe.runtime.hot import Chain
 from ddpdoctor.probe.runtime.phases import CudaClock
 from ddpdoctor.probe.runtime.sites import NOWHERE
-from ddpdoctor.run.snapshot import MOST_EXPANDED, Rank
+from ddpdoctor.run.snapshot import MAX_EXPANDED, Rank
 from ddpdoctor.run.status import PAGE_SIZE, Phase
 from tests.support.probed import a_rank
 
@@ -365,7 +365,7 @@ def test_a_device_has_a_moment_at_the_end(
 def test_a_hostile_line_stands_for_a_bounded_number_of_steps() -> None:
     line = b'{"kind":"step","step":999999999,"total":5,"steps":999999999,"each":[7,-3,2,99999999]}'
     found = Rank(0, 0, None, step_lines=(line,)).steps
-    assert len(found) == MOST_EXPANDED
+    assert len(found) == MAX_EXPANDED
     assert found[-1].step == 999999999
 
 

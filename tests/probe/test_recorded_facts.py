@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -13,9 +14,11 @@ from ddpdoctor.probe.runtime.recorder import Vitals
 from ddpdoctor.run import code_version, vitals
 from ddpdoctor.run import vitals as keeping
 from ddpdoctor.run.reader import RunReader
+from ddpdoctor.run.records.decode import parse
 from ddpdoctor.run.records.supervisor import VitalsRecord
+from ddpdoctor.run.records.training import StepRecord
 from ddpdoctor.run.status import Parts, StatusPage
-from ddpdoctor.run.step_series import PARTS, series
+from ddpdoctor.run.step_series import _STEP, PARTS, series
 from tests.conftest import Doctor
 from tests.support.drawn_runs import T0, write_run
 from tests.support.written import MS, Written
@@ -59,6 +62,35 @@ def test_a_run_keeps_norms_memory_and_code(doctor: Doctor) -> None:
     kept = code_version.read(result.run_dir)
     assert kept is not None and kept.text == script.read_text()
     assert kept.files.keys() == {"train.py"}
+
+
+@pytest.mark.parametrize("loss", [None, 0.25, 1e-30, math.nan, -math.inf, lambda: math.nan])
+@pytest.mark.parametrize("norm", [None, 3.5, math.inf, math.nan])
+@pytest.mark.parametrize("passes", [[1], [4], [1, 2, 4]])
+@pytest.mark.parametrize("rare", [False, True])
+def test_the_fast_reader_of_steps_reads_what_the_decoder_reads(
+    loss: Any, norm: float | None, passes: list[int], rare: bool
+) -> None:
+    without = cast(Vitals, SimpleNamespace(wrote=lambda parts: None))
+    step = OpenStep(7, T0, without, passes)
+    step.last, step.loss, step.norm = 7 + len(passes), loss, norm
+    step.times = [0, 5 * MS, 90 * MS, 20 * MS, 30 * MS, 40 * MS, 50 * MS, 0]
+    if rare:
+        step.epoch, step.cores, step.fetched, step.looked = 3, (9 * MS, MS), 8, 1
+        step.armed, step.timed, step.exposed, step.skipped, step.outside = 2, 1, MS, True, 5
+    line = step.line()
+    record, match = parse(line), _STEP.match(line)
+    assert isinstance(record, StepRecord) and match is not None
+    assert [int(text) for text in match.group(1, 2, 9)] == [record.step, record.start, record.total]
+    assert [int(text) for text in match.group(3, 4, 5, 6, 7, 8)] == [
+        getattr(record, part) for part in PARTS
+    ]
+    assert (match[10] == b"true") is record.split
+    assert int(match[11] or 1) == record.steps == len(passes)
+    for text, value in ((match[12], record.loss), (match[13], record.norm)):
+        assert (text is None) == (value is None)
+        if text is not None and value is not None:
+            assert float(text) == value or math.isnan(float(text)) is math.isnan(value) is True
 
 
 def test_a_line_of_several_short_steps_counts_as_many(written: Written) -> None:
@@ -132,9 +164,9 @@ def test_memory_over_time_never_grows_large(
     (run / "vitals.jsonl").unlink()
     watch = keeping.Vitals(run)
     snapshot = RunReader(run).snapshot()
-    for _ in range(4 * keeping.MOST_KEPT):
+    for _ in range(4 * keeping.MAX_KEPT):
         assert watch.look(snapshot) is False
         now[0] += keeping.EVERY
     samples: list[VitalsRecord] = vitals.read_vitals(run)
-    assert keeping.MOST_KEPT / 2 <= len(samples) <= keeping.MOST_KEPT
+    assert keeping.MAX_KEPT / 2 <= len(samples) <= keeping.MAX_KEPT
     assert [memory.rank for memory in samples[-1].ranks] == [0, 1]

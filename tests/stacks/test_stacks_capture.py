@@ -102,7 +102,7 @@ def test_a_stopped_process_is_said_to_be_and_finds_nothing_when_it_goes_on(
     live.process.send_signal(signal.SIGCONT)
     (found,) = candidates.capture()
     assert at(found.main) == line_of(live, "here")
-    assert len(declared.path.read_bytes().splitlines()) == 2
+    assert len(Path(declared.path).read_bytes().splitlines()) == 2
 
 
 @needs_linux
@@ -129,13 +129,13 @@ def test_a_process_that_is_not_the_one_it_was_is_left_alone(
     time.sleep(0.2)
     (declared,) = read_declared(candidates.run_dir)
     if how == "start":
-        other = declared.path.with_name(f"stacks-{declared.pid}-{declared.start - 1}.txt")
-        declared.path.rename(other)
+        other = Path(declared.path).with_name(f"stacks-{declared.pid}-{declared.start - 1}.txt")
+        Path(declared.path).rename(other)
         expected = "has ended"
     else:
-        record = json.loads(declared.path.read_bytes().splitlines()[0])
+        record = json.loads(Path(declared.path).read_bytes().splitlines()[0])
         record[how] = 0
-        declared.path.write_text(json.dumps(record) + "\n")
+        Path(declared.path).write_text(json.dumps(record) + "\n")
         expected = asking.OTHER_PROGRAM
     (found,) = candidates.capture()
     assert (found.trouble, found.threads) == (expected, ())
@@ -226,9 +226,9 @@ def test_a_process_that_said_nothing_is_not_asked(candidates: Candidates, doctor
     """Another run's process, or one whose declaration was not written: nobody signals it."""
     live = candidates.start(SLEEPS)
     (declared,) = read_declared(candidates.run_dir)
-    declared.path.write_text('{"kind": "stacks"')
+    Path(declared.path).write_text('{"kind": "stacks"')
     assert candidates.capture() == ()
-    declared.path.unlink()
+    Path(declared.path).unlink()
     assert candidates.capture() == ()
     assert live.process.poll() is None
 

@@ -171,9 +171,9 @@ def test_a_process_of_another_host_is_nobody_here(
     other_py_spy(tmp_path, "exit 1", monkeypatch)
     candidates.start(SLEEPS)
     (declared,) = read_declared(candidates.run_dir)
-    record = json.loads(declared.path.read_bytes().splitlines()[0])
+    record = json.loads(Path(declared.path).read_bytes().splitlines()[0])
     record |= {"host": "node2", "namespace": "another boot"}
-    declared.path.write_text(json.dumps(record) + "\n")
+    Path(declared.path).write_text(json.dumps(record) + "\n")
     (found,) = candidates.capture()
     assert found.trouble == "on another host or in another container: node2"
     assert (found.threads, found.state) == ((), ProcessState())

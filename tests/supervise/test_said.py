@@ -417,7 +417,7 @@ def test_relations_have_no_cycle() -> None:
 def test_no_rule_calls_another_rule() -> None:
     trees = [
         ast.parse(path.read_text())
-        for path in sorted((ROOT / "ddpdoctor" / "diagnose").glob("*/rules*.py"))
+        for path in sorted((ROOT / "ddpdoctor" / "diagnose").rglob("rules*.py"))
     ]
     names = {
         each.name

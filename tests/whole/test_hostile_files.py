@@ -28,7 +28,7 @@ from ddpdoctor.failures.sources import logs_of
 from ddpdoctor.render import console
 from ddpdoctor.run import mapped, rundir
 from ddpdoctor.run.journal import Journal
-from ddpdoctor.run.reader import MOST_KEPT, JournalReader, RunReader
+from ddpdoctor.run.reader import MAX_KEPT, JournalReader, RunReader
 from ddpdoctor.run.records.base import json_line
 from ddpdoctor.run.records.model import DdpRecord, FingerprintRecord
 from ddpdoctor.run.records.process import EndRecord
@@ -256,7 +256,7 @@ def test_records_that_are_many_leave_room_for_those_that_are_rare(tmp_path: Path
     reader.poll()
     assert reader.records[0] == DdpRecord(module="Net")
     assert reader.records.of(FingerprintRecord)[-1].step == 5_999
-    assert len(reader.records) * 10_000 <= MOST_KEPT
+    assert len(reader.records) * 10_000 <= MAX_KEPT
     assert "older records" in reader.left_out
 
 
@@ -411,7 +411,7 @@ def test_the_output_of_a_command_is_a_log(tmp_path: Path) -> None:
 
 
 def test_of_a_sparse_log_the_end_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpdoctor.failures.sources.MOST", 1 << 20)
+    monkeypatch.setattr("ddpdoctor.failures.sources.MAX_BYTES", 1 << 20)
     path = tmp_path / "job.log"
     with path.open("wb") as file:
         file.truncate(1 << 40)
@@ -428,8 +428,13 @@ READS = {"read_text", "read_bytes"}
 
 OF_THE_KERNEL = {
     "supervise/hang_watch.py",  # /proc/pressure
+    "supervise/rank_processes.py",  # /proc, /dev/kmsg
+    "supervise/keeper.py",  # /proc, /dev/null
+    "supervise/keepers.py",  # a pipe's end
+    "supervise/job_signals.py",  # /dev/tty
+    "supervise/command.py",  # the user's own script
     "run/names.py",  # a directory, for a short address
-    "run/vitals.py",  # the supervisor's own file, to append to it
+    "run/vitals.py",  # appends
 }
 
 READERS = (

@@ -5,8 +5,9 @@ Their findings come from the judgement of a hang, and from the ranks' calls with
 """
 
 from ddpdoctor.core.finding import Severity, rule
-from ddpdoctor.core.relations import brings_about, came_first, ended_by, event
+from ddpdoctor.core.relations import brings_about, came_first, ended_by
 from ddpdoctor.diagnose.hangs.rules import stands_still
+from ddpdoctor.run.reported import event
 
 
 @rule(

@@ -19,7 +19,7 @@ from ddpdoctor.failures import matching_line, recognise
 from ddpdoctor.failures.entry import Failure, Weight
 from ddpdoctor.failures.lines import shortened
 from ddpdoctor.failures.log import read
-from ddpdoctor.failures.sightings import Sighting
+from ddpdoctor.failures.occurrences import Occurrence
 from ddpdoctor.failures.tracebacks import parse
 from ddpdoctor.failures.verdict import causes
 from ddpdoctor.run.snapshot import Run
@@ -236,7 +236,7 @@ def _of_victims(attempt: Attempt) -> KnownFailure | None:
 
 def _without_rank(run: Run) -> KnownFailure | None:
     """Return what stderr shows if no rank recorded anything, such as the launcher's own failure."""
-    for each in causes(_sightings(run)):
+    for each in causes(_occurrences(run)):
         failure = each.failure
         if failure is None or failure.weight < Weight.SYMPTOM or failure.code in OF_ENDINGS:
             return None
@@ -257,7 +257,7 @@ def _without_rank(run: Run) -> KnownFailure | None:
 
 def _in_stderr(run: Run, cause: Ending, least: Weight) -> KnownFailure | None:
     """Return what native code, or argparse, printed for the rank that ended, or for no rank."""
-    for each in _sightings(run):
+    for each in _occurrences(run):
         failure = each.failure
         if failure is None or failure.weight < least or failure.code in OF_ENDINGS:
             continue
@@ -268,7 +268,7 @@ def _in_stderr(run: Run, cause: Ending, least: Weight) -> KnownFailure | None:
     return None
 
 
-def _sightings(run: Run) -> list[Sighting]:
+def _occurrences(run: Run) -> list[Occurrence]:
     """Return the known failures in the job's stderr, which belong to its last attempt."""
     return read("stderr", [run.stderr.encode("utf-8", "replace")])
 

@@ -15,14 +15,13 @@ from ddpdoctor.core.finding import RULES, Finding, Rule, Severity, rule
 from ddpdoctor.core.opening import whole
 from ddpdoctor.core.relations import (
     ABORT,
-    APART,
     END,
     LOST,
     MISPAIRED,
-    STANDSTILLS,
     ended_by,
 )
 from ddpdoctor.core.user_code import Location, user_file
+from ddpdoctor.diagnose import APART, STANDSTILLS
 from ddpdoctor.diagnose.crashes.attempts import (
     Attempt,
     attempts,

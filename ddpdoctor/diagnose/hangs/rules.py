@@ -10,14 +10,8 @@ from collections.abc import Iterator
 from functools import partial
 
 from ddpdoctor.core.finding import Finding, Severity, rule
-from ddpdoctor.core.relations import (
-    STANDSTILL,
-    STANDSTILLS,
-    Lapsed,
-    brings_about,
-    hang,
-    start,
-)
+from ddpdoctor.core.relations import STANDSTILL, Lapsed, brings_about
+from ddpdoctor.diagnose import STANDSTILLS
 from ddpdoctor.diagnose.collectives.collective_mismatch import ring_mismatch
 from ddpdoctor.diagnose.collectives.mismatch_findings import (
     failed_in_different_calls,
@@ -30,6 +24,7 @@ from ddpdoctor.diagnose.hangs.rank_activity import NEVER_ENDS
 from ddpdoctor.diagnose.loops.rules_evaluation import alone_evaluating
 from ddpdoctor.run.records.model import DdpRecord
 from ddpdoctor.run.records.process import ErrorRecord, ExitRecord
+from ddpdoctor.run.reported import hang, start
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.status import Phase
 

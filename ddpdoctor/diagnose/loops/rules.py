@@ -11,7 +11,6 @@ from ddpdoctor.core.formatting import named
 from ddpdoctor.core.relations import (
     MISPAIRED,
     STANDSTILL,
-    STANDSTILLS,
     Lapsed,
     always,
     brings_about,
@@ -19,6 +18,7 @@ from ddpdoctor.core.relations import (
     same_subject,
 )
 from ddpdoctor.core.user_code import Location
+from ddpdoctor.diagnose import STANDSTILLS
 from ddpdoctor.diagnose.crashes.rank_endings import PATIENCE, last_phase
 from ddpdoctor.diagnose.data.draws import UNFOLLOWED, Pass, Passes, matched
 from ddpdoctor.diagnose.hangs.hang_snapshot import seen_waiting

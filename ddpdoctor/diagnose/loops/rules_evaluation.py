@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.formatting import named
-from ddpdoctor.core.relations import MISPAIRED, STANDSTILL, STANDSTILLS, brings_about
+from ddpdoctor.core.relations import MISPAIRED, STANDSTILL, brings_about
+from ddpdoctor.diagnose import STANDSTILLS
 from ddpdoctor.diagnose.data.draws import Pass, Passes, matched, passes_of, same_part
 from ddpdoctor.diagnose.loops.training_loops import departures
 from ddpdoctor.diagnose.replicas.differences import elements

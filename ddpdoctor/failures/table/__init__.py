@@ -1,9 +1,9 @@
 """The table of known failures: one file for each family, one entry for each failure.
 
-To add one, write an entry into the file of its family: how the log says it (``pattern``), what that
-means (``says``), what to do (``fix``), and lines that show it (``examples``), as short as they can
-be, in the words that were printed. An entry of a new code brings the code's page. The tests run
-each example through the reader: it has to be seen as its own entry, and as no other.
+To add one, write an entry into the file of its family: the text in the log (``pattern``), its
+meaning (``says``), the fix (``fix``), and printed lines that show it, as short as possible
+(``examples``). An entry of a new code brings the code's page. The tests check that each example is
+recognised as its own entry, and as no other.
 """
 
 from __future__ import annotations
@@ -25,4 +25,4 @@ TABLE: tuple[Failure, ...] = (
     *endings.ENDINGS,
     *endings.WRAPPERS,
 )
-"""All of them; of two that match one line at the same weight, the first one counts."""
+"""All entries. If two of one weight match a line, the first one counts."""

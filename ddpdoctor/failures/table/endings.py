@@ -1,11 +1,11 @@
-"""How a job ends: what schedulers, containers, launchers and peers print."""
+"""Ends of a job, as schedulers, containers, launchers and peers report them."""
 
 from __future__ import annotations
 
 from ddpdoctor.core.finding import Severity
 from ddpdoctor.failures.entry import Failure, Known, Page, Weight
 
-# -- what schedulers, containers and people do to a job
+# -- Schedulers, containers and people
 
 
 _LOOK_AT_SCHEDULER = (
@@ -117,7 +117,7 @@ SCHEDULING = (
         ),
     ),
     Failure(
-        # A shell goes on after it: what the job says later is nearer.
+        # A shell continues after it, so later failures are nearer to the cause.
         Known("DDP960", "shell-command-not-found", Weight.GENERIC, "bash"),
         r"(?:(?<!-)\bbash|: line \d+): (?:line \d+: )?(?P<shell>\S+): command not found|\bzsh: command not found: (?P<zsh>\S+)"
         r"|\bsh: (?:\d+|line \d+): (?P<sh>\S+): not found|(?:^(?:\S*/)?(?:ba|z)?sh: |: line \d+: )(?P<what>(?:\S*/\S+|\S+\.(?:sh|py))): "
@@ -219,7 +219,7 @@ SCHEDULING = (
 )
 
 
-# -- how ranks end: what launchers and peers print, and what says nothing
+# -- Ends of ranks, as launchers and peers report them
 
 
 _LOOK_AT_LOG = (
@@ -337,7 +337,7 @@ ENDINGS = (
         says="was killed by SIGKILL",
         fix="The out-of-memory killer (`dmesg`, oom_kill in the cgroup's memory.events), a "
         "scheduler's limit, or a person.",
-        # Which kills the tasks that do not end by themselves.
+        # Slurm kills tasks that do not end by themselves.
         follows=("cancelled",),
     ),
     Failure(
@@ -416,7 +416,7 @@ ENDINGS = (
     Failure(
         Known("DDP907", "spawned-failed", Weight.WRAPPER, "1.5 to 1.7"),
         r"^Exception:?\s*$",
-        # The parent raises what its process printed, whose traceback follows.
+        # The parent raises its process's exception again, whose traceback follows.
         within=r"multiprocessing/spawn\.py\", line \d+, in join",
         says="failed, as the process that spawned it noticed; why is not in this log",
         fix=_LOG_DIR,
@@ -437,7 +437,7 @@ ENDINGS = (
 )
 
 
-# -- what launchers say when a process failed, and lines that only call themselves errors
+# -- Reports of launchers, and lines that only contain the word error
 
 
 _OWN_LOG = (
@@ -525,7 +525,7 @@ WRAPPERS = (
         r"|CHILD PROCESS FAILED WITH NO ERROR_FILE|^\[\d+\][+-]? +Exit [1-9]",
         says="failed, as its launcher noticed",
         fix=_OWN_LOG,
-        # Triton's and torch.compile's compilers, and a script's own tools, which are not launchers.
+        # Not the compilers of Triton and torch.compile, and tools of the script.
         unless=r"Command '(?:\['|\(')?(?:[^' ]*/)?(?:gcc|g\+\+|cc|c\+\+|clang[^']*|nvcc|ninja|ptxas|git|wget|curl|tar|unzip|ffmpeg"
         r"|nvidia-smi|which|rsync|gsutil|aws|hdfs|make|cmake|pip)[' ]",
         examples=(
@@ -568,7 +568,7 @@ WRAPPERS = (
         r"|\[E[^\]\n]{0,60}\.cpp:\d+\] (?![^\n]{0,200}enqueued)|^Traceback \(most[^)\n]{0,20}$|^bind: Address already in use",
         says="failed",
         fix="Collect the whole output of every rank, " + _OWN_LOG[0].lower() + _OWN_LOG[1:],
-        # What TensorFlow, pip, NCCL's plugins and others print in healthy jobs, too.
+        # TensorFlow, pip, NCCL's plugins and others print it in healthy jobs, too.
         unless=r"Unable to register cu|computation placer already registered|dependency resolver|TF-TRT|sharp_|^wandb: |_ARRAY_API not found|inotify_add_watch",
         examples=("FATAL: the data service went away",),
         page=Page(

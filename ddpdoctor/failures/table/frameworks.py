@@ -185,7 +185,7 @@ FRAMEWORKS = (
         r"|Ninja is required to load|Installed CUDA version [\d.]+ does not match|MissingCUDAException|CUDAMismatchException"
         r"|detected CUDA version \([\d.]+\) mismatches|OpBuilderError|Unable to JIT load",
         says="could not build an extension[ ({name})]",
-        # DeepSpeed's own word that it goes on.
+        # DeepSpeed says that it continues.
         unless="accepting this combination",
         fix="Install a CUDA toolkit of torch's CUDA version (CUDA_HOME, nvcc, ninja, gcc) in the "
         "environment of the job, or build it before (DS_BUILD_OPS=1).",

@@ -1,11 +1,11 @@
-"""Failures of NCCL: time-outs, its own errors, the network and the links."""
+"""Failures of NCCL: timeouts, its own errors, the network and the links."""
 
 from __future__ import annotations
 
 from ddpdoctor.core.finding import Severity
 from ddpdoctor.failures.entry import Failure, Known, Page, Weight
 
-# -- failures that NCCL and CUDA print
+# -- Reports of NCCL and CUDA
 
 
 NCCL = (
@@ -215,7 +215,7 @@ NCCL = (
     ),
     Failure(
         Known("DDP928", "gpu-memory", Weight.CAUSE, "1.13 to 2.13; pytorch#1223"),
-        # Others may speak of it, too: a script that estimates its batch, say.
+        # Others may mention it, too, such as a script that estimates its batch size.
         r"(?:OutOfMemoryError|RuntimeError): (?:CUDA|HIP|XPU|NPU) out of memory"
         r"\.?(?:[^\n]{0,999}?Tried to allocate (?P<size>[\d.]+ [KMGT]iB))?"
         r"|(?:Error:|what\(\):) +CUDA error: out of memory"
@@ -267,7 +267,7 @@ NCCL = (
 )
 
 
-# -- failures of NCCL: time-outs, its own errors, the network and the links
+# -- Network, timeouts and internal errors
 
 
 _WARN = (

@@ -1,10 +1,10 @@
-"""Failures of a start: ports, names, addresses, missing nodes, and the store where ranks meet."""
+"""Failures at the start: ports, names, addresses, missing nodes, and the store."""
 
 from __future__ import annotations
 
 from ddpdoctor.failures.entry import Failure, Known, Page, Weight
 
-# -- failures of a start: ports, names, addresses, nodes that do not come
+# -- Ports, names, addresses, missing nodes
 
 
 _ADDRESS = (
@@ -13,7 +13,7 @@ _ADDRESS = (
 )
 
 LEAVING = r"has failed to (?:send a keep-alive heartbeat|shutdown the rendezvous)"
-"""What an agent warns of that is still there when the node of the store has ended: no failure."""
+"""Warnings of an agent that outlives the node of the store. They are no failure."""
 
 RENDEZVOUS = (
     Failure(
@@ -61,7 +61,7 @@ RENDEZVOUS = (
     Failure(
         Known("DDP002", "address-in-use", Weight.CAUSE, "any"),
         r"OSError: \[Errno (?:98|48)\]",
-        # Of any other server of the job's it is not the job's port.
+        # For other servers of the job it is not the port of its store.
         within=r"(?:torch[/\\]distributed|accelerate|deepspeed|lightning\w*)[/\\]",
         says="could not listen: another process holds the port",
         fix="See who holds it (`ss -tlnp`): another job or a rank that an earlier job left behind. "
@@ -134,7 +134,7 @@ RENDEZVOUS = (
         ),
     ),
     Failure(
-        # A warning about IPv6 alone is harmless; torch tries on, and says later that it gave up.
+        # A warning about IPv6 alone is harmless. torch retries, and reports it if it gives up.
         Known("DDP913", "name-unresolved", Weight.SYMPTOM, "1.13, 2.13; pytorch#150532"),
         r"network addresses of \((?P<host>[^,)]+)[^)]*\) cannot be retrieved "
         r"\(gai error: (?:-2|-3|8) ",
@@ -299,11 +299,11 @@ RENDEZVOUS = (
 )
 
 
-# -- failures of the store, through which ranks find each other
+# -- The store
 
 
 _STORE_LOST = r"Broken pipe|Connection reset by peer|Connection was likely closed"
-"""What a store says that had answered before."""
+"""Messages about a store that had responded before."""
 
 _RANK_0 = (
     "Look at the rank that it names first: it came late, failed, or is in another collective. If it "
@@ -401,7 +401,7 @@ STORES = (
         r"Rendezvous(?:Closed|Connection)Error|Agent\.is_failed|The node '[^']{1,99}' has",
         says="lost the job's store, which ends with rank 0 or its torchrun",
         fix=_ENDED_FIRST,
-        # The ranks whose statuses are in the log were those of another node.
+        # The ranks whose statuses are in the log were on another node.
         yields_to=("exit-status-1",),
         examples=("torch.distributed.elastic.rendezvous.api.RendezvousClosedError",),
     ),

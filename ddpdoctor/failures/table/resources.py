@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ddpdoctor.failures.entry import Failure, Known, Page, Weight
 
-# -- failures for want of memory, shared memory, files, disk, network
+# -- Memory, shared memory, files, disk, network
 
 
 _OF_SYSTEM = r"(?:OSError|IOError|RuntimeError|(?<!, )error: |what\(\): )"
@@ -12,7 +12,7 @@ _OF_SYSTEM = r"(?:OSError|IOError|RuntimeError|(?<!, )error: |what\(\): )"
 with them where /dev/shm is full."""
 
 _SERVICE = r"[/\\](?:wandb|mlflow|comet_ml|neptune|clearml|redis|psycopg|pymongo|sqlalchemy)[/\\]"
-"""Libraries that speak to a service of the job's, and download nothing."""
+"""Libraries that connect to a service of the job, and download nothing."""
 
 _NO_ANSWER = (
     r"Name or service not known|Temporary failure in name resolution|No address associated"
@@ -27,7 +27,7 @@ _NO_NETWORK = (
 _TOO_MANY = "429 Client Error: Too Many Requests"
 
 _SHARED = r"multiprocessing[/\\](?:synchronize|heap|shared_memory)\.py"
-"""Where Python makes what its processes share."""
+"""Where Python creates objects that processes share."""
 
 RESOURCES = (
     Failure(
@@ -243,7 +243,7 @@ RESOURCES = (
         r"|unexpected pos \d+ vs \d+|basic_ios::clear: iostream error"
         r"|PytorchStreamWriter failed writing"
         r"|Error[^\n]{0,99}(?:FilesystemQuotaExceeded|StorageFull)",
-        # Watches of files, and semaphores in /dev/shm, are refused in the same words.
+        # Watches of files, and semaphores in /dev/shm, fail with the same text.
         unless=rf"inotify|{_SHARED}",
         examples=(
             "OSError: [Errno 28] No space left on device",
@@ -272,7 +272,7 @@ RESOURCES = (
 )
 
 
-# -- failures of GPUs and of the CUDA libraries
+# -- GPUs and CUDA libraries
 
 
 _BLOCKING = (
@@ -301,12 +301,7 @@ CUDA = (
         ),
     ),
     Failure(
-        Known(
-            "DDP929",
-            "index-out-of-bounds",
-            Weight.CAUSE,
-            "1.7 to 2.13",
-        ),
+        Known("DDP929", "index-out-of-bounds", Weight.CAUSE, "1.7 to 2.13"),
         r"\.cuh?:\d+: [^\n]{0,400}Assertion [`'](?P<what>[^\n]{0,200}?)['`]? failed",
         says="failed an assertion on its GPU: {what}",
         fix="Mostly an index out of range: labels have to be in 0..classes-1, token ids below the "
@@ -499,7 +494,7 @@ CUDA = (
         r"|(?:cannot open shared object file|libcud\w+\.so[^\n]{0,40}: cannot open)"
         r"|operator torchvision::nms does not exist|symbol lookup error"
         r"|requires (?:PyTorch|torch) ?(?P<needed>[<>=]=? ?[\d.]+)",
-        # What libibverbs tries of all the network cards that there are.
+        # libibverbs tries the drivers of all network cards.
         unless=r"libibverbs: Warning",
         says="loads libraries that do not fit each other[ (no {symbol})][ (no {version})][ (torch {needed})]",
         fix="Install torch, torchvision and extensions for the same torch and CUDA, rebuild the "

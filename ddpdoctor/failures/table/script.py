@@ -1,11 +1,11 @@
-"""Failures that a script brings about: its start, its use of torch, its checkpoints."""
+"""Failures caused by the script: its start, its use of torch, its checkpoints."""
 
 from __future__ import annotations
 
 from ddpdoctor.core.finding import Severity
 from ddpdoctor.failures.entry import Failure, Known, Page, Weight
 
-# -- failures that a script brings about: how it is started, what it does with torch
+# -- Start and use of torch
 
 
 _WITHOUT = (
@@ -310,7 +310,7 @@ SCRIPT = (
         Known("DDP212", "unpicklable", Weight.CAUSE, "any"),
         r"(?:AttributeError|TypeError|PicklingError): (?:[^\n]{0,999}: )?"
         r"(?:Can't (?:pickle|get) local object|[Cc]an(?:no|')t pickle) ?(?P<what>[^\n]{0,60})",
-        # What is copied or saved stays in its process.
+        # Copied or saved objects stay in their process.
         unless=r"[/\\]copy\.py\"|torch[/\\]serialization\.py|pickle\.dumps?\(",
         examples=("AttributeError: Can't pickle local object 'main.<locals>.<lambda>'",),
         says="could not send[ {what}] to another process: it cannot be pickled",
@@ -332,7 +332,7 @@ SCRIPT = (
 )
 
 
-# -- failures of saving and loading checkpoints
+# -- Checkpoints
 
 
 CHECKPOINTS = (

@@ -1,31 +1,119 @@
 """The base classes of journal records, and how a record becomes a line of JSON.
 
-Each kind of record is a frozen dataclass, declared once in a module of this package: a rank or the
-supervisor constructs it, :func:`ddpdoctor.run.records.decode.decode` reads it back. Standard
-library only, since the job's interpreter may have nothing else.
+Each kind of record is a frozen dataclass, declared once in a module of this package. A rank or the
+supervisor constructs it, and :func:`ddpdoctor.run.records.decode.decode` reads it back. Only the
+standard library is used, since the job's interpreter may have nothing else.
 
-A field that a writer always knows has no default; one that has its default is left out of the
-line. To read a line that lacks a field, or holds something else there, gives the default, or the
+A field that a writer always knows has no default. A field with its default is left out of the
+line. A line that lacks a field, or has a value of another type, is read as the default, or as the
 empty value of the field's type (0, "", (), None, False).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from dataclasses import fields
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import MISSING, FrozenInstanceError, fields
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from ddpdoctor.core.user_code import Location
-from ddpdoctor.run.records.declaring import Base, dataclass
 
-EVERY = 1 << 62
+JsonObject = dict[str, Any]  # A JSON object of a file that is no journal, or of a message
 
-JsonObject = dict[str, Any]
-"""What JSON holds in braces: of files that are no journals, and of messages."""
+# -- A `dataclass` that costs little at import: a rank declares dozens of records and makes few.
+#
+# The standard library compiles six methods for each class, which takes most of a millisecond. Here
+# common methods are inherited, and a constructor is compiled with the first object: a tenth of the
+# time. Type checkers, `fields` and `replace` see ordinary dataclasses.
+
+
+if TYPE_CHECKING:
+    from dataclasses import dataclass as dataclass
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Base:
+        """The common base of all records and their parts."""
+
+else:
+
+    def dataclass(*, frozen, slots, kw_only):
+        """Declare a class with frozen objects and keyword arguments only."""
+        assert frozen and kw_only
+
+        def declare(cls):
+            made = dataclasses.dataclass(init=False, repr=False, eq=False, slots=slots)(cls)
+            # Not inherited: the constructor of a base may already be compiled.
+            made.__init__ = _compile_constructor
+            return made
+
+        return declare
+
+    class Base:
+        """The common base of all records and their parts."""
+
+        __slots__ = ()
+
+        def __eq__(self, other):
+            if other.__class__ is not self.__class__:
+                return NotImplemented
+            return _values(self) == _values(other)
+
+        def __hash__(self):
+            return hash(_values(self))
+
+        def __repr__(self):
+            names = [each.name for each in dataclasses.fields(self)]
+            text = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+            return f"{type(self).__qualname__}({text})"
+
+        def __setattr__(self, name, value):
+            raise FrozenInstanceError(f"cannot assign to field {name!r}")
+
+        def __setstate__(self, state):
+            for name, value in state[1].items():
+                object.__setattr__(self, name, value)
+
+        def __delattr__(self, name):
+            raise FrozenInstanceError(f"cannot delete field {name!r}")
+
+
+def _values(record: Any) -> tuple[Any, ...]:
+    return tuple([getattr(record, each.name) for each in dataclasses.fields(record)])
+
+
+def _compile_constructor(self: Any, **values: Any) -> None:
+    """Replace the constructor of a class by a compiled one, and call that."""
+    cls = type(self)
+    known: dict[str, Any] = {"_set": object.__setattr__, "_missing": MISSING}
+    arguments, lines = [], []
+    for each in dataclasses.fields(cls):
+        name = value = each.name
+        if each.default_factory is not MISSING:
+            known[f"_make_{name}"] = each.default_factory
+            arguments.append(f"{name}=_missing")
+            value = f"_make_{name}() if {name} is _missing else {name}"
+        elif each.default is not MISSING:
+            known[f"_default_{name}"] = each.default
+            arguments.append(f"{name}=_default_{name}")
+        else:
+            arguments.append(name)
+        lines.append(f"_set(self, {name!r}, {value})")
+    star = ", *, " if arguments else ""
+    source = f"def __init__(self{star}{', '.join(arguments)}): {'; '.join(lines) or 'pass'}"
+    # A code object, since `exec` of a text makes Python forget that Ctrl-C has ended the process.
+    exec(compile(source, "<record>", "exec"), known)
+    cls.__init__ = known["__init__"]
+    cls.__init__(self, **values)
+
+
+# -- Base classes of records
+
+
+EVERY = 1 << 62  # `Record.kept` of kinds that cannot become many: keep all
 
 
 class CodeFrame(NamedTuple):
-    """One frame of a stack; in JSON a list of the three."""
+    """One frame of a stack. In JSON a list of the three."""
 
     path: str
     line: int
@@ -33,7 +121,7 @@ class CodeFrame(NamedTuple):
 
 
 class Part(Base):
-    """A JSON object that is a part of a record."""
+    """A JSON object that is part of a record."""
 
     __slots__ = ()
 
@@ -42,44 +130,58 @@ class Part(Base):
 class Record(Part):
     """A line of a journal. The docstring of a subclass says what it reports."""
 
-    kind: ClassVar[str] = ""
-    """What ``kind`` says in the line."""
+    kind: ClassVar[str] = ""  # The value of ``kind`` in the line
     kept: ClassVar[int] = EVERY
-    """How many of them, the first ones, are written again at the head of each new segment, so that
-    rotation does not lose them; the newest are there anyway. 0 for those of which only the newest
-    matter, `EVERY` for those that cannot become many."""
+    """How many of the first ones survive rotation: they are written again at the head of each new
+    segment. 0 if only the newest matter, which are there anyway, `EVERY` for rare kinds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedRecord(Record):
     """A record about a line of the user's code."""
 
-    path: str = ""
-    """Absolute; empty where no line is known."""
+    path: str = ""  # Absolute. Empty if no line is known.
     line: int = 0
 
     @property
     def location(self) -> Location | None:
-        """The line, None where none is known."""
+        """The line, None if no line is known."""
         return Location(self.path, self.line) if self.path else None
 
 
+# -- Encoding
+
+
 def as_json(part: Part) -> JsonObject:
-    """A record, or a part of one, as JSON has it: ``kind`` first, without what has its default."""
+    """Return a record, or a part of one, as JSON: ``kind`` first, without default values."""
     found: JsonObject = {"kind": part.kind} if isinstance(part, Record) else {}
     for name, key, default in _layout(type(part)):
         value = getattr(part, name)
-        # By type first: to compare what the job made may run its code, or wait for a GPU.
+        # Types first: comparing an object of the job may run its code, or wait for a GPU.
         if value is not default and not (type(value) is type(default) and value == default):
             found[key] = value
     return found
+
+
+def document(value: Any) -> Any:
+    """Return a part as a JSON object with every field, for output that people and tools read.
+
+    Named tuples become objects, too. :func:`ddpdoctor.run.records.typed_json.decoder` reads it.
+    """
+    if isinstance(value, Part):
+        return {key: document(getattr(value, name)) for name, key, _ in _layout(type(value))}
+    if isinstance(value, tuple):
+        if hasattr(value, "_asdict"):
+            return {name: document(each) for name, each in value._asdict().items()}
+        return [document(each) for each in value]
+    return value
 
 
 _layouts: dict[type[Part], list[tuple[str, str, object]]] = {}
 
 
 def _layout(kind: type[Part]) -> list[tuple[str, str, object]]:
-    """The fields of a class: name, key in JSON, and default (`dataclasses.MISSING` without one)."""
+    """Return name, JSON key and default (`dataclasses.MISSING` without one) of each field."""
     known = _layouts.get(kind)
     if known is None:
         known = [(each.name, key_of(each.name), each.default) for each in fields(kind)]
@@ -88,12 +190,12 @@ def _layout(kind: type[Part]) -> list[tuple[str, str, object]]:
 
 
 def key_of(name: str) -> str:
-    """The key of a field: its name, less the underscore that keeps it from being a keyword."""
+    """Return the JSON key of a field: its name without the underscore of ``pass_``."""
     return name.removesuffix("_")
 
 
 def encode(record: Record) -> bytes:
-    """One journal line; a record that cannot be encoded becomes one of its kind that says so."""
+    """Return a journal line. A record that cannot be encoded becomes one that says so."""
     try:
         return json_line(as_json(record))
     except Exception as error:
@@ -101,10 +203,9 @@ def encode(record: Record) -> bytes:
 
 
 def json_line(found: JsonObject) -> bytes:
-    """One line of JSON; a value JSON has no word for becomes the name of its type.
+    """Return one line of JSON. A value that JSON cannot express becomes the name of its type.
 
-    Not its ``repr``: that may be the job's own code, or wait for a GPU, and a rank's writing thread
-    runs neither.
+    Its ``repr`` could run the job's code or wait for a GPU, which a rank's writing thread must not.
 
     Raises:
         TypeError: A key is no string.

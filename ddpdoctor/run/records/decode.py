@@ -1,6 +1,6 @@
-"""Read records back from lines of a journal; an unknown kind is skipped.
+"""Read records back from lines of a journal. Lines of an unknown kind are skipped.
 
-:mod:`~ddpdoctor.run.records.typed_json` judges what a line holds.
+:mod:`~ddpdoctor.run.records.typed_json` checks the values.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from ddpdoctor.run.records.base import Record
 from ddpdoctor.run.records.typed_json import decoder
 
 
-def _kinds(*families: types.ModuleType) -> dict[str, type[Record]]:
-    declared = (each for family in families for each in vars(family).values())
+def _kinds(*modules: types.ModuleType) -> dict[str, type[Record]]:
+    declared = (each for module in modules for each in vars(module).values())
     return {
         each.kind: each
         for each in declared
@@ -24,16 +24,16 @@ def _kinds(*families: types.ModuleType) -> dict[str, type[Record]]:
 
 
 RANK_RECORDS = _kinds(process, training, model)
-"""The kinds of records that processes of the job write."""
+"""The records that processes of the job write, by kind."""
 
 SUPERVISOR_RECORDS = {**_kinds(supervisor), "fault": process.FaultRecord}
-"""Those of the supervisor."""
+"""The records that the supervisor writes, by kind."""
 
 
 def decode(
     line: Mapping[str, object], kinds: Mapping[str, type[Record]] = RANK_RECORDS
 ) -> Record | None:
-    """The record that a line of JSON holds, None if its kind is not known."""
+    """Return the record of a JSON object, or None if its kind is not known."""
     kind = line.get("kind")
     declared = kinds.get(kind) if isinstance(kind, str) else None
     try:
@@ -44,7 +44,7 @@ def decode(
 
 
 def parse(line: bytes, kinds: Mapping[str, type[Record]] = RANK_RECORDS) -> Record | None:
-    """The record of a journal's line; None if it is torn, no record, or of no known kind."""
+    """Return the record of a journal line. None if it is torn, no record, or of no known kind."""
     try:
         found = opening.loads(line)
     except ValueError:

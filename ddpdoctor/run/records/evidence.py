@@ -10,8 +10,7 @@ from dataclasses import dataclass as positional
 from dataclasses import field
 from typing import NamedTuple
 
-from ddpdoctor.run.records.base import Part
-from ddpdoctor.run.records.declaring import dataclass
+from ddpdoctor.run.records.base import Part, dataclass
 from ddpdoctor.run.ring import Collective
 
 # -- stacks and process states

@@ -1,8 +1,8 @@
 """Records of DDP modules, their gradients and optimizers, and fingerprints that compare replicas.
 
-``ddp`` and ``module`` are the number of a DDP module: they are numbered in the order in which they
-were built. ``armed`` counts the forward passes so far whose backward was to be all-reduced:
-records of two ranks are of the same moment if step and ``armed`` are the same.
+``ddp`` and ``module`` are the number of a DDP module, in the order in which they were built.
+``armed`` counts the forward passes so far whose backward is to be all-reduced. Records of two
+ranks belong to the same time if their steps and ``armed`` are equal.
 """
 
 from __future__ import annotations
@@ -10,19 +10,17 @@ from __future__ import annotations
 from dataclasses import field
 from typing import NamedTuple, Union
 
-from ddpdoctor.run.records.base import Part, PlacedRecord, Record
-from ddpdoctor.run.records.declaring import dataclass
+from ddpdoctor.run.records.base import Part, PlacedRecord, Record, dataclass
 
-# -- records of DDP modules, of their gradients and of the optimizers that use them
+# -- DDP modules, gradients and optimizers
 
 
 class Parameter(NamedTuple):
-    """A parameter; in JSON a list."""
+    """A parameter. In JSON a list."""
 
     name: str
     shape: tuple[int, ...]
-    dtype: str
-    """``float32``"""
+    dtype: str  # ``float32``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,70 +30,57 @@ class DdpRecord(PlacedRecord):
     kind = "ddp"
 
     time: int = 0
-    module: str = ""
-    """The class of the model."""
+    module: str = ""  # The class of the model
     device: str = ""
     device_name: str = ""
     device_uuid: str = ""
-    device_uuids: tuple[str, ...] = ()
-    """The GPUs that it lies on, several where it is parallel itself."""
+    device_uuids: tuple[str, ...] = ()  # Its GPUs, several if the model is split over GPUs
     device_ids: tuple[int, ...] | None = None
-    group_ranks: tuple[int, ...] = ()
-    """The ranks that share it."""
+    group_ranks: tuple[int, ...] = ()  # The ranks that share the module
     bucket_cap_bytes: int | None = None
     bucket_sizes: str = ""
     find_unused_parameters: bool = False
     static_graph: bool = False
     gradient_as_bucket_view: bool = False
     broadcast_buffers: bool = True
-    parameters: tuple[Parameter, ...] = ()
-    """Those that it reduces, in its order."""
+    parameters: tuple[Parameter, ...] = ()  # The parameters that it reduces, in its order
     buffers: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRecord(PlacedRecord):
-    """A stage of a pipeline was built (``torch.distributed.pipelining``)."""
+    """A pipeline stage was built (``torch.distributed.pipelining``)."""
 
     kind = "stage"
     kept = 64
 
-    stage: int
-    """From 0."""
-    stages: int
-    """How many the pipeline has."""
+    stage: int  # From 0
+    stages: int  # Number of stages of the pipeline
     group: tuple[int, ...] = ()
-    """The ranks of the pipeline, which are one replica of the model."""
+    """The ranks of the pipeline, which together hold one replica of the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRecord(PlacedRecord):
-    """The parameters that a rank gave to DDP; long."""
+    """The parameters that a rank gave to DDP. A long record."""
 
     kind = "model"
     kept = 8
 
     time: int = 0
-    number: int
-    """Which model of the rank."""
-    type: str
-    """Its class."""
-    group: tuple[int, ...]
-    """The ranks of the process group."""
-    parameters: tuple[Parameter, ...]
-    """The first of them."""
-    count: int
-    """How many there are."""
+    number: int  # Number of the model on the rank
+    type: str  # The class of the model
+    group: tuple[int, ...]  # The ranks of the process group
+    parameters: tuple[Parameter, ...]  # The first of them
+    count: int  # Number of all of them
 
 
 class GradientlessParameter(NamedTuple):
-    """A parameter that got no gradient; in JSON a list."""
+    """A parameter that got no gradient. In JSON a list."""
 
     name: str
-    owner: str
-    """The class of the module that holds it."""
-    why: str
-    """``unused``, ``frozen`` or ``replaced``."""
+    owner: str  # The class of the module that holds it
+    why: str  # ``unused``, ``frozen`` or ``replaced``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,19 +92,15 @@ class NoGradientRecord(PlacedRecord):
     time: int = 0
     step: int
     ddp: int
-    iteration: int = 0
-    """Which synchronized backward of the module."""
-    parameters: tuple[GradientlessParameter, ...]
-    """The first of them."""
-    count: int
-    """How many there are."""
-    of: int
-    """How many parameters the module reduces."""
+    iteration: int = 0  # Number of the module's synchronized backward
+    parameters: tuple[GradientlessParameter, ...]  # The first of them
+    count: int  # Number of all of them
+    of: int  # Number of parameters that the module reduces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnreducedRecord(PlacedRecord):
-    """Gradients that were not all-reduced, and an optimizer stepped."""
+    """An optimizer stepped with gradients that were not all-reduced."""
 
     kind = "unreduced"
 
@@ -128,14 +109,13 @@ class UnreducedRecord(PlacedRecord):
     cause: str
     """``around``, ``second backward``, ``forward in no_sync``, ``unfrozen``, ``added`` or
     ``replaced``."""
-    gradients: dict[str, float] = field(default_factory=dict)
-    """Norms by the names of parameters."""
+    gradients: dict[str, float] = field(default_factory=dict)  # Norms by parameter name
     parameters: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoSyncVainRecord(PlacedRecord):
-    """A no_sync() that saved nothing."""
+    """A no_sync() that saved no communication."""
 
     kind = "no_sync_vain"
 
@@ -145,52 +125,42 @@ class NoSyncVainRecord(PlacedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FindUnusedRecord(Record):
-    """find_unused_parameters, and whether any were unused."""
+    """The effect of find_unused_parameters: whether any parameters were unused."""
 
     kind = "find_unused"
 
     ddp: int
-    iterations: int
-    """Synchronized backwards that were looked at."""
+    iterations: int  # Synchronized backwards that were examined
     parameters: int
-    least: float | None = None
-    """The least number of ranks, in any of them, that used a parameter."""
+    least: float | None = None  # The smallest number of ranks that used a parameter in any of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchNormRecord(Record):
-    """BatchNorms that take their statistics from the batch of one rank."""
+    """BatchNorm layers that compute statistics from one rank's batch."""
 
     kind = "batchnorm"
 
     ddp: int
-    layers: tuple[str, ...]
-    """The first of them."""
-    count: int
-    """How many there are."""
+    layers: tuple[str, ...]  # The first of them
+    count: int  # Number of all of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnownedRecord(PlacedRecord):
-    """Parameters that no optimizer holds."""
+    """Parameters that belong to no optimizer."""
 
     kind = "unowned"
 
     time: int = 0
     ddp: int
-    steps: tuple[int, int]
-    """The steps before which their values were looked at."""
-    parameters: tuple[str, ...]
-    """The first of them."""
-    count: int
-    """How many there are."""
-    of: int
-    """How many parameters the module reduces."""
-    orphans: int
-    """Parameters of the optimizer that get no gradient and belong to no DDP module."""
+    steps: tuple[int, int]  # The steps before which their values were compared
+    parameters: tuple[str, ...]  # The first of them
+    count: int  # Number of all of them
+    of: int  # Number of parameters that the module reduces
+    orphans: int  # Parameters of the optimizer without gradient that belong to no DDP module
     optimizer: str
-    unchanged: bool = False
-    """Their values were the same at both steps."""
+    unchanged: bool = False  # Their values were equal at both steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,50 +171,44 @@ class RemadeRecord(PlacedRecord):
 
     time: int = 0
     step: int
-    since: int
-    """The step from which on they were."""
+    since: int  # The first step at which they were
     optimizer: str = ""
     scheduler: str = ""
     times: int
-    every: str
-    """``step`` or ``epoch``."""
-    position: float | None = None
-    """What the last schedule but one came to, of ``end``."""
+    every: str  # ``step`` or ``epoch``
+    position: float | None = None  # The position that the last but one schedule reached, of ``end``
     end: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnzeroedRecord(PlacedRecord):
-    """Gradients that were never set to zero."""
+    """Gradients that were never zeroed."""
 
     kind = "unzeroed"
 
     optimizer: str
     step: int
-    carried: int
-    """Steps in a row after which the gradients were still there."""
+    carried: int  # Consecutive steps after which the gradients were still there
     after: tuple[float, ...] = ()
-    """Norms of a parameter's gradient when a step had ended, and when the next backward began."""
+    """Norms of a parameter's gradient after a step. ``before``: before the next backward."""
     before: tuple[float, ...] = ()
-    edited: tuple[float, ...] = ()
-    """Norms of gradients that were changed otherwise."""
+    edited: tuple[float, ...] = ()  # Norms of gradients that other code changed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClipRecord(PlacedRecord):
-    """Gradients were clipped by another call than before, or by none."""
+    """The call that clips gradients changed."""
 
     kind = "clip"
     kept = 64
 
     step: int
-    call: str = ""
-    """The function; empty for none."""
+    call: str = ""  # The function. Empty if gradients are no longer clipped.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EditRecord(Record):
-    """Other gradients than before were changed ahead of the step."""
+    """The set of gradients that code changes before the step changed."""
 
     kind = "edit"
     kept = 64
@@ -252,78 +216,66 @@ class EditRecord(Record):
     step: int
     ddp: int
     count: int
-    names: tuple[str, ...]
-    """The first of them."""
+    names: tuple[str, ...]  # The first of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin(Part):
     """Where a loss stopped being finite."""
 
-    what: str
-    """``input`` (a batch, or a constant), ``parameter`` or ``operation``."""
-    operations: tuple[str, ...] = ()
-    """Their names, the first to run first."""
-    module: str | None = None
-    """The module whose parameters are nearest; None if none is known."""
-    within: bool = False
-    """The operation uses them itself."""
+    what: str  # ``input`` (a batch, or a constant), ``parameter`` or ``operation``
+    operations: tuple[str, ...] = ()  # Their names in the order of execution
+    module: str | None = None  # The module with the nearest parameters, if known
+    within: bool = False  # The operation itself uses these parameters
     infinite: Origin | None = None
-    """The same of an infinite value that entered the operation, if NaN came out of it."""
+    """Origin of an infinite value that entered an operation which returned NaN."""
     order: tuple[int, int] | None = None
-    """Of a single operation: its place among those of its name behind the last parameter, from 0,
-    and how many these are."""
+    """For a single operation: its index among those of its name after the last parameter, and
+    their number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NonfiniteRecord(Record):
-    """A loss that was not finite; a few of a rank."""
+    """A loss that was not finite. A few per rank."""
 
     kind = "nonfinite"
 
     time: int = 0
     step: int
-    loss: str = ""
-    """``nan``, ``inf``."""
-    spread: bool = False
-    """After the optimizer's step small parameters were not finite either."""
+    loss: str = ""  # ``nan``, ``inf``
+    spread: bool = False  # After the optimizer's step, small parameters were not finite either
     origin: Origin | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NonfiniteGradientRecord(Record):
-    """A gradient of the rank alone that was not finite; a few."""
+    """A gradient that was not finite before it was reduced. A few per rank."""
 
     kind = "nonfinite_gradient"
 
     time: int = 0
     step: int
-    names: tuple[str, ...] = ()
-    """The parameters."""
-    spread: bool = False
-    """After the optimizer's step they were not finite either."""
+    names: tuple[str, ...] = ()  # The parameters
+    spread: bool = False  # After the optimizer's step, they were not finite either
 
 
-# -- records by which replicas are compared between ranks
+# -- Fingerprints for comparing replicas
 
 
 Hyper = Union[float, "tuple[float | None, ...]", None]
-"""A hyper-parameter; None for a value of another type."""
+"""A hyperparameter. None for a value of another type."""
 
 
 class PackedTensor(NamedTuple):
-    """Elements of a tensor; in JSON a list."""
+    """Elements of a tensor. In JSON a list."""
 
-    elements: int
-    """How many it has."""
-    format: str
-    """``f`` or ``d``, as `struct` has it."""
-    data: str
-    """Those looked at, in base64."""
+    elements: int  # Number of elements of the tensor
+    format: str  # ``f`` or ``d``, as `struct` has it
+    data: str  # The sampled elements, in base64
 
 
 class IndexedTensor(NamedTuple):
-    """The same, with the place of the tensor among the names of its module; in JSON a list."""
+    """Elements of the tensor at ``place`` among its module's names. In JSON a list."""
 
     place: int
     elements: int
@@ -333,17 +285,14 @@ class IndexedTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorsRecord(Record):
-    """The names of what fingerprints are of; written again when they change."""
+    """The tensors that fingerprints cover. Written again when they change."""
 
     kind = "tensors"
 
     module: int
-    type: str = ""
-    """The class of the model."""
-    group: tuple[int, ...]
-    """The ranks that share it."""
-    hook: str | None = ""
-    """The communication hook; None if torch does not tell."""
+    type: str = ""  # The class of the model
+    group: tuple[int, ...]  # The ranks that share the module
+    hook: str | None = ""  # The communication hook. None if torch does not report it.
     names: tuple[str, ...]
 
 
@@ -352,7 +301,7 @@ class FingerprintRecord(Record):
     """Hashes of the parameters after a step."""
 
     kind = "fingerprint"
-    # Whether replicas differ from the first step on is what tells one cause from another.
+    # Whether replicas differ from the first step on distinguishes the causes.
     kept = 16
 
     step: int
@@ -360,34 +309,30 @@ class FingerprintRecord(Record):
     armed: int = 0
     parameters: str | None = None
     gradients: str | None = None
-    detail: str | None = None
-    """Of each tensor four bytes of its hash and its norm, in base64."""
+    detail: str | None = None  # For each tensor four bytes of its hash, and its norm, in base64
     hyper: tuple[tuple[tuple[Hyper, ...], ...], ...] | None = None
     """By optimizer and parameter group: learning rate, momentum, betas, weight decay."""
-    scale: float | None = None
-    """The GradScaler's."""
-    state: str | None = None
-    """Hash of the optimizers' states."""
+    scale: float | None = None  # The GradScaler's
+    state: str | None = None  # Hash of the optimizers' states
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TogetherRecord(Record):
-    """Hashes of the parameters after collectives of their size."""
+    """Hashes of the parameters after a collective of their size."""
 
     kind = "together"
-    # Replicas that were made equal again by the job itself do not diverge.
+    # Replicas that the job itself makes equal again do not diverge.
     kept = 16
 
     step: int
     module: int
     armed: int = 0
-    parameters: str | None = None
-    """None where the overhead budget did not allow to look."""
+    parameters: str | None = None  # None if the overhead budget did not allow it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElementsRecord(Record):
-    """Elements of tensors that were suspected to differ; long."""
+    """Elements of tensors that are suspected to differ. A long record."""
 
     kind = "elements"
     kept = 8
@@ -408,8 +353,7 @@ class BuffersRecord(Record):
     step: int
     module: int
     armed: int
-    broadcast: bool
-    """DDP broadcasts them."""
+    broadcast: bool  # DDP broadcasts them
     names: tuple[str, ...]
     hashes: tuple[str, ...] = ()
     samples: tuple[PackedTensor, ...] = ()
@@ -417,22 +361,18 @@ class BuffersRecord(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatisticsRecord(PlacedRecord):
-    """Running statistics in an evaluation."""
+    """Running statistics of normalization layers in an evaluation."""
 
     kind = "statistics"
     kept = 16
 
     time: int = 0
     module: int
-    group: tuple[int, ...]
-    """The ranks that share the module."""
+    group: tuple[int, ...]  # The ranks that share the module
     armed: int
-    layers: int
-    """How many layers keep statistics."""
-    names: tuple[str, ...]
-    """Those of the first of them."""
-    hashes: tuple[str, ...] = ()
-    """Of mean and variance in turn."""
+    layers: int  # Number of layers with statistics
+    names: tuple[str, ...]  # Names of the first of them
+    hashes: tuple[str, ...] = ()  # Of mean and variance, alternating
     samples: tuple[PackedTensor, ...] = ()
 
 
@@ -443,27 +383,24 @@ class OutsideRecord(Record):
     kind = "outside"
     kept = 1024
 
-    step: int
-    """The step before."""
+    step: int  # The earlier step
     module: int
     count: int
-    names: tuple[str, ...]
-    """The first of them."""
+    names: tuple[str, ...]  # The first of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangeRecord(PlacedRecord):
-    """What loads and cuts have in common."""
+    """Common fields of loads and cuts."""
 
     time: int = 0
     step: int
-    what: str = ""
-    """The class of what was changed."""
+    what: str = ""  # The class of the changed object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRecord(ChangeRecord):
-    """Weights were loaded into a module; 64 of a rank."""
+    """Weights were loaded into a module. At most 64 per rank."""
 
     kind = "load"
 
@@ -472,21 +409,21 @@ class LoadRecord(ChangeRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeRecord(ChangeRecord):
-    """An optimizer's state was loaded; 64 of a rank."""
+    """An optimizer's state was loaded. At most 64 per rank."""
 
     kind = "resume"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutRecord(ChangeRecord):
-    """A scheduler cut the learning rate; 64 of a rank."""
+    """A scheduler cut the learning rate. At most 64 per rank."""
 
     kind = "cut"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoloRecord(Record):
-    """A rank that trains without DDP: what of it other ranks share."""
+    """A rank that trains without DDP: facts to compare with other ranks."""
 
     kind = "solo"
     kept = 16
@@ -495,35 +432,29 @@ class SoloRecord(Record):
     step: int
     optimizer: str = ""
     shapes: tuple[tuple[int, ...], ...] = ()
-    """Of the tensors whose norms follow."""
+    """Shapes of the tensors in ``gradients`` and ``values``."""
     parameters: int = 0
     elements: int = 0
     hyper: tuple[tuple[Hyper, ...], ...] = ()
     """By parameter group: learning rate, momentum, betas, weight decay."""
-    calls: int | None = None
-    """Collectives that the rank has called."""
-    before: int = 0
-    """Of those that carry as much as a gradient: how many when the training began."""
-    wide: int | None = None
-    """And how many by now."""
-    outside: bool = False
-    """Parameters were changed between two steps."""
+    calls: int | None = None  # Collectives that the rank has called
+    before: int = 0  # Collectives as large as a gradient, when training began
+    wide: int | None = None  # Collectives as large as a gradient, so far
+    outside: bool = False  # Parameters were changed between two steps
     gradients: tuple[float, ...] = ()
-    """Norms, as the optimizer is about to use them."""
-    values: tuple[float, ...] = ()
-    """Norms of the parameters."""
+    """Norms of the gradients, as the optimizer is about to use them."""
+    values: tuple[float, ...] = ()  # Norms of the parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoloEndRecord(Record):
-    """The same at its end."""
+    """The end of a rank that trained without DDP."""
 
     kind = "solo_end"
 
     time: int = 0
     steps: int
-    wrapped: bool
-    """Something like DDP was built."""
+    wrapped: bool  # A wrapper similar to DDP was built
     calls: int | None
     wide: int | None
     outside: bool

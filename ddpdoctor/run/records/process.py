@@ -1,56 +1,50 @@
-"""Records of a rank's process: who it is, and how it ends. Times are Unix nanoseconds."""
+"""Records of a rank's process: its identity and its end. Times are Unix nanoseconds."""
 
 from __future__ import annotations
 
 from dataclasses import field
 
 from ddpdoctor.core.user_code import Location
-from ddpdoctor.run.records.base import CodeFrame, Part, PlacedRecord, Record
-from ddpdoctor.run.records.declaring import dataclass
+from ddpdoctor.run.records.base import CodeFrame, Part, PlacedRecord, Record, dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenRecord(Record):
-    """A process became a rank: who it is, where, and with what versions."""
+    """A process became a rank: its identity, host and versions."""
 
     kind = "open"
 
-    format: int
-    """Version of the rank's files."""
+    format: int  # Version of the rank's files
     rank: int
     time: int = 0
     world_size: int = 0
     local_rank: int | None = None
     restart: int = 0
     pid: int = 0
-    parent: int = 0
-    """Process id of its parent."""
+    parent: int = 0  # Process id of its parent
     host: str = ""
     namespace: str | None = None
-    """Where its pid is valid (`ddpdoctor.run.names.namespace`); None if it is not known."""
+    """Where its pid is valid (`ddpdoctor.run.names.namespace`). None if not known."""
     backend: str = ""
     kept_timeout: float | None = None
     """Seconds of the shortest timeout of collectives that cannot be lifted while a debugger holds a
-    rank; None where all can."""
+    rank. None if all can."""
     argv: tuple[str, ...] = ()
-    launcher: str = ""
-    """``torchrun`` or ``other``."""
+    launcher: str = ""  # ``torchrun`` or ``other``
     versions: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverrideRecord(PlacedRecord):
-    """ddpdoctor overrode an argument of the job's, as `ddpdoctor scale` was asked to."""
+    """ddpdoctor overrode an argument of the job for `ddpdoctor scale`."""
 
     kind = "override"
     kept = 64
 
-    owner: str
-    """The class: ``DistributedDataParallel``."""
+    owner: str  # The class: ``DistributedDataParallel``
     name: str
     value: str
-    was: str = ""
-    """What the script gave; empty where it gave nothing."""
+    was: str = ""  # The value that the script gave. Empty without one.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,16 +55,11 @@ class EndRecord(Record):
 
     time: int
     steps: int = 0
-    armed: int = 0
-    """Forward passes whose backward was to be all-reduced."""
-    dropped: int = 0
-    """Records that did not fit into the queue, or that the disk refused."""
-    spent: int = 0
-    """Nanoseconds that diagnosis with a budget took."""
-    over: int = 0
-    """Nanoseconds in which it did."""
-    followed: int = 0
-    """Nanoseconds that it took to follow the steps, estimated from those that were clocked."""
+    armed: int = 0  # Forward passes whose backward is all-reduced
+    dropped: int = 0  # Records that the queue had no room for, or that the disk refused
+    spent: int = 0  # Nanoseconds that budgeted diagnosis took
+    over: int = 0  # Nanoseconds of the period in which it did
+    followed: int = 0  # Nanoseconds that following the steps took, estimated from timed ones
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,42 +67,31 @@ class PortHolder(Part):
     """The process that holds a port."""
 
     pid: int
-    name: str = ""
-    """Its command line."""
-    ours: bool = False
-    """It belongs to this job."""
-    rank: str | None = None
-    """As its launcher numbered it."""
-    itself: bool = False
-    """It is the process that wanted the port."""
+    name: str = ""  # Its command line
+    ours: bool = False  # It belongs to this job
+    rank: str | None = None  # The rank that its launcher gave it
+    itself: bool = False  # It is the process that needs the port
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResourceFacts(Part):
-    """The file, address or port that an exception is about; what is not known is None."""
+    """The file, address or port that an exception is about. None if not known."""
 
     path: str = ""
-    access: str = ""
-    """``read`` or ``write``."""
-    size: int = 0
-    """Bytes of the file."""
-    free: int | None = None
-    """Bytes that are free in its file system, of ``total``."""
+    access: str = ""  # ``read`` or ``write``
+    size: int = 0  # Bytes of the file
+    free: int | None = None  # Free bytes in its file system, of ``total``
     total: int | None = None
-    limit: int | None = None
-    """Bytes that a file may have."""
-    url: str = ""
-    """What was to be downloaded, without passwords and queries."""
-    port: int | None = None
-    """That of the job's store."""
-    spawned: bool = False
-    """A worker of torchrun's has started the process."""
+    limit: int | None = None  # Maximum bytes of a file
+    url: str = ""  # The address of a download, without passwords and queries
+    port: int | None = None  # The port of the job's store
+    spawned: bool = False  # A worker of torchrun started the process
     holder: PortHolder | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterError(Part):
-    """An exception in which another one was raised again."""
+    """An exception that was raised while handling, or because of, another one."""
 
     exception: str
     message: str = ""
@@ -122,26 +100,24 @@ class OuterError(Part):
 
     @property
     def location(self) -> Location | None:
-        """Where it was raised."""
+        """The line that raised it."""
         return Location(self.path, self.line) if self.path else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndOfProcess(PlacedRecord):
-    """What the ends of processes have in common, ranks or not."""
+    """Common fields of the ends of processes, ranks or not."""
 
     time: int
     pid: int = 0
-    step: int | None = None
-    """The step under way; None of a process that is no rank."""
-    armed: int = 0
-    """Forward passes so far whose backward was to be all-reduced."""
+    step: int | None = None  # The current step. None for a process that is no rank.
+    armed: int = 0  # Forward passes so far whose backward is all-reduced
     phase: str = ""
     rank: int | None = None
-    """This and what follows is known of processes that are no ranks, by their environment."""
+    """This and the next fields come from the environment of a process that is no rank."""
     restart: int = 0
     leads_session: bool = False
-    """It is a worker of the launcher's, and not a program that a worker started."""
+    """It is a worker of the launcher, not a program that a worker started."""
     argv: tuple[str, ...] = ()
 
 
@@ -151,13 +127,10 @@ class ExitRecord(EndOfProcess):
 
     kind = "exit"
 
-    how: str
-    """``sys.exit`` or ``os._exit``."""
+    how: str  # ``sys.exit`` or ``os._exit``
     status: int
-    said: str | None = None
-    """What was given instead of a status."""
-    refused: str = ""
-    """What ``argparse`` refused."""
+    said: str | None = None  # The text that was given instead of a status
+    refused: str = ""  # The arguments that ``argparse`` refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,25 +139,20 @@ class ErrorRecord(EndOfProcess):
 
     kind = "error"
 
-    exception: str
-    """The name of its class, with its module if that is not the script or ``builtins``."""
+    exception: str  # Its class, with the module unless that is the script or ``builtins``
     message: str = ""
-    user_frames: tuple[CodeFrame, ...] = ()
-    """The innermost last."""
-    traceback: str = ""
-    """Its end."""
-    outer: OuterError | None = None
-    """What this one was raised again as."""
-    collective: str = ""
-    """The collective in which it was raised."""
+    user_frames: tuple[CodeFrame, ...] = ()  # The innermost last
+    traceback: str = ""  # The end of its text
+    outer: OuterError | None = None  # The exception that was finally raised
+    collective: str = ""  # The collective in which it was raised
     file: ResourceFacts | None = None
     left: ExitRecord | None = None
-    """The call by which the script ended itself once it had caught the exception."""
+    """The call by which the script ended itself after it caught the exception."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThreadErrorRecord(ErrorRecord):
-    """An exception that ended a thread; a few of a rank."""
+    """An exception that ended a thread. A few per rank."""
 
     kind = "thread_error"
 
@@ -200,49 +168,41 @@ class ShownErrorRecord(ErrorRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnStoreRecord(EndOfProcess):
-    """A rank joins a store of the script that no rank opens."""
+    """A rank connects to a store of the script that no rank opens."""
 
     kind = "own_store"
 
     host: str | None
     port: str
-    launcher: str
-    """``host:port`` of the store that torchrun keeps."""
-    spawned: bool
-    """A worker of torchrun's has started the process."""
+    launcher: str  # ``host:port`` of torchrun's store
+    spawned: bool  # A worker of torchrun started the process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultRecord(Record):
-    """An error of ddpdoctor itself; each part of it reports one."""
+    """An error of ddpdoctor itself, once for each part."""
 
     kind = "fault"
 
     error: str
     time: int = 0
-    hook: str = ""
-    """Which part of the probe."""
-    part: str = ""
-    """Which part of the supervisor."""
-    places: tuple[str, ...] = ()
-    """Lines of ddpdoctor, ``file:line``, innermost first."""
+    hook: str = ""  # The part of the probe
+    part: str = ""  # The part of the supervisor
+    places: tuple[str, ...] = ()  # Lines of ddpdoctor, ``file:line``, innermost first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalRankRecord(PlacedRecord):
-    """A local rank that the script parsed and torchrun did not fill."""
+    """The script parsed a local rank from an option that torchrun does not set."""
 
     kind = "local_rank"
 
     parsed: int
-    environment: int
-    """LOCAL_RANK."""
-    used: Location | None = None
-    """Where the script uses it."""
+    environment: int  # The value of LOCAL_RANK
+    used: Location | None = None  # The line that uses it
 
 
-DATA_PARALLEL_AFTER = 16
-"""The step before which it is written that an nn.DataParallel was built, or at the rank's end."""
+DATA_PARALLEL_AFTER = 16  # `DataParallelRecord` is written before this step, or at the rank's end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,54 +1,47 @@
-"""Records of the supervisor, and the status that NCCL's RAS reported, in Unix nanoseconds."""
+"""Records of the supervisor. Times are Unix nanoseconds."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from ddpdoctor.run.records.base import Part, PlacedRecord, Record
-from ddpdoctor.run.records.declaring import dataclass
+from ddpdoctor.run.records.base import Part, PlacedRecord, Record, dataclass
 from ddpdoctor.run.records.evidence import RankEvidence
 
-# -- what NCCL's RAS said of the communicators of a job, over all its nodes
+# -- The report of NCCL's RAS about the communicators of a job on all nodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RasProcess(Part):
-    """A process of the job that does not answer."""
+    """A process of the job that does not respond."""
 
     pid: int
-    host: str
-    """Its node's address."""
-    dead: bool = False
-    """It has not answered for a minute, and is given up."""
-    rank: int = -1
-    """Its rank in a communicator, -1 if it is not of one."""
+    host: str  # The address of its node
+    dead: bool = False  # It has not responded for a minute, and NCCL gave it up
+    rank: int = -1  # Its rank in a communicator, -1 without one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RasGroup(Part):
-    """Ranks of a communicator of which the same is said."""
+    """Ranks of a communicator with equal values."""
 
-    value: str
-    """A number of operations, a status, or an error."""
-    many: int
-    """How many they are."""
-    ranks: tuple[int, ...] = ()
-    """Which, in the communicator; empty where NCCL does not list them."""
+    value: str  # A number of operations, a status or an error
+    many: int  # Number of ranks
+    ranks: tuple[int, ...] = ()  # The ranks in the communicator. Empty if NCCL does not list them.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RasDifference(Part):
-    """What the ranks of a communicator differ in."""
+    """A difference between the ranks of a communicator."""
 
     what: str
-    """``AllReduce``: how many were launched, ``collective`` where NCCL adds up all kinds;
+    """``AllReduce`` and the like: launched operations. ``collective`` if NCCL adds up all kinds.
     ``status`` or ``error``."""
     groups: tuple[RasGroup, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RasCommunicator(Part):
-    """A communicator of which something is to be said."""
+    """A communicator with a problem."""
 
     size: int
     missing: tuple[RasProcess, ...] = ()
@@ -57,20 +50,16 @@ class RasCommunicator(Part):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ras(Part):
-    """An answer of NCCL's RAS."""
+    """A response of NCCL's RAS."""
 
-    version: str = ""
-    """NCCL's."""
-    total: int = 0
-    """Communicators, those of which nothing is to be said among them."""
+    version: str = ""  # The version of NCCL
+    total: int = 0  # Number of communicators, with or without a problem
     communicators: tuple[RasCommunicator, ...] = ()
-    silent: tuple[RasProcess, ...] = ()
-    """Processes of the job that do not answer."""
-    trouble: str = ""
-    """Why there is no answer."""
+    silent: tuple[RasProcess, ...] = ()  # Processes of the job that do not respond
+    trouble: str = ""  # Why there is no response
 
 
-# -- records of the supervisor. Times are Unix nanoseconds
+# -- Records
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,22 +69,19 @@ class JobRecord(Record):
     kind = "job"
 
     time: int
-    status: int | None
-    """Its exit status, negative for the number of a signal."""
+    status: int | None  # Its exit status, negative for the number of a signal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignalRecord(Record):
-    """A signal that was passed on to the job."""
+    """A signal was passed on to the job."""
 
     kind = "signal"
 
     time: int
     signal: int
-    hang: bool = False
-    """ddpdoctor ended a job that hung."""
-    debugger: bool = False
-    """ddpdoctor ended a job whose debugger was stopped."""
+    hang: bool = False  # ddpdoctor sent it to end a hanging job
+    debugger: bool = False  # ddpdoctor sent it since the debugger was stopped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,9 +95,8 @@ class RankExitRecord(Record):
     restart: int
     pid: int = 0
     status: int | None
-    """Its exit status, negative for the number of a signal; None where it was not seen."""
-    oom: str = ""
-    """What says that the kernel killed it for want of memory."""
+    """Its exit status, negative for the number of a signal. None if it is not known."""
+    oom: str = ""  # The evidence that the kernel killed it because memory ran out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,145 +135,118 @@ class HangOverRecord(Record):
     kind = "hang_over"
 
     time: int
-    number: int
-    """Which examination's hang."""
+    number: int  # Which examination's hang
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoCoreRecord(Record):
-    """A rank that had no core for a part of the time in which it made no progress."""
+    """A rank that had no core for part of the time in which it made no progress."""
 
     kind = "no_core"
 
     time: int
     rank: int
     restart: int
-    since: int
-    """When it entered its phase."""
-    lost: int
-    """Nanoseconds without a core since."""
+    since: int  # Time at which it entered its phase
+    lost: int  # Nanoseconds without a core since
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DebugRecord(PlacedRecord):
-    """A debugger came, stopped a rank, or went."""
+    """A debugger attached, stopped a rank, or detached."""
 
     kind = "debug"
 
     time: int
     state: str
     """Of a rank: ``ready``, ``waits``, ``attached``, ``stopped``, ``running``, ``goes on``,
-    ``detached``, ``gone``, ...; of the gateway: ``listening``, ``gate open``, ``refused``,
-    ``flooded``, ``fault``, ..."""
+    ``detached``, ``gone``. Of the gateway: ``listening``, ``gate open``, ``refused``, ``flooded``,
+    ``fault``."""
     rank: int | None = None
     local_rank: int | None = None
-    port: int | None = None
-    """Where a debugger attaches to the rank."""
+    port: int | None = None  # The port at which a debugger attaches to the rank
     pid: int | None = None
-    place: str = ""
-    """``path:line`` of the stop."""
+    place: str = ""  # ``path:line`` of the stop
     why: str = ""
     ranks: tuple[int, ...] = ()
     error: str = ""
-    uid: int | None = None
-    """The user of a client that was refused, None if that is not known."""
-    door: str = ""
-    """Where that client came in, or what is flooded, for a person."""
-    beside: str = ""
-    """A Unix socket for the clients of a port that is flooded."""
+    uid: int | None = None  # The user of a refused client, None if not known
+    door: str = ""  # The endpoint that the client used, or that is flooded, in words
+    beside: str = ""  # A Unix socket for clients of a flooded port
 
     @property
     def at(self) -> str:
-        """Where the rank is held, ``path:line``; empty if that is not known."""
+        """Where the rank is held, ``path:line``. Empty if not known."""
         return self.place or str(self.location or "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldMemory(Part):
-    """Memory of a GPU that a rank holds."""
+    """GPU memory that a rank holds."""
 
     rank: int
     restart: int
     device_uuid: str
-    gpu: int
-    """Index of the GPU."""
+    gpu: int  # Index of the GPU
     name: str = ""
     bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuState(Part):
-    """How the GPU of a rank fares; None is not known."""
+    """The state of a rank's GPU. None if not known."""
 
     rank: int
     restart: int
     device_uuid: str
-    gpu: int
-    """Its index."""
-    others: int = 0
-    """Processes on it that are none of the ranks'."""
-    clock: float | None = None
-    """Hz of the multiprocessors, the highest that was read."""
-    power_limit: float | None = None
-    """Watts."""
-    throttled: tuple[str, ...] = ()
-    """Throttle reasons that were present in every reading."""
-    width: int | None = None
-    """PCIe lanes."""
-    links: int = 0
-    """NVLinks, and then: those that are up."""
+    gpu: int  # Its index
+    others: int = 0  # Processes on it that are no ranks of the job
+    clock: float | None = None  # Highest measured clock of the multiprocessors, in Hz
+    power_limit: float | None = None  # Watts
+    throttled: tuple[str, ...] = ()  # Throttle reasons that were present in every sample
+    width: int | None = None  # PCIe lanes
+    links: int = 0  # Number of NVLinks. ``links_up``: of those that are up.
     links_up: int = 0
-    remapping: bool = False
-    """A faulty row of its memory waits for a reset, or has no spare row."""
-    uncorrected: int | None = None
-    """Memory errors that ECC could not correct."""
+    remapping: bool = False  # A faulty memory row waits for a reset, or has no spare row
+    uncorrected: int | None = None  # Memory errors that ECC could not correct
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpusRecord(Record):
-    """On which GPUs the ranks hold memory; written when that changes, or a rank is slow."""
+    """The GPUs on which ranks hold memory. Written when that changes or a rank is slow."""
 
     kind = "gpus"
 
     time: int
     held: tuple[HeldMemory, ...]
     states: tuple[GpuState, ...] = ()
-    """Of the GPUs that ranks train on, where one of them was suspected to be slow."""
+    """The GPUs that ranks train on, if one of them is suspected to be slow."""
 
 
 class RankMemory(NamedTuple):
-    """Bytes that a rank holds; in JSON a list. None is not known, or no GPU."""
+    """Bytes that a rank holds. In JSON a list. None if not known or without GPU."""
 
     rank: int
-    rss: int | None
-    """Of its process."""
-    allocated: int | None
-    """Given out by torch's CUDA allocator."""
-    reserved: int | None
-    """Taken by it from the GPU."""
+    rss: int | None  # Resident memory of its process
+    allocated: int | None  # Allocated by torch's CUDA allocator
+    reserved: int | None  # Reserved by the allocator on the GPU
 
 
 class GpuVitals(NamedTuple):
-    """What a GPU did; in JSON a list. What is not known is None."""
+    """The load of a GPU. In JSON a list. None if not known."""
 
     host: str
-    gpu: int
-    """Its index."""
-    utilization: float | None
-    """From 0 to 1."""
-    memory_used: int | None
-    """Bytes."""
-    memory_total: int | None
-    """Bytes."""
-    power: float | None
-    """Watts."""
-    temperature: float | None
-    """Degrees Celsius."""
+    gpu: int  # Its index
+    utilization: float | None  # From 0 to 1
+    memory_used: int | None  # Bytes
+    memory_total: int | None  # Bytes
+    power: float | None  # Watts
+    temperature: float | None  # Degrees Celsius
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VitalsRecord(Record):
-    """Memory of the ranks and load of the GPUs at a moment; in a file beside the journals."""
+    """A sample of ranks' memory and GPUs' load, in a file beside the journals."""
 
     kind = "vitals"
 
@@ -300,55 +258,46 @@ class VitalsRecord(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuspicionRecord(Record):
-    """Ranks were asked to look closely at tensors."""
+    """Ranks were asked to write out tensors."""
 
     kind = "suspicion"
 
     time: int
     restart: int
     module: int
-    seen: int
-    """The step whose fingerprints differ."""
-    step: int
-    """The first step that ranks look at."""
-    tensors: tuple[int, ...]
-    """Places among the names of the module."""
+    seen: int  # The step whose fingerprints differ
+    step: int  # The first step that ranks examine
+    tensors: tuple[int, ...]  # Indices into the names of the module
 
 
 class CoreClock(NamedTuple):
-    """The clock of the core that a rank ran on, in kHz; in JSON a list."""
+    """The clock of the core that a rank ran on, in kHz. In JSON a list."""
 
     rank: int
-    clock: int
-    """The highest that was read."""
-    most: int
-    """The highest that such a core has."""
+    clock: int  # The highest measured clock
+    most: int  # The highest possible clock of the core
     readings: int
 
 
 class BusyProcess(NamedTuple):
-    """A process that used a core; in JSON a list."""
+    """A process that used a core. In JSON a list."""
 
     pid: int
-    share: float
-    """Of one core."""
-    core: int
-    """The one that it ran on last."""
+    share: float  # Share of one core
+    core: int  # The core that it ran on last
     command: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileRequestRecord(Record):
-    """Ranks were asked for samples of their stacks; and what was seen of the machine meanwhile."""
+    """Ranks were asked for samples of their stacks. Holds what the machine did meanwhile."""
 
     kind = "profile"
 
     time: int
     restart: int
-    asked: int
-    """Which request."""
-    rank: int | None = None
-    """The rank that is slow, where ranks are asked."""
+    asked: int  # Number of the request
+    rank: int | None = None  # The slow rank, if ranks are asked because of one
     busy: tuple[BusyProcess, ...] = ()
     clocks: tuple[CoreClock, ...] = ()
 
@@ -369,10 +318,8 @@ class FindingRecord(Record):
 
     time: int
     restart: int
-    number: int | None
-    """Its place among all that was reported and withdrawn."""
-    step: int | None = None
-    """How far the ranks were."""
+    number: int | None  # Its number among all reports and withdrawals
+    step: int | None = None  # The step that the ranks had reached
     code: str
     severity: str
     message: str
@@ -385,25 +332,23 @@ class FindingRecord(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetractionRecord(Record):
-    """A finding that was reported is withdrawn."""
+    """A reported finding is withdrawn."""
 
     kind = "retraction"
 
     time: int
     number: int
-    retracts: int
-    """Number of that finding."""
+    retracts: int  # Number of that finding
     code: str
     ranks: tuple[int, ...]
     why: str
-    by: str | None
-    """The code that explains it."""
+    by: str | None  # The code of the finding that explains it
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnwatchedRecord(Record):
-    """Why nothing is known of the ranks."""
+    """Why nothing is known about the ranks."""
 
     kind = "unwatched"
 

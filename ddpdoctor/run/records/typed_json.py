@@ -1,9 +1,8 @@
 """Make typed objects of JSON: the one place where foreign or damaged input is judged.
 
-A JSON object may come from another version, from a torn write, or from somebody who means no good.
-Keys that are not known are skipped. A value that is not of its field's declared type is taken as
-absent. So every object that is returned holds what its class declares, and readers need no checks
-of their own.
+A JSON object may come from another version, from a torn write, or from an attacker. Unknown keys
+are skipped. A value that is not of its field's declared type counts as missing. So every returned
+object holds what its class declares, and readers need no checks.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from ddpdoctor.run.records.base import JsonObject, Part, key_of
 
 P = TypeVar("P", bound=Part)
 
-_WORD = 1 << 63
-"""No writer has an integer beyond this: some could not even be divided."""
+_WORD = 1 << 63  # Limit of integers. No writer has larger ones, and some could not even be divided.
 
 
 class _MisfitError(Exception):
@@ -32,7 +30,7 @@ _decoders: dict[type[Part], Callable[[Mapping[str, object]], Any]] = {}
 
 
 def decoder(declared: type[P]) -> Callable[[Mapping[str, object]], P]:
-    """What makes a record of a class, or a part of one, from a JSON object; it never raises."""
+    """Return a function that makes an object of a class from JSON. It never raises."""
     known = _decoders.get(declared)
     if known is None:
         known = _decoders[declared] = _compiled(declared)
@@ -40,10 +38,10 @@ def decoder(declared: type[P]) -> Callable[[Mapping[str, object]], P]:
 
 
 def required(declared: type[P], found: Mapping[str, object]) -> P:
-    """As a :func:`decoder`, of an object that has to be whole.
+    """Make an object as :func:`decoder` does, of JSON that has to be complete.
 
     Raises:
-        ValueError: It lacks a field that has no default, or holds something else there.
+        ValueError: A field without default is missing, or a value is of another type.
     """
     hints, values = get_type_hints(declared), {}
     try:
@@ -78,7 +76,7 @@ def _compiled(declared: type[P]) -> Callable[[Mapping[str, object]], P]:
 
 
 def _default(each: Any, hints: Mapping[str, Any]) -> Callable[[], Any]:
-    """What makes the value of a field that a line lacks."""
+    """Return a function that makes the value of a missing field."""
     if each.default is not MISSING:
         return lambda: each.default
     if each.default_factory is not MISSING:
@@ -87,7 +85,7 @@ def _default(each: Any, hints: Mapping[str, Any]) -> Callable[[], Any]:
 
 
 def _blank(hint: Any) -> Callable[[], Any]:
-    """What makes the empty value of a type."""
+    """Return a function that makes the empty value of a type."""
     origin, arguments = get_origin(hint) or hint, get_args(hint)
     if origin in (Union, types.UnionType):
         return _blank(type(None) if type(None) in arguments else arguments[0])
@@ -100,7 +98,7 @@ def _blank(hint: Any) -> Callable[[], Any]:
 
 
 def _converter(hint: Any) -> _Convert:
-    """What makes a value of a type from what JSON has; it raises `_MisfitError`."""
+    """Return a function that converts JSON to a type, or raises `_MisfitError`."""
     plain = _PLAIN.get(hint)
     if plain is not None:
         return plain
@@ -114,30 +112,9 @@ def _converter(hint: Any) -> _Convert:
     if origin is dict:
         return _object if arguments[1] is Any else _mapping(_converter(arguments[1]))
     if issubclass(hint, Part):
-        # Made when it is needed: a part may contain another of the same type.
+        # Looked up when it is used: a part may contain another one of its type.
         return lambda found: decoder(hint)(_object(found))
-    # A NamedTuple, whose last values may be missing if they have a default.
-    hints = get_type_hints(hint)
-    parts = {name: _converter(hints[name]) for name in hint._fields}
-    defaults = {name: _blank(hints[name])() for name in parts} | hint._field_defaults
-    least = len(parts) - len(hint._field_defaults)
-    listed = _fixed(lambda values: hint(*values), list(parts.values()), least)
-
-    def convert(value: Any) -> Any:
-        if type(value) is not dict:
-            return listed(value)
-        # An object, as former versions wrote some of them.
-        values = (_either(parts[name], value, name, defaults[name]) for name in parts)
-        return hint(*values)
-
-    return convert
-
-
-def _either(convert: _Convert, found: JsonObject, key: str, default: Any) -> Any:
-    try:
-        return convert(found[key]) if key in found else default
-    except _MisfitError:
-        return default
+    return _named_tuple(hint)
 
 
 def _any_of(ways: list[_Convert]) -> _Convert:
@@ -170,6 +147,28 @@ def _fixed(make: Callable[[list[Any]], Any], parts: list[_Convert], least: int) 
     return convert
 
 
+def _named_tuple(hint: Any) -> _Convert:
+    """Convert a list whose last values may be missing, or an object."""
+    hints = get_type_hints(hint)
+    names, defaults = hint._fields, hint._field_defaults
+    parts = [_converter(hints[name]) for name in names]
+    of_list = _fixed(lambda values: hint(*values), parts, len(parts) - len(defaults))
+    blanks = [_blank(hints[name]) for name in names]
+
+    def convert(value: Any) -> Any:
+        if type(value) is not dict:
+            return of_list(value)
+        values = []
+        for name, part, blank in zip(names, parts, blanks, strict=True):
+            try:
+                values.append(part(value[name]))
+            except (KeyError, _MisfitError):
+                values.append(defaults[name] if name in defaults else blank())
+        return hint(*values)
+
+    return convert
+
+
 def _mapping(part: _Convert) -> _Convert:
     return lambda value: {key: part(each) for key, each in _object(value).items()}
 
@@ -192,27 +191,19 @@ def _number(value: Any) -> float:
     return float(_integer(value))
 
 
-def _text(value: Any) -> str:
-    if type(value) is not str:
-        raise _MisfitError
-    return value
+def _exactly(kind: type) -> _Convert:
+    def convert(value: Any) -> Any:
+        if type(value) is not kind:
+            raise _MisfitError
+        return value
 
-
-def _truth(value: Any) -> bool:
-    if type(value) is not bool:
-        raise _MisfitError
-    return value
-
-
-def _nothing(value: Any) -> None:
-    if value is not None:
-        raise _MisfitError
+    return convert
 
 
 _PLAIN: dict[Any, _Convert] = {
     int: _integer,
     float: _number,
-    str: _text,
-    bool: _truth,
-    type(None): _nothing,
+    str: _exactly(str),
+    bool: _exactly(bool),
+    type(None): _exactly(type(None)),
 }

@@ -1,11 +1,10 @@
-"""What was seen at each place of a log, and how the log divides into several runs of a job.
+"""Occurrences of failures in a log, and the division of a log into several runs of a job.
 
-A log is appended to by each try, or a script starts its job again: the last run is what is asked
-about. A border is a line that a launcher prints when it starts, after one that says that a
-launcher's processes failed: with several nodes in one log all launchers start before any of them
-fails. Where no launcher says that it starts, what comes after such an end is of a later run if it
-is many lines that report no failure, a job at work, the end of another Slurm job, or that of a
-rank with another process.
+Each attempt may append to a log, and the last run is the one of interest. A run begins at a
+launcher's start line that follows a report that its processes failed. (With several nodes in one
+log, all launchers start before any of them fails.) Without such a line, what follows an end belongs
+to a later run if it is many lines without failure, a working job, the end of another Slurm job, or
+the end of a rank with another process id.
 """
 
 from __future__ import annotations
@@ -21,28 +20,25 @@ from ddpdoctor.core.user_code import Location
 from ddpdoctor.failures.entry import Failure, Weight
 from ddpdoctor.failures.lines import TASK
 
-# -- what was seen at one place of a log, and what only the whole log shows of it
+# -- Occurrences
 
 
-STATUS = re.compile(r"exitcode\s*:")
-"""In the line of torchrun's report with how a rank ended."""
+STATUS = re.compile(r"exitcode\s*:")  # In the line of torchrun's report about the end of a rank
 
 _REPORTED = re.compile(
     r"^(?:[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Warning)\b|\s*what\(\)|terminate called"
     r"|slurmstepd|srun:|ERROR:|\s*exitcode\s*:|\[?[IWEF](?:\d{3,4} | \S+\.cpp)|\[Rank \d)"
     r"|: error: |NCCL WARN|Warning: |\(exitcode: "
 )
-"""How a failure reports itself; other lines that speak of one are the job's own remarks."""
+"""How a failure reports itself. Other lines that mention one are the job's own remarks."""
 
 NUMBER = re.compile(r"[\d.,:]+")
-ALIKE = 60
-"""Letters of two lines, without numbers, that are compared for whether they are alike."""
+ALIKE = 60  # Letters of two lines, without numbers, that are compared for similarity
 
 _SURVIVED = 500
-"""Lines between two exceptions that are alike, by which the first one did not end the job."""
+"""Lines between two similar exceptions that prove that the first one did not end the job."""
 
-_REMARKS = 20
-"""The same for lines that call themselves errors."""
+_REMARKS = 20  # The same for lines that contain the word error
 
 _REPEATED = re.compile(r" \[repeated \d+x across cluster\].*")
 _AGENT = re.compile(r"torch[./]distributed[./](?:elastic|run|launch)\b|^torchrun: ")
@@ -51,41 +47,41 @@ WARNING = re.compile(
     r"(?:\[rank\d+\]:)?\s*\[?W\d{3,4} "
     r"|(?:\[[^\]]{1,40}\] )?(?:WARNING:)?torch\.distributed\.elastic\.rendezvous\.\w+:"
 )
-"""How a warning begins that torch logs."""
+"""The beginning of a warning logged by torch."""
 
 _PYTHON_WARNING = re.compile(r"\b[A-Z]\w+Warning: ")
 
 
 @dataclass
-class Sighting:
-    """A known failure, or an unknown exception, at its place in a log.
+class Occurrence:
+    """A known failure, or an unknown exception, in a log.
 
     Attributes:
-        failure: None for an exception that the table does not know.
-        groups: What the pattern's groups matched.
+        failure: None for an exception that is not in the table.
+        groups: The matches of the pattern's groups.
         text: The line, or the exception with its message.
         source: The log's name.
-        line: The line's number there, from 1.
-        last: The number of the last line of what was printed.
-        order: The log's place among the logs, and the line's offset in it.
-        rank: Whose it is, if it is known.
-        time: Seconds, if the line or one shortly before it has one.
-        final: It ended its process, as far as can be seen: nothing plain was written after it.
+        line: The number of its line, from 1.
+        last: The number of its last line.
+        order: The index of the log, and the offset in it.
+        rank: The rank that printed it, if known.
+        time: Seconds, if the line or an earlier one has a time.
+        final: It ended its process, as far as the log shows: no plain line follows.
         location: The innermost line of the user's code, for exceptions.
-        traceback: The whole text of it.
-        context: The exception that it was raised while handling, the first one of a chain.
-        who: The process or node that the line's prefix names.
-        bare: An exception without a traceback, which may be a remark.
-        uncaught: It ended its process, whatever came after it.
-        woven: Its traceback is mixed up with those of others.
-        doing: Of one that waited in vain: the last line before it that reports no failure.
-        spoken: Of a cause: its line is not how a failure reports itself.
-        ignored: Python says that it goes on in spite of it.
-        followed: Of what ended a process: lines of another run at work come behind it.
-        root: torchrun names it as what it noticed first.
+        traceback: The whole text of an exception's traceback.
+        context: The first exception of a chain.
+        who: The process or node in the line's prefix.
+        bare: An exception without a traceback, which may have been only logged.
+        uncaught: It ended its process, whatever follows.
+        interleaved: Its traceback is mixed with those of other processes.
+        doing: For a timeout: the last earlier line that reports no failure.
+        mention: The line mentions a cause, but is not how the failure reports itself.
+        ignored: Python says that it continues in spite of it.
+        followed: For an end of a process: lines of another, working run follow.
+        root: torchrun names it as the first failure.
         went_on: Its process printed more, and then the exception that ended it.
-        behind: Lines behind it until the next one that ended a process, or until the log's end if
-            the job is at work there; 0 for an exception if stdout may have held them back.
+        behind: Lines after it until the next end of a process, or until the log's end if the job
+            works there. 0 for an exception if these lines may be buffered output.
     """
 
     failure: Failure | None
@@ -104,9 +100,9 @@ class Sighting:
     who: str = ""
     bare: bool = False
     uncaught: bool = False
-    woven: bool = False
+    interleaved: bool = False
     doing: str = ""
-    spoken: bool = False
+    mention: bool = False
     ignored: bool = False
     followed: bool = False
     root: bool = False
@@ -117,7 +113,7 @@ class Sighting:
 
     @property
     def weight(self) -> Weight:
-        """How much it explains; an exception that is not known is a cause."""
+        """How much it explains. An unknown exception is a cause."""
         if self.ignored:
             return Weight.FACT
         if self.failure is None:
@@ -126,28 +122,28 @@ class Sighting:
 
     @property
     def is_warning(self) -> bool:
-        """Whether it was logged as a warning by torch, which goes on after it."""
+        """Whether torch logged it as a warning, after which it continues."""
         return WARNING.match(self.text) is not None
 
     @property
     def warned(self) -> bool:
-        """Whether it is a warning of Python's, which an exception may follow from."""
+        """Whether it is a Python warning, which may precede an exception."""
         return not self.traceback and _PYTHON_WARNING.search(self.text) is not None
 
 
-def corrected(sightings: Sequence[Sighting]) -> list[Sighting]:
-    """The sightings of a whole log, in the order of its lines, as the whole log shows them."""
-    found = _once(sightings)
+def corrected(occurrences: Sequence[Occurrence]) -> list[Occurrence]:
+    """Correct the occurrences of a whole log, in the order of its lines, by each other."""
+    found = _once(occurrences)
     _unnumber_nodes(found)
     _were_survived(found)
     return found
 
 
-def _once(sightings: Sequence[Sighting]) -> list[Sighting]:
-    """Without exceptions that Python printed and torch then printed again, with the rank."""
+def _once(occurrences: Sequence[Occurrence]) -> list[Occurrence]:
+    """Drop exceptions that Python printed and torch printed again, with the rank."""
     ranks: dict[tuple[str, Location | None], set[int]] = {}
     plain = Counter[tuple[str, Location | None]]()
-    for each in sightings:
+    for each in occurrences:
         if each.traceback and each.rank is not None:
             ranks.setdefault((each.text, each.location), set()).add(each.rank)
         elif each.traceback:
@@ -155,15 +151,15 @@ def _once(sightings: Sequence[Sighting]) -> list[Sighting]:
     twice = {key for key, whose in ranks.items() if plain[key] <= len(whose)}
     return [
         each
-        for each in sightings
+        for each in occurrences
         if not each.traceback or each.rank is not None or (each.text, each.location) not in twice
     ]
 
 
-def _were_survived(sightings: Sequence[Sighting]) -> None:
-    """What the job went on after long before, it was not ended by when it said so again."""
+def _were_survived(occurrences: Sequence[Occurrence]) -> None:
+    """Mark repetitions of an exception that the job survived long before as not final."""
     earlier: dict[tuple[Failure | None, str], int] = {}
-    for each in sightings:
+    for each in occurrences:
         is_remark = each.weight == Weight.REMARK
         if not (is_remark or each.traceback) or each.uncaught:
             continue
@@ -175,9 +171,9 @@ def _were_survived(sightings: Sequence[Sighting]) -> None:
             each.final = False
 
 
-def _unnumber_nodes(sightings: Sequence[Sighting]) -> None:
-    """Take srun's labels for numbers of nodes where each of its tasks is a torchrun."""
-    labelled = [each for each in sightings if each.who.startswith(TASK)]
+def _unnumber_nodes(occurrences: Sequence[Occurrence]) -> None:
+    """Take srun's labels as node numbers if each of its tasks is a torchrun."""
+    labelled = [each for each in occurrences if each.who.startswith(TASK)]
     nodes = any(_AGENT.search(each.text) for each in labelled)
     for each in labelled:
         if nodes and not STATUS.search(each.text):
@@ -186,45 +182,42 @@ def _unnumber_nodes(sightings: Sequence[Sighting]) -> None:
             each.who = ""
 
 
-def is_spoken(text: str, failure: Failure) -> bool:
-    """Whether a line only speaks of a cause, which reports itself in other ways."""
+def is_mention(text: str, failure: Failure) -> bool:
+    """Return whether a line only mentions a cause, which reports itself in another form."""
     return not _REPORTED.search(text) and _is_always_reported(failure)
 
 
 @functools.cache
 def _is_always_reported(failure: Failure) -> bool:
-    """Whether all examples of a failure are exceptions or lines of a logger, not plain words."""
+    """Return whether all examples of a failure are exceptions or lines of a logger."""
     is_cause = failure.weight == Weight.CAUSE
     return is_cause and all(_REPORTED.search(example) for example in failure.examples)
 
 
-# -- runs
+# -- Runs
 
 
 ENDED = (Weight.WRAPPER, Weight.STOPPED, Weight.GENERIC, Weight.DECISIVE)
-"""What is said where a run ends: by its launcher, a scheduler, or the system."""
+"""Weights of reports about the end of a run, by launcher, scheduler or system."""
 
 _SUMMARY = re.compile(r"exitcode\s*: -?\d+ \(pid: (\d+)\)")
-"""Where torchrun names the process of a rank that failed."""
+"""The process of a failed rank in torchrun's report."""
 
-_STILLBORN = re.compile(r"(?:IndentationError|SyntaxError|TabError|ModuleNotFoundError)\b")
-"""What Python raises before a script's first line, on each rank."""
+_START_ERRORS = re.compile(r"(?:IndentationError|SyntaxError|TabError|ModuleNotFoundError)\b")
+"""Exceptions that Python raises before a script's first line, on each rank."""
 
 _SCRIPT = re.compile(r'^\s*File "([^"\n]+)", line \d+, in <module>$', re.MULTILINE)
 _LAUNCHER = re.compile(
     r"deepspeed[/\\]launcher[/\\]runner\.py|torch[/\\]distributed[/\\](?:run|launch|launcher[/\\]api)"
     r"\.py|accelerate[/\\]commands[/\\]launch\.py"
 )
-"""In the traceback of a script that starts the ranks, of which a job has one on each node."""
+"""In the traceback of a launcher, of which a job has one on each node."""
 
-BETWEEN = 2
-"""Lines that a process prints at least before an exception ends it."""
-
-LATER = 100
-"""Lines behind the end of a run that are of a later one."""
+BETWEEN = 2  # Minimum lines that a process prints before an exception ends it
+LATER = 100  # Lines after the end of a run that belong to a later one
 
 MUCH_LATER = 200
-"""The same behind an exception that ended one process: others may go on for a while."""
+"""The same after an exception that ended one process, since others may continue for a while."""
 
 
 @dataclass(frozen=True)
@@ -232,21 +225,21 @@ class Runs:
     """The runs in some logs.
 
     Attributes:
-        last: What was seen of the last run of each log.
-        earlier: Of each log with several, what was seen of the one before the last.
-        borders: The line with which the last run begins, by log.
+        last: Occurrences in the last run of each log.
+        earlier: For each log with several runs, occurrences in the last but one.
+        borders: The first line of the last run, by log.
     """
 
-    last: list[Sighting]
-    earlier: list[list[Sighting]]
+    last: list[Occurrence]
+    earlier: list[list[Occurrence]]
     borders: dict[str, int]
 
 
-def split(sightings: Sequence[Sighting]) -> Runs:
-    """Part the sightings of some logs by runs."""
+def split(occurrences: Sequence[Occurrence]) -> Runs:
+    """Divide the occurrences of some logs by runs."""
     found = Runs([], [], {})
     logs: dict[str, _Log] = {}
-    for each in sorted(sightings, key=lambda each: each.order):
+    for each in sorted(occurrences, key=lambda each: each.order):
         logs.setdefault(each.source, _Log()).take(each)
     for source, log in logs.items():
         log.close()
@@ -258,33 +251,33 @@ def split(sightings: Sequence[Sighting]) -> Runs:
 
 
 class _Log:
-    """The runs of one log, as its sightings are taken in.
+    """Divides one log into runs, as its occurrences are added.
 
     Attributes:
-        runs: The sightings of each run so far.
-        begins: The line with which each of them begins.
+        runs: The occurrences of each run so far.
+        begins: The first line of each run.
     """
 
     def __init__(self) -> None:
-        self.runs: list[list[Sighting]] = [[]]
+        self.runs: list[list[Occurrence]] = [[]]
         self.begins = [1]
         self._restart()
 
     def _restart(self) -> None:
         self._over = False
-        self._job = self._stillborn = ""
-        # The script that an exception ended last, whose it was, and how many sightings there were.
+        self._job = self._start_error = ""
+        # The script that an exception ended last with its process, and the occurrences until then.
         self._script, self._script_ended = ("", ""), 0
         self._pids: dict[int | None, str] = {}
-        # How many of the last run's sightings there were when a process was seen to end last, and
-        # when torchrun named a rank's last.
+        # Occurrences of the last run until the last end of a process, and until torchrun last named
+        # one.
         self._ended = self._named = 0
 
-    def take(self, each: Sighting) -> None:
-        """Take the next sighting in."""
+    def take(self, each: Occurrence) -> None:
+        """Add the next occurrence."""
         said = any(one.text for one in self.runs[-1])
         if len(self.runs) > 1 and not said and _again(each, self.runs[-2]):
-            # The usage of each rank may have hundreds of lines, and so have hundreds of tracebacks.
+            # Usage messages and tracebacks of all ranks may have hundreds of lines.
             self._join()
         job = each.groups.get("job", self._job)
         status = _SUMMARY.match(each.text)
@@ -305,11 +298,12 @@ class _Log:
             self._named = len(run)
         self._ends(each)
 
-    def _ends(self, each: Sighting) -> None:
-        """Whether the run under way ends with its newest sighting, or has something end in it."""
+    def _ends(self, each: Occurrence) -> None:
+        """Check whether the current run ends with its newest occurrence, or a process of it."""
         run = self.runs[-1]
-        if _is_stillborn(each):
-            self._stillborn = _first(each)
+        if _is_refused(each) or (each.uncaught and _START_ERRORS.match(each.text)):
+            # No rank of the run can have got any further.
+            self._start_error = _first(each)
         reported = each.weight in ENDED and each.final
         named = STATUS.search(each.text) and each.final
         if reported or named or each.uncaught or _is_refused(each):
@@ -320,26 +314,27 @@ class _Log:
             self._another(len(run))
 
     def _border(
-        self, each: Sighting, job: str, pid: str, launcher: tuple[str, str] | None
+        self, each: Occurrence, job: str, pid: str, launcher: tuple[str, str] | None
     ) -> int | None:
-        """With which of the last run's sightings another run begins; None if none does."""
+        """Return the index in the last run at which another run begins, or None."""
         run = self.runs[-1]
         if self._over and self._job not in ("", job):
             return self._ended
         if self._over and pid and self._pids.get(each.rank, pid) != pid:
             return self._named
         if self._over and _is(each, "launch"):
-            # What the launcher says of itself comes before its banner.
+            # A launcher's notes precede its banner.
             own = takewhile(lambda seen: seen.weight == Weight.NOTE, reversed(run))
             return len(run) - len(list(own))
-        other = self._stillborn and not _same_words(_first(each), self._stillborn)
-        if other and (_is_raised(each) or _is_refused(each)):
+        other = self._start_error and not _same_words(_first(each), self._start_error)
+        raised = bool(each.traceback) and each.weight in (Weight.CAUSE, Weight.STOPPED)
+        if other and (raised or _is_refused(each)):
             return len(run)
-        # Each node has one launcher, and this one's had ended already.
+        # Each node has one launcher, and this node's had ended already.
         return self._script_ended if launcher == self._script else None
 
     def close(self) -> None:
-        """Take the end of the log in: a launcher's first words may come out of its buffer last."""
+        """Finish the log. A launcher's first lines may be buffered until its end."""
         if _is_tail(self.runs[-1]) and len(self.runs) > 1:
             self._join()
         border = _appended(self.runs[-1])
@@ -347,13 +342,13 @@ class _Log:
             self._another(border)
 
     def _join(self) -> None:
-        """What was taken for the last run is of the one before it."""
+        """Join the last run with the one before it."""
         self.begins.pop()
         last = self.runs.pop()
         self.runs[-1] += last
 
     def _another(self, at: int) -> None:
-        """The sightings from one on are of another run."""
+        """Begin another run at this occurrence."""
         run = self.runs[-1]
         self.runs.append(run[at:])
         del run[at:]
@@ -364,19 +359,19 @@ class _Log:
         self._restart()
 
 
-def _is_tail(run: Sequence[Sighting]) -> bool:
-    """Whether it is what a launcher of the run before printed last, its banner included."""
+def _is_tail(run: Sequence[Occurrence]) -> bool:
+    """Return whether these are the last lines of the previous run's launcher, with its banner."""
     stopped = any(_is(each, "stopped-status") for each in run)
     return stopped and all(_is(each, "launch", "stopped-status") for each in run)
 
 
-def _appended(run: Sequence[Sighting]) -> int | None:
-    """Where the last run of a single process begins that appends to its log, None if none does.
+def _appended(run: Sequence[Occurrence]) -> int | None:
+    """Return where the last run of a single process that appends to its log begins, or None.
 
-    Such a process has no launcher, which would say that it starts again; each exception that leaves
-    its script ends it.
+    Such a process has no launcher that prints a start line. Each exception that leaves its script
+    ends a run.
     """
-    if any(each.rank is not None or each.who or each.woven for each in run):
+    if any(each.rank is not None or each.who or each.interleaved for each in run):
         return None
     if any(Weight.WRAPPER <= each.weight <= Weight.CONSEQUENCE for each in run):
         return None
@@ -384,58 +379,49 @@ def _appended(run: Sequence[Sighting]) -> int | None:
     if len(ends) < 2 or _script_of(run[ends[-1]]) != _script_of(run[ends[-2]]):
         return None
     before, last = run[ends[-2]], run[ends[-1]]
-    # Those of several processes follow each other.
+    # Exceptions of several processes follow each other.
     apart = last.line - before.last > BETWEEN
     alone = last.weight is Weight.CAUSE and not _script_of(last)[1]
     return ends[-2] + 1 if apart and alone else None
 
 
-def _first(each: Sighting) -> str:
-    """The first line of it; the others may be those of another process."""
+def _first(each: Occurrence) -> str:
+    """Return its first line, since others may be of another process."""
     return each.text.partition("\n")[0]
 
 
-def _script_of(each: Sighting) -> tuple[str, bool]:
-    """The script that an exception ended, and whether it had started the ranks."""
-    alone = each.uncaught and each.rank is None and not each.woven
+def _script_of(each: Occurrence) -> tuple[str, bool]:
+    """Return the script that an exception ended, and whether it is a launcher."""
+    alone = each.uncaught and each.rank is None and not each.interleaved
     found = _SCRIPT.search(each.traceback) if alone else None
     if found is None:
         return "", False
     return found[1], _LAUNCHER.search(each.traceback) is not None
 
 
-def _is_raised(each: Sighting) -> bool:
-    return bool(each.traceback) and each.weight in (Weight.CAUSE, Weight.STOPPED)
-
-
-def _is_stillborn(each: Sighting) -> bool:
-    """Whether no rank of the run can have come any further."""
-    return _is_refused(each) or (each.uncaught and _STILLBORN.match(each.text) is not None)
-
-
-def _is_refused(each: Sighting) -> bool:
-    """Whether a program or its launcher did not take its options, and ended."""
+def _is_refused(each: Occurrence) -> bool:
+    """Return whether a program or its launcher refused its options and ended."""
     script = _is(each, "options-refused") and "what" in each.groups
     return each.final and (script or _is(each, "torchrun-too-old"))
 
 
-def _again(each: Sighting, run: Sequence[Sighting]) -> bool:
-    """Whether another rank fails as one did at the end of a run."""
+def _again(each: Occurrence, run: Sequence[Occurrence]) -> bool:
+    """Return whether another rank fails as one did at the end of a run."""
     if _is(each, "options-refused") and _is(run[-1], "options-refused"):
         return _same_words(_first(each), _first(run[-1]))
     alike = [one for one in run if one.failure is each.failure and _words(one) == _words(each)]
     return bool(each.text and alike) and each.rank not in {None, *(one.rank for one in alike)}
 
 
-def _words(each: Sighting) -> str:
-    """Its first line without numbers, which differ from rank to rank."""
+def _words(each: Occurrence) -> str:
+    """Return its first line without numbers, which differ between ranks."""
     return NUMBER.sub("", _first(each))
 
 
 def _same_words(one: str, other: str) -> bool:
-    """Whether two lines say the same; one may be torn."""
+    """Return whether two lines are equal. One may be truncated."""
     return one.startswith(other) or other.startswith(one)
 
 
-def _is(each: Sighting, *names: str) -> bool:
+def _is(each: Occurrence, *names: str) -> bool:
     return each.failure is not None and each.failure.known.name in names
