@@ -14,7 +14,7 @@ from ddpdoctor.core.user_code import Location
 from ddpdoctor.diagnose.replicas.differences import Difference, Replica, odd, replicas
 from ddpdoctor.diagnose.source_files import quoted
 from ddpdoctor.diagnose.source_operations import (
-    MOST_CANDIDATES,
+    MAX_CANDIDATES,
     likely_written,
     operation_lines,
     ranks_that_write,
@@ -157,7 +157,7 @@ def _candidate_lines(origin: Origin, member: Rank) -> list[Location]:
         origin.order,
         constant=origin.what == "input",
     )
-    return found if len(found) <= MOST_CANDIDATES else []
+    return found if len(found) <= MAX_CANDIDATES else []
 
 
 def _place(origin: Origin | None) -> str:
