@@ -29,7 +29,7 @@ from ddpdoctor.diagnose.crashes.rank_endings import (
     mispaired,
 )
 from ddpdoctor.diagnose.hangs.rules_diagnosis import diagnosed
-from ddpdoctor.diagnose.loops.training_loops import departures
+from ddpdoctor.diagnose.loops.training_loops import local_decisions
 from ddpdoctor.diagnose.source_files import brief, location, quoted
 from ddpdoctor.run.names import BEFORE_FORWARD
 from ddpdoctor.run.records.process import ErrorRecord
@@ -187,7 +187,7 @@ def _failure(run: Run) -> _Failure | None:
     ends = endings(run, restart)
     cause = first_failure(run, restart)
     abrupt = cause is not None and (mispaired(run, cause) or cause.status == -signal.SIGABRT)
-    if not ends or (cause is not None and not abrupt) or departures(run):
+    if not ends or (cause is not None and not abrupt) or local_decisions(run):
         return None
     calls = {
         rank: [collective_mismatch.call_of(each) for each in found if not each.point_to_point]
