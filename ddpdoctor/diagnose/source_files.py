@@ -340,7 +340,6 @@ def source_of(path: str) -> Source | None:
 
 # -- expressions about the rank
 
-
 _CONDITION = re.compile(
     r"is_?(main|master|chief|zero|primary|lead|leader|root|rank)|(main|master|chief)_(process|rank)"
     r"|rank_?(zero|0)|is_global_zero",

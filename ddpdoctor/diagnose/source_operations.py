@@ -39,7 +39,6 @@ def _scopes(path: str) -> list[Scope]:
 
 # -- lines between the forward and the backward that do an operation
 
-
 _OPERATORS: dict[str, type[ast.operator]] = {
     "add": ast.Add,
     "sub": ast.Sub,
@@ -139,7 +138,6 @@ def _operations(function: Scope, operations: Collection[str]) -> Iterator[tuple[
 
 
 # -- parameters that the job averages itself
-
 
 _COLLECTIVE = re.compile(r"(all_reduce|broadcast|all_gather|reduce)(_|$)")
 """Collectives that can average parameters."""
@@ -246,7 +244,6 @@ def _sources(names: set[str], scope: Scope) -> Iterator[ast.expr]:
 
 
 # -- lines that write gradients, weights or hyper-parameters on some ranks only
-
 
 _IN_PLACE = re.compile(
     r"(add|sub|mul|div|copy|zero|fill|normal|uniform|clamp|clip|lerp|addcmul|addcdiv|neg|round"

@@ -18,10 +18,8 @@ from ddpdoctor.run.step_series import PARTS, RankSeries, Series, series
 
 WARM_UP = 10
 """Steps at the beginning of a run that are not compared, if there are more."""
-
 NOTABLE = 0.03
 """The difference of a rank's own time from which on the rank is named, as a part of the step."""
-
 MAX_LINES = 60
 """Lines of the difference between two scripts."""
 

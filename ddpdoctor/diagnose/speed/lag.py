@@ -88,30 +88,22 @@ def stage_of(run: Run, number: int) -> Stage | None:
 
 # -- judging one rank
 
-
 PLAIN_SHARE, PLAIN_NS = 0.5, 20_000_000
 """A surplus that few steps can show: as a part of the step, and in nanoseconds."""
-
 STEADY, STEADY_STRETCHES = 0.75, 0.875
 """The part of the steps that must show the surplus. Stretches of steps are fewer and less alike."""
-
 PRESENT, PRESENT_IN_STRETCH = 1 / 2, 1 / 3
 """The part of the surplus that counts as showing it. With a surplus in every 10th step, stretches
 of 16 steps have one or two."""
-
 IDLE = 0.01
 """Wait for a core, as a part of the step, up to which cores are known to be idle."""
-
 CALM = 0.05
 """Wait for a core, as a part of the step, above which the machine counts as crowded."""
-
 BRIEF_NS = 500_000_000
 """Steps that span less, in nanoseconds, count as few unless the machine is calm. For so long a core
 may be slow because of its sibling, or of the host of a virtual machine."""
-
 CORE_TAKEN = 3.0
 """How many times as long as the others a rank waits for a core if others use only its core."""
-
 SAME_WORK = 1.25
 """How many times the others' CPU time a rank may take if its work does not explain its waits. A
 rank that computes longer loses its core more often, and not only in proportion."""
@@ -307,32 +299,23 @@ def cpu(step: StepRecord) -> float:
 
 # -- comparing ranks step by step
 
-
 ENOUGH_SAMPLED = 6
 """Steps that a verdict needs on a GPU, where DDP times only every hundredth step."""
-
 FEW = 8
 """Steps that are enough for a job too short for that, if they show a large surplus."""
-
 BEGINNING = 2
 """First steps that say nothing: loaders start, buckets are built, caches are filled."""
-
 LASTING = 5_000_000_000
 """Nanoseconds that steps must span to show that others use a rank's core. In less time the kernel
 may just not have balanced its load."""
-
 MANY = 16
 """Ranks from which on only the slowest are compared with all the others."""
-
 MIN_STRETCHES = 16
 """Stretches of equal length that a verdict needs."""
-
 MIN_PASSES = 8
 """Passes over the data that a verdict needs, if most of the surplus is in their first steps."""
-
 MOSTLY = 0.75
 """The part of a surplus that is in the steps which are said to have it."""
-
 SPREAD = 0.6
 """The part of the steps from which on they are too many to be named."""
 

@@ -33,7 +33,6 @@ class Reason:
 
 # -- loader workers
 
-
 HEAVIER = 1.5
 """How many times the others' CPU time a rank's loader workers take if they have more work. With
 less, the machine may be crowded."""
@@ -94,7 +93,6 @@ def _workers_crowded(lag: Lag, mine: Profile | None, others: Sequence[Profile]) 
 
 
 # -- GPUs, as the driver reports them
-
 
 SLOW_GPU_CLOCK = 0.9
 """The part of the others' clock, or power limit, below which that of a GPU counts as lower."""
@@ -187,9 +185,8 @@ def _gpu_evidence(mine: GpuState, theirs: Sequence[GpuState]) -> Iterator[str]:
         yield f"{gpu} is throttled: {throttled}; those of the others are not"
     limits = [each.power_limit for each in theirs if each.power_limit]
     if mine.power_limit and limits and mine.power_limit < SLOW_GPU_CLOCK * min(limits):
-        yield (
-            f"{gpu} may take {mine.power_limit:.0f} W; those of the others {median(limits):.0f} W"
-        )
+        theirs_may = f"those of the others to {median(limits):.0f} W"
+        yield f"{gpu} is limited to {mine.power_limit:.0f} W; {theirs_may}"
     yield from _link_evidence(mine, theirs)
     if mine.remapping and not any(each.remapping for each in theirs):
         yield f"{gpu} has a faulty row of memory (nvidia-smi -q -d ROW_REMAPPER)"
@@ -216,24 +213,18 @@ def _throttled_alone(mine: GpuState, theirs: Sequence[GpuState]) -> str:
 
 # -- samples of stacks, and the counters of Python and of the kernel
 
-
 PATIENCE = 90.0
 """Seconds to wait for samples: 48 of them, a second apart at most, on a machine on which each may
 have to wait for a core. A rank that ends writes those that it has."""
-
 FAULT, SLOW_FAULT = 250, 2_500
 """Nanoseconds of a page fault: the least, and the most if the kernel is seen to spend them, as in a
 virtual machine."""
-
 BLOCKED = 0.5
 """The part of the samples in which a thread must sleep for its line to be one that waits."""
-
 AT_DISK = 0.25
 """The same for waits for the disk. Not each sample of such a wait shows it."""
-
 SLOW_CORE_CLOCK = 0.85
 """The part of the others' clock below which a rank's core counts as slow."""
-
 MIN_READINGS = 3
 """How often the clock of a core must have been read."""
 
@@ -353,7 +344,7 @@ def _for_counters(
             ": Python collects garbage",
             f"Python's collector takes {shown_ms(mine.a_step('gc'))} a step, "
             f"{shown_ms(_usual(others, 'gc'))} on the others",
-            fix="Make fewer objects that refer to each other in the loop, call gc.freeze() "
+            fix="Create fewer objects that refer to each other in the loop, call gc.freeze() "
             "after setting up, or raise gc.set_threshold(); do so on all ranks.",
         )
     alone = place is not None and not place.others
@@ -373,7 +364,7 @@ def _for_counters(
             ": it touches new memory" + _within(place),
             f"{mine.a_step('minor'):.0f} page faults a step, "
             f"{_usual(others, 'minor'):.0f} on the others",
-            fix="Keep large buffers from step to step instead of making new ones.",
+            fix="Keep large buffers from step to step instead of allocating new ones.",
         )
     return _for_slow_core(run, lag, mine, others) if works and not alone else None
 
@@ -482,7 +473,7 @@ def _placed(place: Spot | None, words: str, *evidence: str, fix: str = "") -> Re
     ]
     if branch is not None:
         at = _location(branch)
-        facts.append(f"{brief(at)} stands in a branch that the rank decides on")
+        facts.append(f"{brief(at)} is in a branch that depends on the rank")
         fix = "Do this on the one rank less often, in a thread, or share it out among the ranks."
     elif len(place.chain) > 1 and place.chain[-2].function != "<module>":
         facts.append(f"called at {brief(_location(place.chain[-2]))}")

@@ -61,10 +61,10 @@ def straggler(run: Run) -> Iterator[Finding]:
 
     What it finds
         A rank whose own time (data, forward, backward compute, optimizer, and its code in between)
-        exceeds the others' by more than 15 % of a step, while they wait correspondingly longer in
-        the all-reduce: in three of four steps or, by sums, in every 10th one, say, or the first of
-        each pass. Stack samples show the line, and whether it computes, sleeps, waits for a lock or
-        a disk, or has no core; the driver, how its GPU differs.
+        exceeds the others' by more than 15 % of a step, while they wait that much longer in the
+        all-reduce: in three of four steps, or regularly, in every 10th step, say. Stack samples
+        show the line, and whether it computes, sleeps, waits for a lock or a disk, or has no core.
+        The driver shows how its GPU differs.
 
     Why it is bad
         DDP runs at the pace of its slowest rank: every other rank idles for the difference.
@@ -83,10 +83,10 @@ def straggler(run: Run) -> Iterator[Finding]:
 
     When it stays silent
         In the first 30 steps (16 periods), if no rank waits for the difference, for steps with a
-        rank in the debugger, and for time without a core if the others lack cores, too. A shorter
-        job takes a rank that is twice as slow, and 20 ms slower, in 8 steps, at a line that samples
-        show. On GPUs, DDP times every hundredth step: a backward that is slow itself takes 6 of
-        them, and twice the time of the others' where all GPUs are shared with other processes.
+        rank in the debugger, and for waits for a core that other ranks have, too. In a shorter job,
+        the rank must be twice as slow, and 20 ms slower, in 8 steps, at a line that samples show.
+        On GPUs, DDP times every hundredth step: a slow backward must show in 6 of them, and take
+        twice the others' time if all GPUs are shared with other processes.
     """
     found = list(lags(run))
     slow = {lag.rank.rank for lag in found}
@@ -137,10 +137,8 @@ def _over(run: Run) -> bool:
 
 WAITS_FOR_CORE = 0.05
 """The part of a step for which a training thread lacks a core on a machine that is too full."""
-
 STRETCHES = 8
 """Stretches that steps are divided into, so that one long wait says nothing about the rest."""
-
 STARTING = 5_000_000_000
 """Nanoseconds of waits at the beginning of passes that are reported. A short job has few."""
 
@@ -203,8 +201,8 @@ def data_bound(run: Run) -> Iterator[Finding]:
     """The ranks wait for data for more than a fifth of every step.
 
     What it finds
-        A data wait above 20 % of the time of steps on most ranks, once the job runs steadily: in
-        each step, in one of several, or in the first one of each pass.
+        Waits for data above 20 % of the time of steps on most ranks, once the job runs steadily:
+        in each step, in one of several, or in the first step of each pass.
 
     Why it is bad
         The GPU, or the CPU that computes, is idle for that time.
@@ -274,7 +272,7 @@ def uneven_stages(run: Run) -> Iterator[Finding]:
     What it finds
         A stage (torch.distributed.pipelining) whose own time (data, forward, backward compute,
         optimizer, and the code in between) is at least twice that of the others, which wait for it
-        in each micro-batch. Of several replicas, the median rank of each stage is compared. A rank
+        in each micro-batch. With several replicas, the median rank of each stage counts. A rank
         that is slower than the same stage of the other replicas is reported by DDP610.
 
     Why it is bad

@@ -22,10 +22,8 @@ from ddpdoctor.stacks.rank_stacks import Frame
 
 MIN_SAMPLES = 12
 """Samples that a verdict needs."""
-
 MIN_EXCESS = 4
 """Samples by which a line must exceed what the others show."""
-
 MOSTLY = 0.6
 """The part of a surplus that must be within one function to look for the line in there."""
 
@@ -250,7 +248,6 @@ def _source(path: str, taken: int) -> Source | None:
 
 
 # -- what a waiting line waits for
-
 
 _FILES = {
     "subprocess.py": "a process that it started",
