@@ -758,13 +758,8 @@ def constant_while(path: str, line: int) -> int | None:
     Its test is a constant, or reads only names that its body never sets, and no statement of its
     body leaves it.
     """
-    loops = (loop.lineno for loop in _endless_loops(path) if covers(loop, line))
-    return max(loops, default=None)
-
-
-@per_file
-def _endless_loops(path: str) -> list[ast.While]:
-    return [node for node in nodes_of(path) if isinstance(node, ast.While) and _never_ends(node)]
+    loops = (node for node in nodes_of(path) if isinstance(node, ast.While) and covers(node, line))
+    return max((loop.lineno for loop in loops if _never_ends(loop)), default=None)
 
 
 def _never_ends(loop: ast.While) -> bool:

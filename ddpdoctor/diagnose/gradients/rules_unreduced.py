@@ -62,8 +62,8 @@ UnreducedSteps = dict[int, dict[int, UnreducedRecord]]
 """Records of one DDP module and cause: by step, by rank."""
 
 
-def unreduced(run: Run) -> Iterator[Unreduced]:
-    """Yield the unreduced gradients that differed on all ranks of a group and did harm."""
+def unreduced(run: Run, *causes: str) -> Iterator[Unreduced]:
+    """Yield gradients, unreduced for these causes, that differed on all ranks and did harm."""
     grouped: dict[tuple[int, tuple[int, ...], str], UnreducedSteps] = {}
     built: dict[tuple[int, tuple[int, ...]], int] = {}
     for rank in run.last:
@@ -74,8 +74,9 @@ def unreduced(run: Run) -> Iterator[Unreduced]:
             module = rank.ddp(record.ddp)
             # Replicas of different groups are different models.
             members = module.group_ranks if module is not None else ()
-            steps = grouped.setdefault((record.ddp, members, record.cause), {})
-            steps.setdefault(record.step, {}).setdefault(rank.rank, record)
+            if record.cause in causes:
+                steps = grouped.setdefault((record.ddp, members, record.cause), {})
+                steps.setdefault(record.step, {}).setdefault(rank.rank, record)
     for (number, members, cause), steps in sorted(grouped.items()):
         # In a running job, wait until all ranks have written about a step.
         live = run.exit_status is None
@@ -180,14 +181,13 @@ def forward_around_ddp(run: Run) -> Iterator[Finding]:
         For evaluation, for gradients that are averaged by hand or set to zero before the step, and
         while the ranks' parameters are equal.
     """
-    for found in unreduced(run):
-        if found.cause == "around":
-            yield _finding(
-                "DDP301",
-                found,
-                "this backward's forward bypassed DDP, so its gradients were not averaged",
-                "Call the DDP object in training, not .module or the model that was wrapped.",
-            )
+    for found in unreduced(run, "around"):
+        yield _finding(
+            "DDP301",
+            found,
+            "this backward's forward bypassed DDP, so its gradients were not averaged",
+            "Call the DDP object in training, not .module or the model that was wrapped.",
+        )
 
 
 @rule("DDP302", "second-backward", Severity.ERROR)
@@ -218,15 +218,14 @@ def second_backward(run: Run) -> Iterator[Finding]:
         For several forwards before one backward, for `no_sync()`, for gradients that are averaged
         by hand, and while the ranks' parameters are equal.
     """
-    for found in unreduced(run):
-        if found.cause == "second backward":
-            yield _finding(
-                "DDP302",
-                found,
-                "this is a second backward after the one that DDP reduced, and its gradients were "
-                "not averaged",
-                "Add the losses and call backward once, or call forward and backward in turn.",
-            )
+    for found in unreduced(run, "second backward"):
+        yield _finding(
+            "DDP302",
+            found,
+            "this is a second backward after the one that DDP reduced, and its gradients were "
+            "not averaged",
+            "Add the losses and call backward once, or call forward and backward in turn.",
+        )
 
 
 @rule("DDP308", "no-sync-scope", Severity.ERROR)
@@ -258,15 +257,14 @@ def no_sync_scope(run: Run) -> Iterator[Finding]:
     When it stays silent
         If both are inside, and if a later synchronized backward reduces what was accumulated.
     """
-    for found in unreduced(run):
-        if found.cause == "forward in no_sync":
-            yield _finding(
-                "DDP308",
-                found,
-                "this backward's forward was inside no_sync(), so its gradients were not averaged",
-                "Put forward and backward into no_sync() while accumulating, and both outside of "
-                "it before the optimizer's step.",
-            )
+    for found in unreduced(run, "forward in no_sync"):
+        yield _finding(
+            "DDP308",
+            found,
+            "this backward's forward was inside no_sync(), so its gradients were not averaged",
+            "Put forward and backward into no_sync() while accumulating, and both outside of "
+            "it before the optimizer's step.",
+        )
     for number, vain in by_module(run, NoSyncVainRecord).items():
         record = vain.record
         yield Finding(
@@ -317,18 +315,17 @@ def changed_after_wrap(run: Run) -> Iterator[Finding]:
         For gradients that are averaged by hand, parameters that DDP ignores by request, changes
         that are undone before the next backward, and `p.grad = None`.
     """
-    for found in unreduced(run):
-        if found.cause in ("unfrozen", "added", "replaced"):
-            built = _built(run, found.ddp)
-            yield _finding(
-                "DDP303",
-                found,
-                f"{listed(found.names)} "
-                f"{'was' if len(found.names) == 1 else 'were'} {found.cause} after DDP was built "
-                "here, so that DDP does not average the gradients",
-                _WRAP_LAST,
-                built.location if built is not None else None,
-            )
+    for found in unreduced(run, "unfrozen", "added", "replaced"):
+        built = _built(run, found.ddp)
+        yield _finding(
+            "DDP303",
+            found,
+            f"{listed(found.names)} "
+            f"{'was' if len(found.names) == 1 else 'were'} {found.cause} after DDP was built "
+            "here, so that DDP does not average the gradients",
+            _WRAP_LAST,
+            built.location if built is not None else None,
+        )
     for missing in missing_gradients(run):
         if missing.altered:
             yield _altered(run, missing)

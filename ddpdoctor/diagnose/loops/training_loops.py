@@ -390,36 +390,28 @@ def local_decisions(run: Run, *, suspected: bool = False) -> list[LocalDecision]
     return [each for each in found if each is not None]
 
 
+@dataclass
 class _Case:
-    """The ranks of one DDP group.
+    """The ranks of one DDP group."""
 
-    Args:
-        run: The run.
-        group: The ranks.
-        ends: The failed ranks.
-        limit: Unix nanoseconds; what happened later has another cause.
-        suspected: Whether harm need not be shown.
-    """
+    run: Run
+    group: tuple[Rank, ...]
+    ends: dict[int | None, Ending]
+    """The failed ranks."""
+    limit: int
+    """Unix nanoseconds; what happened later has another cause."""
+    suspected: bool
+    """Whether harm need not be shown."""
 
-    def __init__(
-        self,
-        run: Run,
-        group: tuple[Rank, ...],
-        ends: dict[int | None, Ending],
-        limit: int,
-        suspected: bool,
-    ) -> None:
-        self._run = run
-        self._ends = ends
-        self._limit = limit
-        self._suspected = suspected
-        self._group = group
-        self._traces = {rank.rank: list(traces_of(rank, run)) for rank in group}
+    @cached_property
+    def traces(self) -> dict[int, list[Trace]]:
+        """The loops of each rank."""
+        return {rank.rank: list(traces_of(rank, self.run)) for rank in self.group}
 
     def skipped_or_left(self) -> Iterator[LocalDecision]:
         """Yield decisions within a loop that ranks of the group began after as many steps."""
         shared: dict[tuple[object, ...], list[Trace]] = {}
-        for traces in self._traces.values():
+        for traces in self.traces.values():
             for each in traces:
                 shared.setdefault((each.before, *each.frames[:1]), []).append(each)
         for key in sorted(shared, key=lambda key: int(str(key[0]))):
@@ -467,7 +459,7 @@ class _Case:
 
     def _lacks(self, trace: Trace, skipped: list[int], members: list[Trace]) -> bool:
         """Return whether the skipped batches explain all missing steps, or an early failure."""
-        if not trace.closed or trace.time > self._limit:
+        if not trace.closed or trace.time > self.limit:
             return False
         top = max(each.reached or 0 for each in members)
         reached, fetched = trace.reached or 0, trace.fetched or 0
@@ -481,7 +473,7 @@ class _Case:
             each
             for each in members
             if each.state == "left"
-            and each.time <= self._limit
+            and each.time <= self.limit
             and (each.reached or 0) < top
             and not self._ended_itself(each)
         ]
@@ -506,7 +498,7 @@ class _Case:
         """Return ranks that began no further loop where others did."""
         over = [
             traces[-1]
-            for traces in self._traces.values()
+            for traces in self.traces.values()
             if traces and self._is_last(traces[-1]) and not self._ended_itself(traces[-1])
         ]
         for last in over:
@@ -533,7 +525,7 @@ class _Case:
         """Return the loops that other ranks began at the same place, right after the same loop."""
         return [
             each
-            for rank, traces in self._traces.items()
+            for rank, traces in self.traces.items()
             if rank not in stopped and any(_same_loop(each, last) for each in traces)
             for each in traces
             if each.before == last.last.after
@@ -548,14 +540,14 @@ class _Case:
             trace.state in ("ended", "left")
             and status is not None
             and status.reduced == total
-            and trace.time <= self._limit
+            and trace.time <= self.limit
         )
 
     def _ended_itself(self, trace: Trace) -> bool:
         """Return whether the rank left the loop by ending its process, or by its own error."""
-        ending = self._ends.get(trace.rank.rank)
+        ending = self.ends.get(trace.rank.rank)
         if ending is not None and not ending.victim and ending.kind != "abort-at-exit":
-            return not mispaired(self._run, ending)
+            return not mispaired(self.run, ending)
         call = call_to_exit(trace.rank)
         return call is not None and trace.state == "left" and call.time <= trace.time
 
@@ -565,7 +557,7 @@ class _Case:
         """Return whether the ranks' steps will differ for certain, or do already."""
         # A loop that counts its steps may make up for one that was skipped.
         bound = place.counts_on(location) and all(each.state == "ended" for each in wanting)
-        return self._suspected or bound or self._collapsed(alone, wanting)
+        return self.suspected or bound or self._collapsed(alone, wanting)
 
     def _collapsed(self, alone: Sequence[Trace], wanting: Sequence[Trace]) -> bool:
         """Return whether some ranks wait, or failed waiting, while those do something else."""
@@ -574,27 +566,27 @@ class _Case:
         )
 
     def _waits(self, trace: Trace) -> bool:
-        ending = self._ends.get(trace.rank.rank)
-        if ending is not None and (ending.victim or mispaired(self._run, ending)):
+        ending = self.ends.get(trace.rank.rank)
+        if ending is not None and (ending.victim or mispaired(self.run, ending)):
             # A rank that was stopped from outside may have been anywhere.
             known = not ending.stopped or trace.stuck or self._any_mispaired
             # After a failure with another cause every rank is a victim of that one.
-            return known and ending.time <= self._limit
+            return known and ending.time <= self.limit
         return ending is None and trace.rank.ended is None and trace.stuck
 
     @cached_property
     def _any_mispaired(self) -> bool:
         """Whether a collective of one of the ranks met another one."""
         return any(
-            mispaired(self._run, ending)
-            for rank in self._group
-            if (ending := self._ends.get(rank.rank)) is not None
+            mispaired(self.run, ending)
+            for rank in self.group
+            if (ending := self.ends.get(rank.rank)) is not None
         )
 
     def _ended_regularly(self, trace: Trace) -> bool:
-        ending, ended = self._ends.get(trace.rank.rank), trace.rank.ended
+        ending, ended = self.ends.get(trace.rank.rank), trace.rank.ended
         regular = ending is None or ending.kind == "abort-at-exit"
-        return ended is not None and regular and ended.time <= self._limit
+        return ended is not None and regular and ended.time <= self.limit
 
 
 def _same_loop(one: Trace, other: Trace) -> bool:
