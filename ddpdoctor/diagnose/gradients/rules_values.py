@@ -453,7 +453,7 @@ def _states(
         rank.rank: rank.records.of(declared)
         for rank in sorted(replica.ranks, key=lambda each: each.rank)
     }
-    turns = {record.step for records in written.values() for record in records}
+    turns: set[int] = {record.step for records in written.values() for record in records}
     for step in sorted({*steps[:1], *turns.intersection(steps)}):
         states = {
             rank: next(
