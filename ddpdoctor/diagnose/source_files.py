@@ -1,4 +1,7 @@
-"""Read the user's source: its files, loops, lines, and conditions on the rank."""
+"""Read the user's source: its files, loops, lines, and conditions on the rank.
+
+Each file is parsed once. Everything derived from it is cached until the file changes (`per_file`).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from ddpdoctor.core import opening
 from ddpdoctor.core.opening import whole
@@ -20,32 +23,33 @@ from ddpdoctor.run.records.model import DdpRecord
 from ddpdoctor.run.records.training import SiteRecord
 from ddpdoctor.run.snapshot import Run
 
-# -- the user's files that a run consists of, as far as it has shown them
+MAX_FILES = 64
+"""How many of the user's files are read."""
+
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+T = TypeVar("T")
+Loop: TypeAlias = "ast.For | ast.AsyncFor | ast.While"
+_LOOPS = (ast.For, ast.AsyncFor, ast.While)
+_SCOPES = (*FUNCTIONS, ast.Lambda, ast.ClassDef)
 
 
-MOST_FILES = 64
-"""Files of the user's that are read."""
+def per_file(read: Callable[[str], T]) -> Callable[[str], T]:
+    """Cache what a function derives from a source file until the file changes."""
 
+    @functools.lru_cache(maxsize=MAX_FILES)
+    def cached(path: str, _modified: int) -> T:
+        return read(path)
 
-def files_of(run: Run) -> list[str]:
-    """The files of the user's that are known to have run, and what they import beside them."""
-    found: dict[str, None] = {}
-    for rank in run.last:
-        for record in (*rank.records.of(SiteRecord), *rank.records.of(DdpRecord)):
-            if record.path:
-                found[record.path] = None
-    # The dictionary grows: an imported file may import others.
-    queue = list(found)
-    for path in queue:
-        for each in imported_files(path, modified_at(path)):
-            if each not in found and len(found) < MOST_FILES:
-                found[each] = None
-                queue.append(each)
-    return list(found)
+    @functools.wraps(read)
+    def current(path: str) -> T:
+        return cached(path, modified_at(path))
+
+    return current
 
 
 def modified_at(path: str) -> int:
-    """When a file was changed; 0 if it cannot be read, or is too large."""
+    """Return when a file was changed, in Unix nanoseconds; 0 if it is unreadable or too large."""
     try:
         stat = opening.facts(path)
     except OSError:
@@ -53,21 +57,66 @@ def modified_at(path: str) -> int:
     return stat.st_mtime_ns if stat.st_size <= opening.MOST_PARSED else 0
 
 
-@functools.lru_cache(maxsize=MOST_FILES)
-def tree_of(path: str, when: int) -> ast.Module | None:
-    """A file, parsed; None if it cannot be."""
+@per_file
+def tree_of(path: str) -> ast.Module | None:
+    """Parse a file. Return None if that is impossible."""
     try:
-        return ast.parse(opening.contents(path, opening.MOST_PARSED, links=True)) if when else None
+        return ast.parse(opening.contents(path, opening.MOST_PARSED, links=True))
     except (OSError, SyntaxError, ValueError, RecursionError):
         return None
 
 
-@functools.lru_cache(maxsize=MOST_FILES)
-def imported_files(path: str, when: int) -> tuple[str, ...]:
-    """The files that a file imports, as far as they lie beside it, beside its package, or below."""
-    tree = tree_of(path, when)
+def nodes_of(path: str) -> Iterator[ast.AST]:
+    """Yield all nodes of a file, outer ones first. Yield none if it cannot be parsed."""
+    tree = tree_of(path)
+    return ast.walk(tree) if tree is not None else iter(())
+
+
+def walk_scope(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """Yield nodes and those below them in order, but not what nested functions and classes hold."""
+    for node in nodes:
+        yield node
+        if not isinstance(node, (*FUNCTIONS, ast.ClassDef)):
+            yield from walk_scope(ast.iter_child_nodes(node))
+
+
+def last_name(node: ast.AST) -> str:
+    """Return the last part of a dotted name, ``c`` of ``a.b.c``; empty for anything else."""
+    return str(getattr(node, "attr", getattr(node, "id", "")))
+
+
+def covers(node: ast.stmt | ast.expr, line: int) -> bool:
+    """Return whether a line belongs to a statement or an expression."""
+    return node.lineno <= line <= (node.end_lineno or 0)
+
+
+def _in_block(block: Sequence[ast.stmt], line: int) -> bool:
+    return bool(block) and block[0].lineno <= line <= (block[-1].end_lineno or 0)
+
+
+def files_of(run: Run) -> list[str]:
+    """Return the user's files that are known to have run, and the files beside them they import."""
+    found = dict.fromkeys(
+        record.path
+        for rank in run.last
+        for record in (*rank.records.of(SiteRecord), *rank.records.of(DdpRecord))
+        if record.path
+    )
+    # The queue grows: an imported file may import others.
+    queue = list(found)
+    for path in queue:
+        for each in imported_files(path):
+            if each not in found and len(found) < MAX_FILES:
+                found[each] = None
+                queue.append(each)
+    return list(found)
+
+
+@per_file
+def imported_files(path: str) -> tuple[str, ...]:
+    """Return the files that a file imports from beside it, beside its package, or below."""
     names: list[str] = []
-    for node in ast.walk(tree) if tree is not None else ():
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             names += [each.name for each in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -80,23 +129,14 @@ def imported_files(path: str, when: int) -> tuple[str, ...]:
         for folder in (here, os.path.dirname(here))
     ]
     files = (file for base in bases for file in (f"{base}.py", f"{base}/__init__.py"))
-    return tuple(itertools.islice(filter(modified_at, files), MOST_FILES))
-
-
-# -- sources
-
-
-Loop: TypeAlias = "ast.For | ast.AsyncFor | ast.While"
-_LOOPS = (ast.For, ast.AsyncFor, ast.While)
-_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
-_SIMPLE_CALLS = ("len", "int", "min", "max")
+    return tuple(itertools.islice(filter(modified_at, files), MAX_FILES))
 
 
 class Source:
-    """A file of the user's, parsed.
+    """Loops, conditions and calls of one file, by line.
 
     Args:
-        tree: Its syntax tree.
+        tree: The file's syntax tree.
     """
 
     def __init__(self, tree: ast.Module) -> None:
@@ -107,121 +147,110 @@ class Source:
         self._driven: dict[int, ast.For | None] = {}
 
     def driven_at(self, line: int) -> ast.For | None:
-        """The ``for`` that takes its next item at a line, unless it hands items to a caller."""
+        """Return the ``for`` that takes its next item at a line; None if it is a generator's."""
         if line not in self._driven:
-            self._driven[line] = self._driven_at(line)
+            loops = (node for node in self._nodes if isinstance(node, ast.For))
+            loop = next(
+                (each for each in loops if each.lineno <= line <= (each.iter.end_lineno or 0)), None
+            )
+            inside = walk_scope(loop.body) if loop is not None else ()
+            yields = any(isinstance(each, (ast.Yield, ast.YieldFrom)) for each in inside)
+            self._driven[line] = None if yields else loop
         return self._driven[line]
 
-    def _driven_at(self, line: int) -> ast.For | None:
-        for node in self._nodes:
-            if isinstance(node, ast.For) and node.lineno <= line <= (node.iter.end_lineno or 0):
-                inside = (each for part in node.body for each in _scope(part))
-                yields = any(isinstance(each, (ast.Yield, ast.YieldFrom)) for each in inside)
-                return None if yields else node
-        return None
-
     def around(self, line: int) -> list[Loop]:
-        """The loops of one function whose body a line is in, innermost first."""
-        found: list[Loop] = []
-        node: ast.AST | None = self._statement(line)
-        while node is not None and not isinstance(node, _SCOPES):
-            if isinstance(node, _LOOPS) and holds(node, line):
-                found.append(node)
-            node = self._parents.get(node)
-        return found
+        """Return the loops of one function whose body holds a line, innermost first."""
+        return [
+            node for node in self._enclosing(line) if isinstance(node, _LOOPS) and holds(node, line)
+        ]
 
     def leaves(self, line: int, loop: Loop) -> bool:
-        """Whether the statement at a line is one that leaves a loop."""
-        return any(each.lineno <= line <= (each.end_lineno or 0) for each in self.exits(loop))
+        """Return whether the statement at a line leaves a loop."""
+        return any(covers(each, line) for each in self.exits(loop))
 
     def exits(self, loop: Loop) -> list[ast.stmt]:
-        """The statements that leave a loop: its ``break``, and ``return`` within it."""
+        """Return the statements that leave a loop: its ``break``, and each ``return`` in it."""
         return [
             node
-            for node in self._within(loop)
+            for node in walk_scope(loop.body)
             if isinstance(node, ast.Return)
             or (isinstance(node, ast.Break) and self._loop_of(node) is loop)
         ]
 
     def skips(self, loop: Loop) -> list[ast.stmt]:
-        """The ``continue`` statements of a loop."""
+        """Return the ``continue`` statements of a loop."""
         return [
             node
-            for node in self._within(loop)
+            for node in walk_scope(loop.body)
             if isinstance(node, ast.Continue) and self._loop_of(node) is loop
         ]
 
     def returns_before(self, line: int, after: int) -> list[ast.stmt]:
-        """The ``return`` statements of the function at ``line`` that stand in front of it."""
-        node = self.scope(line)
-        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            return []
-        inside = (each for part in node.body for each in _scope(part))
+        """Return the ``return`` statements above ``line`` in its function, below ``after``."""
+        function = self.scope(line)
         return [
-            each for each in inside if isinstance(each, ast.Return) and after < each.lineno < line
+            each
+            for each in walk_scope(getattr(function, "body", ()))
+            if isinstance(each, ast.Return) and after < each.lineno < line
         ]
 
     def conditions(self, line: int, loop: Loop) -> list[ast.If]:
-        """The ``if`` statements within a loop whose body a line is in, innermost first."""
+        """Return the ``if`` statements within a loop whose body holds a line, innermost first."""
         if loop not in self.around(line):
             return []
         return [each for each in self.ifs(line) if each.lineno > loop.lineno]
 
     def ifs(self, line: int) -> list[ast.If]:
-        """The ``if`` statements of one function whose body a line is in, innermost first."""
-        found: list[ast.If] = []
-        node: ast.AST | None = self._statement(line)
-        while node is not None and not isinstance(node, _SCOPES):
-            if isinstance(node, ast.If) and node.lineno != line:
-                found.append(node)
-            node = self._parents.get(node)
-        return found
+        """Return the ``if`` statements of one function that a line is in, innermost first."""
+        return [
+            node
+            for node in self._enclosing(line)
+            if isinstance(node, ast.If) and node.lineno != line
+        ]
 
     def scope(self, line: int) -> ast.AST | None:
-        """The function that a line is in; None on the module's own level."""
+        """Return the function that a line is in; None at the module's level."""
         node: ast.AST | None = self._statement(line)
-        while node is not None and not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        while node is not None and not isinstance(node, FUNCTIONS):
             node = self._parents.get(node)
         return node
 
     def branches(self, line: int) -> list[ast.If]:
-        """The ``if`` statements of one function that a line is in a branch of, innermost first."""
-        found: list[ast.If] = []
-        node: ast.AST | None = self._statement(line)
-        while node is not None and not isinstance(node, _SCOPES):
-            parent = self._parents.get(node)
-            if isinstance(parent, ast.If) and node is not parent.test:
-                found.append(parent)
-            node = parent
-        return found
+        """Return the ``if`` statements of one function with a branch that holds a line."""
+        parents = ((self._parents.get(node), node) for node in self._enclosing(line))
+        return [
+            parent
+            for parent, node in parents
+            if isinstance(parent, ast.If) and node is not parent.test
+        ]
 
     def calls(self, name: str) -> list[int]:
-        """The lines at which a function or method of that name is called."""
-        called = ((node.lineno, node.func) for node in self._nodes if isinstance(node, ast.Call))
+        """Return the lines at which a function or method of that name is called."""
         return [
-            line
-            for line, function in called
-            if name in (getattr(function, "attr", ""), getattr(function, "id", ""))
+            node.lineno
+            for node in self._nodes
+            if isinstance(node, ast.Call) and last_name(node.func) == name
         ]
 
     def only(self, statements: Sequence[ast.stmt]) -> ast.stmt | None:
-        """The one statement that can have decided by a value that only its rank has."""
+        """Return the one statement that may depend on a value that only its rank has."""
         found = list(statements)
         if len(found) > 1:
             found = [each for each in found if not self.counts(each)]
         return found[0] if len(found) == 1 else None
 
     def counts(self, statement: ast.stmt) -> bool:
-        """Whether what decides on a statement is nothing but a count that all ranks share.
+        """Return whether only a count that all ranks share decides on a statement.
 
-        That is the ``if`` around it, or the test of a ``while``.
+        What decides is the ``if`` around it, or the test of a ``while``.
         """
         parent = statement if isinstance(statement, ast.While) else self._parents.get(statement)
         if not isinstance(parent, (ast.If, ast.While)):
             return False
         inside = list(ast.walk(parent.test))
         calls = [node.func for node in inside if isinstance(node, ast.Call)]
-        if not all(isinstance(each, ast.Name) and each.id in _SIMPLE_CALLS for each in calls):
+        simple = ("len", "int", "min", "max")
+        if not all(isinstance(each, ast.Name) and each.id in simple for each in calls):
             return False
         names = {node.id for node in inside if isinstance(node, ast.Name)}
         if any("rank" in name for name in names):
@@ -231,109 +260,85 @@ class Source:
         node = statement if isinstance(statement, ast.While) else self._loop_of(statement)
         while node is not None:
             assert isinstance(node, _LOOPS)
-            set_here = self._assigned(node)
+            set_here = {
+                each.id
+                for each in walk_scope(node.body)
+                if isinstance(each, ast.Name)
+                and isinstance(each.ctx, ast.Store)
+                and not isinstance(self._parents[each], ast.AugAssign)
+            }
             counters |= _counters(node) - set_here
             assigned |= set_here
             node = self._loop_of(node)
         return bool(names & counters) and not (names & assigned - counters)
 
-    def _assigned(self, loop: Loop) -> set[str]:
-        """Names that a loop's body sets, other than by counting."""
-        return {
-            each.id
-            for part in loop.body
-            for each in _scope(part)
-            if isinstance(each, ast.Name)
-            and isinstance(each.ctx, ast.Store)
-            and not isinstance(self._parents[each], ast.AugAssign)
-        }
-
-    def _within(self, loop: Loop) -> Iterator[ast.stmt]:
-        for part in loop.body:
-            for node in _scope(part):
-                if isinstance(node, ast.stmt):
-                    yield node
-
     def _loop_of(self, node: ast.AST) -> ast.AST | None:
-        """The loop that a ``break`` or ``continue`` is about."""
+        """Return the loop that a ``break`` or ``continue`` refers to."""
         inner, outer = node, self._parents.get(node)
         while outer is not None:
-            # In the `else` of a loop it is about the next one outwards.
+            # In a loop's `else` it refers to the loop around that one.
             if isinstance(outer, _LOOPS) and inner not in outer.orelse:
                 return outer
             inner, outer = outer, self._parents.get(outer)
         return None
 
+    def _enclosing(self, line: int) -> Iterator[ast.AST]:
+        """Yield the statement at a line and what encloses it within its function."""
+        node: ast.AST | None = self._statement(line)
+        while node is not None and not isinstance(node, _SCOPES):
+            yield node
+            node = self._parents.get(node)
+
     def _statement(self, line: int) -> ast.stmt | None:
-        """The smallest statement that a line belongs to."""
-        # Inner ones stand behind the outer ones, and of equals the first is taken.
+        """Return the smallest statement that a line belongs to."""
+        # `_nodes` lists outer statements first, and `min` takes the first of equals.
         spans = [
             node
             for node in reversed(self._nodes)
-            if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or 0)
+            if isinstance(node, ast.stmt) and covers(node, line)
         ]
         return min(spans, key=lambda node: (node.end_lineno or 0) - node.lineno, default=None)
 
 
 def holds(loop: Loop, line: int) -> bool:
-    """Whether a line is in the body of a loop."""
-    return loop.body[0].lineno <= line <= (loop.body[-1].end_lineno or 0)
+    """Return whether a line is in the body of a loop."""
+    return _in_block(loop.body, line)
 
 
 def endless(loop: Loop) -> bool:
-    """Whether a loop is a ``while True``."""
+    """Return whether a loop is a ``while True``."""
     return isinstance(loop, ast.While) and isinstance(loop.test, ast.Constant)
 
 
 def _counters(loop: Loop) -> set[str]:
-    """Names that a loop counts up by itself: those of ``range``, ``enumerate`` and ``n += 1``."""
+    """Return the names that only count a loop's rounds: ``range``, ``enumerate``, ``n += 1``."""
     found: set[str] = set()
     if isinstance(loop, (ast.For, ast.AsyncFor)) and isinstance(loop.iter, ast.Call):
-        name = getattr(loop.iter.func, "id", "")
+        name = last_name(loop.iter.func)
         target: ast.AST | None = loop.target if name == "range" else None
         if name == "enumerate" and isinstance(loop.target, ast.Tuple):
             target = loop.target.elts[0]
         if isinstance(target, ast.Name):
             found.add(target.id)
-    for node in loop.body:
-        # What is counted under a condition is no mere count.
-        if (
-            isinstance(node, ast.AugAssign)
-            and isinstance(node.target, ast.Name)
-            and isinstance(node.value, ast.Constant)
-        ):
-            found.add(node.target.id)
+    # A count under a condition differs between ranks, so only the body's own statements matter.
+    found |= {
+        node.target.id
+        for node in loop.body
+        if isinstance(node, ast.AugAssign)
+        and isinstance(node.target, ast.Name)
+        and isinstance(node.value, ast.Constant)
+    }
     return found
 
 
-def _scope(node: ast.AST) -> Iterator[ast.AST]:
-    """A node and those in it, but not the functions and classes that are defined there."""
-    yield node
-    if isinstance(node, _SCOPES):
-        return
-    for child in ast.iter_child_nodes(node):
-        yield from _scope(child)
-
-
+@per_file
 def source_of(path: str) -> Source | None:
-    """A file of the user's; None if it cannot be read here, or no more."""
-    try:
-        stat = opening.facts(path)
-    except OSError:
-        return None
-    return _parsed(path, stat.st_mtime_ns) if stat.st_size <= opening.MOST_PARSED else None
+    """Return a file of the user's; None if it cannot be read or parsed."""
+    tree = tree_of(path)
+    return Source(tree) if tree is not None else None
 
 
-@functools.lru_cache(maxsize=16)
-def _parsed(path: str, changed: int) -> Source | None:
-    try:
-        return Source(ast.parse(opening.contents(path, opening.MOST_PARSED, links=True)))
-    except (OSError, SyntaxError, ValueError, RecursionError):
-        return None
-
-
-# -- what in the user's source is a rank, or a condition on it
-
+# -- expressions about the rank
 
 _CONDITION = re.compile(
     r"is_?(main|master|chief|zero|primary|lead|leader|root|rank)|(main|master|chief)_(process|rank)"
@@ -341,11 +346,11 @@ _CONDITION = re.compile(
     re.IGNORECASE,
 )
 _NUMBER = re.compile(r"rank|process_index|procid", re.IGNORECASE)
-_OTHER = re.compile(
+_OTHER_RANK = re.compile(
     r"(lora|low|full|matrix|max|min|tensor|num|page)_?rank|ranking|ranked|ranker|rank_?(loss|ratio)",
     re.IGNORECASE,
 )
-"""Ranks of matrices and of answers."""
+"""Ranks of matrices and of search results."""
 
 _ON_ONE = re.compile(
     r"(?!.*first)(.*rank_?(zero|0)|.*(main|master|chief|primary)(_process|_rank)?_only"
@@ -353,8 +358,8 @@ _ON_ONE = re.compile(
     re.IGNORECASE,
 )
 
-_TRIED = range(8)
-"""Ranks for which a condition is worked out."""
+_TRIED_RANKS = range(8)
+"""Ranks for which a condition is evaluated."""
 
 _UNKNOWN = object()
 _COMPARED: dict[type[ast.cmpop], Callable[[Any, Any], object]] = {
@@ -375,28 +380,36 @@ _PLAIN_CALLS = (
 
 @dataclass(frozen=True)
 class Words:
-    """Names of a file, of variables, attributes and functions, besides those that say it."""
+    """Names of variables, attributes and functions that a file uses for the rank."""
 
     numbers: frozenset[str] = frozenset()
-    """They are a rank."""
+    """Names of a rank."""
     conditions: frozenset[str] = frozenset()
-    """They are true on some ranks."""
+    """Names of what is true on some ranks only."""
 
     def __or__(self, other: Words) -> Words:
         return Words(self.numbers | other.numbers, self.conditions | other.conditions)
 
+    def know(self, name: str) -> bool:
+        """Return whether a name is one of them, or says by itself that it is about the rank."""
+        return _says_rank(name) or name in self.numbers or name in self.conditions
+
 
 def words_of(tree: ast.Module) -> Words:
-    """The names that are set to nothing but a rank, or a condition on it, or return one."""
+    """Return the names that are only ever set to, or return, a rank or a condition on it."""
     given: dict[str, list[ast.expr]] = {}
-    for name, value in _given(tree):
-        # `main = None` in front of it says nothing.
+    for name, value in _assignments(tree):
+        # A first `main = None` says nothing.
         if name and not isinstance(value, ast.Constant):
             given.setdefault(name, []).append(value)
     words = Words()
-    # Once more for what is set to another such name, and so on.
+    # Repeat for names that are set to another such name.
     for _ in range(3):
-        numbers = {n for n, each in given.items() if all(_is_rank(v, words) for v in each)}
+        numbers = {
+            name
+            for name, each in given.items()
+            if all(_value(value, 3, words) in (3, "3") for value in each)
+        }
         conditions = {
             name
             for name, each in given.items()
@@ -406,14 +419,15 @@ def words_of(tree: ast.Module) -> Words:
     return words
 
 
-def _given(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
+def _assignments(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
+    """Yield names with what they are set to, passed as, or return."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):
             for target in node.targets:
-                yield _name(target), node.value
+                yield last_name(target), node.value
         elif isinstance(node, (ast.AnnAssign, ast.NamedExpr, ast.AugAssign)):
             if node.value is not None:
-                yield _name(node.target), node.value
+                yield last_name(node.target), node.value
         elif isinstance(node, ast.keyword) and node.arg:
             yield node.arg, node.value
         elif isinstance(node, ast.FunctionDef):
@@ -429,44 +443,38 @@ def _is_condition(value: ast.expr) -> bool:
     )
 
 
-def _is_rank(value: ast.expr, words: Words) -> bool:
-    return _value(value, 3, words) in (3, "3")
-
-
 def discerns(test: ast.expr, words: Words) -> bool:
-    """Whether a condition is about the rank and differs between ranks, as far as can be seen.
+    """Return whether a condition differs between ranks, as far as can be seen.
 
     ``rank is not None`` and ``local_rank != -1`` do not.
     """
-    if not any(_about_rank(node, words) for node in _walk(test)):
+    if not any(_about_rank(node, words) for node in _without_len(test)):
         return False
-    values = [_value(test, rank, words) for rank in _TRIED]
+    values = [_value(test, rank, words) for rank in _TRIED_RANKS]
     return any(each is _UNKNOWN for each in values) or len({bool(each) for each in values}) > 1
 
 
 def allowed(test: ast.expr, words: Words, rank: int) -> set[bool]:
-    """What a condition may be on a rank: one of both, or both where that is not known."""
+    """Return what a condition may be on a rank: both if that is unknown."""
     value = _value(test, rank, words)
     return {True, False} if value is _UNKNOWN else {bool(value)}
 
 
 def is_plain(test: ast.expr, words: Words) -> bool:
-    """Whether a condition calls nothing that may itself be a collective."""
-    calls = [_name(node.func) for node in ast.walk(test) if isinstance(node, ast.Call)]
-    known = words.numbers | words.conditions
-    return all(name in _PLAIN_CALLS or name in known or _said(name) for name in calls)
+    """Return whether a condition calls nothing that may itself be a collective."""
+    calls = [last_name(node.func) for node in ast.walk(test) if isinstance(node, ast.Call)]
+    return all(name in _PLAIN_CALLS or words.know(name) for name in calls)
 
 
 def by_rank_alone(test: ast.expr, words: Words) -> bool:
-    """Whether a condition is about nothing but the rank: on a rank it is always the same."""
+    """Return whether a condition depends on the rank only, so that it never changes on a rank."""
     if isinstance(test, ast.Constant) or _about_rank(test, words):
         return True
     if isinstance(test, ast.Subscript):
         return by_rank_alone(test.slice, words)
     if isinstance(test, ast.Call):
-        name = _name(test.func)
-        known = _said(name) or name in words.numbers | words.conditions
-        return known or (
+        name = last_name(test.func)
+        return words.know(name) or (
             name in _PLAIN_CALLS and all(by_rank_alone(each, words) for each in test.args)
         )
     parts = [each for each in ast.iter_child_nodes(test) if isinstance(each, ast.expr)]
@@ -474,41 +482,38 @@ def by_rank_alone(test: ast.expr, words: Words) -> bool:
 
 
 def runs_on_one_rank(decorator: ast.expr) -> bool:
-    """Whether a decorator is one of those after which only some ranks run a function."""
-    name = _name(decorator.func if isinstance(decorator, ast.Call) else decorator)
+    """Return whether a decorator lets only some ranks run a function."""
+    name = last_name(decorator.func if isinstance(decorator, ast.Call) else decorator)
     return _ON_ONE.match(name) is not None
 
 
-def _walk(test: ast.expr) -> Iterator[ast.AST]:
-    """The nodes of a condition, without what is only counted."""
+def _without_len(test: ast.expr) -> Iterator[ast.AST]:
+    """Yield the nodes of a condition except what is only counted by ``len``."""
     yield test
     for child in ast.iter_child_nodes(test):
-        if isinstance(child, ast.Call) and _name(child.func) == "len":
+        if isinstance(child, ast.Call) and last_name(child.func) == "len":
             continue
         if isinstance(child, ast.expr):
-            yield from _walk(child)
+            yield from _without_len(child)
         else:
             yield child
 
 
 def _about_rank(node: ast.AST, words: Words) -> bool:
     if isinstance(node, (ast.Name, ast.Attribute)):
-        name = _name(node)
-        return _said(name) or name in words.numbers or name in words.conditions
-    return isinstance(node, ast.Constant) and isinstance(node.value, str) and _said(node.value)
+        return words.know(last_name(node))
+    return isinstance(node, ast.Constant) and isinstance(node.value, str) and _says_rank(node.value)
 
 
-def _said(name: str) -> bool:
-    """Whether a name says that it is about the rank."""
+def _says_rank(name: str) -> bool:
     about = _CONDITION.search(name) or _NUMBER.search(name)
-    return bool(about) and name.isidentifier() and not _OTHER.search(name)
+    return bool(about) and name.isidentifier() and not _OTHER_RANK.search(name)
 
 
-def _named(name: str, rank: int, words: Words) -> object:
-    """What something with a name is on a rank."""
+def _value_of_name(name: str, rank: int, words: Words) -> object:
     if name in words.numbers:
         return rank
-    if name in words.conditions or not _said(name):
+    if name in words.conditions or not _says_rank(name):
         return _UNKNOWN
     if _CONDITION.search(name):
         return rank == 0
@@ -516,94 +521,74 @@ def _named(name: str, rank: int, words: Words) -> object:
 
 
 def _value(node: ast.expr, rank: int, words: Words) -> object:
-    """An expression on a rank, `_UNKNOWN` if it is not about the rank alone."""
+    """Evaluate an expression on a rank. Return `_UNKNOWN` if it depends on anything else."""
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, (ast.Name, ast.Attribute)):
-        return _named(_name(node), rank, words)
+        return _value_of_name(last_name(node), rank, words)
     if isinstance(node, ast.Subscript):
-        return _named(_text(node.slice), rank, words)
+        return _value_of_name(_text(node.slice), rank, words)
     if isinstance(node, ast.Call):
-        return _called(node, rank, words)
+        return _value_of_call(node, rank, words)
     if isinstance(node, ast.UnaryOp):
         value = _value(node.operand, rank, words)
-        if value is _UNKNOWN or not isinstance(node.op, (ast.Not, ast.USub)):
-            return _UNKNOWN
-        if isinstance(node.op, ast.Not):
+        if value is not _UNKNOWN and isinstance(node.op, ast.Not):
             return not value
-        return -value if isinstance(value, int) else _UNKNOWN
+        return -value if isinstance(node.op, ast.USub) and isinstance(value, int) else _UNKNOWN
     if isinstance(node, ast.BoolOp):
-        return _combined(node, rank, words)
+        values = [_value(each, rank, words) for each in node.values]
+        decisive = isinstance(node.op, ast.Or)
+        if any(each is not _UNKNOWN and bool(each) is decisive for each in values):
+            return decisive
+        return _UNKNOWN if any(each is _UNKNOWN for each in values) else not decisive
     if isinstance(node, ast.Compare) and len(node.ops) == 1:
-        if isinstance(node.ops[0], (ast.In, ast.NotIn)):
-            return _among(node, rank, words)
-        one = _value(node.left, rank, words)
-        other = _value(node.comparators[0], rank, words)
-        compared = _COMPARED.get(type(node.ops[0]))
-        if one is _UNKNOWN or other is _UNKNOWN or compared is None:
-            return _UNKNOWN
-        try:
-            return compared(one, other)
-        except TypeError:
-            return _UNKNOWN
+        return _value_of_comparison(node, rank, words)
     return _UNKNOWN
 
 
-def _among(node: ast.Compare, rank: int, words: Words) -> object:
-    """``rank in (0, 1)``, and ``"RANK" in os.environ``, which is so for all ranks."""
-    inside = isinstance(node.ops[0], ast.In)
-    one, others = _value(node.left, rank, words), node.comparators[0]
-    if isinstance(node.left, ast.Constant):
-        return inside
-    if one is _UNKNOWN or not isinstance(others, (ast.Tuple, ast.List, ast.Set)):
+def _value_of_comparison(node: ast.Compare, rank: int, words: Words) -> object:
+    operation, other = node.ops[0], node.comparators[0]
+    left = _value(node.left, rank, words)
+    if isinstance(operation, (ast.In, ast.NotIn)):
+        inside = isinstance(operation, ast.In)
+        if isinstance(node.left, ast.Constant):
+            # `"RANK" in os.environ` is true on all ranks.
+            return inside
+        if left is _UNKNOWN or not isinstance(other, (ast.Tuple, ast.List, ast.Set)):
+            return _UNKNOWN
+        values = [_value(each, rank, words) for each in other.elts]
+        return _UNKNOWN if _UNKNOWN in values else (left in values) is inside
+    right, compare = _value(other, rank, words), _COMPARED.get(type(operation))
+    if left is _UNKNOWN or right is _UNKNOWN or compare is None:
         return _UNKNOWN
-    values = [_value(each, rank, words) for each in others.elts]
-    return _UNKNOWN if _UNKNOWN in values else (one in values) is inside
+    try:
+        return compare(left, right)
+    except TypeError:
+        return _UNKNOWN
 
 
-def _called(node: ast.Call, rank: int, words: Words) -> object:
-    name = _name(node.func)
+def _value_of_call(node: ast.Call, rank: int, words: Words) -> object:
+    name = last_name(node.func)
     if name in ("int", "str") and len(node.args) == 1:
         value = _value(node.args[0], rank, words)
-        if isinstance(value, (int, str)):
-            return str(value) if name == "str" else _number(value)
-        return _UNKNOWN
+        if not isinstance(value, (int, str)):
+            return _UNKNOWN
+        try:
+            return str(value) if name == "str" else int(value)
+        except ValueError:
+            return _UNKNOWN
     if name in ("get", "getenv") and node.args:
-        # Of the environment it is a text, true also as "0".
-        value = _named(_text(node.args[0]), rank, words)
+        # Environment variables are strings, so "0" is true.
+        value = _value_of_name(_text(node.args[0]), rank, words)
         return str(value) if isinstance(value, int) else value
-    if name == "hasattr":
-        return True
-    return _named(name, rank, words)
-
-
-def _combined(node: ast.BoolOp, rank: int, words: Words) -> object:
-    values = [_value(each, rank, words) for each in node.values]
-    decisive = isinstance(node.op, ast.Or)
-    if any(each is not _UNKNOWN and bool(each) is decisive for each in values):
-        return decisive
-    return _UNKNOWN if any(each is _UNKNOWN for each in values) else not decisive
-
-
-def _number(value: int | str) -> object:
-    try:
-        return int(value)
-    except ValueError:
-        return _UNKNOWN
+    return True if name == "hasattr" else _value_of_name(name, rank, words)
 
 
 def _text(node: ast.expr) -> str:
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
 
 
-def _name(node: ast.expr) -> str:
-    """The last part of a dotted name, empty for anything else."""
-    if isinstance(node, ast.Name):
-        return node.id
-    return node.attr if isinstance(node, ast.Attribute) else ""
-
-
-# -- conditions on the rank in the user's source, around a line or before it
+# -- conditions on the rank that decide whether a line runs
 
 
 @dataclass(frozen=True)
@@ -612,24 +597,24 @@ class Guard:
 
     path: str
     line: int
-    """Its own line."""
+    """The line of the condition."""
     start: int
     end: int
     way: str = ""
-    """``return``, ``break`` or ``continue`` if it decides on what follows it, by leaving that."""
+    """``return``, ``break`` or ``continue`` if it decides on what follows it by leaving that."""
 
     @property
     def location(self) -> Location:
-        """Where it stands."""
+        """The condition's location."""
         return Location(self.path, self.line)
 
     def holds(self, lines: Iterable[Location]) -> bool:
-        """Whether one of some lines is among those that it decides on."""
+        """Return whether the condition decides on one of some lines."""
         return any(at.path == self.path and self.start <= at.line <= self.end for at in lines)
 
 
 def guards_of(chain: Sequence[Location]) -> list[tuple[Guard, Location]]:
-    """The conditions on the rank by which a call was made, innermost first, each with its line.
+    """Return the conditions on the rank that led to a call, innermost first, each with its line.
 
     Args:
         chain: The call's line and those that led to it, innermost first.
@@ -643,214 +628,138 @@ def guards_of(chain: Sequence[Location]) -> list[tuple[Guard, Location]]:
 
 
 def rank_guard(path: str, line: int) -> int | None:
-    """The line of the condition on the rank that decides whether a line runs, or None.
+    """Return the line of the innermost condition on the rank that decides whether a line runs.
 
-    An ``if`` around the line, within its function, or one before it that returns or continues.
+    It is an ``if`` around the line, within its function, or one above it that returns or continues.
     """
     found = guards_of([Location(path, line)])
     return found[0][0].line if found else None
 
 
 def ranks_at(path: str, line: int, world_size: int, *, one_node: bool) -> tuple[int, ...]:
-    """The ranks that may run a line, by the conditions around it; empty where all may.
+    """Return the ranks that may run a line by the conditions around it; empty if all may.
 
     Args:
         path: The file.
         line: The line.
-        world_size: Ranks there are.
-        one_node: Whether a rank and a local rank are the same.
+        world_size: The number of ranks.
+        one_node: Whether rank and local rank are the same.
     """
-    tree = tree_of(path, modified_at(path))
-    words = _words(path, modified_at(path))
+    words = _words(path)
     world_size = min(world_size, MOST_WORLD)
     found = set(range(world_size))
-    for node in ast.walk(tree) if tree is not None else ():
+    for node in nodes_of(path):
         if not isinstance(node, ast.If) or not discerns(node.test, words):
             continue
         if not one_node and "local" in ast.unparse(node.test).lower():
             continue
         for part, wanted in ((node.body, True), (node.orelse, False)):
-            if part and part[0].lineno <= line <= (part[-1].end_lineno or 0):
+            if _in_block(part, line):
                 found = {rank for rank in found if wanted in allowed(node.test, words, rank)}
     return tuple(sorted(found)) if len(found) < world_size else ()
 
 
 def outcomes(guard: Guard, at: Location, ranks: Iterable[int]) -> dict[int, set[bool]]:
-    """Whether each of some ranks comes to a line that a condition decides on: both if it may.
+    """Return whether each rank reaches a line that a condition decides on; both if it may.
 
-    Empty where the condition is no ``if``.
+    The result is empty if the condition is not an ``if``.
     """
-    tree = tree_of(guard.path, modified_at(guard.path))
-    words = _words(guard.path, modified_at(guard.path))
-    for node in ast.walk(tree) if tree is not None else ():
+    words = _words(guard.path)
+    for node in nodes_of(guard.path):
         if isinstance(node, ast.If) and node.lineno == guard.line:
-            # What follows an `if` that leaves runs where its test is not true.
-            leaves = any(isinstance(node.body[-1], kind) for kind, _ in _WAYS)
-            inside = node.body[0].lineno <= at.line <= (node.body[-1].end_lineno or 0)
-            wanted = inside or (bool(guard.way) and not leaves)
+            # What follows an `if` that leaves runs where its test is false.
+            leaves = isinstance(node.body[-1], tuple(_WAYS))
+            wanted = _in_block(node.body, at.line) or (bool(guard.way) and not leaves)
             return {
                 rank: {each is wanted for each in allowed(node.test, words, rank)} for rank in ranks
             }
     return {}
 
 
-def statement(path: str, line: int) -> str:
-    """The source of a line in short, empty if it cannot be read."""
-    text = _lines(path, modified_at(path))
-    return text[line - 1].strip() if 0 < line <= len(text) else ""
+@per_file
+def _words(path: str) -> Words:
+    """Return the names for the rank of a file and of the files beside it that it imports."""
+    trees = [tree_of(each) for each in (path, *imported_files(path))]
+    return functools.reduce(operator.or_, map(words_of, filter(None, trees)), Words())
 
 
-def constant_while(path: str, line: int) -> int | None:
-    """The line of the innermost ``while`` around a line that cannot end by its own test, or None.
-
-    Its test is a constant, or reads only names that its body never sets; and no statement of its
-    body leaves it.
-    """
-    best: int | None = None
-    for start, end, head in _loops(path, modified_at(path)):
-        if start <= line <= end:
-            best = head if best is None else max(best, head)
-    return best
-
-
-def only_sleeps(path: str, line: int) -> bool:
-    """Whether a line calls ``sleep``, and not in a ``while``, which may wait for something."""
-    tree = tree_of(path, modified_at(path))
-    if tree is None:
-        return False
-    around = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.Call, ast.While))
-        and node.lineno <= line <= (node.end_lineno or node.lineno)
-    ]
-    calls = [node.func for node in around if isinstance(node, ast.Call)]
-    names = [call.attr if isinstance(call, ast.Attribute) else call for call in calls]
-    sleeps = any(each == "sleep" or getattr(each, "id", "") == "sleep" for each in names)
-    return sleeps and len(calls) == len(around)
-
-
+@per_file
 def _guards(path: str) -> tuple[Guard, ...]:
-    return _found(path, modified_at(path))
+    words = _words(path)
+    return tuple(
+        guard
+        for node in nodes_of(path)
+        for guard in (*_guarded_blocks(path, node, words), *_guarded_rests(path, node, words))
+    )
 
 
-@functools.lru_cache(maxsize=32)
-def _lines(path: str, changed: int) -> tuple[str, ...]:
-    if not changed:
-        return ()
+def _guarded_blocks(path: str, node: ast.AST, words: Words) -> Iterator[Guard]:
+    """Yield a condition with each block that it decides on."""
+    if isinstance(node, ast.If) and discerns(node.test, words):
+        # A test that calls something is not decided by itself.
+        least = node.lineno if is_plain(node.test, words) else node.lineno + 1
+        for part in filter(None, (node.body, node.orelse)):
+            yield Guard(path, node.lineno, max(least, part[0].lineno), part[-1].end_lineno or 0)
+    elif isinstance(node, ast.Expr):
+        # `rank == 0 and barrier()`, or `barrier() if rank == 0 else None`
+        value = node.value
+        test = value.values[0] if isinstance(value, ast.BoolOp) else getattr(value, "test", None)
+        if test is not None and discerns(test, words) and is_plain(test, words):
+            yield Guard(path, node.lineno, node.lineno, node.end_lineno or 0)
+    elif isinstance(node, ast.Match) and discerns(node.subject, words):
+        for case in node.cases:
+            last = case.body[-1].end_lineno or 0
+            yield Guard(path, case.pattern.lineno, case.body[0].lineno, last)
+    elif isinstance(node, FUNCTIONS):
+        for each in filter(runs_on_one_rank, node.decorator_list):
+            yield Guard(path, each.lineno, node.body[0].lineno, node.end_lineno or 0)
+
+
+_WAYS = {ast.Return: "return", ast.Break: "break", ast.Continue: "continue"}
+
+
+def _guarded_rests(path: str, node: ast.AST, words: Words) -> Iterator[Guard]:
+    """Yield what follows an ``if rank != 0: return`` in the same block."""
+    for name in ("body", "orelse", "finalbody"):
+        block: Any = getattr(node, name, None)
+        # A lambda's body is an expression.
+        for each in block[:-1] if isinstance(block, list) else ():
+            if not isinstance(each, ast.If) or not discerns(each.test, words):
+                continue
+            last = [part[-1] for part in (each.body, each.orelse) if part]
+            way = next((_WAYS[type(end)] for end in last if isinstance(end, tuple(_WAYS))), "")
+            # A `continue` that depends on more than the rank lets a later round get there.
+            if way and (way != "continue" or by_rank_alone(each.test, words)):
+                start = (each.end_lineno or each.lineno) + 1
+                yield Guard(path, each.lineno, start, block[-1].end_lineno or 0, way)
+
+
+# -- lines
+
+
+@per_file
+def _lines(path: str) -> tuple[str, ...]:
     try:
-        source = opening.contents(path, opening.MOST_SOURCE, links=True)
+        source = opening.contents(path, opening.MOST_PARSED, links=True)
         return tuple(source.decode("utf-8", "replace").splitlines())
     except OSError:
         return ()
 
 
-@functools.lru_cache(maxsize=32)
-def _words(path: str, changed: int) -> Words:
-    """The names by which a file, or one that it imports from beside it, knows about the rank."""
-    tree = tree_of(path, changed)
-    if tree is None:
-        return Words()
-    words = words_of(tree)
-    for other in imported_files(path, changed):
-        there = tree_of(other, modified_at(other))
-        if there is not None:
-            words |= words_of(there)
-    return words
+def statement(path: str, line: int) -> str:
+    """Return the source of a line, stripped; empty if it cannot be read."""
+    text = _lines(path)
+    return text[line - 1].strip() if 0 < line <= len(text) else ""
 
 
-@functools.lru_cache(maxsize=32)
-def _found(path: str, changed: int) -> tuple[Guard, ...]:
-    tree = tree_of(path, changed)
-    if tree is None:
-        return ()
-    words = _words(path, changed)
-    found = [
-        Guard(path, line, start, end, way)
-        for node in ast.walk(tree)
-        for line, start, end, way in (
-            *((*each, "") for each in _decides(node, words)),
-            *_leaves(node, words),
-        )
-    ]
-    return tuple(found)
+def constant_while(path: str, line: int) -> int | None:
+    """Return the line of the innermost ``while`` around a line whose own test cannot end it.
 
-
-def _decides(node: ast.AST, words: Words) -> list[tuple[int, int, int]]:
-    """A condition's line, and the first and last line that it decides on."""
-    if isinstance(node, ast.If):
-        return _of_if(node, words)
-    if isinstance(node, ast.Expr):
-        test = _short_circuit(node.value)
-        if test is not None and discerns(test, words) and is_plain(test, words):
-            return [(node.lineno, node.lineno, node.end_lineno or 0)]
-    if isinstance(node, ast.Match) and discerns(node.subject, words):
-        return [
-            (case.pattern.lineno, case.body[0].lineno, case.body[-1].end_lineno or 0)
-            for case in node.cases
-        ]
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        return [
-            (each.lineno, node.body[0].lineno, node.end_lineno or 0)
-            for each in node.decorator_list
-            if runs_on_one_rank(each)
-        ]
-    return []
-
-
-def _of_if(node: ast.If, words: Words) -> list[tuple[int, int, int]]:
-    """The two branches of an ``if`` on the rank."""
-    if not discerns(node.test, words):
-        return []
-    # On its own line stands what is tested, too.
-    least = node.lineno if is_plain(node.test, words) else node.lineno + 1
-    parts = [part for part in (node.body, node.orelse) if part]
-    return [(node.lineno, max(least, part[0].lineno), part[-1].end_lineno or 0) for part in parts]
-
-
-def _short_circuit(value: ast.expr) -> ast.expr | None:
-    """The condition of ``rank == 0 and barrier()``, or of ``barrier() if rank == 0 else None``."""
-    if isinstance(value, ast.BoolOp):
-        return value.values[0]
-    return value.test if isinstance(value, ast.IfExp) else None
-
-
-def _leaves(node: ast.AST, words: Words) -> Iterator[tuple[int, int, int, str]]:
-    """What follows an ``if rank != 0: return`` in the same block."""
-    for block in _blocks(node):
-        for each in block[:-1]:
-            if not isinstance(each, ast.If) or not discerns(each.test, words):
-                continue
-            last = [part[-1] for part in (each.body, each.orelse) if part]
-            way = next((way for end in last for kind, way in _WAYS if isinstance(end, kind)), "")
-            # After a `continue` that was about more than the rank, the next round comes there.
-            if way and (way != "continue" or by_rank_alone(each.test, words)):
-                end = block[-1].end_lineno or 0
-                yield each.lineno, (each.end_lineno or each.lineno) + 1, end, way
-
-
-_WAYS = ((ast.Return, "return"), (ast.Break, "break"), (ast.Continue, "continue"))
-
-
-def _blocks(node: ast.AST) -> list[list[ast.stmt]]:
-    blocks = [getattr(node, name, None) for name in ("body", "orelse", "finalbody")]
-    return [
-        block
-        for block in blocks
-        if isinstance(block, list) and block and isinstance(block[0], ast.stmt)
-    ]
-
-
-@functools.lru_cache(maxsize=32)
-def _loops(path: str, changed: int) -> list[tuple[int, int, int]]:
-    tree = tree_of(path, changed)
-    if tree is None:
-        return []
-    return [
-        (node.lineno, node.end_lineno or 0, node.lineno)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.While) and _never_ends(node)
-    ]
+    Its test is a constant, or reads only names that its body never sets, and no statement of its
+    body leaves it.
+    """
+    loops = (node for node in nodes_of(path) if isinstance(node, ast.While) and covers(node, line))
+    return max((loop.lineno for loop in loops if _never_ends(loop)), default=None)
 
 
 def _never_ends(loop: ast.While) -> bool:
@@ -861,27 +770,35 @@ def _never_ends(loop: ast.While) -> bool:
     if any(isinstance(each, (ast.Call, ast.Attribute, ast.Subscript)) for each in tested):
         return False
     names = {each.id for each in tested if isinstance(each, ast.Name)}
-    stored = {
-        each.id for each in inside if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
-    }
-    return not names & stored
+    return not any(
+        isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store) and each.id in names
+        for each in inside
+    )
 
 
-# -- lines of the user's code: read from ``path:line``, and as sentences name them
+def only_sleeps(path: str, line: int) -> bool:
+    """Return whether a line calls ``sleep`` outside a ``while``, which may wait for something."""
+    around = [
+        node
+        for node in nodes_of(path)
+        if isinstance(node, (ast.Call, ast.While)) and covers(node, line)
+    ]
+    calls = [node for node in around if isinstance(node, ast.Call)]
+    return len(calls) == len(around) and any(last_name(call.func) == "sleep" for call in calls)
 
 
 def location(site: str) -> Location | None:
-    """A place from ``path:line``."""
+    """Parse a location from ``path:line``."""
     path, _, line = site.rpartition(":")
     return Location(path, whole(line)) if path and line.isdigit() else None
 
 
 def brief(at: Location | None) -> str:
-    """A place in a sentence: ``train.py:61``."""
+    """Name a location in a sentence: ``train.py:61``."""
     return f"{os.path.basename(at.path)}:{at.line}" if at is not None else "an unknown line"
 
 
 def quoted(at: Location | None) -> str:
-    """A place with its code, where that is short: ```loss.backward()` train.py:61``."""
+    """Name a location with its code if that is short: ```loss.backward()` train.py:61``."""
     text = statement(at.path, at.line).partition("  #")[0].rstrip() if at is not None else ""
     return f"`{text}` {brief(at)}" if 0 < len(text) <= 60 else brief(at)

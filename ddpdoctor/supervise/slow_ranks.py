@@ -8,9 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 
 from ddpdoctor.diagnose.replicas.differences import AVERAGED, FINGERPRINT_PATIENCE, unpacked
-from ddpdoctor.diagnose.speed.lag import lags
+from ddpdoctor.diagnose.speed.lag import Lag, lags
 from ddpdoctor.diagnose.speed.reasons import PATIENCE
-from ddpdoctor.diagnose.speed.surplus import Lag
 from ddpdoctor.run.mapped import MOST_PROFILES, Asking, Suspicion, SuspicionWriter
 from ddpdoctor.run.names import namespace
 from ddpdoctor.run.records.base import Record

@@ -288,7 +288,7 @@ def test_samplers_that_shuffle_otherwise_give_shards_that_overlap(name: str) -> 
              for rank in (0, 1)]  # fmt: skip
     (finding,) = findings(run_of(*([each] for each in ranks)))
     assert (finding.code, finding.ranks) == ("DDP113", (0, 1))
-    assert finding.message.endswith(f"has another {name} on each rank")
+    assert finding.message.endswith(f"has a different {name} on each rank")
     assert finding.evidence[0] == f"{name}: rank 0 has 0, rank 1 has 1"
     assert re.match(r"of \d+ draws that were followed, \d+ were of samples", finding.evidence[1])
 
@@ -297,7 +297,7 @@ def test_samplers_that_shuffle_otherwise_give_shards_that_overlap(name: str) -> 
 def test_a_rank_that_left_an_epoch_early_is_in_another_one(
     monkeypatch: pytest.MonkeyPatch, name: str, expected: list[str]
 ) -> None:
-    monkeypatch.setattr(rules, "departures", lambda run, suspected: suspected)
+    monkeypatch.setattr(rules, "local_decisions", lambda run, suspected: suspected)
     ranks = [drawn(shuffled(rank)[rank::2], sampler={**SAMPLER, "rank": rank, name: rank})
              for rank in (0, 1)]  # fmt: skip
     assert codes(run_of(*([each] for each in ranks))) == expected

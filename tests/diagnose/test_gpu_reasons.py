@@ -98,7 +98,7 @@ def test_a_throttled_gpu_is_the_reason(written: Written) -> None:
         "in its forward pass: its GPU runs at 1.30 GHz, those of the others at 1.98 GHz "
         "(hardware thermal slowdown)"
     )
-    assert "GPU 1 may take 400 W; those of the others 700 W" in finding.evidence
+    assert "GPU 1 is limited to 400 W; those of the others to 700 W" in finding.evidence
     assert "nvidia-smi" in finding.fix
 
 

@@ -199,7 +199,7 @@ def test_the_files_that_a_script_imports_beside_it(tmp_path: Path) -> None:
     inner.write_text("from . import helper\nimport other\n")
 
     def found(path: Path) -> set[str]:
-        each = source_files.imported_files(str(path), source_files.modified_at(str(path)))
+        each = source_files.imported_files(str(path))
         return {str(Path(file).relative_to(tmp_path)) for file in each}
 
     assert found(train) == {"helper.py", "package/__init__.py", "package/inner.py"}

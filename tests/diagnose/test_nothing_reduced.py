@@ -119,7 +119,7 @@ def test_what_is_said_of_models_of_each_rank(build: Build) -> None:
         "reduced in 40 steps"
     )
     assert finding.evidence == (
-        "the DistributedSampler built at /job/train.py:6 was handed to no loader",
+        "the DistributedSampler built at /job/train.py:6 was passed to no loader",
         "the sampler built at /job/train.py:5 gives each rank its part of the data",
         "before step 0 the parameters were the same on all ranks",
         "gradients of SGD before the step 7: norm 8 on rank 0, 9 on rank 1",

@@ -39,7 +39,7 @@ def both(written: Written, *records: JsonObject) -> Finding:
     [
         ("around", "DDP301", "this backward's forward bypassed DDP"),
         ("second backward", "DDP302", "this is a second backward after the one that DDP reduced"),
-        ("forward in no_sync", "DDP308", "this backward's forward stood within no_sync()"),
+        ("forward in no_sync", "DDP308", "this backward's forward was inside no_sync()"),
         ("unfrozen", "DDP303", "weight was unfrozen after DDP was built here"),
         ("added", "DDP303", "weight was added after DDP was built here"),
         ("replaced", "DDP303", "weight was replaced after DDP was built here"),

@@ -230,7 +230,7 @@ def test_a_branch_by_rank_is_the_cause(written: Written, tmp_path: Path) -> None
     here = ((str(script), 3, "main"), (str(tmp_path / "log.py"), 7, "log"))
     finding = sick(written, profile(stack(40, *here)))
     assert finding.location == Location(str(script), 3)
-    assert "train.py:3 stands in a branch that the rank decides on" in finding.evidence
+    assert "train.py:3 is in a branch that depends on the rank" in finding.evidence
     assert finding.fix.startswith("Do this on the one rank less often")
 
 

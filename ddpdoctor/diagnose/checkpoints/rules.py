@@ -24,30 +24,33 @@ from ddpdoctor.run.records.training import (
 from ddpdoctor.run.snapshot import FOREVER, Rank, Run
 from ddpdoctor.system.nvml import same_uuid
 
-# -- checkpoints (DDP5xx): who writes them, and what is in them
-
-
 _REFUSED = re.compile(r"Error\(s\) in loading state_dict for (\w+)")
 _MISSING = re.compile(r"Missing key\(s\) in state_dict: ([^\n]+)")
 _UNEXPECTED = re.compile(r"Unexpected key\(s\) in state_dict: ([^\n]+)")
 _KEY = re.compile(r"\"([^\"]+)\"")
 _PREFIX = "module."
 
-MOST_KEYS = 0.8
-"""The part of the names that has to differ by the prefix alone."""
+MIN_PREFIXED = 0.8
+"""The part of the names that must differ by the prefix alone."""
 
 _HOLDS = {
-    "wrapped": 'the wrapper\'s "module." names',
-    "wrapper": "the whole DDP wrapper, pickled",
-    "module": "a whole model, pickled",
+    "wrapped": (
+        'the wrapper\'s "module." names',
+        "a model that is not wrapped in DDP refuses these names",
+    ),
+    "wrapper": (
+        "the whole DDP wrapper, pickled",
+        "it can be read only in a process group, with the same sources at hand",
+    ),
+    "module": (
+        "a whole model, pickled",
+        "it can be read only with the same sources at hand, and weights_only=False",
+    ),
 }
-"""What a checkpoint holds that it should not, as the probe reports it."""
+"""What a checkpoint holds that it should not, as the probe reports it, and what that means."""
 
-_NEEDS = {
-    "wrapped": "a model that is not wrapped in DDP refuses these names",
-    "wrapper": "it can be read only in a process group, with the same sources at hand",
-    "module": "it can be read only with the same sources at hand, and weights_only=False",
-}
+
+_Writers = list[tuple[Rank, SaveRecord]]
 
 
 @rule("DDP501", "save-on-every-rank", Severity.WARNING)
@@ -80,26 +83,28 @@ def save_on_every_rank(run: Run) -> Iterator[Finding]:
     When it stays silent
         For paths that contain the rank, in-memory buffers, and the same path on different machines.
     """
-    writers: dict[tuple[str, str], list[tuple[Rank, SaveRecord]]] = defaultdict(list)
+    writers: dict[tuple[str, str], _Writers] = defaultdict(list)
     for rank in run.last:
         for record in rank.records.of(SaveRecord):
             writers[rank.opened.host, record.file].append((rank, record))
-    guilty: dict[Location | None, list[tuple[str, list[tuple[Rank, SaveRecord]]]]] = defaultdict(
-        list
-    )
+    by_line: dict[Location | None, list[tuple[str, _Writers]]] = defaultdict(list)
     for (_, file), found in writers.items():
         if len({rank.rank for rank, _ in found}) > 1:
             _, first = min(found, key=lambda each: each[1].time)
-            guilty[first.location].append((file, found))
+            by_line[first.location].append((file, found))
     reader = torn(run)
-    for place, files in guilty.items():
+    for place, files in by_line.items():
         ranks = tuple(sorted({rank.rank for _, found in files for rank, _ in found}))
         name = os.path.basename(files[0][0])
         more = f" and {len(files) - 1} more" if len(files) > 1 else ""
         message = f"{len(ranks)} ranks write the same checkpoint, {name}{more}"
-        evidence = [_wrote(file, found) for file, found in files[:3]]
+        evidence = [
+            f"{file} was written by "
+            + ", ".join(f"rank {rank.rank} in step {record.step}" for rank, record in found[:4])
+            for file, found in files[:3]
+        ]
         severity, traceback = Severity.WARNING, ""
-        if reader is not None and reader.file.path in [file for file, _ in files]:
+        if reader is not None and reader.file.path in dict(files):
             severity, traceback = Severity.ERROR, reader.traceback
             broken = os.path.basename(reader.file.path)
             message = f"{reader.name} could not read {broken}: {len(ranks)} ranks write it at once"
@@ -116,7 +121,7 @@ def save_on_every_rank(run: Run) -> Iterator[Finding]:
             location=place,
             evidence=tuple(evidence),
             traceback=traceback,
-            fix="Save on rank 0 alone (`if dist.get_rank() == 0:`), then a barrier before anybody "
+            fix="Save on rank 0 alone (`if dist.get_rank() == 0:`), then a barrier before any rank "
             "reads it; or put the rank into the file's name.",
             about=str(place),
         )
@@ -124,11 +129,6 @@ def save_on_every_rank(run: Run) -> Iterator[Finding]:
 
 def _short(text: str) -> str:
     return text if len(text) <= 120 else text[:117] + "..."
-
-
-def _wrote(file: str, found: list[tuple[Rank, SaveRecord]]) -> str:
-    parts = [f"rank {rank.rank} in step {record.step}" for rank, record in found[:4]]
-    return f"{file} was written by {', '.join(parts)}"
 
 
 @rule("DDP502", "save-wrapped-state", Severity.INFO)
@@ -157,41 +157,88 @@ def save_wrapped_state(run: Run) -> Iterator[Finding]:
         If the keys are the model's, for modules without parameters, and if the script handles the
         failed load.
     """
-    yield from _refused(run)
-    proven = _cannot_be_loaded(run)
+    cause = first_failure(run, run.restarts[-1])
+    names = prefixed_names(run, cause) if cause is not None else None
+    if cause is not None and names is not None:
+        yield _refused(run, cause, *names)
+        proven = names[1].startswith(_PREFIX)
+    else:
+        # A load that the job survived may have skipped all names.
+        proven = any(
+            record.prefix == _PREFIX and record.of == "checkpoint"
+            for rank in run.last
+            for record in _not_applied(rank)
+        )
     for rank in run.last:
         for record in rank.records.of(SaveRecord):
-            what = _HOLDS.get(record.content)
-            if what is None:
+            if record.content not in _HOLDS:
                 continue
+            what, needs = _HOLDS[record.content]
+            warns = proven and record.content == "wrapped"
             yield Finding(
                 code="DDP502",
-                severity=Severity.WARNING
-                if proven and record.content == "wrapped"
-                else Severity.INFO,
+                severity=Severity.WARNING if warns else Severity.INFO,
                 message=f"the checkpoint {os.path.basename(record.file)} holds {what}",
                 ranks=(rank.rank,),
                 location=record.location,
-                evidence=(
-                    f"{record.file} was written by rank {rank.rank}",
-                    _NEEDS[record.content],
-                ),
+                evidence=(f"{record.file} was written by rank {rank.rank}", needs),
                 fix="Save `model.module.state_dict()`, which loads with and without DDP.",
                 about=f"{record.path}:{record.line}",
             )
 
 
-def _cannot_be_loaded(run: Run) -> bool:
-    """Whether a load of this job met the wrapper's prefix, and failed or passed over all names."""
-    cause = first_failure(run, run.restarts[-1])
-    if cause is not None and refused_for_prefix(run, cause):
-        names = _by_prefix(cause.message)
-        return names is not None and names[1].startswith(_PREFIX)
-    return any(
-        record.prefix == _PREFIX and record.of == "checkpoint"
-        for rank in run.last
-        for record in _not_applied(rank)
+def _refused(run: Run, cause: Ending, wanted: str, given: str) -> Finding:
+    """Report the load whose exception ended the job."""
+    fix = "The checkpoint came from a bare model: load it into `model.module`, or before the wrap."
+    if given.startswith(_PREFIX):
+        fix = (
+            "The checkpoint came from a DDP wrapper: save `model.module.state_dict()`, load it "
+            "into the wrapper, or strip the prefix "
+            '({k.removeprefix("module."): v for k, v in state.items()}).'
+        )
+    same = [each for each in endings(run, run.restarts[-1]) if refused_for_prefix(run, each)]
+    return Finding(
+        code="DDP502",
+        severity=Severity.ERROR,
+        message=f"{cause.name} could not load a checkpoint: its names differ from the model's by "
+        'the wrapper\'s prefix "module."',
+        ranks=tuple(sorted({each.rank for each in same if each.rank is not None})),
+        location=cause.location,
+        evidence=(
+            f'the model has "{wanted}", the checkpoint "{given}"',
+            *(f"{each.name} failed on it, too" for each in same[:4] if each.rank != cause.rank),
+        ),
+        fix=fix,
+        traceback=cause.traceback,
+        about="load",
     )
+
+
+def refused_for_prefix(run: Run, cause: Ending) -> bool:
+    """Return whether DDP502 names an exception: a load that failed on the wrapper's prefix."""
+    return prefixed_names(run, cause) is not None
+
+
+def prefixed_names(run: Run, cause: Ending) -> tuple[str, str] | None:
+    """Return a name in the model and in the checkpoint if a load failed on the prefix alone.
+
+    Other missing names, such as those of new buffers, do not matter.
+    """
+    message = cause.message
+    missing, unexpected = _MISSING.search(message), _UNEXPECTED.search(message)
+    if cause.kind != "exception" or run.exit_status == 0 or _REFUSED.search(message) is None:
+        return None
+    if missing is None or unexpected is None:
+        return None
+    wanted, given = _KEY.findall(missing[1]), _KEY.findall(unexpected[1])
+    least = MIN_PREFIXED * min(len(wanted), len(given))
+    added = [(name, _PREFIX + name) for name in wanted]
+    stripped = [(name, name.removeprefix(_PREFIX)) for name in wanted if name.startswith(_PREFIX)]
+    for changed in (added, stripped):
+        pairs = [(name, other) for name, other in changed if other in given]
+        if pairs and len(pairs) >= least:
+            return pairs[0]
+    return None
 
 
 @rule("DDP509", "checkpoint-not-applied", Severity.ERROR)
@@ -228,11 +275,9 @@ def checkpoint_not_applied(run: Run) -> Iterator[Finding]:
             found[record.location].append((rank, record))
     for place, loads in found.items():
         record = loads[0][1]
-        matched, given = record.matched, record.given
         ranks = tuple(sorted({rank.rank for rank, _ in loads}))
-        share = f"{matched} of {given}" if matched else f"none of {given}"
         evidence = [
-            f"the model wants {record.wanted} names, {_names(record.missing)} among them",
+            f"the model expects {record.wanted} names, {_names(record.missing)} among them",
             f"the checkpoint has {_names(record.unexpected)} instead",
         ]
         prefix = _short(record.prefix)
@@ -241,9 +286,9 @@ def checkpoint_not_applied(run: Run) -> Iterator[Finding]:
             evidence.append(f'they differ by the prefix "{prefix}" of the {whose} names')
         yield Finding(
             code="DDP509",
-            severity=Severity.WARNING if matched else Severity.ERROR,
-            message=f"{named(ranks)} loaded a checkpoint with strict=False, and {share} names in "
-            "it fit the model",
+            severity=Severity.WARNING if record.matched else Severity.ERROR,
+            message=f"{named(ranks)} loaded a checkpoint with strict=False, and "
+            f"{record.matched or 'none'} of {record.given} names in it fit the model",
             ranks=ranks,
             location=place,
             evidence=tuple(evidence),
@@ -253,7 +298,7 @@ def checkpoint_not_applied(run: Run) -> Iterator[Finding]:
 
 
 def _not_applied(rank: Rank) -> Iterator[NotAppliedRecord]:
-    """The loads that applied little, without those that were made good later."""
+    """Yield the loads that applied little and were not followed by one that did."""
     good = {record.number for record in rank.records.of(AppliedRecord)}
     return (each for each in rank.records.of(NotAppliedRecord) if each.number not in good)
 
@@ -263,6 +308,7 @@ def _names(names: Iterable[str]) -> str:
 
 
 def _rename(record: NotAppliedRecord, prefix: str) -> str:
+    """Say how to make the names equal."""
     if not prefix:
         return (
             "Compare the names of both, and rename those of the checkpoint; then load it with "
@@ -275,86 +321,27 @@ def _rename(record: NotAppliedRecord, prefix: str) -> str:
     return f"Load it into `model.{prefix.rstrip('.')}`, or add the prefix to the names."
 
 
-def refused_for_prefix(run: Run, cause: Ending) -> bool:
-    """Whether DDP502 names an exception: a load that failed on the wrapper's prefix."""
-    return (
-        cause.kind == "exception" and _by_prefix(cause.message) is not None and run.exit_status != 0
-    )
-
-
-def _by_prefix(message: str) -> tuple[str, str] | None:
-    """A name as the model has it and as the checkpoint has it, if the prefix is all between them.
-
-    What else is missing does not matter: buffers, say, that are new.
-    """
-    found = _MISSING.search(message), _UNEXPECTED.search(message)
-    if _REFUSED.search(message) is None or found[0] is None or found[1] is None:
-        return None
-    wanted, given = (_KEY.findall(each[1]) for each in found if each is not None)
-    for change in (_PREFIX.__add__, _without_prefix):
-        pairs = [(name, change(name)) for name in wanted if change(name) in given]
-        if pairs and MOST_KEYS * min(len(wanted), len(given)) <= len(pairs):
-            return pairs[0]
-    return None
-
-
-def _without_prefix(name: str) -> str:
-    return name.removeprefix(_PREFIX) if name.startswith(_PREFIX) else ""
-
-
-def _refused(run: Run) -> Iterator[Finding]:
-    """The load whose exception ended the job."""
-    restart = run.restarts[-1]
-    cause = first_failure(run, restart)
-    if cause is None or not refused_for_prefix(run, cause):
-        return
-    names = _by_prefix(cause.message)
-    assert names is not None
-    wanted, given = names
-    if given.startswith(_PREFIX):
-        fix = "The checkpoint came from a DDP wrapper: save `model.module.state_dict()`, load it "
-        fix += "into the wrapper, or strip the prefix "
-        fix += '({k.removeprefix("module."): v for k, v in state.items()}).'
-    else:
-        fix = "The checkpoint came from a bare model: load it into `model.module`, or before the "
-        fix += "wrap."
-    same = [each for each in endings(run, restart) if refused_for_prefix(run, each)]
-    yield Finding(
-        code="DDP502",
-        severity=Severity.ERROR,
-        message=f"{cause.name} could not load a checkpoint: its names differ from the model's by "
-        'the wrapper\'s prefix "module."',
-        ranks=tuple(sorted({each.rank for each in same if each.rank is not None})),
-        location=cause.location,
-        evidence=(
-            f'the model has "{wanted}", the checkpoint "{given}"',
-            *(f"{each.name} failed on it, too" for each in same[:4] if each.rank != cause.rank),
-        ),
-        fix=fix,
-        traceback=cause.traceback,
-        about="load",
-    )
-
-
-# -- GPUs that are another rank's own (DDP503)
-
-
 @dataclass(frozen=True)
-class _Stray:
-    """Memory that a rank holds on a GPU which is others' own."""
+class _ForeignMemory:
+    """Memory that a rank holds on a GPU of other ranks."""
 
     rank: Rank
     held: HeldMemory
     owners: tuple[int, ...]
     load: GpuLoadRecord | None
-
-    @property
-    def location(self) -> Location | None:
-        return None if self.load is None else self.load.location
+    """The first load that put something there."""
 
     @property
     def gpu(self) -> str:
         return f"GPU {self.held.gpu}"
+
+    @property
+    def evidence(self) -> str:
+        size = self.held.bytes
+        much = f"{size / 2**20:.0f} MiB" if size is not None else "memory"
+        name = f" ({self.held.name})" if self.held.name else ""
+        owners = f"{named(self.owners)}'s own"
+        return f"rank {self.rank.rank} holds {much} on {self.gpu}{name}, {owners}"
 
 
 @rule("DDP503", "load-on-another-gpu", Severity.WARNING)
@@ -383,45 +370,71 @@ def load_on_another_gpu(run: Run) -> Iterator[Finding]:
         partitioned GPUs (MIG), and once a rank is in the debugger. If the driver cannot be queried,
         or its pids are not the ranks' (in a container, say).
     """
-    strays: dict[Location | None, dict[tuple[int, str], _Stray]] = defaultdict(dict)
-    for each in _strays(run):
+    by_line: dict[Location | None, dict[tuple[int, str], _ForeignMemory]] = defaultdict(dict)
+    for each in _foreign_memory(run):
         key = (each.rank.rank, same_uuid(each.held.device_uuid))
-        strays[each.location].setdefault(key, each)
-    for place, found in strays.items():
-        yield _finding(place, [found[key] for key in sorted(found)])
+        by_line[each.load.location if each.load else None].setdefault(key, each)
+    for place, memory in by_line.items():
+        found = [memory[key] for key in sorted(memory)]
+        ranks = tuple(dict.fromkeys(each.rank.rank for each in found))
+        first = found[0]
+        gpus = list(dict.fromkeys(each.gpu for each in found))
+        whose = f"rank {first.owners[0]}'s" if len(gpus) == 1 else "other ranks'"
+        message = (
+            f"{named(ranks)} {'hold' if len(ranks) > 1 else 'holds'} memory on {', '.join(gpus)}, "
+            f"{whose} own"
+        )
+        fix = (
+            "Call torch.cuda.set_device(local_rank) before anything else uses CUDA; do not use "
+            '"cuda:0" on every rank.'
+        )
+        if first.load is not None:
+            how = "without map_location" if not first.load.mapped else "by its map_location"
+            message += f": torch.load put tensors there {how}"
+            fix = 'Give torch.load map_location="cpu", or the rank\'s own device.'
+        yield Finding(
+            code="DDP503",
+            about=str(place),
+            severity=Severity.WARNING,
+            message=message,
+            ranks=ranks,
+            location=place,
+            evidence=tuple(each.evidence for each in found[:8]),
+            fix=fix,
+        )
 
 
-def _strays(run: Run) -> Iterator[_Stray]:
+def _foreign_memory(run: Run) -> Iterator[_ForeignMemory]:
     ranks = {rank.rank: rank for rank in run.last}
-    owned = {number: _own(rank) for number, rank in ranks.items()}
+    # The GPUs that hold each rank's DDP modules.
+    owned = {
+        number: {
+            same_uuid(uuid) for record in rank.records.of(DdpRecord) for uuid in record.device_uuids
+        }
+        for number, rank in ranks.items()
+    }
     debugged = min((span.start for span in run.debugged), default=FOREVER)
-    for look in run.supervisor.of(GpusRecord):
-        if look.time >= debugged:
+    for sample in run.supervisor.of(GpusRecord):
+        if sample.time >= debugged:
             return
         held: dict[int, dict[str, HeldMemory]] = defaultdict(dict)
-        for each in look.held:
+        for each in sample.held:
             if each.restart == run.restarts[-1]:
                 held[each.rank][same_uuid(each.device_uuid)] = each
         for number, gpus in sorted(held.items()):
-            own = owned.get(number, frozenset())
-            # A process that is not seen on its own GPU may only share its number with a rank.
+            own = owned.get(number, set())
+            # A process that is not seen on the rank's own GPU may only share its pid.
             if not own & gpus.keys():
                 continue
             for uuid in sorted(gpus.keys() - own):
                 owners = tuple(other for other in ranks if uuid in owned[other])
                 if owners:
-                    load = _load(ranks[number], uuid, look.time)
-                    yield _Stray(ranks[number], gpus[uuid], owners, load)
+                    load = _first_load(ranks[number], uuid, sample.time)
+                    yield _ForeignMemory(ranks[number], gpus[uuid], owners, load)
 
 
-def _own(rank: Rank) -> frozenset[str]:
-    """The GPUs that the rank's DDP modules lie on."""
-    built = rank.records.of(DdpRecord)
-    return frozenset(same_uuid(uuid) for record in built for uuid in record.device_uuids)
-
-
-def _load(rank: Rank, uuid: str, before: int) -> GpuLoadRecord | None:
-    """The first load that put something on a GPU."""
+def _first_load(rank: Rank, uuid: str, before: int) -> GpuLoadRecord | None:
+    """Return the first load that put something on a GPU."""
     return next(
         (
             record
@@ -430,37 +443,3 @@ def _load(rank: Rank, uuid: str, before: int) -> GpuLoadRecord | None:
         ),
         None,
     )
-
-
-def _finding(place: Location | None, found: list[_Stray]) -> Finding:
-    ranks = tuple(dict.fromkeys(each.rank.rank for each in found))
-    first = found[0]
-    gpus = list(dict.fromkeys(each.gpu for each in found))
-    whose = f"rank {first.owners[0]}'s" if len(gpus) == 1 else "other ranks'"
-    message = f"{named(ranks)} {'hold' if len(ranks) > 1 else 'holds'} memory on {', '.join(gpus)}"
-    message += f", {whose} own"
-    fix = (
-        "Call torch.cuda.set_device(local_rank) before anything else uses CUDA; no device is to be "
-        'named "cuda:0" on every rank.'
-    )
-    if first.load is not None:
-        how = "without map_location" if not first.load.mapped else "by its map_location"
-        message += f": torch.load put tensors there {how}"
-        fix = 'Give torch.load map_location="cpu", or the rank\'s own device.'
-    return Finding(
-        code="DDP503",
-        about=str(place),
-        severity=Severity.WARNING,
-        message=message,
-        ranks=ranks,
-        location=place,
-        evidence=tuple(_evidence(each) for each in found[:8]),
-        fix=fix,
-    )
-
-
-def _evidence(stray: _Stray) -> str:
-    size = stray.held.bytes
-    much = f"{size / 2**20:.0f} MiB" if size is not None else "memory"
-    name = f" ({stray.held.name})" if stray.held.name else ""
-    return f"rank {stray.rank.rank} holds {much} on {stray.gpu}{name}, {named(stray.owners)}'s own"

@@ -34,7 +34,7 @@ from ddpdoctor.diagnose.crashes.rank_endings import (
     mispaired,
 )
 from ddpdoctor.diagnose.hangs.hang_snapshot import Blocked, RankState
-from ddpdoctor.diagnose.loops.training_loops import departures
+from ddpdoctor.diagnose.loops.training_loops import local_decisions
 from ddpdoctor.diagnose.source_files import brief, location, quoted, statement
 from ddpdoctor.run.names import BEFORE_FORWARD
 from ddpdoctor.run.records.process import ErrorRecord
@@ -414,7 +414,7 @@ def _failure(run: Run) -> _Failure | None:
     ends = endings(run, restart)
     cause = first_failure(run, restart)
     abrupt = cause is not None and (mispaired(run, cause) or cause.status == -signal.SIGABRT)
-    if not ends or (cause is not None and not abrupt) or departures(run):
+    if not ends or (cause is not None and not abrupt) or local_decisions(run):
         return None
     calls = {
         rank: [from_ring(each) for each in found if not each.point_to_point]

@@ -1,4 +1,4 @@
-"""The passes of the ranks over their loaders, side by side: which samples each of them drew."""
+"""Compare the passes of the ranks over their loaders: which samples each rank drew."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ CLOSED = ("ended", "left")
 """States of a pass that draws no more."""
 
 UNFOLLOWED = "unfollowed"
-"""The state of a pass whose rest was not recorded: the overhead budget was spent."""
+"""The state of a pass whose rest was not recorded because the overhead budget was spent."""
 
 WHOLE = 0.9
 """The part of something that counts as all of it."""
+REPEATED = 0.1
+"""The part of a rank's own draws above which it draws with replacement."""
+MAX_CHANCE = 1e-6
+"""The highest chance that different data looks the same by accident."""
+MIN_SAMPLES = 8
+"""Samples that an order or a split must have."""
 
-SURE = 1e-6
-"""Chance at most that other data would look the same by accident."""
-
-NO_SAMPLER = SamplerFacts()
-
-FEW = 8
-"""Samples below which an order or a split says nothing."""
+_NO_SAMPLER = SamplerFacts()
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Pass:
     rank: int
     record: PassRecord
     before: tuple[PassRecord, ...] = ()
-    """The passes that the rank made over the same loader before."""
+    """Earlier passes of the rank over the same loader."""
 
     @property
     def read(self) -> Location:
@@ -46,7 +46,7 @@ class Pass:
 
     @property
     def place(self) -> tuple[Location, Location | None]:
-        """Which loader it is: where it is read, and where it was built."""
+        """The lines that read and build the loader, which identify it."""
         return self.read, self.record.made
 
     @property
@@ -74,32 +74,32 @@ class Pass:
 
     @property
     def whole(self) -> int:
-        """Indices of the space that all ranks share; -1 if that is not known."""
+        """The number of indices in the space that all ranks share; -1 if unknown."""
         return -1 if self.record.length is None else self.record.length
 
     @cached_property
     def hits(self) -> frozenset[int]:
-        """What it drew of the indices that all ranks follow."""
+        """The followed indices that it drew. All ranks follow the same ones."""
         return frozenset(self.record.hits)
 
     @cached_property
     def rows(self) -> dict[int | None, tuple[int | None, ...]]:
-        """Hashes of what samples held, by index, of this pass and those before it."""
+        """Hashes of samples' content by index, of this pass and those before it."""
         return {row[0]: row[1:] for each in (*self.before, self.record) for row in each.rows}
 
     @property
     def indexed(self) -> bool:
-        """Whether it drew whole numbers from an index space that is known."""
+        """Whether it drew whole numbers from a known index space."""
         return not self.record.iterable and not self.record.opaque and self.whole > 0
 
     @property
     def sampler(self) -> SamplerFacts:
         """The sampler's attributes."""
-        return self.record.sampler or NO_SAMPLER
+        return self.record.sampler or _NO_SAMPLER
 
     @property
     def shard(self) -> tuple[int, int] | None:
-        """Which of how many shards the sampler draws, by its attributes; None without them."""
+        """The sampler's shard and the number of shards, by its attributes; None without them."""
         rank, of = self.sampler.rank, self.sampler.num_replicas
         return None if rank is None or of is None else (rank, of)
 
@@ -110,8 +110,13 @@ class Pass:
 
     @property
     def head(self) -> Head:
-        """The draws at its beginning."""
+        """The first draws."""
         return self.record.head or Head(0, 0)
+
+    @property
+    def draws_again(self) -> bool:
+        """Whether it drew many indices more than once."""
+        return self.record.repeats > REPEATED * len(self.hits)
 
 
 Passes = dict[int, Pass]
@@ -119,11 +124,11 @@ Passes = dict[int, Pass]
 
 
 def passes_of(rank: Rank) -> list[Pass]:
-    """A rank's passes, oldest first, each by its newest record."""
+    """Return a rank's passes, oldest first, each by its newest record."""
     newest: dict[int, PassRecord] = {}
     for record in rank.records.of(PassRecord):
         older = newest.get(record.pass_)
-        # Its loop is described in one of the records only.
+        # Only one of the records describes its loop.
         newest[record.pass_] = (
             record if older is None else replace(record, to_end=record.to_end or older.to_end)
         )
@@ -136,33 +141,32 @@ def passes_of(rank: Rank) -> list[Pass]:
     return found
 
 
-def groups(run: Run) -> list[tuple[Rank, ...]]:
-    """The groups of ranks that DDP keeps equal; of ranks that share a model, say, only one each."""
-    ranks = {rank.rank: rank for rank in run.last}
-    found: dict[tuple[int, ...], None] = {}
-    for rank in run.last:
-        for record in rank.records.of(DdpRecord):
-            group = record.group_ranks
-            if len(group) > 1 and all(each in ranks for each in group):
-                found[tuple(sorted(group))] = None
-    return [tuple(ranks[number] for number in group) for group in found]
-
-
 def matched(run: Run) -> Iterator[Passes]:
-    """Passes that all ranks of a group made over the same loader after as many common steps."""
-    for group in groups(run):
-        # By its number: of the passes of one rank, others may not have been followed.
+    """Yield passes of all ranks of a DDP group over the same loader after as many common steps."""
+    ranks = {rank.rank: rank for rank in run.last}
+    groups = dict.fromkeys(
+        tuple(sorted(record.group_ranks))
+        for rank in run.last
+        for record in rank.records.of(DdpRecord)
+    )
+    for group in groups:
+        if len(group) < 2 or not ranks.keys() >= set(group):
+            continue
+        # The number of the pass matters: other passes of a rank may not have been followed.
         by_rank = [
-            {(each.place, each.record.armed, each.record.number): each for each in passes_of(rank)}
-            for rank in group
+            {
+                (each.place, each.record.armed, each.record.number): each
+                for each in passes_of(ranks[number])
+            }
+            for number in group
         ]
-        for which, first in by_rank[0].items():
+        for which in by_rank[0]:
             if all(which in mine for mine in by_rank):
-                yield {first.rank: first, **{mine[which].rank: mine[which] for mine in by_rank[1:]}}
+                yield {mine[which].rank: mine[which] for mine in by_rank}
 
 
 def training(run: Run) -> Iterator[Passes]:
-    """Those of them that trained on every rank, over index spaces of one length."""
+    """Yield the matched passes that trained on every rank, over index spaces of one length."""
     for passes in matched(run):
         each = list(passes.values())
         if (
@@ -173,23 +177,23 @@ def training(run: Run) -> Iterator[Passes]:
 
 
 def same_data(passes: Passes) -> bool:
-    """Whether equal indices held equal samples on all ranks, as far as ranks drew the same ones.
+    """Return whether equal indices held equal samples on all ranks, if ranks drew the same ones.
 
-    Some part of the samples is enough (labels, where the images are augmented at random), if it
-    varies so much that it cannot be equal by accident.
+    Some part of the samples is enough (labels, if the images are augmented at random) if it varies
+    so much that it cannot be equal by accident.
     """
     first, *others = passes.values()
     return all(_same(first, other) is True for other in others)
 
 
 def other_data(passes: Passes) -> bool:
-    """Whether equal indices held other samples on some rank."""
+    """Return whether equal indices held other samples on some rank."""
     first, *others = passes.values()
     return any(_same(first, other) is False for other in others)
 
 
 def _same(one: Pass, other: Pass) -> bool | None:
-    """Whether they are the same samples; None if that cannot be seen."""
+    """Return whether the samples are the same; None if that cannot be seen."""
     common = one.rows.keys() & other.rows.keys()
     if len(common) < 2:
         return None
@@ -200,16 +204,16 @@ def _same(one: Pass, other: Pass) -> bool | None:
             alike = True
             held = {**one.rows, **other.rows}.values()
             shares = [count / len(held) for count in Counter(row[column] for row in held).values()]
-            if sum(share * share for share in shares) ** len(common) < SURE:
+            if sum(share * share for share in shares) ** len(common) < MAX_CHANCE:
                 return True
     return None if alike else False
 
 
 def repeatable(one: Pass) -> bool | None:
-    """Whether a sample that a rank drew again was the same; None if it drew none again.
+    """Return whether a sample that a rank drew again was the same; None if it drew none again.
 
-    It is another one where samples are made up at random, as synthetic data are, and then two ranks
-    with one seed hold the same although each has its own numbers.
+    It differs if samples are generated at random, as synthetic data is. Two ranks with one seed
+    then hold the same samples although each has its own indices.
     """
     held: dict[int | None, tuple[int | None, ...]] = {}
     again = False
@@ -222,18 +226,18 @@ def repeatable(one: Pass) -> bool | None:
 
 
 def same_part(passes: Passes) -> bool:
-    """Whether each rank was given the same subset, or none: only then are equal numbers equal."""
+    """Return whether each rank was given the same subset, or none, so that indices compare."""
     return len({one.record.subset for one in passes.values()}) == 1
 
 
 def same_order(passes: Passes) -> bool:
-    """Whether all ranks began with the same numbers of samples in the same order."""
+    """Return whether all ranks began with the same indices in the same order."""
     heads = {each.head for each in passes.values()}
-    return len(heads) == 1 and heads.pop()[0] >= FEW
+    return len(heads) == 1 and heads.pop()[0] >= MIN_SAMPLES
 
 
 def overlap(passes: Passes) -> tuple[int, int]:
-    """Of the followed indices: how many draws were of those another rank drew, and all draws."""
+    """Return how many draws of followed indices another rank made, too, and how many there were."""
     union = frozenset[int]().union(*(each.hits for each in passes.values()))
     total = sum(len(each.hits) for each in passes.values())
     return total - len(union), total

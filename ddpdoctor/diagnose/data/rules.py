@@ -11,7 +11,7 @@ from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.formatting import named
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.diagnose.data.draws import (
-    FEW,
+    MIN_SAMPLES,
     WHOLE,
     Pass,
     Passes,
@@ -23,28 +23,18 @@ from ddpdoctor.diagnose.data.draws import (
     same_part,
     training,
 )
-from ddpdoctor.diagnose.loops.training_loops import departures
+from ddpdoctor.diagnose.loops.training_loops import local_decisions
 from ddpdoctor.run.snapshot import Run
-
-# -- data (DDP1xx): what each rank drew of it, judged by the samples themselves
-
-
-REPEATED = 0.1
-"""The part of a rank's own draws above which it draws with replacement."""
 
 
 def _draws_all(one: Pass) -> bool:
-    """Whether a rank draws all of its data set, each sample once."""
+    """Return whether a rank draws all of its data set, each sample once."""
     followed = one.record.followed
-    return (
-        followed >= FEW
-        and len(one.hits) >= WHOLE * followed
-        and one.record.repeats <= REPEATED * len(one.hits)
-    )
+    return followed >= MIN_SAMPLES and len(one.hits) >= WHOLE * followed and not one.draws_again
 
 
 def _exceeds_share(one: Pass, world: int) -> bool:
-    """Whether a shuffle without replacement is past one rank's share, and goes on."""
+    """Return whether a shuffle without replacement has passed one rank's share."""
     sampler = one.sampler
     return (
         world <= 4
@@ -52,23 +42,21 @@ def _exceeds_share(one: Pass, world: int) -> bool:
         and sampler.torch
         and not sampler.replacement
         and 2 * world * one.record.draws >= 3 * one.length
-        and len(one.hits) >= FEW
+        and len(one.hits) >= MIN_SAMPLES
         and one.record.repeats == 0
     )
 
 
 def _unsharded(run: Run) -> Iterator[Passes]:
-    """Training passes in which every rank draws all, or the same."""
+    """Yield training passes in which every rank draws all samples, or the same ones."""
     for passes in training(run):
         each = list(passes.values())
-        if any(one.shard is not None for one in each):
+        # Ranks with different subsets draw from their own part, however much they share.
+        if any(one.shard is not None for one in each) or not same_part(passes):
             continue
         doubled, total = overlap(passes)
         everything = all(_draws_all(one) for one in each) and 4 * doubled >= total
         beyond = all(_exceeds_share(one, len(each)) for one in each) and 8 * doubled >= total
-        if not same_part(passes):
-            # Each draws from its own part, however much they share.
-            continue
         if (everything or beyond or same_order(passes)) and same_data(passes):
             yield passes
 
@@ -130,15 +118,14 @@ def sampler_not_used(run: Run) -> Iterator[Finding]:
     """
     for passes in _unsharded(run):
         idle = [place for one in passes.values() for place in one.record.idle[:1]]
-        at = idle[0] if len(idle) == len(passes) else None
-        if at is None:
+        if len(idle) != len(passes):
             continue
         yield _unsharded_finding(
             "DDP101",
             passes,
-            f"every rank trains on the whole data set: the DistributedSampler built at {at} was "
-            f"never handed to the loader built at {next(iter(passes.values())).made}",
-            at,
+            f"every rank trains on the whole data set: the DistributedSampler built at {idle[0]} "
+            f"was never passed to the loader built at {next(iter(passes.values())).made}",
+            idle[0],
             "Pass sampler=<this sampler> to the training DataLoader and drop shuffle=True.",
         )
         return
@@ -240,7 +227,7 @@ def wrong_shard(run: Run) -> Iterator[Finding]:
 
 
 def _wrongly_shared(run: Run, passes: Passes, shards: dict[int, tuple[int, int]]) -> str | None:
-    """Which shards are drawn twice, or by no rank; None if that does no harm."""
+    """Say which shards are drawn twice, or by no rank; None if that does no harm."""
     shard, times = Counter(shards.values()).most_common(1)[0]
     twins = {number: one for number, one in passes.items() if shards[number] == shard}
     if times > 1 and same_order(twins) and same_data(twins):
@@ -279,25 +266,25 @@ def seeds_differ(run: Run) -> Iterator[Finding]:
         group = sorted(passes)
         if [passes[n].shard for n in group] != [(i, len(group)) for i in range(len(group))]:
             continue
-        seeds = {n: passes[n].sampler.seed for n in group}
-        epochs = {n: passes[n].sampler.epoch for n in group}
-        name, values = ("seed", seeds) if len(set(seeds.values())) > 1 else ("epoch", epochs)
+        name, values = "seed", {n: passes[n].sampler.seed for n in group}
+        if len(set(values.values())) == 1:
+            name, values = "epoch", {n: passes[n].sampler.epoch for n in group}
         doubled, total = overlap(passes)
         if len(set(values.values())) == 1 or doubled < max(3, len(group)):
             continue
         if not same_data(passes):
             continue
-        if name == "epoch" and departures(run, suspected=True):
-            # The ranks are in different epochs, as a consequence; no relation of rules,
-            # since a decision is only suspected here, and may do no harm yet.
+        if name == "epoch" and local_decisions(run, suspected=True):
+            # The ranks are in different epochs as a consequence. A relation of rules cannot say
+            # this, because the decision is only suspected here, and may do no harm yet.
             continue
         at = passes[group[0]].at
         yield Finding(
             code="DDP113",
             about=str(at),
             severity=Severity.ERROR,
-            message=f"the ranks' shards overlap: the sampler built at {at} has another {name} on "
-            f"each rank",
+            message=f"the ranks' shards overlap: the sampler built at {at} has a different {name} "
+            "on each rank",
             ranks=tuple(group),
             location=at,
             evidence=(
@@ -368,9 +355,6 @@ def other_split(run: Run) -> Iterator[Finding]:
         return
 
 
-# -- data (DDP103): epochs that repeat the order of the one before
-
-
 @rule("DDP103", "missing-set-epoch", Severity.WARNING)
 def order_repeated(run: Run) -> Iterator[Finding]:
     """Every epoch draws the same samples in the same order.
@@ -407,10 +391,9 @@ def order_repeated(run: Run) -> Iterator[Finding]:
         for one in passes_of(rank):
             loaders.setdefault(one.place, []).append(one)
         for place, passes in loaders.items():
-            for pair in pairwise(passes):
-                if _comparable(*pair):
-                    compared.setdefault(place, {})[rank.rank] = pair if _repeats(*pair) else None
-                    break
+            pair = next((each for each in pairwise(passes) if _comparable(*each)), None)
+            if pair is not None:
+                compared.setdefault(place, {})[rank.rank] = pair if _repeats(*pair) else None
     for found in compared.values():
         sick = {number: pair for number, pair in found.items() if pair is not None}
         if len(found) < len(run.last) or not sick:
@@ -440,7 +423,7 @@ def order_repeated(run: Run) -> Iterator[Finding]:
 
 
 def _comparable(before: Pass, again: Pass) -> bool:
-    """Whether two passes follow each other with one shuffling sampler."""
+    """Return whether two passes follow each other with one shuffling sampler."""
     sampler = before.sampler
     return (
         before.trains
@@ -450,12 +433,13 @@ def _comparable(before: Pass, again: Pass) -> bool:
         and sampler.id == again.sampler.id
         and sampler.set_epoch
         and sampler.shuffle is not False
-        and before.head[0] == again.head[0] >= FEW
+        and before.head[0] == again.head[0] >= MIN_SAMPLES
         and 0.2 < before.record.falls / max(1, before.record.draws) < 0.9
     )
 
 
 def _repeats(before: Pass, again: Pass) -> bool:
+    """Return whether the second pass has the order of the first one."""
     one, other = before.record, again.record
     if one.state == other.state == "ended" and one.draws == other.draws:
         return one.order == other.order

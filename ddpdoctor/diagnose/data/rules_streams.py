@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.formatting import named
 from ddpdoctor.diagnose.data.draws import (
-    FEW,
+    MIN_SAMPLES,
     WHOLE,
     Pass,
     Passes,
@@ -22,8 +21,6 @@ from ddpdoctor.diagnose.data.draws import (
     same_part,
 )
 from ddpdoctor.run.snapshot import Run
-
-# -- data (DDP1xx) without indices: streams that ranks or workers do not share out
 
 
 @rule("DDP115", "duplicated-iterable", Severity.ERROR)
@@ -58,7 +55,7 @@ def same_stream(run: Run) -> Iterator[Finding]:
         each = list(passes.values())
         if not all(one.trains and one.record.iterable for one in each):
             continue
-        values = common_stream(each)
+        values = _common_samples(each)
         if values is None:
             continue
         first = each[0]
@@ -81,24 +78,21 @@ def same_stream(run: Run) -> Iterator[Finding]:
         return
 
 
-def _column(one: Pass, number: int) -> list[int | None]:
-    return [row[1 + number] for row in one.record.rows]
-
-
 def _columns(each: Sequence[Pass]) -> range:
+    """Return the columns that all rows of hashes have."""
     return range(min((len(row) - 1 for one in each for row in one.record.rows), default=0))
 
 
-def common_stream(each: Sequence[Pass]) -> int | None:
-    """How many samples all ranks have in common, if that is nearly all they have."""
+def _common_samples(each: Sequence[Pass]) -> int | None:
+    """Return how many samples all ranks have in common, if that is nearly all they have."""
     if not all(one.record.rows for one in each):
         return None
+    workers = max(1, *(one.record.workers for one in each))
     for column in _columns(each):
-        streams = [_column(one, column) for one in each]
+        streams = [[row[1 + column] for row in one.record.rows] for one in each]
         distinct = [set(stream) for stream in streams]
-        workers = max(1, *(one.record.workers for one in each))
         if any(
-            len(values) < 2 * FEW or WHOLE * len(stream) > len(values) * workers
+            len(values) < 2 * MIN_SAMPLES or WHOLE * len(stream) > len(values) * workers
             for values, stream in zip(distinct, streams, strict=True)
         ):
             continue
@@ -174,15 +168,24 @@ def same_workers(run: Run) -> Iterator[Finding]:
 
 
 def _copies(one: Pass) -> tuple[int, int] | None:
-    """Samples that came from several workers in one round of batches, of all in such rounds."""
+    """Return the samples that came from several workers in one round of batches, and all samples.
+
+    Only rounds in which every worker gave a batch count.
+    """
     workers = one.record.workers
     if workers < 2:
         return None
     for column in _columns([one]):
-        rounds = _rounds(one, workers, column)
-        seen = [value for batches in rounds for batch in batches for value in batch]
-        if len(set(seen)) < 2 * FEW or any(
-            len(set(batch)) < WHOLE * len(batch) for batches in rounds for batch in batches
+        by_round: dict[int, dict[int, list[int | None]]] = {}
+        for batch, *hashes in one.record.rows:
+            if batch is not None:
+                of_round = by_round.setdefault(batch // workers, {})
+                of_round.setdefault(batch % workers, []).append(hashes[column])
+        rounds = [list(each.values()) for each in by_round.values() if len(each) == workers]
+        batches = [batch for each in rounds for batch in each]
+        seen = [value for batch in batches for value in batch]
+        if len(set(seen)) < 2 * MIN_SAMPLES or any(
+            len(set(batch)) < WHOLE * len(batch) for batch in batches
         ):
             continue
         doubled = sum(map(_doubled, rounds))
@@ -191,41 +194,19 @@ def _copies(one: Pass) -> tuple[int, int] | None:
     return None
 
 
-def _rounds(one: Pass, workers: int, column: int) -> list[list[list[int | None]]]:
-    """The hashes of a column in each round that all workers gave a batch in, by batch."""
-    rounds: dict[int, dict[int, list[int | None]]] = {}
-    for batch, *hashes in one.record.rows:
-        if batch is not None:
-            of_round = rounds.setdefault(batch // workers, {})
-            of_round.setdefault(batch % workers, []).append(hashes[column])
-    return [list(each.values()) for each in rounds.values() if len(each) == workers]
-
-
 def _doubled(batches: list[list[int | None]]) -> int:
-    """How many samples of a round are in several of its batches."""
+    """Return how many samples of a round are in several of its batches."""
     times = Counter(value for batch in batches for value in set(batch))
     return sum(times[value] > 1 for batch in batches for value in batch)
 
 
-# -- data (DDP117): ranks whose parts of the data overlap, whatever they call the samples
+MIN_SHARED = 0.02
+"""The part of all draws that must be shared. Less may be what fills a last round."""
+MAX_HASHES = 256
+"""Hashes that a rank writes of a pass. With fewer, these are all."""
 
-
-LEAST = 0.02
-"""The part of all draws that has to be shared; less may be what fills a last round."""
-
-REPEATED = 0.1
-"""The part of a rank's own draws above which it draws with replacement."""
-
-KEPT = 256
-"""Hashes that a rank writes of a pass: with fewer, these are all."""
-
-
-@dataclass(frozen=True)
-class _Shared:
-    shared: int
-    looked: int
-    """Draws that could be compared, of which so many were of samples that another rank drew."""
-    what: str
+Compared = tuple[int, int, str]
+"""Draws of samples that another rank drew, draws that were compared, and how."""
 
 
 @rule("DDP117", "shared-rows", Severity.WARNING)
@@ -262,34 +243,30 @@ def shared_rows(run: Run) -> Iterator[Finding]:
     """
     for passes in matched(run):
         each = list(passes.values())
-        if not all(one.trains and one.closed for one in each):
+        if not all(one.trains and one.closed and not one.sampler.replacement for one in each):
             continue
-        if any(one.sampler.replacement for one in each):
-            continue
-        found = _by_content(passes) or _by_number(passes)
+        found = _by_content(passes) or _by_index(passes)
         if found is None:
             continue
+        shared, compared, how = found
         first = each[0]
         at = first.record.split or first.made
-        drawn = sum(max(one.record.draws, _looked(one)) for one in each)
-        about = round(drawn * found.shared / found.looked)
-        count = f"{about}" if found.looked == drawn else f"about {about}"
+        samples = {one.rank: max(one.record.draws, _hashed(one)) for one in each}
+        drawn = sum(samples.values())
+        count = f"{round(drawn * shared / compared)}"
         yield Finding(
             code="DDP117",
             about=str(at),
             severity=Severity.WARNING,
-            message=f"the ranks' parts of the training data overlap: {count} of {drawn} samples "
-            f"drawn in one pass at {first.read} were "
-            "drawn by another rank, too",
+            message=f"the ranks' parts of the training data overlap: "
+            f"{count if compared == drawn else f'about {count}'} of {drawn} samples "
+            f"drawn in one pass at {first.read} were drawn by another rank, too",
             ranks=tuple(passes),
             location=at,
             evidence=(
-                f"of {found.looked} draws that were compared {found.what}, {found.shared} were of "
-                "samples that another rank drew in the same pass",
-                *(
-                    f"rank {one.rank}: {max(one.record.draws, _looked(one))} samples"
-                    for one in each[:4]
-                ),
+                f"of {compared} draws that were compared {how}, {shared} were of samples that "
+                "another rank drew in the same pass",
+                *(f"rank {rank}: {number} samples" for rank, number in list(samples.items())[:4]),
             ),
             fix="Cut the ranks' parts from one order that is the same on every rank (one seed), "
             "or give the whole data set to a DistributedSampler.",
@@ -297,68 +274,70 @@ def shared_rows(run: Run) -> Iterator[Finding]:
         return
 
 
-def _by_number(passes: Passes) -> _Shared | None:
-    """Of subsets of one data set: the samples that several of them gave."""
+def _by_index(passes: Passes) -> Compared | None:
+    """Return the samples that several subsets of one data set gave."""
     each = list(passes.values())
     if (
-        not all(one.indexed for one in each)
+        not all(one.indexed and not one.draws_again for one in each)
         or len({one.whole for one in each}) > 1
-        or any(one.record.repeats > REPEATED * len(one.hits) for one in each)
     ):
         return None
     if same_part(passes):
-        # Which sampler gives ranks the same samples on purpose, its class alone knows.
+        # Other samplers may give ranks the same samples on purpose.
         names = {(one.sampler.name, one.sampler.torch) for one in each}
         if names != {("SubsetRandomSampler", True)}:
             return None
-    elif all(one.shard is not None and one.shard[1] == len(each) for one in each):
-        # Shards of other subsets: DDP110.
+    elif _all_sharded(each):
+        # Shards of different subsets are DDP110.
         return None
     if not same_data(passes):
         return None
-    shared, looked = overlap(passes)
-    return _enough(shared, looked, len(each), "by their number in the data set")
+    return _enough(*overlap(passes), len(each), "by their number in the data set")
 
 
-def _by_content(passes: Passes) -> _Shared | None:
-    """Samples that were equal, whatever the ranks call them."""
+def _by_content(passes: Passes) -> Compared | None:
+    """Return the samples that were equal, whatever their indices."""
     each = list(passes.values())
     sketches = [one.record.sketch for one in each if one.record.sketch is not None]
-    if not all(_looked(one) for one in each) or not _comparable(passes):
+    if not all(_hashed(one) for one in each) or not _comparable(passes):
         return None
     hashes = [frozenset(sketch.hashes) for sketch in sketches]
-    bounds = [max(known) for known in hashes if len(known) >= KEPT]
+    bounds = [max(known) for known in hashes if len(known) >= MAX_HASHES]
     if bounds:
-        # Of what is larger, some rank has not written all.
+        # Some rank has not written all of its larger hashes.
         hashes = [frozenset(value for value in known if value <= min(bounds)) for known in hashes]
-    looked = sum(map(len, hashes))
-    shared = looked - len(frozenset[int]().union(*hashes))
-    # What the data themselves hold several times comes again within a rank as well.
+    compared = sum(map(len, hashes))
+    shared = compared - len(frozenset[int]().union(*hashes))
+    # Samples that the data holds several times repeat within a rank as well.
     if 4 * len(each) * sum(sketch.repeats for sketch in sketches) > shared:
         return None
-    return _enough(shared, looked, max(FEW, 2 * len(each)), "by their content")
+    return _enough(shared, compared, max(MIN_SAMPLES, 2 * len(each)), "by their content")
 
 
 def _comparable(passes: Passes) -> bool:
-    """Whether equal samples on several ranks say that the ranks share them by mistake."""
+    """Return whether equal samples on several ranks show that ranks share them by mistake."""
     each = list(passes.values())
     if all(one.record.iterable for one in each):
-        return common_stream(each) is None
+        return _common_samples(each) is None
     same, (shared, _) = same_part(passes), overlap(passes)
     if not other_data(passes) and same and shared >= len(each):
-        # The ranks mean the same samples by the same numbers: that is the sampler's affair.
+        # Equal indices are equal samples on all ranks, so the sampler decides.
         return False
     if not same:
-        # Each rank has its own shard: then that is meant.
-        return not all(one.shard and one.shard[1] == len(each) for one in each)
-    # Equal samples under other numbers: copies in another order, or samples made at random.
+        # Sharded subsets may share samples on purpose.
+        return not _all_sharded(each)
+    # Equal samples with other indices: copies in another order, or samples generated at random.
     return bool(shared) or all(map(repeatable, each))
 
 
-def _enough(shared: int, looked: int, least: int, what: str) -> _Shared | None:
-    return _Shared(shared, looked, what) if shared >= max(3, least, LEAST * looked) else None
+def _all_sharded(each: Sequence[Pass]) -> bool:
+    return all(one.shard is not None and one.shard[1] == len(each) for one in each)
 
 
-def _looked(one: Pass) -> int:
-    """How many samples a rank hashed."""
+def _enough(shared: int, compared: int, least: int, how: str) -> Compared | None:
+    return (shared, compared, how) if shared >= max(3, least, MIN_SHARED * compared) else None
+
+
+def _hashed(one: Pass) -> int:
+    """Return how many samples a rank hashed."""
     return one.record.sketch.looked if one.record.sketch is not None else 0

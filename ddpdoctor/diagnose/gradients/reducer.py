@@ -1,9 +1,9 @@
-"""What DDP's reducer says of a backward that it had not prepared for, and records by module."""
+"""Read what DDP's reducer complained about, and group records by DDP module."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -13,6 +13,7 @@ from ddpdoctor.run.records.model import (
     BatchNormRecord,
     DdpRecord,
     FindUnusedRecord,
+    NoGradientRecord,
     NoSyncVainRecord,
     UnownedRecord,
 )
@@ -20,53 +21,51 @@ from ddpdoctor.run.records.process import ErrorRecord
 from ddpdoctor.run.snapshot import Rank, Run
 
 UNFINISHED = "Expected to have finished reduction in the prior iteration"
-"""Some parameter got no gradient."""
+"""DDP's message if some parameter got no gradient."""
 
 STATIC = "training graph has changed in this iteration"
-"""What it says instead under static_graph=True, in the same sentence (DDP306)."""
+"""DDP's message in the same sentence under static_graph=True (DDP306)."""
 
 TWICE = "Expected to mark a variable ready only once"
-"""Some parameter's gradient was ready a second time in one backward."""
+"""DDP's message if some parameter's gradient was ready a second time in one backward."""
 
-_INDICES = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
-_INDEX = re.compile(r"Parameter at index (\d+)")
+PATIENCE = 3_000_000_000
+"""Nanoseconds in one phase after which a rank is taken to wait for its peers."""
+SHOWN = 4
+"""Parameters that a message names. It counts the rest."""
 
 
-def reducer_complaints(run: Run, what: str) -> Iterator[tuple[Rank, ErrorRecord]]:
-    """The ranks of the last attempt that ended with that exception, and its record."""
-    for rank in run.last:
-        for error in rank.records.of(ErrorRecord):
-            if what in error.message and STATIC not in error.message:
-                yield rank, error
+def listed(names: Sequence[str], count: int | None = None) -> str:
+    """List the first names, and count the rest."""
+    rest = (len(names) if count is None else count) - min(SHOWN, len(names))
+    return ", ".join(names[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def reducer_complaints(run: Run, what: str) -> list[tuple[Rank, ErrorRecord]]:
+    """Return the ranks of the last attempt that ended with that exception, and its records."""
+    return [
+        (rank, error)
+        for rank in run.last
+        for error in rank.records.of(ErrorRecord)
+        if what in error.message and STATIC not in error.message
+    ]
 
 
 def is_explained(error: str) -> bool:
-    """Whether a rule of the DDP3xx family names the cause of an exception that says this."""
+    """Return whether a rule of the DDP3xx family names the cause of an exception."""
     return (UNFINISHED in error and STATIC not in error) or TWICE in error
 
 
-def parameter_names(record: DdpRecord | None) -> list[str]:
-    """The names of the parameters that a DDP module reduces, in its own order."""
-    return [each.name for each in record.parameters] if record is not None else []
+def named_parameters(rank: Rank, error: ErrorRecord) -> list[str]:
+    """Return the names of the parameters that DDP's exception gives by index.
 
-
-def without_gradient(rank: Rank, error: ErrorRecord) -> list[str]:
-    """The names of the parameters that DDP's exception gives by index; empty if it gives none.
-
-    With several DDP modules the indices may be any of theirs.
+    With several DDP modules an index may be that of any module, so it stays a number.
     """
-    return _named(rank, _INDICES.findall(error.message))
-
-
-def ready_twice(rank: Rank, error: ErrorRecord) -> list[str]:
-    """The names of the parameters that were ready twice."""
-    return _named(rank, _INDEX.findall(error.message))
-
-
-def _named(rank: Rank, indices: list[str]) -> list[str]:
+    found = re.findall(r"did not receive grad for rank \d+: ([\d ]+)", error.message)
+    found = found or re.findall(r"Parameter at index (\d+)", error.message)
     built = rank.records.of(DdpRecord)
-    names = parameter_names(built[0]) if len(built) == 1 else []
-    numbers = [whole(number) for text in indices for number in text.split()]
+    names = [each.name for each in built[0].parameters] if len(built) == 1 else []
+    numbers = [whole(number) for text in found for number in text.split()]
     return [names[number] if number < len(names) else f"parameter {number}" for number in numbers]
 
 
@@ -75,14 +74,14 @@ R = TypeVar("R", FindUnusedRecord, BatchNormRecord, NoSyncVainRecord, UnownedRec
 
 @dataclass(frozen=True)
 class OfModule(Generic[R]):
-    """The records of one class about one DDP module, one or more of each rank that has any."""
+    """The records of one class about one DDP module, of each rank that has any."""
 
     records: tuple[tuple[Rank, R], ...]
     """The lowest rank first."""
 
     @property
     def record(self) -> R:
-        """The first of the lowest rank."""
+        """The first record of the lowest rank."""
         return self.records[0][1]
 
     @property
@@ -92,19 +91,93 @@ class OfModule(Generic[R]):
 
     @property
     def built(self) -> DdpRecord | None:
-        """How the module was built."""
+        """The record of the module's creation."""
         return self.records[0][0].ddp(self.record.ddp)
 
     @property
     def built_at(self) -> Location | None:
-        """Where it was."""
+        """The line that created it."""
         return self.built.location if self.built is not None else None
 
 
 def by_module(run: Run, declared: type[R]) -> dict[int, OfModule[R]]:
-    """The records of a class by the number of the DDP module that they are about, ascending."""
+    """Group the records of a class by the number of their DDP module, ascending."""
     found: dict[int, list[tuple[Rank, R]]] = {}
     for rank in run.last:
         for record in rank.records.of(declared):
             found.setdefault(record.ddp, []).append((rank, record))
     return {number: OfModule(tuple(found[number])) for number in sorted(found)}
+
+
+@dataclass(frozen=True)
+class Missing:
+    """The parameters of one DDP module that got no gradient on some ranks."""
+
+    ddp: int
+    records: dict[int, NoGradientRecord]
+    """The probe's records, by rank."""
+    errors: dict[int, ErrorRecord]
+    """DDP's exceptions, by rank."""
+    silent: list[int]
+    """The ranks on which every parameter got its gradient."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks without some gradients, ascending."""
+        return tuple(sorted({*self.records, *self.errors}))
+
+    @property
+    def error(self) -> ErrorRecord | None:
+        """DDP's exception on the lowest rank that has one."""
+        return self.errors[min(self.errors)] if self.errors else None
+
+    @property
+    def altered(self) -> bool:
+        """Whether the parameters were frozen or replaced after DDP was created."""
+        return any(
+            each.why in ("frozen", "replaced")
+            for record in self.records.values()
+            for each in record.parameters
+        )
+
+    def evidence(self) -> Iterator[str]:
+        """Yield what DDP did, or will do, about it."""
+        for rank, error in sorted(self.errors.items())[:2]:
+            yield (
+                f"rank {rank}: DDP raised in step {error.step}, "
+                f'"{UNFINISHED} before starting a new one"'
+            )
+        if not self.errors:
+            yield "DDP has not reduced their bucket, and raises at the next synchronized forward"
+
+
+def missing_gradients(run: Run) -> Iterator[Missing]:
+    """Yield the modules with such parameters, once every rank had its chance to report."""
+    records: dict[int, dict[int, NoGradientRecord]] = {}
+    for rank in run.last:
+        for record in rank.records.of(NoGradientRecord):
+            records.setdefault(record.ddp, {}).setdefault(rank.rank, record)
+    errors = {rank.rank: error for rank, error in reducer_complaints(run, UNFINISHED)}
+    if errors and not records:
+        records[0] = {}
+    for number, found in sorted(records.items()):
+        guilty = {*found, *errors}
+        others = [
+            rank
+            for rank in run.last
+            if rank.rank not in guilty
+            and (built := rank.ddp(number)) is not None
+            and not guilty.isdisjoint(built.group_ranks)
+        ]
+        last = max((record.step for record in found.values()), default=0)
+        if all(_has_reported(run, rank, last) for rank in others):
+            yield Missing(number, found, errors, [rank.rank for rank in others])
+
+
+def _has_reported(run: Run, rank: Rank, step: int) -> bool:
+    """Return whether a rank would have reported by now that it missed a gradient in a step."""
+    if run.exit_status is not None or rank.ended is not None or rank.status is None:
+        return True
+    # The status page is ahead of the journal, which would have the record.
+    written = rank.steps[-1].step if rank.steps else -1
+    return written >= step or run.waits_for(rank) > PATIENCE

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 
 from ddpdoctor.core.finding import Finding, Severity, rule
-from ddpdoctor.diagnose.gradients.reducer import OfModule, by_module
-from ddpdoctor.diagnose.gradients.rules import listed, plural
+from ddpdoctor.core.formatting import count as counted
+from ddpdoctor.diagnose.gradients.reducer import OfModule, by_module, listed
 from ddpdoctor.run.records.model import (
     LoadRecord,
     RemadeRecord,
@@ -18,19 +18,16 @@ from ddpdoctor.run.records.model import (
 from ddpdoctor.run.snapshot import Rank, Run
 
 
-def _unowned(run: Run, orphans: bool) -> Iterator[OfModule[UnownedRecord]]:
-    """Parameters of DDP modules that no optimizer holds and that did not change."""
+def _unowned(run: Run, orphans: bool) -> Iterator[tuple[OfModule[UnownedRecord], str]]:
+    """Yield parameters that no optimizer holds and that did not change, with the evidence."""
     for found in by_module(run, UnownedRecord).values():
         if found.record.unchanged and bool(found.record.orphans) is orphans:
-            yield found
-
-
-def _still(record: UnownedRecord) -> str:
-    first, last = record.steps
-    return (
-        f"they got gradients, and their values were the same before step {first} and before "
-        f"step {last}"
-    )
+            first, last = found.record.steps
+            yield (
+                found,
+                f"they got gradients, and their values were the same before step {first} and "
+                f"before step {last}",
+            )
 
 
 @rule("DDP324", "not-in-optimizer", Severity.WARNING)
@@ -58,20 +55,18 @@ def not_in_optimizer(run: Run) -> Iterator[Finding]:
         For frozen parameters, for parameters that something else changes (an update by hand, a
         communication hook), and in the first dozen steps.
     """
-    for found in _unowned(run, orphans=False):
+    for found, unchanged in _unowned(run, orphans=False):
         record = found.record
         yield Finding(
             code="DDP324",
             severity=Severity.WARNING,
-            message=f"{record.count} of {plural(record.of)} require gradients and are in no "
-            f"optimizer, so that they never learn: {listed(record.parameters, record.count)}",
+            message=f"{record.count} of {counted(record.of, 'parameter')} require gradients and "
+            f"are in no optimizer, so that they never learn: "
+            f"{listed(record.parameters, record.count)}",
             ranks=found.ranks,
             location=record.location,
-            evidence=(
-                _still(record),
-                f"the optimizer made here is {record.optimizer}",
-            ),
-            fix="Give them to the optimizer, or freeze them before DDP is built, which saves their "
+            evidence=(unchanged, f"the optimizer made here is {record.optimizer}"),
+            fix="Pass them to the optimizer, or freeze them before DDP is built, which saves their "
             "gradients and the all-reduce of these.",
             about=f"module {record.ddp}",
         )
@@ -105,22 +100,22 @@ def optimizer_of_old_parameters(run: Run) -> Iterator[Finding]:
     When it stays silent
         While every trainable parameter is in an optimizer or changes by other means.
     """
-    for found in _unowned(run, orphans=True):
+    for found, unchanged in _unowned(run, orphans=True):
         record, old = found.record, found.record.orphans
         yield Finding(
             code="DDP325",
             severity=Severity.ERROR,
-            message=f"this optimizer holds {plural(old)} that the model no longer has, and "
-            f"{record.count} of the model's {plural(record.of)} are in none: "
-            f"{listed(record.parameters, record.count)}",
+            message=f"this optimizer holds {counted(old, 'parameter')} that the model no longer "
+            f"has, and {record.count} of the model's {counted(record.of, 'parameter')} are in "
+            f"none: {listed(record.parameters, record.count)}",
             ranks=found.ranks,
             location=record.location,
             evidence=(
-                _still(record),
-                f"{plural(old)} of {record.optimizer} never got a gradient and "
+                unchanged,
+                f"{counted(old, 'parameter')} of {record.optimizer} never got a gradient and "
                 f"{'is' if old == 1 else 'are'} in no DDP module",
             ),
-            fix="Make the optimizer after the model's parameters were replaced for the last time.",
+            fix="Create the optimizer after the last change of the model's parameters.",
             about=f"module {record.ddp}",
         )
 
@@ -152,11 +147,11 @@ def optimizer_in_loop(run: Run) -> Iterator[Finding]:
 
     When it stays silent
         For optimizers without state (plain SGD), LBFGS, and optimizers of copies, as in
-        meta-learning. By epoch: below three of them, with changed options or parameters, after
-        loaded weights, for several epochs each, and where replicas are averaged, as in federated
-        training. For schedulers that reach their end (warm restarts), that are given a position
-        (`last_epoch`, a loaded state), or whose factor is constant (`ExponentialLR`), and for
-        `LambdaLR` that is stepped more than once.
+        meta-learning. Once per epoch: with fewer than three of them, with changed options or
+        parameters, after loaded weights, if each is used for several epochs, and if replicas are
+        averaged, as in federated training. For schedulers that reach their end (warm restarts),
+        that are given a position (`last_epoch`, a loaded state), or whose factor is constant
+        (`ExponentialLR`), and for `LambdaLR` that is stepped more than once.
     """
     for role in ("optimizer", "scheduler"):
         seen = [
@@ -172,20 +167,25 @@ def optimizer_in_loop(run: Run) -> Iterator[Finding]:
             return
 
 
+def _restarts(rank: Rank, record: RemadeRecord) -> bool:
+    """Return whether loaded or averaged weights made the old state useless meanwhile."""
+    loads = rank.records.of(LoadRecord)
+    return any(each.step > record.since for each in loads) or bool(rank.records.of(TogetherRecord))
+
+
 def _remade(role: str, ranks: tuple[int, ...], record: RemadeRecord) -> Finding:
     every = "epoch" if record.every == "epoch" else "step"
-    times = record.times
     if role == "optimizer":
         lost = "its state is lost each time"
         seen = (
-            f"{times} optimizers of the same parameters in a row by step {record.step}, all "
+            f"{record.times} optimizers of the same parameters in a row by step {record.step}, all "
             f"but the last stepped {'for one epoch' if every == 'epoch' else 'once'}"
         )
     else:
         lost = "its schedule begins again each time"
         of = f" of {record.end:g}" if record.end is not None else ""
         seen = (
-            f"{times} schedulers of the same optimizer and options in a row by step "
+            f"{record.times} schedulers of the same optimizer and options in a row by step "
             f"{record.step}; the one before the last came to position "
             f"{record.position or 0:g}{of}"
         )
@@ -196,15 +196,9 @@ def _remade(role: str, ranks: tuple[int, ...], record: RemadeRecord) -> Finding:
         ranks=ranks,
         location=record.location,
         evidence=(seen,),
-        fix=f"Make the {role} once, before the loop.",
+        fix=f"Create the {role} once, before the loop.",
         about="remade",
     )
-
-
-def _restarts(rank: Rank, record: RemadeRecord) -> bool:
-    """Whether weights were loaded or averaged meanwhile, so that the old state is of no use."""
-    loads = rank.records.of(LoadRecord)
-    return any(each.step > record.since for each in loads) or bool(rank.records.of(TogetherRecord))
 
 
 @rule("DDP312", "zero-grad-missing", Severity.ERROR)
@@ -242,30 +236,28 @@ def zero_grad_missing(run: Run) -> Iterator[Finding]:
         for record in rank.records.of(UnzeroedRecord):
             found.setdefault((record.path, record.line), []).append((rank.rank, record))
     for (path, line), seen in sorted(found.items()):
-        if not all(_is_carried(record) for _, record in seen):
+        if not all(_keeps_gradients(record) for _, record in seen):
             continue
-        ranks = sorted({rank for rank, _ in seen})
         first = seen[0][1]
-        norm = first.after[0]
         yield Finding(
             code="DDP312",
             severity=Severity.ERROR,
             message=f"the gradients of {first.optimizer} are never set to zero: each "
             "backward adds to those of all steps before",
-            ranks=tuple(ranks),
+            ranks=tuple(sorted({rank for rank, _ in seen})),
             location=first.location,
             evidence=(
                 f"{first.carried} steps in a row by step {first.step} whose gradients were still "
                 "there when the next backward began",
-                f"the norm of one of them is {norm:.6g} when a step ends, and the same when the "
-                "next backward begins",
+                f"the norm of one of them is {first.after[0]:.6g} when a step ends, and the same "
+                "when the next backward begins",
             ),
             fix="Call optimizer.zero_grad() once for each step, before the backward.",
             about=f"unzeroed {path}:{line}",
         )
 
 
-def _is_carried(record: UnzeroedRecord) -> bool:
-    """Whether gradients were really there, and not set to zero without anybody seeing it."""
+def _keeps_gradients(record: UnzeroedRecord) -> bool:
+    """Return whether gradients were really there and did not change between steps."""
     after = record.after
     return bool(after) and after == record.before and min(*after, *record.edited, math.inf) > 0

@@ -1,24 +1,24 @@
 """Rules for gradients that are never averaged (DDP301, DDP302, DDP303, DDP308, DDP326).
 
-A backward that DDP does not reduce may be meant: gradients are accumulated, or averaged by hand. So
-a rule speaks only if the gradients differed between ranks at the optimizer's step, and the
-parameters have diverged since.
+A backward that DDP does not reduce may be intended: gradients are accumulated, or averaged by hand.
+So these rules also require that gradients differed between ranks at the optimizer's step, and that
+the parameters differ since then.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ddpdoctor.core.finding import Finding, Severity, rule
+from ddpdoctor.core.formatting import count as counted
 from ddpdoctor.core.formatting import named
 from ddpdoctor.core.user_code import Location
-from ddpdoctor.diagnose import source_operations
-from ddpdoctor.diagnose.data.draws import Pass, passes_of
-from ddpdoctor.diagnose.gradients.reducer import by_module
-from ddpdoctor.diagnose.gradients.rules import Missing, listed, missing_gradients, plural
+from ddpdoctor.diagnose.data.draws import passes_of
+from ddpdoctor.diagnose.gradients.reducer import Missing, by_module, listed, missing_gradients
 from ddpdoctor.diagnose.replicas.differences import together
+from ddpdoctor.diagnose.source_operations import averaging_pending
 from ddpdoctor.run.records.model import (
     DdpRecord,
     NoSyncVainRecord,
@@ -30,24 +30,19 @@ from ddpdoctor.run.records.process import DataParallelRecord
 from ddpdoctor.run.records.training import SaveRecord
 from ddpdoctor.run.snapshot import Rank, Run
 
-# -- unreduced
-
+# -- backwards that DDP did not reduce
 
 GRADIENTS_DIFFER = 1e-6
-"""Relative difference of two norms above which gradients were not averaged: these are bit-equal."""
-
+"""Relative difference of norms above which gradients were not averaged. Averaged ones are equal."""
 PARAMETERS_DIFFER = 1e-12
-"""The same for parameters, of which a small learning rate changes little; norms are in doubles."""
-
-
+"""The same for parameters, which a small learning rate changes little. Norms are doubles."""
 CERTAIN = 6
-"""Later sightings that must show different parameters, without one that shows them equal again,
-before it is said of a job that runs on; of one that has ended, one."""
+"""Later steps of a running job that must all show different parameters; one in an ended job."""
 
 
 @dataclass(frozen=True)
 class Unreduced:
-    """Gradients of one DDP module that an optimizer used as they were, on each rank its own."""
+    """Gradients of one DDP module that each rank's optimizer used without averaging."""
 
     ddp: int
     cause: str
@@ -60,24 +55,16 @@ class Unreduced:
     norms: dict[int, float]
     """The norm of its gradient, by rank."""
     drift: tuple[int, str, float]
-    """Step and name of the parameter that was seen to differ between ranks, and by how much."""
+    """Step and name of the parameter that differed later, and by how much."""
 
 
-def _spread(values: list[float]) -> float:
-    """The greatest relative difference of some norms; 0 where one is not finite."""
-    if not all(math.isfinite(value) for value in values):
-        return 0.0
-    high = max(values)
-    return (high - min(values)) / high if high > 0 else 0.0
-
-
-Sightings = dict[int, dict[int, UnreducedRecord]]
+UnreducedSteps = dict[int, dict[int, UnreducedRecord]]
 """Records of one DDP module and cause: by step, by rank."""
 
 
-def unreduced(run: Run) -> Iterator[Unreduced]:
-    """What was seen on all ranks of a group alike, differed, and did harm."""
-    grouped: dict[tuple[int, tuple[int, ...], str], Sightings] = {}
+def unreduced(run: Run, *causes: str) -> Iterator[Unreduced]:
+    """Yield gradients, unreduced for these causes, that differed on all ranks and did harm."""
+    grouped: dict[tuple[int, tuple[int, ...], str], UnreducedSteps] = {}
     built: dict[tuple[int, tuple[int, ...]], int] = {}
     for rank in run.last:
         for number, ddp in enumerate(rank.records.of(DdpRecord)):
@@ -87,30 +74,31 @@ def unreduced(run: Run) -> Iterator[Unreduced]:
             module = rank.ddp(record.ddp)
             # Replicas of different groups are different models.
             members = module.group_ranks if module is not None else ()
-            steps = grouped.setdefault((record.ddp, members, record.cause), {})
-            steps.setdefault(record.step, {}).setdefault(rank.rank, record)
+            if record.cause in causes:
+                steps = grouped.setdefault((record.ddp, members, record.cause), {})
+                steps.setdefault(record.step, {}).setdefault(rank.rank, record)
     for (number, members, cause), steps in sorted(grouped.items()):
-        # While the job runs, a step is judged when it has come to all of them.
+        # In a running job, wait until all ranks have written about a step.
         live = run.exit_status is None
         needed = max(2, built.get((number, members), 0)) if live else 2
-        found = _harm(number, cause, steps, needed, CERTAIN if live else 1)
-        if found is None or source_operations.averaging_pending(run):
+        complete = {step: steps[step] for step in sorted(steps) if len(steps[step]) >= needed}
+        found = _harm(number, cause, complete, CERTAIN if live else 1)
+        if found is None or averaging_pending(run):
             continue
         group = [rank for rank in run.last if rank.rank in found.ranks]
         if not together(group, number, found.record.step):
             yield found
 
 
-def _harm(number: int, cause: str, steps: Sightings, needed: int, certain: int) -> Unreduced | None:
-    together = {step: steps[step] for step in sorted(steps) if len(steps[step]) >= needed}
-    for step, records in together.items():
+def _harm(number: int, cause: str, steps: UnreducedSteps, certain: int) -> Unreduced | None:
+    for step, records in steps.items():
         spreads = _spreads([each.gradients for each in records.values()])
         worst, widest = _widest(spreads)
         if widest < GRADIENTS_DIFFER:
             continue
         moved = [
             (later, *_widest(_spreads([each.parameters for each in after.values()])))
-            for later, after in together.items()
+            for later, after in steps.items()
             if later > step
         ]
         # Parameters that are equal again were averaged by hand, as in local SGD.
@@ -134,38 +122,35 @@ def _widest(spreads: dict[str, float]) -> tuple[str, float]:
 
 
 def _spreads(norms: list[dict[str, float]]) -> dict[str, float]:
-    common = [name for name in norms[0] if all(name in each for each in norms)]
-    return {name: _spread([each[name] for each in norms]) for name in common}
+    """Return the relative difference of each parameter's norms; 0 if one is not finite."""
+    found: dict[str, float] = {}
+    for name in norms[0]:
+        if all(name in each for each in norms):
+            values = [each[name] for each in norms]
+            high = max(values) if all(map(math.isfinite, values)) else 0.0
+            found[name] = (high - min(values)) / high if high > 0 else 0.0
+    return found
 
 
-def _evidence(found: Unreduced) -> tuple[str, ...]:
+def _finding(
+    code: str, found: Unreduced, message: str, fix: str, location: Location | None = None
+) -> Finding:
     norms = ", ".join(
         f"{norm:.6g} on rank {rank}" for rank, norm in sorted(found.norms.items())[:4]
     )
     step, name, spread = found.drift
-    return (
-        f"in step {found.record.step} the gradient of {found.worst} had the norm {norms} "
-        "when the optimizer used it",
-        f"in step {step} the norms of the parameter {name} differed by {spread:.1e} between ranks",
-    )
-
-
-def _finding(
-    code: str,
-    found: Unreduced,
-    message: str,
-    fix: str,
-    *,
-    location: Location | None = None,
-    evidence: tuple[str, ...] = (),
-) -> Finding:
     return Finding(
         code=code,
         severity=Severity.ERROR,
-        message=message,
+        message=f"{named(found.ranks)} train separate models: {message}",
         ranks=found.ranks,
         location=location or found.record.location,
-        evidence=evidence + _evidence(found),
+        evidence=(
+            f"in step {found.record.step} the gradient of {found.worst} had the norm {norms} "
+            "when the optimizer used it",
+            f"in step {step} the norms of the parameter {name} differed by {spread:.1e} between "
+            "ranks",
+        ),
         fix=fix,
         about=f"module {found.ddp} {found.cause}",
     )
@@ -196,15 +181,13 @@ def forward_around_ddp(run: Run) -> Iterator[Finding]:
         For evaluation, for gradients that are averaged by hand or set to zero before the step, and
         while the ranks' parameters are equal.
     """
-    for found in unreduced(run):
-        if found.cause == "around":
-            yield _finding(
-                "DDP301",
-                found,
-                f"{named(found.ranks)} train separate models: this backward's forward bypassed "
-                "DDP, so its gradients were not averaged",
-                "Call the DDP object in training, not .module or the model that was wrapped.",
-            )
+    for found in unreduced(run, "around"):
+        yield _finding(
+            "DDP301",
+            found,
+            "this backward's forward bypassed DDP, so its gradients were not averaged",
+            "Call the DDP object in training, not .module or the model that was wrapped.",
+        )
 
 
 @rule("DDP302", "second-backward", Severity.ERROR)
@@ -235,15 +218,14 @@ def second_backward(run: Run) -> Iterator[Finding]:
         For several forwards before one backward, for `no_sync()`, for gradients that are averaged
         by hand, and while the ranks' parameters are equal.
     """
-    for found in unreduced(run):
-        if found.cause == "second backward":
-            yield _finding(
-                "DDP302",
-                found,
-                f"{named(found.ranks)} train separate models: this is a second backward after "
-                "the one that DDP reduced, and its gradients were not averaged",
-                "Add the losses and call backward once, or call forward and backward in turn.",
-            )
+    for found in unreduced(run, "second backward"):
+        yield _finding(
+            "DDP302",
+            found,
+            "this is a second backward after the one that DDP reduced, and its gradients were "
+            "not averaged",
+            "Add the losses and call backward once, or call forward and backward in turn.",
+        )
 
 
 @rule("DDP308", "no-sync-scope", Severity.ERROR)
@@ -275,22 +257,20 @@ def no_sync_scope(run: Run) -> Iterator[Finding]:
     When it stays silent
         If both are inside, and if a later synchronized backward reduces what was accumulated.
     """
-    for found in unreduced(run):
-        if found.cause == "forward in no_sync":
-            yield _finding(
-                "DDP308",
-                found,
-                f"{named(found.ranks)} train separate models: this backward's forward stood within "
-                "no_sync(), so its gradients were not averaged",
-                "Put forward and backward into no_sync() while accumulating, and both outside of "
-                "it before the optimizer's step.",
-            )
+    for found in unreduced(run, "forward in no_sync"):
+        yield _finding(
+            "DDP308",
+            found,
+            "this backward's forward was inside no_sync(), so its gradients were not averaged",
+            "Put forward and backward into no_sync() while accumulating, and both outside of "
+            "it before the optimizer's step.",
+        )
     for number, vain in by_module(run, NoSyncVainRecord).items():
         record = vain.record
         yield Finding(
             code="DDP308",
             severity=Severity.WARNING,
-            message="no_sync() around this backward does nothing, since its forward stood outside: "
+            message="no_sync() around this backward does nothing, since its forward was outside: "
             "the gradients were reduced all the same",
             ranks=vain.ranks,
             location=record.location,
@@ -301,6 +281,9 @@ def no_sync_scope(run: Run) -> Iterator[Finding]:
             fix="Put the forward into the no_sync() block, too.",
             about=f"module {number} vain",
         )
+
+
+_WRAP_LAST = "Change the model before it is wrapped, or wrap it again after the change."
 
 
 @rule("DDP303", "changed-after-wrap", Severity.ERROR)
@@ -332,21 +315,24 @@ def changed_after_wrap(run: Run) -> Iterator[Finding]:
         For gradients that are averaged by hand, parameters that DDP ignores by request, changes
         that are undone before the next backward, and `p.grad = None`.
     """
-    for found in unreduced(run):
-        if found.cause in ("unfrozen", "added", "replaced"):
-            built = next((each for rank in run.last if (each := rank.ddp(found.ddp))), None)
-            yield _finding(
-                "DDP303",
-                found,
-                f"{named(found.ranks)} train separate models: {listed(found.names)} "
-                f"{'was' if len(found.names) == 1 else 'were'} {found.cause} after DDP was built "
-                "here, so that DDP does not average the gradients",
-                "Change the model before it is wrapped, or wrap it again after the change.",
-                location=built.location if built is not None else None,
-            )
+    for found in unreduced(run, "unfrozen", "added", "replaced"):
+        built = _built(run, found.ddp)
+        yield _finding(
+            "DDP303",
+            found,
+            f"{listed(found.names)} "
+            f"{'was' if len(found.names) == 1 else 'were'} {found.cause} after DDP was built "
+            "here, so that DDP does not average the gradients",
+            _WRAP_LAST,
+            built.location if built is not None else None,
+        )
     for missing in missing_gradients(run):
         if missing.altered:
             yield _altered(run, missing)
+
+
+def _built(run: Run, number: int) -> DdpRecord | None:
+    return next((each for rank in run.last if (each := rank.ddp(number))), None)
 
 
 def _altered(run: Run, missing: Missing) -> Finding:
@@ -355,39 +341,36 @@ def _altered(run: Run, missing: Missing) -> Finding:
         for record in missing.records.values()
         if any(each.why != "unused" for each in record.parameters)
     )
-    changes = [(each.name, each.why) for each in record.parameters if each.why != "unused"]
-    how = " or ".join(sorted({why for _, why in changes}))
-    built = next((each for rank in run.last if (each := rank.ddp(missing.ddp))), None)
-    error = next((missing.errors[rank] for rank in sorted(missing.errors)), None)
-    count = record.count
+    changed = [each for each in record.parameters if each.why != "unused"]
+    how = " or ".join(sorted({each.why for each in changed}))
+    one = record.count == 1
     return Finding(
         code="DDP303",
         severity=Severity.ERROR,
-        message=f"{plural(count)} that DDP was built here to reduce "
-        f"{'was' if count == 1 else 'were'} {how} afterwards: "
-        f"{listed([name for name, _ in changes], count)}",
-        ranks=tuple(missing.ranks),
-        location=(built or record).location,
+        message=f"{counted(record.count, 'parameter')} that DDP was built here to reduce "
+        f"{'was' if one else 'were'} {how} afterwards: "
+        f"{listed([each.name for each in changed], record.count)}",
+        ranks=missing.ranks,
+        location=(_built(run, missing.ddp) or record).location,
         evidence=(
-            f"no gradient reached {'it' if count == 1 else 'them'} in step {record.step}",
-            *missing.fate(),
+            f"no gradient reached {'it' if one else 'them'} in step {record.step}",
+            *missing.evidence(),
         ),
-        fix="Change the model before it is wrapped, or wrap it again after the change.",
-        traceback=error.traceback if error is not None else "",
+        fix=_WRAP_LAST,
+        traceback=missing.error.traceback if missing.error is not None else "",
         about=f"module {missing.ddp} altered",
     )
 
 
-# -- training without DDP (DDP326): ranks that share a group and no gradient
+# -- training without DDP
 
-
-LOOKS = 4
-"""Steps of which all ranks have to have written."""
-
+MIN_RECORDED = 4
+"""Steps that all ranks must have written about."""
 LONG = 1024
-"""Steps after which a job that runs on is taken not to average its models now and then."""
+"""Steps after which a running job is taken not to average its models occasionally."""
 
-REDUCTIONS = ("all_reduce", "reduce")
+SoloSteps = dict[int, list[SoloRecord]]
+"""What each rank wrote, by step."""
 
 
 @rule("DDP326", "nothing-reduced", Severity.ERROR)
@@ -422,40 +405,31 @@ def nothing_reduced(run: Run) -> Iterator[Finding]:
         saves a separate file, or if only some ranks train: then separate models are intended. In a
         running job, before its 1,024th step and its second epoch.
     """
-    ranks = run.last
-    if run.world_size < 2 or len(ranks) != run.world_size:
+    steps, ranks = _separate_training(run), run.last
+    if not steps:
         return
-    if any(rank.records.of(DdpRecord) or rank.records.of(DataParallelRecord) for rank in ranks):
-        # Evidence, not another finding: what is wrapped in nn.DataParallel is meant to be reduced.
-        return
-    looks = _looks(ranks)
-    if len(looks) < LOOKS or not _settled(run, max(looks)):
-        return
-    if not _one_training(looks.values()) or _exchanged(ranks) or _separate_files(ranks):
-        return
-    if not _diverge(looks):
-        return
-    first, last = looks[min(looks)], looks[max(looks)]
-    meant = list(_meant(ranks, first))
-    if not meant and not all(map(_unused, ranks)):
-        # Trials of one search, say, that only meet to hand in their results.
+    last_step = max(steps)
+    first, last = steps[min(steps)], steps[last_step]
+    intended = list(_intended(ranks, first))
+    if not intended and not all(map(_unused, ranks)):
+        # These may be trials of one search that only combine their results.
         return
     everyone = tuple(rank.rank for rank in ranks)
-    at = ranks[0].site("optimizer")
+    ends = [record.steps for rank in ranks for record in rank.records.of(SoloEndRecord)]
     yield Finding(
         code="DDP326",
         about="nothing reduced",
-        severity=Severity.ERROR if meant else Severity.WARNING,
+        severity=Severity.ERROR if intended else Severity.WARNING,
         message=f"each rank trains its own model: {named(everyone)} share a process group, and no "
-        f"gradient was reduced in {_steps(ranks, max(looks))} steps",
+        f"gradient was reduced in {max(min(ends, default=0), last_step)} steps",
         ranks=everyone,
-        location=at,
+        location=ranks[0].site("optimizer"),
         evidence=(
-            *meant,
-            *(["the process group is not used for anything"] if not meant else []),
-            f"gradients of {last[0].optimizer} before the step {max(looks)}: norm "
-            + _listed(ranks, _gradients(last)),
-            f"the parameters that belong to them: norm {_listed(ranks, _values(last))}",
+            *(intended or ["the process group is not used for anything"]),
+            f"gradients of {last[0].optimizer} before the step {last_step}: norm "
+            + _listed(ranks, [each.gradients for each in last]),
+            "the parameters that belong to them: norm "
+            + _listed(ranks, [each.values for each in last]),
             "no DistributedDataParallel was built, and no collective carried as much as a gradient",
         ),
         fix="Wrap the model in DistributedDataParallel before training, or all-reduce the "
@@ -463,35 +437,43 @@ def nothing_reduced(run: Run) -> Iterator[Finding]:
     )
 
 
-def _diverge(looks: Looks) -> bool:
-    """Whether all gradients differ between ranks, and so do all parameters but the first."""
-    first = min(looks)
-    return all(
-        _differ(_gradients(records)) and (step == first or _differ(_values(records)))
-        for step, records in looks.items()
-    )
+def _separate_training(run: Run) -> SoloSteps:
+    """Return what the ranks wrote if each trains its own model; nothing otherwise."""
+    ranks = run.last
+    if run.world_size < 2 or len(ranks) != run.world_size:
+        return {}
+    if any(rank.records.of(DdpRecord) or rank.records.of(DataParallelRecord) for rank in ranks):
+        # A model that is wrapped in nn.DataParallel is meant to be reduced, too.
+        return {}
+    written = [{each.step: each for each in rank.records.of(SoloRecord)} for rank in ranks]
+    common = set.intersection(*map(set, written))
+    steps = {step: [each[step] for each in written] for step in sorted(common)}
+    if len(steps) < MIN_RECORDED or not _is_final(run, max(steps)) or not _diverge(steps):
+        return {}
+    return {} if _exchanged(ranks) or _separate_files(ranks) else steps
 
 
-Looks = dict[int, list[SoloRecord]]
-"""By step, what each rank wrote."""
+def _diverge(steps: SoloSteps) -> bool:
+    """Return whether ranks train the same kind of model, and gradients and parameters differ.
+
+    The parameters may be equal in the first step.
+    """
+    first = min(steps)
+    for step, records in steps.items():
+        kinds = {
+            (each.optimizer, each.shapes, each.parameters, each.elements, each.hyper)
+            for each in records
+        }
+        if len(kinds) > 1 or not _differ([each.gradients for each in records]):
+            return False
+        if step != first and not _differ([each.values for each in records]):
+            return False
+    return True
 
 
-def _looks(ranks: Sequence[Rank]) -> Looks:
-    found = [{each.step: each for each in rank.records.of(SoloRecord)} for rank in ranks]
-    return {step: [each[step] for each in found] for step in set.intersection(*map(set, found))}
-
-
-def _gradients(records: Sequence[SoloRecord]) -> list[tuple[float, ...]]:
-    return [each.gradients for each in records]
-
-
-def _values(records: Sequence[SoloRecord]) -> list[tuple[float, ...]]:
-    return [each.values for each in records]
-
-
-def _settled(run: Run, last: int) -> bool:
-    """Whether an average would have been taken by now, if there were one now and then."""
-    # The end of each rank tells what was exchanged after its last look.
+def _is_final(run: Run, last: int) -> bool:
+    """Return whether occasional averaging would have happened by now."""
+    # A rank's end reports what was exchanged after its last record.
     if run.exit_status == 0 and all(rank.records.of(SoloEndRecord) for rank in run.last):
         return True
     if last < LONG:
@@ -503,39 +485,24 @@ def _settled(run: Run, last: int) -> bool:
     )
 
 
-def _one_training(looks: Iterable[list[SoloRecord]]) -> bool:
-    """Whether all ranks train the same kind of model in the same way."""
-    return all(
-        len(
-            {
-                (each.optimizer, each.shapes, each.parameters, each.elements, each.hyper)
-                for each in one
-            }
-        )
-        == 1
-        for one in looks
-    )
-
-
 def _exchanged(ranks: Sequence[Rank]) -> bool:
-    """Whether parameters or gradients may have gone from rank to rank."""
+    """Return whether parameters or gradients may have been exchanged between ranks."""
     for rank in ranks:
-        looks, ends = rank.records.of(SoloRecord), rank.records.of(SoloEndRecord)
-        if rank.lost:
+        # Compiled code calls collectives that a partial ring misses.
+        if rank.lost or rank.ring is None or rank.ring.partial:
             return True
-        before = looks[0].before
-        if any(each.wide != before or each.outside for each in looks):
+        steps = rank.records.of(SoloRecord)
+        before = steps[0].before
+        if any(each.wide != before or each.outside for each in steps):
             return True
+        ends = rank.records.of(SoloEndRecord)
         if any(each.wide != before or each.outside or each.wrapped for each in ends):
-            return True
-        # Compiled code calls collectives itself.
-        if rank.ring is None or rank.ring.partial:
             return True
     return False
 
 
 def _unused(rank: Rank) -> bool:
-    """Whether a rank never called a collective, but to wait for the others."""
+    """Return whether a rank called no collective other than barriers."""
     ring = rank.ring
     return (
         ring is not None
@@ -545,7 +512,7 @@ def _unused(rank: Rank) -> bool:
 
 
 def _separate_files(ranks: Sequence[Rank]) -> bool:
-    """Whether each rank saves its own file."""
+    """Return whether each rank saves its own file."""
     files = [{record.file for record in rank.records.of(SaveRecord)} for rank in ranks]
     return all(
         mine and all(mine.isdisjoint(other) for other in files if other is not mine)
@@ -554,7 +521,7 @@ def _separate_files(ranks: Sequence[Rank]) -> bool:
 
 
 def _differ(norms: list[tuple[float, ...]]) -> bool:
-    """Whether no two ranks have the same norm, of some tensor."""
+    """Return whether some tensor has another norm on each rank."""
     for values in zip(*norms, strict=False):
         high = max(map(abs, values))
         differ = high > 0 and (max(values) - min(values)) / high > GRADIENTS_DIFFER
@@ -563,36 +530,25 @@ def _differ(norms: list[tuple[float, ...]]) -> bool:
     return False
 
 
-def _meant(ranks: Sequence[Rank], first: list[SoloRecord]) -> Iterator[str]:
-    """What says that the ranks were to train one model."""
+def _intended(ranks: Sequence[Rank], first: list[SoloRecord]) -> Iterator[str]:
+    """Yield the signs that the ranks were meant to train one model."""
     passes = [one for rank in ranks for one in passes_of(rank)]
     idle = next((place for one in passes for place in one.record.idle), None)
     if idle is not None:
-        yield f"the DistributedSampler built at {idle} was handed to no loader"
-    sampled = next((one for one in passes if one.trains and _shares_out(one, len(ranks))), None)
-    if sampled is not None:
-        yield f"the sampler built at {sampled.at} gives each rank its part of the data"
-    if first[0].values and len(set(_values(first))) == 1:
+        yield f"the DistributedSampler built at {idle} was passed to no loader"
+    sampled = (one for one in passes if one.trains and one.shard is not None)
+    shard = next((one for one in sampled if one.sampler.num_replicas == len(ranks)), None)
+    if shard is not None:
+        yield f"the sampler built at {shard.at} gives each rank its part of the data"
+    if first[0].values and len({each.values for each in first}) == 1:
         yield f"before step {first[0].step} the parameters were the same on all ranks"
-    if all(_reduces(rank) for rank in ranks):
+    rings = [rank.ring.collectives if rank.ring is not None else () for rank in ranks]
+    if all(any(each.name in ("all_reduce", "reduce") for each in ring) for ring in rings):
         yield "other numbers are reduced over the ranks"
 
 
-def _shares_out(one: Pass, world: int) -> bool:
-    return one.shard is not None and one.shard[1] == world
-
-
-def _reduces(rank: Rank) -> bool:
-    return rank.ring is not None and any(each.name in REDUCTIONS for each in rank.ring.collectives)
-
-
-def _steps(ranks: Sequence[Rank], looked: int) -> int:
-    ends = [record.steps for rank in ranks for record in rank.records.of(SoloEndRecord)]
-    return max(min(ends, default=0), looked)
-
-
 def _listed(ranks: Sequence[Rank], norms: list[tuple[float, ...]]) -> str:
-    """The norms of the first tensor that has not the same one everywhere."""
+    """List the norms of the first tensor whose norm is not the same on all ranks."""
     column = next(each for each in zip(*norms, strict=False) if len(set(each)) > 1)
     shown = list(zip(column, ranks, strict=True))[:4]
     return ", ".join(f"{norm:.6g} on rank {rank.rank}" for norm, rank in shown)

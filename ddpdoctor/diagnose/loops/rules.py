@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ddpdoctor.core import relations
 from ddpdoctor.core.finding import Finding, Severity, rule
+from ddpdoctor.core.formatting import count as counted
 from ddpdoctor.core.formatting import named
 from ddpdoctor.core.relations import (
     MISPAIRED,
@@ -22,129 +23,21 @@ from ddpdoctor.diagnose import STANDSTILLS
 from ddpdoctor.diagnose.crashes.rank_endings import PATIENCE, last_phase
 from ddpdoctor.diagnose.data.draws import UNFOLLOWED, Pass, Passes, matched
 from ddpdoctor.diagnose.hangs.hang_snapshot import seen_waiting
-from ddpdoctor.diagnose.loops.training_loops import Departure, Trace, departures, traces_of
+from ddpdoctor.diagnose.loops.training_loops import (
+    LocalDecision,
+    Trace,
+    local_decisions,
+    traces_of,
+)
 from ddpdoctor.diagnose.replicas.differences import Replica, replicas
 from ddpdoctor.diagnose.source_files import source_of
 from ddpdoctor.run.records.process import ErrorRecord
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.status import Phase
 
-# -- updates
-
-
-@dataclass(frozen=True)
-class LeftOut:
-    """An optimizer step that ranks left out.
-
-    Attributes:
-        step: The step that they ended one or more backwards later than the others.
-        ranks: Those ranks.
-        others: Those that took it.
-        backwards: Backwards of that step, by rank.
-        member: One of the ranks.
-    """
-
-    step: int
-    ranks: tuple[int, ...]
-    others: tuple[int, ...]
-    backwards: dict[int, int]
-    member: Rank
-
-
-def left_out(run: Run) -> Iterator[LeftOut]:
-    """The first such step of each DDP module."""
-    for replica in replicas(run):
-        found = _first_left_out(replica)
-        if found is not None and _diverged(replica, found):
-            yield found
-
-
-def _first_left_out(replica: Replica) -> LeftOut | None:
-    """The first step that took some ranks more backwards than others."""
-    counts = {
-        rank.rank: {each.step: each.backwards for each in rank.steps} for rank in replica.ranks
-    }
-    common = set.intersection(*(set(each) for each in counts.values()))
-    for step in sorted(common):
-        backwards = {rank: each[step] for rank, each in counts.items()}
-        least = min(backwards.values())
-        if not least:
-            # A step without a backward is another fault than a backward without a step.
-            return None
-        guilty = tuple(sorted(rank for rank, count in backwards.items() if count > least))
-        if guilty:
-            others = tuple(sorted(set(backwards) - set(guilty)))
-            member = next(each for each in replica.ranks if each.rank in guilty)
-            return LeftOut(step, guilty, others, backwards, member)
-    return None
-
-
-def _diverged(replica: Replica, found: LeftOut) -> bool:
-    """Whether it did harm: from there on the ranks differ in reduced backwards, or in parameters.
-
-    Backwards of a rank's own, through another model, are in neither.
-    """
-    prints = list(replica.prints.values())
-    later = [step for step in sorted(set.intersection(*map(set, prints))) if step >= found.step]
-    ahead = [
-        step
-        for step in later
-        if _armed(replica, found.ranks[0], step) > _armed(replica, found.others[0], step)
-    ]
-    if ahead and ahead[0] == later[0]:
-        return len(ahead) > 1 or replica.over
-    difference = replica.difference("parameters")
-    return difference is not None and difference.within(found.step)
-
-
-def _armed(replica: Replica, rank: int, step: int) -> int:
-    return replica.prints[rank][step].armed
-
-
-def left_out_finding(found: LeftOut) -> Finding:
-    """DDP403, in words."""
-    who, others = named(found.ranks), named(found.others)
-    many = len(found.ranks) > 1
-    return Finding(
-        code="DDP403",
-        about=f"left out {found.step}",
-        severity=Severity.ERROR,
-        message=f"{who} alone did not step the optimizer after a backward of step {found.step}, "
-        f"and {others} did: the value that decided was not reduced, and the parameters differ",
-        ranks=found.ranks,
-        location=_location(found.member) or found.member.site("optimizer"),
-        evidence=tuple(
-            f"rank {rank} had {count} backward{'' if count == 1 else 's'} in step {found.step}"
-            for rank, count in sorted(found.backwards.items())[:6]
-        ),
-        fix=f"Reduce the value over the ranks before the comparison, so that {who} "
-        f"step{'' if many else 's'} whenever {others} "
-        f"do{'' if len(found.others) > 1 else 'es'}; torch.amp.GradScaler does so by itself.",
-    )
-
-
-def _location(rank: Rank) -> Location | None:
-    """The statement between the backward and the optimizer's step that decides on it."""
-    at, backward = rank.site("optimizer"), rank.site("backward")
-    source = source_of(at.path) if at is not None else None
-    if at is None or source is None:
-        return None
-    loops = source.around(at.line)
-    if not loops:
-        return None
-    conditions = source.conditions(at.line, loops[0])
-    if conditions:
-        return Location(at.path, conditions[0].lineno)
-    after = backward.line if backward is not None and backward.path == at.path else 0
-    skips = [each for each in source.skips(loops[0]) if after < each.lineno < at.line]
-    return Location(at.path, skips[0].lineno) if len(skips) == 1 else None
-
-
-# -- decisions (DDP403) that some ranks took alone: a skipped step, a loop left early
-
 
 def _lapses(finding: Finding, run: Run) -> Lapsed | None:
-    """A step that was left out shows in the newest steps alone."""
+    """Keep a step that was left out: only the newest steps show it."""
     return fact(finding, run) if STANDSTILL in finding.subjects else None
 
 
@@ -191,53 +84,48 @@ def rank_local_decision(run: Run) -> Iterator[Finding]:
         that simply ended (DDP109), for loops that call `next()`, for a rank that failed or was
         stopped, and where a loop that counts its steps makes up for a skipped batch.
     """
-    made = departures(run)
-    for departure in made:
-        yield _finding(departure)
+    made = local_decisions(run)
+    yield from map(_decision_finding, made)
     if not made:
-        yield from map(left_out_finding, left_out(run))
+        for replica in replicas(run):
+            found = _first_skipped_step(replica)
+            if found is not None and _diverged(replica, found):
+                yield _skipped_step_finding(found)
 
 
-def _finding(departure: Departure) -> Finding:
-    who, others = named(departure.ranks), named(each.rank.rank for each in departure.others)
-    loop = departure.place.location
-    if departure.kind == "skipped":
-        what = f"skipped batch {departure.batch} of the training loop (step {departure.step})"
+def _decision_finding(decision: LocalDecision) -> Finding:
+    who, others = named(decision.ranks), named(each.rank.rank for each in decision.others)
+    loop, at = decision.place.location, decision.location
+    if decision.kind == "skipped":
+        what = f"skipped batch {decision.batch} of the training loop (step {decision.step})"
         went = f"{others} trained on it"
-    elif departure.kind == "left":
-        after = "" if departure.batch is None else f", after {_batches(departure.batch)}"
-        what = f"left the training loop in step {departure.step}{after}"
+    elif decision.kind == "left":
+        after = "" if decision.batch is None else f", after {_batches(decision.batch)}"
+        what = f"left the training loop in step {decision.step}{after}"
         went = f"{others} went on"
     else:
-        what = f"began no further epoch after {departure.step} steps"
+        what = f"began no further epoch after {decision.step} steps"
         went = f"{others} did"
+    evidence = [_did(each) for each in (*decision.traces, *decision.others)[:6]]
+    if loop != at:
+        where = f"line {loop.line}" if loop.path == at.path else str(loop)
+        evidence.append(f"the training loop is at {where}")
     return Finding(
         code="DDP403",
-        about=f"{departure.kind} {departure.location}",
+        about=f"{decision.kind} {at}",
         subjects=frozenset((MISPAIRED, STANDSTILL)),
         severity=Severity.ERROR,
         message=f"{who} alone {what} while {went}: the value that decided was not reduced",
-        ranks=departure.ranks,
-        location=departure.location,
-        evidence=(
-            *(_did(each, loop) for each in (*departure.traces, *departure.others)[:6]),
-            *(
-                [f"the training loop is at {_beside(loop, departure.location)}"]
-                if loop != departure.location
-                else []
-            ),
-        ),
+        ranks=decision.ranks,
+        location=at,
+        evidence=tuple(evidence),
         fix="Reduce the value over the ranks before the comparison (dist.all_reduce, with MAX for "
         "a flag), so that every rank takes the same branch in the same step.",
     )
 
 
-def _beside(loop: Location, at: Location) -> str:
-    """A loop's place, for who has just read another one."""
-    return f"line {loop.line}" if loop.path == at.path else str(loop)
-
-
-def _did(trace: Trace, loop: Location) -> str:
+def _did(trace: Trace) -> str:
+    """Say what a rank did in a loop."""
     reached = trace.reached
     steps = "" if reached is None else f" and began {reached} reduced backwards in it"
     if trace.fetched is None:
@@ -250,10 +138,92 @@ def _did(trace: Trace, loop: Location) -> str:
 
 
 def _batches(count: int) -> str:
-    return f"{count} batch{'' if count == 1 else 'es'}"
+    return counted(count, "batch", "batches")
 
 
-# -- data (DDP109): ranks that have different numbers of batches
+@dataclass(frozen=True)
+class _SkippedStep:
+    """An optimizer step that some ranks skipped."""
+
+    step: int
+    """The step that they ended one or more backwards later than the others."""
+    ranks: tuple[int, ...]
+    others: tuple[int, ...]
+    backwards: dict[int, int]
+    """Backwards of that step, by rank."""
+    member: Rank
+    """One of the ranks."""
+
+
+def _first_skipped_step(replica: Replica) -> _SkippedStep | None:
+    """Return the first step that took some ranks more backwards than others."""
+    counts = {
+        rank.rank: {each.step: each.backwards for each in rank.steps} for rank in replica.ranks
+    }
+    common = set.intersection(*(set(each) for each in counts.values()))
+    for step in sorted(common):
+        backwards = {rank: each[step] for rank, each in counts.items()}
+        least = min(backwards.values())
+        if not least:
+            # A step without a backward is another fault than a backward without a step.
+            return None
+        guilty = tuple(sorted(rank for rank, count in backwards.items() if count > least))
+        if guilty:
+            others = tuple(sorted(set(backwards) - set(guilty)))
+            member = next(each for each in replica.ranks if each.rank in guilty)
+            return _SkippedStep(step, guilty, others, backwards, member)
+    return None
+
+
+def _diverged(replica: Replica, found: _SkippedStep) -> bool:
+    """Return whether ranks differ since then in reduced backwards, or in parameters.
+
+    A rank's own backwards, through another model, change neither.
+    """
+    prints = replica.prints
+    common = sorted(set.intersection(*map(set, prints.values())))
+    later = [step for step in common if step >= found.step]
+    one, other = prints[found.ranks[0]], prints[found.others[0]]
+    ahead = [step for step in later if one[step].armed > other[step].armed]
+    if ahead and ahead[0] == later[0]:
+        return len(ahead) > 1 or replica.over
+    difference = replica.difference("parameters")
+    return difference is not None and difference.within(found.step)
+
+
+def _skipped_step_finding(found: _SkippedStep) -> Finding:
+    who, others = named(found.ranks), named(found.others)
+    return Finding(
+        code="DDP403",
+        about=f"left out {found.step}",
+        severity=Severity.ERROR,
+        message=f"{who} alone did not step the optimizer after a backward of step {found.step}, "
+        f"and {others} did: the value that decided was not reduced, and the parameters differ",
+        ranks=found.ranks,
+        location=_step_condition(found.member) or found.member.site("optimizer"),
+        evidence=tuple(
+            f"rank {rank} had {counted(count, 'backward')} in step {found.step}"
+            for rank, count in sorted(found.backwards.items())[:6]
+        ),
+        fix=f"Reduce the value over the ranks before the comparison, so that {who} "
+        f"step{'' if len(found.ranks) > 1 else 's'} whenever {others} "
+        f"do{'' if len(found.others) > 1 else 'es'}; torch.amp.GradScaler does so by itself.",
+    )
+
+
+def _step_condition(rank: Rank) -> Location | None:
+    """Return the statement between backward and optimizer step that decides on the step."""
+    at, backward = rank.site("optimizer"), rank.site("backward")
+    source = source_of(at.path) if at is not None else None
+    loops = source.around(at.line) if at is not None and source is not None else []
+    if at is None or source is None or not loops:
+        return None
+    conditions = source.conditions(at.line, loops[0])
+    if conditions:
+        return Location(at.path, conditions[0].lineno)
+    after = backward.line if backward is not None and backward.path == at.path else 0
+    skips = [each for each in source.skips(loops[0]) if after < each.lineno < at.line]
+    return Location(at.path, skips[0].lineno) if len(skips) == 1 else None
 
 
 @rule(
@@ -301,7 +271,11 @@ def uneven(run: Run) -> Iterator[Finding]:
     for passes in matched(run):
         each = list(passes.values())
         counts = {one.rank: one.record.batches for one in each if one.record.batches is not None}
-        if len(counts) < len(each) or not _is_uneven(run, passes):
+        if len(counts) < len(each) or len(set(counts.values())) == 1:
+            continue
+        if not all(one.trains and not one.record.joins for one in each):
+            continue
+        if not all(one.record.to_end for one in each) and not _left_alone(run, passes):
             continue
         few, many = min(counts.values()), max(counts.values())
         short = sorted(rank for rank, count in counts.items() if count < many)
@@ -330,18 +304,8 @@ def uneven(run: Run) -> Iterator[Finding]:
         return
 
 
-def _is_uneven(run: Run, passes: Passes) -> bool:
-    """Whether ranks train on different numbers of batches, and that will do harm, or did."""
-    each = list(passes.values())
-    if not all(one.trains for one in each) or any(one.record.joins for one in each):
-        return False
-    if len({one.record.batches for one in each}) == 1:
-        return False
-    return all(one.record.to_end for one in each) or _left_alone(run, passes)
-
-
 def _ran_out(run: Run, one: Pass) -> int:
-    """When a rank had had all batches of a pass, in Unix nanoseconds; 0 if that is not known."""
+    """Return when a rank had had all batches of a pass, in Unix nanoseconds; 0 if unknown."""
     if one.closed:
         return one.record.closed if one.record.state == "ended" else 0
     loop = _loop(run, one)
@@ -349,7 +313,7 @@ def _ran_out(run: Run, one: Pass) -> int:
 
 
 def _loop(run: Run, one: Pass) -> Trace | None:
-    """The loop that read a pass: its end is recorded at once, and whatever the budget."""
+    """Return the loop that read a pass. Its end is recorded at once, whatever the budget."""
     return next(
         (
             each
@@ -361,19 +325,19 @@ def _loop(run: Run, one: Pass) -> Trace | None:
 
 
 def _goes_on(run: Run, one: Pass) -> bool:
-    """Whether a rank is still in a pass, or was when its process ended."""
+    """Return whether a rank is still in a pass, or was when its process ended."""
     if one.closed:
         return False
     loop, status = _loop(run, one), run.rank(one.rank).status
     if loop is not None:
         return not loop.recorded_end
-    # Without its loop, what a rotated journal no longer holds may have ended it.
+    # Without its loop, a part of the journal that was rotated away may have ended it.
     made = status.armed - one.record.armed if status is not None else 0
     return one.record.state != UNFOLLOWED and made <= (one.record.batches or 0)
 
 
 def _left_alone(run: Run, passes: Passes) -> bool:
-    """Whether a rank with more batches failed in, or hangs in, a step that one with fewer left."""
+    """Return whether a rank with more batches failed or hangs in a step without the others."""
     if any(run.rank(rank).lost for rank in passes):
         return False
     few = min(one.record.batches or 0 for one in passes.values())
@@ -389,7 +353,7 @@ def _left_alone(run: Run, passes: Passes) -> bool:
 
 
 def _is_alone(run: Run, one: Pass, over: int) -> bool:
-    """Whether a rank waits for, or failed in, a step behind the last of the others."""
+    """Return whether a rank waits for, or failed in, a step after the last of the others."""
     rank = run.rank(one.rank)
     if rank.status is None:
         return False

@@ -10,28 +10,28 @@ from ddpdoctor.core.formatting import named
 from ddpdoctor.core.relations import MISPAIRED, STANDSTILL, brings_about
 from ddpdoctor.diagnose import STANDSTILLS
 from ddpdoctor.diagnose.data.draws import Pass, Passes, matched, passes_of, same_part
-from ddpdoctor.diagnose.loops.training_loops import departures
+from ddpdoctor.diagnose.loops.training_loops import local_decisions
 from ddpdoctor.diagnose.replicas.differences import elements
 from ddpdoctor.run.records.model import FingerprintRecord, StatisticsRecord
 from ddpdoctor.run.records.training import EvaluationRecord, SaveRecord
 from ddpdoctor.run.snapshot import Rank, Run
 
-# -- data (DDP1xx) in evaluation: shards whose results never meet, and samples counted twice
+MAX_SAVES = 50
+"""Saved files that a rank records. After that many, later ones are unknown."""
+MAX_EVALUATIONS = 64
+"""Evaluations that a rank records. After that many, later ones are unknown."""
+MIN_DISTANCE = 0.01
+"""How far statistics must differ to change an evaluation: means in standard deviations, variances
+as a part of themselves."""
 
 
-MOST_SAVES = 50
-"""Saved files that a rank writes down; with that many, later ones are not known."""
-
-
-def _evaluation_passes(run: Run) -> Iterator[Passes]:
-    """Passes that every rank finished over its shard of one data set without training on it."""
+def _evaluation_passes(run: Run) -> Iterator[list[Pass]]:
+    """Yield passes that every rank finished over its shard of one data set without training."""
     for passes in matched(run):
         each = list(passes.values())
         if (
             all(
-                one.record.state == "ended"
-                and not one.record.marks
-                and one.indexed
+                _is_evaluation(one)
                 and one.record.armed > 0
                 and one.shard is not None
                 and one.shard[1] == len(each)
@@ -41,7 +41,11 @@ def _evaluation_passes(run: Run) -> Iterator[Passes]:
             and same_part(passes)
             and len({one.shard for one in each}) == len(each)
         ):
-            yield passes
+            yield each
+
+
+def _is_evaluation(one: Pass) -> bool:
+    return one.record.state == "ended" and not one.record.marks and one.indexed
 
 
 @rule("DDP106", "eval-shard-not-reduced", Severity.INFO)
@@ -74,21 +78,18 @@ def not_reduced(run: Run) -> Iterator[Finding]:
     """
     if len(run.last) < 2:
         return
-    for passes in _evaluation_passes(run):
-        each = list(passes.values())
+    for each in _evaluation_passes(run):
         if len(each) != len(run.last) or any(one.record.collectives != 0 for one in each):
             continue
-        if _separate_files(run, passes):
+        if _separate_files(run, {one.rank: one for one in each}):
             continue
-        first = each[0]
-        at = first.read
+        at = each[0].read
         yield Finding(
             code="DDP106",
             about=str(at),
             severity=Severity.INFO,
-            message=f"each rank evaluates only its shard at {at}, and no collective brings the "
-            f"results together",
-            ranks=(),
+            message=f"each rank evaluates only its shard at {at}, and no collective combines "
+            "the results",
             location=at,
             evidence=(
                 *(
@@ -103,18 +104,17 @@ def not_reduced(run: Run) -> Iterator[Finding]:
 
 
 def _separate_files(run: Run, passes: Passes) -> bool:
-    """Whether each rank saved its own file before it went on, or may have.
+    """Return whether each rank saved its own file before it continued, or may have.
 
-    Then results are to stay separate. Of a file that is saved again only the first time is known.
+    Then results are meant to stay separate. Only a file's first save is recorded.
     """
     files: list[str] = []
     for rank in run.last:
-        one = passes[rank.rank]
-        begun = one.record.time
+        begun = passes[rank.rank].record.time
         later = [each.record.time for each in passes_of(rank) if each.trains]
         until = min((time for time in later if time > begun), default=run.taken)
         saves = rank.records.of(SaveRecord)
-        if rank.lost or len(saves) >= MOST_SAVES:
+        if rank.lost or len(saves) >= MAX_SAVES:
             return True
         saved = {record.file for record in saves if record.time <= until}
         if not saved:
@@ -149,15 +149,14 @@ def padded(run: Run) -> Iterator[Finding]:
         With `drop_last=True`, for lengths that divide evenly, for shards without padding, and in
         training.
     """
-    for passes in _evaluation_passes(run):
-        each = list(passes.values())
+    for each in _evaluation_passes(run):
         first = each[0]
         drawn = sum(one.record.draws for one in each)
         extra = drawn - first.length
         if first.sampler.drop_last or not 0 < extra < len(each):
             continue
         if any(one.record.collectives is None for one in each):
-            # What becomes of the results is not known yet.
+            # It is not known yet what becomes of the results.
             continue
         reported = all(
             (one.record.reductions or 0) > 0 >= (one.record.gathers or 0) for one in each
@@ -178,17 +177,6 @@ def padded(run: Run) -> Iterator[Finding]:
             "padding.",
         )
         return
-
-
-# -- evaluation: a broadcast that some ranks miss (DDP402), statistics that differ (DDP708)
-
-
-MOST = 64
-"""Evaluations that a rank writes down; with that many, later ones are not known."""
-
-APART = 0.01
-"""How far statistics have to differ to change an evaluation: means in standard deviations,
-variances as a part of themselves."""
 
 
 @rule(
@@ -249,11 +237,11 @@ def forward_under_rank_guard(run: Run) -> Iterator[Finding]:
 
 
 Alone = list[tuple[int, EvaluationRecord, tuple[int, ...]]]
-"""Evaluations: after how many synchronized forwards, their records, and who made none."""
+"""Evaluations: the number of synchronized forwards before, the record, and the absent ranks."""
 
 
 def alone_evaluating(run: Run) -> dict[tuple[int, ...], Alone]:
-    """What some ranks evaluated alone, by these ranks."""
+    """Return the evaluations of some ranks only, by these ranks."""
     members = {rank.rank: rank for rank in run.last}
     evaluations = {rank.rank: _evaluations_of_rank(rank) for rank in run.last}
     alone: dict[tuple[int, ...], Alone] = {}
@@ -262,17 +250,17 @@ def alone_evaluating(run: Run) -> dict[tuple[int, ...], Alone]:
             group = [each for each in record.group if each in members]
             present = tuple(each for each in group if point in evaluations[each])
             absent = tuple(each for each in group if each not in present)
-            # What several ranks did alone counts once, for the first of them.
+            # An evaluation of several ranks counts once, for the first of them.
             if number != present[0] or not absent:
                 continue
             if all(_passed(members[each], point, run) for each in absent):
                 alone.setdefault(present, []).append((point, record, absent))
-    # No relation of rules, since a decision is only suspected here, and may do no harm yet.
-    return {} if alone and departures(run, suspected=True) else alone
+    # A relation of rules cannot say this: the decision is only suspected here.
+    return {} if alone and local_decisions(run, suspected=True) else alone
 
 
 def _evaluations_of_rank(rank: Rank) -> dict[int, EvaluationRecord]:
-    """A rank's evaluations by the synchronized forwards before them."""
+    """Return a rank's evaluations by the number of synchronized forwards before them."""
     return {
         record.armed: record
         for record in rank.records.of(EvaluationRecord)
@@ -281,12 +269,12 @@ def _evaluations_of_rank(rank: Rank) -> dict[int, EvaluationRecord]:
 
 
 def _passed(rank: Rank, point: int, run: Run) -> bool:
-    """Whether a rank has gone on without that evaluation, or has ended."""
-    if len(_evaluations_of_rank(rank)) >= MOST or rank.lost:
+    """Return whether a rank has continued without that evaluation, or has ended."""
+    if len(_evaluations_of_rank(rank)) >= MAX_EVALUATIONS or rank.lost:
         return False
     if rank.ended is not None or run.exit_status is not None:
         return True
-    # Two forwards later, what it wrote before them has arrived.
+    # Two forwards later, all that it wrote before them has arrived.
     fingerprints = [record.armed for record in rank.records.of(FingerprintRecord)]
     return max(fingerprints, default=0) > point + 1
 
@@ -322,38 +310,37 @@ def evaluation_differs(run: Run) -> Iterator[Finding]:
         For statistics that agree within 1 %, for models without any, and if DDP broadcasts the
         buffers: then the statistics differ by the last step only.
     """
-    members = {rank.rank: rank for rank in run.last}
-    looks: dict[tuple[int, tuple[int, ...], int], dict[int, StatisticsRecord]] = {}
+    members = {rank.rank for rank in run.last}
+    written: dict[tuple[int, tuple[int, ...], int], dict[int, StatisticsRecord]] = {}
     for rank in run.last:
         for record in rank.records.of(StatisticsRecord):
             key = record.module, record.group, record.armed
-            looks.setdefault(key, {})[rank.rank] = record
+            written.setdefault(key, {})[rank.rank] = record
     evaluations = {
         (tuple(sorted(passes)), next(iter(passes.values())).record.armed): passes
         for passes in matched(run)
-        if _put_together(passes)
+        if _combines_parts(passes)
     }
-    for (module, group, armed), records in sorted(looks.items()):
+    for (module, group, armed), records in sorted(written.items()):
         passes = evaluations.get((tuple(sorted(group)), armed))
-        if passes is None or set(records) != set(group) or not set(group) <= set(members):
+        if passes is None or set(records) != set(group) or not set(group) <= members:
             continue
         name, most, differing = _worst_statistics([records[each] for each in sorted(group)])
-        if most < APART:
+        if most < MIN_DISTANCE:
             continue
         first = passes[min(passes)]
         at = first.read
-        layers = records[min(records)].layers
         yield Finding(
             code="DDP708",
             about=f"module {module} {at}",
             severity=Severity.WARNING,
-            message=f"{named(group)} evaluate with other running statistics at {at}, and their "
-            "results are put together",
+            message=f"{named(group)} evaluate with different running statistics at {at}, and their "
+            "results are combined",
             ranks=tuple(sorted(group)),
             location=at,
             evidence=(
-                f"after {armed} synchronized forwards, {differing} of {layers} normalizing layers "
-                f"differ between ranks, layer "
+                f"after {armed} synchronized forwards, {differing} of "
+                f"{records[min(records)].layers} normalizing layers differ between ranks, layer "
                 f"{name or 'without a name'} by {most:.1%}",
                 "DDP's broadcast of buffers is turned off",
                 *(
@@ -368,30 +355,24 @@ def evaluation_differs(run: Run) -> Iterator[Finding]:
         return
 
 
-def _put_together(passes: Passes) -> bool:
-    """Whether each rank evaluated its part, and results met afterwards."""
+def _combines_parts(passes: Passes) -> bool:
+    """Return whether each rank evaluated its part, and results were combined afterwards."""
     each = list(passes.values())
     return (
-        all(
-            one.record.state == "ended"
-            and not one.record.marks
-            and one.indexed
-            and _combined(one) > 0
-            for one in each
-        )
-        # Of one data set that all read in full, the result of any rank would do.
+        all(_is_evaluation(one) and _combined(one) > 0 for one in each)
+        # If all read one data set in full, the result of any rank would do.
         and not (same_part(passes) and all(one.record.draws >= one.length for one in each))
         and len({(one.record.subset, one.head) for one in each}) == len(each)
     )
 
 
 def _combined(one: Pass) -> int:
-    """Collectives that put results together afterwards."""
+    """Return the number of collectives that combined results afterwards."""
     return (one.record.reductions or 0) + (one.record.gathers or 0)
 
 
 def _worst_statistics(records: list[StatisticsRecord]) -> tuple[str, float, int]:
-    """The layer that differs most of those looked at, by how much, and how many layers differ."""
+    """Return the layer that differs most, by how much, and how many layers differ."""
     hashes = zip(*(record.hashes for record in records), strict=False)
     differing = {place // 2 for place, values in enumerate(hashes) if len(set(values)) > 1}
     found = ("", 0.0)
@@ -408,7 +389,7 @@ def _worst_statistics(records: list[StatisticsRecord]) -> tuple[str, float, int]
 
 
 def _distance(statistics: list[tuple[tuple[float, ...], tuple[float, ...]]]) -> float:
-    """How far means and variances of a layer differ between ranks."""
+    """Return how far means and variances of a layer differ between ranks."""
     (mean, variance), *others = statistics
     size, deviation = math.hypot(*variance), math.sqrt(sum(map(abs, variance)))
     if not size or any(len(each) != len(mean) for pair in statistics for each in pair):

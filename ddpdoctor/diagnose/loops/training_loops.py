@@ -1,4 +1,4 @@
-"""What each rank did in its training loop, and the decisions that some ranks took alone.
+"""Find decisions in training loops that some ranks took alone.
 
 A step skipped, a loop left, an epoch not begun: judged by how many batches of one loop each rank
 took and how many reduced backwards it began there. The source only names the statement.
@@ -26,44 +26,44 @@ from ddpdoctor.run.names import BEFORE_FORWARD
 from ddpdoctor.run.records.model import DdpRecord
 from ddpdoctor.run.records.process import ErrorRecord, ExitRecord
 from ddpdoctor.run.records.training import IdleBatch, LoopRecord
-from ddpdoctor.run.snapshot import Rank, Run
+from ddpdoctor.run.snapshot import FOREVER, Rank, Run
 from ddpdoctor.run.status import Phase
-
-# -- what each rank did in a training loop, and where in the source that loop stands
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What one rank did in one training loop, as far as it was recorded."""
+    """What one rank did in one training loop."""
 
     rank: Rank
     first: LoopRecord
-    """Of its begin."""
+    """The record of its begin."""
     last: LoopRecord
-    """The newest, which is of its end once that was recorded."""
+    """The newest record. It is that of the loop's end once there is one."""
     stuck: bool
-    """The rank is, or was when it died, in a collective that does not end."""
+    """Whether the rank is in a collective that does not end, or was when it died."""
 
     @cached_property
     def state(self) -> str:
-        """``ended``, ``left`` or ``failed``; else the loop goes on."""
+        """``ended``, ``left`` or ``failed``; anything else means that the loop continues."""
         state = self.last.state
         if not self.recorded_end:
-            if self._behind:
+            if self._was_left:
                 return "left"
             return "failed" if self.died else state
         error = self.rank.records.first(ErrorRecord)
-        if error is None and state == "left" and self._was_raised:
-            return "failed"
-        if error is None or state not in ("left", "failed"):
+        left_at = self.last.left_at
+        if error is None:
+            return "failed" if state == "left" and self._was_raised else state
+        if state not in ("left", "failed"):
             return state
         lines = [Location(each.path, each.line) for each in error.user_frames]
-        left_at = self.last.left_at
         if left_at:
-            # An exception releases the iterator, too, and is recorded when it reaches the top.
-            return "failed" if _contains(lines, list(left_at[::-1])) else "left"
+            # An exception that reaches the top releases the iterator, too.
+            inner = list(left_at[::-1])
+            within = any(lines[at : at + len(inner)] == inner for at in range(len(lines)))
+            return "failed" if within else "left"
         place = place_of(self.frames)
-        # The iterator may have outlived its loop, as that of persistent workers does.
+        # The iterator may outlive its loop, as that of persistent workers does.
         inside = place is None or any(
             each.path == place.path and place.runs_at(each.line) for each in lines
         )
@@ -71,13 +71,15 @@ class Trace:
 
     @property
     def _was_raised(self) -> bool:
-        """Whether an exception released the iterator, of a rank that was ended before it wrote it.
+        """Whether an exception released the iterator of a rank that was stopped before it wrote it.
 
-        It flew out of the call that the rank had made last: no other statement was come to.
+        The rank reached no other statement after the call that raised.
         """
         status, left_at = self.rank.status, self.last.left_at
-        unsaid = self.rank.exit is not None and self.rank.ended is None
-        return unsaid and status is not None and bool(left_at) and str(left_at[0]) == status.site
+        unrecorded = self.rank.exit is not None and self.rank.ended is None
+        return (
+            unrecorded and status is not None and bool(left_at) and str(left_at[0]) == status.site
+        )
 
     @property
     def recorded_end(self) -> bool:
@@ -86,18 +88,18 @@ class Trace:
 
     @property
     def died(self) -> bool:
-        """Whether native code or a signal ended the process: nothing more was recorded."""
+        """Whether native code or a signal ended the process, so that nothing more was recorded."""
         status = self.rank.status
         if self.recorded_end or self.rank.exit is None or status is None or status.unwritten:
             return False
         return self.rank.ended is None and not self.rank.records.of(ErrorRecord)
 
     @property
-    def _behind(self) -> bool:
-        """Whether it was left, though its iterator lives on: the rank is in a call behind it.
+    def _was_left(self) -> bool:
+        """Whether the rank is in a call after the loop, whose iterator still lives.
 
-        With NCCL that call may have returned: its host goes on while the GPU waits. It is there
-        still if it has come to no other line since that is known.
+        With NCCL that call may have returned, because the host continues while the GPU waits. The
+        rank is still there if it has reached no other line since.
         """
         place = place_of(self.frames) if self.died or self.stuck else None
         calls = self.rank.ring.collectives if place is not None and self.rank.ring else ()
@@ -122,7 +124,7 @@ class Trace:
 
     @property
     def before(self) -> int:
-        """Reduced backwards that the rank had begun before the loop."""
+        """Reduced backwards that the rank began before the loop."""
         return self.first.before or 0
 
     @property
@@ -136,11 +138,11 @@ class Trace:
 
     @property
     def reached(self) -> int | None:
-        """Reduced backwards begun in the loop, or on their way; None if not known for sure."""
+        """Reduced backwards begun in the loop; None if not known for sure."""
         status = self.rank.status
         if self.recorded_end:
             error = self.rank.records.first(ErrorRecord)
-            # One that failed did so in a broadcast of DDP's in front of a forward, perhaps.
+            # A rank that failed may have done so in DDP's broadcast before a forward.
             failed = error is not None and self.state not in ("ended", "left")
             more = failed and error is not None and error.collective in BEFORE_FORWARD
             return self.last.after - self.before + more
@@ -150,18 +152,18 @@ class Trace:
 
     @property
     def step(self) -> int:
-        """The step in which the loop was over, or under way."""
+        """The step in which the loop ended, or the current one."""
         status = self.rank.status
         return self.last.step if self.recorded_end or status is None else status.step
 
     @property
     def idle(self) -> dict[int, IdleBatch]:
-        """Batches without a backward, by their number."""
+        """Batches without a backward, by number."""
         return {each.batch: each for each in self.last.idle}
 
     @property
     def time(self) -> int:
-        """Unix nanoseconds of the newest record."""
+        """When the newest record was written, in Unix nanoseconds."""
         return self.last.time
 
     @property
@@ -172,7 +174,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class LoopPlace:
-    """The ``for`` that took the batches, and the loops around it, in its function or a caller's."""
+    """The ``for`` that takes the batches, and the loops around it in its function and callers."""
 
     path: str
     source: Source
@@ -185,11 +187,11 @@ class LoopPlace:
         return Location(self.path, self.loop.lineno)
 
     def runs_at(self, line: int) -> bool:
-        """Whether a line is in the loop, or takes its next batch."""
+        """Return whether a line is in the loop or takes its next batch."""
         return self.loop.lineno <= line <= (self.loop.end_lineno or 0)
 
     def counts_on(self, location: Location) -> bool:
-        """Whether nothing but a statement, and the ends of loops, says how many steps there are."""
+        """Return whether only a statement and the ends of loops decide how many steps there are."""
         loops = [(self.path, self.source, self.loop), *self.outer]
         exits = [
             Location(path, each.lineno)
@@ -202,7 +204,7 @@ class LoopPlace:
 
 
 def traces_of(rank: Rank, run: Run) -> Iterator[Trace]:
-    """The loops of a rank, in the order in which they began."""
+    """Yield the loops of a rank in the order in which they began."""
     found: dict[int, list[LoopRecord]] = {}
     for record in rank.records.of(LoopRecord):
         found.setdefault(record.loop, []).append(record)
@@ -213,7 +215,7 @@ def traces_of(rank: Rank, run: Run) -> Iterator[Trace]:
 
 
 def place_of(frames: Sequence[Location]) -> LoopPlace | None:
-    """The loop that took the batches: that of the innermost line which drives one."""
+    """Return the loop that took the batches: that of the innermost line which drives one."""
     for depth, at in enumerate(frames):
         source = source_of(at.path)
         loop = source.driven_at(at.line) if source is not None else None
@@ -228,13 +230,8 @@ def place_of(frames: Sequence[Location]) -> LoopPlace | None:
     return None
 
 
-def same_loop(one: Trace, other: Trace) -> bool:
-    """Whether two ranks came to a loop after as many steps."""
-    return one.frames == other.frames and one.before == other.before
-
-
 def trained_on(batch: int, others: Sequence[Trace]) -> bool:
-    """Whether some rank trained on the batch, as far as that is known."""
+    """Return whether some rank is known to have trained on the batch."""
     return any(
         batch not in each.idle
         and (each.fetched is None or each.fetched > batch)
@@ -243,13 +240,8 @@ def trained_on(batch: int, others: Sequence[Trace]) -> bool:
     )
 
 
-def _contains(lines: Sequence[Location], part: Sequence[Location]) -> bool:
-    """Whether some lines follow each other in a traceback."""
-    return any(lines[at : at + len(part)] == part for at in range(len(lines)))
-
-
 def _stuck(rank: Rank, run: Run) -> bool:
-    """Whether a rank is in one collective for long, or was when it died."""
+    """Return whether a rank has been in one collective for long, or was when it died."""
     status = rank.status
     if status is None:
         return False
@@ -261,14 +253,11 @@ def _stuck(rank: Rank, run: Run) -> bool:
     return run.waits_for(rank, until) > PATIENCE
 
 
-# -- the statement by which a rank skipped a batch, left a loop, or began no further epoch
-
-
-LAST_LINE = 1 << 63
+# -- the statement that decided
 
 
 def exit_location(trace: Trace, place: LoopPlace) -> Location | None:
-    """The statement by which a rank left a loop; None if that was none of the loop's own."""
+    """Return the loop's own statement by which a rank left it, if it was one."""
     left_at = trace.last.left_at
     if left_at:
         own = (at for at in left_at if at.path == place.path)
@@ -282,15 +271,15 @@ def exit_location(trace: Trace, place: LoopPlace) -> Location | None:
 
 
 def skip_location(rank: Rank, place: LoopPlace, forward: bool) -> Location:
-    """The statement that passes a batch over, behind the ``forward`` or in front of it."""
+    """Return the statement that skips a batch, after its ``forward`` or before it."""
     forwards = _lines(rank, "forward", place)
     backwards = _lines(rank, "backward", place)
     after = min(forwards, default=0) if forward else 0
-    until = min(backwards if forward else forwards or backwards, default=LAST_LINE)
+    until = min(backwards if forward else forwards or backwards, default=FOREVER)
     skips = place.source.skips(place.loop)
     only = place.source.only([each for each in skips if after < each.lineno < until])
     if only is None and not forward and len(skips) == 1:
-        # It stands behind a forward that failed: in an `except`.
+        # It is after a forward that failed: in an `except`.
         only = skips[0]
     if only is not None:
         return Location(place.path, only.lineno)
@@ -298,30 +287,28 @@ def skip_location(rank: Rank, place: LoopPlace, forward: bool) -> Location:
         for condition in place.source.conditions(max(backwards), place.loop):
             if not forward or not condition.lineno < after <= (condition.end_lineno or 0):
                 return Location(place.path, condition.lineno)
-    return _return_location(rank, place, forward) or place.location
+    if backwards or skips:
+        return place.location
+    return _return_location(rank, forward) or place.location
 
 
-def _return_location(rank: Rank, place: LoopPlace, forward: bool) -> Location | None:
-    """The ``return`` in front of the backward of a function that the loop calls."""
-    if _lines(rank, "backward", place) or place.source.skips(place.loop):
-        return None
-    at = {each: rank.sites(each) for each in ("forward", "backward")}
-    for backward in at["backward"]:
+def _return_location(rank: Rank, forward: bool) -> Location | None:
+    """Return the ``return`` before the backward in a function that the loop calls."""
+    for backward in rank.sites("backward"):
         source = source_of(backward.path)
         if source is None:
             continue
-        lines = [each.line for each in at["forward"] if each.path == backward.path]
-        after = max((each for each in lines if each < backward.line), default=0)
+        forwards = [at.line for at in rank.sites("forward") if at.path == backward.path]
+        after = max((each for each in forwards if each < backward.line), default=0)
         stop = backward.line if forward or not after else after
-        returns = source.returns_before(stop, after if forward else 0)
-        only = source.only(returns)
+        only = source.only(source.returns_before(stop, after if forward else 0))
         if only is not None:
             return Location(backward.path, only.lineno)
     return None
 
 
 def stop_location(rank: Rank, place: LoopPlace) -> Location | None:
-    """The statement by which the loop around the training loop was left, if there may be one."""
+    """Return the statement that may have left the loop around the training loop."""
     if not place.outer:
         return None
     path, source, outer = place.outer[0]
@@ -331,7 +318,7 @@ def stop_location(rank: Rank, place: LoopPlace) -> Location | None:
     ways: list[ast.stmt] = source.exits(outer)
     if isinstance(outer, ast.While) and not endless(outer):
         ways.append(outer)
-    # A `for` ends by itself, too: after another number of epochs, say.
+    # A `for` may also end by itself, after another number of epochs.
     conditional = [each for each in ways if not source.counts(each)]
     if isinstance(outer, ast.While):
         conditional = conditional or ways
@@ -341,29 +328,26 @@ def stop_location(rank: Rank, place: LoopPlace) -> Location | None:
 
 
 def call_to_exit(rank: Rank) -> ExitRecord | None:
-    """The call by which a rank ended itself."""
+    """Return the call by which a rank ended itself."""
     return next((call for call in rank.records.of(ExitRecord) if call.path), None)
 
 
 def _lines(rank: Rank, phase: str, place: LoopPlace) -> list[int]:
-    """Those of them that are in the training loop."""
+    """Return the lines of a phase within the training loop."""
     return [
         at.line for at in rank.sites(phase) if at.path == place.path and holds(place.loop, at.line)
     ]
 
 
-# -- decisions that some ranks took alone: a step skipped, a loop left, an epoch not begun
-
+# -- decisions
 
 SOON = 3
-"""Batches after a skipped one within which ranks fail whose collectives no more fit."""
-
-FOREVER = 1 << 63
+"""Batches after a skipped one within which mispaired collectives fail."""
 
 
 @dataclass(frozen=True)
-class Departure:
-    """What some ranks did alone."""
+class LocalDecision:
+    """A decision that some ranks took alone."""
 
     kind: Literal["skipped", "left", "stopped"]
     traces: tuple[Trace, ...]
@@ -373,7 +357,7 @@ class Departure:
     location: Location
     step: int
     batch: int | None
-    """The batch that was skipped; else how many were taken, if that is known."""
+    """The batch that was skipped; else the number of batches taken, if known."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -381,67 +365,53 @@ class Departure:
         return tuple(each.rank.rank for each in self.traces)
 
 
-def departures(run: Run, *, suspected: bool = False) -> list[Departure]:
-    """The first such decision in each DDP group; what came after it is a consequence.
+def local_decisions(run: Run, *, suspected: bool = False) -> list[LocalDecision]:
+    """Return the first such decision in each DDP group. What follows it is a consequence.
 
-    Those that may do no harm yet only if they are to be ``suspected``.
+    Include those that may do no harm yet only if they are to be ``suspected``.
     """
     restart = run.restarts[-1]
     ends = {each.rank: each for each in endings(run, restart)}
     cause = first_failure(run, restart)
     limit = FOREVER if cause is None or mispaired(run, cause) else cause.time
     limit = min(limit, run.stopped_at or FOREVER)
-    found: list[Departure] = []
-    for group in _groups(run):
-        case = _Case(run, group, ends, limit, suspected)
-        first = next(case.skipped_or_left(), None) or case.stopped()
-        if first is not None:
-            found.append(first)
-    return found
-
-
-def _groups(run: Run) -> list[tuple[Rank, ...]]:
-    """The ranks seen here of each DDP group."""
     ranks = {rank.rank: rank for rank in run.last}
-    found: dict[tuple[int, ...], None] = {}
-    for rank in run.last:
-        for record in rank.records.of(DdpRecord):
-            found[tuple(sorted(each for each in record.group_ranks if each in ranks))] = None
-    return [tuple(ranks[each] for each in group) for group in found if len(group) > 1]
+    groups = dict.fromkeys(
+        tuple(sorted(each for each in record.group_ranks if each in ranks))
+        for rank in run.last
+        for record in rank.records.of(DdpRecord)
+    )
+    cases = (
+        _Case(run, tuple(ranks[each] for each in group), ends, limit, suspected)
+        for group in groups
+        if len(group) > 1
+    )
+    found = (next(case.skipped_or_left(), None) or case.stopped() for case in cases)
+    return [each for each in found if each is not None]
 
 
+@dataclass
 class _Case:
-    """The ranks of one DDP group.
+    """The ranks of one DDP group."""
 
-    Args:
-        run: The run.
-        group: The ranks.
-        ends: The failed ranks.
-        limit: Unix nanoseconds; what happened later has another cause.
-        suspected: Whether harm need not be shown.
-    """
+    run: Run
+    group: tuple[Rank, ...]
+    ends: dict[int | None, Ending]
+    """The failed ranks."""
+    limit: int
+    """Unix nanoseconds; what happened later has another cause."""
+    suspected: bool
+    """Whether harm need not be shown."""
 
-    def __init__(
-        self,
-        run: Run,
-        group: tuple[Rank, ...],
-        ends: dict[int | None, Ending],
-        limit: int,
-        suspected: bool,
-    ) -> None:
-        self._run = run
-        self._ends = ends
-        self._limit = limit
-        self._suspected = suspected
-        self._group = group
-        self._traces = {rank.rank: list(traces_of(rank, run)) for rank in group}
+    @cached_property
+    def traces(self) -> dict[int, list[Trace]]:
+        """The loops of each rank."""
+        return {rank.rank: list(traces_of(rank, self.run)) for rank in self.group}
 
-    # -- within a loop
-
-    def skipped_or_left(self) -> Iterator[Departure]:
-        """Decisions within a loop that ranks of the group began after as many steps."""
+    def skipped_or_left(self) -> Iterator[LocalDecision]:
+        """Yield decisions within a loop that ranks of the group began after as many steps."""
         shared: dict[tuple[object, ...], list[Trace]] = {}
-        for traces in self._traces.values():
+        for traces in self.traces.values():
             for each in traces:
                 shared.setdefault((each.before, *each.frames[:1]), []).append(each)
         for key in sorted(shared, key=lambda key: int(str(key[0]))):
@@ -452,22 +422,31 @@ class _Case:
                 continue
             place = place_of(members[0].frames)
             if place is not None:
-                departure = self._skipped(members, place) or self._left(members, place)
-                if departure is not None:
-                    yield departure
+                decision = self._skipped(members, place) or self._left(members, place)
+                if decision is not None:
+                    yield decision
 
-    def _skipped(self, members: list[Trace], place: LoopPlace) -> Departure | None:
+    def _skipped(self, members: list[Trace], place: LoopPlace) -> LocalDecision | None:
         for trace in members:
             others = [each for each in members if each is not trace]
             alone = [batch for batch in trace.idle if trained_on(batch, others)]
             if not alone or not self._lacks(trace, alone, members):
                 continue
-            wanting = self._ahead(trace, others)
+            # The ranks that made more steps than this one, or failed as it did.
+            wanting = [
+                each
+                for each in others
+                if (
+                    each.state == "failed"
+                    if trace.state == "failed"
+                    else (each.reached or 0) > (trace.reached or 0)
+                )
+            ]
             skipped = trace.idle[alone[0]]
             location = skip_location(trace.rank, place, skipped.forward)
             if not wanting or not self._harms([trace], wanting, place, location):
                 continue
-            return Departure(
+            return LocalDecision(
                 "skipped",
                 tuple(each for each in members if skipped.batch in each.idle),
                 tuple(each for each in members if skipped.batch not in each.idle),
@@ -478,16 +457,9 @@ class _Case:
             )
         return None
 
-    @staticmethod
-    def _ahead(trace: Trace, others: list[Trace]) -> list[Trace]:
-        """The ranks that made more steps than one, or failed as it did."""
-        if trace.state == "failed":
-            return [each for each in others if each.state == "failed"]
-        return [each for each in others if (each.reached or 0) > (trace.reached or 0)]
-
     def _lacks(self, trace: Trace, skipped: list[int], members: list[Trace]) -> bool:
-        """Whether the batches that a rank skipped are all that it lacks, or made it fail soon."""
-        if not trace.closed or trace.time > self._limit:
+        """Return whether the skipped batches explain all missing steps, or an early failure."""
+        if not trace.closed or trace.time > self.limit:
             return False
         top = max(each.reached or 0 for each in members)
         reached, fetched = trace.reached or 0, trace.fetched or 0
@@ -495,13 +467,13 @@ class _Case:
             return True
         return trace.state == "failed" and fetched - skipped[0] <= SOON
 
-    def _left(self, members: list[Trace], place: LoopPlace) -> Departure | None:
+    def _left(self, members: list[Trace], place: LoopPlace) -> LocalDecision | None:
         top = max(each.reached or 0 for each in members)
         leavers = [
             each
             for each in members
             if each.state == "left"
-            and each.time <= self._limit
+            and each.time <= self.limit
             and (each.reached or 0) < top
             and not self._ended_itself(each)
         ]
@@ -512,7 +484,7 @@ class _Case:
         location = exit_location(first, place)
         if location is None or not self._harms(leavers, wanting, place, location):
             return None
-        return Departure(
+        return LocalDecision(
             "left",
             tuple(leavers),
             tuple(each for each in members if each not in leavers),
@@ -522,17 +494,15 @@ class _Case:
             (first.fetched or 0) if first.recorded_end else None,
         )
 
-    # -- between two of them
-
-    def stopped(self) -> Departure | None:
-        """Ranks that came to no further loop at a place where others began one."""
+    def stopped(self) -> LocalDecision | None:
+        """Return ranks that began no further loop where others did."""
         over = [
             traces[-1]
-            for traces in self._traces.values()
+            for traces in self.traces.values()
             if traces and self._is_last(traces[-1]) and not self._ended_itself(traces[-1])
         ]
         for last in over:
-            alone = [each for each in over if self._reached_alike(each, last)]
+            alone = [each for each in over if _same_loop(each, last)]
             wanting = self._next_loops(last, {each.rank.rank for each in alone})
             if not wanting or any(each.first.joins for each in (*alone, *wanting)):
                 continue
@@ -540,7 +510,7 @@ class _Case:
             location = stop_location(last.rank, place) if place is not None else None
             if place is None or location is None or not self._collapsed(alone, wanting):
                 continue
-            return Departure(
+            return LocalDecision(
                 "stopped",
                 tuple(alone),
                 tuple(wanting),
@@ -551,17 +521,12 @@ class _Case:
             )
         return None
 
-    @staticmethod
-    def _reached_alike(one: Trace, other: Trace) -> bool:
-        """Whether two ranks made as many steps in the same loop."""
-        return same_loop(one, other) and one.reached == other.reached
-
     def _next_loops(self, last: Trace, stopped: set[int]) -> list[Trace]:
-        """The loops that other ranks began at the same place, right after the same loop."""
+        """Return the loops that other ranks began at the same place, right after the same loop."""
         return [
             each
-            for rank, traces in self._traces.items()
-            if rank not in stopped and any(self._reached_alike(each, last) for each in traces)
+            for rank, traces in self.traces.items()
+            if rank not in stopped and any(_same_loop(each, last) for each in traces)
             for each in traces
             if each.before == last.last.after
             and each.frames == last.frames
@@ -569,59 +534,61 @@ class _Case:
         ]
 
     def _is_last(self, trace: Trace) -> bool:
-        """Whether a rank made no further step after a loop."""
+        """Return whether a rank made no further step after a loop."""
         status, total = trace.rank.status, trace.last.after
         return (
             trace.state in ("ended", "left")
             and status is not None
             and status.reduced == total
-            and trace.time <= self._limit
+            and trace.time <= self.limit
         )
 
-    # -- what it did
-
     def _ended_itself(self, trace: Trace) -> bool:
-        """Whether the rank left the loop by the end of its process, or by its own error."""
-        ending = self._ends.get(trace.rank.rank)
+        """Return whether the rank left the loop by ending its process, or by its own error."""
+        ending = self.ends.get(trace.rank.rank)
         if ending is not None and not ending.victim and ending.kind != "abort-at-exit":
-            return not mispaired(self._run, ending)
+            return not mispaired(self.run, ending)
         call = call_to_exit(trace.rank)
         return call is not None and trace.state == "left" and call.time <= trace.time
 
     def _harms(
         self, alone: Sequence[Trace], wanting: Sequence[Trace], place: LoopPlace, location: Location
     ) -> bool:
-        """Whether the ranks' steps are bound to differ, or do so already."""
+        """Return whether the ranks' steps will differ for certain, or do already."""
         # A loop that counts its steps may make up for one that was skipped.
         bound = place.counts_on(location) and all(each.state == "ended" for each in wanting)
-        return self._suspected or bound or self._collapsed(alone, wanting)
+        return self.suspected or bound or self._collapsed(alone, wanting)
 
     def _collapsed(self, alone: Sequence[Trace], wanting: Sequence[Trace]) -> bool:
-        """Whether the ones wait, or failed waiting, for the others, who do something else."""
+        """Return whether some ranks wait, or failed waiting, while those do something else."""
         return any(map(self._waits, wanting)) and all(
-            self._waits(each) or self._gone(each) for each in alone
+            self._waits(each) or self._ended_regularly(each) for each in alone
         )
 
     def _waits(self, trace: Trace) -> bool:
-        ending = self._ends.get(trace.rank.rank)
-        if ending is not None and (ending.victim or mispaired(self._run, ending)):
-            # Who was ended from outside may have been anywhere.
-            known = not ending.stopped or trace.stuck or self._met
-            # After a failure with another cause every rank is a victim of that.
-            return known and ending.time <= self._limit
+        ending = self.ends.get(trace.rank.rank)
+        if ending is not None and (ending.victim or mispaired(self.run, ending)):
+            # A rank that was stopped from outside may have been anywhere.
+            known = not ending.stopped or trace.stuck or self._any_mispaired
+            # After a failure with another cause every rank is a victim of that one.
+            return known and ending.time <= self.limit
         return ending is None and trace.rank.ended is None and trace.stuck
 
     @cached_property
-    def _met(self) -> bool:
+    def _any_mispaired(self) -> bool:
         """Whether a collective of one of the ranks met another one."""
         return any(
-            mispaired(self._run, ending)
-            for rank in self._group
-            if (ending := self._ends.get(rank.rank)) is not None
+            mispaired(self.run, ending)
+            for rank in self.group
+            if (ending := self.ends.get(rank.rank)) is not None
         )
 
-    def _gone(self, trace: Trace) -> bool:
-        """Whether a rank came to its regular end."""
-        ending, ended = self._ends.get(trace.rank.rank), trace.rank.ended
+    def _ended_regularly(self, trace: Trace) -> bool:
+        ending, ended = self.ends.get(trace.rank.rank), trace.rank.ended
         regular = ending is None or ending.kind == "abort-at-exit"
-        return ended is not None and regular and ended.time <= self._limit
+        return ended is not None and regular and ended.time <= self.limit
+
+
+def _same_loop(one: Trace, other: Trace) -> bool:
+    """Return whether two ranks began a loop after as many steps, and made as many in it."""
+    return (one.frames, one.before, one.reached) == (other.frames, other.before, other.reached)

@@ -1,4 +1,4 @@
-"""Since when, where and how far replicas differ by their fingerprints, and what changed them."""
+"""Find out since when, where and how far replicas differ, and what changed them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from ddpdoctor.run.records.model import (
+    BuffersRecord,
     CutRecord,
     ElementsRecord,
     FingerprintRecord,
@@ -26,43 +27,80 @@ from ddpdoctor.run.records.model import (
 from ddpdoctor.run.records.supervisor import SuspicionRecord
 from ddpdoctor.run.snapshot import Rank, Run
 
-# -- what the ranks' fingerprints say together: since when, where and how far replicas differ
-
-
 FINGERPRINT_PATIENCE = 2.5
-"""Seconds that a finding waits for what ranks were asked for; they are asked twice at most."""
-
-LOCAL = 1000
+"""Seconds that a finding waits for what ranks were asked for. They are asked twice at most."""
+LOCAL_STEPS = 1000
 """Steps without an all-reduce that a local SGD may take until its first averaging."""
 
 AVERAGED = "post_localSGD"
 """The communication hook under which replicas differ by design between two averagings."""
 
+HYPER = ("lr", "momentum", "betas", "weight_decay")
+"""The hyper-parameters of a parameter group, in the order of fingerprints."""
+
+HyperPlace = tuple[int, int, int]
+"""Optimizer, parameter group and index in `HYPER`."""
+
+_AtStep = TypeVar("_AtStep", TogetherRecord, ElementsRecord, BuffersRecord)
+_Loaded = TypeVar("_Loaded", LoadRecord, ResumeRecord)
+
+
+def common_records(
+    ranks: Sequence[Rank], declared: type[_AtStep], module: int
+) -> dict[tuple[int, int], list[_AtStep]]:
+    """Return what all ranks wrote about a module at the same time, oldest first.
+
+    The key is the step and the number of synchronized forwards.
+    """
+    written = [
+        {
+            (record.step, record.armed): record
+            for record in rank.records.of(declared)
+            if record.module == module
+        }
+        for rank in ranks
+    ]
+    common = set.intersection(*map(set, written)) if written else set()
+    return {key: [each[key] for each in written] for key in sorted(common)}
+
 
 @dataclass(frozen=True)
 class Difference:
-    """Something that was equal on all ranks, or never, and differs from one step on.
-
-    Attributes:
-        equal: The last fingerprinted step after which it was equal, None if it never was.
-        first: The first one after which it differs.
-        seen: How many fingerprinted steps show it.
-    """
+    """Something that differs between ranks from one step on."""
 
     equal: int | None
+    """The last fingerprinted step after which it was equal; None if it never was."""
     first: int
+    """The first fingerprinted step after which it differs."""
     seen: int
+    """The number of fingerprinted steps that show it."""
 
     def within(self, step: int) -> bool:
-        """Whether what happened while a step was under way may be the cause."""
+        """Return whether something that happened in a step may be the cause."""
         return (self.equal is None or step > self.equal) and step <= self.first
 
     @property
     def since(self) -> str:
-        """The bounds, in words."""
+        """When it began, in words."""
         if self.equal is None or self.first == self.equal + 1:
             return f"since step {self.first}"
         return f"since a step from {self.equal + 1} to {self.first}"
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far a tensor differs between ranks."""
+
+    name: str
+    step: int
+    most: float
+    """The largest difference of two finite elements at the same place; 0 if none differ."""
+    ranks: tuple[int, int]
+    """The two ranks with that difference."""
+    looked: int
+    """The number of elements that were compared."""
+    count: int
+    """The number of elements in the tensor."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +112,9 @@ class Replica:
     ranks: tuple[Rank, ...]
     names: tuple[str, ...]
     over: bool
-    """No more will be written."""
+    """Whether the ranks will write nothing more."""
     asked: bool = False
-    """Ranks were asked a moment ago for elements of tensors that differ."""
+    """Whether ranks were just asked for elements of tensors that differ."""
 
     @cached_property
     def prints(self) -> dict[int, dict[int, FingerprintRecord]]:
@@ -92,23 +130,23 @@ class Replica:
 
     @cached_property
     def steps(self) -> tuple[int, ...]:
-        """The steps of which all ranks have a fingerprint, after as many synchronized forwards."""
+        """Steps with a fingerprint of every rank after as many synchronized forwards."""
         prints = list(self.prints.values())
-        common = set.intersection(*(set(each) for each in prints))
+        common = set.intersection(*map(set, prints))
         return tuple(
             step for step in sorted(common) if len({each[step].armed for each in prints}) == 1
         )
 
     def values(self, step: int, key: str) -> dict[int, object]:
-        """What the ranks wrote in a field; empty unless all of them did."""
+        """Return what the ranks wrote in a field; nothing unless all of them did."""
         found = {rank: getattr(each[step], key) for rank, each in self.prints.items()}
         return {} if any(value is None for value in found.values()) else found
 
     def difference(self, key: str, heals: bool = True) -> Difference | None:
-        """Since when a value differs, if it still does and this is borne out by a second look.
+        """Return since when a value differs, if it still does and a second fingerprint shows it.
 
-        Replicas that become equal again (``heals``), be it between two steps, are averaged on
-        purpose.
+        If it ``heals``, replicas that become equal again, even between two steps, are taken to be
+        averaged on purpose.
         """
         compared = [
             (step, len({repr(value) for value in values.values()}) > 1)
@@ -126,9 +164,9 @@ class Replica:
         return Difference(compared[first - 1][0] if first else None, compared[first][0], sum(later))
 
     def lasts(self, difference: Difference) -> bool:
-        """Whether a difference of a live job is no pause between two averagings.
+        """Return whether a difference is more than a time between two averagings.
 
-        Without an all-reduce replicas differ at once; whoever means it so averages them later.
+        Without an all-reduce replicas differ at once. A job that wants this averages them later.
         """
         before = -1 if difference.equal is None else difference.equal
         armed = [
@@ -136,14 +174,14 @@ class Replica:
             for each in self.prints.values()
         ]
         reduced = min(armed) >= difference.first - before
-        return self.over or reduced or self.steps[-1] - difference.first >= LOCAL
+        return self.over or reduced or self.steps[-1] - difference.first >= LOCAL_STEPS
 
     def odd(self, step: int, key: str) -> tuple[int, ...]:
-        """The ranks that have another value than most; none where there is no majority."""
+        """Return the ranks whose value differs from that of the majority, if there is one."""
         return odd(self.values(step, key))
 
     def rich(self, since: int = 0) -> Iterator[tuple[int, dict[int, list[tuple[int, float]]]]]:
-        """The rich fingerprints from a step on: per rank, hash and norm of each tensor."""
+        """Yield steps with each rank's hash and norm of each tensor, where these were written."""
         for step in self.steps:
             if step >= since and (packed := self.values(step, "detail")):
                 yield step, {rank: unpacked(str(text)) for rank, text in packed.items()}
@@ -151,90 +189,47 @@ class Replica:
     @cached_property
     def distances(self) -> tuple[Distance, ...]:
         """How far tensors differ, by the elements that all ranks wrote of the same step."""
-        written = [
-            {
-                (record.step, record.armed): {each.place: each for each in record.tensors}
-                for record in rank.records.of(ElementsRecord)
-                if record.module == self.module
-            }
-            for rank in self.ranks
-        ]
-        common = set.intersection(*(set(each) for each in written))
-        return tuple(
-            distance
-            for key in sorted(common)
-            for distance in self._compared(key[0], [each[key] for each in written])
-        )
+        found: list[Distance] = []
+        for (step, _), records in common_records(self.ranks, ElementsRecord, self.module).items():
+            written = [{each.place: each for each in record.tensors} for record in records]
+            for place in sorted(set.intersection(*map(set, written))):
+                values = [elements(each[place]) for each in written]
+                counts = {each[place].elements for each in written}
+                alike = len(counts) == len(set(map(len, values))) == 1 and values[0]
+                if alike and 0 <= place < len(self.names):
+                    found.append(self._distance(self.names[place], step, counts.pop(), values))
+        return tuple(found)
 
-    def _compared(self, step: int, written: list[dict[int, IndexedTensor]]) -> Iterator[Distance]:
+    def _distance(
+        self, name: str, step: int, count: int, values: list[tuple[float, ...]]
+    ) -> Distance:
         ranks = [rank.rank for rank in self.ranks]
-        for place in sorted(set.intersection(*(set(each) for each in written))):
-            tensors = [each[place] for each in written]
-            values = [elements(each) for each in tensors]
-            lengths, counts = {len(each) for each in values}, {each.elements for each in tensors}
-            if 0 <= place < len(self.names) and len(lengths) == len(counts) == 1 and any(lengths):
-                yield _distance(self.names[place], step, counts.pop(), values, ranks)
+        most, between = 0.0, (ranks[0], ranks[0])
+        for place in zip(*values, strict=True):
+            finite = [pair for pair in zip(place, ranks, strict=True) if math.isfinite(pair[0])]
+            if len(finite) < 2:
+                continue
+            (low, below), (high, above) = min(finite), max(finite)
+            if high - low > most:
+                most, between = high - low, (min(below, above), max(below, above))
+        return Distance(name, step, most, between, len(values[0]), count)
 
 
 def together(ranks: Sequence[Rank], module: int, since: int) -> bool:
-    """Whether a module's replicas were made equal by collectives after a step, or may have been."""
+    """Return whether collectives made a module's replicas equal after a step, or may have."""
     if any(rank.lost for rank in ranks):
         return True
-    seen = [
-        {
-            (record.step, record.armed): record.parameters
-            for record in rank.records.of(TogetherRecord)
-            if record.module == module and record.step >= since
-        }
-        for rank in ranks
-    ]
-    if not seen:
-        return False
-    common = set.intersection(*(set(each) for each in seen))
-    # A rank that could not pay for the look has only said that there was something to see.
-    return any(
-        len(hashes) == 1 or None in hashes
-        for hashes in ({each[key] for each in seen} for key in common)
+    hashes = (
+        {record.parameters for record in records}
+        for (step, _), records in common_records(ranks, TogetherRecord, module).items()
+        if step >= since
     )
-
-
-@dataclass(frozen=True)
-class Distance:
-    """How far a tensor differs between ranks.
-
-    Attributes:
-        name: The tensor.
-        step: The step after which.
-        most: The largest difference of two finite elements at the same place; 0 if none differ.
-        ranks: The two ranks that it is between.
-        looked: How many elements were looked at.
-        count: How many the tensor has.
-    """
-
-    name: str
-    step: int
-    most: float
-    ranks: tuple[int, int]
-    looked: int
-    count: int
-
-
-def _distance(
-    name: str, step: int, count: int, values: list[tuple[float, ...]], ranks: list[int]
-) -> Distance:
-    most, between = 0.0, (ranks[0], ranks[0])
-    for place in zip(*values, strict=True):
-        finite = [pair for pair in zip(place, ranks, strict=True) if math.isfinite(pair[0])]
-        if len(finite) < 2:
-            continue
-        (low, below), (high, above) = min(finite), max(finite)
-        if high - low > most:
-            most, between = high - low, (min(below, above), max(below, above))
-    return Distance(name, step, most, between, len(values[0]), count)
+    # None: a rank had no budget to compute the hash.
+    return any(len(each) == 1 or None in each for each in hashes)
 
 
 def elements(packed: PackedTensor | IndexedTensor) -> tuple[float, ...]:
-    """The elements that a rank packed; empty if they are damaged."""
+    """Unpack the elements that a rank wrote. Return none if they are damaged."""
     size = {"f": 4, "d": 8}.get(packed.format)
     try:
         data = base64.b64decode(packed.data)
@@ -244,7 +239,7 @@ def elements(packed: PackedTensor | IndexedTensor) -> tuple[float, ...]:
 
 
 def odd(values: Mapping[int, object]) -> tuple[int, ...]:
-    """The ranks that have another value than more than half of them."""
+    """Return the ranks whose value differs from that of more than half of them."""
     counted = Counter(repr(value) for value in values.values()).most_common(1)
     if not counted or 2 * counted[0][1] <= len(values):
         return ()
@@ -252,7 +247,7 @@ def odd(values: Mapping[int, object]) -> tuple[int, ...]:
 
 
 def unpacked(text: str) -> list[tuple[int, float]]:
-    """The hashes and norms of a rich fingerprint."""
+    """Unpack the hashes and norms of a rich fingerprint. Return none if they are damaged."""
     try:
         return list(struct.iter_unpack("<If", base64.b64decode(text)))
     except (ValueError, struct.error):
@@ -260,7 +255,7 @@ def unpacked(text: str) -> list[tuple[int, float]]:
 
 
 def replicas(run: Run) -> Iterator[Replica]:
-    """The DDP modules that several ranks of the last attempt share."""
+    """Yield the DDP modules that several ranks of the last attempt share."""
     shared: dict[tuple[int, tuple[int, ...]], dict[int, tuple[Rank, TensorsRecord]]] = {}
     for rank in run.last:
         newest = {record.module: record for record in rank.records.of(TensorsRecord)}
@@ -282,34 +277,23 @@ def replicas(run: Run) -> Iterator[Replica]:
         yield Replica(module, first.type, ranks, first.names, over, asked)
 
 
-# -- what changed parameters, hyper-parameters or states between two fingerprints of the ranks
-
-
-HYPER = ("lr", "momentum", "betas", "weight_decay")
-"""The hyper-parameters of a parameter group, in the order of fingerprints."""
-
-_Loaded = TypeVar("_Loaded", LoadRecord, ResumeRecord)
+# -- what changed between two fingerprints
 
 
 def is_between(record: OutsideRecord, replica: Replica, difference: Difference) -> bool:
-    """Whether a record of changed parameters falls between the last equality and the difference."""
+    """Return whether a change outside of steps falls between the last equality and a difference."""
     return record.module == replica.module and difference.within(record.step + 1)
 
 
 def awaits_distances(replica: Replica) -> bool:
-    """Whether ranks are about to report how far they differ; a finding waits a little for it."""
+    """Return whether ranks are about to report how far they differ. A finding waits for that."""
     return replica.asked and not replica.distances
-
-
-def gradients_since(replica: Replica, difference: Difference, step: int) -> dict[int, object]:
-    """The hashes of the gradients in a step from the difference on, where they are known."""
-    return replica.values(step, "gradients") if step >= difference.first else {}
 
 
 def rank_only_changes(
     replica: Replica, difference: Difference
 ) -> Mapping[int, LoadRecord | OutsideRecord]:
-    """The ranks that changed weights when the others did not, with the record that says so."""
+    """Return the ranks that changed weights when others did not, each with its record."""
     loads = {
         rank.rank: [
             record
@@ -327,7 +311,7 @@ def rank_only_changes(
         for record in rank.records.of(OutsideRecord)
         if is_between(record, replica, difference)
     }
-    # A rank sees such a change only behind a fingerprint, and ranks differ in their pace.
+    # A rank notices such a change only after a fingerprint, and ranks differ in their pace.
     looked = all(
         step < 0 or step in prints
         for step in {record.step for record in changed.values()}
@@ -337,7 +321,7 @@ def rank_only_changes(
 
 
 def resumed_alone(replica: Replica) -> tuple[Difference, dict[int, ResumeRecord]] | None:
-    """Since when the state differs, and which ranks alone had loaded one before."""
+    """Return since when the optimizer's state differs, and the only ranks that loaded one."""
     difference = replica.difference("state")
     if difference is None:
         return None
@@ -352,68 +336,51 @@ def resumed_alone(replica: Replica) -> tuple[Difference, dict[int, ResumeRecord]
 
 
 def _loaded_most(loads: Mapping[int, Sequence[_Loaded]]) -> dict[int, _Loaded]:
-    """The ranks that loaded most often, with their last load; none if no rank loaded."""
+    """Return the ranks that loaded most often, with their last load; none if no rank loaded."""
     most = max(len(each) for each in loads.values())
     return {rank: each[-1] for rank, each in loads.items() if each and len(each) == most}
 
 
-HyperPlace = tuple[int, int, int]
-"""Optimizer, parameter group and index in `HYPER`."""
+def hyper_values(replica: Replica, step: int, place: HyperPlace) -> dict[int, object]:
+    """Return one hyper-parameter after a step, by rank; None where a rank has no such one."""
+    return {rank: _flat(value).get(place) for rank, value in replica.values(step, "hyper").items()}
+
+
+def _flat(hyper: object) -> dict[HyperPlace, object]:
+    return {
+        (optimizer, group, index): value
+        for optimizer, groups in enumerate(hyper if isinstance(hyper, tuple) else ())
+        for group, values in enumerate(groups)
+        for index, value in enumerate(values[: len(HYPER)])
+    }
 
 
 def hyper_difference(replica: Replica) -> tuple[Difference, HyperPlace] | None:
-    """The first hyper-parameter that differs."""
+    """Return the first hyper-parameter that differs, and since when."""
     difference = replica.difference("hyper", heals=False)
     if difference is None:
         return None
-    values = list(replica.values(difference.first, "hyper").values())
-    for optimizer, group, index in _places(values[0]):
-        found = [value_at(value, optimizer, group, index) for value in values]
+    for place in _flat(next(iter(replica.values(difference.first, "hyper").values()))):
+        found = hyper_values(replica, difference.first, place).values()
         if None not in found and len({repr(each) for each in found}) > 1:
-            return difference, (optimizer, group, index)
+            return difference, place
     return None
 
 
-def _places(hyper: object) -> Iterator[HyperPlace]:
-    for optimizer, groups in enumerate(hyper if isinstance(hyper, tuple) else ()):
-        for group, _ in enumerate(groups):
-            for index, _ in enumerate(HYPER):
-                yield optimizer, group, index
-
-
-def value_at(hyper: object, optimizer: int, group: int, index: int) -> object:
-    """One of a fingerprint's hyper-parameters; None if it has no such one."""
-    try:
-        return hyper[optimizer][group][index]  # type: ignore[index]
-    except (LookupError, TypeError):
-        return None
-
-
-def who_changed(
-    replica: Replica, difference: Difference, optimizer: int, group: int, index: int
-) -> tuple[int, ...]:
-    """The ranks whose value is no more what it was on all of them."""
+def who_changed(replica: Replica, difference: Difference, place: HyperPlace) -> tuple[int, ...]:
+    """Return the ranks whose hyper-parameter is not what it was on all ranks."""
     if difference.equal is None:
         return ()
-    before = replica.values(difference.equal, "hyper")
-    after = replica.values(difference.first, "hyper")
-    return tuple(
-        rank
-        for rank in sorted(after)
-        if value_at(before.get(rank), optimizer, group, index)
-        != value_at(after[rank], optimizer, group, index)
-    )
+    before = hyper_values(replica, difference.equal, place)
+    after = hyper_values(replica, difference.first, place)
+    return tuple(rank for rank in sorted(after) if before.get(rank) != after[rank])
 
 
-def cuts(replica: Replica, difference: Difference) -> Iterator[tuple[int, CutRecord]]:
-    """The learning rates that schedulers cut when they became different, each with its rank."""
-    for rank in replica.ranks:
-        for record in rank.records.of(CutRecord):
-            if difference.within(record.step):
-                yield rank.rank, record
-
-
-def last_cut(replica: Replica, difference: Difference, guilty: tuple[int, ...]) -> CutRecord | None:
-    """The moment in which a scheduler cut a guilty rank's learning rate."""
-    found = [record for rank, record in cuts(replica, difference) if rank in guilty]
-    return found[-1] if found else None
+def cuts(replica: Replica, difference: Difference) -> list[tuple[int, CutRecord]]:
+    """Return the cuts of learning rates by schedulers when these became different, by rank."""
+    return [
+        (rank.rank, record)
+        for rank in replica.ranks
+        for record in rank.records.of(CutRecord)
+        if difference.within(record.step)
+    ]

@@ -8,42 +8,40 @@ from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.formatting import named
 from ddpdoctor.core.relations import LIKELY, PARAMETERS, certain, of_likely, same_subject
 from ddpdoctor.core.user_code import Location
-from ddpdoctor.diagnose import source_operations
 from ddpdoctor.diagnose.replicas.differences import (
     HYPER,
     Difference,
     Replica,
     awaits_distances,
     cuts,
-    gradients_since,
     hyper_difference,
+    hyper_values,
     is_between,
-    last_cut,
     odd,
     rank_only_changes,
     replicas,
     resumed_alone,
-    value_at,
     who_changed,
 )
 from ddpdoctor.diagnose.source_operations import (
+    averaging_pending,
     likely_written,
     ranks_that_write,
     written_on_some_ranks,
 )
 from ddpdoctor.run.records.model import LoadRecord, OutsideRecord
-from ddpdoctor.run.snapshot import Rank, Run
+from ddpdoctor.run.snapshot import Run
 
-# -- evidence that replicas differ: since when, in which tensors, and by how much
-
-
-def member(replica: Replica, guilty: tuple[int, ...]) -> Rank:
-    """One of the guilty ranks, or any if none is."""
-    return next((rank for rank in replica.ranks if rank.rank in guilty), replica.ranks[0])
+# -- evidence
 
 
-def when_differed(replica: Replica, difference: Difference) -> Iterator[str]:
-    """Between which steps they became different, and how many fingerprints show it."""
+def _optimizer_line(replica: Replica, guilty: tuple[int, ...]) -> Location | None:
+    """Return the line of the optimizer's step on a guilty rank, or on any rank if none is."""
+    member = next((rank for rank in replica.ranks if rank.rank in guilty), replica.ranks[0])
+    return member.site("optimizer")
+
+
+def _when_differed(replica: Replica, difference: Difference) -> Iterator[str]:
     if difference.equal is not None:
         yield f"equal after step {difference.equal}, different after step {difference.first}"
     yield (
@@ -52,8 +50,8 @@ def when_differed(replica: Replica, difference: Difference) -> Iterator[str]:
     )
 
 
-def tensor_evidence(replica: Replica, difference: Difference) -> Iterator[str]:
-    """Which tensors differ, and how far their elements differ, or else their norms."""
+def _tensor_evidence(replica: Replica, difference: Difference) -> Iterator[str]:
+    """Yield which tensors differ, and how far their elements differ, or else their norms."""
     found = next(replica.rich(difference.first), None)
     if found is None:
         return
@@ -82,24 +80,23 @@ def tensor_evidence(replica: Replica, difference: Difference) -> Iterator[str]:
             f"{named(each.ranks)}, of {looked}"
         )
     for index in (each for each in differing[:3] if replica.names[each] in names):
-        norms = [details[rank][index][1] for rank in everyone]
-        listed = ", ".join(
-            f"{norm:.6g} on rank {rank}"
-            for rank, norm in list(zip(everyone, norms, strict=True))[:4]
-        )
-        yield f"{replica.names[index]}: norm {listed}"
+        norms = [f"{details[rank][index][1]:.6g} on rank {rank}" for rank in everyone[:4]]
+        yield f"{replica.names[index]}: norm {', '.join(norms)}"
 
 
-def shown_value(value: object) -> str:
-    """A hyper-parameter or a scale, as it is printed."""
-    return f"{value:g}" if isinstance(value, (int, float)) else str(value)
+def _listed(values: dict[int, object]) -> str:
+    """List the values of the first ranks."""
+    shown = (
+        (rank, f"{value:g}" if isinstance(value, (int, float)) else value)
+        for rank, value in sorted(values.items())[:4]
+    )
+    return ", ".join(f"{value} on rank {rank}" for rank, value in shown)
 
 
-# -- divergence (DDP701, DDP319): parameters that stopped being equal on all ranks
-
+# -- parameters
 
 CAUSES = ("DDP301", "DDP302", "DDP303", "DDP305", "DDP306", "DDP308")
-"""Faults of which parameters that differ are the consequence."""
+"""Faults that make parameters differ."""
 
 
 @rule("DDP701", "parameters-differ", Severity.ERROR, yields_to=dict.fromkeys(CAUSES, certain))
@@ -136,22 +133,26 @@ def parameters_differ(run: Run) -> Iterator[Finding]:
         difference = replica.difference("parameters")
         if difference is None or awaits_distances(replica):
             continue
-        if source_operations.averaging_pending(run) or not replica.lasts(difference):
+        if averaging_pending(run) or not replica.lasts(difference):
             continue
         cause, evidence = _cause(replica, difference)
         guilty = replica.odd(difference.first, "parameters")
         everyone = tuple(sorted(replica.prints))
+        what = f"{named(everyone)} have different parameters"
+        if guilty:
+            verb = "have" if len(guilty) > 1 else "has"
+            what = f"{named(guilty)} {verb} other parameters than the other ranks"
         yield Finding(
             code="DDP701",
             about=f"module {replica.module}",
             subjects=frozenset((f"{PARAMETERS}{replica.module}",)),
             severity=Severity.ERROR,
-            message=f"{_which(guilty, everyone, 'parameters')} {difference.since}: {cause}",
+            message=f"{what} {difference.since}: {cause}",
             ranks=guilty or everyone,
-            location=member(replica, guilty).site("optimizer"),
+            location=_optimizer_line(replica, guilty),
             evidence=(
-                *when_differed(replica, difference),
-                *tensor_evidence(replica, difference),
+                *_when_differed(replica, difference),
+                *_tensor_evidence(replica, difference),
                 *evidence,
             ),
             fix="Change parameters and gradients in the same way on every rank (the same seed, or "
@@ -160,14 +161,10 @@ def parameters_differ(run: Run) -> Iterator[Finding]:
 
 
 def _cause(replica: Replica, difference: Difference) -> tuple[str, tuple[str, ...]]:
-    """What the gradients and the changes outside of steps say: in the message, and as evidence."""
-    rich = [
-        (step, values)
-        for step in replica.steps
-        if step >= difference.first and (values := replica.values(step, "gradients"))
-    ]
-    differing = [step for step, values in rich if len(set(values.values())) > 1]
-    if rich and differing and differing[0] == rich[0][0]:
+    """Return the cause by gradients and changes outside of steps, and the evidence for it."""
+    rich = _gradients_since(replica, difference)
+    differing = [step for step, values in rich.items() if len(set(values.values())) > 1]
+    if differing and differing[0] == next(iter(rich)):
         return (
             "their gradients differ already",
             (
@@ -175,16 +172,14 @@ def _cause(replica: Replica, difference: Difference) -> tuple[str, tuple[str, ..
                 f"of them step {differing[0]}: not all-reduced, or changed afterwards",
             ),
         )
+    equal: tuple[str, ...] = ()
+    if rich and not differing:
+        equal = (f"gradients are equal at {len(rich)} of {len(rich)} steps looked at",)
     changed = [
         rank.rank
         for rank in replica.ranks
         if any(is_between(each, replica, difference) for each in rank.records.of(OutsideRecord))
     ]
-    equal = (
-        (f"gradients are equal at {len(rich)} of {len(rich)} steps looked at",)
-        if rich and not differing
-        else ()
-    )
     if changed:
         return (
             "they were changed outside of the optimizer's step, differently on each rank",
@@ -193,19 +188,13 @@ def _cause(replica: Replica, difference: Difference) -> tuple[str, tuple[str, ..
     return "they became different within or between optimizer steps", equal
 
 
-def _which(guilty: tuple[int, ...], everyone: tuple[int, ...], what: str) -> str:
-    if guilty:
-        verb = "have" if len(guilty) > 1 else "has"
-        return f"{named(guilty)} {verb} other {what} than the other ranks"
-    return f"{named(everyone)} have different {what}"
-
-
-# -- weights changed on some ranks
-
-_ALIKE = (
-    "Do it on every rank, or before DistributedDataParallel(model), which broadcasts rank 0's "
-    "weights."
-)
+def _gradients_since(replica: Replica, difference: Difference) -> dict[int, dict[int, object]]:
+    """Return the hashes of the ranks' gradients by step, from the difference on."""
+    return {
+        step: values
+        for step in replica.steps
+        if step >= difference.first and (values := replica.values(step, "gradients"))
+    }
 
 
 @rule(
@@ -246,69 +235,64 @@ def rank_only_weight_change(run: Run) -> Iterator[Finding]:
     """
     for replica in replicas(run):
         difference = replica.difference("parameters")
-        changes = difference and rank_only_changes(replica, difference)
         if difference is None or awaits_distances(replica):
             continue
-        if not changes:
-            where = _likely_change(run, replica, difference)
-            if where is not None:
-                yield _likely(run, replica, difference, where)
-            continue
-        guilty = tuple(sorted(changes))
-        record = changes[guilty[0]]
-        loaded = isinstance(record, LoadRecord)
-        what = "loaded weights" if loaded else "changed parameters"
-        step = record.step + (not loaded)
-        others = [rank for rank in sorted(replica.prints) if rank not in guilty]
-        names = record.names if isinstance(record, OutsideRecord) else ()
-        detail = f": {', '.join(names[:3])}" if names else ""
-        lines = [] if loaded else written_on_some_ranks(run, "weights")
+        changes = rank_only_changes(replica, difference)
+        subjects = {f"{PARAMETERS}{replica.module}"}
+        lines: list[Location] = []
+        known = ""
+        if changes:
+            guilty = tuple(sorted(changes))
+            record = changes[guilty[0]]
+            others = [rank for rank in sorted(replica.prints) if rank not in guilty]
+            if isinstance(record, LoadRecord):
+                what, step, location = "loaded weights", f"{record.step}", record.location
+            else:
+                what, lines = "changed parameters", written_on_some_ranks(run, "weights")
+                names = f": {', '.join(record.names[:3])}" if record.names else ""
+                step = f"{record.step + 1}{names}"
+                location = lines[0] if len(lines) == 1 else None
+            message = (
+                f"{named(guilty)} {what} after DDP was built and {named(others)} did not: "
+                f"the parameters differ {difference.since}"
+            )
+            known = f"{named(guilty)} {what} before step {step}"
+        else:
+            location = _likely_change(run, replica, difference)
+            if location is None:
+                continue
+            subjects.add(LIKELY)
+            lines = [location]
+            guilty = replica.odd(difference.first, "parameters") or ranks_that_write(run, lines)
+            message = (
+                f"the parameters differ between ranks {difference.since} though their gradients "
+                "are equal: this line, which only some ranks run, is likely what changes them"
+            )
         yield Finding(
             code="DDP319",
             about=f"module {replica.module}",
-            subjects=frozenset((f"{PARAMETERS}{replica.module}",)),
+            subjects=frozenset(subjects),
             severity=Severity.ERROR,
-            message=f"{named(guilty)} {what} after DDP was built and {named(others)} did not: "
-            f"the parameters differ {difference.since}",
-            ranks=guilty,
-            location=lines[0] if len(lines) == 1 else getattr(record, "location", None),
+            message=message,
+            ranks=guilty or tuple(sorted(replica.prints)),
+            location=location,
             evidence=(
-                *when_differed(replica, difference),
-                f"{named(guilty)} {what} before step {step}{detail}",
+                *_when_differed(replica, difference),
+                *([known] if known else []),
                 *likely_written(lines, "weights"),
-                *tensor_evidence(replica, difference),
+                *_tensor_evidence(replica, difference),
             ),
-            fix=_ALIKE,
+            fix="Do it on every rank, or before DistributedDataParallel(model), which broadcasts "
+            "rank 0's weights.",
         )
 
 
-def _likely(run: Run, replica: Replica, difference: Difference, where: Location) -> Finding:
-    everyone = tuple(sorted(replica.prints))
-    guilty = replica.odd(difference.first, "parameters") or ranks_that_write(run, [where])
-    return Finding(
-        code="DDP319",
-        about=f"module {replica.module}",
-        subjects=frozenset((LIKELY, f"{PARAMETERS}{replica.module}")),
-        severity=Severity.ERROR,
-        message=f"the parameters differ between ranks {difference.since} though their gradients "
-        "are equal: this line, which some ranks alone run, is likely what changes them",
-        ranks=guilty or everyone,
-        location=where,
-        evidence=(
-            *when_differed(replica, difference),
-            *likely_written([where], "weights"),
-            *tensor_evidence(replica, difference),
-        ),
-        fix=_ALIKE,
-    )
-
-
 def _likely_change(run: Run, replica: Replica, difference: Difference) -> Location | None:
-    """The only line of the job by which equal gradients can have led to other weights.
+    """Return the only line of the job that can have changed weights despite equal gradients.
 
-    What is written through `.data` is seen by nothing but its effect.
+    Only the effect of a write through `.data` can be observed.
     """
-    rich = [each for step in replica.steps if (each := gradients_since(replica, difference, step))]
+    rich = _gradients_since(replica, difference).values()
     if not rich or any(len(set(map(str, each.values()))) > 1 for each in rich):
         return None
     seen = any(
@@ -317,17 +301,16 @@ def _likely_change(run: Run, replica: Replica, difference: Difference) -> Locati
         for record in rank.records.of(OutsideRecord)
     )
     lines = [] if seen else written_on_some_ranks(run, "weights")
-    # It is likely only as long as nothing else is known, be it said or not.
+    # It is likely only if no other cause is known, reported or not.
     if len(lines) != 1 or any(hyper_difference(each) for each in replicas(run)):
         return None
     state = replica.difference("state")
     return None if state and state.first <= difference.first else lines[0]
 
 
-# -- divergence by the optimizer (DDP702, DDP703, DDP705): its hyper-parameters, state or scale
+# -- hyper-parameters, state and scale of the optimizer
 
-
-_WORDS = {
+_HYPER_NAMES = {
     "lr": "learning rate",
     "momentum": "momentum",
     "betas": "betas",
@@ -336,7 +319,7 @@ _WORDS = {
 
 
 def _parameters_since(run: Run, step: int) -> frozenset[str]:
-    """The parameters, as subjects, that differ from a step on, or a later one."""
+    """Return the subjects of parameters that differ from a step on, or a later one."""
     return frozenset(
         f"{PARAMETERS}{replica.module}"
         for replica in replicas(run)
@@ -345,7 +328,7 @@ def _parameters_since(run: Run, step: int) -> frozenset[str]:
 
 
 def _parameters_too(replica: Replica) -> tuple[str, ...]:
-    """That the parameters differ as well, as evidence."""
+    """Return that the parameters differ as well, as evidence."""
     parameters = replica.difference("parameters")
     return (f"the parameters differ {parameters.since}",) if parameters else ()
 
@@ -386,39 +369,36 @@ def hyper_parameters_differ(run: Run) -> Iterator[Finding]:
         found = hyper_difference(replica)
         if found is None:
             continue
-        difference, (optimizer, group, index) = found
-        values = {
-            rank: value_at(value, optimizer, group, index)
-            for rank, value in replica.values(difference.first, "hyper").items()
-        }
-        written_at = written_on_some_ranks(run, "hyper-parameters")
+        difference, place = found
+        optimizer, group, index = place
+        values = hyper_values(replica, difference.first, place)
+        listed = _listed(values)
         everyone = tuple(sorted(values))
-        guilty = odd(values) or who_changed(replica, difference, optimizer, group, index)
-        if guilty in ((), everyone) and next(cuts(replica, difference), None) is None:
-            # A scheduler changes it on all ranks; the line says who did more.
+        all_cuts = cuts(replica, difference)
+        written_at = written_on_some_ranks(run, "hyper-parameters")
+        guilty = odd(values) or who_changed(replica, difference, place)
+        if guilty in ((), everyone) and not all_cuts:
+            # A scheduler changes it on all ranks. The line shows which ranks did more.
             guilty = ranks_that_write(run, written_at)
-        cut = last_cut(replica, difference, guilty or everyone)
-        what = _WORDS[HYPER[index]]
-        listed = ", ".join(f"{shown_value(values[rank])} on rank {rank}" for rank in everyone[:4])
-        groups = f"parameter group {group}, optimizer {optimizer}"
+        cut = next(
+            (record for rank, record in reversed(all_cuts) if rank in (guilty or everyone)), None
+        )
         lines = [] if cut else written_at
-        written = lines[0] if len(lines) == 1 else member(replica, guilty).site("optimizer")
+        written = lines[0] if len(lines) == 1 else _optimizer_line(replica, guilty)
         yield Finding(
             code="DDP702",
             about=f"module {replica.module} {HYPER[index]}",
             subjects=_parameters_since(run, difference.first),
             severity=Severity.ERROR,
-            message=f"the {what} differs between ranks {difference.since}: {listed}"
+            message=f"the {_HYPER_NAMES[HYPER[index]]} differs between ranks {difference.since}: "
+            f"{listed}"
             + ("; ReduceLROnPlateau follows a metric that is not averaged" if cut else ""),
             ranks=guilty or everyone,
             location=cut.location if cut else written,
             evidence=(
-                *when_differed(replica, difference),
-                f"{groups}: {listed}",
-                *(
-                    f"{named((rank,))} cut it before step {record.step}"
-                    for rank, record in cuts(replica, difference)
-                ),
+                *_when_differed(replica, difference),
+                f"parameter group {group}, optimizer {optimizer}: {listed}",
+                *(f"rank {rank} cut it before step {record.step}" for rank, record in all_cuts),
                 *_parameters_too(replica),
                 *likely_written(lines, "hyper-parameters"),
             ),
@@ -426,9 +406,6 @@ def hyper_parameters_differ(run: Run) -> Iterator[Finding]:
             if cut
             else "Set the same value on every rank.",
         )
-
-
-# -- the optimizer's state
 
 
 @rule(
@@ -473,7 +450,7 @@ def optimizer_state_differs(run: Run) -> Iterator[Finding]:
         yield Finding(
             code="DDP703",
             about="optimizer state",
-            # From which step on it differs is seen late: not each fingerprint has the state.
+            # The first differing step may be reported late: only some fingerprints include state.
             subjects=_parameters_since(run, 0),
             severity=Severity.ERROR,
             message=f"{named(guilty)} loaded the optimizer's state and {named(others)} did not: "
@@ -481,16 +458,13 @@ def optimizer_state_differs(run: Run) -> Iterator[Finding]:
             ranks=guilty,
             location=record.location,
             evidence=(
-                *when_differed(replica, difference),
+                *_when_differed(replica, difference),
                 f"{named(guilty)} loaded the state of {record.what} before step {record.step}",
                 *_parameters_too(replica),
             ),
             fix="Load the optimizer's state on every rank.",
         )
         return
-
-
-# -- the scale of mixed precision
 
 
 @rule("DDP705", "scale-differs", Severity.ERROR, supersedes={"DDP701": same_subject})
@@ -525,24 +499,20 @@ def scale_differs(run: Run) -> Iterator[Finding]:
             continue
         parameters = replica.difference("parameters")
         if parameters and parameters.first < difference.first:
-            # The consequence: replicas that differ overflow at different steps. No relation of
-            # rules, since replicas that are averaged differ without a finding.
+            # Replicas that differ overflow at different steps. This cannot be a relation of rules,
+            # because replicas that are averaged differ without a finding.
             continue
         values = replica.values(difference.first, "scale")
         guilty = odd(values)
-        everyone = tuple(sorted(values))
-        listed = ", ".join(f"{shown_value(values[rank])} on rank {rank}" for rank in everyone[:4])
         yield Finding(
             code="DDP705",
             about="scale",
             subjects=_parameters_since(run, difference.first),
             severity=Severity.ERROR,
-            message=f"the GradScaler's scale differs between ranks {difference.since}: {listed}",
-            ranks=guilty or everyone,
-            location=member(replica, guilty).site("optimizer"),
-            evidence=(
-                *when_differed(replica, difference),
-                *_parameters_too(replica),
-            ),
-            fix="Make the scaler with the same arguments, and load its state, on every rank.",
+            message=f"the GradScaler's scale differs between ranks {difference.since}: "
+            f"{_listed(values)}",
+            ranks=guilty or tuple(sorted(values)),
+            location=_optimizer_line(replica, guilty),
+            evidence=(*_when_differed(replica, difference), *_parameters_too(replica)),
+            fix="Create the scaler with the same arguments, and load its state, on every rank.",
         )

@@ -10,19 +10,16 @@ from dataclasses import dataclass
 from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.formatting import named
 from ddpdoctor.core.relations import MODELS
-from ddpdoctor.diagnose.replicas.differences import Replica, elements, replicas
+from ddpdoctor.diagnose.replicas.differences import Replica, common_records, elements, replicas
 from ddpdoctor.run.records.model import BuffersRecord, ModelRecord
 from ddpdoctor.run.snapshot import Run
 
-# -- models that differ between ranks before the first step (DDP707)
-
-
 _REFUSALS = ("DDP expects same model across all ranks", "appears not to match")
-"""What DDP says of models with other counts or shapes, on some of the ranks."""
+"""DDP's messages about models with different counts or shapes, on some of the ranks."""
 
 
 def is_refusal(error: str) -> bool:
-    """Whether an exception is DDP's refusal of models that differ."""
+    """Return whether an exception is DDP's refusal of models that differ."""
     return any(each in error for each in _REFUSALS)
 
 
@@ -59,7 +56,7 @@ def models_differ(run: Run) -> Iterator[Finding]:
     for (number, group), models in sorted(shared.items()):
         missing = any(rank.rank in group and rank.rank not in models for rank in run.last)
         if missing and run.exit_status is None:
-            # With one more, another rank may be the odd one.
+            # The missing rank may change which ranks are the majority.
             continue
         if not _differ(models):
             continue
@@ -67,21 +64,21 @@ def models_differ(run: Run) -> Iterator[Finding]:
         for each, record in sorted(models.items()):
             kinds[_kind(record, models)].append(each)
         groups = sorted(kinds.values(), key=lambda ranks: (-len(ranks), ranks))
-        # Without a majority none is right; each is held against the first.
-        clear = 2 * len(groups[0]) > len(models)
-        usual = groups[0] if clear else min(groups)
+        # Without a majority, each is compared with the first.
+        majority = 2 * len(groups[0]) > len(models)
+        usual = groups[0] if majority else min(groups)
         odd = [ranks for ranks in groups if ranks is not usual]
         yield Finding(
             code="DDP707",
             about=f"model {number}",
             subjects=frozenset((MODELS,)),
             severity=Severity.ERROR,
-            message=_message(models, usual, odd, clear),
-            ranks=tuple(sorted(rank for ranks in (odd if clear else groups) for rank in ranks)),
+            message=_message(models, usual, odd, majority),
+            ranks=tuple(sorted(rank for ranks in (odd if majority else groups) for rank in ranks)),
             location=models[odd[0][0]].location,
             evidence=tuple(
                 f"{named(ranks)}: {models[ranks[0]].count} parameters, "
-                f"{_elements(models[ranks[0]]):,} elements"
+                f"{sum(math.prod(each.shape) for each in models[ranks[0]].parameters):,} elements"
                 for ranks in sorted(groups)[:6]
             ),
             fix="Build the model from the same configuration on every rank; count classes and "
@@ -90,32 +87,32 @@ def models_differ(run: Run) -> Iterator[Finding]:
 
 
 _SHOWN = 4
-"""Groups of ranks that a sentence names."""
+"""Groups of ranks that a message names."""
 
 
 def _message(
-    models: dict[int, ModelRecord], usual: list[int], odd: list[list[int]], clear: bool
+    models: dict[int, ModelRecord], usual: list[int], odd: list[list[int]], majority: bool
 ) -> str:
-    """What each group of ranks gives DDP, against what the usual one does."""
+    """Say how the model of each group of ranks differs from the usual one."""
     first = models[usual[0]]
-    if clear and len(odd) == 1:
+    if majority and len(odd) == 1:
         verb = "give" if len(odd[0]) > 1 else "gives"
         return (
             f"{named(odd[0])} {verb} DDP another model than {named(usual)}: "
             f"{_first_difference(models[odd[0][0]], first)}"
         )
-    everyone = named(models if not clear else [rank for ranks in odd for rank in ranks])
-    head = f"{everyone} give DDP {'other' if clear else 'different'} models"
-    than = f"than {named(usual)}" if clear else f"here against {named(usual)}"
+    everyone = named(models if not majority else [rank for ranks in odd for rank in ranks])
+    head = f"{everyone} give DDP {'other' if majority else 'different'} models"
+    than = f" than {named(usual)}" if majority else f", here against {named(usual)}"
     parts = [
         f"on {named(ranks)}, {_first_difference(models[ranks[0]], first)}" for ranks in odd[:_SHOWN]
     ]
     more = f"; {len(odd) - _SHOWN} more kinds" if len(odd) > _SHOWN else ""
-    return f"{head}{' ' if clear else ', '}{than}: {'; '.join(parts)}{more}"
+    return f"{head}{than}: {'; '.join(parts)}{more}"
 
 
 def _kind(record: ModelRecord, models: dict[int, ModelRecord]) -> tuple[object, ...]:
-    """What has to be the same; names only where all ranks have the same ones."""
+    """Return what must be equal. Names count only if all ranks have the same ones."""
     named_alike = {frozenset(each[0] for each in one.parameters) for one in models.values()}
     parameters = record.parameters
     if len(named_alike) > 1:
@@ -124,7 +121,7 @@ def _kind(record: ModelRecord, models: dict[int, ModelRecord]) -> tuple[object, 
 
 
 def _differ(models: dict[int, ModelRecord]) -> bool:
-    """Whether more than names differ: shapes, dtypes, counts, or the order of the same names."""
+    """Return whether more than names differ: shapes, dtypes, counts, or the order of names."""
     found = [record.parameters for record in models.values()]
     if len({record.count for record in models.values()}) > 1:
         return True
@@ -135,7 +132,7 @@ def _differ(models: dict[int, ModelRecord]) -> bool:
 
 
 def _first_difference(here: ModelRecord, there: ModelRecord) -> str:
-    """The first parameter that differs, in words."""
+    """Describe the first parameter that differs."""
     mine, theirs = here.parameters, there.parameters
     for (name, shape, dtype), (other, shape_there, dtype_there) in zip(mine, theirs, strict=False):
         if shape != shape_there:
@@ -144,28 +141,24 @@ def _first_difference(here: ModelRecord, there: ModelRecord) -> str:
             return f"{name or other} is {dtype}, not {dtype_there}"
         if name != other and here.count == there.count:
             return f"{name} stands in the place of {other}"
-    # Of a large model the first parameters alone are listed.
+    # Only the first parameters of a large model are listed.
     more, fewer = (mine, theirs) if here.count > there.count else (theirs, mine)
     known = {name for name, _, _ in fewer}
     names = ", ".join([name for name, _, _ in more if name not in known][:3]) or "some parameter"
     return f"it has {names}, too" if more is mine else f"it is without {names}"
 
 
-def _elements(record: ModelRecord) -> int:
-    return sum(math.prod(each.shape) for each in record.parameters)
+# -- buffers
 
-
-# -- buffers of a DDP module that the ranks do not share (DDP704)
-
-
-ENOUGH_LOOKS = 3
-"""Looks in a row that have to show a difference."""
-
+MIN_SAMPLES = 3
+"""Consecutive samples that must show a difference."""
 NEAR = 0.5
-"""Of the larger norm, how far the values of two ranks may differ to be versions of one."""
-
+"""How far the values of two ranks may differ to be versions of one, as a part of the norm."""
 SLOW = 0.75
-"""Of the distance between ranks, how far a buffer may move in a step to be one that gathers."""
+"""How far a buffer that gathers may move in a step, as a part of the distance between ranks."""
+
+_Sample = tuple[int, list[BuffersRecord], list[int]]
+"""A step, what the ranks wrote, and the buffer's index in each record."""
 
 
 @rule("DDP704", "buffers-differ", Severity.WARNING)
@@ -201,32 +194,35 @@ def buffers_differ(run: Run) -> Iterator[Finding]:
         broadcast, for buffers that differ from the start.
     """
     for replica in replicas(run):
+        samples = common_records(replica.ranks, BuffersRecord, replica.module)
+        names = {
+            name for records in samples.values() for record in records for name in record.names
+        }
         found = [
             each
-            for name in sorted(_names(replica))
-            if (each := _buffer_difference(replica, name)) is not None
+            for name in sorted(names)
+            if (each := _buffer_difference(replica, samples, name)) is not None
         ]
         if not found:
             continue
         meant = any(each.broadcast for each in found)
         found = [each for each in found if each.broadcast == meant]
         first, built = found[0], replica.ranks[0].ddp(replica.module)
-        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-        verb = "differ" if more else "differs"
+        what = f"{first.name} differs"
+        if len(found) > 1:
+            what = f"{first.name} and {len(found) - 1} more differ"
         everyone = tuple(rank.rank for rank in replica.ranks)
         why = (
             "DDP broadcasts no buffers, as the module had none when DDP was built"
             if meant
             else "DDP's broadcast of buffers is turned off"
         )
+        warns = meant and not all(each.single for each in found)
         yield Finding(
             code="DDP704",
             about=f"module {replica.module}",
-            severity=Severity.WARNING
-            if meant and not all(each.alone for each in found)
-            else Severity.INFO,
-            message=f"buffer {first.name}{more} {verb} between {named(everyone)} since step "
-            f"{first.step}, and {why}",
+            severity=Severity.WARNING if warns else Severity.INFO,
+            message=f"buffer {what} between {named(everyone)} since step {first.step}, and {why}",
             ranks=everyone,
             location=built.location if built is not None else None,
             evidence=tuple(each.text for each in found[:3]),
@@ -239,71 +235,50 @@ def buffers_differ(run: Run) -> Iterator[Finding]:
 
 
 @dataclass(frozen=True)
-class _Difference:
+class _BufferDifference:
     name: str
     step: int
     broadcast: bool
-    alone: bool
-    """It is a single number, as a meter of the rank's own losses is."""
+    single: bool
+    """Whether it is a single number, like a meter of the rank's own losses."""
     text: str
 
 
-_Look = tuple[int, list[BuffersRecord], list[int]]
-"""A step, what the ranks wrote of it, and where in it the buffer stands."""
-
-
-def _looks(replica: Replica) -> dict[tuple[int, int], list[BuffersRecord]]:
-    """What all ranks wrote of the same moments, oldest first."""
-    written = [
-        {
-            (record.step, record.armed): record
-            for record in rank.records.of(BuffersRecord)
-            if record.module == replica.module
-        }
-        for rank in replica.ranks
-    ]
-    common = set.intersection(*(set(each) for each in written))
-    return {key: [each[key] for each in written] for key in sorted(common)}
-
-
-def _names(replica: Replica) -> set[str]:
-    looks = _looks(replica).values()
-    return {name for records in looks for record in records for name in record.names}
-
-
-def _buffer_difference(replica: Replica, name: str) -> _Difference | None:
-    """Since when a buffer differs, if it became different and stayed so."""
-    looks: list[_Look] = [
+def _buffer_difference(
+    replica: Replica, written: dict[tuple[int, int], list[BuffersRecord]], name: str
+) -> _BufferDifference | None:
+    """Return since when a buffer differs, if it became different and stayed so."""
+    samples: list[_Sample] = [
         (step, records, [record.names.index(name) for record in records])
-        for (step, _), records in _looks(replica).items()
+        for (step, _), records in written.items()
         if all(name in record.names for record in records)
     ]
-    hashes = [
-        {record.hashes[at : at + 1] for record, at in zip(records, places, strict=True)}
-        for _, records, places in looks
+    differs = [
+        len({record.hashes[at : at + 1] for record, at in zip(records, places, strict=True)}) > 1
+        for _, records, places in samples
     ]
-    first = next((index for index, each in enumerate(hashes) if len(each) > 1), None)
-    if first is None or len(hashes) - first < ENOUGH_LOOKS:
+    if True not in differs:
         return None
-    if any(len(each) == 1 for each in hashes[first:]):
+    first = differs.index(True)
+    if len(differs) - first < MIN_SAMPLES or not all(differs[first:]):
         return None
-    step, records, places = looks[-1]
+    step, records, places = samples[-1]
     broadcast = all(record.broadcast for record in records)
-    if (first == 0 and not broadcast) or not _gathers(looks[first:]):
+    if (first == 0 and not broadcast) or not _gathers(samples[first:]):
         return None
-    samples = [
-        (_values(record, at), rank.rank)
-        for record, at, rank in zip(records, places, replica.ranks, strict=True)
+    values = [_values(record, at) for record, at in zip(records, places, strict=True)]
+    norms = [
+        f"{math.hypot(*each):.4g} on rank {rank.rank}"
+        for each, rank in zip(values[:4], replica.ranks, strict=False)
     ]
-    norms = ", ".join(f"{_norm(values):.4g} on rank {rank}" for values, rank in samples[:4])
-    equal = f"equal before step {looks[first - 1][0]}, " if first else ""
-    return _Difference(
+    equal = f"equal before step {samples[first - 1][0]}, " if first else ""
+    return _BufferDifference(
         name,
-        looks[first][0],
+        samples[first][0],
         broadcast,
-        len(samples[0][0]) == 1,
-        f"{name}: {equal}different at all {len(hashes) - first} looks from step "
-        f"{looks[first][0]} to {step}; norm of {len(samples[0][0])} elements {norms}",
+        len(values[0]) == 1,
+        f"{name}: {equal}different at all {len(differs) - first} looks from step "
+        f"{samples[first][0]} to {step}; norm of {len(values[0])} elements {', '.join(norms)}",
     )
 
 
@@ -311,33 +286,27 @@ def _values(record: BuffersRecord, at: int) -> tuple[float, ...]:
     return elements(record.samples[at]) if at < len(record.samples) else ()
 
 
-def _norm(values: tuple[float, ...]) -> float:
-    return math.sqrt(sum(value * value for value in values))
+def _gathers(samples: list[_Sample]) -> bool:
+    """Return whether ranks hold versions of one thing: similar, and changing little in a step.
 
-
-def _gathers(looks: list[_Look]) -> bool:
-    """Whether ranks hold versions of one thing: alike, and changing little in a step.
-
-    What is computed from each batch moves as far in a step as ranks differ.
+    A buffer that is computed from each batch moves as far in a step as ranks differ.
     """
-    samples = {
+    values = {
         step: [_values(record, at) for record, at in zip(records, places, strict=True)]
-        for step, records, places in looks
+        for step, records, places in samples
     }
-    pairs = [(each, samples[step + 1]) for step, each in samples.items() if step + 1 in samples]
+    pairs = [(each, values[step + 1]) for step, each in values.items() if step + 1 in values]
     if not pairs:
         return False
     before, after = pairs[-1]
     differences = [_distance(after[0], other) for other in after[1:]]
     moved = [_distance(one, other) for one, other in zip(before, after, strict=True)]
-    size = max(map(_norm, after))
+    size = max(math.hypot(*each) for each in after)
     if not all(map(math.isfinite, (*differences, *moved, size))):
         return False
     return 0 < max(differences) <= NEAR * size and max(moved) <= SLOW * max(differences)
 
 
 def _distance(one: tuple[float, ...], other: tuple[float, ...]) -> float:
-    """Of two lists of values; infinite if they cannot be compared."""
-    if len(one) != len(other):
-        return math.inf
-    return _norm(tuple(a - b for a, b in zip(one, other, strict=True)))
+    """Return the distance of two lists of values; infinity if they cannot be compared."""
+    return math.dist(one, other) if len(one) == len(other) else math.inf

@@ -1,53 +1,53 @@
-"""Which rank, or which stage of a pipeline, holds the others up: in most steps, or in some."""
+"""Find the rank, or the stage of a pipeline, that holds the others up.
+
+First medians of steps are compared. If no rank stands out, the means of ever longer stretches of
+steps are compared, which show a surplus that is not in every step. `lag_of` judges both.
+
+On a crowded machine every rank waits for its core, and a rank that computes longer waits longer. So
+times are compared without such waits. Waits that the rank's work does not explain are reported as
+`Lag.crowded`.
+"""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from statistics import fmean, median, median_low
 
 from ddpdoctor.core.formatting import named
-from ddpdoctor.diagnose.speed.pace import ENOUGH, SLOWER, WARM_UP, stands_out
-from ddpdoctor.diagnose.speed.surplus import (
-    FEWEST,
-    FEWEST_PASSES,
-    STEADIER,
-    STEADY,
-    THIRD,
-    Lag,
-    Steps,
-    cpu,
-    first_of_passes,
-    halvings,
-    lag_of,
-    net,
-    own,
-    passes,
-    pooled,
-    rhythm,
-    waited,
-    whole,
+from ddpdoctor.diagnose.speed.pace import (
+    BORNE_OUT,
+    ENOUGH,
+    SLOWER,
+    WARM_UP,
+    own_time,
+    stands_out,
 )
 from ddpdoctor.run.records.model import StageRecord
 from ddpdoctor.run.records.training import StepRecord
 from ddpdoctor.run.snapshot import Rank, Run
+from ddpdoctor.run.status import PHASES
 from ddpdoctor.run.step_series import on_gpu, reducing_together, split_by_comparison
 
-# -- stages
+Steps = Mapping[int, StepRecord]
+"""Steps of one rank, by number."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What some ranks run of a pipeline: one of its stages, or several in turn."""
+    """The part of a pipeline that some ranks run: one of its stages, or several in turn."""
 
     numbers: tuple[int, ...]
     """From 0, ascending."""
     of: int
-    """Stages that the pipeline has."""
+    """The number of stages in the pipeline."""
     ranks: tuple[Rank, ...]
-    """Of each replica of the model one."""
+    """One rank of each replica of the model."""
 
     @cached_property
     def name(self) -> str:
@@ -56,19 +56,19 @@ class Stage:
 
     @property
     def record(self) -> StageRecord:
-        """Of the first of its ranks."""
+        """The record of the first of its ranks."""
         return self.ranks[0].records.of(StageRecord)[-1]
 
 
 def stages(run: Run) -> tuple[Stage, ...]:
-    """The stages of the last attempt, in their order; empty where not every rank runs any."""
+    """Return the stages of the last attempt in order; none unless every rank runs one."""
     found: dict[tuple[int, ...], list[Rank]] = {}
     of = 0
     for rank in run.last:
         records = rank.records.of(StageRecord)
         if not records:
             return ()
-        # A job may have built pipelines before, to try them.
+        # A job may have built other pipelines before, to try them.
         of = records[-1].stages
         numbers = {record.stage for record in records if record.stages == of}
         found.setdefault(tuple(sorted(numbers)), []).append(rank)
@@ -76,63 +76,275 @@ def stages(run: Run) -> tuple[Stage, ...]:
 
 
 def alike(run: Run) -> Sequence[Sequence[Rank]]:
-    """The ranks of the last attempt, those together that do the same work."""
+    """Group the ranks of the last attempt by the work they do."""
     return [stage.ranks for stage in stages(run)] or [run.last]
 
 
 def stage_of(run: Run, number: int) -> Stage | None:
-    """The stage that a rank runs."""
+    """Return the stage that a rank runs."""
     of_rank = (each for each in stages(run) if any(rank.rank == number for rank in each.ranks))
     return next(of_rank, None)
 
 
-# -- which rank holds the others up: in most steps, as medians show it, or in some, as sums do
+# -- judging one rank
 
+PLAIN_SHARE, PLAIN_NS = 0.5, 20_000_000
+"""A surplus that few steps can show: as a part of the step, and in nanoseconds."""
+STEADY, STEADY_STRETCHES = 0.75, 0.875
+"""The part of the steps that must show the surplus. Stretches of steps are fewer and less alike."""
+PRESENT, PRESENT_IN_STRETCH = 1 / 2, 1 / 3
+"""The part of the surplus that counts as showing it. With a surplus in every 10th step, stretches
+of 16 steps have one or two."""
+IDLE = 0.01
+"""Wait for a core, as a part of the step, up to which cores are known to be idle."""
+CALM = 0.05
+"""Wait for a core, as a part of the step, above which the machine counts as crowded."""
+BRIEF_NS = 500_000_000
+"""Steps that span less, in nanoseconds, count as few unless the machine is calm. For so long a core
+may be slow because of its sibling, or of the host of a virtual machine."""
+CORE_TAKEN = 3.0
+"""How many times as long as the others a rank waits for a core if others use only its core."""
+SAME_WORK = 1.25
+"""How many times the others' CPU time a rank may take if its work does not explain its waits. A
+rank that computes longer loses its core more often, and not only in proportion."""
+
+
+@dataclass(frozen=True)
+class Rhythm:
+    """The steps that have a surplus."""
+
+    words: str = ""
+    """``in every 2nd step``; empty if it is spread, or if single steps were not recorded."""
+    period: int = 0
+    """Steps from one to the next; 0 if that is not regular."""
+    of_passes: bool = False
+    """They are the first steps of passes over the data."""
+    gap: float = 0.0
+    """The mean surplus in each of them, in nanoseconds."""
+
+
+@dataclass(frozen=True)
+class Lag:
+    """A rank that holds the others up; times in nanoseconds a step.
+
+    They are medians of steps, or medians of means over stretches of steps.
+    """
+
+    rank: Rank
+    gap: float
+    """What the others could save if this rank were like them."""
+    crowded: bool
+    """Whether the gap is a wait for a core that only this rank has."""
+    cpu: float
+    """CPU time of its training thread beyond that of the others; 0 if unknown."""
+    total: float
+    """The step without waits for a core."""
+    wall: float
+    """The step as measured."""
+    calm: bool
+    """Whether hardly any rank waits for a core, so that times mean what they say."""
+    sure: bool
+    """Whether the gap remains however the others' waits for a core are divided between their own
+    time and the all-reduce."""
+    own: tuple[float, float]
+    """Its own time and that of the others, without waits for a core."""
+    wait: tuple[float, float]
+    """Its wait in the all-reduce and that of the others."""
+    cores: tuple[float, float]
+    """Its wait for a core and that of the others."""
+    ran: bool
+    """Whether the kernel reports how long a thread ran and waited for a core."""
+    phase: str
+    """The phase with the largest surplus."""
+    slow: float
+    """The time of that phase here."""
+    usual: float
+    """The time of that phase on the others."""
+    steps: int
+    few: bool
+    """Whether the steps are few or span little time. The gap is then large, and in all of them."""
+    rhythm: Rhythm | None = None
+    """The steps that have the gap, if most have not."""
+
+    @property
+    def cores_idle(self) -> bool:
+        """Whether ranks wait so little for a core that their workers cannot lack any."""
+        return self.ran and max(self.cores) <= IDLE * self.wall
+
+
+def lag_of(
+    rank: Rank,
+    mine: Steps,
+    others: Sequence[Steps],
+    common: Sequence[int],
+    *,
+    gpu: bool,
+    lasting: float,
+    few: bool = False,
+    stretches: bool = False,
+) -> Lag | None:
+    """Return how a rank holds the others up; None if it does not.
+
+    Args:
+        rank: The rank.
+        mine: Its steps, or means of several.
+        others: Those of the others.
+        common: The numbers of the steps to compare.
+        gpu: Whether they were timed on a GPU.
+        lasting: Nanoseconds that they must span to show that others use the rank's core.
+        few: Whether the steps are few.
+        stretches: Whether they are means over stretches of steps.
+    """
+
+    def here(of: Callable[[StepRecord], float]) -> float:
+        return median(of(mine[number]) for number in common)
+
+    def there(of: Callable[[StepRecord], float]) -> float:
+        return median(median(of(steps[number]) for steps in others) for number in common)
+
+    def surplus(
+        of: Callable[[StepRecord], float], elsewhere: Callable[[StepRecord], float]
+    ) -> list[float]:
+        return [
+            of(mine[number]) - median(elsewhere(steps[number]) for steps in others)
+            for number in common
+        ]
+
+    def outstanding(surplus: Sequence[float], total: float) -> bool:
+        """Return whether most steps have it, and the others wait for it."""
+        gap = median(surplus)
+        part = PRESENT_IN_STRETCH if stretches else PRESENT
+        seen = sum(value > gap * part for value in surplus)
+        steady = STEADY_STRETCHES if stretches else STEADY
+        return stands_out(gap, total, relief) and seen >= steady * len(surplus)
+
+    total = here(lambda step: max(step.total - waited(step), cpu(step)))
+    wall = here(lambda step: step.total)
+    relief = there(lambda step: step.wait) - here(lambda step: step.wait)
+    # A host without a core may have given its GPU enough work before, and may spin for it.
+    mine_of = (lambda step: max(step.own - waited(step), 0)) if gpu else net
+    rest: Callable[[StepRecord], float] = (lambda step: step.own) if gpu else net
+    working = surplus(mine_of, rest)
+    # The others' own time may be as long as this, if they lacked a core in the all-reduce.
+    safely = surplus(mine_of, lambda step: step.own - max(waited(step) - step.wait, 0))
+    gap, crowded = 0.0, False
+    waits = max(here(waited), there(waited))
+    calm = waits <= CALM * wall
+    span = mine[common[-1]].start - mine[common[0]].start
+    few = few or (not calm and span < BRIEF_NS)
+    if outstanding(working, total) and (not few or _is_plain(working, total)):
+        gap = median(working)
+    # Waits for a core beyond those that come with longer work.
+    rate = there(waited) / there(cpu) if there(cpu) else 0.0
+    crowd = [
+        wait - rate * max(ran, 0.0)
+        for wait, ran in zip(surplus(waited, waited), surplus(cpu, cpu), strict=True)
+    ]
+    taken = here(cpu) <= SAME_WORK * there(cpu) and here(waited) >= CORE_TAKEN * there(waited)
+    if taken and span >= lasting and not few and median(crowd) > gap and outstanding(crowd, wall):
+        gap, crowded = median(crowd), True
+    if not gap:
+        return None
+    phase, slow, usual = max(
+        ((name, here(attrgetter(name)), there(attrgetter(name))) for name in PHASES),
+        key=lambda found: found[1] - found[2],
+    )
+    return Lag(
+        rank=rank,
+        gap=gap,
+        crowded=crowded,
+        cpu=0.0 if gpu else median(surplus(cpu, cpu)),
+        total=total,
+        wall=wall,
+        calm=calm,
+        sure=outstanding(safely, total) and median(safely) >= BORNE_OUT * gap,
+        own=(here(mine_of), there(rest)),
+        wait=(here(lambda step: step.wait), there(lambda step: step.wait)),
+        cores=(here(waited), there(waited)),
+        ran=here(cpu) > 0,
+        phase=phase,
+        slow=slow,
+        usual=usual,
+        steps=len(common),
+        few=few,
+    )
+
+
+def _is_plain(surplus: Sequence[float], total: float) -> bool:
+    """Return whether few steps show a surplus: it is large, and in each of them but one."""
+    gap = median(surplus)
+    small = sum(value <= gap / 2 for value in surplus)
+    return gap >= max(PLAIN_SHARE * total, PLAIN_NS) and small <= 1
+
+
+def whole(step: StepRecord) -> int:
+    """Return a rank's own time in a step, with what it did between passes before it."""
+    return step.own + step.outside
+
+
+def net(step: StepRecord) -> float:
+    """Return a step's own time without waits for a core (`own_time`)."""
+    return own_time(step.own, cpu(step), waited(step))
+
+
+def waited(step: StepRecord) -> float:
+    """Return how long the training thread had no core; 0 if unknown."""
+    return step.waited or 0
+
+
+def cpu(step: StepRecord) -> float:
+    """Return how long the training thread ran; 0 if unknown."""
+    return step.cpu or 0
+
+
+# -- comparing ranks step by step
 
 ENOUGH_SAMPLED = 6
 """Steps that a verdict needs on a GPU, where DDP times only every hundredth step."""
-
 FEW = 8
-"""Steps that say something of a job that is too short for that, if they say it plainly."""
-
+"""Steps that are enough for a job too short for that, if they show a large surplus."""
 BEGINNING = 2
-"""Steps at its beginning that say nothing: loaders start, buckets are built, caches are filled."""
-
+"""First steps that say nothing: loaders start, buckets are built, caches are filled."""
 LASTING = 5_000_000_000
-"""Nanoseconds that steps must span to say that others use a rank's core: for less the kernel may
-just not have balanced its load."""
-
+"""Nanoseconds that steps must span to show that others use a rank's core. In less time the kernel
+may just not have balanced its load."""
 MANY = 16
 """Ranks from which on only the slowest are compared with all the others."""
+MIN_STRETCHES = 16
+"""Stretches of equal length that a verdict needs."""
+MIN_PASSES = 8
+"""Passes over the data that a verdict needs, if most of the surplus is in their first steps."""
+MOSTLY = 0.75
+"""The part of a surplus that is in the steps which are said to have it."""
+SPREAD = 0.6
+"""The part of the steps from which on they are too many to be named."""
 
 
 def lags(run: Run, enough: int = ENOUGH, few: int = FEW) -> Iterator[Lag]:
-    """The ranks of the last attempt that hold others up which do the same work.
+    """Yield the ranks of the last attempt that hold up others which do the same work.
 
     Args:
         run: The run.
-        enough: Steps after the warm-up that it takes.
-        few: Steps, those of the warm-up included, that a surplus takes which is plain to see.
+        enough: Steps after the warm-up that a verdict needs.
+        few: Steps, warm-up included, that are enough for a large surplus.
     """
     for ranks in alike(run):
         yield from _lags(run, ranks, enough, few)
 
 
 def stage_lags(run: Run) -> Iterator[tuple[Stage, Lag]]:
-    """The stages of a pipeline that hold the others up: of each its median rank is compared."""
-    found = {_middle(run, stage.ranks).rank: stage for stage in stages(run)}
+    """Yield the stages of a pipeline that hold the others up, judged by their median ranks."""
+    found: dict[int, Stage] = {}
+    for stage in stages(run):
+        times = {
+            rank.rank: median([net(step) for step in _usable(run, rank).values()] or [0.0])
+            for rank in stage.ranks
+        }
+        # Of two ranks, the faster one.
+        found[sorted(times, key=times.__getitem__)[(len(times) - 1) // 2]] = stage
     ranks = [run.rank(number) for number in found]
     for lag in _lags(run, ranks, ENOUGH, FEW, infers=False):
         yield found[lag.rank.rank], lag
-
-
-def _middle(run: Run, ranks: Sequence[Rank]) -> Rank:
-    """The median one of ranks that do the same work; of two the faster one."""
-    times = {
-        rank.rank: median([net(step) for step in _usable(run, rank).values()] or [0.0])
-        for rank in ranks
-    }
-    return sorted(ranks, key=lambda rank: times[rank.rank])[(len(ranks) - 1) // 2]
 
 
 def _lags(
@@ -142,67 +354,33 @@ def _lags(
         return
     usable: Mapping[int, Steps] = {rank.rank: _usable(run, rank) for rank in ranks}
     joined = infers and tuple(ranks) in reducing_together(ranks)
-    if not any(on_gpu(rank) for rank in ranks):
-        found = list(_by_medians(ranks, usable, enough, few, gpu=False))
-        if not found:
-            usable = {rank.rank: _chosen(run, rank.steps) for rank in ranks}
-            timed = all(step.split and step.steps == 1 for rank in ranks for step in rank.steps)
-            if joined and not timed:
-                usable = _with_sums(usable, _inferred(run, ranks))
-        yield from found or _by_sums(ranks, usable, enough, gpu=False)
+    if any(on_gpu(rank) for rank in ranks):
+        timed = _timed(usable)
+        found = list(_by_medians(ranks, timed, min(enough, ENOUGH_SAMPLED), few, gpu=True))
+        if not found and joined:
+            usable = _inferred(run, ranks)
+            found = list(_by_medians(ranks, usable, enough, few, gpu=True))
+            found = found or list(_by_stretches(ranks, usable, enough, gpu=True))
+        yield from found
         return
-    found = list(_by_medians(ranks, _timed(usable), min(enough, ENOUGH_SAMPLED), few, gpu=True))
-    if not found and joined:
-        usable = _inferred(run, ranks)
-        found = list(_by_medians(ranks, usable, enough, few, gpu=True))
-        found = found or list(_by_sums(ranks, usable, enough, gpu=True))
-    yield from found
-
-
-def _by_medians(
-    ranks: Sequence[Rank], usable: Mapping[int, Steps], enough: int, few: int, *, gpu: bool
-) -> Iterator[Lag]:
-    """The ranks that hold others up in most steps."""
-    common = _common(usable)
-    short = len(common) < enough
-    if short:
-        common = _common(usable, BEGINNING)
-        if gpu or len(common) < few:
-            return
-    for rank in _slow(ranks, usable, common):
-        lag = lag_of(
-            rank,
-            usable[rank.rank],
-            _but(usable, rank),
-            common,
-            gpu=gpu,
-            lasting=LASTING * min(enough / ENOUGH, 1.0),
-            few=short,
-            steady=STEADY,
-        )
-        if lag is not None:
-            yield lag
-
-
-def _common(usable: Mapping[int, Steps], first: int = WARM_UP) -> list[int]:
-    """The numbers of the steps that all ranks have, from that one on."""
-    steps = set.intersection(*(set(each) for each in usable.values()))
-    return sorted(number for number in steps if number >= first)
-
-
-def _with_sums(usable: Mapping[int, Steps], inferred: Mapping[int, Steps]) -> dict[int, Steps]:
-    """The steps that DDP timed, and those of a line whose sums alone are known: it timed some."""
-    return {
-        rank: {
-            **inferred[rank],
-            **{number: step for number, step in steps.items() if step.steps == 1},
-        }
-        for rank, steps in usable.items()
-    }
+    found = list(_by_medians(ranks, usable, enough, few, gpu=False))
+    if not found:
+        usable = {rank.rank: _chosen(run, rank.steps) for rank in ranks}
+        if joined and any(not step.split or step.steps > 1 for r in ranks for step in r.steps):
+            # DDP timed some steps of a journal line. Of the others only sums are known.
+            inferred = _inferred(run, ranks)
+            usable = {
+                rank: {
+                    **inferred[rank],
+                    **{number: step for number, step in steps.items() if step.steps == 1},
+                }
+                for rank, steps in usable.items()
+            }
+    yield from found or _by_stretches(ranks, usable, enough, gpu=False)
 
 
 def _timed(usable: Mapping[int, Steps]) -> dict[int, Steps]:
-    """One step of each line of the first rank: DDP timed one of those that it stands for."""
+    """Keep one step of each line of the first rank: DDP timed one of those it stands for."""
     first = next(iter(usable.values()))
     # The steps of a line begin as far apart as they are long.
     lines = {step.start - number * step.total: number for number, step in first.items()}
@@ -212,103 +390,46 @@ def _timed(usable: Mapping[int, Steps]) -> dict[int, Steps]:
     }
 
 
+def _by_medians(
+    ranks: Sequence[Rank], usable: Mapping[int, Steps], enough: int, few: int, *, gpu: bool
+) -> Iterator[Lag]:
+    """Yield the ranks that hold others up in most steps."""
+    common = _common(usable)
+    short = len(common) < enough
+    if short:
+        common = _common(usable, BEGINNING)
+        if gpu or len(common) < few:
+            return
+    slow = {rank.rank for rank in ranks}
+    if len(ranks) > MANY:
+        slow = set()
+        for of in (attrgetter("own"), net):
+            times = {n: median(of(steps[step]) for step in common) for n, steps in usable.items()}
+            slow.update(heapq.nlargest(MANY // 2, times, key=times.__getitem__))
+    for rank in ranks:
+        if rank.rank not in slow:
+            continue
+        lasting = LASTING * min(enough / ENOUGH, 1.0)
+        mine, others = usable[rank.rank], _but(usable, rank)
+        lag = lag_of(rank, mine, others, common, gpu=gpu, lasting=lasting, few=short)
+        if lag is not None:
+            yield lag
+
+
+def _common(usable: Mapping[int, Steps], first: int = WARM_UP) -> list[int]:
+    """Return the numbers of the steps that all ranks have, from ``first`` on."""
+    steps = set.intersection(*(set(each) for each in usable.values()))
+    return sorted(number for number in steps if number >= first)
+
+
 def _but(ranks: Mapping[int, Steps], rank: Rank) -> list[Steps]:
     return [steps for number, steps in ranks.items() if number != rank.rank]
 
 
-def _by_sums(
-    ranks: Sequence[Rank],
-    usable: Mapping[int, Steps],
-    enough: int,
-    *,
-    gpu: bool,
-) -> Iterator[Lag]:
-    """The ranks that hold others up in some steps only, which medians of steps do not show.
-
-    Args:
-        ranks: The ranks.
-        usable: Their steps.
-        enough: As `ENOUGH`.
-        gpu: They were timed on GPUs.
-    """
-    common, part = _common(usable), min(enough / ENOUGH, 1.0)
-    if len(common) < enough:
-        return
-    usable, slow = _outstanding(usable, common)
-    if not slow:
-        return
-    firsts = first_of_passes([*usable.values()], common)
-
-    def compare(pools: Mapping[int, Steps]) -> Iterator[Lag]:
-        numbers = sorted(next(iter(pools.values())))
-        for rank in ranks:
-            if rank.rank not in slow:
-                continue
-            lag = lag_of(
-                rank,
-                pools[rank.rank],
-                _but(pools, rank),
-                numbers,
-                gpu=gpu,
-                lasting=LASTING,
-                few=False,
-                steady=STEADIER,
-                least=THIRD,
-            )
-            if lag is None or lag.crowded:
-                continue
-            others, mine = _but(usable, rank), usable[rank.rank]
-            single = [number for number in common if mine[number].steps == 1]
-            surplus = [
-                whole(mine[number]) - median(whole(steps[number]) for steps in others)
-                for number in single
-            ]
-            yield replace(lag, steps=len(common), rhythm=rhythm(single, surplus, firsts))
-
-    for pools in halvings(usable, common, max(int(part * FEWEST), 2)):
-        found = list(compare(pools))
-        if found:
-            yield from found
-            return
-    by_pass = passes(usable, common, max(int(part * FEWEST_PASSES), 2))
-    if by_pass:
-        for lag in compare(pooled(usable, by_pass)):
-            if lag.rhythm is not None and lag.rhythm.of_passes:
-                yield lag
-
-
-def _outstanding(
-    usable: Mapping[int, Steps], common: Sequence[int]
-) -> tuple[Mapping[int, Steps], set[int]]:
-    """The ranks that stand out by their sums, and whom to compare them with: of many, some."""
-    total = median(sum(steps[number].total for number in common) for steps in usable.values())
-    slow: set[int] = set()
-    for of in (whole, net):
-        spent = {n: sum(of(steps[number]) for number in common) for n, steps in usable.items()}
-        usual = median_low(spent.values())
-        most = heapq.nlargest(MANY // 2, spent, key=spent.__getitem__)
-        slow.update(rank for rank in most if spent[rank] - usual >= SLOWER * total / 2)
-    beside = [*usable][:: max(1, len(usable) // MANY)]
-    return {rank: usable[rank] for rank in sorted({*slow, *beside})}, slow
-
-
-def _slow(
-    ranks: Sequence[Rank], usable: Mapping[int, Steps], common: Sequence[int]
-) -> Sequence[Rank]:
-    """The ranks that may hold others up: of many the slowest, as each is compared with all."""
-    if len(ranks) <= MANY:
-        return ranks
-    slow: set[int] = set()
-    for of in (own, net):
-        times = {n: median(of(steps[step]) for step in common) for n, steps in usable.items()}
-        slow.update(heapq.nlargest(MANY // 2, times, key=times.__getitem__))
-    return [rank for rank in ranks if rank.rank in slow]
-
-
 def still_slower(run: Run, number: int) -> bool:
-    """Whether a rank that held the others up still does so by half of what it takes to say so.
+    """Return whether a reported rank is still slower by half of what is needed to report it.
 
-    On a crowded machine some steps do not show what the ones before and after them do.
+    On a crowded machine some steps do not show what those before and after them do.
     """
     ranks = next((each for each in alike(run) if any(n.rank == number for n in each)), ())
     if len(ranks) < 2:
@@ -325,18 +446,18 @@ def _is_slower(usable: dict[int, Steps], number: int) -> bool:
     if not common:
         return False
     gaps = [net(mine[step]) - median(net(steps[step]) for steps in others) for step in common]
-    # What is not in each step, a mean shows.
+    # The mean shows what is not in every step.
     gap = max(median(gaps), fmean(gaps))
     total = median(max(step.total - waited(step), cpu(step)) for step in mine.values())
     return stands_out(2 * gap, total, 2 * gap)
 
 
 def _usable(run: Run, rank: Rank) -> Steps:
-    """Steps whose backward was split into compute and wait, by number."""
+    """Return the steps whose backward was split into compute and wait, by number."""
     return _chosen(run, rank.split_steps)
 
 
-def _chosen(run: Run, steps: Iterable[StepRecord]) -> Steps:
+def _chosen(run: Run, steps: Iterable[StepRecord]) -> dict[int, StepRecord]:
     return {
         step.step: step
         for step in steps
@@ -345,16 +466,157 @@ def _chosen(run: Run, steps: Iterable[StepRecord]) -> Steps:
 
 
 def _inferred(run: Run, ranks: Sequence[Rank]) -> dict[int, Steps]:
-    """Steps of ranks on GPUs, all of them split by what the shortest backward took.
+    """Return steps whose waits are inferred from the shortest backward among the ranks.
 
-    DDP's timers count where nothing was reduced: there is nothing to be split then.
+    DDP's timers run where nothing was reduced, too, and then say nothing about waits.
     """
-    steps = {rank.rank: [_whole(step) for step in rank.steps] for rank in ranks}
-    return {rank: _chosen(run, each) for rank, each in split_by_comparison(steps).items()}
+    merged = {
+        rank.rank: [
+            replace(step, backward=step.backward + step.wait, wait=0, split=False)
+            if step.wait
+            else step
+            for step in rank.steps
+        ]
+        for rank in ranks
+    }
+    return {rank: _chosen(run, each) for rank, each in split_by_comparison(merged).items()}
 
 
-def _whole(step: StepRecord) -> StepRecord:
-    """The step with its wait within its backward."""
-    if not step.wait:
-        return step
-    return replace(step, backward=step.backward + step.wait, wait=0, split=False)
+# -- comparing ranks by stretches of steps
+
+
+def _by_stretches(
+    ranks: Sequence[Rank], usable: Mapping[int, Steps], enough: int, *, gpu: bool
+) -> Iterator[Lag]:
+    """Yield the ranks that hold others up in some steps only, which medians do not show.
+
+    Args:
+        ranks: The ranks.
+        usable: Their steps.
+        enough: Steps that a verdict needs.
+        gpu: Whether they were timed on GPUs.
+    """
+    common, part = _common(usable), min(enough / ENOUGH, 1.0)
+    if len(common) < enough:
+        return
+    usable, slow = _outstanding(usable, common)
+    if not slow:
+        return
+    # Before these steps a loader began again, or an evaluation ran.
+    firsts = {n for n in common if any(steps[n].outside > 0 for steps in usable.values())}
+
+    def compare(pools: Mapping[int, Steps]) -> Iterator[Lag]:
+        numbers = sorted(next(iter(pools.values())))
+        for rank in ranks:
+            if rank.rank not in slow:
+                continue
+            mine, others = pools[rank.rank], _but(pools, rank)
+            lag = lag_of(rank, mine, others, numbers, gpu=gpu, lasting=LASTING, stretches=True)
+            if lag is None or lag.crowded:
+                continue
+            others, mine = _but(usable, rank), usable[rank.rank]
+            single = [number for number in common if mine[number].steps == 1]
+            surplus = [
+                whole(mine[number]) - median(whole(steps[number]) for steps in others)
+                for number in single
+            ]
+            yield replace(lag, steps=len(common), rhythm=rhythm(single, surplus, firsts))
+
+    # Stretches of 2 steps, then of 4, and so on, while there are enough of them.
+    pools, numbers = usable, common
+    while len(numbers) // 2 >= max(int(part * MIN_STRETCHES), 2):
+        parts = [numbers[place : place + 2] for place in range(0, len(numbers) - 1, 2)]
+        pools, numbers = _pooled(pools, parts), [part[-1] for part in parts]
+        found = list(compare(pools))
+        if found:
+            yield from found
+            return
+    starts = [place for place, number in enumerate(common) if number in firsts]
+    if max(int(part * MIN_PASSES), 2) < len(starts) <= len(common) / 2:
+        passes = [common[begin:end] for begin, end in itertools.pairwise(starts)]
+        for lag in compare(_pooled(usable, passes)):
+            if lag.rhythm is not None and lag.rhythm.of_passes:
+                yield lag
+
+
+def _outstanding(
+    usable: Mapping[int, Steps], common: Sequence[int]
+) -> tuple[Mapping[int, Steps], set[int]]:
+    """Return some of the ranks to compare, and those that stand out by their sums."""
+    total = median(sum(steps[number].total for number in common) for steps in usable.values())
+    slow: set[int] = set()
+    for of in (whole, net):
+        spent = {n: sum(of(steps[number]) for number in common) for n, steps in usable.items()}
+        usual = median_low(spent.values())
+        most = heapq.nlargest(MANY // 2, spent, key=spent.__getitem__)
+        slow.update(rank for rank in most if spent[rank] - usual >= SLOWER * total / 2)
+    beside = [*usable][:: max(1, len(usable) // MANY)]
+    return {rank: usable[rank] for rank in sorted({*slow, *beside})}, slow
+
+
+def _pooled(ranks: Mapping[int, Steps], parts: Sequence[Sequence[int]]) -> dict[int, Steps]:
+    """Return the mean step of each stretch, by the number of its last step."""
+    return {
+        rank: {part[-1]: mean_step([steps[number] for number in part]) for part in parts}
+        for rank, steps in ranks.items()
+    }
+
+
+def mean_step(steps: Sequence[StepRecord], between: bool = True) -> StepRecord:
+    """Return the mean of several steps.
+
+    Time between passes counts as code between the phases if ``between``, and not at all otherwise.
+    """
+    outside = sum(step.outside for step in steps) * between
+
+    def mean(name: str, more: int = 0) -> int:
+        return int(sum(getattr(step, name) or 0 for step in steps) + more) // len(steps)
+
+    return StepRecord(
+        step=steps[-1].step,
+        start=steps[0].start,
+        data=mean("data"),
+        forward=mean("forward"),
+        backward=mean("backward"),
+        optimizer=mean("optimizer"),
+        other=mean("other", outside),
+        wait=mean("wait"),
+        total=mean("total", outside),
+        split=True,
+        cpu=mean("cpu"),
+        waited=mean("waited"),
+    )
+
+
+def rhythm(numbers: Sequence[int], surplus: Sequence[float], firsts: set[int]) -> Rhythm:
+    """Find the steps that have a surplus.
+
+    Args:
+        numbers: The steps.
+        surplus: A rank's own time in each beyond that of the others.
+        firsts: The first steps of passes.
+    """
+    rest = MOSTLY * sum(each for each in surplus if each > 0)
+    found: list[int] = []
+    gaps: list[float] = []
+    for value, number in sorted(zip(surplus, numbers, strict=True), reverse=True):
+        if rest <= 0 or value <= 0:
+            break
+        rest -= value
+        found.append(number)
+        gaps.append(value)
+    if len(found) < 2 or len(found) > SPREAD * len(numbers):
+        return Rhythm()
+    if len(firsts & {*found}) >= MOSTLY * len(found) and 2 * len(firsts) < len(numbers):
+        return Rhythm("in the first step of each pass", of_passes=True, gap=fmean(gaps))
+    apart = Counter(b - a for a, b in itertools.pairwise(sorted(found)))
+    period, times = apart.most_common(1)[0]
+    if times >= SPREAD * (len(found) - 1):
+        return Rhythm(f"in every {ordinal(period)} step", period, gap=fmean(gaps))
+    return Rhythm(f"in about one step of {round(len(numbers) / len(found))}", gap=fmean(gaps))
+
+
+def ordinal(number: int) -> str:
+    """``2nd``, ``11th``."""
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{'th' if number // 10 % 10 == 1 else ending}"

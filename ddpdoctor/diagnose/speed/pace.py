@@ -4,25 +4,19 @@ from __future__ import annotations
 
 WARM_UP = 10
 """Steps at the beginning that say nothing about the steady state."""
-
 ENOUGH = 20
-"""Steps that a verdict needs, after the warm-up."""
-
+"""Steps after the warm-up that a verdict needs."""
 SLOWER = 0.15
 """A straggler's surplus, as a part of the median step."""
-
 BORNE_OUT = 0.5
-"""How much of the surplus must be seen again as the others' wait."""
-
+"""The part of the surplus that must show as the others' wait."""
 UNEVEN = 2.0
-"""How many times as long as the others a stage of a pipeline takes. Layers cannot be cut: of a
-network of few of them the best cut may well give one stage 1.7 times the work."""
-
+"""How many times as long as the others a stage of a pipeline takes. Layers cannot be cut: with few
+layers, the best cut may well give one stage 1.7 times the work."""
 DATA_SHARE = 0.20
-"""Data wait, as a part of the step, above which a rank is data-bound."""
-
+"""The data wait above which a rank is data-bound, as a part of the step."""
 NOTICEABLE = 1_000_000
-"""Nanoseconds a step below which a wait is not worth a person's time."""
+"""The shortest wait in a step that is reported, in nanoseconds."""
 
 PHASE_NAMES = {
     "data": "data loading",
@@ -31,28 +25,28 @@ PHASE_NAMES = {
     "optimizer": "optimizer",
     "other": "code between the phases",
 }
-"""What the parts of a rank's own time are called in sentences."""
+"""Names of the parts of a rank's own time in sentences."""
 
 
 def own_time(own: float, cpu: float, waited: float) -> float:
-    """A step's own time without waits for a core, but at least what the thread ran.
+    """Return a step's own time without waits for a core, but at least what the thread ran.
 
-    Some of the waits were in the all-reduce, so it may be a little more.
+    Some of these waits were in the all-reduce, so it may be a little more.
 
     Args:
-        own: All of the step but the wait for others; all three in one unit of time.
-        cpu: For how long the training thread ran.
-        waited: For how long it was ready to run and had no core.
+        own: All of the step but the wait for others, in the same unit of time as the rest.
+        cpu: How long the training thread ran.
+        waited: How long it was ready to run and had no core.
     """
     return max(own - waited, min(cpu, own))
 
 
 def stands_out(gap: float, total: float, relief: float) -> bool:
-    """Whether a surplus is worth a word, and waited for by the other ranks.
+    """Return whether a surplus is worth reporting and the other ranks wait for it.
 
     Args:
-        gap: What a rank spends itself beyond the others, nanoseconds a step.
-        total: The step, nanoseconds.
-        relief: How much longer the others wait than this rank, nanoseconds a step.
+        gap: The rank's own time beyond that of the others, in nanoseconds a step.
+        total: The step, in nanoseconds.
+        relief: How much longer the others wait than this rank, in nanoseconds a step.
     """
     return gap >= max(SLOWER * total, NOTICEABLE) and relief >= BORNE_OUT * gap

@@ -1,32 +1,23 @@
-"""Why a rank is slow: what it does at its line, its data, its GPU, or what keeps it waiting."""
+"""Find out why a rank is slow: its line, its data, its GPU, or what keeps it waiting."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
 from ddpdoctor.core import formatting
 from ddpdoctor.core.user_code import Location
+from ddpdoctor.diagnose.source_files import brief
+from ddpdoctor.diagnose.speed.lag import Lag, Rhythm, ordinal
 from ddpdoctor.diagnose.speed.pace import BORNE_OUT
 from ddpdoctor.diagnose.speed.stack_samples import ADVICE, Profile, Spot, awaited, profiles, spot
-from ddpdoctor.diagnose.speed.surplus import Lag, Rhythm, ordinal
 from ddpdoctor.run.records.model import DdpRecord
 from ddpdoctor.run.records.supervisor import GpusRecord, GpuState, ProfileRequestRecord
 from ddpdoctor.run.records.training import PassRecord
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.stacks.rank_stacks import Frame
 from ddpdoctor.system.nvml import same_uuid
-
-# -- why a rank waits for its data longer than others do, where loader workers prepare them
-
-
-HEAVIER = 1.5
-"""How many times the CPU time of the others' a rank's loader workers take if theirs is more work
-and not a machine that is crowded."""
-
-PERSISTENT = "Keep the workers from pass to pass: DataLoader(..., persistent_workers=True)."
 
 
 @dataclass(frozen=True)
@@ -40,25 +31,28 @@ class Reason:
     fix: str = ""
 
 
+# -- loader workers
+
+HEAVIER = 1.5
+"""How many times the others' CPU time a rank's loader workers take if they have more work. With
+less, the machine may be crowded."""
+
+PERSISTENT = "Keep the workers from pass to pass: DataLoader(..., persistent_workers=True)."
+
+
 def loader_workers(rank: Rank) -> int:
-    """How many worker processes the loader has that a rank trained on last; 0 without any."""
+    """Return the number of worker processes of the loader that a rank trained on last."""
     passes = reversed(rank.records.of(PassRecord))
     return next((each.workers for each in passes if each.marks), 0)
 
 
 def restarted(workers: int) -> str:
-    """What is said of workers that do not stay."""
+    """Say that workers do not stay."""
     return f"the loader's {formatting.count(workers, 'worker')} start again in each pass"
 
 
-def for_workers(lag: Lag, mine: Profile | None, others: Sequence[Profile]) -> Reason | None:
-    """What there is to say of loader workers that a rank waits for; None if it has none.
-
-    Args:
-        lag: A rank that waits for data.
-        mine: Its samples.
-        others: Those of ranks that do not.
-    """
+def _for_workers(lag: Lag, mine: Profile | None, others: Sequence[Profile]) -> Reason | None:
+    """Explain a wait for data by loader workers; None if the rank has none."""
     count, rhythm = loader_workers(lag.rank), lag.rhythm or Rhythm()
     children = mine.record.children if mine is not None else 0
     if not (count or children):
@@ -85,8 +79,8 @@ def for_workers(lag: Lag, mine: Profile | None, others: Sequence[Profile]) -> Re
     )
 
 
-def workers_crowded(lag: Lag, mine: Profile | None, others: Sequence[Profile]) -> bool:
-    """Whether it waits for loader workers that are slow only for want of cores, as far as known."""
+def _workers_crowded(lag: Lag, mine: Profile | None, others: Sequence[Profile]) -> bool:
+    """Return whether its loader workers may be slow only because they lack cores."""
     if lag.phase != "data":
         return False
     if mine is None or not others:
@@ -95,43 +89,39 @@ def workers_crowded(lag: Lag, mine: Profile | None, others: Sequence[Profile]) -
     if not mine.record.children:
         return False
     ran, waited = mine.a_step("children_ran"), mine.a_step("children_waited")
-    heavier = ran >= HEAVIER * median(each.a_step("children_ran") for each in others)
-    return waited > BORNE_OUT * ran and not heavier
+    return BORNE_OUT * ran < waited and ran < HEAVIER * _usual(others, "children_ran")
 
 
-# -- why the GPU of a slow rank is slower than those of others, as the driver reports it
-
+# -- GPUs, as the driver reports them
 
 SLOW_GPU_CLOCK = 0.9
-"""Part of the others' clock, or limit, below which that of a GPU counts as lower."""
+"""The part of the others' clock, or power limit, below which that of a GPU counts as lower."""
 
 ON_DEVICE = ("forward", "backward", "optimizer")
 """The phases that a slow GPU makes longer."""
 
 
-def states(run: Run) -> dict[int, GpuState]:
-    """How the GPUs that ranks train on fared when they were looked at last, by rank."""
+def _gpu_states(run: Run) -> dict[int, GpuState]:
+    """Return the newest states of the GPUs that ranks train on, by rank."""
     own = {
         rank.rank: {same_uuid(record.device_uuid) for record in rank.records.of(DdpRecord)}
         for rank in run.last
     }
-    for record in reversed(run.supervisor.of(GpusRecord)):
-        if record.states:
-            return {
-                each.rank: each
-                for each in record.states
-                if each.restart == run.restarts[-1]
-                and same_uuid(each.device_uuid) in own.get(each.rank, ())
-            }
-    return {}
+    record = next((each for each in reversed(run.supervisor.of(GpusRecord)) if each.states), None)
+    return {
+        each.rank: each
+        for each in (record.states if record is not None else ())
+        if each.restart == run.restarts[-1]
+        and same_uuid(each.device_uuid) in own.get(each.rank, ())
+    }
 
 
-def may_be_sharing(run: Run, lag: Lag) -> bool:
-    """Whether a surplus is no more than what processes make that share the GPUs of all ranks.
+def _may_be_sharing(run: Run, lag: Lag) -> bool:
+    """Return whether all GPUs are shared with processes that may cause the surplus.
 
     They take turns there, as processes do on too few cores.
     """
-    known = states(run)
+    known = _gpu_states(run)
     mine = known.get(lag.rank.rank)
     if mine is None or lag.phase not in ON_DEVICE or lag.gap >= lag.own[1]:
         return False
@@ -141,50 +131,40 @@ def may_be_sharing(run: Run, lag: Lag) -> bool:
     )
 
 
-def gpu_reason(run: Run, lag: Lag, usual: Sequence[Rank]) -> Reason | None:
-    """Why the rank's GPU is slower, if that makes up for most of its surplus."""
-    pair = _compared(run, lag, usual)
+def _for_gpu(run: Run, lag: Lag, usual: Sequence[Rank]) -> Reason | None:
+    """Explain most of a surplus by the rank's GPU; None if it does not."""
+    pair = _gpus(run, lag, usual)
     if pair is None or lag.phase not in ON_DEVICE:
         return None
     mine, theirs = pair
-    if mine.others and not any(each.others for each in theirs):
-        facts = _evidence(mine, theirs)
-        if lag.gap <= mine.others * lag.own[1]:
-            return Reason(
-                f", because {formatting.count(mine.others, 'other process', 'other processes')} "
-                f"{'uses' if mine.others == 1 else 'use'} its GPU",
-                evidence=tuple(facts),
-                fix=f"See who computes on GPU {mine.gpu} (nvidia-smi), and give the rank one of "
-                "its own.",
-            )
+    facts = tuple(_gpu_evidence(mine, theirs))
+    shared = mine.others and not any(each.others for each in theirs)
+    if shared and lag.gap <= mine.others * lag.own[1]:
+        return Reason(
+            f", because {formatting.count(mine.others, 'other process', 'other processes')} "
+            f"{'uses' if mine.others == 1 else 'use'} its GPU",
+            evidence=facts,
+            fix=f"See who computes on GPU {mine.gpu} (nvidia-smi), and give the rank its own GPU.",
+        )
     clocks = [each.clock for each in theirs if each.clock]
     if not (mine.clock and clocks) or mine.clock > SLOW_GPU_CLOCK * median(clocks):
         return None
     if lag.own[1] * (median(clocks) / mine.clock - 1) < BORNE_OUT * lag.gap:
         return None
-    held = _held_alone(mine, theirs)
+    throttled = _throttled_alone(mine, theirs)
     return Reason(
-        f": its GPU runs at {_gpu_ghz(mine.clock)}, "
-        f"those of the others at {_gpu_ghz(median(clocks))}"
-        f"{f' ({held})' if held else ''}",
-        evidence=tuple(_evidence(mine, theirs)),
+        f": its GPU runs at {mine.clock / 1e9:.2f} GHz, "
+        f"those of the others at {median(clocks) / 1e9:.2f} GHz"
+        f"{f' ({throttled})' if throttled else ''}",
+        evidence=facts,
         fix="Look at its cooling and power supply (`nvidia-smi -q -d PERFORMANCE,POWER`), and "
         f"replace GPU {mine.gpu} in the job until it is as fast as the others.",
     )
 
 
-def with_gpu_facts(reason: Reason, run: Run, lag: Lag, usual: Sequence[Rank]) -> Reason:
-    """The reason, and in what else the rank's GPU differs from those of the others."""
-    pair = _compared(run, lag, usual)
-    if pair is None:
-        return reason
-    facts = [each for each in _evidence(*pair) if each not in reason.evidence]
-    return replace(reason, evidence=(*reason.evidence, *facts))
-
-
-def _compared(run: Run, lag: Lag, usual: Sequence[Rank]) -> tuple[GpuState, list[GpuState]] | None:
-    """The state of the rank's GPU, and those of the others' that are other GPUs."""
-    known = states(run)
+def _gpus(run: Run, lag: Lag, usual: Sequence[Rank]) -> tuple[GpuState, list[GpuState]] | None:
+    """Return the states of the rank's GPU and of the others'; None unless those are other GPUs."""
+    known = _gpu_states(run)
     mine = known.get(lag.rank.rank)
     if mine is None:
         return None
@@ -193,22 +173,21 @@ def _compared(run: Run, lag: Lag, usual: Sequence[Rank]) -> tuple[GpuState, list
     return (mine, theirs) if theirs and len(theirs) == len(found) else None
 
 
-def _evidence(mine: GpuState, theirs: Sequence[GpuState]) -> Iterator[str]:
-    """In what a GPU is worse than each of the others, a sentence each."""
+def _gpu_evidence(mine: GpuState, theirs: Sequence[GpuState]) -> Iterator[str]:
+    """Yield a sentence for everything in which a GPU is worse than each of the others."""
     gpu = f"GPU {mine.gpu}"
     most = max(each.others for each in theirs)
     if mine.others > most:
         many = formatting.count(mine.others, "other process", "other processes")
         yield f"{gpu} is used by {many}; the others' by {most}"
-    held = _held_alone(mine, theirs)
-    if held:
-        yield f"{gpu} is throttled: {held}; those of the others are not"
+    throttled = _throttled_alone(mine, theirs)
+    if throttled:
+        yield f"{gpu} is throttled: {throttled}; those of the others are not"
     limits = [each.power_limit for each in theirs if each.power_limit]
     if mine.power_limit and limits and mine.power_limit < SLOW_GPU_CLOCK * min(limits):
-        yield (
-            f"{gpu} may take {mine.power_limit:.0f} W; those of the others {median(limits):.0f} W"
-        )
-    yield from _links(mine, theirs)
+        theirs_may = f"those of the others to {median(limits):.0f} W"
+        yield f"{gpu} is limited to {mine.power_limit:.0f} W; {theirs_may}"
+    yield from _link_evidence(mine, theirs)
     if mine.remapping and not any(each.remapping for each in theirs):
         yield f"{gpu} has a faulty row of memory (nvidia-smi -q -d ROW_REMAPPER)"
     if (mine.uncorrected or 0) > max(each.uncorrected or 0 for each in theirs):
@@ -216,7 +195,7 @@ def _evidence(mine: GpuState, theirs: Sequence[GpuState]) -> Iterator[str]:
         yield f"{gpu} had {errors} that ECC could not correct"
 
 
-def _links(mine: GpuState, theirs: Sequence[GpuState]) -> Iterator[str]:
+def _link_evidence(mine: GpuState, theirs: Sequence[GpuState]) -> Iterator[str]:
     widths = [each.width for each in theirs if each.width]
     if mine.width and widths and mine.width < min(widths):
         lanes = f"{mine.width} PCIe lanes; those of the others {round(median(widths))}"
@@ -226,44 +205,33 @@ def _links(mine: GpuState, theirs: Sequence[GpuState]) -> Iterator[str]:
         yield f"{down} of {mine.links} NVLinks of GPU {mine.gpu} are down"
 
 
-def _held_alone(mine: GpuState, theirs: Sequence[GpuState]) -> str:
-    """What holds its clock down, and that of none of the others."""
-    return ", ".join(
-        sorted({*mine.throttled} - {word for each in theirs for word in each.throttled})
-    )
+def _throttled_alone(mine: GpuState, theirs: Sequence[GpuState]) -> str:
+    """Return what throttles a GPU and none of the others."""
+    others = {word for each in theirs for word in each.throttled}
+    return ", ".join(sorted({*mine.throttled} - others))
 
 
-def _gpu_ghz(hertz: float) -> str:
-    return f"{hertz / 1e9:.2f} GHz"
-
-
-# -- why a rank is slow: what it does at its line, or what keeps it from running
-
+# -- samples of stacks, and the counters of Python and of the kernel
 
 PATIENCE = 90.0
-"""Seconds that samples are waited for: 48 of them, a second apart at most, on a machine on which
-each may have to wait for a core. A rank that ends writes those that it has."""
-
+"""Seconds to wait for samples: 48 of them, a second apart at most, on a machine on which each may
+have to wait for a core. A rank that ends writes those that it has."""
 FAULT, SLOW_FAULT = 250, 2_500
-"""Nanoseconds that a page fault takes: at least, and where the kernel is seen to spend them, in a
-virtual machine, say, at most."""
-
+"""Nanoseconds of a page fault: the least, and the most if the kernel is seen to spend them, as in a
+virtual machine."""
 BLOCKED = 0.5
-"""In what part of the samples a thread must sleep for its line to be one that waits."""
-
+"""The part of the samples in which a thread must sleep for its line to be one that waits."""
 AT_DISK = 0.25
-"""The same for the disk: it is not seen in each wait that it causes."""
-
+"""The same for waits for the disk. Not each sample of such a wait shows it."""
 SLOW_CORE_CLOCK = 0.85
-"""Part of the others' clock below which a rank's core counts as slow."""
-
-READINGS = 3
-"""Times that the clock of a core must have been read to say anything."""
+"""The part of the others' clock below which a rank's core counts as slow."""
+MIN_READINGS = 3
+"""How often the clock of a core must have been read."""
 
 
 def asked_lately(run: Run) -> bool:
-    """Whether samples are on their way: all ranks take them, whichever of them seems slow."""
-    asked = _asked(run)
+    """Return whether samples are on their way. All ranks take them, whichever seems slow."""
+    asked = _requests(run)
     if not asked or run.exit_status is not None:
         return False
     newest = asked[0]
@@ -274,7 +242,7 @@ def asked_lately(run: Run) -> bool:
 
 
 def explain(run: Run, lag: Lag, usual: Sequence[Rank]) -> Reason | None:
-    """Why a rank holds the others up.
+    """Explain why a rank holds the others up.
 
     Args:
         run: The run.
@@ -282,37 +250,40 @@ def explain(run: Run, lag: Lag, usual: Sequence[Rank]) -> Reason | None:
         usual: Ranks that do not.
 
     Returns:
-        None where nothing shows that it is more than a crowded machine.
+        None if it may be only a crowded machine.
     """
     mine, others, place = _sampled(run, lag, usual)
-    if (lag.few and place is None) or may_be_sharing(run, lag):
+    if (lag.few and place is None) or _may_be_sharing(run, lag):
         return None
-    device = gpu_reason(run, lag, usual)
+    device = _for_gpu(run, lag, usual)
     if device is not None:
         return device
     if lag.crowded:
-        return _crowded(run, lag, mine, others)
-    # CPU time is what it is; but what slept on a crowded machine may have waited for others.
+        return _for_crowded_core(run, lag, mine, others)
+    # CPU time is certain. But a thread that slept on a crowded machine may have waited for others,
+    # and loader workers wait for cores, too, which the rank's own waits do not show.
     works = lag.cpu >= BORNE_OUT * lag.gap
-    # Loader workers wait for cores, too, which a rank's own waits do not show.
     sure = lag.calm or (lag.sure and lag.phase != "data")
     if not (works or sure or (place is not None and place.blocked("SD") >= BLOCKED)):
         return None
-    if not works and workers_crowded(lag, mine, others):
+    if not works and _workers_crowded(lag, mine, others):
         return None
     reason = _reason(run, lag, mine, others, place, works)
-    return with_gpu_facts(reason, run, lag, usual)
+    pair = _gpus(run, lag, usual)
+    facts = _gpu_evidence(*pair) if pair is not None else ()
+    new = [each for each in facts if each not in reason.evidence]
+    return replace(reason, evidence=(*reason.evidence, *new))
 
 
 def _sampled(
     run: Run, lag: Lag, usual: Sequence[Rank]
 ) -> tuple[Profile | None, list[Profile], Spot | None]:
-    """Samples of a rank, those of the others, and where it is that they are not."""
+    """Return samples of a rank, those of the others, and the line that only the rank spends on."""
     mine: Profile | None = None
     others: list[Profile] = []
-    # Those that were asked for its sake come first.
-    for request in sorted(_asked(run), key=lambda each: each.rank != lag.rank.rank):
-        # Samples between two epochs, say, with no step among them, say nothing of steps.
+    # Samples that were taken because of this rank come first.
+    for request in sorted(_requests(run), key=lambda each: each.rank != lag.rank.rank):
+        # Samples without a step, between two epochs, say nothing about steps.
         found = {
             rank: each
             for rank, each in profiles(run.last, request.asked).items()
@@ -339,19 +310,26 @@ def _reason(
     works: bool,
 ) -> Reason:
     if mine is not None and others:
-        counted = _by_counters(run, lag, mine, others, place, works)
+        counted = _for_counters(run, lag, mine, others, place, works)
         if counted is not None:
             return counted
-    if lag.phase == "data" and not works and (found := for_workers(lag, mine, others)):
+    if lag.phase == "data" and not works and (found := _for_workers(lag, mine, others)):
         return _placed(place, found.words, *found.evidence, fix=found.fix)
     if place is not None and not works and place.blocked("SD") >= BLOCKED:
-        return _waiting(mine, others, place)
+        return _for_wait(mine, others, place)
     if place is not None:
         return _placed(place, f": it runs {place.function}()" if place.function else "")
-    return _elsewhere(lag, mine, others, works)
+    if mine is None or not others or not works:
+        return Reason()
+    # No line stands out: everything takes longer, or something that is not Python does.
+    fact = (
+        f"its training thread runs {shown_ms(lag.cpu)} a step longer, at the same lines "
+        "as the others: heavier data, or a slower core"
+    )
+    return Reason(evidence=(fact,))
 
 
-def _by_counters(
+def _for_counters(
     run: Run,
     lag: Lag,
     mine: Profile,
@@ -359,38 +337,40 @@ def _by_counters(
     place: Spot | None,
     works: bool,
 ) -> Reason | None:
-    """What the counters of Python and of the kernel say: garbage, threads, page faults, clocks."""
-    alone = place is not None and not place.others
+    """Explain a surplus by garbage collection, threads, page faults or the core's clock."""
     if _more(mine, others, "gc") >= BORNE_OUT * lag.gap:
         return _placed(
             place,
             ": Python collects garbage",
             f"Python's collector takes {shown_ms(mine.a_step('gc'))} a step, "
             f"{shown_ms(_usual(others, 'gc'))} on the others",
-            fix="Make fewer objects that refer to each other in the loop, call gc.freeze() "
+            fix="Create fewer objects that refer to each other in the loop, call gc.freeze() "
             "after setting up, or raise gc.set_threshold(); do so on all ranks.",
         )
+    alone = place is not None and not place.others
     threads = mine.record.threads
     most = min(each.record.threads for each in others)
     if 0 < threads < most and not alone:
         return Reason(
-            f": it computes with {threads} thread{'s' if threads > 1 else ''}, the others "
-            f"with {most}",
+            f": it computes with {formatting.count(threads, 'thread')}, the others with {most}",
             _location(mine.calls("set_num_threads")),
             fix="Give all ranks as many threads: torch.set_num_threads() or OMP_NUM_THREADS.",
         )
-    if works and _faults(mine, others) >= BORNE_OUT * lag.gap:
+    faults, kernel = _more(mine, others, "minor"), _more(mine, others, "system")
+    longer = max(FAULT * faults, min(SLOW_FAULT * faults, kernel))
+    if works and longer >= BORNE_OUT * lag.gap:
         return _placed(
             place,
             ": it touches new memory" + _within(place),
             f"{mine.a_step('minor'):.0f} page faults a step, "
             f"{_usual(others, 'minor'):.0f} on the others",
-            fix="Keep large buffers from step to step instead of making new ones.",
+            fix="Keep large buffers from step to step instead of allocating new ones.",
         )
-    return _slow_core(run, lag, mine, others) if works and not alone else None
+    return _for_slow_core(run, lag, mine, others) if works and not alone else None
 
 
-def _waiting(mine: Profile | None, others: Sequence[Profile], place: Spot) -> Reason:
+def _for_wait(mine: Profile | None, others: Sequence[Profile], place: Spot) -> Reason:
+    """Explain a surplus by what its line waits for."""
     what = awaited(place)
     if mine is not None and place.blocked("D") >= AT_DISK:
         what = "the disk"
@@ -406,9 +386,16 @@ def _waiting(mine: Profile | None, others: Sequence[Profile], place: Spot) -> Re
     return _placed(place, words + _within(place), *evidence, fix=ADVICE.get(what, ""))
 
 
-def _slow_core(run: Run, lag: Lag, mine: Profile, others: Sequence[Profile]) -> Reason | None:
-    """That its core has a lower clock, if that makes up for most of its surplus."""
-    clocks = _clocks(run, mine.record.asked)
+def _for_slow_core(run: Run, lag: Lag, mine: Profile, others: Sequence[Profile]) -> Reason | None:
+    """Explain most of a surplus by a lower clock of the core; None if it does not."""
+    # By rank, in kHz: the highest clock that was read of its core, and the highest possible.
+    clocks = {
+        each.rank: (each.clock, each.most)
+        for record in run.supervisor.of(ProfileRequestRecord)
+        if record.restart == run.restarts[-1] and record.asked == mine.record.asked
+        for each in record.clocks
+        if each.clock > 0 and each.readings >= MIN_READINGS
+    }
     theirs = [clocks[each.rank] for each in others if each.rank in clocks]
     if mine.rank not in clocks or not theirs:
         return None
@@ -417,54 +404,29 @@ def _slow_core(run: Run, lag: Lag, mine: Profile, others: Sequence[Profile]) -> 
     longer = _usual(others, "ran") * (usual / clock - 1)
     if clock > SLOW_CORE_CLOCK * usual or longer < BORNE_OUT * lag.gap:
         return None
-    small = most < SLOW_CORE_CLOCK * their_most
     return Reason(
-        f": its CPU core runs at {_core_ghz(clock)}, those of the others at {_core_ghz(usual)}",
+        f": its CPU core runs at {_ghz(clock)}, those of the others at {_ghz(usual)}",
         None,
         (
             f"its training thread runs {shown_ms(lag.cpu)} a step longer for the same work",
-            f"the most that its core can do is {_core_ghz(most)}, "
-            f"that of the others {_core_ghz(their_most)}",
+            f"the most that its core can do is {_ghz(most)}, that of the others {_ghz(their_most)}",
         ),
         "Not all cores of this machine are alike: let the ranks run on the fast ones "
         "(os.sched_setaffinity, taskset, numactl)."
-        if small
+        if most < SLOW_CORE_CLOCK * their_most
         else "Look at what slows the core down: its governor (`cpupower frequency-info`), a limit "
         "on power or heat (`turbostat`, `dmesg`).",
     )
 
 
-def _clocks(run: Run, asked: int) -> dict[int, tuple[int, int]]:
-    """By rank: the highest clock that its core was seen to have, and the highest there is, kHz."""
-    found: dict[int, tuple[int, int]] = {}
-    for record in run.supervisor.of(ProfileRequestRecord):
-        if record.restart == run.restarts[-1] and record.asked == asked:
-            for each in record.clocks:
-                if each.clock > 0 and each.readings >= READINGS:
-                    found[each.rank] = each.clock, each.most
-    return found
-
-
-def _core_ghz(kilohertz: float) -> str:
+def _ghz(kilohertz: float) -> str:
     return f"{kilohertz / 1e6:.1f} GHz"
 
 
-def _elsewhere(lag: Lag, mine: Profile | None, others: Sequence[Profile], works: bool) -> Reason:
-    """No line stands out: all that the rank does takes longer, or what is not Python does."""
-    if mine is None or not others:
-        return Reason()
-    if works:
-        return Reason(
-            evidence=(
-                f"its training thread runs {shown_ms(lag.cpu)} a step longer, at the same lines "
-                "as the others: heavier data, or a slower core",
-            )
-        )
-    return Reason()
-
-
-def _crowded(run: Run, lag: Lag, mine: Profile | None, others: Sequence[Profile]) -> Reason:
-    """Others use its core, and only its core."""
+def _for_crowded_core(
+    run: Run, lag: Lag, mine: Profile | None, others: Sequence[Profile]
+) -> Reason:
+    """Explain a surplus by other processes that use the rank's core, and only this core."""
     evidence = [
         f"it waits {shown_ms(lag.cores[0])} a step for a core to run on; the others "
         f"{shown_ms(lag.cores[1])}"
@@ -484,56 +446,42 @@ def _crowded(run: Run, lag: Lag, mine: Profile | None, others: Sequence[Profile]
             "included (os.sched_setaffinity, taskset, numactl), or do not pin it."
         )
         location = _location(mine.calls("sched_setaffinity") or mine.calls("cpu_affinity"))
-    evidence += _neighbours(run, lag, cores)
-    return Reason(words, location, tuple(evidence), fix)
-
-
-def _neighbours(run: Run, lag: Lag, cores: Sequence[int]) -> list[str]:
-    """Who was seen on the cores of a rank."""
     pids = {rank.status.pid for rank in run.last if rank.status is not None}
     own = lag.rank.status.pid if lag.rank.status is not None else 0
-    found: list[str] = []
-    for record in run.supervisor.of(ProfileRequestRecord):
-        for each in record.busy if record.restart == run.restarts[-1] else ():
-            if each.pid != own and (not cores or each.core in cores) and len(found) < 3:
-                who = "another rank, " if each.pid in pids else ""
-                used = f"{each.share:.0%} of a core"
-                found.append(f"also on its core: {who}{each.command[:120]}, {used}")
-    return found
+    busy = [
+        f"also on its core: {'another rank, ' if each.pid in pids else ''}{each.command[:120]}, "
+        f"{each.share:.0%} of a core"
+        for record in run.supervisor.of(ProfileRequestRecord)
+        if record.restart == run.restarts[-1]
+        for each in record.busy
+        if each.pid != own and (not cores or each.core in cores)
+    ]
+    return Reason(words, location, (*evidence, *busy[:3]), fix)
 
 
 def _placed(place: Spot | None, words: str, *evidence: str, fix: str = "") -> Reason:
-    """A reason with the line that was seen, if one was."""
+    """Return a reason with the line of the surplus, if there is one."""
     if place is None:
         return Reason(words, None, evidence, fix)
-    frame, branch = place.frame, place.by_rank
-    seen = (
+    at, branch = _location(place.frame), place.by_rank
+    where = f"at {brief(at)}{_within(place)}"
+    if place.count > place.at:
+        where = f"in {place.function}(), {place.at} of them at {brief(at)}"
+    facts = [
         f"{place.count} of {place.of} samples of its stack ({place.count / place.of:.0%}) are "
-        f"{_at(place)}; of the others' {place.others} of {place.of_others}"
-    )
-    facts = [seen]
-    at = frame
+        f"{where}; of the others' {place.others} of {place.of_others}"
+    ]
     if branch is not None:
-        at = branch
-        facts.append(f"{_name(branch)} stands in a branch that the rank decides on")
+        at = _location(branch)
+        facts.append(f"{brief(at)} is in a branch that depends on the rank")
         fix = "Do this on the one rank less often, in a thread, or share it out among the ranks."
     elif len(place.chain) > 1 and place.chain[-2].function != "<module>":
-        facts.append(f"called at {_name(place.chain[-2])}")
-    return Reason(words, _location(at), (*facts, *evidence), fix)
+        facts.append(f"called at {brief(_location(place.chain[-2]))}")
+    return Reason(words, at, (*facts, *evidence), fix)
 
 
 def _location(frame: Frame | None) -> Location | None:
     return None if frame is None else Location(frame.path, frame.line)
-
-
-def _at(place: Spot) -> str:
-    if place.count > place.at:
-        return f"in {place.function}(), {place.at} of them at {_name(place.frame)}"
-    return f"at {_name(place.frame)}{_within(place)}"
-
-
-def _name(frame: Frame) -> str:
-    return f"{os.path.basename(frame.path)}:{frame.line}"
 
 
 def _within(place: Spot | None) -> str:
@@ -545,18 +493,12 @@ def _usual(others: Sequence[Profile], name: str) -> float:
 
 
 def _more(mine: Profile, others: Sequence[Profile], name: str) -> float:
-    """What was counted in a step beyond what it is on the others."""
+    """Return a counter's mean over steps beyond that of the others."""
     return mine.a_step(name) - _usual(others, name)
 
 
-def _faults(mine: Profile, others: Sequence[Profile]) -> float:
-    """Nanoseconds a step that page faults take beyond those of the others."""
-    count, kernel = _more(mine, others, "minor"), _more(mine, others, "system")
-    return max(FAULT * count, min(SLOW_FAULT * count, kernel))
-
-
-def _asked(run: Run) -> list[ProfileRequestRecord]:
-    """Each time that samples were asked for in the last attempt, newest first."""
+def _requests(run: Run) -> list[ProfileRequestRecord]:
+    """Return the requests for samples in the last attempt, newest first."""
     return [
         record
         for record in reversed(run.supervisor.of(ProfileRequestRecord))
@@ -573,6 +515,6 @@ def _bytes(number: float) -> str:
 
 
 def shown_ms(nanoseconds: float) -> str:
-    """A duration in milliseconds."""
+    """Format a duration in milliseconds."""
     milliseconds = nanoseconds / 1e6
     return f"{milliseconds:.0f} ms" if milliseconds >= 100 else f"{milliseconds:.1f} ms"

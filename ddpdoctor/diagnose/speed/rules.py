@@ -1,4 +1,4 @@
-"""Rules for speed (DDP610, DDP611, DDP612): who holds the others up, and what a step waits for."""
+"""Rules for speed (DDP610, DDP611, DDP612): slow ranks and stages, and waits for data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,16 @@ from typing import NamedTuple
 from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.formatting import named
 from ddpdoctor.core.relations import Lapsed, pace
-from ddpdoctor.diagnose.speed.lag import lags, stage_lags, stage_of, stages, still_slower
+from ddpdoctor.diagnose.speed.lag import (
+    MOSTLY,
+    Lag,
+    lags,
+    mean_step,
+    stage_lags,
+    stage_of,
+    stages,
+    still_slower,
+)
 from ddpdoctor.diagnose.speed.pace import (
     BORNE_OUT,
     DATA_SHARE,
@@ -28,16 +37,21 @@ from ddpdoctor.diagnose.speed.reasons import (
     restarted,
     shown_ms,
 )
-from ddpdoctor.diagnose.speed.surplus import MOSTLY, Lag, mean_step
 from ddpdoctor.run.records.training import StepRecord
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.step_series import on_gpu
 
-# -- speed (DDP6xx): who holds the others up, and what a step waits for
+_STRAGGLER_FIX = {
+    "data": "Look at this rank's data: its storage, its workers, the cost of its samples.",
+    "forward": "Look at this rank's device (throttled, shared, other model?) and its batch shapes.",
+    "backward": "Look at this rank's device (throttled, shared?) and at hooks in its backward.",
+    "optimizer": "Look at what this rank's optimizer step does that the others' does not.",
+    "other": "Look at what only this rank does in the loop: logging, checkpoints, image dumps.",
+}
 
 
 def _caught_up(finding: Finding, run: Run) -> Lapsed | None:
-    """It is over once the rank is about as fast as the others."""
+    """Withdraw a finding once the rank is about as fast as the others."""
     return None if any(still_slower(run, rank) for rank in finding.ranks) else pace(finding, run)
 
 
@@ -47,10 +61,10 @@ def straggler(run: Run) -> Iterator[Finding]:
 
     What it finds
         A rank whose own time (data, forward, backward compute, optimizer, and its code in between)
-        exceeds the others' by more than 15 % of a step, while they wait correspondingly longer in
-        the all-reduce: in three of four steps or, by sums, in every 10th one, say, or the first of
-        each pass. Stack samples show the line, and whether it computes, sleeps, waits for a lock or
-        a disk, or has no core; the driver, how its GPU differs.
+        exceeds the others' by more than 15 % of a step, while they wait that much longer in the
+        all-reduce: in three of four steps, or regularly, in every 10th step, say. Stack samples
+        show the line, and whether it computes, sleeps, waits for a lock or a disk, or has no core.
+        The driver shows how its GPU differs.
 
     Why it is bad
         DDP runs at the pace of its slowest rank: every other rank idles for the difference.
@@ -69,19 +83,19 @@ def straggler(run: Run) -> Iterator[Finding]:
 
     When it stays silent
         In the first 30 steps (16 periods), if no rank waits for the difference, for steps with a
-        rank in the debugger, and for time without a core if the others lack cores, too. A shorter
-        job takes a rank that is twice as slow, and 20 ms slower, in 8 steps, at a line that samples
-        show. On GPUs, DDP times every hundredth step: a backward that is slow itself takes 6 of
-        them, and twice the time of the others' where all GPUs are shared with other processes.
+        rank in the debugger, and for waits for a core that other ranks have, too. In a shorter job,
+        the rank must be twice as slow, and 20 ms slower, in 8 steps, at a line that samples show.
+        On GPUs, DDP times every hundredth step: a slow backward must show in 6 of them, and take
+        twice the others' time if all GPUs are shared with other processes.
     """
     found = list(lags(run))
-    over = run.exit_status is not None or all(rank.ended for rank in run.last)
+    slow = {lag.rank.rank for lag in found}
+    usual = [rank for rank in run.last if rank.rank not in slow]
     for lag in found:
-        if asked_lately(run) or (lag.few and not over):
-            # The stacks are being sampled; or there will be more steps to judge by.
+        if asked_lately(run) or (lag.few and not _over(run)):
+            # Stacks are being sampled, or there will be more steps to judge by.
             continue
-        slow = {each.rank.rank for each in found}
-        reason = explain(run, lag, [each for each in run.last if each.rank not in slow])
+        reason = explain(run, lag, usual)
         if reason is None:
             continue
         rank, name = lag.rank.rank, PHASE_NAMES[lag.phase]
@@ -117,59 +131,63 @@ def straggler(run: Run) -> Iterator[Finding]:
         )
 
 
+def _over(run: Run) -> bool:
+    return run.exit_status is not None or all(rank.ended for rank in run.last)
+
+
 WAITS_FOR_CORE = 0.05
-"""Share of a step that the training thread wants a core and gets none, on a machine too full."""
-
-
+"""The part of a step for which a training thread lacks a core on a machine that is too full."""
 STRETCHES = 8
-"""Into how many stretches steps are divided, so that one long wait says nothing of the rest."""
-
+"""Stretches that steps are divided into, so that one long wait says nothing about the rest."""
 STARTING = 5_000_000_000
-"""Nanoseconds of waits at the beginning of passes that are worth a word: a short job has few."""
+"""Nanoseconds of waits at the beginning of passes that are reported. A short job has few."""
 
 
 class DataWait(NamedTuple):
-    """How long a rank waits for data in a step; medians, of steps or of stretches of them."""
+    """A rank's wait for data in a step: medians of steps or of stretches of them."""
 
     share: float
-    """Of the step."""
+    """As a part of the step."""
     wait: float
-    """Nanoseconds."""
+    """In nanoseconds."""
     total: float
-    """Of the whole step."""
+    """The whole step, in nanoseconds."""
     of_passes: bool
-    """Most of it is in the first steps of passes over the data."""
+    """Whether most of it is in the first steps of passes over the data."""
 
 
 def _data_wait(run: Run, rank: Rank) -> DataWait | None:
-    """What is known of it; None where it says nothing about the loader."""
+    """Return how long a rank waits for data; None if that says nothing about the loader."""
     if rank.opened.backend.startswith("nccl") and not on_gpu(rank):
-        # No DDP module, so no times of the device: the host's say nothing about it.
+        # Without a DDP module no device times are known, and the host's say nothing about it.
         return None
-    steps = [step for step in rank.steps if step.step >= WARM_UP and step.total > 0]
-    steps = [step for step in steps if run.undisturbed(step)]
-    if len(steps) < ENOUGH:
+    steps = [
+        step
+        for step in rank.steps
+        if step.step >= WARM_UP and step.total > 0 and run.undisturbed(step)
+    ]
+    if len(steps) < ENOUGH or _lack_cores(steps):
+        # Without cores, the loader's workers are slow, too.
         return None
-    if _lack_cores(steps):
-        # The loader's workers get no core either.
-        return None
-    found = _usual_wait(steps, False)
+    found = _median_wait(steps, False)
     if found.share > DATA_SHARE:
         return found
     edges = [len(steps) * each // STRETCHES for each in range(STRETCHES + 1)]
-    # What comes between passes is no part of a step here: evaluations say nothing of the loader.
+    # Time between passes does not count: evaluations say nothing about the loader.
     means = [mean_step(steps[begin:end], between=False) for begin, end in itertools.pairwise(edges)]
-    of_passes = _of_passes(steps)
-    if _lack_cores(means) or (of_passes and sum(step.data for step in steps) < STARTING):
+    data = sum(step.data for step in steps)
+    first = sum(step.data for step in steps if step.outside > 0)
+    of_passes = first >= MOSTLY * data > 0
+    if _lack_cores(means) or (of_passes and data < STARTING):
         return found
-    return _usual_wait(means, of_passes)
+    return _median_wait(means, of_passes)
 
 
 def _lack_cores(steps: Sequence[StepRecord]) -> bool:
     return median((step.waited or 0) / step.total for step in steps) >= WAITS_FOR_CORE
 
 
-def _usual_wait(steps: Sequence[StepRecord], of_passes: bool) -> DataWait:
+def _median_wait(steps: Sequence[StepRecord], of_passes: bool) -> DataWait:
     return DataWait(
         median(step.data / step.total for step in steps),
         median(step.data for step in steps),
@@ -178,19 +196,13 @@ def _usual_wait(steps: Sequence[StepRecord], of_passes: bool) -> DataWait:
     )
 
 
-def _of_passes(steps: Sequence[StepRecord]) -> bool:
-    """Whether most of the waits for data are in the first steps of passes."""
-    firsts = sum(step.data for step in steps if step.outside > 0)
-    return firsts >= MOSTLY * sum(step.data for step in steps) > 0
-
-
 @rule("DDP611", "data-bound", Severity.WARNING, lapses=pace)
 def data_bound(run: Run) -> Iterator[Finding]:
     """The ranks wait for data for more than a fifth of every step.
 
     What it finds
-        A data wait above 20 % of the time of steps on most ranks, once the job runs steadily: in
-        each step, in one of several, or in the first one of each pass.
+        Waits for data above 20 % of the time of steps on most ranks, once the job runs steadily:
+        in each step, in one of several, or in the first step of each pass.
 
     Why it is bad
         The GPU, or the CPU that computes, is idle for that time.
@@ -207,33 +219,38 @@ def data_bound(run: Run) -> Iterator[Finding]:
         In the first 30 steps, below 1 ms per step, for batches that do not come from a DataLoader,
         if the ranks lack CPU cores, and if only one rank waits for data (DDP610).
     """
-    shares: dict[int, DataWait] = {}
+    waits: dict[int, DataWait] = {}
     for rank in run.last:
         found = _data_wait(run, rank)
         if found is None:
             return
-        shares[rank.rank] = found
-    bound = [n for n, each in shares.items() if each.share > DATA_SHARE and each.wait >= NOTICEABLE]
-    if 2 * len(bound) <= len(shares):
+        waits[rank.rank] = found
+    bound = sorted(
+        n for n, each in waits.items() if each.share > DATA_SHARE and each.wait >= NOTICEABLE
+    )
+    if 2 * len(bound) <= len(waits):
         return
-    worst = max(bound, key=lambda number: shares[number].share)
-    share, wait, total, of_passes = shares[worst]
+    worst = max(bound, key=lambda number: waits[number].share)
+    share, wait, total, of_passes = waits[worst]
     workers = loader_workers(run.rank(worst))
     evidence = [
-        f"rank {number}: {100 * each.share:.0f} %, {shown_ms(each.wait)} a step"
-        for number, each in [(number, shares[number]) for number in sorted(bound)[:4]]
+        f"rank {number}: {100 * waits[number].share:.0f} %, {shown_ms(waits[number].wait)} a step"
+        for number in bound[:4]
     ]
     if of_passes:
         evidence.append("most of it is in the first step of each pass")
     if of_passes and workers:
         evidence.append(restarted(workers))
+    who = f"{named(bound)} {'waits' if len(bound) == 1 else 'wait'}"
+    if len(bound) == len(waits) > 1:
+        who = "both ranks wait" if len(bound) == 2 else f"all {len(bound)} ranks wait"
     yield Finding(
         code="DDP611",
         about="data",
         severity=Severity.WARNING,
-        message=f"{_ranks(bound, len(shares))} for data {100 * share:.0f} % of "
+        message=f"{who} for data {100 * share:.0f} % of "
         f"{'the time' if of_passes else 'every step'} ({shown_ms(wait)} of {shown_ms(total)})",
-        ranks=tuple(sorted(bound)),
+        ranks=tuple(bound),
         location=run.rank(worst).site("data"),
         evidence=tuple(evidence),
         fix=PERSISTENT
@@ -243,27 +260,9 @@ def data_bound(run: Run) -> Iterator[Finding]:
     )
 
 
-_STRAGGLER_FIX = {
-    "data": "Look at this rank's data: its storage, its workers, the cost of its samples.",
-    "forward": "Look at this rank's device (throttled, shared, other model?) and its batch shapes.",
-    "backward": "Look at this rank's device (throttled, shared?) and at hooks in its backward.",
-    "optimizer": "Look at what this rank's optimizer step does that the others' does not.",
-    "other": "Look at what only this rank does in the loop: logging, checkpoints, image dumps.",
-}
-
-
-def _ranks(numbers: Sequence[int], of: int) -> str:
-    if len(numbers) == of > 1:
-        return "both ranks wait" if of == 2 else f"all {of} ranks wait"
-    return f"{named(numbers)} {'waits' if len(numbers) == 1 else 'wait'}"
-
-
-# -- stages of a pipeline that take longer than the others (DDP612)
-
-
 CROWDED_STAGE = 1.5
-"""By how much more a stage has to be slower where it waits longer for a core than it works: what is
-left of its steps without these waits is not exact."""
+"""How much slower still a stage must be if it waits longer for a core than it works. Its time
+without these waits is not exact."""
 
 
 @rule("DDP612", "uneven-stages", Severity.WARNING, lapses=pace)
@@ -273,7 +272,7 @@ def uneven_stages(run: Run) -> Iterator[Finding]:
     What it finds
         A stage (torch.distributed.pipelining) whose own time (data, forward, backward compute,
         optimizer, and the code in between) is at least twice that of the others, which wait for it
-        in each micro-batch. Of several replicas, the median rank of each stage is compared. A rank
+        in each micro-batch. With several replicas, the median rank of each stage counts. A rank
         that is slower than the same stage of the other replicas is reported by DDP610.
 
     Why it is bad
@@ -292,17 +291,15 @@ def uneven_stages(run: Run) -> Iterator[Finding]:
         In the first 30 steps (8 if it is plain to see), below twice the time (three times if the
         stage waits longer for a CPU core than it works), and for steps with a rank in the debugger.
     """
-    over = run.exit_status is not None or all(rank.ended for rank in run.last)
+    over = _over(run)
     found = [each for each in stage_lags(run) if _counts(each[1], over)]
     if not found:
         return
     stage, lag = max(found, key=lambda each: each[1].own[0])
     others = [each for each in stages(run) if each.numbers != stage.numbers]
     theirs = named((number for each in others for number in each.numbers), "stage")
-    compared = theirs if len(others) == 1 else "the others"
     ranks = tuple(rank.rank for rank in stage.ranks)
     is_data = lag.phase == "data"
-    words = f", for its {PHASE_NAMES[lag.phase]}" if is_data else ""
     evidence: tuple[str, ...] = (
         f"own time {shown_ms(lag.own[0])} a step; {theirs} {shown_ms(lag.own[1])} "
         f"(medians of {lag.steps} steps)",
@@ -321,7 +318,8 @@ def uneven_stages(run: Run) -> Iterator[Finding]:
         severity=Severity.WARNING,
         message=f"{stage.name} of {stage.of} ({named(ranks)}) "
         f"{'needs' if len(stage.numbers) == 1 else 'need'} {lag.own[0] / lag.own[1]:.1f}x the time "
-        f"of {compared}{words}",
+        f"of {theirs if len(others) == 1 else 'the others'}"
+        + (f", for its {PHASE_NAMES[lag.phase]}" if is_data else ""),
         ranks=ranks,
         location=lag.rank.site("data") if is_data else stage.record.location,
         evidence=evidence,
@@ -333,7 +331,7 @@ def uneven_stages(run: Run) -> Iterator[Finding]:
 
 
 def _counts(lag: Lag, over: bool) -> bool:
-    """Whether it is the stage's own time, and no matter of a crowded machine."""
+    """Return whether it is the stage's own time, and not a crowded machine."""
     works = lag.cpu >= BORNE_OUT * lag.gap
     sure = lag.calm or (lag.sure and lag.phase != "data")
     enough = UNEVEN * (CROWDED_STAGE if lag.cores[0] > lag.own[0] else 1)

@@ -1,37 +1,31 @@
-"""Samples of the training threads' stacks: the line where one rank's surplus of time is spent.
+"""Find the line where a rank spends its surplus of time, by samples of the ranks' stacks.
 
 A line at which all ranks are seen equally often is no surplus. From the outermost function inwards
-the line is followed at which the slow rank is seen more often than the others.
+the search follows the line at which the slow rank is seen more often than the others.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from ddpdoctor.core import opening
-from ddpdoctor.diagnose.source_files import Source, source_of
-from ddpdoctor.run.records.training import ProfileRecord, SampledStack
+from ddpdoctor.diagnose.source_files import Source, last_name, source_of
+from ddpdoctor.run.records.training import ProfileRecord
 from ddpdoctor.run.snapshot import Rank
 from ddpdoctor.stacks.frames import code_of
 from ddpdoctor.stacks.rank_stacks import Frame
 
-# -- profiles
-
-
-FEWEST = 12
-"""Samples that say anything."""
-
-SEEN = 4
+MIN_SAMPLES = 12
+"""Samples that a verdict needs."""
+MIN_EXCESS = 4
 """Samples by which a line must exceed what the others show."""
-
 MOSTLY = 0.6
-"""Part of a surplus that must be within one function to look for the line in there."""
+"""The part of a surplus that must be within one function to look for the line in there."""
 
 _BY_RANK = re.compile(r"rank|main_process|is_main|master|chief", re.IGNORECASE)
 
@@ -42,7 +36,7 @@ class Stack:
 
     count: int
     frames: tuple[Frame, ...]
-    """Of the user's code, outermost first."""
+    """Frames of the user's code, outermost first."""
     waits: tuple[str, str]
     """File name and function of the innermost frame of all."""
     letter: str
@@ -59,23 +53,31 @@ class Profile:
     @cached_property
     def stacks(self) -> tuple[Stack, ...]:
         """The stacks that were seen."""
-        return tuple(map(_stack, self.record.stacks))
+        return tuple(
+            Stack(
+                seen.times,
+                tuple(Frame(*each) for each in reversed(seen.frames)),
+                seen.waits,
+                seen.letter,
+            )
+            for seen in self.record.stacks
+        )
 
     @property
     def samples(self) -> int:
-        """How many there are."""
-        return sum(stack.count for stack in self.stacks)
+        """The number of samples."""
+        return _count(self.stacks)
 
     def a_step(self, name: str) -> float:
-        """What was counted, in one step."""
+        """Return a counter's mean over steps."""
         return float(getattr(self.record, name)) / max(self.record.steps, 1)
 
     def share(self, name: str) -> float:
-        """Nanoseconds that were counted, as a part of the time."""
+        """Return counted nanoseconds as a part of the time."""
         return float(getattr(self.record, name)) / max(self.record.wall, 1)
 
     def calls(self, name: str) -> Frame | None:
-        """The one line in the files that were seen at which a function of that name is called."""
+        """Return the only line in the sampled files that calls a function of that name."""
         paths = {frame.path for stack in self.stacks for frame in stack.frames}
         found = [
             Frame(path, line, "")
@@ -88,22 +90,22 @@ class Profile:
 
 @dataclass(frozen=True)
 class Spot:
-    """Where a rank's surplus is."""
+    """The line with a rank's surplus."""
 
     chain: tuple[Frame, ...]
-    """The calls that lead there, outermost first, the line itself last."""
+    """The calls that lead there, outermost first, and the line itself."""
     at: int
     """Samples of the slow rank at the line."""
     count: int
-    """Those in the function, where it is one that only this rank is seen in."""
+    """Samples of the slow rank in the function if only it was seen there, else at the line."""
     of: int
     others: int
     """Samples of the other ranks there."""
     of_others: int
     stacks: tuple[Stack, ...]
-    """Those of the slow rank."""
+    """Stacks of the slow rank there."""
     taken: int
-    """When they were, Unix nanoseconds."""
+    """When they were sampled, in Unix nanoseconds."""
 
     @property
     def frame(self) -> Frame:
@@ -112,49 +114,48 @@ class Spot:
 
     @property
     def function(self) -> str:
-        """The name of the function that the line is in, comprehensions left out."""
+        """The name of the function that holds the line, comprehensions left out."""
         names = [each.function for each in self.chain if not each.function.startswith("<")]
         return names[-1] if names and self.frame.function != "<module>" else ""
 
-    @property
-    def letters(self) -> Counter[str]:
-        """How often the thread was seen in which state."""
-        found: Counter[str] = Counter()
-        for stack in self.stacks:
-            found[stack.letter] += stack.count
-        return found
-
     def blocked(self, letters: str) -> float:
-        """In what part of the samples the thread was in one of these states."""
-        return sum(self.letters[each] for each in letters) / max(self.count, 1)
+        """Return the part of the samples in which the thread was in one of these states."""
+        seen = sum(stack.count for stack in self.stacks if stack.letter in letters)
+        return seen / max(self.count, 1)
 
     @property
     def by_rank(self) -> Frame | None:
-        """The outermost call that stands in a branch which the rank decides on."""
-        return next((each for each in self.chain if _decided_by_rank(each, self.taken)), None)
+        """The outermost call in a branch of a condition on the rank."""
+        for frame in self.chain:
+            source = _source(frame.path, self.taken)
+            branches = source.branches(frame.line) if source is not None else ()
+            names = (last_name(node) for branch in branches for node in ast.walk(branch.test))
+            if any(map(_BY_RANK.search, names)):
+                return frame
+        return None
 
 
 def profiles(ranks: Sequence[Rank], asked: int) -> dict[int, Profile]:
-    """The profiles that were asked for at one time, by rank."""
-    found: dict[int, Profile] = {}
-    for rank in ranks:
-        for record in rank.records.of(ProfileRecord):
-            if record.asked == asked:
-                found[rank.rank] = Profile(rank.rank, record)
-    return found
+    """Return the profiles that one request asked for, by rank."""
+    return {
+        rank.rank: Profile(rank.rank, record)
+        for rank in ranks
+        for record in rank.records.of(ProfileRecord)
+        if record.asked == asked
+    }
 
 
 def spot(mine: Profile, others: Sequence[Profile], least: float) -> Spot | None:
-    """The line with a rank's surplus.
+    """Find the line with a rank's surplus.
 
     Args:
-        mine: The slow rank's.
-        others: Those of ranks that are not slow.
+        mine: The profile of the slow rank.
+        others: Profiles of ranks that are not slow.
         least: The part of its time that must be there.
     """
     theirs = [stack for each in others for stack in each.stacks]
     total, rest = mine.samples, sum(each.samples for each in others)
-    if total < FEWEST or rest < FEWEST:
+    if total < MIN_SAMPLES or rest < MIN_SAMPLES:
         return None
 
     def excess(here: Sequence[Stack], there: Sequence[Stack]) -> float:
@@ -163,7 +164,7 @@ def spot(mine: Profile, others: Sequence[Profile], least: float) -> Spot | None:
     here, there = list(mine.stacks), theirs
     chain: list[Frame] = []
     found: Spot | None = None
-    needed = max(SEEN, least * total)
+    needed = max(MIN_EXCESS, least * total)
     while True:
         depth = len(chain)
         here, there = _deeper_than(depth, here), _deeper_than(depth, there)
@@ -174,11 +175,11 @@ def spot(mine: Profile, others: Sequence[Profile], least: float) -> Spot | None:
         here, there = (_only(each, _function_at(depth), function) for each in (here, there))
         lines = _surpluses(here, there, depth, _line_at, excess)
         line = max(lines, key=lambda each: lines[each])
-        if lines[line] < SEEN / 2:
+        if lines[line] < MIN_EXCESS / 2:
             return found
         at, at_others = (_only(each, _line_at(depth), line) for each in (here, there))
         chain.append(line)
-        # A line that all come through is no surplus, but one of those that it leads to may be.
+        # A line that all ranks reach is no surplus, but one of those that it leads to may be.
         if excess(at, at_others) >= MOSTLY * lines[line]:
             whole = bool(depth) and not there
             found = Spot(
@@ -218,19 +219,18 @@ def _surpluses(
     key_at: Callable[[int], Callable[[Stack], Any]],
     excess: _Excess,
 ) -> dict[Any, float]:
-    """The surplus by what is at a depth, that of the lines which it leads to included."""
+    """Return the surplus of each function or line at a depth, with that of what it calls."""
     here, there = _deeper_than(depth, here), _deeper_than(depth, there)
     key = key_at(depth)
     found: dict[Any, float] = {}
     for value in dict.fromkeys(key(stack) for stack in here):
         mine, theirs = _only(here, key, value), _only(there, key, value)
-        # The lines of a function first, then the functions that a line leads to.
-        deeper = (
-            _surpluses(mine, theirs, depth, _line_at, excess)
-            if key_at is _function_at
-            else _surpluses(mine, theirs, depth + 1, _function_at, excess)
-        )
-        within = sum(each for each in deeper.values() if each >= SEEN / 2)
+        # First the lines of a function, then the functions that each line calls.
+        if key_at is _function_at:
+            deeper = _surpluses(mine, theirs, depth, _line_at, excess)
+        else:
+            deeper = _surpluses(mine, theirs, depth + 1, _function_at, excess)
+        within = sum(each for each in deeper.values() if each >= MIN_EXCESS / 2)
         found[value] = max(excess(mine, theirs), within)
     return found
 
@@ -240,31 +240,14 @@ def _count(stacks: Sequence[Stack]) -> int:
 
 
 def _source(path: str, taken: int) -> Source | None:
-    """A file as it was when the samples were taken: one that was changed since has other lines."""
+    """Return a file unless it was changed after the samples were taken."""
     try:
         return source_of(path) if opening.facts(path).st_mtime_ns <= taken else None
     except OSError:
         return None
 
 
-def _decided_by_rank(frame: Frame, taken: int) -> bool:
-    source = _source(frame.path, taken)
-    branches = source.branches(frame.line) if source is not None else ()
-    return any(
-        _BY_RANK.search(name)
-        for branch in branches
-        for node in ast.walk(branch.test)
-        if (name := getattr(node, "id", "") or getattr(node, "attr", ""))
-    )
-
-
-def _stack(seen: SampledStack) -> Stack:
-    frames = tuple(Frame(*each) for each in reversed(seen.frames))
-    return Stack(seen.times, frames, seen.waits, seen.letter)
-
-
-# -- what a line that waits waits for: read off its code and the standard library's frames
-
+# -- what a waiting line waits for
 
 _FILES = {
     "subprocess.py": "a process that it started",
@@ -278,23 +261,26 @@ _FILES = {
 }
 """What a function of these files of the standard library waits for."""
 
-_WORDS = (
+_CODE = (
     (re.compile(r"\bsleep\("), "sleep"),
     (re.compile(r"lock\b|\.acquire\(|semaphore", re.IGNORECASE), "a lock"),
     (re.compile(r"\.join\("), "a lock or another thread"),
-    (re.compile(r"subprocess|\.communicate\(|\bsystem\(|check_(?:call|output)"), "process"),
+    (
+        re.compile(r"subprocess|\.communicate\(|\bsystem\(|check_(?:call|output)"),
+        "a process that it started",
+    ),
     (re.compile(r"\bfsync\(|\.flush\("), "the disk"),
     (re.compile(r"queue", re.IGNORECASE), "a queue"),
     (re.compile(r"\.?read(?:line|lines|into)?\(|\bopen\(|\bload\("), "a file"),
 )
-"""The same, by what stands in the line."""
+"""What a line with such code waits for."""
 
 _SOCKET = re.compile(r"\.(?:recv(?:from|msg)?(?:_into)?|sendall|accept|connect)\(|urlopen\(")
 """Calls that wait in native code, so that no file of the standard library is seen."""
 
 ADVICE = {
     "sleep": "Take the pause out of the training loop: retry in a thread, or before training.",
-    "a lock": "Find who holds the lock: another process or thread. Take it less often, or not in "
+    "a lock": "Find the process or thread that holds the lock. Take it less often, or not in "
     "every step.",
     "a lock or another thread": "Let the thread that is waited for work ahead, or do not wait for "
     "it in every step.",
@@ -305,15 +291,15 @@ ADVICE = {
     "the disk": "Read and write less in the loop: every hundredth step, in a thread, or on a "
     "faster disk.",
 }
-"""What to do about such a wait."""
+"""How to fix such a wait."""
 
 
 def awaited(place: Spot) -> str:
-    """What a line waits for, as it and the function that it is in show; empty if they do not."""
+    """Return what a line waits for, by its code and the innermost frames; empty if unknown."""
     text = code_of([place.frame], place.taken).get(place.frame, "")
-    for pattern, what in _WORDS:
+    for pattern, what in _CODE:
         if pattern.search(text):
-            return "a process that it started" if what == "process" else what
+            return what
     files = [stack.waits[0] for stack in place.stacks]
     known = next((_FILES[each] for each in files if each in _FILES), "")
     return known or ("the network" if _SOCKET.search(text) else "")
