@@ -62,7 +62,7 @@ def test_what_is_not_known_is_absent(make: Make) -> None:
 def test_a_recording_is_played_again(tmp_path: Path) -> None:
     now = [1000.0]
     path = tmp_path / "recording"
-    source, recording = recording_module.DemoSource(0.5, clock=lambda: now[0]), Recording(str(path))
+    source, recording = recording_module.DemoSource(0.5, lambda: now[0]), Recording(str(path))
     frames = []
     for _ in range(6):
         frames.append(source.read(ALL))

@@ -108,7 +108,7 @@ class GpuFiles:
         self._turn = False
         self._left_out = 0
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """List the directory again."""
         try:
             names = opening.names(self._directory)
@@ -210,14 +210,14 @@ _STATE_TEXTS = {
 }
 
 
-class Silence:
+class ProcessStates:
     """Looks at processes, and remembers what they had had of the cores."""
 
     def __init__(self) -> None:
         self._turns: dict[int, tuple[float, Turn | None]] = {}
         """What the main threads had had of the cores at a moment, by pid."""
 
-    def why(self, pid: int) -> tuple[str, str]:
+    def state(self, pid: int) -> tuple[str, str]:
         """The state of a rank whose process it is, and the words to it."""
         try:
             status = psutil.Process(pid).status()

@@ -28,7 +28,7 @@ from ddpdoctor.top.snapshot import (
 )
 from ddpdoctor.top.view import View
 
-MOST = 4 * opening.MOST_EXPANDED
+MAX_MEMORY = 4 * opening.MOST_EXPANDED
 """Bytes of memory that a snapshot may take: of a thousand ranks it is half of that."""
 
 FORMAT = 1
@@ -114,7 +114,7 @@ def read(text: str | bytes) -> Snapshot:
         ValueError: It is none, is damaged, or of a newer format.
     """
     try:
-        if opening.expanded(text if isinstance(text, bytes) else text.encode()) > MOST:
+        if opening.expanded(text if isinstance(text, bytes) else text.encode()) > MAX_MEMORY:
             raise ValueError("too large")
         return of_record(opening.loads(text))
     except RecursionError as error:

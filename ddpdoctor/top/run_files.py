@@ -147,7 +147,7 @@ class StatusPages:
         self.unreadable: dict[int, str] = {}
         """Why a rank's page cannot be read, in words."""
 
-    def look(self) -> bool:
+    def refresh(self) -> bool:
         """List the directory again; False if it cannot be."""
         try:
             names = opening.names(self._directory)
