@@ -27,7 +27,7 @@ _ODD = "!"
 
 
 @dataclass(frozen=True)
-class Look:
+class StackStyle:
     """How stacks are drawn."""
 
     width: int = 80
@@ -64,29 +64,29 @@ def stacks_summary(merged: Merged) -> str:
     return f"{ranks} at {merged.places} different places"
 
 
-def draw(stacks: Sequence[RankStacks], look: Look, code: Code) -> list[Line]:
+def draw(stacks: Sequence[RankStacks], style: StackStyle, code: Code) -> list[Line]:
     """The main threads of ranks as one tree, the ranks without a stack first.
 
     Args:
         stacks: Of any ranks.
-        look: How to draw.
+        style: How to draw.
         code: Lines of source to show beside frames.
     """
-    merged = merge(stacks, tuple if look.all_frames else fold)
+    merged = merge(stacks, tuple if style.all_frames else fold)
     by_rank = {each.rank: each for each in stacks}
-    lines = list(_missing(merged.missing, look))
+    lines = list(_missing(merged.missing, style))
     for root in merged.roots:
-        lines += _Tree(look, code, by_rank, merged).node(root, 0)
+        lines += _Tree(style, code, by_rank, merged).node(root, 0)
     return lines
 
 
-def _missing(missing: Sequence[RankStacks], look: Look) -> Iterator[Line]:
+def _missing(missing: Sequence[RankStacks], style: StackStyle) -> Iterator[Line]:
     troubles: dict[tuple[str, str], list[int]] = defaultdict(list)
     for each in missing:
         troubles[each.trouble or "no main thread", each.note].append(each.rank)
     for (trouble, note), ranks in sorted(troubles.items(), key=lambda each: each[1]):
         yield (
-            (f"{look.missing} {bracketed(ranks)}", "error"),
+            (f"{style.missing} {bracketed(ranks)}", "error"),
             (f"  no stack: {trouble}", ""),
         )
         if note:
@@ -95,7 +95,7 @@ def _missing(missing: Sequence[RankStacks], look: Look) -> Iterator[Line]:
 
 @dataclass(frozen=True)
 class _Tree:
-    look: Look
+    style: StackStyle
     code: Code
     stacks: Mapping[int, RankStacks]
     merged: Merged
@@ -134,40 +134,40 @@ class _Tree:
         return words
 
     def _frames(self, frames: Sequence[Frame], indent: str) -> Iterator[Line]:
-        look = self.look
-        longest = max(look.width // 2 - len(indent), 16)
-        places = {frame: _from_the_end(_place(frame), longest, look) for frame in frames}
+        style = self.style
+        longest = max(style.width // 2 - len(indent), 16)
+        places = {frame: _from_the_end(_place(frame), longest, style) for frame in frames}
         own = [frame for frame in frames if frame.function != FOLDED and frame != CUT]
         room = min(max((len(places[frame]) for frame in own), default=0), _MOST_PLACE)
         names = min(max((len(frame.function) for frame in own), default=0), _MOST_FUNCTION)
         for frame in frames:
             if frame == CUT:
-                yield ((f"{indent}{look.ellipsis} the frames above are not known", "dim"),)
+                yield ((f"{indent}{style.ellipsis} the frames above are not known", "dim"),)
             elif frame.function == FOLDED:
-                yield ((f"{indent}{look.ellipsis} in {frame.path}", "dim"),)
+                yield ((f"{indent}{style.ellipsis} in {frame.path}", "dim"),)
             else:
                 head = f"{indent}{places[frame]:<{room}}  "
                 code = self.code.get(frame, "")
                 name = shown(frame.function)
                 function = f"{name:<{names}}" if code else name
                 line: list[Span] = [(head, ""), (function, "dim")]
-                left = look.width - len(head) - len(function) - 2
+                left = style.width - len(head) - len(function) - 2
                 if code and left >= min(_LEAST_CODE, len(code)):
-                    line.append((f"  {shortened(code, left, look.ellipsis)}", ""))
+                    line.append((f"  {shortened(code, left, style.ellipsis)}", ""))
                 yield tuple(line)
 
     def _end(self, ranks: Sequence[int], is_apart: bool, indent: str) -> Iterator[Line]:
         """What ranks do below the innermost of the frames shown: library code, native code."""
-        look = self.look
+        style = self.style
         ends: dict[str, list[int]] = defaultdict(list)
         for rank in ranks:
             main = self.stacks[rank].main
-            below = () if look.all_frames or main is None else tail(main.frames)
+            below = () if style.all_frames or main is None else tail(main.frames)
             if below:
                 ends[inner_frames(below)].append(rank)
         for words, members in sorted(ends.items(), key=lambda each: each[1]):
             whose = f"{bracketed(members)} " if len(members) < len(ranks) or is_apart else ""
-            yield ((f"{indent}{whose}{look.ellipsis} {words}", "dim"),)
+            yield ((f"{indent}{whose}{style.ellipsis} {words}", "dim"),)
         yield from self._natives(ranks, indent)
 
     def _natives(self, ranks: Sequence[int], indent: str) -> Iterator[Line]:
@@ -179,17 +179,17 @@ class _Tree:
             whose = f"{bracketed(members)} " if len(members) < len(ranks) else ""
             yield ((f"{indent}{whose}native:", "dim"),)
             for frame in frames[-_MOST_NATIVE:]:
-                text = shortened(frame, self.look.width - len(indent) - 2, self.look.ellipsis)
+                text = shortened(frame, self.style.width - len(indent) - 2, self.style.ellipsis)
                 yield ((f"{indent}  {text}", "dim"),)
         notes = Counter(each.note for rank in ranks if (each := self.stacks[rank]).note)
         for note in notes:
             yield ((f"{indent}{note}", "warning"),)
 
 
-def draw_others(stacks: Sequence[RankStacks], look: Look, code: Code) -> list[Line]:
+def draw_others(stacks: Sequence[RankStacks], style: StackStyle, code: Code) -> list[Line]:
     """The threads other than the main ones, equal stacks once."""
     groups: dict[tuple[str, tuple[Frame, ...]], list[tuple[int, Thread]]] = defaultdict(list)
-    keep: Callable[[Sequence[Frame]], tuple[Frame, ...]] = tuple if look.all_frames else fold
+    keep: Callable[[Sequence[Frame]], tuple[Frame, ...]] = tuple if style.all_frames else fold
     for each in stacks:
         for thread in each.threads:
             if thread.name != MAIN:
@@ -203,11 +203,11 @@ def draw_others(stacks: Sequence[RankStacks], look: Look, code: Code) -> list[Li
         name = members[0][1].name
         more = f" and {len(members) - 1} more" if len(members) > len(set(ranks)) else ""
         lines.append(((f"{bracketed(ranks)}", "bold"), (f"  thread {name}{more}", "dim")))
-        tree = _Tree(look, code, {}, nothing)
+        tree = _Tree(style, code, {}, nothing)
         lines += tree._frames(frames, _INDENT)
-        below = () if look.all_frames else tail(members[0][1].frames)
+        below = () if style.all_frames else tail(members[0][1].frames)
         if below:
-            lines.append(((f"{_INDENT}{look.ellipsis} {inner_frames(below)}", "dim"),))
+            lines.append(((f"{_INDENT}{style.ellipsis} {inner_frames(below)}", "dim"),))
     return lines
 
 
@@ -229,8 +229,8 @@ def _place(frame: Frame) -> str:
     return f"{shown_path(frame.path)}:{frame.line}" if frame.line else shown_path(frame.path)
 
 
-def _from_the_end(text: str, room: int, look: Look) -> str:
+def _from_the_end(text: str, room: int, style: StackStyle) -> str:
     """A place in so many columns: its end says more than its beginning."""
-    if look.all_frames or len(text) <= room:
+    if style.all_frames or len(text) <= room:
         return text
-    return look.ellipsis + text[len(text) - room + len(look.ellipsis) :]
+    return style.ellipsis + text[len(text) - room + len(style.ellipsis) :]
