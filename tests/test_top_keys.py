@@ -88,7 +88,7 @@ _NAMES = {"?": "question_mark", "/": "slash", ",": "comma", ".": "full_stop"}
 
 
 def test_every_key_of_the_table_does_something() -> None:
-    own = set(monitor()._own())
+    own = set(monitor()._own_actions())
     assert {key.action for key in KEYS} <= own | set(VIEW_ACTIONS)
 
 

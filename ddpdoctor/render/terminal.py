@@ -1,4 +1,4 @@
-"""Find out what an output can show; style, fit and wrap lines for it; keep a status line."""
+"""Style, fit and wrap lines for a terminal, find out what it can show, and keep a status line."""
 
 from __future__ import annotations
 
@@ -17,16 +17,14 @@ from rich.style import Style
 
 from ddpdoctor.core.formatting import shown
 
-# -- colours
-
 
 class Colour(NamedTuple):
-    """One meaning, in every place that draws it."""
+    """The colour of one meaning, wherever it is drawn."""
 
     light: str
     """On a light background, as ``#rrggbb``."""
     dark: str
-    """On a dark one."""
+    """On a dark background."""
     ansi: str
     """In a terminal of sixteen colours, as rich names it."""
 
@@ -39,7 +37,7 @@ PHASE_COLOURS = {
     "other": Colour("#a8745a", "#d0a183", "magenta"),
     "wait": Colour("#cbd5e1", "#475569", "bright_black"),
 }
-"""In the order in which a step's bar stacks them. Waiting recedes: who waits is not to blame."""
+"""In the order in which a step's bar stacks them. Waiting is grey: it is no fault of the rank."""
 
 SEVERITY_COLOURS = {
     "error": Colour("#dc2626", "#f87171", "red"),
@@ -49,12 +47,10 @@ SEVERITY_COLOURS = {
 }
 """``good`` is a job that succeeded."""
 
-
 # -- styled lines of text for a terminal of any width
 
-
 Span = tuple[str, str]
-"""A text, and its style's name; empty: plain."""
+"""A text, and the name of its style; empty: plain."""
 
 Line = tuple[Span, ...]
 
@@ -80,22 +76,22 @@ _STYLES = {
 
 @lru_cache(maxsize=64)
 def style_of(name: str) -> Style:
-    """What a style looks like."""
+    """Return a style by its name."""
     return Style.parse(_STYLES[name])
 
 
 def text_width(text: str) -> int:
-    """The columns a text takes on a terminal."""
+    """Return the columns that a text takes on a terminal."""
     return len(text) if text.isascii() else cell_len(text)
 
 
 def plain(line: Line) -> str:
-    """A line's text."""
+    """Return the text of a line."""
     return "".join(text for text, _ in line)
 
 
 def fitted(line: Line, room: int) -> Line:
-    """A line of exactly ``room`` columns: cut, or filled up with spaces."""
+    """Cut a line to exactly ``room`` columns, or fill it up with spaces."""
     spans: list[Span] = []
     left = room
     for text, style in line:
@@ -113,12 +109,12 @@ def fitted(line: Line, room: int) -> Line:
 
 
 def fit(text: str, room: int) -> str:
-    """A text of exactly ``room`` columns."""
+    """Cut a text to exactly ``room`` columns, or fill it up with spaces."""
     return text[:room].ljust(room) if text.isascii() else set_cell_size(text, room)
 
 
 def shortened(text: str, room: int, ellipsis: str) -> str:
-    """A text of at most ``room`` columns, with an ellipsis where it was cut."""
+    """Cut a text to at most ``room`` columns, with an ellipsis at the cut."""
     room = max(room, 0)
     if text_width(text) <= room:
         return text
@@ -128,7 +124,7 @@ def shortened(text: str, room: int, ellipsis: str) -> str:
 
 
 def clean(text: str, ascii_only: bool) -> str:
-    """A text for a line: what would steer a terminal is shown, tabs and newlines are spaces."""
+    """Return a text for a line: control characters made visible, tabs and newlines as spaces."""
     if not text.isprintable():
         text = shown(text.replace("\t", " ").replace("\n", " "))
     if ascii_only and not text.isascii():
@@ -137,12 +133,12 @@ def clean(text: str, ascii_only: bool) -> str:
 
 
 def cleaned(line: Line, ascii_only: bool) -> Line:
-    """A line all of whose texts are `clean`."""
+    """Return a line of which all texts are `clean`."""
     return tuple((clean(text, ascii_only), style) for text, style in line)
 
 
 def merged(line: Line) -> Line:
-    """The same line in as few spans as it has changes of style."""
+    """Join neighbouring spans of the same style."""
     spans: list[Span] = []
     for text, style in line:
         if spans and spans[-1][1] == style:
@@ -153,7 +149,7 @@ def merged(line: Line) -> Line:
 
 
 def wrapped(text: str, room: int, style: str = "", indent: str = "") -> list[Line]:
-    """A text in lines of at most ``room`` columns, each behind ``indent``."""
+    """Wrap a text into lines of at most ``room`` columns, each after ``indent``."""
     width = max(room - len(indent), 1)
     return [
         ((f"{indent}{row}", style),)
@@ -163,23 +159,21 @@ def wrapped(text: str, room: int, style: str = "", indent: str = "") -> list[Lin
 
 
 def labelled(label: str, text: str, room: int, width: int, style: str = "") -> list[Line]:
-    """A text behind a label of ``width`` columns, wrapped beside it."""
+    """Wrap a text beside a label of ``width`` columns."""
     if room < width + 12:
         return [((label, "dim"),), *wrapped(text, room, style, " ")]
-    heads = [f"{label:<{width}}"]
     rows = wrapped(text, room - width, style)
-    heads += [" " * width] * (len(rows) - 1)
+    heads = [f"{label:<{width}}", *[" " * width] * (len(rows) - 1)]
     return [((head, "dim"), *row) for head, row in zip(heads, rows, strict=True)]
 
 
-# -- what the terminal, or whatever else an output is, can show
-
+# -- what the terminal, or another output, can show
 
 _UNICODE = ("utf8", "utf16", "utf32", "gb18030")
 
 
 def only_ascii(out: TextIO | None, environment: Mapping[str, str]) -> bool:
-    """Whether to draw in ASCII: the locale is C, or the output can hold nothing else.
+    """Return whether to draw in ASCII: the locale is C, or the output can hold nothing else.
 
     Args:
         out: Where the text goes.
@@ -191,14 +185,14 @@ def only_ascii(out: TextIO | None, environment: Mapping[str, str]) -> bool:
     names = ("LC_ALL", "LC_CTYPE", "LANG")
     locale = next((environment[name] for name in names if environment.get(name)), "C")
     charset = locale.partition("@")[0].partition(".")[2].lower().replace("-", "")
-    # Python takes UTF-8 where the locale is not installed; the terminal keeps what was named.
+    # Without the locale installed Python takes UTF-8. The terminal keeps what was named.
     return locale in ("C", "POSIX") or charset not in ("", *_UNICODE)
 
 
 def given_environment() -> Mapping[str, str]:
-    """The environment as it was at the start.
+    """Return the environment as it was at the start.
 
-    Where the locale is C, Python sets ``LC_CTYPE`` itself (PEP 538), so `os.environ` is no use.
+    In the C locale Python sets ``LC_CTYPE`` itself (PEP 538), so `os.environ` does not tell.
     """
     try:
         with open("/proc/self/environ", "rb") as file:
@@ -209,46 +203,43 @@ def given_environment() -> Mapping[str, str]:
 
 
 def wants_colour(descriptor: int = 2) -> bool:
-    """Whether a terminal is there that wants colour (``NO_COLOR``, ``TERM=dumb`` say no)."""
+    """Return whether it is a terminal with colour, without ``NO_COLOR`` and ``TERM=dumb``."""
     return os.isatty(descriptor) and not os.environ.get("NO_COLOR") and not is_dumb()
 
 
 def width(descriptor: int) -> int | None:
-    """Columns to write for, from 40 to 100; None if it is no terminal."""
+    """Return the columns to write for, from 40 to 100; None if it is no terminal."""
     try:
         return max(40, min(os.get_terminal_size(descriptor).columns, 100))
     except OSError:
         return None
 
 
-UNWRAPPED = 1 << 16
-"""Columns for who reads from a pipe: nothing is wrapped or cut for want of room."""
+UNWRAPPED = 1 << 20
+"""Columns of a pipe: nothing is wrapped or cut."""
 
 
 def columns(most: int) -> int:
-    """Columns to write for on standard output: ``COLUMNS``, or the terminal's, at most so many."""
+    """Return the columns of standard output: ``COLUMNS``, or the terminal's, at most ``most``."""
     known = shutil.get_terminal_size((0, 0)).columns
     return min(known, most) if known else UNWRAPPED
 
 
 def is_interactive() -> bool:
-    """Whether there is a terminal to draw on and to read keys from."""
+    """Return whether there is a terminal to draw on and to read keys from."""
     return os.isatty(0) and os.isatty(1) and not is_dumb()
 
 
 def is_dumb() -> bool:
-    """Whether the terminal says that it can do nothing but print lines."""
+    """Return whether the terminal can only print lines."""
     return os.environ.get("TERM") == "dumb"
 
 
-# -- status line
-
-
 class StatusLine:
-    """The line, and lines that stay above it; from any thread.
+    """A line that is replaced, with lines that stay above it. Any thread may use it.
 
     Args:
-        stream: Where it stands; stderr if it is not given.
+        stream: The output. None: stderr.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -258,21 +249,21 @@ class StatusLine:
         self._lock = threading.Lock()
 
     def show(self, text: str) -> None:
-        """Put another text into the line."""
+        """Replace the text of the line."""
         with self._lock:
             if shown(text) != self._text:
                 self._text = shown(text)
                 self._draw()
 
     def say(self, text: str) -> None:
-        """A line that stays, on a terminal or in a log."""
+        """Print a line that stays, on a terminal or in a log."""
         text = shown(text, "\n")
         with self._lock:
             self._write(f"\r\x1b[K{text}\n" if self._shows else f"{text}\n")
             self._draw()
 
     def aside(self, write: Callable[[], None]) -> None:
-        """Take the line away while something is written to another stream of the terminal."""
+        """Remove the line while something is written to another stream of the terminal."""
         with self._lock:
             if self._shows:
                 self._write("\r\x1b[K")
@@ -280,7 +271,7 @@ class StatusLine:
             self._draw()
 
     def close(self) -> None:
-        """Take the line away."""
+        """Remove the line."""
         with self._lock:
             if self._shows:
                 self._write("\r\x1b[K")
@@ -299,7 +290,7 @@ class StatusLine:
         self._write(f"\r\x1b[K{text}")
 
     def _write(self, text: str) -> None:
-        # The reader may be gone: that is no reason to end the work.
+        # The work goes on without a reader.
         with contextlib.suppress(OSError):
             self._stream.write(text)
             self._stream.flush()

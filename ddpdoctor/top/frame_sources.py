@@ -18,7 +18,7 @@ from ddpdoctor.run import rundir
 from ddpdoctor.run.reader import read_manifest
 from ddpdoctor.system.gpu_health import Poller
 from ddpdoctor.top import hardware, headline, run_files, step_times
-from ddpdoctor.top.frames import Source, Want
+from ddpdoctor.top.frames import Played, Source, Want
 from ddpdoctor.top.live import LiveSource
 from ddpdoctor.top.run_files import StatusPages
 from ddpdoctor.top.snapshot import RankRow, Snapshot, Verdict
@@ -31,7 +31,7 @@ _MAX_READINGS, _MIN_CHART_POINTS = 960, 10
 """Steps of single ranks read for the charts, and the points below which they are not worth it."""
 
 
-class FinishedSource:
+class FinishedSource(Played):
     """A frame for each step of the newest attempt, and a last one that says how it ended.
 
     It opens at the last one. Nothing of the journals is kept: each frame looks its steps up.
@@ -56,6 +56,8 @@ class FinishedSource:
         self._first = min((first for first, _ in spans), default=0)
         last = max((last for _, last in spans), default=-1)
         self._steps = max(0, last - self._first + 1)
+        # The steps, and the end.
+        self.length = self._steps + 1
         self._position = self._steps
         self._last: Snapshot | None = None
 
@@ -63,20 +65,6 @@ class FinishedSource:
     def replay(self) -> FinishedSource:
         """The source itself."""
         return self
-
-    @property
-    def length(self) -> int:
-        """The number of steps, and one for the end."""
-        return self._steps + 1
-
-    @property
-    def position(self) -> int:
-        """The frame that is read next."""
-        return self._position
-
-    def seek(self, position: int) -> None:
-        """Go to a frame; beyond the ends, to the nearest."""
-        self._position = min(max(position, 0), self._steps)
 
     def close(self) -> None:
         """Close the files."""
@@ -102,14 +90,12 @@ class FinishedSource:
         if self._last is None:
             self._last = self._end.read(Want(frozenset()))
         last, groups = self._last, self._end.groups
-        seen = step_times.WINDOW
         rows, newest = [], []
         for row in last.ranks:
             log = self._logs.get(row.rank)
             steps = log.until(number, step_times.WINDOW) if log is not None else []
             reached = bool(steps) and steps[-1].step == number
             if reached:
-                seen = min(seen, len(steps))
                 newest.append(steps[-1])
             waits = not reached and row.state not in ("ended", "dead")
             times = step_times.mean_times(
@@ -139,7 +125,7 @@ class FinishedSource:
         now = max(ends) / 1e9 if ends else last.time
         findings = tuple(each for each in last.findings if each.time is None or each.time <= now)
         facts = headline.VerdictFacts(
-            live=True, seen=seen, findings=findings, attempt=last.job.attempt, whole=False
+            live=True, findings=findings, attempt=last.job.attempt, whole=False
         )
         usual = step_times.median_times([row.times for row in rows if row.times is not None])
         losses = [

@@ -44,6 +44,23 @@ class Replay(Protocol):
         """Go to a frame; beyond the ends, to the nearest."""
 
 
+class Played:
+    """The position of a source that is a replay itself."""
+
+    length: int
+    """How many frames there are."""
+    _position = 0
+
+    @property
+    def position(self) -> int:
+        """The frame that is read next."""
+        return self._position
+
+    def seek(self, position: int) -> None:
+        """Go to a frame; beyond the ends, to the nearest."""
+        self._position = min(max(position, 0), self.length - 1)
+
+
 class Source(Protocol):
     """Makes one frame after another."""
 
@@ -183,9 +200,9 @@ class Reader(threading.Thread):
     def __init__(
         self,
         make: Callable[[], Source],
-        deliver: Callable[[Snapshot, Position], None],
-        trouble: Callable[[str], None],
-        before: Callable[[list[Point]], None],
+        deliver: Callable[[Snapshot, Position], object],
+        trouble: Callable[[str], object],
+        before: Callable[[list[Point]], object],
     ) -> None:
         super().__init__(name="ddpdoctor-top-reader", daemon=True)
         self._make = make

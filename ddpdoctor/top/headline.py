@@ -43,8 +43,6 @@ class VerdictFacts:
     """Seconds."""
     died: tuple[int, ...] = ()
     """The ranks that died, the first first."""
-    seen: int = 0
-    """The fewest steps that a rank's means are made of."""
     held: tuple[int, ...] = ()
     """Ranks that wait for a debugger."""
     usual: Times | None = None
@@ -274,24 +272,16 @@ def _stuck(rows: Sequence[RankRow], facts: VerdictFacts) -> Verdict | None:
     patience = MIN_STUCK_FIRST
     if facts.usual is not None:
         patience = max(MIN_STUCK, MIN_STUCK_STEPS * facts.usual.total)
-    waiting = [
-        row
-        for row in rows
-        if row.state == "running"
-        and (row.since or 0) >= patience
-        and row.phase in ("wait", "backward")
-    ]
-    if not waiting or len(rows) < 2:
-        return None
+    running = [row for row in rows if row.state == "running" and (row.since or 0) >= patience]
+    waiting = [row for row in running if row.phase in ("wait", "backward")]
     held = {row.rank for row in waiting}
     others = [row for row in rows if row.state in ("running", "starting") and row.rank not in held]
-    if len(others) > len(waiting):
+    if not waiting or len(rows) < 2 or len(others) > len(waiting):
         return None
     age = min(row.since or 0.0 for row in waiting)
+    who = f"rank {waiting[0].rank} waits" if len(held) == 1 else f"{len(held)} ranks wait"
     if len(waiting) == len(rows):
         who = "both ranks wait" if len(rows) == 2 else f"all {len(rows)} ranks wait"
-    else:
-        who = f"rank {waiting[0].rank} waits" if len(held) == 1 else f"{len(held)} ranks wait"
     calls: dict[str, list[int]] = {}
     for row in waiting:
         phase = "the backward's all-reduce" if row.phase == "backward" else row.phase
@@ -301,20 +291,24 @@ def _stuck(rows: Sequence[RankRow], facts: VerdictFacts) -> Verdict | None:
         what = ", ".join(f"{name} ({named(ranks)})" for name, ranks in calls.items())
     text = f"{who} in {what} for {duration(age)}"
     if others:
-        last = max(others, key=lambda row: row.since or 0.0)
-        where = ""
-        if len(others) == 1:
-            doing = f"is in {last.phase}{_site(last)}"
-            where = f", which {'has not begun' if last.state == 'starting' else doing}"
-        level = "warning" if age >= MIN_TROUBLE else "info"
-        return _verdict(f"{text}, for {_named(others)}{where}", level, last)
+        return _waited_for(text, others, age)
     left = [row for row in rows if row.state == "ended"]
     if left:
         verb = "have" if len(left) > 1 else "has"
         return _verdict(f"{text}; {_named(left)} {verb} already ended", "error", left[0])
-    if len({row.collective or row.phase for row in waiting}) > 1:
+    if len(calls) > 1:
         return _verdict(f"{who} for {duration(age)}, not in the same call: {what}", "error")
     return _verdict(text, "error" if age >= MIN_TROUBLE else "warning")
+
+
+def _waited_for(text: str, others: Sequence[RankRow], age: float) -> Verdict:
+    last = max(others, key=lambda row: row.since or 0.0)
+    where = ""
+    if len(others) == 1:
+        doing = f"is in {last.phase}{_site(last)}"
+        where = f", which {'has not begun' if last.state == 'starting' else doing}"
+    level = "warning" if age >= MIN_TROUBLE else "info"
+    return _verdict(f"{text}, for {_named(others)}{where}", level, last)
 
 
 def _quiet(rows: Sequence[RankRow], facts: VerdictFacts) -> Verdict | None:

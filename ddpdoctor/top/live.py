@@ -24,6 +24,7 @@ from ddpdoctor.run.names import namespace
 from ddpdoctor.run.reader import read_manifest
 from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.run.records.process import ErrorRecord, OpenRecord
+from ddpdoctor.run.records.supervisor import RankExitRecord
 from ddpdoctor.run.records.training import PassRecord, StepRecord
 from ddpdoctor.run.status import Phase, Status
 from ddpdoctor.top import hardware, headline, run_files, step_times
@@ -404,17 +405,7 @@ class LiveSource:
         over = status.phase is Phase.ENDED
         ending = self._events.exits.get((rank, status.restart))
         if ending is not None:
-            code = ending.status
-            if code == 0 or (code is None and over):
-                return "ended", ""
-            words = run_files.how_it_ended(ending, known.error)
-            # An uncaught exception ends the interpreter in order, too. Another failure after the
-            # end of the script is not training's.
-            if over and known.error is None and (code or 0) <= 0:
-                return "ended", words
-            # A rank that ends by a signal that somebody sent has not failed.
-            asked = self._events.asked and known.error is None and (code or 0) < 0
-            return "ended" if asked else "dead", words
+            return self._ended_state(ending, known, over)
         if over and known.error is None:
             return "ended", ""
         if self._gone and not over:
@@ -430,6 +421,19 @@ class LiveSource:
             near = known.opened is not None and known.opened.namespace == self._namespace
             return self._processes.state(status.pid) if near else ("stale", "")
         return ("starting" if status.phase is Phase.STARTING else "running"), ""
+
+    def _ended_state(self, ending: RankExitRecord, known: LiveRank, over: bool) -> tuple[str, str]:
+        """Return the state of a rank whose process has ended, and how it ended."""
+        code = ending.status
+        if code == 0 or (code is None and over):
+            return "ended", ""
+        words = run_files.how_it_ended(ending, known.error)
+        if known.error is not None:
+            return "dead", words
+        # A failure after the end of the script is not training's. A rank that ends by a signal
+        # that somebody sent has not failed.
+        fine = (over and (code or 0) <= 0) or (self._events.asked and (code or 0) < 0)
+        return "ended" if fine else "dead", words
 
     def _job(self, pages: dict[int, Status], rows: list[RankRow], ticks: float) -> Job:
         """Describe the progress by the ranks' pages and the newest steps of a few."""
@@ -487,7 +491,6 @@ class LiveSource:
                 self._manifest, next((each for each in opened if each is not None), None)
             ),
         )
-        timed = (self._ranks[row.rank].recent for row in rows if row.times is not None)
         facts = headline.VerdictFacts(
             live=self.live,
             exit_status=snapshot.exit_status,
@@ -495,7 +498,6 @@ class LiveSource:
             world_size=snapshot.world_size,
             since_start=None if started is None else max(0.0, (until - started) / 1e9),
             died=self._died({row.rank for row in rows if row.state == "dead"}),
-            seen=min((len(recent) for recent in timed), default=0),
             held=events.held,
             findings=events.findings,
             hung=events.hung(job.attempt),

@@ -21,7 +21,7 @@ from ddpdoctor.core.formatting import json_text
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.run.status import PHASES, Parts
 from ddpdoctor.top import headline, output, step_times
-from ddpdoctor.top.frames import WANT_ALL, Want
+from ddpdoctor.top.frames import WANT_ALL, Played, Want
 from ddpdoctor.top.snapshot import FindingRow, Gpu, Job, Machine, RankRow, Snapshot, Verdict
 
 # -- recordings: a gzip file with one snapshot a line, as `top --json` prints it
@@ -103,7 +103,7 @@ def _rounded(value: Any, name: str = "") -> Any:
     return [_rounded(each) for each in value] if isinstance(value, list) else value
 
 
-class RecordingSource:
+class RecordingSource(Played):
     """Plays a recording. It opens at the first frame.
 
     Args:
@@ -120,7 +120,6 @@ class RecordingSource:
             raise DoctorError(f"cannot read {path}: {error.strerror}") from None
         self._file = gzip.GzipFile(fileobj=self._raw)
         self._path = path
-        self._position = 0
         self._ends = array("Q", [0])
         """Where each line ends, in bytes of the expanded file, after a 0."""
         self._lines: dict[int, bytes] = {}
@@ -128,6 +127,7 @@ class RecordingSource:
             # A monitor that was killed leaves an end that cannot be expanded.
             with contextlib.suppress(EOFError):
                 self._index()
+            self.length = len(self._ends) - 1
             if not self.length:
                 raise ValueError("it holds no frame")
             first = self._frame(0)
@@ -147,26 +147,12 @@ class RecordingSource:
         """The recording itself."""
         return self
 
-    @property
-    def length(self) -> int:
-        """How many frames there are."""
-        return len(self._ends) - 1
-
-    @property
-    def position(self) -> int:
-        """The frame that is read next."""
-        return self._position
-
-    def seek(self, position: int) -> None:
-        """Go to a frame; beyond the ends, to the nearest."""
-        self._position = min(max(position, 0), self.length - 1)
-
     def _index(self) -> None:
         size = 0
         while size < _MAX_EXPANDED and (data := self._file.read1(_CHUNK)):
             for match in re.finditer(rb"\n", data):
                 self._ends.append(size + match.end())
-                if self.length == MAX_FRAMES:
+                if len(self._ends) > MAX_FRAMES:
                     return
             size += len(data)
 
@@ -286,7 +272,6 @@ def at(age: float, now: float, want: Want, *, ranks: int = 8, seed: int = 0) -> 
     facts = headline.VerdictFacts(
         live=True,
         since_start=age,
-        seen=min(number, step_times.WINDOW),
         world_size=ranks,
         findings=findings,
     )

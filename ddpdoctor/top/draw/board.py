@@ -6,7 +6,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from statistics import median
 
@@ -24,7 +24,7 @@ from ddpdoctor.top.draw.columns import (
     phase_cell,
     rank_cell,
 )
-from ddpdoctor.top.draw.drawing import Scene
+from ddpdoctor.top.draw.drawing import Frame, Scene
 from ddpdoctor.top.headline import slow_phase
 from ddpdoctor.top.snapshot import PHASES, Gpu, RankRow
 from ddpdoctor.top.view import by_node, rank_value, selected_rows
@@ -233,20 +233,9 @@ _Node = tuple[str, Sequence[RankRow]]
 """A node and its ranks, for the line above them."""
 
 
-@dataclass(frozen=True)
-class DrawnBoard:
-    """Lines, and what each of them is about."""
-
-    lines: tuple[Line, ...]
-    ranks: dict[int, int] = field(default_factory=dict)
-    """The rank that a line is about, by the line's number."""
-    top: int = 0
-    """The first row that was drawn."""
-
-
-def draw_board(scene: Scene, height: int) -> DrawnBoard:
+def draw_board(scene: Scene, height: int) -> Frame:
     """Draw the board in at most ``height`` lines: header, ranks, median, legend."""
-    return _Board(scene).draw(height) if height > 0 else DrawnBoard(())
+    return _Board(scene).draw(height) if height > 0 else Frame(())
 
 
 def board_lines(scene: Scene) -> int:
@@ -275,7 +264,7 @@ class _Board:
         self._columns, self._bar = fitting_columns(snapshot.ranks, scene.room, min_bar)
         self._axis = drawing.axis_end(max(totals, default=0.0))
 
-    def draw(self, height: int) -> DrawnBoard:
+    def draw(self, height: int) -> Frame:
         """Draw at most so many lines."""
         ranks = len(self._ranks)
         spare = height - ranks
@@ -311,7 +300,7 @@ class _Board:
                 name = phase if self._room >= 66 else short.get(phase, phase)
                 spans += [(drawing.glyph(phase, self._marks) * 2, phase), (f" {name}  ", "dim")]
             lines.append(tuple(spans))
-        return DrawnBoard(tuple(lines[:height]), about, first)
+        return Frame(tuple(lines[:height]), about, top=first)
 
     def _entries(self, body: int) -> list[RankRow | _Node]:
         """Return the lines of the board: ranks, below their nodes if they are grouped."""

@@ -120,15 +120,7 @@ def _possible_columns(ranks: Sequence[RankRow], room: int) -> list[Column]:
         *(name for name in _OPTIONAL if not any(has_value(row, name) for row in ranks)),
         *(["place"] if not gpus and not nodes else []),
     }
-    rank = max((len(str(row.rank)) for row in ranks), default=1)
-    step = max((len(str(row.step)) for row in ranks if row.step is not None), default=4)
-    place = max((text_width(node_and_gpu(row, 99)) for row in ranks), default=4)
-    widths = {
-        "rank": max(4 if room >= 40 else 2, rank),
-        "place": max(3, min(place, 8 if room < 100 else 12 if room < 140 else 20)),
-        "step": max(4, step),
-        **(_METER_WIDTHS if room >= 130 and gpus else {}),
-    }
+    widths = _widths(ranks, room) | (_METER_WIDTHS if room >= 130 and gpus else {})
     titles = {"place": "gpu" if gpus else "node", "memory": "mem" if gpus else "rss"}
     return [
         replace(
@@ -139,6 +131,18 @@ def _possible_columns(ranks: Sequence[RankRow], room: int) -> list[Column]:
         for column in _COLUMNS
         if column.name not in left_out
     ]
+
+
+def _widths(ranks: Sequence[RankRow], room: int) -> dict[str, int]:
+    """Return the widths of columns that depend on the job's numbers and names."""
+    rank = max((len(str(row.rank)) for row in ranks), default=1)
+    step = max((len(str(row.step)) for row in ranks if row.step is not None), default=4)
+    place = max((text_width(node_and_gpu(row, 99)) for row in ranks), default=4)
+    return {
+        "rank": max(4 if room >= 40 else 2, rank),
+        "place": max(3, min(place, 8 if room < 100 else 12 if room < 140 else 20)),
+        "step": max(4, step),
+    }
 
 
 def rank_cell(row: RankRow, column: Column, unit: formatting.TimeUnit, style: str) -> Line:

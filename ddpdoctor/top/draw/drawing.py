@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -97,6 +97,32 @@ ASCII = Marks(
     ok="+",
     error="x",
 )
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Lines of a screen or of a part of it, and what they are about."""
+
+    lines: tuple[Line, ...]
+    ranks: Mapping[int, int] = field(default_factory=dict)
+    """The rank of each line."""
+    entries: Mapping[int, int] = field(default_factory=dict)
+    """The entry of a panel's list on each line."""
+    visible: frozenset[int] | None = None
+    """The ranks on screen. None behind a panel."""
+    top: int = 0
+    """The first row of the board on screen."""
+    item: int = 0
+    """How far the panel is scrolled, at most to its end."""
+
+    def below(self, lines: Sequence[Line]) -> Frame:
+        """Return the frame below other lines."""
+        return replace(
+            self,
+            lines=(*lines, *self.lines),
+            ranks={line + len(lines): rank for line, rank in self.ranks.items()},
+            entries={line + len(lines): entry for line, entry in self.entries.items()},
+        )
 
 
 @dataclass(frozen=True)

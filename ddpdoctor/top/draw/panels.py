@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ from ddpdoctor.top.draw.board import (
     rank_groups,
     short_site,
 )
-from ddpdoctor.top.draw.drawing import Marks, Scene
+from ddpdoctor.top.draw.drawing import Frame, Marks, Scene
 from ddpdoctor.top.frames import Point
 from ddpdoctor.top.headline import ordered_findings
 from ddpdoctor.top.snapshot import FindingRow, Snapshot, Times, memory_share
@@ -42,14 +42,6 @@ _READING = (
 )
 
 
-@dataclass(frozen=True)
-class ListLines:
-    """The lines of a list, and which of its entries each is about."""
-
-    lines: list[Line]
-    entries: dict[int, int] = field(default_factory=dict)
-
-
 # -- panels that open at a key
 
 
@@ -62,21 +54,21 @@ def finding_line(row: FindingRow, scene: Scene, room: int) -> Line:
     return ((head, style), (fit(scene.cut(finding.message, left), left), ""), (age, "dim"))
 
 
-def findings_panel(scene: Scene, height: int) -> ListLines:
+def findings_panel(scene: Scene, height: int) -> Frame:
     """Draw the findings around the selected one, which may be open."""
     found = ordered_findings(scene.snapshot.findings)
     if not found:
         text = "no findings so far" if scene.snapshot.live else "no findings"
-        return ListLines(wrapped(text, scene.room, "dim"))
+        return Frame(tuple(wrapped(text, scene.room, "dim")))
     item = min(scene.view.item, len(found) - 1)
     body = full_finding(found[item], scene.room) if scene.view.opened else []
     # The selected one with its text comes first. The list fills the rest around it.
     around = max(height - len(body) - 1, 1)
     first = max(0, min(item - around // 2, len(found) - around))
-    listed = ListLines([])
-    lines = listed.lines
+    lines: list[Line] = []
+    entries = {}
     for number, row in enumerate(found[first : first + around], first):
-        listed.entries[len(lines)] = number
+        entries[len(lines)] = number
         line = finding_line(row, scene, scene.room - 2)
         if number == item:
             text = f"{scene.marks.cursor} " + "".join(text for text, _ in line)
@@ -86,7 +78,7 @@ def findings_panel(scene: Scene, height: int) -> ListLines:
     left = len(found) - first - around
     if left > 0:
         lines.append(((f"  {scene.marks.ellipsis} {left} more", "dim"),))
-    return listed
+    return Frame(tuple(lines), entries=entries)
 
 
 def full_finding(row: FindingRow, room: int) -> list[Line]:
@@ -105,16 +97,16 @@ def full_finding(row: FindingRow, room: int) -> list[Line]:
     return lines
 
 
-def choices_panel(scene: Scene, height: int) -> ListLines:
+def choices_panel(scene: Scene, height: int) -> Frame:
     """Draw the lines to choose from, around the selected one."""
     asked, item = scene.material.asked, scene.view.item
-    listed = ListLines([])
     first = max(0, min(item - height // 2, len(asked) - height))
-    for number in range(first, min(len(asked), first + height)):
+    numbers = range(first, max(first, min(len(asked), first + height)))
+    lines: list[Line] = []
+    for number in numbers:
         sign, style = (f"{scene.marks.cursor} ", "cursor") if number == item else ("  ", "")
-        listed.entries[len(listed.lines)] = number
-        listed.lines.append(((scene.cut(sign + asked[number]), style),))
-    return listed
+        lines.append(((scene.cut(sign + asked[number]), style),))
+    return Frame(tuple(lines), entries=dict(enumerate(numbers)))
 
 
 def text_panel(scene: Scene) -> list[Line]:

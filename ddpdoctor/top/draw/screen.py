@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from ddpdoctor.core import formatting
 from ddpdoctor.render.terminal import Line, Span, cleaned, fitted, text_width, wrapped
 from ddpdoctor.top.draw import board, panels
-from ddpdoctor.top.draw.drawing import LEVELS, Material, Scene, scene_of
+from ddpdoctor.top.draw.drawing import LEVELS, Frame, Material, Scene, scene_of
 from ddpdoctor.top.snapshot import RankRow, Snapshot
 from ddpdoctor.top.view import KEYS, View
 
@@ -131,6 +131,12 @@ def _facts(snapshot: Snapshot, view: View) -> Iterator[str]:
     serious = sum(row.finding.severity >= 2 for row in snapshot.findings)
     if serious:
         yield f"{formatting.count(serious, 'finding')} (f)"
+    yield from _view_facts(snapshot, view)
+    if ranks:
+        yield formatting.count(len(ranks), "rank")
+
+
+def _view_facts(snapshot: Snapshot, view: View) -> Iterator[str]:
     if view.filter and not view.typing:
         yield f"filter {view.filter}"
     if snapshot.nvml or not snapshot.gpus:
@@ -141,8 +147,6 @@ def _facts(snapshot: Snapshot, view: View) -> Iterator[str]:
         yield f"to {view.recording}"
     if view.sort != "own" or view.reverse:
         yield f"by {view.sort}{' reversed' if view.reverse else ''}"
-    if ranks:
-        yield formatting.count(len(ranks), "rank")
 
 
 def keys_line(scene: Scene) -> Line:
@@ -200,32 +204,6 @@ TITLES = {
 }
 
 
-@dataclass(frozen=True)
-class Frame:
-    """A screen, and what its lines are about."""
-
-    lines: tuple[Line, ...]
-    ranks: Mapping[int, int] = field(default_factory=dict)
-    """The rank of each line."""
-    entries: Mapping[int, int] = field(default_factory=dict)
-    """The entry of a panel's list on each line."""
-    visible: frozenset[int] | None = None
-    """The ranks on screen. None behind a panel."""
-    top: int = 0
-    """The first row of the board on screen."""
-    item: int = 0
-    """How far the panel is scrolled, at most to its end."""
-
-    def below(self, lines: Sequence[Line]) -> Frame:
-        """Return the frame below other lines."""
-        return replace(
-            self,
-            lines=(*lines, *self.lines),
-            ranks={line + len(lines): rank for line, rank in self.ranks.items()},
-            entries={line + len(lines): entry for line, entry in self.entries.items()},
-        )
-
-
 def draw_screen(
     snapshot: Snapshot, view: View, room: int, height: int, material: Material | None = None
 ) -> Frame:
@@ -265,9 +243,8 @@ def _draw_body(scene: Scene, height: int) -> Frame:
         drawn = board.draw_board(scene, space if space >= 4 else 0)
         left = height - len(drawn.lines)
         title = [_title(f"{TITLES['signal']} (esc: no)", scene)] if left > 3 else []
-        listed = panels.choices_panel(scene, left - len(title))
-        frame = Frame(tuple(listed.lines), {}, listed.entries, None, drawn.top)
-        return replace(frame.below([*drawn.lines, *title]), ranks=drawn.ranks)
+        listed = panels.choices_panel(scene, left - len(title)).below([*drawn.lines, *title])
+        return replace(listed, ranks=drawn.ranks, top=drawn.top)
     if view.panel:
         return _draw_panel(scene, height)
     if not ranks and scene.snapshot.kind == "machine":
@@ -282,11 +259,9 @@ def _draw_body(scene: Scene, height: int) -> Frame:
     return _with_board(drawn, scene, [(), *shown] if shown else [])
 
 
-def _with_board(
-    drawn: board.DrawnBoard, scene: Scene, below: Sequence[Line], item: int = 0
-) -> Frame:
+def _with_board(drawn: Frame, scene: Scene, below: Sequence[Line], item: int = 0) -> Frame:
     seen = {*drawn.ranks.values(), *([scene.row.rank] if scene.row is not None else [])}
-    return Frame((*drawn.lines, *below), drawn.ranks, {}, frozenset(seen), drawn.top, item)
+    return replace(drawn, lines=(*drawn.lines, *below), visible=frozenset(seen), item=item)
 
 
 def _draw_expanded(scene: Scene, row: RankRow, height: int) -> Frame:
@@ -320,13 +295,13 @@ def _draw_panel(scene: Scene, height: int) -> Frame:
         lines = panels.text_panel(scene)
         item = max(0, min(item, len(lines) - space))
         below = len(lines) - item - space
-        listed = panels.ListLines(lines[item : item + space])
+        lines = lines[item : item + space]
         if below > 0:
-            more = f"{scene.marks.ellipsis} {below + 1} more lines (j)"
-            listed.lines[-1] = ((more, "dim"),)
+            lines[-1] = ((f"{scene.marks.ellipsis} {below + 1} more lines (j)", "dim"),)
+        listed = Frame(tuple(lines))
     head = [_title(f"{title} (esc: back)", scene)] if space < height else []
-    drawn = Frame(tuple(listed.lines), {}, listed.entries, None, view.top, item).below(head)
-    return replace(drawn, lines=drawn.lines[:height])
+    drawn = listed.below(head)
+    return replace(drawn, lines=drawn.lines[:height], top=view.top, item=item)
 
 
 def _title(text: str, scene: Scene) -> Line:
