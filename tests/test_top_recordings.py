@@ -171,6 +171,18 @@ def test_what_is_no_recording_is_refused(tmp_path: Path, content: bytes, zipped:
         RecordingSource(str(tmp_path / "none"))
 
 
+@pytest.mark.parametrize(("version", "words"), [(None, "format 1"), (99, "format 99")])
+def test_a_recording_of_another_version_is_refused(
+    tmp_path: Path, version: int | None, words: str
+) -> None:
+    path = tmp_path / "recording"
+    record = output.record(recording_module.at(700, 1000, ALL))
+    line = json.dumps(record if version is None else {"recording": version, **record})
+    path.write_bytes(gzip.compress(line.encode() + b"\n"))
+    with pytest.raises(DoctorError, match=f"it is of {words}, this ddpdoctor reads format 2"):
+        RecordingSource(str(path))
+
+
 def test_one_line_per_interval_until_the_run_is_over(make: Make) -> None:
     run = make(2)
     run.start()

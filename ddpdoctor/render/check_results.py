@@ -9,14 +9,14 @@ from typing import Any, TextIO
 from ddpdoctor.core import formatting
 from ddpdoctor.core.formatting import json_text, shown
 from ddpdoctor.preflight.check import Outcome, Status, outcome_record
-from ddpdoctor.render.terminal import UNWRAPPED, StatusLine
+from ddpdoctor.render.terminal import UNWRAPPED, StatusLine, style_of
 
-_STYLE = {
-    Status.PASS: "32",
-    Status.WARN: "1;33",
-    Status.FAIL: "1;31",
-    Status.SKIPPED: "2",
-    Status.COULD_NOT_RUN: "1;35",
+_STYLES = {
+    Status.PASS: "ok",
+    Status.WARN: "warning",
+    Status.FAIL: "error",
+    Status.SKIPPED: "dim",
+    Status.COULD_NOT_RUN: "other",
 }
 _NAME, _STATUS, _MIN_DETAIL = 18, 7, 24
 """Columns of a check's name, of its status, and of its details at least."""
@@ -34,7 +34,7 @@ def table(outcomes: Sequence[Outcome], *, colour: bool, width: int | None) -> st
         word = "unknown" if status is Status.COULD_NOT_RUN else status.value
         word = word.ljust(_STATUS)
         if colour:
-            word = f"\x1b[{_STYLE[status]}m{word}\x1b[0m"
+            word = style_of(_STYLES[status]).render(word)
         details = textwrap.wrap(shown(outcome.detail, "\n\t"), room, break_on_hyphens=False) or [""]
         lines.append(f"{outcome.check:<{_NAME}} {word} {details[0]}".rstrip())
         lines += [f"{'':<{_NAME + _STATUS + 2}}{each}" for each in details[1:]]
@@ -47,7 +47,7 @@ def findings(outcomes: Sequence[Outcome], *, colour: bool, width: int | None) ->
     found.sort(key=lambda finding: (-finding.severity, finding.code))
     if not found:
         return ""
-    # Imported here: rich takes a third of the program's start.
+    # Imported here, since most checks find nothing.
     from ddpdoctor.render import console
 
     return "".join("\n" + console.render(finding, colour=colour, width=width) for finding in found)

@@ -10,16 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from rich.cells import cell_len
-from rich.console import Console
-from rich.text import Text
-
 from ddpdoctor.core import opening
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.core.formatting import shown
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.failures.lines import users_file
-from ddpdoctor.render.terminal import SEVERITY_COLOURS, UNWRAPPED
+from ddpdoctor.render.terminal import UNWRAPPED, Line, folded, rendered, shortened
 from ddpdoctor.run.reported import Withdrawn
 from ddpdoctor.run.snapshot import Run
 
@@ -108,66 +104,24 @@ def render(
         written: As in :func:`code_frame`.
         kept: The file that has the whole traceback, if one has.
     """
-    buffer = io.StringIO()
-    console = Console(
-        file=buffer,
-        force_terminal=colour,
-        no_color=not colour,
-        color_system="standard" if colour else None,
-        width=width or UNWRAPPED,
-        highlight=False,
-        emoji=False,
-        markup=False,
-        legacy_windows=False,
-    )
-    style = f"bold {SEVERITY_COLOURS[finding.severity.label].ansi}"
-    head = Text()
-    head.append(finding.severity.label, style)
-    head.append(f" {shown(finding.code)}: ", "bold")
-    head.append(shown(finding.message), "bold")
-    _print_wrapped(console, head, console.width)
-    if finding.location is not None:
-        _print_code_frame(console, finding, finding.location, style, written)
-    for frame in user_calls(finding):
-        console.print(Text(f"  {shown(frame)}", "dim"), soft_wrap=True)
+    room, label = width or UNWRAPPED, finding.severity.label
+    rows = folded(f"{label} {shown(finding.code)}: {shown(finding.message)}", room)
+    lines: list[Line] = [((label, label), (rows[0].removeprefix(label), "bold"))]
+    lines += [((row, "bold"),) for row in rows[1:]]
+    lines += _code_lines(finding, room, written)
+    lines += [((f"  {shown(frame)}", "dim"),) for frame in user_calls(finding)]
     facts = [("evidence:", line, "") for line in finding.evidence]
     facts += [("in full:", shown_path(str(kept)), "")] if kept is not None else []
-    facts += [("fix:", finding.fix, "green")] if finding.fix else []
-    for label, text, label_style in facts:
-        indent = " " * 12
-        lead = Text(f"  {label:<10}", label_style)
-        room = max(20, console.width - len(indent))
-        _print_wrapped(console, Text(shown(text, "\n\t")), room, lead, indent)
+    facts += [("fix:", finding.fix, "ok")] if finding.fix else []
+    for name, text, style in facts:
+        shown_text = shown(text, "\n\t").expandtabs()
+        for number, row in enumerate(folded(shown_text, max(20, room - 12))):
+            head = " " * 12 if number else f"  {name:<10}"
+            lines.append(((head, style), (row, "")) if row else ((head.rstrip(), style),))
     if finding.paste:
         # In one piece, however long, to be copied.
-        console.print(Text(f"  {'paste:':<10}{shown(finding.paste)}"), soft_wrap=True)
-    return buffer.getvalue()
-
-
-def _print_wrapped(
-    console: Console, text: Text, room: int, lead: Text | None = None, indent: str = ""
-) -> None:
-    """Print a text in lines of at most ``room`` columns. A longer word, such as a path, is kept."""
-    for number, line in enumerate(_wrapped(text, room)):
-        line.rstrip()
-        first = lead if number == 0 and lead is not None else Text(indent)
-        console.print(first + line, soft_wrap=True)
-
-
-def _wrapped(text: Text, room: int) -> Iterator[Text]:
-    # Rich's own wrapping splits long words, or cuts them.
-    for paragraph in text.split("\n", allow_blank=True):
-        cuts: list[int] = []
-        place = used = 0
-        for word in paragraph.plain.split(" "):
-            taken = cell_len(word)
-            if place and used + 1 + taken > room:
-                cuts.append(place)
-                used = taken
-            else:
-                used += taken + (place > 0)
-            place += len(word) + 1
-        yield from paragraph.divide(cuts)
+        lines.append(((f"  {'paste:':<10}{shown(finding.paste)}", ""),))
+    return "".join(f"{rendered(line, colour)}\n" for line in lines)
 
 
 def written_before(run: Run) -> float:
@@ -180,20 +134,20 @@ def written_before(run: Run) -> float:
     return started / 1e9 if here and isinstance(started, int) else 0.0
 
 
-def _print_code_frame(
-    console: Console, finding: Finding, location: Location, style: str, written: float | None
-) -> None:
-    place = f"  --> {shown_path(location.path)}:{location.line}"
-    console.print(Text(place, "cyan"), soft_wrap=True)
+def _code_lines(finding: Finding, room: int, written: float | None) -> Iterator[Line]:
+    location = finding.location
+    if location is None:
+        return
+    yield ((f"  --> {shown_path(location.path)}:{location.line}", "info"),)
     digits = len(str(location.line + CONTEXT))
     for number, text, guilty in code_frame(finding, written):
         if text:
-            mark, mark_style = (">", style) if guilty else (" ", "dim")
-            row = Text(f"  {mark} {number:>{digits}} | ", mark_style)
-            room = max(20, console.width - row.cell_len)
-            text = text if len(text) <= room else text[: room - 3] + "..."
-            row.append(text, "" if guilty else "dim")
-            console.print(row, soft_wrap=True)
+            head = f"  {'>' if guilty else ' '} {number:>{digits}} | "
+            text = shortened(text.expandtabs(), max(20, room - len(head)), "...")
+            yield (
+                (head, finding.severity.label if guilty else "dim"),
+                (text, "" if guilty else "dim"),
+            )
 
 
 def user_calls(finding: Finding) -> list[str]:

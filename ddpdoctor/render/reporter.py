@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -314,10 +313,6 @@ def job_script(run: Run) -> str:
 def _prefixed(text: str) -> str:
     """Prefix a sentence of ours, and wrap it for a terminal."""
     width = terminal.width(2)
-    rows = [shown(text)]
-    if width:
-        # As in findings, a path or another long word stays whole.
-        rows = textwrap.wrap(
-            rows[0], width - len(PREFIX), break_long_words=False, break_on_hyphens=False
-        )
+    text = shown(text)
+    rows = terminal.folded(text, width - len(PREFIX)) if width else [text]
     return "".join(f"{PREFIX}{row}\n" for row in rows)

@@ -148,6 +148,13 @@ def merged(line: Line) -> Line:
     return tuple(spans)
 
 
+def rendered(line: Line, colour: bool) -> str:
+    """Return the text of a line, with ANSI colours if wanted."""
+    if not colour:
+        return plain(line)
+    return "".join(style_of(style).render(text) for text, style in merged(line))
+
+
 def wrapped(text: str, room: int, style: str = "", indent: str = "") -> list[Line]:
     """Wrap a text into lines of at most ``room`` columns, each after ``indent``."""
     width = max(room - len(indent), 1)
@@ -156,6 +163,21 @@ def wrapped(text: str, room: int, style: str = "", indent: str = "") -> list[Lin
         for paragraph in text.splitlines() or [""]
         for row in textwrap.wrap(paragraph, width) or [""]
     ]
+
+
+def folded(text: str, room: int) -> list[str]:
+    """Wrap a text at spaces and newlines. A longer word, such as a path, is kept whole."""
+    rows = []
+    for paragraph in text.split("\n"):
+        row, *words = paragraph.split(" ")
+        for word in words:
+            if row and text_width(row) + 1 + text_width(word) > room:
+                rows.append(row.rstrip())
+                row = word
+            else:
+                row = f"{row} {word}"
+        rows.append(row.rstrip())
+    return rows
 
 
 def labelled(label: str, text: str, room: int, width: int, style: str = "") -> list[Line]:

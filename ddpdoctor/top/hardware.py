@@ -65,11 +65,7 @@ def by_uuid(gpus: Iterable[Gpu]) -> dict[str, Gpu]:
 
 
 class GpuFiles:
-    """The files that the pollers of all nodes keep in a run directory.
-
-    Args:
-        directory: The run directory.
-    """
+    """The files that the pollers of all nodes keep in a run directory."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

@@ -44,7 +44,6 @@ def picture(source: Source, view: View, out: TextIO, keep: Keep | None = None) -
     """
     # Imported here, since JSON does not need it.
     from ddpdoctor.render import terminal
-    from ddpdoctor.render.terminal import merged, plain, style_of
     from ddpdoctor.top.draw import screen
     from ddpdoctor.top.draw.drawing import Material
     from ddpdoctor.top.frames import Past, point
@@ -67,10 +66,8 @@ def picture(source: Source, view: View, out: TextIO, keep: Keep | None = None) -
     past.add_earlier([point(each) for each in source.history()])
     material = Material(points=tuple(past.points))
     for line in screen.draw_screen(snapshot, view, room, height, material).lines:
-        text = plain(line).rstrip()
-        if colour:
-            text = "".join(style_of(style).render(part) for part, style in merged(line))
-        out.write(f"{text}\n")
+        text = terminal.rendered(line, colour)
+        out.write(f"{text if colour else text.rstrip()}\n")
 
 
 def line(snapshot: Snapshot) -> str:

@@ -49,11 +49,7 @@ _RANK_PREFIX = re.compile(r"\[(rank|default)(\d+)\]:\s?")
 
 
 class Stderr:
-    """The last lines of a job's stderr, and which rank each is of.
-
-    Args:
-        directory: The run directory.
-    """
+    """The last lines of a job's stderr, and which rank each is of."""
 
     def __init__(self, directory: Path) -> None:
         self._paths = (directory / rundir.STDERR, directory / rundir.STDERR_SO_FAR)
@@ -119,9 +115,6 @@ class StatusPages:
     """The status pages of a run directory.
 
     They are read, not mapped: a file that is truncated under a map is a SIGBUS.
-
-    Args:
-        directory: The run directory.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -234,11 +227,7 @@ MAX_FINDINGS = 500
 
 
 class SupervisorEvents:
-    """What the supervisor reports of a run: findings, ends of ranks, debuggers, the job's end.
-
-    Args:
-        directory: The run directory.
-    """
+    """What the supervisor reports of a run: findings, ends of ranks, debuggers, the job's end."""
 
     def __init__(self, directory: Path) -> None:
         self._reader = JournalReader(directory / "supervisor.jsonl", kinds=SUPERVISOR_RECORDS)

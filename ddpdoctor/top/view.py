@@ -17,17 +17,8 @@ from ddpdoctor.top.snapshot import PHASES, RankRow, Snapshot
 Panel = Literal["", "help", "findings", "stacks", "environment", "attach", "runs", "signal"]
 
 SORTS = (
-    "own",
-    "rank",
-    "step",
-    "data",
-    "forward",
-    "backward",
-    "optimizer",
-    "wait",
-    "memory",
-    "utilization",
-    "power",
+    *("own", "rank", "step", "data", "forward", "backward", "optimizer", "wait"),
+    *("memory", "utilization", "power"),
 )
 """What the board can be sorted by, in the order of the key."""
 
