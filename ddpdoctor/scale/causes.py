@@ -83,12 +83,8 @@ def cause(
         "communication": (this.exposed or 0.0) - (base.exposed or 0.0),
         "other": this.other - base.other * share,
     }
-    if this.cpu:
-        # Ranks that share cores are slower, and all wait for each other.
-        waited = (this.core_wait or 0.0) - (base.core_wait or 0.0) * share
-        slower = this.compute > MIN_SLOWDOWN * base.compute * share and share >= 1.0
-        if waited >= MIN_SHARE * lost or (slower and grown["compute"] >= MIN_SHARE * lost):
-            return _cores(base, this, share, lost)
+    if this.cpu and _lacks_cores(base, this, share, lost):
+        return _cores(base, this, share, lost)
     most = max(grown, key=grown.__getitem__)
     if most == "communication":
         return _communication(this)
@@ -107,6 +103,14 @@ def cause(
         "at the smallest size",
         ("look for collectives, .item() and files in the loop: ddpdoctor report shows the lines",),
     )
+
+
+def _lacks_cores(base: Measured, this: Measured, share: float, lost: float) -> bool:
+    """Return whether ranks share cores, so that each is slower and all wait for each other."""
+    waited = (this.core_wait or 0.0) - (base.core_wait or 0.0) * share
+    grown = this.compute - base.compute * share
+    slower = this.compute > MIN_SLOWDOWN * base.compute * share and share >= 1.0
+    return waited >= MIN_SHARE * lost or (slower and grown >= MIN_SHARE * lost)
 
 
 def _cores(base: Measured, this: Measured, share: float, lost: float) -> Cause:

@@ -10,7 +10,7 @@ import io
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import NamedTuple
 from xml.sax.saxutils import escape
@@ -131,10 +131,7 @@ def chart(title: str, rows: Sequence[Row]) -> list[Shape]:
     names = list(dict.fromkeys(row.variant.name for row in rows))
     sizes = sorted({row.size.ranks for row in rows})
     per_rank = next((each.rate / row.size.ranks for row, each in measured if row.is_base), 0.0)
-    highest = max(*(each.rate for _, each in measured), per_rank * sizes[-1], 1e-9)
-    # The next of 1, 2, 4, 5, 8 and their tens.
-    power = 10.0 ** math.floor(math.log10(highest))
-    top = next(step * power for step in (1, 2, 4, 5, 8, 10) if step * power >= highest * 0.9999)
+    top = _round_up(max(*(each.rate for _, each in measured), per_rank * sizes[-1], 1e-9))
     unit = "samples/s" if any(each.samples for _, each in measured) else "steps/s"
     rates = _Panel(_LEFTS[0], unit, sizes, top, 4, formatting.figures)
     best = max((share for row in rows for share in row.efficiencies), default=1.0)
@@ -145,18 +142,28 @@ def chart(title: str, rows: Sequence[Row]) -> list[Shape]:
     )
     found += [*rates.axes(), *rates.ideal(0, per_rank * sizes[-1])]
     found += [*shares.axes(), *shares.ideal(1.0, 1.0)]
-    for place, name in enumerate(names):
-        colour = _COLOURS[place % len(_COLOURS)]
+    for name, colour in zip(names, cycle(_COLOURS), strict=False):
         mine = [(row, each) for row, each in measured if row.variant.name == name]
         found += rates.curve([(row.size.ranks, each.rate) for row, each in mine], colour)
-        known = [(row.size.ranks, row.efficiency) for row, _ in mine if row.efficiency is not None]
-        found += shares.curve(known, colour)
-        for row, _ in mine:
-            if row.spread is not None and not row.is_base:
-                (x, low), (_, high) = (shares.at(row.size.ranks, each) for each in row.spread)
-                found.append(Stroke(x, low, x, high, colour, 1))
-                found += [Stroke(x - 4, y, x + 4, y, colour, 1) for y in (low, high)]
+        found += _efficiency_curve(shares, [row for row, _ in mine], colour)
     return [*found, *_legend(names)]
+
+
+def _round_up(value: float) -> float:
+    """Return the next of 1, 2, 4, 5, 8 and their tens."""
+    power = 10.0 ** math.floor(math.log10(value))
+    return next(step * power for step in (1, 2, 4, 5, 8, 10) if step * power >= value * 0.9999)
+
+
+def _efficiency_curve(panel: _Panel, rows: Sequence[Row], colour: str) -> Iterator[Shape]:
+    known = [(row.size.ranks, row.efficiency) for row in rows if row.efficiency is not None]
+    yield from panel.curve(known, colour)
+    for row in rows:
+        if row.spread is not None and not row.is_base:
+            (x, low), (_, high) = (panel.at(row.size.ranks, each) for each in row.spread)
+            yield Stroke(x, low, x, high, colour, 1)
+            yield Stroke(x - 4, low, x + 4, low, colour, 1)
+            yield Stroke(x - 4, high, x + 4, high, colour, 1)
 
 
 def _legend(names: Sequence[str]) -> list[Shape]:

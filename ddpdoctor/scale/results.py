@@ -15,7 +15,7 @@ from statistics import mean, median
 from ddpdoctor.core.finding import Finding
 from ddpdoctor.run.records.model import DdpRecord
 from ddpdoctor.run.records.training import StepRecord
-from ddpdoctor.run.snapshot import Run
+from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.step_series import split_steps
 from ddpdoctor.scale.plan import AS_IT_IS, Planned, Size, Variant
 
@@ -80,19 +80,14 @@ def measure(run: Run, warmup: int) -> Measured | None:
     if not counted:
         return None
     ranks, every = [rank for rank, _ in counted], [steps for _, steps in counted]
-    # DDP times some of the short steps: they give the share of communication, not its length.
-    timed: list[list[StepRecord]] | None
-    timed = [_usable_steps(run, rank.split_steps, warmup) for rank in ranks]
-    built = [rank.records.first(DdpRecord) for rank in ranks]
-    if not all(built) or min(map(len, timed)) < MIN_TIMED:
-        timed = None
+    timed = _timed_by_ddp(run, ranks, warmup)
     backward, wait = _typical_seconds(every, "backward"), _typical_seconds(every, "wait")
     if timed is not None:
         computed, exposed = _typical_seconds(timed, "backward"), _typical_seconds(timed, "wait")
         both = backward + wait
         wait = both * exposed / (computed + exposed) if exposed else 0.0
         backward = both - wait
-    first = next((each for each in built if each), None)
+    first = next((built for rank in ranks if (built := rank.records.first(DdpRecord))), None)
     step = _typical_seconds(every, "total")
     # Without DDP's timers the ranks' backwards show at least how long they wait for a slower rank.
     shown = timed is not None or (first is not None and wait >= MIN_WAIT * step)
@@ -112,12 +107,19 @@ def measure(run: Run, warmup: int) -> Measured | None:
         samples=_mean_known(every, lambda step: step.samples),
         backwards=mean(median(step.backwards for step in steps) for steps in every),
         cpu=on_cpu,
-        gradient_bytes=sum(
-            math.prod(each.shape) * _BYTES_OF_DTYPE.get(each.dtype, 4)
-            for each in (first.parameters if first is not None else ())
-        ),
+        gradient_bytes=_gradient_bytes(first),
         bucket_bytes=first.bucket_cap_bytes if first is not None else None,
     )
+
+
+def _timed_by_ddp(run: Run, ranks: Sequence[Rank], warmup: int) -> list[list[StepRecord]] | None:
+    """Return the steps of each rank that DDP timed; None if there are too few.
+
+    Those are some of the short steps: they give the share of communication, not its length.
+    """
+    timed = [_usable_steps(run, rank.split_steps, warmup) for rank in ranks]
+    built = all(rank.records.first(DdpRecord) for rank in ranks)
+    return timed if built and min(map(len, timed)) >= MIN_TIMED else None
 
 
 def _typical_seconds(every: Sequence[Sequence[StepRecord]], part: str) -> float:
@@ -153,6 +155,12 @@ def _mean_known(
             return None
         typical.append(mean(known))
     return mean(typical) * unit
+
+
+def _gradient_bytes(ddp: DdpRecord | None) -> int:
+    parameters = ddp.parameters if ddp is not None else ()
+    sizes = (math.prod(each.shape) * _BYTES_OF_DTYPE.get(each.dtype, 4) for each in parameters)
+    return sum(sizes)
 
 
 def median_repeat(repeats: Sequence[Measured]) -> Measured:

@@ -5,17 +5,16 @@ A run that is over is replayed step by step from its journals.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
 
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.opening import integer
 from ddpdoctor.run import rundir
 from ddpdoctor.run.reader import read_manifest
+from ddpdoctor.run.records.training import StepRecord
 from ddpdoctor.system.gpu_health import Poller
 from ddpdoctor.top import hardware, headline, run_files, step_times
 from ddpdoctor.top.frames import Played, Source, Want
@@ -94,32 +93,9 @@ class FinishedSource(Played):
         for row in last.ranks:
             log = self._logs.get(row.rank)
             steps = log.until(number, step_times.WINDOW) if log is not None else []
-            reached = bool(steps) and steps[-1].step == number
-            if reached:
+            if steps and steps[-1].step == number:
                 newest.append(steps[-1])
-            waits = not reached and row.state not in ("ended", "dead")
-            times = step_times.mean_times(
-                step_times.after_warm_up([step_times.parts_of(step) for step in steps]),
-                apart=row.rank not in groups,
-            )
-            # What only the status page knew is not known of this step.
-            rows.append(
-                RankRow(
-                    rank=row.rank,
-                    node=row.node,
-                    local_rank=row.local_rank,
-                    restart=row.restart,
-                    stage=row.stage,
-                    pid=row.pid,
-                    # A rank without the step had ended, or had not begun.
-                    state="running" if reached else "starting" if waits or not steps else row.state,
-                    said="" if reached or not steps else row.said,
-                    step=steps[-1].step + 1 if steps else None,
-                    epoch=steps[-1].epoch if steps else None,
-                    times=times,
-                    gpu=None if row.gpu is None else hardware.without_readings(row.gpu, ""),
-                )
-            )
+            rows.append(_row_at_step(row, number, steps, apart=row.rank not in groups))
         rows = step_times.with_waits(rows, groups)
         ends = [step.start + max(1, step.steps) * step.total for step in newest]
         now = max(ends) / 1e9 if ends else last.time
@@ -128,16 +104,13 @@ class FinishedSource(Played):
             live=True, findings=findings, attempt=last.job.attempt, whole=False
         )
         usual = step_times.median_times([row.times for row in rows if row.times is not None])
-        losses = [
-            step.loss for step in newest if step.loss is not None and math.isfinite(step.loss)
-        ]
         job = replace(
             last.job,
             step=number + 1,
             epoch=newest[0].epoch if newest else None,
             rate=1 / usual.total if usual is not None and usual.total else None,
             samples_rate=None,
-            loss=fmean(losses) if losses else None,
+            loss=step_times.mean_loss(newest),
             left=None,
         )
         snapshot = replace(
@@ -150,6 +123,28 @@ class FinishedSource(Played):
             findings=findings,
         )
         return headline.judged_snapshot(snapshot, rows, facts)
+
+
+def _row_at_step(row: RankRow, number: int, steps: list[StepRecord], *, apart: bool) -> RankRow:
+    """Return a rank when a step was closed, without what only its status page knew."""
+    reached = bool(steps) and steps[-1].step == number
+    waits = not reached and row.state not in ("ended", "dead")
+    parts = step_times.after_warm_up([step_times.parts_of(step) for step in steps])
+    return RankRow(
+        rank=row.rank,
+        node=row.node,
+        local_rank=row.local_rank,
+        restart=row.restart,
+        stage=row.stage,
+        pid=row.pid,
+        # A rank without the step had ended, or had not begun.
+        state="running" if reached else "starting" if waits or not steps else row.state,
+        said="" if reached or not steps else row.said,
+        step=steps[-1].step + 1 if steps else None,
+        epoch=steps[-1].epoch if steps else None,
+        times=step_times.mean_times(parts, apart),
+        gpu=None if row.gpu is None else hardware.without_readings(row.gpu, ""),
+    )
 
 
 class MachineSource:

@@ -269,26 +269,16 @@ def _stale(rows: Sequence[RankRow], facts: VerdictFacts) -> Verdict | None:
 
 def _stuck(rows: Sequence[RankRow], facts: VerdictFacts) -> Verdict | None:
     """Find ranks that stay in a collective, and the one they wait for."""
-    patience = MIN_STUCK_FIRST
-    if facts.usual is not None:
-        patience = max(MIN_STUCK, MIN_STUCK_STEPS * facts.usual.total)
-    running = [row for row in rows if row.state == "running" and (row.since or 0) >= patience]
-    waiting = [row for row in running if row.phase in ("wait", "backward")]
+    waiting = _in_a_collective(rows, facts.usual)
     held = {row.rank for row in waiting}
     others = [row for row in rows if row.state in ("running", "starting") and row.rank not in held]
     if not waiting or len(rows) < 2 or len(others) > len(waiting):
         return None
     age = min(row.since or 0.0 for row in waiting)
     who = f"rank {waiting[0].rank} waits" if len(held) == 1 else f"{len(held)} ranks wait"
-    if len(waiting) == len(rows):
+    if len(held) == len(rows):
         who = "both ranks wait" if len(rows) == 2 else f"all {len(rows)} ranks wait"
-    calls: dict[str, list[int]] = {}
-    for row in waiting:
-        phase = "the backward's all-reduce" if row.phase == "backward" else row.phase
-        calls.setdefault(row.collective or phase, []).append(row.rank)
-    what = next(iter(calls))
-    if len(calls) > 1:
-        what = ", ".join(f"{name} ({named(ranks)})" for name, ranks in calls.items())
+    what, same = _calls(waiting)
     text = f"{who} in {what} for {duration(age)}"
     if others:
         return _waited_for(text, others, age)
@@ -296,9 +286,28 @@ def _stuck(rows: Sequence[RankRow], facts: VerdictFacts) -> Verdict | None:
     if left:
         verb = "have" if len(left) > 1 else "has"
         return _verdict(f"{text}; {_named(left)} {verb} already ended", "error", left[0])
-    if len(calls) > 1:
+    if not same:
         return _verdict(f"{who} for {duration(age)}, not in the same call: {what}", "error")
     return _verdict(text, "error" if age >= MIN_TROUBLE else "warning")
+
+
+def _in_a_collective(rows: Sequence[RankRow], usual: Times | None) -> list[RankRow]:
+    patience = MIN_STUCK_FIRST
+    if usual is not None:
+        patience = max(MIN_STUCK, MIN_STUCK_STEPS * usual.total)
+    running = [row for row in rows if row.state == "running" and (row.since or 0) >= patience]
+    return [row for row in running if row.phase in ("wait", "backward")]
+
+
+def _calls(waiting: Sequence[RankRow]) -> tuple[str, bool]:
+    """Name the calls that ranks wait in. Returns also whether it is one call."""
+    calls: dict[str, list[int]] = {}
+    for row in waiting:
+        phase = "the backward's all-reduce" if row.phase == "backward" else row.phase
+        calls.setdefault(row.collective or phase, []).append(row.rank)
+    if len(calls) == 1:
+        return next(iter(calls)), True
+    return ", ".join(f"{name} ({named(ranks)})" for name, ranks in calls.items()), False
 
 
 def _waited_for(text: str, others: Sequence[RankRow], age: float) -> Verdict:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import re
 import socket
 import time
@@ -138,9 +137,6 @@ class Progress:
             newest: The newest step of some ranks.
             world_size: Ranks of the job.
         """
-        losses = [
-            each.loss for each in newest if each.loss is not None and math.isfinite(each.loss)
-        ]
         samples = [each.samples for each in newest if each.samples]
         job = replace(
             self._job,
@@ -149,7 +145,7 @@ class Progress:
             epoch=epoch,
             rate=rate,
             steps=self._steps(step, epoch),
-            loss=fmean(losses) if losses else None,
+            loss=step_times.mean_loss(newest),
         )
         if samples and rate is not None and world_size:
             job = replace(job, samples_rate=fmean(samples) * world_size * rate)

@@ -8,6 +8,7 @@ read counts as empty.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 from collections import deque
@@ -15,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import NamedTuple, TypeVar
 
 from ddpdoctor.core import opening
@@ -297,6 +298,12 @@ def with_waits(rows: Sequence[RankRow], groups: Mapping[int, Sequence[int]]) -> 
             row = replace(row, times=replace(row.times, backward=least, wait=wait, split=True))
         found.append(row)
     return found
+
+
+def mean_loss(steps: Sequence[StepRecord]) -> float | None:
+    """Return the mean loss of steps; None without finite ones."""
+    losses = [step.loss for step in steps if step.loss is not None and math.isfinite(step.loss)]
+    return fmean(losses) if losses else None
 
 
 def after_warm_up(steps: list[Parts]) -> list[Parts]:

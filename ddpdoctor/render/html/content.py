@@ -193,20 +193,12 @@ def rank_rows(
     found = []
     for rank in ranks:
         status = rank.status
-        state = ended.get(rank.rank, "")
-        if not state and rank.ended:
-            state = "ended"
-        elif not state and rank.exit is not None:
-            state = "exited"
-        elif not state and status is not None:
-            where = f" at {status.site.rpartition('/')[2]}" if status.site else ""
-            state = f"{status.phase.label}{where}"
         row = {
             "rank": rank.rank,
             "node": rank.opened.host,
             "local": rank.opened.local_rank,
             "pid": status.pid if status is not None else rank.opened.pid,
-            "state": state,
+            "state": ended.get(rank.rank) or _rank_state(rank),
             "failed": rank.rank in ended or None,
             "finding": blamed.get(rank.rank),
             "steps": status.step if status is not None else None,
@@ -217,6 +209,17 @@ def rank_rows(
         }
         found.append({key: value for key, value in row.items() if value or value == 0})
     return found
+
+
+def _rank_state(rank: Rank) -> str:
+    if rank.ended:
+        return "ended"
+    if rank.exit is not None:
+        return "exited"
+    if rank.status is None:
+        return ""
+    where = f" at {rank.status.site.rpartition('/')[2]}" if rank.status.site else ""
+    return f"{rank.status.phase.label}{where}"
 
 
 def _rank_times(series: RankSeries | None, edges: Sequence[int]) -> dict[str, Any]:

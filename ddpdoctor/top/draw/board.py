@@ -121,16 +121,9 @@ def full_rank(row: RankRow, scene: Scene) -> list[Line]:
     facts += [f"restart {row.restart}"] if row.restart else []
     facts += [f"epoch {row.epoch}"] if row.epoch is not None else []
     lines = [scene.rule(", ".join(facts)), *_step_lines(row, scene)]
-    now = activity_text(row)
-    if row.since is not None and row.state not in _OVER:
-        now += f" for {formatting.duration(row.since)}"
-    if row.site:
-        now += f", at {short_site(row.site)}"
-    if row.state not in ("running", *_OVER):
-        now = ", ".join(part for part in (row.state, row.said, now) if part)
     port = row.debug_port
     for label, text in (
-        ("now", now),
+        ("now", _now_text(row)),
         ("memory", _memory_text(row)),
         ("gpu", "" if row.gpu is None else _gpu_text(row.gpu)),
         ("cost", "" if row.cost is None else f"ddpdoctor takes {row.cost:.2%} of its time"),
@@ -178,6 +171,17 @@ def _step_lines(row: RankRow, scene: Scene) -> list[Line]:
         text = "~ backward includes the wait for others: it is not measured separately"
         drawn += labelled("", text, room, _LABEL_WIDTH, "dim")
     return drawn
+
+
+def _now_text(row: RankRow) -> str:
+    text = activity_text(row)
+    if row.since is not None and row.state not in _OVER:
+        text += f" for {formatting.duration(row.since)}"
+    if row.site:
+        text += f", at {short_site(row.site)}"
+    if row.state in ("running", *_OVER):
+        return text
+    return ", ".join(part for part in (row.state, row.said, text) if part)
 
 
 def _memory_text(row: RankRow) -> str:
@@ -266,13 +270,7 @@ class _Board:
 
     def draw(self, height: int) -> Frame:
         """Draw at most so many lines."""
-        ranks = len(self._ranks)
-        spare = height - ranks
-        header = 0 if height < 3 else 2 if spare >= 4 or height >= 12 else 1
-        fits = height >= 5 or height - header > ranks
-        last = 1 if fits and self._snapshot.median is not None and ranks > 1 else 0
-        timed = self._bar and self._axis and self._training
-        legend = 1 if timed and (spare >= header + last + 1 or height >= 14) else 0
+        header, last, legend = self._around(height)
         body = height - header - last - legend
         entries = self._entries(body)
         first, count, tail = self._window(entries, body)
@@ -294,13 +292,27 @@ class _Board:
         if last:
             lines.append(self._median_line())
         if legend:
-            short = {"forward": "fwd", "backward": "bwd", "optimizer": "opt"}
-            spans: list[Span] = [("   ", "")]
-            for phase in PHASES:
-                name = phase if self._room >= 66 else short.get(phase, phase)
-                spans += [(drawing.glyph(phase, self._marks) * 2, phase), (f" {name}  ", "dim")]
-            lines.append(tuple(spans))
+            lines.append(self._legend())
         return Frame(tuple(lines[:height]), about, top=first)
+
+    def _around(self, height: int) -> tuple[int, int, int]:
+        """Return the lines of header, median and legend."""
+        ranks = len(self._ranks)
+        spare = height - ranks
+        header = 0 if height < 3 else 2 if spare >= 4 or height >= 12 else 1
+        fits = height >= 5 or height - header > ranks
+        last = 1 if fits and self._snapshot.median is not None and ranks > 1 else 0
+        timed = self._bar and self._axis and self._training
+        legend = 1 if timed and (spare >= header + last + 1 or height >= 14) else 0
+        return header, last, legend
+
+    def _legend(self) -> Line:
+        short = {"forward": "fwd", "backward": "bwd", "optimizer": "opt"}
+        spans: list[Span] = [("   ", "")]
+        for phase in PHASES:
+            name = phase if self._room >= 66 else short.get(phase, phase)
+            spans += [(drawing.glyph(phase, self._marks) * 2, phase), (f" {name}  ", "dim")]
+        return tuple(spans)
 
     def _entries(self, body: int) -> list[RankRow | _Node]:
         """Return the lines of the board: ranks, below their nodes if they are grouped."""
