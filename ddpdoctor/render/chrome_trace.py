@@ -118,26 +118,22 @@ def _profile_rank(path: Path, trace: JsonObject, events: list[JsonObject], run: 
 
 
 def profile_events(
-    profiles: Sequence[Profile], zero: int, behind: Callable[[int], int]
+    profiles: Sequence[Profile], zero: int, lead: Callable[[int], int]
 ) -> Iterator[JsonObject]:
     """Yield the events of profiler traces, on the clock of the run's trace.
 
     Args:
         profiles: The profiler traces.
         zero: Unix nanoseconds at which the run's trace begins.
-        behind: Returns the nanoseconds by which a rank's clock is ahead.
+        lead: Returns the nanoseconds by which a rank's clock is ahead.
     """
     every = {profile.rank: _ProfileNumbers(profile.rank) for profile in profiles}
     for profile in profiles:
-        shift = (profile.base - zero - behind(profile.rank)) / 1e3
+        shift = (profile.base - zero - lead(profile.rank)) / 1e3
         numbers = every[profile.rank]
         numbers.begin()
         for event in profile.events:
-            moved = numbers.of(event)
-            if isinstance(event.get("ts"), (int, float)):
-                moved["ts"] = round(event["ts"] + shift, 3)
-            yield from numbers.named()
-            yield moved
+            yield from numbers.moved(event, shift)
 
 
 class _ProfileNumbers:
@@ -146,21 +142,32 @@ class _ProfileNumbers:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._processes: dict[str, int] = {}
-        self._tracks: dict[tuple[int, str], int] = {}
+        self._tracks: set[tuple[int, str]] = set()
         self._arrows: dict[str, int] = {}
         self._next_arrow = (rank + 1) * _ARROWS_PER_RANK
-        self._names: list[JsonObject] = []
 
     def begin(self) -> None:
         """Begin another trace of the rank: its profiler writes one per cycle."""
         self._next_arrow += len(self._arrows)
         self._arrows.clear()
 
-    def of(self, event: JsonObject) -> JsonObject:
-        """Return an event of that trace with these numbers."""
+    def moved(self, event: JsonObject, shift: float) -> Iterator[JsonObject]:
+        """Yield an event of that trace with these numbers, after names that it introduces."""
+        pid, tid = event.get("pid"), event.get("tid")
+        if str(pid) not in self._processes:
+            first = (self._rank + 1) * _NUMBERS_PER_RANK
+            self._processes[str(pid)] = first + len(self._processes)
+            if not isinstance(pid, int):
+                # A GPU, or another word in place of a number.
+                name = self._name(str(pid or ""))
+                yield _name("process_name", self._processes[str(pid)], 0, name)
+        process = self._processes[str(pid)]
+        track = tid if isinstance(tid, int) else zlib.crc32(str(tid).encode())
+        if tid and not isinstance(tid, int) and (process, str(tid)) not in self._tracks:
+            self._tracks.add((process, str(tid)))
+            yield _name("thread_name", process, track, shown(str(tid)))
         moved: dict[str, Any] = _without_control_characters(event)
-        moved["pid"] = process = self._process(event.get("pid"))
-        moved["tid"] = self._track(process, event.get("tid"))
+        moved |= {"pid": process, "tid": track}
         if "id" in event:
             # Perfetto draws arrows for hexadecimal numbers only.
             number = self._next_arrow + len(self._arrows)
@@ -168,44 +175,13 @@ class _ProfileNumbers:
         if event.get("ph") == "M" and event.get("name") == "process_name":
             named = event.get("args")
             name = named.get("name", "") if isinstance(named, dict) else ""
-            moved["args"] = {"name": self._name(f"{name} {event.get('pid')}")}
-        return moved
-
-    def named(self) -> Iterator[JsonObject]:
-        """Yield new names of processes and tracks that had a word in place of a number."""
-        yield from self._names
-        self._names.clear()
+            moved["args"] = {"name": self._name(f"{name} {pid}")}
+        if isinstance(event.get("ts"), (int, float)):
+            moved["ts"] = round(event["ts"] + shift, 3)
+        yield moved
 
     def _name(self, what: str) -> str:
         return shown(f"rank {self._rank} profiler: {what.strip()}".rstrip(": "))
-
-    def _process(self, pid: object) -> int:
-        """Return the number of a process of the host, a GPU, or another word."""
-        number = self._processes.get(str(pid))
-        if number is None:
-            number = self._processes[str(pid)] = (self._rank + 1) * _NUMBERS_PER_RANK + len(
-                self._processes
-            )
-            if not isinstance(pid, int):
-                name = self._name(str(pid or ""))
-                self._names.append(
-                    {"ph": "M", "name": "process_name", "pid": number, "tid": 0,
-                     "args": {"name": name}}
-                )  # fmt: skip
-        return number
-
-    def _track(self, process: int, tid: object) -> int:
-        if isinstance(tid, int):
-            return tid
-        number = self._tracks.get((process, str(tid)))
-        if number is None:
-            number = self._tracks[process, str(tid)] = zlib.crc32(str(tid).encode())
-            if tid:
-                self._names.append(
-                    {"ph": "M", "name": "thread_name", "pid": process, "tid": number,
-                     "args": {"name": shown(str(tid))}}
-                )  # fmt: skip
-        return number
 
 
 def _without_control_characters(value: Any) -> Any:
@@ -262,7 +238,7 @@ def write_trace(
     with gzip.open(path, "wt", 6) if zipped else open(path, "w") as file:
         head = f'{{"displayTimeUnit":"ms","otherData":{json_text(facts)},"traceEvents":[\n'
         events = _events(run, found, steps, clock)
-        for event in chain(events, profile_events(profiles, clock.zero, clock.behind)):
+        for event in chain(events, profile_events(profiles, clock.zero, clock.lead)):
             file.write(head + json_text(event, separators=(",", ":")))
             head = ",\n"
         file.write("\n]}\n")
@@ -275,18 +251,18 @@ class _Clock:
     def __init__(self, run: Run, steps: Mapping[int, Sequence[StepRecord]]) -> None:
         self.ahead = offsets(run.last, steps)
         self._of_rank = {r.rank: self.ahead.get(r.opened.host, 0) for r in run.last}
-        starts = [each[0].start - self.behind(rank) for rank, each in steps.items() if each]
+        starts = [each[0].start - self.lead(rank) for rank, each in steps.items() if each]
         started = integer(run.manifest, "started")
         self.zero = min([*starts, *([started] if started else [])], default=0)
         """Unix nanoseconds at which the trace begins."""
 
-    def behind(self, rank: int) -> int:
+    def lead(self, rank: int) -> int:
         """Return the nanoseconds by which a rank's clock is ahead."""
         return self._of_rank.get(rank, 0)
 
     def at(self, stamp: int, rank: int | None = None) -> float:
         """Convert Unix nanoseconds of a rank, or of the first node, into microseconds."""
-        return (stamp - self.zero - (0 if rank is None else self.behind(rank))) / 1e3
+        return (stamp - self.zero - (0 if rank is None else self.lead(rank))) / 1e3
 
 
 def _events(

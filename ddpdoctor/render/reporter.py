@@ -166,8 +166,10 @@ class Reporter:
         self._selection = options.selection
         self._ignored = 0
         self._log = FindingLog()
-        self._found: list[Finding] = []
-        self._news: list[Event] = []
+        self.found: list[Finding] = []
+        """What the last examination found, selected or not."""
+        self.news: list[Event] = []
+        """What was reported and withdrawn after the last examination."""
         self._warned = False
         self.faults = Faults(self.say)
         """What failed in ddpdoctor itself."""
@@ -183,16 +185,6 @@ class Reporter:
                     f"cannot write {options.json}: {error.strerror}",
                     "choose another file for --json",
                 ) from None
-
-    @property
-    def found(self) -> list[Finding]:
-        """What the last examination found, selected or not."""
-        return self._found
-
-    @property
-    def news(self) -> list[Event]:
-        """What was reported and withdrawn after the last examination."""
-        return self._news
 
     @property
     def current(self) -> list[Finding]:
@@ -225,16 +217,16 @@ class Reporter:
 
         failed: list[tuple[str, Exception]] = []
         rules = [rule for rule in RULES.values() if rule.code not in self.faults]
-        self._found = examine(
+        self.found = examine(
             run, rules, failed=lambda rule, error: failed.append((rule.code, error))
         )
         self.faults.failed(failed)
         # What a rule found before it failed still stands.
         unread = [code for code in RULES if code in self.faults]
-        selected = self._selection.of(self._found)
-        self._ignored = len(self._found) - len(selected)
-        self._news = self._log.take(selected, run, unread=unread)
-        for event in self._news:
+        selected = self._selection.of(self.found)
+        self._ignored = len(self.found) - len(selected)
+        self.news = self._log.take(selected, run, unread=unread)
+        for event in self.news:
             if isinstance(event, Withdrawn):
                 self._withdraw(run, event)
                 continue

@@ -60,11 +60,6 @@ class FinishedSource(Played):
         self._position = self._steps
         self._last: Snapshot | None = None
 
-    @property
-    def replay(self) -> FinishedSource:
-        """The source itself."""
-        return self
-
     def close(self) -> None:
         """Close the files."""
         self._end.close()

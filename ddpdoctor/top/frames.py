@@ -52,6 +52,11 @@ class Played:
     _position = 0
 
     @property
+    def replay(self) -> Played:
+        """The source itself."""
+        return self
+
+    @property
     def position(self) -> int:
         """The frame that is read next."""
         return self._position

@@ -142,11 +142,6 @@ class RecordingSource(Played):
             with contextlib.suppress(ValueError):
                 self.interval = min(60.0, max(0.1, self._frame(1).time - first.time))
 
-    @property
-    def replay(self) -> RecordingSource:
-        """The recording itself."""
-        return self
-
     def _index(self) -> None:
         size = 0
         while size < _MAX_EXPANDED and (data := self._file.read1(_CHUNK)):
