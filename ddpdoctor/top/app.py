@@ -19,7 +19,7 @@ from ddpdoctor.core import formatting
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.render.terminal import Line, Span, clean, fitted, merged, style_of, text_width
 from ddpdoctor.top.draw import screen
-from ddpdoctor.top.draw.drawing import Material
+from ddpdoctor.top.draw.drawing import Frame, Material
 from ddpdoctor.top.frame_sources import RunChoice
 from ddpdoctor.top.frames import Past, Position, Reader, Source, Want
 from ddpdoctor.top.snapshot import Snapshot, Verdict
@@ -335,7 +335,7 @@ class TopApp(App[None]):
         self.animation_level = "none"
         self.view = replace(view, recording="" if recording is None else recording.path)
         self.shown = Snapshot(0.0, "run", Verdict("reading ...", "info"), live=True)
-        self.drawn = screen.Frame(())
+        self.drawn = Frame(())
         self._record = record
         self._recording = recording
         self._past = Past()
@@ -495,7 +495,7 @@ class TopApp(App[None]):
             text = f"x {type(error).__name__} in the monitor: {error} (esc: back)"
             line = ((clean(text, self.view.ascii_only), "error"),)
             blank = fitted((), width)
-            self.drawn = screen.Frame((fitted(line, width), *[blank] * (height - 1)))
+            self.drawn = Frame((fitted(line, width), *[blank] * (height - 1)))
         if self.drawn.lines:
             self.view = replace(self.view, top=self.drawn.top)
             if self.view.panel in _SCROLLED or (self.view.expanded and not self.view.panel):
