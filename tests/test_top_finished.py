@@ -20,12 +20,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddpdoctor.probe.observers.steps import OpenStep
+from ddpdoctor.probe.runtime.recorder import Vitals
 from ddpdoctor.run.journal import Journal
 from ddpdoctor.run.records.base import json_line
 from ddpdoctor.run.records.training import StepRecord
 from ddpdoctor.run.reported import Reported, to_journal
 from ddpdoctor.run.status import Parts, Phase
-from ddpdoctor.run.vitals import Vitals
 from ddpdoctor.top import step_times
 from ddpdoctor.top.frame_sources import FinishedSource, open_source
 from ddpdoctor.top.frames import Want

@@ -158,7 +158,7 @@ class RecordingSource(Played):
             ValueError: It is damaged, or of another version.
         """
         if position not in self._lines:
-            # To go back in a gzip file is to begin anew: lines before this one are kept, too.
+            # A gzip file is read from its start to go back, so earlier lines are kept, too.
             first = max(0, position - _LINES_KEPT) if position + 1 in self._lines else position
             self._lines = {each: self._line(each) for each in range(first, position + 1)}
         line = self._lines[position]
