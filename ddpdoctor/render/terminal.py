@@ -63,7 +63,7 @@ _STYLES = {
     "cursor": "reverse",
     "ok": "green",
     "info": "cyan",
-    "warning": "yellow",
+    "warning": "bold yellow",
     "error": "bold red",
     "status": "reverse",
     "bar": "cyan",
