@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import ddpdoctor.probe
-from ddpdoctor.render.stack_text import Look, draw
+from ddpdoctor.render.stack_text import StackStyle, draw
 from ddpdoctor.run.names import FORMAT
 from ddpdoctor.run.reader import glance
 from ddpdoctor.stacks.capture import capture
@@ -110,7 +110,7 @@ def merge_a_thousand() -> None:
     for what, do in (
         ("merged, every frame", lambda: merge(stacks)),
         ("merged, libraries folded", lambda: merge(stacks, fold)),
-        ("merged and drawn", lambda: draw(stacks, Look(), {})),
+        ("merged and drawn", lambda: draw(stacks, StackStyle(), {})),
     ):
         times = []
         for _ in range(7):

@@ -16,7 +16,7 @@ from ddpdoctor.core.opening import as_copy, stranger
 from ddpdoctor.core.options import RANKS, Given, Parser
 
 if TYPE_CHECKING:
-    from ddpdoctor.render.stack_text import Look
+    from ddpdoctor.render.stack_text import StackStyle
     from ddpdoctor.render.terminal import Line
     from ddpdoctor.stacks.frames import Node
     from ddpdoctor.stacks.rank_stacks import RankStacks
@@ -171,7 +171,7 @@ def _print(taken: _Taken, given: Given) -> None:
     from ddpdoctor.render import terminal
     from ddpdoctor.stacks.frames import code_of, merge
 
-    look = render.Look(
+    look = render.StackStyle(
         width=terminal.columns(_WIDEST),
         ascii_only=terminal.only_ascii(sys.stdout, terminal.given_environment()),
         all_frames="--all-frames" in given,
@@ -195,7 +195,7 @@ def _started(path: Path) -> int:
     return integer(read_manifest(path), "started")
 
 
-def _write(lines: Sequence[Line], look: Look) -> None:
+def _write(lines: Sequence[Line], look: StackStyle) -> None:
     from rich.console import Console
     from rich.text import Text
 

@@ -9,61 +9,52 @@ from typing import Any, TextIO
 from ddpdoctor.core import formatting
 from ddpdoctor.core.formatting import json_text, shown
 from ddpdoctor.preflight.check import Outcome, Status, outcome_record
-from ddpdoctor.render.terminal import StatusLine
+from ddpdoctor.render.terminal import UNWRAPPED, StatusLine, style_of
 
-_STYLE = {
-    Status.PASS: "32",
-    Status.WARN: "1;33",
-    Status.FAIL: "1;31",
-    Status.SKIPPED: "2",
-    Status.COULD_NOT_RUN: "1;35",
+_STYLES = {
+    Status.PASS: "ok",
+    Status.WARN: "warning",
+    Status.FAIL: "error",
+    Status.SKIPPED: "dim",
+    Status.COULD_NOT_RUN: "other",
 }
-_NAME = 18
-"""Columns of a check's name."""
-
-_WORD = 7
-"""Columns of how it ended."""
-
-_UNBOUNDED = 1 << 20
-
-_SHORT = {Status.COULD_NOT_RUN: "unknown"}
-"""What the table has no room for."""
-
-_LEAST = 24
-"""Columns that the details get at least."""
+_NAME, _STATUS, _MIN_DETAIL = 18, 7, 24
+"""Columns of a check's name, of its status, and of its details at least."""
 
 
 def table(outcomes: Sequence[Outcome], *, colour: bool, width: int | None) -> str:
-    """A line for each check: its name, how it ended, and what was really tested.
+    """Return a line for each check: its name, how it ended, and what was really tested.
 
     Without a width, as in a pipe, nothing is wrapped.
     """
     lines = []
-    room = max(_LEAST, width - _NAME - _WORD - 2) if width is not None else _UNBOUNDED
+    room = max(_MIN_DETAIL, (width or UNWRAPPED) - _NAME - _STATUS - 2)
     for outcome in outcomes:
-        word = _SHORT.get(outcome.status, outcome.status.value).ljust(_WORD)
+        status = outcome.status
+        word = "unknown" if status is Status.COULD_NOT_RUN else status.value
+        word = word.ljust(_STATUS)
         if colour:
-            word = f"\x1b[{_STYLE[outcome.status]}m{word}\x1b[0m"
+            word = style_of(_STYLES[status]).render(word)
         details = textwrap.wrap(shown(outcome.detail, "\n\t"), room, break_on_hyphens=False) or [""]
         lines.append(f"{outcome.check:<{_NAME}} {word} {details[0]}".rstrip())
-        lines += [f"{'':<{_NAME + _WORD + 2}}{each}" for each in details[1:]]
+        lines += [f"{'':<{_NAME + _STATUS + 2}}{each}" for each in details[1:]]
     return "".join(f"{line}\n" for line in lines)
 
 
 def findings(outcomes: Sequence[Outcome], *, colour: bool, width: int | None) -> str:
-    """All findings, the worst first, with an empty line before each."""
+    """Return all findings, the worst first, with an empty line before each."""
     found = [finding for outcome in outcomes for finding in outcome.findings]
     found.sort(key=lambda finding: (-finding.severity, finding.code))
     if not found:
         return ""
-    # Rich takes a third of the time that the program takes to start.
+    # Imported here, since most checks find nothing.
     from ddpdoctor.render import console
 
     return "".join("\n" + console.render(finding, colour=colour, width=width) for finding in found)
 
 
 def summary(outcomes: Sequence[Outcome], seconds: float) -> str:
-    """How many checks ended how, in a line: ``12 checks in 1.4 s: 11 passed, 1 skipped``."""
+    """Count how checks ended: ``12 checks in 1.4 s: 11 passed, 1 skipped``."""
     words = {
         Status.FAIL: "failed",
         Status.WARN: "warned",
@@ -88,15 +79,15 @@ def document(
     nodes: Sequence[Mapping[str, Any]] = (),
     exclude: Sequence[str] = (),
 ) -> str:
-    """All outcomes as one JSON object.
+    """Return all outcomes as one JSON object.
 
     Args:
         outcomes: Of the checks.
         host: This machine's name.
         exit_status: Of the command.
-        seconds: That all of it took.
+        seconds: How long all of it took.
         nodes: The nodes that met, with what their own checks found.
-        exclude: The host names of those that a job has to do without.
+        exclude: The host names of nodes that a job should not use.
     """
     return json_text(
         {
@@ -112,12 +103,12 @@ def document(
 
 
 class Progress(StatusLine):
-    """A line on a terminal that says what is still running; nothing anywhere else.
+    """A line on a terminal with the checks that are still running. Elsewhere it shows nothing.
 
     Args:
         names: The checks that were started.
-        row: Prints what is known of a check that ended.
-        stream: Where the line stands.
+        row: Prints the result of a check that ended.
+        stream: The output.
     """
 
     def __init__(
@@ -133,7 +124,7 @@ class Progress(StatusLine):
         self._count()
 
     def seen(self, outcome: Outcome) -> None:
-        """A check ended."""
+        """Note that a check ended."""
         if outcome.check in self._running:
             self._running.remove(outcome.check)
         row = self._row

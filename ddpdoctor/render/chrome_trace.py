@@ -4,9 +4,9 @@ Each rank is a process with tracks for steps, phases, waits for the DataLoader a
 All times are on one clock (`ddpdoctor.diagnose.node_clocks`), in microseconds from the start of the
 run. Only durations are recorded within a step, so phases are laid out in their usual order.
 
-A profiler trace names its rank (``distributedInfo``) if the process group was initialized;
-otherwise the process id or the file's name tells. Its times count from ``baseTimeNanoseconds``;
-traces of older versions of torch have none and hold microseconds since 1970.
+A profiler trace names its rank (``distributedInfo``) if the process group was initialized.
+Otherwise the process id or the file's name tells. Its times count from ``baseTimeNanoseconds``.
+Traces of older versions of torch have none and hold microseconds since 1970.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -41,23 +42,22 @@ from ddpdoctor.run.ring import Collective
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.step_series import newest_steps, split_backwards
 
-# -- traces of torch.profiler, moved onto the clock and beside the ranks of a run's own trace
+# -- traces of torch.profiler
 
-
-MOST_PROFILE_BYTES = 1 << 30
-"""Bytes of a trace, decompressed."""
+MAX_PROFILE_BYTES = 1 << 30
+"""Size of a profiler trace in bytes, decompressed."""
 
 _PROFILE_SUFFIXES = (".json", ".json.gz")
 _RANK_IN_NAME = re.compile(r"rank[-_]?(\d{1,6})", re.IGNORECASE)
 _NUMBERS_PER_RANK = 1_000_000
-"""Process numbers of the trace of rank R begin at ``(R + 1) * _PLACE``."""
+"""Process numbers of the profiler trace of rank R begin at ``(R + 1) * _NUMBERS_PER_RANK``."""
 _ARROWS_PER_RANK = 1 << 32
-"""Numbers of its arrows, in the same way; JavaScript holds them exactly."""
+"""The same for the numbers of its arrows. JavaScript holds them exactly."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """The trace of one rank."""
+    """The profiler trace of one rank."""
 
     rank: int
     base: int
@@ -66,10 +66,10 @@ class Profile:
 
 
 def read_profiles(directory: str, run: Run) -> list[Profile]:
-    """The traces in a directory and below.
+    """Read the profiler traces in a directory and below.
 
     Raises:
-        DoctorError: There is none, one cannot be read, or belongs to no rank of the run.
+        DoctorError: There is none, or one cannot be read or belongs to no rank of the run.
     """
     paths = sorted(
         each for each in Path(directory).rglob("*") if each.name.endswith(_PROFILE_SUFFIXES)
@@ -84,11 +84,11 @@ def read_profiles(directory: str, run: Run) -> list[Profile]:
 
 
 def _read_profile(path: Path, run: Run) -> Profile | None:
-    """A trace; None if the file is another JSON."""
+    """Read a profiler trace; None if the file is another JSON."""
     try:
-        data = opening.contents(path, MOST_PROFILE_BYTES, links=True)
+        data = opening.contents(path, MAX_PROFILE_BYTES, links=True)
         if path.name.endswith(".gz"):
-            data = zlib.decompressobj(zlib.MAX_WBITS | 16).decompress(data, MOST_PROFILE_BYTES)
+            data = zlib.decompressobj(zlib.MAX_WBITS | 16).decompress(data, MAX_PROFILE_BYTES)
         trace = opening.loads(data)
     except (OSError, ValueError, zlib.error, gzip.BadGzipFile) as error:
         raise DoctorError(f"cannot read {path}: {error}") from None
@@ -118,94 +118,70 @@ def _profile_rank(path: Path, trace: JsonObject, events: list[JsonObject], run: 
 
 
 def profile_events(
-    profiles: Sequence[Profile], zero: int, behind: Callable[[int], int]
+    profiles: Sequence[Profile], zero: int, lead: Callable[[int], int]
 ) -> Iterator[JsonObject]:
-    """The events of all traces, on the clock of the run's trace.
+    """Yield the events of profiler traces, on the clock of the run's trace.
 
     Args:
-        profiles: The traces.
+        profiles: The profiler traces.
         zero: Unix nanoseconds at which the run's trace begins.
-        behind: Nanoseconds to take off the moments of a rank.
+        lead: Returns the nanoseconds by which a rank's clock is ahead.
     """
     every = {profile.rank: _ProfileNumbers(profile.rank) for profile in profiles}
     for profile in profiles:
-        shift = (profile.base - zero - behind(profile.rank)) / 1e3
+        shift = (profile.base - zero - lead(profile.rank)) / 1e3
         numbers = every[profile.rank]
         numbers.begin()
         for event in profile.events:
-            moved = numbers.of(event)
-            if isinstance(event.get("ts"), (int, float)):
-                moved["ts"] = round(event["ts"] + shift, 3)
-            yield from numbers.named()
-            yield moved
+            yield from numbers.moved(event, shift)
 
 
 class _ProfileNumbers:
-    """Numbers for the processes, tracks and arrows of a rank, which no other rank has."""
+    """Numbers for the processes, tracks and arrows of a rank, unique over all ranks."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._processes: dict[str, int] = {}
-        self._tracks: dict[tuple[int, str], int] = {}
+        self._tracks: set[tuple[int, str]] = set()
         self._arrows: dict[str, int] = {}
         self._next_arrow = (rank + 1) * _ARROWS_PER_RANK
-        self._names: list[JsonObject] = []
 
     def begin(self) -> None:
-        """Another trace of the rank begins, as its profiler writes one a cycle."""
+        """Begin another trace of the rank: its profiler writes one per cycle."""
         self._next_arrow += len(self._arrows)
         self._arrows.clear()
 
-    def of(self, event: JsonObject) -> JsonObject:
-        """An event of that trace with these numbers."""
+    def moved(self, event: JsonObject, shift: float) -> Iterator[JsonObject]:
+        """Yield an event of that trace with these numbers, after names that it introduces."""
+        pid, tid = event.get("pid"), event.get("tid")
+        if str(pid) not in self._processes:
+            first = (self._rank + 1) * _NUMBERS_PER_RANK
+            self._processes[str(pid)] = first + len(self._processes)
+            if not isinstance(pid, int):
+                # A GPU, or another word in place of a number.
+                name = self._name(str(pid or ""))
+                yield _name("process_name", self._processes[str(pid)], 0, name)
+        process = self._processes[str(pid)]
+        track = tid if isinstance(tid, int) else zlib.crc32(str(tid).encode())
+        if tid and not isinstance(tid, int) and (process, str(tid)) not in self._tracks:
+            self._tracks.add((process, str(tid)))
+            yield _name("thread_name", process, track, shown(str(tid)))
         moved: dict[str, Any] = _without_control_characters(event)
-        moved["pid"] = process = self._process(event.get("pid"))
-        moved["tid"] = self._track(process, event.get("tid"))
+        moved |= {"pid": process, "tid": track}
         if "id" in event:
-            # Perfetto reads a word as a hexadecimal number, and draws no arrow for other words.
+            # Perfetto draws arrows for hexadecimal numbers only.
             number = self._next_arrow + len(self._arrows)
             moved["id"] = self._arrows.setdefault(str(event["id"]), number)
         if event.get("ph") == "M" and event.get("name") == "process_name":
             named = event.get("args")
             name = named.get("name", "") if isinstance(named, dict) else ""
-            moved["args"] = {"name": self._name(f"{name} {event.get('pid')}")}
-        return moved
-
-    def named(self) -> Iterator[JsonObject]:
-        """The names of what has a word in place of a number, once."""
-        yield from self._names
-        self._names.clear()
+            moved["args"] = {"name": self._name(f"{name} {pid}")}
+        if isinstance(event.get("ts"), (int, float)):
+            moved["ts"] = round(event["ts"] + shift, 3)
+        yield moved
 
     def _name(self, what: str) -> str:
         return shown(f"rank {self._rank} profiler: {what.strip()}".rstrip(": "))
-
-    def _process(self, pid: object) -> int:
-        """A process of the host, a GPU, or a word for what is none of both."""
-        number = self._processes.get(str(pid))
-        if number is None:
-            number = self._processes[str(pid)] = (self._rank + 1) * _NUMBERS_PER_RANK + len(
-                self._processes
-            )
-            if not isinstance(pid, int):
-                name = self._name(str(pid or ""))
-                self._names.append(
-                    {"ph": "M", "name": "process_name", "pid": number, "tid": 0,
-                     "args": {"name": name}}
-                )  # fmt: skip
-        return number
-
-    def _track(self, process: int, tid: object) -> int:
-        if isinstance(tid, int):
-            return tid
-        number = self._tracks.get((process, str(tid)))
-        if number is None:
-            number = self._tracks[process, str(tid)] = zlib.crc32(str(tid).encode())
-            if tid:
-                self._names.append(
-                    {"ph": "M", "name": "thread_name", "pid": process, "tid": number,
-                     "args": {"name": shown(str(tid))}}
-                )  # fmt: skip
-        return number
 
 
 def _without_control_characters(value: Any) -> Any:
@@ -218,15 +194,14 @@ def _without_control_characters(value: Any) -> Any:
     return None if isinstance(value, float) and value - value != 0 else value
 
 
-# -- A run as a Chrome trace: what ui.perfetto.dev, chrome://tracing and trace_processor read
+# -- the trace of a run
 
+MAX_STEPS = 60_000
+"""Steps of all ranks, the newest of each. They make some 60 MB, which Perfetto opens at once."""
 
-MOST_STEPS = 60_000
-"""Steps of all ranks, the newest of each: some 60 MB, which Perfetto still opens at once."""
+JOB, FIRST = 1, 10
+"""The process of the job as a whole, and of rank 0."""
 
-JOB = 1
-"""The process of what concerns the job as a whole; rank R is ``FIRST + R``."""
-FIRST = 10
 STEPS, PHASES, DATA, COLLECTIVES = 1, 2, 3, 4
 """The tracks of a rank."""
 
@@ -239,19 +214,19 @@ Event = dict[str, Any]
 def write_trace(
     path: str, run: Run, found: Sequence[Finding], profiles: Sequence[Profile], zipped: bool
 ) -> int:
-    """Write the trace into a file, event by event; its size in bytes.
+    """Write the trace into a file. Returns its size in bytes.
 
     Args:
         path: The file.
         run: The run.
         found: What was found.
-        profiles: Traces of torch.profiler to merge in (`profiler_traces.read`).
+        profiles: Traces of torch.profiler to merge in (:func:`read_profiles`).
         zipped: Compress it with gzip.
 
     Raises:
         OSError: It cannot be written.
     """
-    each = MOST_STEPS // (len(run.last) or 1)
+    each = MAX_STEPS // (len(run.last) or 1)
     newest = {rank.rank: newest_steps(run.path, rank, each) for rank in run.last}
     steps = split_backwards(run.last, newest, lines=True)
     clock = _Clock(run, steps)
@@ -262,33 +237,32 @@ def write_trace(
     }
     with gzip.open(path, "wt", 6) if zipped else open(path, "w") as file:
         head = f'{{"displayTimeUnit":"ms","otherData":{json_text(facts)},"traceEvents":[\n'
-        for event in _events(run, found, steps, clock):
+        events = _events(run, found, steps, clock)
+        for event in chain(events, profile_events(profiles, clock.zero, clock.lead)):
             file.write(head + json_text(event, separators=(",", ":")))
             head = ",\n"
-        for event in profile_events(profiles, clock.zero, clock.behind):
-            file.write(head + json_text(event, separators=(",", ":")))
         file.write("\n]}\n")
     return os.stat(path).st_size
 
 
 class _Clock:
-    """Makes microseconds of one clock of the moments that ranks wrote down."""
+    """Converts timestamps of ranks into microseconds of one clock."""
 
     def __init__(self, run: Run, steps: Mapping[int, Sequence[StepRecord]]) -> None:
         self.ahead = offsets(run.last, steps)
         self._of_rank = {r.rank: self.ahead.get(r.opened.host, 0) for r in run.last}
-        moments = [each[0].start - self.behind(rank) for rank, each in steps.items() if each]
+        starts = [each[0].start - self.lead(rank) for rank, each in steps.items() if each]
         started = integer(run.manifest, "started")
-        self.zero = min([*moments, *([started] if started else [])], default=0)
+        self.zero = min([*starts, *([started] if started else [])], default=0)
         """Unix nanoseconds at which the trace begins."""
 
-    def behind(self, rank: int) -> int:
-        """Nanoseconds to take off the moments of a rank."""
+    def lead(self, rank: int) -> int:
+        """Return the nanoseconds by which a rank's clock is ahead."""
         return self._of_rank.get(rank, 0)
 
-    def at(self, moment: int, rank: int | None = None) -> float:
-        """Microseconds of a moment in Unix nanoseconds; those of the job are the first node's."""
-        return (moment - self.zero - (0 if rank is None else self.behind(rank))) / 1e3
+    def at(self, stamp: int, rank: int | None = None) -> float:
+        """Convert Unix nanoseconds of a rank, or of the first node, into microseconds."""
+        return (stamp - self.zero - (0 if rank is None else self.lead(rank))) / 1e3
 
 
 def _events(
@@ -330,7 +304,7 @@ def _step_slices(step: StepRecord, rank: int, clock: _Clock) -> Iterator[Event]:
     facts = {"own ms": step.own / 1e6, "wait ms": step.wait / 1e6, "epoch": step.epoch}
     facts |= {"loss": step.loss, "gradient norm": step.norm, "samples": step.samples}
     whole = _slice(f"step {step.step}", "step", begin, step.total / 1e3, process, STEPS)
-    # Infinities are no JSON.
+    # JSON has no infinities.
     known = {k: v for k, v in facts.items() if v is not None and abs(v) < 1e300}
     yield {**whole, "args": known}
     at = begin
@@ -343,24 +317,21 @@ def _step_slices(step: StepRecord, rank: int, clock: _Clock) -> Iterator[Event]:
         at += length
 
 
-# -- collectives, and the arrows between those that belong together
-
-
 def _collective_slices(ranks: Iterable[Rank], clock: _Clock) -> Iterator[Event]:
-    together: dict[tuple[str, int], list[tuple[float, int]]] = defaultdict(list)
+    calls_of: dict[tuple[str, int], list[tuple[float, int]]] = defaultdict(list)
     for rank in ranks:
         process = FIRST + rank.rank
         for call in rank.ring.collectives if rank.ring is not None else ():
             begin = clock.at(call.began, rank.rank)
-            # What never ended is drawn to the last that is known of its rank.
+            # A call that never ended is drawn up to the last sign of life of its rank.
             ended = call.ended or max(call.began, rank.status.since if rank.status else 0)
             length = max(clock.at(ended, rank.rank) - begin, 1.0)
             name = shown(f"{call.name} #{call.sequence}" if call.sequence else call.name)
             event = _slice(name, "collective", begin, length, process, COLLECTIVES)
             yield {**event, "args": _collective_facts(call)}
             if call.sequence:
-                together[call.group, call.sequence].append((begin, process))
-    for number, ((_, sequence), calls) in enumerate(sorted(together.items()), 1):
+                calls_of[call.group, call.sequence].append((begin, process))
+    for number, ((_, sequence), calls) in enumerate(sorted(calls_of.items()), 1):
         calls.sort()
         for place, (begin, process) in enumerate(calls if len(calls) > 1 else ()):
             kind = "s" if place == 0 else "f" if place == len(calls) - 1 else "t"
@@ -379,19 +350,16 @@ def _collective_facts(call: Collective) -> dict[str, Any]:
     return {k: shown(v) if isinstance(v, str) else v for k, v in found.items() if v}
 
 
-# -- moments
-
-
 def _instants(run: Run, found: Sequence[Finding], clock: _Clock) -> Iterator[Event]:
     records = run.supervisor.of(FindingRecord)
     reported = {(each.code, each.ranks): each.time for each in records}
     for finding in found:
-        # One that no live run reported is known at the end.
-        moment = finding.moment or reported.get((finding.code, finding.ranks), run.taken)
+        # A finding that no live run reported is shown at the end.
+        stamp = finding.moment or reported.get((finding.code, finding.ranks), run.taken)
         text = f"{finding.severity.label} {finding.code}: {finding.message}"
         facts = {"evidence": "; ".join(finding.evidence), "fix": finding.fix}
         for process in (JOB, *(FIRST + rank for rank in finding.ranks)):
-            yield _instant(text, "finding", clock.at(moment), process, facts)
+            yield _instant(text, "finding", clock.at(stamp), process, facts)
     for rank in run.last:
         for error in rank.records.of(ErrorRecord):
             at = clock.at(error.time, rank.rank)
@@ -410,7 +378,7 @@ def _instant(name: str, category: str, at: float, process: int, facts: dict[str,
 
 
 def _hang_slices(run: Run, clock: _Clock) -> Iterator[Event]:
-    """A slice on the job's track for each time in which no rank moved."""
+    """Yield a slice on the job's track for each time without progress."""
     begun: tuple[float, float] | None = None
     for each in run.supervisor:
         if isinstance(each, HangRecord):

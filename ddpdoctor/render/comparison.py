@@ -8,15 +8,15 @@ from ddpdoctor.core import formatting
 from ddpdoctor.core.formatting import json_text, named
 from ddpdoctor.diagnose.speed.compare import Change, Comparison
 
-MOST_RANKS = 8
-"""Ranks that are named one by one."""
+MAX_RANKS = 8
+"""Ranks with a line of their own."""
 
-_SAME = 0.01
-"""A change by less, as a part of the step, is none."""
+_MIN_CHANGE = 0.01
+"""Changes below this share of a step do not count."""
 
 
 def lines(found: Comparison) -> Iterator[str]:
-    """What differs, the verdict first."""
+    """Yield the comparison as text, the verdict first."""
     yield _verdict(found)
     yield ""
     yield f"  {'a step, median':<16}{'before':>10}{'after':>10}   change"
@@ -27,11 +27,11 @@ def lines(found: Comparison) -> Iterator[str]:
     if found.ranks:
         yield ""
         yield "own time of ranks"
-        for each in found.ranks[:MOST_RANKS]:
+        for each in found.ranks[:MAX_RANKS]:
             where = found.slowest_phase[each.name]
             times = f"{_time(each.before):>10}{_time(each.after):>10}"
             yield f"  {'rank ' + each.name:<16}{times}   {_change(each)}, most of it in {where}"
-        more = [int(each.name) for each in found.ranks[MOST_RANKS:]]
+        more = [int(each.name) for each in found.ranks[MAX_RANKS:]]
         if more:
             yield f"  and {named(more)}"
     yield ""
@@ -45,7 +45,7 @@ def lines(found: Comparison) -> Iterator[str]:
 
 
 def json_lines(found: Comparison) -> Iterator[str]:
-    """The same as one object; times are seconds, ``ranks`` is about their own time."""
+    """Yield the comparison as one JSON object. Times are seconds, of ``ranks`` their own time."""
     yield json_text(
         {
             "before": found.names[0],
@@ -71,11 +71,11 @@ def _verdict(found: Comparison) -> str:
             if value is None
         )  # fmt: skip
         return f"{before} and {after} cannot be compared by speed: {missing} closed no step"
-    if abs(total.difference) < _SAME * total.before:
+    if abs(total.difference) < _MIN_CHANGE * total.before:
         return f"{after} is as fast as {before}: {_time(total.after)} a step"
     sign = 1 if total.difference > 0 else -1
     text = f"{after} is {'slower' if sign > 0 else 'faster'} than {before}: {_change(total)} a step"
-    # Of a longer wait the cause is the own time of a rank, if that explains it.
+    # A rank's own time is the cause of a longer wait, if it explains it.
     *own, wait = found.phases
     most = max(own, key=lambda each: sign * each.difference)
     rank = max(found.ranks, key=lambda each: sign * each.difference, default=None)
@@ -89,7 +89,7 @@ def _verdict(found: Comparison) -> str:
 
 
 def _change(each: Change) -> str:
-    """``+41.0 ms (+18 %)``."""
+    """Return the change, as in ``+41.0 ms (+18 %)``."""
     if each.before is None or each.after is None:
         return "-"
     sign = "+" if each.difference >= 0 else "-"

@@ -10,27 +10,23 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from rich.cells import cell_len
-from rich.console import Console
-from rich.text import Text
-
 from ddpdoctor.core import opening
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.core.formatting import shown
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.failures.lines import users_file
+from ddpdoctor.render.terminal import UNWRAPPED, Line, folded, rendered, shortened
 from ddpdoctor.run.reported import Withdrawn
 from ddpdoctor.run.snapshot import Run
 
-# -- the lines around a finding's place, if they are still what the job ran
-
+# -- the lines of code around a finding
 
 CONTEXT = 2
-"""Lines of code shown above and below the guilty one."""
+"""Lines of code above and below the guilty one."""
 
 
 class CodeRow(NamedTuple):
-    """A line of source; tabs stay, what would steer a terminal is shown."""
+    """A line of source. Tabs stay, other control characters are made visible."""
 
     number: int
     text: str
@@ -38,30 +34,33 @@ class CodeRow(NamedTuple):
 
 
 def code_frame(finding: Finding, written: float | None) -> list[CodeRow]:
-    """The lines; none where the source cannot be read, or is not what the job ran.
+    """Return the lines around a finding; none if the source cannot be read, or has changed.
 
     Args:
         finding: What they are about.
-        written: Unix seconds; a source file that was written after it is not shown, unless the
+        written: Unix seconds. A source file that was written after it is not shown, unless the
             traceback has the same line. None: files are as the job read them.
     """
     location = finding.location
     if location is None:
         return []
+    try:
+        data = opening.contents(location.path, opening.MOST_SOURCE, links=True)
+    except (OSError, ValueError):
+        return []
+    # As Python counts lines, which is not as str.splitlines does.
+    source = io.TextIOWrapper(io.BytesIO(data), "utf-8", "replace").read().split("\n")
     first = max(1, location.line - CONTEXT)
-    source = _source(location.path)[first - 1 : location.line + CONTEXT]
     rows = [
         CodeRow(number, shown(text.rstrip(), "\t"), number == location.line)
-        for number, text in enumerate(source, first)
+        for number, text in enumerate(source[first - 1 : location.line + CONTEXT], first)
     ]
     line = next((row.text for row in rows if row.guilty), "")
-    return rows if line and _unchanged_source(finding, location, line, written) else []
+    return rows if line and _is_unchanged(finding, location, line, written) else []
 
 
-def _unchanged_source(
-    finding: Finding, location: Location, line: str, written: float | None
-) -> bool:
-    """Whether a line of a source file is still what the job ran."""
+def _is_unchanged(finding: Finding, location: Location, line: str, written: float | None) -> bool:
+    """Return whether a line of a source file is still what the job ran."""
     head = re.compile(
         rf'^\s*File "{re.escape(location.path)}", line {location.line}(?:, in .*)?\n +(\S.*)$',
         re.MULTILINE,
@@ -77,26 +76,9 @@ def _unchanged_source(
         return False
 
 
-def _source(path: str) -> list[str]:
-    """The lines of a source file, as Python counts them; none if it cannot be read here."""
-    try:
-        text = opening.contents(path, opening.MOST_SOURCE, links=True)
-    except (OSError, ValueError):
-        return []
-    return io.TextIOWrapper(io.BytesIO(text), "utf-8", "replace").read().split("\n")
+# -- findings as text
 
-
-# -- findings for a person at a terminal, in a pipe or in a log file
-
-
-_STYLE = {
-    Severity.ERROR: "bold red",
-    Severity.WARNING: "bold yellow",
-    Severity.INFO: "bold cyan",
-}
 _MAX_FRAMES = 6
-_UNBOUNDED = 1 << 20
-"""Columns of what has none."""
 
 _FRAME = re.compile(r'^\s*File "(?P<path>[^"]+)", line (?P<line>\d+)(?:,? in (?P<name>.*))?$')
 _CAUSE = (
@@ -113,111 +95,63 @@ def render(
     written: float | None = None,
     kept: Path | None = None,
 ) -> str:
-    """A finding as text: headline, code frame, evidence, fix, a line to paste.
+    """Return a finding as text: headline, code frame, evidence, fix, a line to paste.
 
     Args:
-        finding: What to say.
+        finding: The finding.
         colour: Whether to use ANSI colours.
-        width: Columns to wrap at; None: nothing is wrapped, as in a pipe.
-        written: Unix seconds; a source file that was written after it is not shown, unless the
-            traceback has the same line. None: files are as the job read them.
+        width: Columns to wrap at. None: nothing is wrapped, as in a pipe.
+        written: As in :func:`code_frame`.
         kept: The file that has the whole traceback, if one has.
     """
-    buffer = io.StringIO()
-    console = Console(
-        file=buffer,
-        force_terminal=colour,
-        no_color=not colour,
-        color_system="standard" if colour else None,
-        width=width or _UNBOUNDED,
-        highlight=False,
-        emoji=False,
-        markup=False,
-        legacy_windows=False,
-    )
-    style = _STYLE[finding.severity]
-    head = Text()
-    head.append(finding.severity.label, style)
-    head.append(f" {shown(finding.code)}: ", "bold")
-    head.append(shown(finding.message), "bold")
-    _wrapped(console, head, console.width)
-    if finding.location is not None:
-        _print_code_frame(console, finding, finding.location, style, written)
-    for frame in user_calls(finding):
-        console.print(Text(f"  {shown(frame)}", "dim"), soft_wrap=True)
-    for line in finding.evidence:
-        _bullet(console, "evidence:", line)
-    if kept is not None:
-        _bullet(console, "in full:", shown_path(str(kept)))
-    if finding.fix:
-        _bullet(console, "fix:", finding.fix, "green")
+    room, label = width or UNWRAPPED, finding.severity.label
+    rows = folded(f"{label} {shown(finding.code)}: {shown(finding.message)}", room)
+    lines: list[Line] = [((label, label), (rows[0].removeprefix(label), "bold"))]
+    lines += [((row, "bold"),) for row in rows[1:]]
+    lines += _code_lines(finding, room, written)
+    lines += [((f"  {shown(frame)}", "dim"),) for frame in user_calls(finding)]
+    facts = [("evidence:", line, "") for line in finding.evidence]
+    facts += [("in full:", shown_path(str(kept)), "")] if kept is not None else []
+    facts += [("fix:", finding.fix, "ok")] if finding.fix else []
+    for name, text, style in facts:
+        shown_text = shown(text, "\n\t").expandtabs()
+        for number, row in enumerate(folded(shown_text, max(20, room - 12))):
+            head = " " * 12 if number else f"  {name:<10}"
+            lines.append(((head, style), (row, "")) if row else ((head.rstrip(), style),))
     if finding.paste:
-        # In one piece, however long: it is there to be copied.
-        console.print(Text(f"  {'paste:':<10}{shown(finding.paste)}"), soft_wrap=True)
-    return buffer.getvalue()
-
-
-def _bullet(console: Console, label: str, text: str, style: str = "") -> None:
-    indent = " " * 12
-    lead = Text(f"  {label:<10}", style)
-    _wrapped(console, Text(shown(text, "\n\t")), max(20, console.width - len(indent)), lead, indent)
-
-
-def _wrapped(
-    console: Console, text: Text, room: int, lead: Text | None = None, indent: str = ""
-) -> None:
-    """A text in lines of at most ``room`` columns; a longer word, such as a path, stays whole."""
-    for number, line in enumerate(_folded(text, room)):
-        line.rstrip()
-        first = lead if number == 0 and lead is not None else Text(indent)
-        console.print(first + line, soft_wrap=True)
-
-
-def _folded(text: Text, room: int) -> Iterator[Text]:
-    """Not rich's own: its lines either split long words or are cut."""
-    for paragraph in text.split("\n", allow_blank=True):
-        cuts: list[int] = []
-        place = used = 0
-        for word in paragraph.plain.split(" "):
-            taken = cell_len(word)
-            if place and used + 1 + taken > room:
-                cuts.append(place)
-                used = taken
-            else:
-                used += taken + (place > 0)
-            place += len(word) + 1
-        yield from paragraph.divide(cuts)
+        # In one piece, however long, to be copied.
+        lines.append(((f"  {'paste:':<10}{shown(finding.paste)}", ""),))
+    return "".join(f"{rendered(line, colour)}\n" for line in lines)
 
 
 def written_before(run: Run) -> float:
-    """When a source file must have been written for the run to have read it as it is now.
+    """Return the Unix seconds before which a source file was written that the run has read.
 
-    Of a run on another machine no file here is known to be the same.
+    On another machine than the run's no file is known to be the same.
     """
     here = run.manifest.get("host") == socket.gethostname()
     started = run.manifest.get("started")
     return started / 1e9 if here and isinstance(started, int) else 0.0
 
 
-def _print_code_frame(
-    console: Console, finding: Finding, location: Location, style: str, written: float | None
-) -> None:
-    console.print(
-        Text(f"  --> {shown_path(location.path)}:{location.line}", "cyan"), soft_wrap=True
-    )
+def _code_lines(finding: Finding, room: int, written: float | None) -> Iterator[Line]:
+    location = finding.location
+    if location is None:
+        return
+    yield ((f"  --> {shown_path(location.path)}:{location.line}", "info"),)
     digits = len(str(location.line + CONTEXT))
     for number, text, guilty in code_frame(finding, written):
         if text:
-            mark, look = (">", style) if guilty else (" ", "dim")
-            row = Text(f"  {mark} {number:>{digits}} | ", look)
-            room = max(20, console.width - row.cell_len)
-            text = text if len(text) <= room else text[: room - 3] + "..."
-            row.append(text, "" if guilty else "dim")
-            console.print(row, soft_wrap=True)
+            head = f"  {'>' if guilty else ' '} {number:>{digits}} | "
+            text = shortened(text.expandtabs(), max(20, room - len(head)), "...")
+            yield (
+                (head, finding.severity.label if guilty else "dim"),
+                (text, "" if guilty else "dim"),
+            )
 
 
 def user_calls(finding: Finding) -> list[str]:
-    """The user's part of the traceback's calls, outermost first, if there is more than one."""
+    """Return the traceback's calls in the user's code, outermost first, if there are several."""
     text = finding.traceback
     for marker in _CAUSE:
         # The last exception of a chain is the one that ended the process.
@@ -241,19 +175,24 @@ def user_calls(finding: Finding) -> list[str]:
 
 
 def shown_path(path: str) -> str:
-    """A path as a person would type it: relative if it lies below the working directory."""
+    """Return a path as a person would type it: relative if below the working directory."""
     try:
         return shown(str(Path(path).relative_to(Path.cwd())))
     except (ValueError, OSError):
         return shown(path)
 
 
-# -- A finding as a line for an editor's problem matcher
+# -- findings as lines for an editor's problem matcher
 
 
 def problem_line(finding: Finding, script: str) -> str:
-    """The line; one of a finding without a place stands at the top of the ``script``."""
-    message = _without_place(finding.message, finding.location)
+    """Return the line. A finding without a place is put at the top of the ``script``."""
+    message, place = finding.message, finding.location
+    # An editor shows the place already.
+    for path in {place.path, shown_path(place.path)} if place is not None else ():
+        own = rf"(?<![\w/.]){re.escape(path)}:{place.line}(?!\d)" if place is not None else ""
+        message = re.sub(rf"\b(?:at|in) {own}", "here", message)
+        message = re.sub(own, "this line", message)
     text = " ".join(f"{message}. {finding.fix}".split())
     return shown(
         f"{_problem_place(finding, script)}: {finding.severity.label} {finding.code} {text}"
@@ -261,21 +200,10 @@ def problem_line(finding: Finding, script: str) -> str:
 
 
 def problem_retraction(withdrawn: Withdrawn, script: str) -> str:
-    """An info at the same place; an editor keeps the line that it is about until the next run."""
+    """Return an info at the same place. An editor keeps the finding's line until the next run."""
     finding = withdrawn.reported.finding
     text = f"info {finding.code} {withdrawn.verb}: {withdrawn.reason}"
     return shown(f"{_problem_place(finding, script)}: {text}")
-
-
-def _without_place(message: str, place: Location | None) -> str:
-    """The message without the line that it stands at, which an editor shows already."""
-    if place is None:
-        return message
-    for path in {place.path, shown_path(place.path)}:
-        own = rf"(?<![\w/.]){re.escape(path)}:{place.line}(?!\d)"
-        message = re.sub(rf"\b(?:at|in) {own}", "here", message)
-        message = re.sub(own, "this line", message)
-    return message
 
 
 def _problem_place(finding: Finding, script: str) -> str:
@@ -283,24 +211,22 @@ def _problem_place(finding: Finding, script: str) -> str:
     return f"{place.path}:{place.line}:1" if place is not None else f"{script}:1:1"
 
 
-# -- A finding as an annotation of GitHub Actions: a command in the log of a step
-
+# -- findings as annotations of GitHub Actions, which are commands in the log of a step
 
 _GITHUB_LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "notice"}
 
 
 def github_line(finding: Finding, script: str) -> str:
-    """The line; one of a finding without a place stands at the top of the ``script``."""
+    """Return the line. A finding without a place is put at the top of the ``script``."""
     text = [finding.message, *finding.evidence]
     text += [f"fix: {finding.fix}"] if finding.fix else []
     text += [f"paste: {finding.paste}"] if finding.paste else []
-    return _workflow_command(
-        _GITHUB_LEVELS[finding.severity], finding, script, finding.code, "\n".join(text)
-    )
+    level = _GITHUB_LEVELS[finding.severity]
+    return _workflow_command(level, finding, script, finding.code, "\n".join(text))
 
 
 def github_retraction(withdrawn: Withdrawn, script: str) -> str:
-    """A notice at the same place: GitHub takes no annotation back."""
+    """Return a notice at the same place. GitHub cannot take an annotation back."""
     finding = withdrawn.reported.finding
     title = f"{finding.code} {withdrawn.verb}"
     return _workflow_command("notice", finding, script, title, withdrawn.reason)
@@ -309,16 +235,16 @@ def github_retraction(withdrawn: Withdrawn, script: str) -> str:
 def _workflow_command(kind: str, finding: Finding, script: str, title: str, text: str) -> str:
     place = finding.location
     path, number = (script, 1) if place is None else (place.path, place.line)
-    root = os.environ.get("GITHUB_WORKSPACE", "")
-    if root and path.startswith(root.rstrip("/") + "/"):
-        path = path[len(root.rstrip("/")) + 1 :]
+    root = os.environ.get("GITHUB_WORKSPACE", "").rstrip("/")
+    if root:
+        path = path.removeprefix(f"{root}/")
     fields = {"file": path, "line": str(number), "title": title}
-    said = ",".join(
+    properties = ",".join(
         f"{name}={_escaped_for_github(value).replace(':', '%3A').replace(',', '%2C')}"
         for name, value in fields.items()
         if value
     )
-    return f"::{kind} {said}::{_escaped_for_github(text)}"
+    return f"::{kind} {properties}::{_escaped_for_github(text)}"
 
 
 def _escaped_for_github(text: str) -> str:

@@ -13,25 +13,25 @@ if TYPE_CHECKING:
     from ddpdoctor.run.snapshot import Run
 
 FORMAT = 1
-"""Goes up when a line means something else; new keys may come without."""
+"""Version of the lines. It is raised when a key changes its meaning, not for new keys."""
 
 
 def line(finding: Finding, head: dict[str, Any]) -> str:
-    """One finding as one line: ``code, severity, message, ranks, location, evidence, fix``.
+    """Return a finding as one line: ``code, severity, message, ranks, location, evidence, fix``.
 
     ``location`` is ``{"path": ..., "line": ...}`` or null.
 
     Args:
         finding: The finding.
-        head: What comes first, see :func:`head`.
+        head: The first keys, see :func:`head`.
     """
     return json_text({**head, **to_record(finding)})
 
 
 def retraction(withdrawn: Withdrawn, head: dict[str, Any]) -> str:
-    """What stands no more, as one line: ``retracts, code, ranks, why, by, reason``.
+    """Return a withdrawal as one line: ``retracts, code, ranks, why, by, reason``.
 
-    ``retracts`` is the number of the line that it is about, from 1; ``why`` is ``explained``,
+    ``retracts`` is the number of the finding's line, from 1. ``why`` is ``explained``,
     ``restated``, ``untrue`` or ``over``, and ``by`` the code that explains it, or null.
     """
     reported = withdrawn.reported
@@ -49,11 +49,10 @@ def retraction(withdrawn: Withdrawn, head: dict[str, Any]) -> str:
 
 
 def head(run: Run | None = None, restart: int | None = None) -> dict[str, Any]:
-    """What each line begins with: ``format, time, run, step``.
+    """Return the first keys of each line: ``format, time, run, step``.
 
-    ``time`` is in Unix seconds, when it was said; ``run`` the run's id; ``step`` how far the ranks
-    of an attempt, the last one without ``restart``, were then. All but the format are null where
-    they are not known, as in a log.
+    ``time`` is Unix seconds, ``run`` the run's id, ``step`` how far the ranks of attempt
+    ``restart`` were, or of the last one. What is unknown is null, as in a log.
     """
     if run is None:
         return {"format": FORMAT, "time": None, "run": None, "step": None}
@@ -66,14 +65,11 @@ def head(run: Run | None = None, restart: int | None = None) -> dict[str, Any]:
 
 
 def head_of(finding: Finding, run: Run) -> dict[str, Any]:
-    """The same of a finding of a run that may be over: as it was said while the run lived."""
+    """Return the first keys as a finding was reported with while the run lived."""
     time = step = None
+    same = finding.code, finding.ranks, finding.location
     for record in run.supervisor.of(FindingRecord):
         said = from_journal(record)
-        if said is not None and (said.code, said.ranks, said.location) == _same(finding):
+        if said is not None and (said.code, said.ranks, said.location) == same:
             time, step = round(record.time / 1e9, 3), record.step
     return {**head(run), "time": time, "step": step}
-
-
-def _same(finding: Finding) -> tuple[object, ...]:
-    return finding.code, finding.ranks, finding.location

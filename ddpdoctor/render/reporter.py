@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,20 +18,27 @@ from ddpdoctor.render import terminal
 from ddpdoctor.run import rundir
 from ddpdoctor.run.records.process import OverrideRecord
 from ddpdoctor.run.records.supervisor import UnwatchedRecord
-from ddpdoctor.run.reported import Event, FindingLog, Reported, Withdrawn, in_words
+from ddpdoctor.run.reported import Event, FindingLog, Withdrawn, in_words
 from ddpdoctor.run.status import PHASES
 
 if TYPE_CHECKING:
     from ddpdoctor.render.console import LineFormat
-    from ddpdoctor.run.snapshot import Run
+    from ddpdoctor.run.snapshot import Rank, Run
 
 
-# -- A run in a few lines: what ran, how fast, how it ended, what was found
+# -- a run in a few lines
 
 
 def summary_lines(run: Run) -> Iterator[str]:
-    """What ran, how it ended, how fast it was, and what could not be read; of every attempt."""
-    yield from _attempt_lines(run)
+    """Yield what ran, how it ended, how fast it was, and what could not be read."""
+    for restart in run.restarts[:-1]:
+        from ddpdoctor.diagnose.crashes.rank_endings import endings
+
+        ended = next((each for each in endings(run, restart) if not each.victim), None)
+        why = "" if ended is None else f"; {ended.name}: {ended.text}"
+        ranks = run.attempt(restart)
+        text = f"{formatting.count(len(ranks), 'rank')}, {_steps_text(ranks)}"
+        yield f"attempt {restart + 1}: {text}{why}"
     again = f"attempt {run.restarts[-1] + 1}: " if len(run.restarts) > 1 else ""
     yield f"{again}{_size_text(run)}{_ending_text(run)}"
     pace = _pace_text(run)
@@ -47,9 +53,15 @@ def summary_lines(run: Run) -> Iterator[str]:
     )
     if overridden:
         yield f"overridden for `ddpdoctor scale`: {', '.join(overridden)}"
-    cost = _cost_text(run)
-    if cost:
-        yield cost
+    ends = [rank.ended for rank in run.last if rank.ended is not None]
+    over = sum(end.over for end in ends)
+    if over > 0:
+        spent = 100 * sum(end.spent for end in ends) / over
+        followed = 100 * sum(end.followed for end in ends) / over
+        yield (
+            f"ddpdoctor took {spent + followed:.2f} % of the ranks' time: "
+            f"{followed:.2f} % to follow steps, {spent:.2f} % to look closer"
+        )
     lost = sum(rank.status.dropped for rank in run.last if rank.status is not None)
     if lost:
         yield f"{lost} records could not be written and are missing"
@@ -57,28 +69,15 @@ def summary_lines(run: Run) -> Iterator[str]:
         yield f"not read: {line}"
 
 
-def _attempt_lines(run: Run) -> Iterator[str]:
-    """The attempts that the launcher repeated: how far each came, and what ended it."""
-    for restart in run.restarts[:-1]:
-        from ddpdoctor.diagnose.crashes.rank_endings import endings
-
-        ended = next((each for each in endings(run, restart) if not each.victim), None)
-        why = "" if ended is None else f"; {ended.name}: {ended.text}"
-        ranks = run.attempt(restart)
-        steps = max((rank.status.step for rank in ranks if rank.status is not None), default=0)
-        text = f"{formatting.count(len(ranks), 'rank')}, {formatting.count(steps, 'step')}"
-        yield f"attempt {restart + 1}: {text}{why}"
-
-
 def findings_count(current: Sequence[Finding], ignored: int = 0) -> str:
-    """How many findings there are: ``findings: 1 error, 2 warnings``, and how many are ignored."""
+    """Count findings: ``findings: 1 error, 2 warnings``, and how many are ignored."""
     counts = Counter(finding.severity.label for finding in current)
-    said = ", ".join(
+    texts = ", ".join(
         f"{counts[label]} info" if label == "info" else formatting.count(counts[label], label)
         for label in ("error", "warning", "info")
         if counts[label]
     )
-    return f"findings: {said or 'none'}{f' ({ignored} ignored)' if ignored else ''}"
+    return f"findings: {texts or 'none'}{f' ({ignored} ignored)' if ignored else ''}"
 
 
 def _size_text(run: Run) -> str:
@@ -90,13 +89,16 @@ def _size_text(run: Run) -> str:
     seen = {rank.rank for rank in ranks}
     world = max((rank.status.world_size for rank in ranks if rank.status is not None), default=0)
     of = f" of {world}" if world > len(seen) else ""
-    text = f"{len(seen)}{of} rank{'' if len(seen) == 1 and not of else 's'}"
+    return f"{len(seen)}{of} rank{'' if len(seen) == 1 and not of else 's'}, {_steps_text(ranks)}"
+
+
+def _steps_text(ranks: Sequence[Rank]) -> str:
     steps = max((rank.status.step for rank in ranks if rank.status is not None), default=0)
-    return f"{text}, {formatting.count(steps, 'step')}"
+    return formatting.count(steps, "step")
 
 
 def _pace_text(run: Run) -> str:
-    """The median step, and what all steps are spent on; empty without steps."""
+    """Return the median step, and the share of each phase in all steps; empty without steps."""
     from statistics import median
 
     from ddpdoctor.diagnose.speed.pace import WARM_UP
@@ -117,19 +119,6 @@ def _pace_text(run: Run) -> str:
     return f"{text}: {', '.join(shares)}" if shares else text
 
 
-def _cost_text(run: Run) -> str:
-    """What ddpdoctor took of the ranks' time, as they measured it; empty before their end."""
-    ends = [rank.ended for rank in run.last if rank.ended is not None]
-    over = sum(end.over for end in ends)
-    if over <= 0:
-        return ""
-    spent, followed = (sum(getattr(end, name) for end in ends) for name in ("spent", "followed"))
-    return (
-        f"ddpdoctor took {100 * (spent + followed) / over:.2f} % of the ranks' time: "
-        f"{100 * followed / over:.2f} % to follow steps, {100 * spent / over:.2f} % to look closer"
-    )
-
-
 def _ending_text(run: Run) -> str:
     status = run.exit_status
     if status is None:
@@ -147,19 +136,18 @@ def _ending_text(run: Run) -> str:
     return f"; the job {how}{asked}"
 
 
-# -- what the supervisor says to the person, and when: each finding once, a summary at the end
-
+# -- what the supervisor prints
 
 PREFIX = "ddpdoctor: "
 
 
 class Reporter:
-    """Says findings and notes on stderr, and writes findings to the JSON file if one was asked for.
+    """Prints findings and notes on stderr, and writes findings to the JSON file if there is one.
 
     Args:
         say: Writes text between the job's lines.
         options: ``quiet``, ``json``, ``output`` and ``selection`` are used.
-        keep: Puts the whole text of a finding's traceback into the run directory, and says where.
+        keep: Writes a finding's whole traceback into the run directory, and returns the path.
 
     Raises:
         DoctorError: The JSON file cannot be written.
@@ -174,29 +162,29 @@ class Reporter:
         self._say = say
         self._keep = keep
         self._quiet = options.quiet
-        self._json: int | None = None
         self._output = options.output
         self._selection = options.selection
         self._ignored = 0
         self._log = FindingLog()
-        self._found: list[Finding] = []
-        self._news: list[Event] = []
+        self.found: list[Finding] = []
+        """What the last examination found, selected or not."""
+        self.news: list[Event] = []
+        """What was reported and withdrawn after the last examination."""
         self._warned = False
         self.faults = Faults(self.say)
         """What failed in ddpdoctor itself."""
-        if options.json is not None:
-            self._json = _open_json_file(options.json)
         self._json_name = options.json
-
-    @property
-    def found(self) -> list[Finding]:
-        """What the last examination found, selected or not."""
-        return self._found
-
-    @property
-    def news(self) -> list[Event]:
-        """What was said and withdrawn after the last examination."""
-        return self._news
+        self._json: int | None = None
+        if options.json is not None:
+            # It may be a pipe of the shell, `>(jq)`, so it is opened once.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
+            try:
+                self._json = os.open(options.json, flags, 0o666)
+            except OSError as error:
+                raise DoctorError(
+                    f"cannot write {options.json}: {error.strerror}",
+                    "choose another file for --json",
+                ) from None
 
     @property
     def current(self) -> list[Finding]:
@@ -204,52 +192,50 @@ class Reporter:
         return self._log.current
 
     def note(self, text: str) -> None:
-        """A line about what ddpdoctor does; not with ``--quiet``."""
+        """Print a line about what ddpdoctor does, unless ``--quiet``."""
         if not self._quiet:
             self._say(_prefixed(text))
 
     def say(self, text: str) -> None:
-        """A line that somebody has to act on; with ``--quiet``, too."""
+        """Print a line that a person has to act on, even with ``--quiet``."""
         self._say(_prefixed(text))
 
     def warn(self, text: str) -> None:
-        """A line that has to be seen, at most one of its kind."""
+        """Print a warning, the first one only."""
         if not self._warned:
             self._warned = True
             self._say(_prefixed(f"warning: {text}"))
 
     def begin(self) -> None:
-        """The job is about to start, and will be watched."""
+        """Say that the job is about to start and can be watched."""
         if terminal.width(2) is not None:
             self.note("watch it: `ddpdoctor top` in another terminal")
 
     def examine(self, run: Run) -> None:
-        """Run the rules and say what is new, and what stands no more."""
+        """Run the rules, and report what is new and what is withdrawn."""
         import ddpdoctor.diagnose.all_rules  # noqa: F401 (registers the rules; not before they are needed)
 
         failed: list[tuple[str, Exception]] = []
         rules = [rule for rule in RULES.values() if rule.code not in self.faults]
-        self._found = examine(
+        self.found = examine(
             run, rules, failed=lambda rule, error: failed.append((rule.code, error))
         )
         self.faults.failed(failed)
         # What a rule found before it failed still stands.
         unread = [code for code in RULES if code in self.faults]
-        selected = self._selection.of(self._found)
-        self._ignored = len(self._found) - len(selected)
-        self._news = self._log.take(selected, run, unread=unread)
-        for event in self._news:
-            if isinstance(event, Reported):
-                self._tell_guarded(run, event.finding)
-            else:
+        selected = self._selection.of(self.found)
+        self._ignored = len(self.found) - len(selected)
+        self.news = self._log.take(selected, run, unread=unread)
+        for event in self.news:
+            if isinstance(event, Withdrawn):
                 self._withdraw(run, event)
-
-    def _tell_guarded(self, run: Run, finding: Finding) -> None:
-        """Tell a finding; without what is around its message, if that cannot be rendered."""
-        part = f"the text of {finding.code}"
-        self.faults.guarded(part, self._tell, run, finding)
-        if part in self.faults:
-            self._say(_prefixed(f"{finding.severity.label} {finding.code}: {finding.message}"))
+                continue
+            finding = event.finding
+            part = f"the text of {finding.code}"
+            self.faults.guarded(part, self._report, run, finding)
+            if part in self.faults:
+                # Its message alone, since what is around it cannot be rendered.
+                self._say(_prefixed(f"{finding.severity.label} {finding.code}: {finding.message}"))
 
     def _withdraw(self, run: Run, withdrawn: Withdrawn) -> None:
         from ddpdoctor.render import json_lines
@@ -261,7 +247,7 @@ class Reporter:
             self._say(_prefixed(in_words(withdrawn)))
         self._write_json(json_lines.retraction(withdrawn, json_lines.head(run)))
 
-    def _tell(self, run: Run, finding: Finding) -> None:
+    def _report(self, run: Run, finding: Finding) -> None:
         from ddpdoctor.render import console, json_lines
 
         self._write_json(json_lines.line(finding, json_lines.head(run, finding.restart)))
@@ -287,7 +273,7 @@ class Reporter:
                 self.warn(f"cannot write {self._json_name}: {error.strerror}")
 
     def summary(self, run: Run) -> None:
-        """The last lines: what ran, how fast, what was found, where the records are."""
+        """Print the last lines: what ran, how fast, what was found, where the records are."""
         if self._quiet:
             return
         for line in self.faults.guarded("the summary", lambda: list(summary_lines(run))) or ():
@@ -297,21 +283,6 @@ class Reporter:
             own = run.path.parent == rundir.base_directory()
             name = run.path.name if own else relative(str(run.path))
             self.note(f"see it again: `ddpdoctor report {name}`")
-
-
-def _open_json_file(name: str) -> int:
-    """A file for lines of JSON. It may be a pipe of the shell's, `>(jq)`: it is opened once.
-
-    Raises:
-        DoctorError: It cannot be written.
-    """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
-    try:
-        return os.open(name, flags, 0o666)
-    except OSError as error:
-        raise DoctorError(
-            f"cannot write {name}: {error.strerror}", "choose another file for --json"
-        ) from None
 
 
 def line_format(output: str) -> LineFormat | None:
@@ -324,7 +295,7 @@ def line_format(output: str) -> LineFormat | None:
 
 
 def job_script(run: Run) -> str:
-    """The file that the job runs, in full."""
+    """Return the full path of the file that the job runs."""
     command = run.manifest.get("command")
     words = [str(word) for word in command] if isinstance(command, list) else []
     script = next((word for word in words if word.endswith(".py")), words[-1] if words else "")
@@ -332,13 +303,8 @@ def job_script(run: Run) -> str:
 
 
 def _prefixed(text: str) -> str:
-    """A sentence of ours, wrapped if it goes to a terminal."""
+    """Prefix a sentence of ours, and wrap it for a terminal."""
     width = terminal.width(2)
     text = shown(text)
-    rows = [text]
-    if width:
-        # As findings: a path, or another long word, stays whole.
-        rows = textwrap.wrap(
-            text, width - len(PREFIX), break_long_words=False, break_on_hyphens=False
-        )
+    rows = terminal.folded(text, width - len(PREFIX)) if width else [text]
     return "".join(f"{PREFIX}{row}\n" for row in rows)

@@ -5,7 +5,7 @@ A place is written as a person would type it, relative to the working directory.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,42 +17,36 @@ from ddpdoctor.stacks.frames import FOLDED, Code, Merged, Node, fold, libraries,
 from ddpdoctor.stacks.rank_stacks import CUT, MAIN, Frame, RankStacks, Thread
 
 _INDENT = "  "
-_MOST_PLACE, _MOST_FUNCTION = 34, 24
-"""Columns of a place and of a function's name, beyond which they push the rest to the right."""
-_LEAST_CODE = 12
-"""Columns that a line of code is worth showing in."""
-_MOST_NATIVE = 8
+_MAX_PLACE, _MAX_FUNCTION = 34, 24
+"""Columns of a place and of a function's name. Longer ones push the rest to the right."""
+_MIN_CODE = 12
+"""Columns that a line of code needs to be worth showing."""
+_MAX_NATIVE = 8
 _ODD = "!"
-"""In front of ranks that are elsewhere than most."""
+"""Before ranks that are elsewhere than most."""
 
 
 @dataclass(frozen=True)
-class Look:
+class StackStyle:
     """How stacks are drawn."""
 
     width: int = 80
     ascii_only: bool = False
     all_frames: bool = False
-    """Show every frame, those of libraries and of what started the script, too."""
+    """Show the frames of libraries, and of what started the script, too."""
 
     @property
     def ellipsis(self) -> str:
-        """In front of what is folded."""
+        """Before what is folded."""
         return "..." if self.ascii_only else "…"
-
-    @property
-    def missing(self) -> str:
-        """In front of ranks that have no stack."""
-        return "x" if self.ascii_only else "✗"
 
 
 def stacks_summary(merged: Merged) -> str:
-    """The picture in a sentence, without a full stop."""
+    """Return a summary as a sentence without a full stop."""
     seen = sum(len(root.ranks) for root in merged.roots)
     if not seen:
         return "no rank could be asked" if merged.missing else "no rank has started yet"
-    total = seen + len(merged.missing)
-    ranks = formatting.count(total, "rank")
+    ranks = formatting.count(seen + len(merged.missing), "rank")
     if merged.missing:
         ranks = f"{seen} of {ranks}"
     if merged.places == 1:
@@ -64,56 +58,50 @@ def stacks_summary(merged: Merged) -> str:
     return f"{ranks} at {merged.places} different places"
 
 
-def draw(stacks: Sequence[RankStacks], look: Look, code: Code) -> list[Line]:
-    """The main threads of ranks as one tree, the ranks without a stack first.
+def draw(stacks: Sequence[RankStacks], style: StackStyle, code: Code) -> list[Line]:
+    """Draw the main threads of ranks as one tree, after the ranks without a stack.
 
     Args:
         stacks: Of any ranks.
-        look: How to draw.
+        style: How to draw.
         code: Lines of source to show beside frames.
     """
-    merged = merge(stacks, tuple if look.all_frames else fold)
+    merged = merge(stacks, tuple if style.all_frames else fold)
     by_rank = {each.rank: each for each in stacks}
-    lines = list(_missing(merged.missing, look))
-    for root in merged.roots:
-        lines += _Tree(look, code, by_rank, merged).node(root, 0)
-    return lines
-
-
-def _missing(missing: Sequence[RankStacks], look: Look) -> Iterator[Line]:
     troubles: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for each in missing:
+    for each in merged.missing:
         troubles[each.trouble or "no main thread", each.note].append(each.rank)
+    lines: list[Line] = []
+    mark = "x" if style.ascii_only else "✗"
     for (trouble, note), ranks in sorted(troubles.items(), key=lambda each: each[1]):
-        yield (
-            (f"{look.missing} {bracketed(ranks)}", "error"),
-            (f"  no stack: {trouble}", ""),
-        )
-        if note:
-            yield ((f"{_INDENT}{note}", "dim"),)
+        lines.append(((f"{mark} {bracketed(ranks)}", "error"), (f"  no stack: {trouble}", "")))
+        lines += [((f"{_INDENT}{note}", "dim"),)] if note else []
+    for root in merged.roots:
+        lines += _Tree(style, code, by_rank, merged).node(root, 0)
+    return lines
 
 
 @dataclass(frozen=True)
 class _Tree:
-    look: Look
+    style: StackStyle
     code: Code
     stacks: Mapping[int, RankStacks]
     merged: Merged
 
     def node(self, node: Node, depth: int, within_odd: bool = False) -> Iterator[Line]:
-        """A node with all below it."""
+        """Draw a node with all below it."""
         indent = _INDENT * depth
         marked = node.odd and not within_odd
-        head = f"{_ODD} " if marked else ""
         remark = ""
         if marked:
             others = sum(len(root.ranks) for root in self.merged.roots) - len(self.merged.odd)
             remark = f"  not where the other {others} are"
+        head = f"{indent}{_ODD if marked else ''}{' ' if marked else ''}{bracketed(node.ranks)}"
         yield (
-            (f"{indent}{head}{bracketed(node.ranks)}", "error" if marked else "bold"),
+            (head, "error" if marked else "bold"),
             (f"{remark}{self._states(node)}", "warning" if marked else "dim"),
         )
-        yield from self._frames(node.frames, indent + _INDENT)
+        yield from self.frames(node.frames, indent + _INDENT)
         here = sorted(set(node.ranks) - {rank for each in node.children for rank in each.ranks})
         if here:
             yield from self._end(here, bool(node.children), indent + _INDENT)
@@ -121,7 +109,7 @@ class _Tree:
             yield from self.node(child, depth + 1, within_odd or node.odd)
 
     def _states(self, node: Node) -> str:
-        """What is to be said of the processes of ranks that go no further."""
+        """Describe the processes of ranks whose stack ends here."""
         if node.children:
             return ""
         held = [rank for rank in node.ranks if self.stacks[rank].gil_held]
@@ -133,69 +121,74 @@ class _Tree:
                 words += f"  {who}{state}"
         return words
 
-    def _frames(self, frames: Sequence[Frame], indent: str) -> Iterator[Line]:
-        look = self.look
-        longest = max(look.width // 2 - len(indent), 16)
-        places = {frame: _from_the_end(_place(frame), longest, look) for frame in frames}
+    def frames(self, frames: Sequence[Frame], indent: str) -> Iterator[Line]:
+        """Draw frames in columns: place, function, code."""
+        style = self.style
+        longest = max(style.width // 2 - len(indent), 16)
+        places = {}
+        for frame in frames:
+            place = frame_place(frame)
+            if not style.all_frames and len(place) > longest:
+                # The end of a path says more than its beginning.
+                place = style.ellipsis + place[len(place) - longest + len(style.ellipsis) :]
+            places[frame] = place
         own = [frame for frame in frames if frame.function != FOLDED and frame != CUT]
-        room = min(max((len(places[frame]) for frame in own), default=0), _MOST_PLACE)
-        names = min(max((len(frame.function) for frame in own), default=0), _MOST_FUNCTION)
+        room = min(max((len(places[frame]) for frame in own), default=0), _MAX_PLACE)
+        names = min(max((len(frame.function) for frame in own), default=0), _MAX_FUNCTION)
         for frame in frames:
             if frame == CUT:
-                yield ((f"{indent}{look.ellipsis} the frames above are not known", "dim"),)
+                yield ((f"{indent}{style.ellipsis} the frames above are not known", "dim"),)
             elif frame.function == FOLDED:
-                yield ((f"{indent}{look.ellipsis} in {frame.path}", "dim"),)
+                yield ((f"{indent}{style.ellipsis} in {frame.path}", "dim"),)
             else:
                 head = f"{indent}{places[frame]:<{room}}  "
                 code = self.code.get(frame, "")
                 name = shown(frame.function)
                 function = f"{name:<{names}}" if code else name
                 line: list[Span] = [(head, ""), (function, "dim")]
-                left = look.width - len(head) - len(function) - 2
-                if code and left >= min(_LEAST_CODE, len(code)):
-                    line.append((f"  {shortened(code, left, look.ellipsis)}", ""))
+                left = style.width - len(head) - len(function) - 2
+                if code and left >= min(_MIN_CODE, len(code)):
+                    line.append((f"  {shortened(code, left, style.ellipsis)}", ""))
                 yield tuple(line)
 
-    def _end(self, ranks: Sequence[int], is_apart: bool, indent: str) -> Iterator[Line]:
-        """What ranks do below the innermost of the frames shown: library code, native code."""
-        look = self.look
+    def _end(self, ranks: Sequence[int], has_children: bool, indent: str) -> Iterator[Line]:
+        """Draw what ranks do below the innermost frame shown: library code, native code."""
+        style = self.style
         ends: dict[str, list[int]] = defaultdict(list)
-        for rank in ranks:
-            main = self.stacks[rank].main
-            below = () if look.all_frames or main is None else tail(main.frames)
-            if below:
-                ends[inner_frames(below)].append(rank)
-        for words, members in sorted(ends.items(), key=lambda each: each[1]):
-            whose = f"{bracketed(members)} " if len(members) < len(ranks) or is_apart else ""
-            yield ((f"{indent}{whose}{look.ellipsis} {words}", "dim"),)
-        yield from self._natives(ranks, indent)
-
-    def _natives(self, ranks: Sequence[int], indent: str) -> Iterator[Line]:
         natives: dict[tuple[str, ...], list[int]] = defaultdict(list)
         for rank in ranks:
+            main = self.stacks[rank].main
+            below = () if style.all_frames or main is None else tail(main.frames)
+            if below:
+                ends[inner_frames(below)].append(rank)
             if self.stacks[rank].native:
                 natives[self.stacks[rank].native].append(rank)
+        for words, members in sorted(ends.items(), key=lambda each: each[1]):
+            whose = f"{bracketed(members)} " if len(members) < len(ranks) or has_children else ""
+            yield ((f"{indent}{whose}{style.ellipsis} {words}", "dim"),)
         for frames, members in sorted(natives.items(), key=lambda each: each[1]):
             whose = f"{bracketed(members)} " if len(members) < len(ranks) else ""
             yield ((f"{indent}{whose}native:", "dim"),)
-            for frame in frames[-_MOST_NATIVE:]:
-                text = shortened(frame, self.look.width - len(indent) - 2, self.look.ellipsis)
+            for frame in frames[-_MAX_NATIVE:]:
+                text = shortened(frame, style.width - len(indent) - 2, style.ellipsis)
                 yield ((f"{indent}  {text}", "dim"),)
-        notes = Counter(each.note for rank in ranks if (each := self.stacks[rank]).note)
-        for note in notes:
-            yield ((f"{indent}{note}", "warning"),)
+        for note in dict.fromkeys(self.stacks[rank].note for rank in ranks):
+            if note:
+                yield ((f"{indent}{note}", "warning"),)
 
 
-def draw_others(stacks: Sequence[RankStacks], look: Look, code: Code) -> list[Line]:
-    """The threads other than the main ones, equal stacks once."""
+def draw_others(stacks: Sequence[RankStacks], style: StackStyle, code: Code) -> list[Line]:
+    """Draw the threads other than the main ones, equal stacks once."""
     groups: dict[tuple[str, tuple[Frame, ...]], list[tuple[int, Thread]]] = defaultdict(list)
-    keep: Callable[[Sequence[Frame]], tuple[Frame, ...]] = tuple if look.all_frames else fold
+    keep: Callable[[Sequence[Frame]], tuple[Frame, ...]] = tuple if style.all_frames else fold
     for each in stacks:
         for thread in each.threads:
             if thread.name != MAIN:
-                groups[_plain(thread.name), keep(thread.frames)].append((each.rank, thread))
+                # The numbers in a thread's name differ between ranks.
+                name = "".join(letter for letter in thread.name if not letter.isdigit())
+                groups[name, keep(thread.frames)].append((each.rank, thread))
     lines: list[Line] = []
-    nothing = Merged((), frozenset(), 0, ())
+    tree = _Tree(style, code, {}, Merged((), frozenset(), 0, ()))
     for (_, frames), members in sorted(
         groups.items(), key=lambda each: (each[0][0], each[1][0][0])
     ):
@@ -203,21 +196,15 @@ def draw_others(stacks: Sequence[RankStacks], look: Look, code: Code) -> list[Li
         name = members[0][1].name
         more = f" and {len(members) - 1} more" if len(members) > len(set(ranks)) else ""
         lines.append(((f"{bracketed(ranks)}", "bold"), (f"  thread {name}{more}", "dim")))
-        tree = _Tree(look, code, {}, nothing)
-        lines += tree._frames(frames, _INDENT)
-        below = () if look.all_frames else tail(members[0][1].frames)
+        lines += tree.frames(frames, _INDENT)
+        below = () if style.all_frames else tail(members[0][1].frames)
         if below:
-            lines.append(((f"{_INDENT}{look.ellipsis} {inner_frames(below)}", "dim"),))
+            lines.append(((f"{_INDENT}{style.ellipsis} {inner_frames(below)}", "dim"),))
     return lines
 
 
-def _plain(name: str) -> str:
-    """A thread's name without the numbers in it, which count up from rank to rank."""
-    return "".join(each for each in name if not each.isdigit())
-
-
 def inner_frames(frames: Sequence[Frame]) -> str:
-    """Library frames below the user's innermost line, in a few words."""
+    """Describe the library frames below the user's innermost line in a few words."""
     last = frames[-1]
     count = f"{formatting.count(len(frames), 'frame')} in {libraries(frames)}"
     file = last.path.rpartition("/")[2]
@@ -225,12 +212,6 @@ def inner_frames(frames: Sequence[Frame]) -> str:
     return f"{count}, in {last.function}{place}"
 
 
-def _place(frame: Frame) -> str:
+def frame_place(frame: Frame) -> str:
+    """Return a frame's path and line."""
     return f"{shown_path(frame.path)}:{frame.line}" if frame.line else shown_path(frame.path)
-
-
-def _from_the_end(text: str, room: int, look: Look) -> str:
-    """A place in so many columns: its end says more than its beginning."""
-    if look.all_frames or len(text) <= room:
-        return text
-    return look.ellipsis + text[len(text) - room + len(look.ellipsis) :]

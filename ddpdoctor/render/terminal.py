@@ -1,4 +1,4 @@
-"""Find out what an output can show; style, fit and wrap lines for it; keep a status line."""
+"""Style, fit and wrap lines for a terminal, find out what it can show, and keep a status line."""
 
 from __future__ import annotations
 
@@ -19,16 +19,14 @@ if TYPE_CHECKING:
 
 # rich is imported where it is used: the supervisor and `--help` do without it.
 
-# -- colours
-
 
 class Colour(NamedTuple):
-    """One meaning, in every place that draws it."""
+    """The colour of one meaning, wherever it is drawn."""
 
     light: str
     """On a light background, as ``#rrggbb``."""
     dark: str
-    """On a dark one."""
+    """On a dark background."""
     ansi: str
     """In a terminal of sixteen colours, as rich names it."""
 
@@ -41,7 +39,7 @@ PHASE_COLOURS = {
     "other": Colour("#a8745a", "#d0a183", "magenta"),
     "wait": Colour("#cbd5e1", "#475569", "bright_black"),
 }
-"""In the order in which a step's bar stacks them. Waiting recedes: who waits is not to blame."""
+"""In the order in which a step's bar stacks them. Waiting is grey: it is no fault of the rank."""
 
 SEVERITY_COLOURS = {
     "error": Colour("#dc2626", "#f87171", "red"),
@@ -51,12 +49,10 @@ SEVERITY_COLOURS = {
 }
 """``good`` is a job that succeeded."""
 
-
 # -- styled lines of text for a terminal of any width
 
-
 Span = tuple[str, str]
-"""A text, and its style's name; empty: plain."""
+"""A text, and the name of its style; empty: plain."""
 
 Line = tuple[Span, ...]
 
@@ -69,7 +65,7 @@ _STYLES = {
     "cursor": "reverse",
     "ok": "green",
     "info": "cyan",
-    "warning": "yellow",
+    "warning": "bold yellow",
     "error": "bold red",
     "status": "reverse",
     "bar": "cyan",
@@ -82,14 +78,14 @@ _STYLES = {
 
 @lru_cache(maxsize=64)
 def style_of(name: str) -> Style:
-    """What a style looks like."""
+    """Return a style by its name."""
     from rich.style import Style
 
     return Style.parse(_STYLES[name])
 
 
 def text_width(text: str) -> int:
-    """The columns a text takes on a terminal."""
+    """Return the columns that a text takes on a terminal."""
     if text.isascii():
         return len(text)
     from rich.cells import cell_len
@@ -98,12 +94,12 @@ def text_width(text: str) -> int:
 
 
 def plain(line: Line) -> str:
-    """A line's text."""
+    """Return the text of a line."""
     return "".join(text for text, _ in line)
 
 
 def fitted(line: Line, room: int) -> Line:
-    """A line of exactly ``room`` columns: cut, or filled up with spaces."""
+    """Cut a line to exactly ``room`` columns, or fill it up with spaces."""
     spans: list[Span] = []
     left = room
     for text, style in line:
@@ -121,7 +117,7 @@ def fitted(line: Line, room: int) -> Line:
 
 
 def fit(text: str, room: int) -> str:
-    """A text of exactly ``room`` columns."""
+    """Cut a text to exactly ``room`` columns, or fill it up with spaces."""
     if text.isascii():
         return text[:room].ljust(room)
     from rich.cells import set_cell_size
@@ -130,7 +126,7 @@ def fit(text: str, room: int) -> str:
 
 
 def shortened(text: str, room: int, ellipsis: str) -> str:
-    """A text of at most ``room`` columns, with an ellipsis where it was cut."""
+    """Cut a text to at most ``room`` columns, with an ellipsis at the cut."""
     room = max(room, 0)
     if text_width(text) <= room:
         return text
@@ -140,7 +136,7 @@ def shortened(text: str, room: int, ellipsis: str) -> str:
 
 
 def clean(text: str, ascii_only: bool) -> str:
-    """A text for a line: what would steer a terminal is shown, tabs and newlines are spaces."""
+    """Return a text for a line: control characters made visible, tabs and newlines as spaces."""
     if not text.isprintable():
         text = shown(text.replace("\t", " ").replace("\n", " "))
     if ascii_only and not text.isascii():
@@ -149,12 +145,12 @@ def clean(text: str, ascii_only: bool) -> str:
 
 
 def cleaned(line: Line, ascii_only: bool) -> Line:
-    """A line all of whose texts are `clean`."""
+    """Return a line of which all texts are `clean`."""
     return tuple((clean(text, ascii_only), style) for text, style in line)
 
 
 def merged(line: Line) -> Line:
-    """The same line in as few spans as it has changes of style."""
+    """Join neighbouring spans of the same style."""
     spans: list[Span] = []
     for text, style in line:
         if spans and spans[-1][1] == style:
@@ -164,8 +160,15 @@ def merged(line: Line) -> Line:
     return tuple(spans)
 
 
+def rendered(line: Line, colour: bool) -> str:
+    """Return the text of a line, with ANSI colours if wanted."""
+    if not colour:
+        return plain(line)
+    return "".join(style_of(style).render(text) for text, style in merged(line))
+
+
 def wrapped(text: str, room: int, style: str = "", indent: str = "") -> list[Line]:
-    """A text in lines of at most ``room`` columns, each behind ``indent``."""
+    """Wrap a text into lines of at most ``room`` columns, each after ``indent``."""
     width = max(room - len(indent), 1)
     return [
         ((f"{indent}{row}", style),)
@@ -174,24 +177,37 @@ def wrapped(text: str, room: int, style: str = "", indent: str = "") -> list[Lin
     ]
 
 
+def folded(text: str, room: int) -> list[str]:
+    """Wrap a text at spaces and newlines. A longer word, such as a path, is kept whole."""
+    rows = []
+    for paragraph in text.split("\n"):
+        row, *words = paragraph.split(" ")
+        for word in words:
+            if row and text_width(row) + 1 + text_width(word) > room:
+                rows.append(row.rstrip())
+                row = word
+            else:
+                row = f"{row} {word}"
+        rows.append(row.rstrip())
+    return rows
+
+
 def labelled(label: str, text: str, room: int, width: int, style: str = "") -> list[Line]:
-    """A text behind a label of ``width`` columns, wrapped beside it."""
+    """Wrap a text beside a label of ``width`` columns."""
     if room < width + 12:
         return [((label, "dim"),), *wrapped(text, room, style, " ")]
-    heads = [f"{label:<{width}}"]
     rows = wrapped(text, room - width, style)
-    heads += [" " * width] * (len(rows) - 1)
+    heads = [f"{label:<{width}}", *[" " * width] * (len(rows) - 1)]
     return [((head, "dim"), *row) for head, row in zip(heads, rows, strict=True)]
 
 
-# -- what the terminal, or whatever else an output is, can show
-
+# -- what the terminal, or another output, can show
 
 _UNICODE = ("utf8", "utf16", "utf32", "gb18030")
 
 
 def only_ascii(out: TextIO | None, environment: Mapping[str, str]) -> bool:
-    """Whether to draw in ASCII: the locale is C, or the output can hold nothing else.
+    """Return whether to draw in ASCII: the locale is C, or the output can hold nothing else.
 
     Args:
         out: Where the text goes.
@@ -203,14 +219,14 @@ def only_ascii(out: TextIO | None, environment: Mapping[str, str]) -> bool:
     names = ("LC_ALL", "LC_CTYPE", "LANG")
     locale = next((environment[name] for name in names if environment.get(name)), "C")
     charset = locale.partition("@")[0].partition(".")[2].lower().replace("-", "")
-    # Python takes UTF-8 where the locale is not installed; the terminal keeps what was named.
+    # Without the locale installed Python takes UTF-8. The terminal keeps what was named.
     return locale in ("C", "POSIX") or charset not in ("", *_UNICODE)
 
 
 def given_environment() -> Mapping[str, str]:
-    """The environment as it was at the start.
+    """Return the environment as it was at the start.
 
-    Where the locale is C, Python sets ``LC_CTYPE`` itself (PEP 538), so `os.environ` is no use.
+    In the C locale Python sets ``LC_CTYPE`` itself (PEP 538), so `os.environ` does not tell.
     """
     try:
         with open("/proc/self/environ", "rb") as file:
@@ -221,46 +237,43 @@ def given_environment() -> Mapping[str, str]:
 
 
 def wants_colour(descriptor: int = 2) -> bool:
-    """Whether a terminal is there that wants colour (``NO_COLOR``, ``TERM=dumb`` say no)."""
+    """Return whether it is a terminal with colour, without ``NO_COLOR`` and ``TERM=dumb``."""
     return os.isatty(descriptor) and not os.environ.get("NO_COLOR") and not is_dumb()
 
 
 def width(descriptor: int) -> int | None:
-    """Columns to write for, from 40 to 100; None if it is no terminal."""
+    """Return the columns to write for, from 40 to 100; None if it is no terminal."""
     try:
         return max(40, min(os.get_terminal_size(descriptor).columns, 100))
     except OSError:
         return None
 
 
-UNWRAPPED = 1 << 16
-"""Columns for who reads from a pipe: nothing is wrapped or cut for want of room."""
+UNWRAPPED = 1 << 20
+"""Columns of a pipe: nothing is wrapped or cut."""
 
 
 def columns(most: int) -> int:
-    """Columns to write for on standard output: ``COLUMNS``, or the terminal's, at most so many."""
+    """Return the columns of standard output: ``COLUMNS``, or the terminal's, at most ``most``."""
     known = shutil.get_terminal_size((0, 0)).columns
     return min(known, most) if known else UNWRAPPED
 
 
 def is_interactive() -> bool:
-    """Whether there is a terminal to draw on and to read keys from."""
+    """Return whether there is a terminal to draw on and to read keys from."""
     return os.isatty(0) and os.isatty(1) and not is_dumb()
 
 
 def is_dumb() -> bool:
-    """Whether the terminal says that it can do nothing but print lines."""
+    """Return whether the terminal can only print lines."""
     return os.environ.get("TERM") == "dumb"
 
 
-# -- status line
-
-
 class StatusLine:
-    """The line, and lines that stay above it; from any thread.
+    """A line that is replaced, with lines that stay above it. Any thread may use it.
 
     Args:
-        stream: Where it stands; stderr if it is not given.
+        stream: The output. None: stderr.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -270,21 +283,21 @@ class StatusLine:
         self._lock = threading.Lock()
 
     def show(self, text: str) -> None:
-        """Put another text into the line."""
+        """Replace the text of the line."""
         with self._lock:
             if shown(text) != self._text:
                 self._text = shown(text)
                 self._draw()
 
     def say(self, text: str) -> None:
-        """A line that stays, on a terminal or in a log."""
+        """Print a line that stays, on a terminal or in a log."""
         text = shown(text, "\n")
         with self._lock:
             self._write(f"\r\x1b[K{text}\n" if self._shows else f"{text}\n")
             self._draw()
 
     def aside(self, write: Callable[[], None]) -> None:
-        """Take the line away while something is written to another stream of the terminal."""
+        """Remove the line while something is written to another stream of the terminal."""
         with self._lock:
             if self._shows:
                 self._write("\r\x1b[K")
@@ -292,7 +305,7 @@ class StatusLine:
             self._draw()
 
     def close(self) -> None:
-        """Take the line away."""
+        """Remove the line."""
         with self._lock:
             if self._shows:
                 self._write("\r\x1b[K")
@@ -311,7 +324,7 @@ class StatusLine:
         self._write(f"\r\x1b[K{text}")
 
     def _write(self, text: str) -> None:
-        # The reader may be gone: that is no reason to end the work.
+        # The work goes on without a reader.
         with contextlib.suppress(OSError):
             self._stream.write(text)
             self._stream.flush()

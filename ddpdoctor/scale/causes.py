@@ -14,29 +14,29 @@ GOOD = 0.97
 """Efficiency from which on there is nothing to explain."""
 
 BETTER = 1.1
-"""Efficiency from which on the smallest size is no good measure."""
+"""Efficiency from which on the smallest size is no good base."""
 
 STRAGGLERS = ("DDP610", "DDP612")
-"""What the rules call a rank, and a stage of a pipeline, that the others wait for."""
+"""The findings that name a rank, or a stage of a pipeline, that the others wait for."""
 
-SLOWER = 1.15
-"""Of how many times the computation a rank on CPUs is said to lack cores."""
+MIN_SLOWDOWN = 1.15
+"""How many times as long a rank on CPUs computes if it lacks cores."""
 
-WAITED = 0.3
-"""What part of the loss waits for a core must be to be the cause."""
+MIN_SHARE = 0.3
+"""Share of the loss that waits for a core must have to be the cause."""
 
 
 @dataclass(frozen=True)
 class Cause:
-    """What most of the loss is."""
+    """The cause of most of the loss."""
 
     name: str
     """For machines: ``communication``, ``data``, ``straggler``, ``cores``, ``batch``, ``compute``,
-    ``other``; ``none`` where nothing is lost."""
+    ``other``, or ``none`` if nothing is lost."""
     words: str
     """The sentence, without its subject."""
     tries: tuple[str, ...] = ()
-    """What to try, each a line; with ``--try`` where that measures it."""
+    """What to try, each a line, with the ``--try`` that measures it."""
 
 
 NONE = Cause("none", "as efficient as the smallest size")
@@ -58,7 +58,7 @@ _LARGER = "more samples a rank: --try batch_size=..., or accumulation with no_sy
 def cause(
     base: Measured, this: Measured, efficiency: float, findings: Sequence[Finding] = ()
 ) -> Cause:
-    """What most of the loss at a size is.
+    """Return the cause of most of the loss at a size.
 
     Args:
         base: The smallest size.
@@ -83,9 +83,13 @@ def cause(
         "communication": (this.exposed or 0.0) - (base.exposed or 0.0),
         "other": this.other - base.other * share,
     }
-    if _lacks_cores(base, this, share, lost, grown):
+    if this.cpu and _lacks_cores(base, this, share, lost):
         return _cores(base, this, share, lost)
     most = max(grown, key=grown.__getitem__)
+    if most == "communication":
+        return _communication(this)
+    if most == "compute":
+        return _compute(base, this, share)
     if most == "data":
         return Cause(
             "data",
@@ -93,10 +97,6 @@ def cause(
             f"{formatting.time(base.data)} at the smallest size",
             (_WORKERS, "cheaper samples, or a faster disk that all ranks share"),
         )
-    if most == "communication":
-        return _communication(this)
-    if most == "compute":
-        return _compute(base, this, share)
     return Cause(
         "other",
         f"code between the phases: {_of(this.other, this)}, and {formatting.time(base.other)} "
@@ -105,20 +105,17 @@ def cause(
     )
 
 
-def _lacks_cores(
-    base: Measured, this: Measured, share: float, lost: float, grown: dict[str, float]
-) -> bool:
-    """Whether the ranks share cores, so that each of them is slower and all wait for each other."""
-    if not this.cpu:
-        return False
+def _lacks_cores(base: Measured, this: Measured, share: float, lost: float) -> bool:
+    """Return whether ranks share cores, so that each is slower and all wait for each other."""
     waited = (this.core_wait or 0.0) - (base.core_wait or 0.0) * share
-    slower = this.compute > SLOWER * base.compute * share and share >= 1.0
-    return waited >= WAITED * lost or (slower and grown["compute"] >= WAITED * lost)
+    grown = this.compute - base.compute * share
+    slower = this.compute > MIN_SLOWDOWN * base.compute * share and share >= 1.0
+    return waited >= MIN_SHARE * lost or (slower and grown >= MIN_SHARE * lost)
 
 
 def _cores(base: Measured, this: Measured, share: float, lost: float) -> Cause:
     cores = _cores_here()
-    if this.core_wait is not None and this.core_wait >= WAITED * lost:
+    if this.core_wait is not None and this.core_wait >= MIN_SHARE * lost:
         how = f"a rank waits {_of(this.core_wait, this)} for one"
     else:
         how = f"a rank computes {this.compute / (base.compute * share):.1f} times as long as one"
@@ -192,5 +189,5 @@ def _compute(base: Measured, this: Measured, share: float) -> Cause:
 
 
 def _of(seconds: float, this: Measured) -> str:
-    """``62.1 ms of 433 ms``."""
+    """Return a part of a step, as in ``62.1 ms of 433 ms``."""
     return f"{formatting.time(seconds)} of {formatting.time(this.step)}"

@@ -1,7 +1,7 @@
 """Draw the chart of ``--plot``, and write it as SVG or, with Pillow installed, as PNG.
 
-The chart shows throughput and efficiency over ranks, each with its ideal line; it is made of
-lines, dots and texts alone, so the writers stay short.
+The chart shows throughput and efficiency over ranks, each with its ideal line. It consists of
+lines, dots and texts alone, so that both writers stay short.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import io
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import NamedTuple
 from xml.sax.saxutils import escape
@@ -21,17 +21,13 @@ from ddpdoctor.core.formatting import shown
 from ddpdoctor.run.rundir import put
 from ddpdoctor.scale.results import Row
 
-# -- the chart of ``--plot``: throughput and efficiency over ranks, each with its ideal line
-
-
 WIDTH, HEIGHT = 820, 400
-"""Pixels."""
+"""Size of the chart in pixels."""
 
 _TOP, _BOTTOM, _PANEL = 50, 340, 320
 _LEFTS = (60, 470)
 _DASH = 6.0
-_QUARTER = 0.25
-"""Between two ticks of the efficiency."""
+_EFFICIENCY_TICK = 0.25
 
 _GREY, _BLACK = "#9aa0a6", "#202124"
 _COLOURS = ("#1a73e8", "#d93025", "#188038", "#e37400", "#9334e6", "#007b83", "#a0522d", "#5f6368")
@@ -69,118 +65,112 @@ class Label(NamedTuple):
 
 Shape = Stroke | Dot | Label
 
+Point = tuple[float, float]
+
 
 class _Panel(NamedTuple):
     """One of the two diagrams."""
 
     left: float
-    most_ranks: int
-    top_value: float
+    title: str
+    ranks: Sequence[int]
+    """The sizes, ascending."""
+    top: float
+    """The value at the top."""
     ticks: int
+    text: Callable[[float], str]
 
-    def at(self, ranks: float, value: float) -> tuple[float, float]:
-        """The pixel of a point."""
-        x = self.left + _PANEL * ranks / (self.most_ranks * 1.05)
-        return x, _BOTTOM - (_BOTTOM - _TOP) * value / self.top_value
+    def at(self, ranks: float, value: float) -> Point:
+        """Return the pixel of a point."""
+        x = self.left + _PANEL * ranks / (self.ranks[-1] * 1.05)
+        return x, _BOTTOM - (_BOTTOM - _TOP) * value / self.top
+
+    def axes(self) -> Iterator[Shape]:
+        """Draw the axes with their labels."""
+        right = self.left + _PANEL
+        yield Label(self.left, _TOP - 14, self.title, "start", _BLACK)
+        for tick in range(self.ticks + 1):
+            value = self.top * tick / self.ticks
+            _, y = self.at(0, value)
+            yield Stroke(self.left, y, right, y, "#e8eaed", 1)
+            yield Label(self.left - 6, y, self.text(value), "end", _BLACK)
+        yield Stroke(self.left, _BOTTOM, right, _BOTTOM, _GREY, 1)
+        for ranks in self.ranks:
+            x, y = self.at(ranks, 0)
+            yield Stroke(x, y, x, y + 4, _GREY, 1)
+            yield Label(x, y + 13, str(ranks), "middle", _BLACK)
+        yield Label(self.left + _PANEL / 2, _BOTTOM + 28, "ranks", "middle", _BLACK)
+
+    def ideal(self, start: float, end: float) -> Iterator[Shape]:
+        """Draw the ideal line, dashed, between its values at no ranks and at the most ranks."""
+        (x1, y1), (x2, y2) = self.at(0, start), self.at(self.ranks[-1], end)
+        parts = max(1, int(math.hypot(x2 - x1, y2 - y1) / _DASH))
+
+        def point(share: float) -> Point:
+            return x1 + (x2 - x1) * share, y1 + (y2 - y1) * share
+
+        for part in range(0, parts, 2):
+            yield Stroke(*point(part / parts), *point(min(1.0, (part + 1) / parts)), _GREY, 1.5)
+
+    def curve(self, points: Sequence[Point], colour: str) -> Iterator[Shape]:
+        """Draw points and the lines between them."""
+        placed = [self.at(*point) for point in sorted(points)]
+        for start, end in pairwise(placed):
+            yield Stroke(*start, *end, colour, 2)
+        for x, y in placed:
+            yield Dot(x, y, 3.5, colour)
 
 
 def chart(title: str, rows: Sequence[Row]) -> list[Shape]:
-    """The shapes of the chart; without anything measured the title alone."""
+    """Return the shapes of the chart. Without measurements it is the title alone."""
     found: list[Shape] = [Label(WIDTH / 2, 16, title, "middle", _BLACK)]
-    shown = [row for row in rows if row.measured is not None]
-    if not shown:
-        return found
-    names = list(dict.fromkeys(row.variant.name for row in shown))
-    colours = {name: _COLOURS[place % len(_COLOURS)] for place, name in enumerate(names)}
-    return [*found, *_throughput(shown, colours), *_efficiency(shown, colours), *_legend(names)]
-
-
-def _throughput(rows: Sequence[Row], colours: Mapping[str, str]) -> Iterator[Shape]:
-    """What all ranks do in a second; ideally each does what it does at the smallest size."""
     measured = [(row, row.measured) for row in rows if row.measured is not None]
-    most = max(row.size.ranks for row in rows)
+    if not measured:
+        return found
+    rows = [row for row, _ in measured]
+    names = list(dict.fromkeys(row.variant.name for row in rows))
+    sizes = sorted({row.size.ranks for row in rows})
     per_rank = next((each.rate / row.size.ranks for row, each in measured if row.is_base), 0.0)
-    highest = max(*(each.rate for _, each in measured), per_rank * most, 1e-9)
-    panel = _Panel(_LEFTS[0], most, _round_up(highest), 4)
-    samples = any(each.samples for _, each in measured)
-    yield from _axes(panel, "samples/s" if samples else "steps/s", rows, formatting.figures)
-    yield from _dashes(*panel.at(0, 0), *panel.at(most, per_rank * most))
-    for name, colour in colours.items():
-        points = [(row.size.ranks, each.rate) for row, each in measured if row.variant.name == name]
-        yield from _curve(panel, points, colour)
+    top = _round_up(max(*(each.rate for _, each in measured), per_rank * sizes[-1], 1e-9))
+    unit = "samples/s" if any(each.samples for _, each in measured) else "steps/s"
+    rates = _Panel(_LEFTS[0], unit, sizes, top, 4, formatting.figures)
+    best = max((share for row in rows for share in row.efficiencies), default=1.0)
+    ticks = max(4, math.ceil(best / _EFFICIENCY_TICK))
+    top = ticks * _EFFICIENCY_TICK
+    shares = _Panel(
+        _LEFTS[1], "efficiency", sizes, top, ticks if ticks <= 8 else 1, formatting.percent
+    )
+    found += [*rates.axes(), *rates.ideal(0, per_rank * sizes[-1])]
+    found += [*shares.axes(), *shares.ideal(1.0, 1.0)]
+    for name, colour in zip(names, cycle(_COLOURS), strict=False):
+        mine = [(row, each) for row, each in measured if row.variant.name == name]
+        found += rates.curve([(row.size.ranks, each.rate) for row, each in mine], colour)
+        found += _efficiency_curve(shares, [row for row, _ in mine], colour)
+    return [*found, *_legend(names)]
 
 
-def _efficiency(rows: Sequence[Row], colours: Mapping[str, str]) -> Iterator[Shape]:
-    """Throughput per rank, as a part of that at the smallest size; ideally all of it."""
-    most = max(row.size.ranks for row in rows)
-    highest = max((share for row in rows for share in row.efficiencies), default=1.0)
-    quarters = max(4, math.ceil(highest / _QUARTER))
-    panel = _Panel(_LEFTS[1], most, quarters * _QUARTER, quarters if quarters <= 8 else 1)
-    yield from _axes(panel, "efficiency", rows, formatting.percent)
-    yield from _dashes(*panel.at(0, 1.0), *panel.at(most, 1.0))
-    for name, colour in colours.items():
-        mine = [row for row in rows if row.variant.name == name]
-        points = [(row.size.ranks, row.efficiency) for row in mine if row.efficiency is not None]
-        yield from _curve(panel, points, colour)
-        yield from _spreads(panel, mine, colour)
+def _round_up(value: float) -> float:
+    """Return the next of 1, 2, 4, 5, 8 and their tens."""
+    power = 10.0 ** math.floor(math.log10(value))
+    return next(step * power for step in (1, 2, 4, 5, 8, 10) if step * power >= value * 0.9999)
 
 
-def _axes(
-    panel: _Panel, title: str, rows: Sequence[Row], text: Callable[[float], str]
-) -> Iterator[Shape]:
-    yield Label(panel.left, _TOP - 14, title, "start", _BLACK)
-    for tick in range(panel.ticks + 1):
-        value = panel.top_value * tick / panel.ticks
-        _, y = panel.at(0, value)
-        yield Stroke(panel.left, y, panel.left + _PANEL, y, "#e8eaed", 1)
-        yield Label(panel.left - 6, y, text(value), "end", _BLACK)
-    yield Stroke(panel.left, _BOTTOM, panel.left + _PANEL, _BOTTOM, _GREY, 1)
-    for ranks in sorted({row.size.ranks for row in rows}):
-        x, y = panel.at(ranks, 0)
-        yield Stroke(x, y, x, y + 4, _GREY, 1)
-        yield Label(x, y + 13, str(ranks), "middle", _BLACK)
-    yield Label(panel.left + _PANEL / 2, _BOTTOM + 28, "ranks", "middle", _BLACK)
-
-
-def _curve(panel: _Panel, points: Sequence[tuple[int, float]], colour: str) -> Iterator[Shape]:
-    placed = [panel.at(*point) for point in sorted(points)]
-    for start, end in pairwise(placed):
-        yield Stroke(*start, *end, colour, 2)
-    for x, y in placed:
-        yield Dot(x, y, 3.5, colour)
-
-
-def _spreads(panel: _Panel, rows: Sequence[Row], colour: str) -> Iterator[Shape]:
+def _efficiency_curve(panel: _Panel, rows: Sequence[Row], colour: str) -> Iterator[Shape]:
+    known = [(row.size.ranks, row.efficiency) for row in rows if row.efficiency is not None]
+    yield from panel.curve(known, colour)
     for row in rows:
         if row.spread is not None and not row.is_base:
-            x, low = panel.at(row.size.ranks, row.spread[0])
-            _, high = panel.at(row.size.ranks, row.spread[1])
+            (x, low), (_, high) = (panel.at(row.size.ranks, each) for each in row.spread)
             yield Stroke(x, low, x, high, colour, 1)
             yield Stroke(x - 4, low, x + 4, low, colour, 1)
             yield Stroke(x - 4, high, x + 4, high, colour, 1)
 
 
-def _dashes(x1: float, y1: float, x2: float, y2: float) -> Iterator[Shape]:
-    """The ideal line."""
-    parts = max(1, int(math.hypot(x2 - x1, y2 - y1) / _DASH))
-    for part in range(0, parts, 2):
-        start, end = part / parts, min(1.0, (part + 1) / parts)
-        yield Stroke(
-            x1 + (x2 - x1) * start,
-            y1 + (y2 - y1) * start,
-            x1 + (x2 - x1) * end,
-            y1 + (y2 - y1) * end,
-            _GREY,
-            1.5,
-        )
-
-
 def _legend(names: Sequence[str]) -> list[Shape]:
     found: list[Shape] = []
     x = float(_LEFTS[0])
-    for place, name in enumerate([*names[: len(_COLOURS)], None]):
-        text = "ideal" if name is None else name or "as it is"
-        colour = _GREY if name is None else _COLOURS[place]
+    entries = [(name or "as it is", colour) for name, colour in zip(names, _COLOURS, strict=False)]
+    for text, colour in [*entries, ("ideal", _GREY)]:
         if x + 30 + 7 * len(text) > WIDTH:
             break
         found.append(Stroke(x, HEIGHT - 14, x + 16, HEIGHT - 14, colour, 2))
@@ -189,14 +179,7 @@ def _legend(names: Sequence[str]) -> list[Shape]:
     return found
 
 
-def _round_up(value: float) -> float:
-    """The next of 1, 2, 4, 5, 8 and their tens."""
-    size = 10.0 ** math.floor(math.log10(value))
-    return next(step * size for step in (1, 2, 4, 5, 8, 10) if step * size >= value * 0.9999)
-
-
-# -- writes the chart into a file: SVG by hand, PNG by Pillow where that is installed
-
+# -- the file
 
 _FONT_SIZE = 12
 _PNG_SCALE = 2
@@ -207,18 +190,19 @@ _PIL_ANCHORS = {"start": "lm", "middle": "mm", "end": "rm"}
 
 
 def check_plot_file(name: str) -> Path:
-    """The file of ``--plot``, if it can be written later.
+    """Check before hours of runs that the file of ``--plot`` can be written.
 
     Raises:
-        DoctorError: It cannot, which is worth knowing before hours of runs.
+        DoctorError: It cannot.
     """
     path = Path(name)
+    folder = path.absolute().parent
     if path.suffix.lower() not in (".svg", ".png"):
         raise DoctorError(f"--plot {name}: the name must end in .svg or .png")
-    if not path.absolute().parent.is_dir() or path.is_dir():
+    if not folder.is_dir() or path.is_dir():
         raise DoctorError(f"--plot {name}: there is no such directory to write a file to")
     try:
-        with tempfile.TemporaryFile(dir=path.absolute().parent):
+        with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise DoctorError(
@@ -242,60 +226,56 @@ def write_chart(path: Path, shapes: Sequence[Shape]) -> None:
     Raises:
         DoctorError: The file cannot be written.
     """
-    content = (
-        chart_as_png(shapes) if path.suffix.lower() == ".png" else chart_as_svg(shapes).encode()
-    )
+    png = path.suffix.lower() == ".png"
     try:
-        put(path, content)
+        put(path, chart_as_png(shapes) if png else chart_as_svg(shapes).encode())
     except OSError as error:
         raise DoctorError(f"cannot write {path}: {error.strerror}") from None
 
 
 def chart_as_svg(shapes: Sequence[Shape]) -> str:
-    """The chart as SVG."""
+    """Return the chart as SVG."""
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
         f'width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif" font-size="{_FONT_SIZE}">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-        *map(_svg_element, shapes),
-        "</svg>",
     ]
-    return "\n".join(lines) + "\n"
-
-
-def _svg_element(shape: Shape) -> str:
-    if isinstance(shape, Stroke):
-        return (
-            f'<line x1="{shape.x1:.1f}" y1="{shape.y1:.1f}" x2="{shape.x2:.1f}" '
-            f'y2="{shape.y2:.1f}" stroke="{shape.colour}" stroke-width="{shape.width:g}"/>'
-        )
-    if isinstance(shape, Dot):
-        return (
-            f'<circle cx="{shape.x:.1f}" cy="{shape.y:.1f}" r="{shape.radius:g}" '
-            f'fill="{shape.colour}"/>'
-        )
-    return (
-        f'<text x="{shape.x:.1f}" y="{shape.y:.1f}" text-anchor="{shape.anchor}" '
-        f'dominant-baseline="middle" fill="{shape.colour}">{escape(shown(shape.text))}</text>'
-    )
+    for shape in shapes:
+        if isinstance(shape, Stroke):
+            x1, y1, x2, y2, colour, width = shape
+            lines.append(
+                f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" '
+                f'stroke="{colour}" stroke-width="{width:g}"/>'
+            )
+        elif isinstance(shape, Dot):
+            x, y, radius, colour = shape
+            lines.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}" fill="{colour}"/>')
+        else:
+            x, y, text, anchor, colour = shape
+            lines.append(
+                f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" '
+                f'dominant-baseline="middle" fill="{colour}">{escape(shown(text))}</text>'
+            )
+    return "\n".join([*lines, "</svg>"]) + "\n"
 
 
 def chart_as_png(shapes: Sequence[Shape]) -> bytes:
-    """The chart as PNG."""
+    """Return the chart as PNG."""
     from PIL import Image, ImageDraw, ImageFont
 
-    image = Image.new("RGB", (WIDTH * _PNG_SCALE, HEIGHT * _PNG_SCALE), "white")
+    scale = _PNG_SCALE
+    image = Image.new("RGB", (WIDTH * scale, HEIGHT * scale), "white")
     draw = ImageDraw.Draw(image)
-    font = ImageFont.load_default(_FONT_SIZE * _PNG_SCALE)
+    font = ImageFont.load_default(_FONT_SIZE * scale)
     for shape in shapes:
         if isinstance(shape, Stroke):
-            ends = [each * _PNG_SCALE for each in (shape.x1, shape.y1, shape.x2, shape.y2)]
-            draw.line(ends, fill=shape.colour, width=max(1, round(shape.width * _PNG_SCALE)))
+            ends = [each * scale for each in shape[:4]]
+            draw.line(ends, fill=shape.colour, width=max(1, round(shape.width * scale)))
         elif isinstance(shape, Dot):
-            x, y, radius = (each * _PNG_SCALE for each in shape[:3])
+            x, y, radius = (each * scale for each in shape[:3])
             draw.ellipse((x - radius, y - radius, x + radius, y + radius), fill=shape.colour)
         else:
-            place = (shape.x * _PNG_SCALE, shape.y * _PNG_SCALE)
+            place = (shape.x * scale, shape.y * scale)
             anchor = _PIL_ANCHORS[shape.anchor]
             draw.text(place, shown(shape.text), fill=shape.colour, font=font, anchor=anchor)
     written = io.BytesIO()

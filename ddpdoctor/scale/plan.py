@@ -11,8 +11,6 @@ from ddpdoctor.core.formatting import count
 from ddpdoctor.core.options import Given, Passed
 from ddpdoctor.run.overrides import DDP, KNOWN
 
-# -- which runs are made, in which order: sizes, variants of the job, repeats
-
 
 class Size(NamedTuple):
     """How many ranks, and where."""
@@ -23,23 +21,23 @@ class Size(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """All of them."""
+        """Ranks of all nodes."""
         return self.nodes * self.local
 
     @property
     def words(self) -> str:
-        """``4 ranks``, ``4 ranks on 2 nodes``."""
+        """The size in words: ``4 ranks on 2 nodes``."""
         on = f" on {self.nodes} nodes" if self.nodes > 1 else ""
         return f"{count(self.ranks, 'rank')}{on}"
 
     @property
     def short(self) -> str:
-        """``4``, or ``2x8`` for two nodes with eight each."""
+        """The size in a column: ``4``, or ``2x8`` for two nodes with eight ranks each."""
         return f"{self.nodes}x{self.local}" if self.nodes > 1 else str(self.local)
 
     @property
     def order(self) -> tuple[int, int]:
-        """By ranks, and then by nodes."""
+        """The key to sort by: ranks, then nodes."""
         return self.ranks, self.nodes
 
 
@@ -48,12 +46,12 @@ class Variant:
     """The job as it is, or with arguments of torch's overridden."""
 
     name: str = ""
-    """``bucket_cap_mb=25``; empty for the job as it is."""
+    """``bucket_cap_mb=25``. Empty for the job as it is."""
     overrides: dict[str, str] = field(default_factory=dict)
 
     @property
     def communicates(self) -> bool:
-        """Whether it is about communication alone, of which one rank has none."""
+        """Whether it changes communication alone, which one rank does not have."""
         return all(KNOWN[name].owner == DDP for name in self.overrides)
 
 
@@ -64,7 +62,7 @@ class Planned(NamedTuple):
     """One run."""
 
     number: int
-    """From 1, in order; the same on every node."""
+    """From 1, in order. It is the same on every node."""
     size: Size
     variant: Variant
     repeat: int
@@ -72,29 +70,29 @@ class Planned(NamedTuple):
 
     @property
     def words(self) -> str:
-        """``2 ranks, bucket_cap_mb=25``."""
+        """The run in words: ``2 ranks, bucket_cap_mb=25``."""
         return f"{self.size.words}, {self.variant.name}" if self.variant.name else self.size.words
 
     @property
     def directory(self) -> str:
-        """The name of its directory."""
+        """The name of the run directory."""
         variant = f"-{self.variant.name}" if self.variant.name else ""
         return f"{self.number:03d}-ranks-{self.size.short}{variant}"
 
 
 def sizes(nodes: Sequence[int], local: Sequence[int]) -> list[Size]:
-    """All sizes, the smallest first."""
+    """Return all sizes, the smallest first."""
     return sorted((Size(n, each) for n in nodes for each in local), key=lambda size: size.order)
 
 
 def variants(
     tried: Sequence[tuple[str, tuple[str, ...]]], compared: Sequence[str]
 ) -> list[Variant]:
-    """The job as it is, and one variant for each value that is tried.
+    """Return the job as it is, and a variant for each value to try.
 
     Args:
         tried: Names of arguments, each with its values.
-        compared: Implementations of DDP; ``torch`` is what the job has.
+        compared: Implementations of DDP. ``torch`` is the job as it is.
     """
     found = [AS_IT_IS]
     found += [Variant(name, {"ddp": name}) for name in compared if name != "torch"]
@@ -104,9 +102,9 @@ def variants(
 
 
 def plan(sizes: Sequence[Size], variants: Sequence[Variant], repeats: int) -> Iterator[Planned]:
-    """The runs in order: each repeat goes once through all sizes, the smallest first.
+    """Yield the runs in order: each repeat goes once through all sizes, the smallest first.
 
-    So what changes on the machine meanwhile meets every size alike.
+    So changes on the machine affect every size alike.
     """
     number = 0
     for repeat in range(1, repeats + 1):
@@ -119,13 +117,10 @@ def plan(sizes: Sequence[Size], variants: Sequence[Variant], repeats: int) -> It
                 yield Planned(number, size, variant, repeat)
 
 
-# -- the command line of each run, on one node or as one of several
-
-
 DEFAULT_PORT = 29500
 
 MEETING_TIMEOUT = 3600
-"""Seconds for which a node waits for the others: they may be in a run of fewer nodes."""
+"""Seconds for which a node waits for the others, which may be in a run of fewer nodes."""
 
 _SIZE_OPTIONS = ("--nproc-per-node", "--nnodes")
 _RENDEZVOUS_OPTIONS = (
@@ -141,11 +136,11 @@ class Launch:
     Attributes:
         typed: Options of ``ddpdoctor run`` and torchrun for every run.
         rest: The script and its arguments.
-        alone: Whether a run on one node chooses a free port to meet at.
-        node: Which of several nodes this is.
-        host: Where node 0 is.
-        port: The port of the first run; each one has its own, since a node may still be in the one
-            before when others are not.
+        alone: Whether a run on one node chooses a free port.
+        node: The rank of this node.
+        host: The host of node 0.
+        port: The port of the first run. Each run has its own, since a node may still be in the run
+            before.
     """
 
     typed: tuple[str, ...]
@@ -156,32 +151,30 @@ class Launch:
     port: int = 0
 
     def takes_part(self, planned: Planned) -> bool:
-        """Whether a run needs this node."""
+        """Return whether a run needs this node."""
         return self.node < planned.size.nodes
 
     def words(self, planned: Planned) -> list[str]:
-        """What stands behind ``ddpdoctor run`` for a run."""
+        """Return the arguments of ``ddpdoctor run`` for a run."""
         local = ["--nproc-per-node", str(planned.size.local)]
-        return [*self.typed, *self._meeting(planned), *local, "--", *self.rest]
-
-    def _meeting(self, planned: Planned) -> list[str]:
-        if planned.size.nodes == 1:
-            return ["--standalone"] if self.alone else []
-        return [
-            *("--nnodes", str(planned.size.nodes), "--node-rank", str(self.node)),
-            *("--master-addr", self.host, "--master-port", str(self.port + planned.number - 1)),
-        ]
+        rendezvous = ["--standalone"] if self.alone else []
+        if planned.size.nodes > 1:
+            rendezvous = [
+                *("--nnodes", str(planned.size.nodes), "--node-rank", str(self.node)),
+                *("--master-addr", self.host, "--master-port", str(self.port + planned.number - 1)),
+            ]
+        return [*self.typed, *rendezvous, *local, "--", *self.rest]
 
 
 def launch_from(given: Given, nodes: Sequence[int]) -> Launch:
-    """What a command line says of it.
+    """Read how the job is started from the command line.
 
     Args:
         given: The command line.
         nodes: The numbers of nodes to run on.
 
     Raises:
-        DoctorError: An option is missing, or has no place here.
+        DoctorError: An option is missing, or cannot be used with scale.
     """
     values = {_spelled_option(each): each.value or "" for each in given.passed}
     for name in _SIZE_OPTIONS:
@@ -206,7 +199,7 @@ def _option_words(options: Sequence[Passed]) -> tuple[str, ...]:
 
 
 def _rendezvous(values: Mapping[str, str]) -> tuple[int, str, int]:
-    """The rank of this node, and host and port at which it meets the others.
+    """Return the rank of this node, and the host and port of the rendezvous.
 
     Raises:
         DoctorError: An option is missing, or is no number.

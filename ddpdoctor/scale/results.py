@@ -1,7 +1,7 @@
 """Measure each run from the step records of its ranks, and group the runs of a size into a row.
 
-Times are seconds. A rank's times are means over the middle half of its steps, ordered by length:
-as robust as medians against a busy machine, and the parts of an iteration still add up to it.
+Times are seconds. A rank's times are means over the middle half of its steps, ordered by length.
+They are as robust as medians on a busy machine, and the parts of an iteration still add up to it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,11 @@ from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.step_series import split_steps
 from ddpdoctor.scale.plan import AS_IT_IS, Planned, Size, Variant
 
-# -- what a run took, by the step records that its ranks wrote. Times are seconds
+MIN_TIMED = 3
+"""Steps timed by DDP that are needed to tell how much of a backward was communication."""
 
-
-FEWEST_SPLIT = 3
-"""Steps with DDP's own timers that it takes to say how much of a backward was communication."""
-
-WAITED = 0.05
-"""Share of a step that ranks wait for a slower one, below which it may be noise."""
+MIN_WAIT = 0.05
+"""Share of a step that ranks wait for a slower one. Less may be noise."""
 
 _BYTES_OF_DTYPE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 _NANOSECOND = 1e-9
@@ -34,25 +31,25 @@ _NANOSECOND = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """An iteration: that of a typical step, as a mean over the ranks of this node."""
+    """A typical step, as a mean over the ranks of this node."""
 
     ranks: int
-    """Of all nodes."""
+    """Ranks of all nodes."""
     local: int
-    """Those of this node."""
+    """Ranks of this node."""
     steps: int
-    """How many of each rank were counted, after the warm-up."""
+    """Steps of each rank that count, after the warm-up."""
     step: float
     data: float
     forward: float
     backward: float
-    """Compute alone where ``exposed`` is known, else with its communication."""
+    """Compute alone if ``exposed`` is known, else with its communication."""
     optimizer: float
     other: float
     exposed: float | None
-    """Communication that no computation hid, waits for slower ranks included; None if not known."""
+    """Communication that no computation hid, with waits for slower ranks. None if unknown."""
     core_wait: float | None = None
-    """Part of the iteration in which the training thread was ready to run and had no core."""
+    """For how long the training thread was ready to run and had no core."""
     samples: float | None = None
     """Of one rank."""
     backwards: float = 1.0
@@ -68,12 +65,12 @@ class Measured:
 
     @property
     def rate(self) -> float:
-        """Samples of all ranks in a second; where they are not known, iterations times ranks."""
+        """Samples of all ranks per second. If unknown, iterations times ranks."""
         return self.ranks * (self.samples or 1.0) / self.step
 
 
 def measure(run: Run, warmup: int) -> Measured | None:
-    """What the ranks of a run took, without the first ``warmup`` steps; None without others."""
+    """Measure the ranks of a run after the first ``warmup`` steps; None without more steps."""
     split = split_steps(run)
     counted = [
         (rank, steps)
@@ -93,7 +90,7 @@ def measure(run: Run, warmup: int) -> Measured | None:
     first = next((built for rank in ranks if (built := rank.records.first(DdpRecord))), None)
     step = _typical_seconds(every, "total")
     # Without DDP's timers the ranks' backwards show at least how long they wait for a slower rank.
-    shown = timed is not None or (first is not None and wait >= WAITED * step)
+    shown = timed is not None or (first is not None and wait >= MIN_WAIT * step)
     on_cpu = first is None or first.device == "cpu"
     return Measured(
         ranks=max(run.world_size, len(run.last)),
@@ -116,17 +113,17 @@ def measure(run: Run, warmup: int) -> Measured | None:
 
 
 def _timed_by_ddp(run: Run, ranks: Sequence[Rank], warmup: int) -> list[list[StepRecord]] | None:
-    """The steps of each rank that DDP's own timers are known of; None if there are too few.
+    """Return the steps of each rank that DDP timed; None if there are too few.
 
-    Of short steps they are some, so they give the share of communication and not its length.
+    Those are some of the short steps: they give the share of communication, not its length.
     """
     timed = [_usable_steps(run, rank.split_steps, warmup) for rank in ranks]
     built = all(rank.records.first(DdpRecord) for rank in ranks)
-    return timed if built and min(map(len, timed)) >= FEWEST_SPLIT else None
+    return timed if built and min(map(len, timed)) >= MIN_TIMED else None
 
 
 def _typical_seconds(every: Sequence[Sequence[StepRecord]], part: str) -> float:
-    """The mean over the ranks of a part of a typical step, in seconds."""
+    """Return the mean over the ranks of a part of a typical step, in seconds."""
     typical = [float(mean(getattr(step, part) for step in _middle_half(steps))) for steps in every]
     return mean(typical) * _NANOSECOND
 
@@ -140,7 +137,7 @@ def _usable_steps(run: Run, steps: Iterable[StepRecord], warmup: int) -> list[St
 
 
 def _middle_half(steps: Sequence[StepRecord]) -> Sequence[StepRecord]:
-    """The steps of neither the shortest nor the longest quarter."""
+    """Return the steps without the shortest and the longest quarter."""
     quarter = len(steps) // 4
     return sorted(steps, key=lambda step: step.total)[quarter : len(steps) - quarter]
 
@@ -150,7 +147,7 @@ def _mean_known(
     of: Callable[[StepRecord], int | None],
     unit: float = 1.0,
 ) -> float | None:
-    """The mean over the ranks of what a typical step has; None if a rank's is not known."""
+    """Return the mean over the ranks of a value of a typical step; None if a rank has none."""
     typical = []
     for steps in every:
         known = [value for step in _middle_half(steps) if (value := of(step)) is not None]
@@ -160,20 +157,15 @@ def _mean_known(
     return mean(typical) * unit
 
 
-def _gradient_bytes(built: DdpRecord | None) -> int:
-    if built is None:
-        return 0
-    return sum(
-        math.prod(each.shape) * _BYTES_OF_DTYPE.get(each.dtype, 4) for each in built.parameters
-    )
+def _gradient_bytes(ddp: DdpRecord | None) -> int:
+    parameters = ddp.parameters if ddp is not None else ()
+    sizes = (math.prod(each.shape) * _BYTES_OF_DTYPE.get(each.dtype, 4) for each in parameters)
+    return sum(sizes)
 
 
 def median_repeat(repeats: Sequence[Measured]) -> Measured:
-    """The repeat whose iteration is the median one; of an even number the faster of the two."""
+    """Return the repeat with the median iteration, of an even number the faster of the two."""
     return sorted(repeats, key=lambda each: each.step)[(len(repeats) - 1) // 2]
-
-
-# -- what came of each run, and of all runs of a size: the rows of the table
 
 
 @dataclass(frozen=True)
@@ -184,15 +176,15 @@ class Outcome:
     directory: Path
     """Its run directory."""
     log: Path
-    """What the job printed."""
+    """The output of the job."""
     status: int
     """The exit status of ``ddpdoctor run``."""
     measured: Measured | None
     failure: str = ""
-    """Why there is nothing measured, in a clause; empty where there is."""
+    """Why nothing was measured, in a clause."""
     findings: tuple[Finding, ...] = ()
     overrides: dict[str, str] = field(default_factory=dict)
-    """What was overridden in it: by its variant, and for weak or strong scaling."""
+    """Overridden arguments of torch, by its variant and for weak or strong scaling."""
 
 
 @dataclass(frozen=True)
@@ -203,24 +195,24 @@ class Row:
     variant: Variant
     outcomes: tuple[Outcome, ...]
     efficiencies: tuple[float, ...] = ()
-    """Of each repeat: throughput per rank, against that of the smallest size in the same repeat."""
+    """Throughput per rank of each repeat, relative to the smallest size in the same repeat."""
     is_base: bool = False
-    """It is what the others are compared with."""
+    """The others are compared with it."""
 
     @property
     def measured(self) -> Measured | None:
-        """The median repeat; None if there is none."""
+        """The median repeat."""
         known = [each.measured for each in self.outcomes if each.measured is not None]
         return median_repeat(known) if known else None
 
     @property
     def failure(self) -> Outcome | None:
-        """A run of it that failed."""
+        """A run that failed."""
         return next((each for each in self.outcomes if each.failure), None)
 
     @property
     def efficiency(self) -> float | None:
-        """The median over the repeats; None if it is not known."""
+        """The median over the repeats. None if unknown."""
         return median(self.efficiencies) if self.efficiencies else None
 
     @property
@@ -232,7 +224,7 @@ class Row:
 
 
 def rows(outcomes: Sequence[Outcome]) -> list[Row]:
-    """One row for each size and variant: the job as it is first, each by size."""
+    """Return a row for each size and variant: first the job as it is, each sorted by size."""
     grouped: dict[tuple[str, Size], list[Outcome]] = {}
     for each in outcomes:
         key = (each.planned.variant.name, each.planned.size)
@@ -264,7 +256,7 @@ def rows(outcomes: Sequence[Outcome]) -> list[Row]:
 
 
 def efficiency(measured: Measured, base: Measured | None) -> float | None:
-    """Throughput per rank against that of the base; None where the two do not compare."""
+    """Return the throughput per rank relative to the base; None if the two do not compare."""
     if base is None or (measured.samples is None) != (base.samples is None):
         return None
     return (measured.rate / measured.ranks) / (base.rate / base.ranks)

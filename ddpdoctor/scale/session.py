@@ -1,6 +1,6 @@
 """Make all runs of a plan, one after another, and keep their results whatever happens.
 
-Each run is ``ddpdoctor run`` in a child process, watched until it ends.
+Each run is ``ddpdoctor run`` in a child process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import ddpdoctor
 import ddpdoctor.diagnose.all_rules
 from ddpdoctor.core import formatting, opening
 from ddpdoctor.core.errors import HANG, DoctorError
-from ddpdoctor.core.finding import RULES, Finding, Rule, Severity, examine
+from ddpdoctor.core.finding import RULES, Finding, Severity, examine
 from ddpdoctor.diagnose.crashes.rank_endings import signal_name
 from ddpdoctor.render.terminal import StatusLine
 from ddpdoctor.run.overrides import VARIABLE
@@ -30,34 +30,28 @@ from ddpdoctor.scale.plan import Planned, Size
 from ddpdoctor.scale.results import Outcome, measure
 from ddpdoctor.system import proc
 
-# -- one run underneath: ``ddpdoctor run`` in a process below this one, watched until it ends
-
-
-POLL_SECONDS = 0.5
-"""Seconds between two looks at the steps of the run."""
+POLL_INTERVAL = 0.5
+"""Seconds between two checks of how many steps the run has made."""
 
 END_TIMEOUT = 20.0
-"""Seconds for a run to end that was asked to."""
+"""Seconds in which a run has to end after it was asked to."""
 
 RUN_OPTIONS = (
     "--quiet", "--no-debug", "--no-vscode", "--kill-on-hang", "--grace", "5",
-    # What diagnosis costs is no part of what is measured.
+    # The cost of diagnosis must not be measured.
     "--overhead-budget", "0",
 )  # fmt: skip
-"""What each run gets; those that a person gives stand behind them and count."""
-
+"""Options of each run. Those that a person gives come after them and override them."""
 
 THREADS_VARIABLE = "OMP_NUM_THREADS"
-"""torchrun sets it to 1 from two ranks on; so does every run here, one rank too, to compare like
-with like. One that a person has set stays."""
-
+"""Set to 1 in every run, as torchrun does with several ranks, unless a person has set it."""
 
 _ENTRY = (
     "import sys; sys.path = [each for each in sys.path if each]; sys.path.append(sys.argv.pop(1)); "
     "from ddpdoctor.cli import main; sys.exit(main())"
 )
-"""``python -m ddpdoctor`` without the working directory in the path: a script's ``json.py`` may be
-there. What ``python -m`` finds there, this finds behind everything else."""
+"""``python -m ddpdoctor`` with the working directory at the end of the path, since a script's own
+``json.py`` may be there."""
 
 
 class Stopped(BaseException):
@@ -69,7 +63,7 @@ class Stopped(BaseException):
 
 
 def stop_at_signals() -> None:
-    """Let SIGTERM and SIGHUP end the run under way, and this command behind it."""
+    """Let SIGTERM and SIGHUP end the current run, and then this command."""
 
     def stop(number: int, frame: object) -> None:
         raise Stopped(number)
@@ -89,14 +83,14 @@ def run_once(
     """Make one run and wait for its end.
 
     Args:
-        planned: Which.
-        words: What stands behind ``ddpdoctor run`` and the options above.
-        overrides: Arguments of torch's to override.
+        planned: The run.
+        words: Arguments of ``ddpdoctor run`` after `RUN_OPTIONS`.
+        overrides: Arguments of torch to override.
         folder: Where its directory and its log are put.
-        step: Called now and then with how many steps it has made.
+        step: Called with the number of steps that it has made.
 
     Returns:
-        Its run directory, what the job printed, and the exit status.
+        Its run directory, its log, and the exit status.
 
     Raises:
         DoctorError: It cannot be started.
@@ -125,30 +119,21 @@ def run_once(
     try:
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                return directory, log, process.wait(POLL_SECONDS)
-            step(_steps_done(directory))
+                return directory, log, process.wait(POLL_INTERVAL)
+            steps = 0
+            with contextlib.suppress(DoctorError, OSError):
+                ranks = glance(directory).ranks
+                known = (rank.status.step for rank in ranks if rank.status is not None)
+                steps = max(known, default=0)
+            step(steps)
     finally:
-        _end_run(process)
-
-
-def _steps_done(directory: Path) -> int:
-    with contextlib.suppress(DoctorError, OSError):
-        ranks = glance(directory).ranks
-        return max((rank.status.step for rank in ranks if rank.status is not None), default=0)
-    return 0
-
-
-def _end_run(process: subprocess.Popen[bytes]) -> None:
-    """End a run that is still there: this command was asked to end."""
-    deadline = time.monotonic() + END_TIMEOUT
-    while process.poll() is None:
-        # The second time, it does not wait for the job any longer.
-        process.send_signal(signal.SIGTERM if time.monotonic() < deadline else signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(END_TIMEOUT / 4)
-
-
-# -- all runs of a command, one after another, and what is kept of them whatever happens
+        # It is still there if this command was asked to end.
+        deadline = time.monotonic() + END_TIMEOUT
+        while process.poll() is None:
+            # After the second SIGTERM it no longer waits for the job.
+            process.send_signal(signal.SIGTERM if time.monotonic() < deadline else signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END_TIMEOUT / 4)
 
 
 WEAK, STRONG = "weak", "strong"
@@ -161,11 +146,11 @@ class Session:
 
     Args:
         folder: Where the run directories and logs are put.
-        words: The command line of ``ddpdoctor run`` for a run.
+        words: Returns the arguments of ``ddpdoctor run`` for a run.
         warmup: Steps at the beginning of each run that do not count.
-        scaling: `WEAK` or `STRONG`: the batch of a rank is the one of the smallest size, or its
-            part of that; empty: the script's own.
-        keep: Called after each run with all that came so far.
+        scaling: `WEAK` or `STRONG`: the batch of a rank is that of the smallest size, or its share
+            of that. Empty: the script's own.
+        keep: Called after each run with all outcomes so far.
     """
 
     def __init__(
@@ -184,31 +169,28 @@ class Session:
         self._line = StatusLine()
         self._batch: tuple[Size, int] | None = None
         self.outcomes: list[Outcome] = []
-        """What came so far."""
+        """The outcomes so far."""
 
     def run(self, planned: Sequence[Planned]) -> None:
-        """Make the runs; those of a size and variant that failed are not repeated.
+        """Make the runs. A size and variant that failed is not repeated.
 
         Raises:
-            DoctorError: What came of a run shows that the job cannot be measured so.
+            DoctorError: A run showed that the job cannot be measured this way.
         """
         began, of = time.monotonic(), planned[-1].number if planned else 0
         try:
             for done, each in enumerate(planned):
-                if self._has_failed(each):
+                if any(
+                    other.failure
+                    and (other.planned.size, other.planned.variant) == (each.size, each.variant)
+                    for other in self.outcomes
+                ):
                     continue
                 head = f"run {each.number} of {of}: {each.words}"
                 left = (time.monotonic() - began) / done * (len(planned) - done) if done else None
                 self._make(each, head, left)
         finally:
             self._line.close()
-
-    def _has_failed(self, planned: Planned) -> bool:
-        return any(
-            each.failure
-            and (each.planned.size, each.planned.variant) == (planned.size, planned.variant)
-            for each in self.outcomes
-        )
 
     def _make(self, planned: Planned, head: str, left: float | None) -> None:
         rest = f", about {formatting.duration(left)} left" if left is not None else ""
@@ -231,10 +213,8 @@ class Session:
         self._keep(self.outcomes)
         self._line.say(f"{head}: {outcome_text(outcome)}")
 
-    # -- weak and strong scaling
-
     def _fixed_batch(self, planned: Planned) -> dict[str, str]:
-        """The batch that weak or strong scaling asks for; none for the smallest size."""
+        """Return the batch that weak or strong scaling needs; none for the smallest size."""
         if not self._scaling or "batch_size" in planned.variant.overrides:
             return {}
         if self._batch is None:
@@ -263,7 +243,7 @@ class Session:
         return {"batch_size": str(batch)}
 
     def _check_batch(self, outcome: Outcome) -> None:
-        """Whether the ranks really got the batch that they were to get."""
+        """Check that the ranks really got the batch that they should get."""
         wanted = self._fixed_batch(outcome.planned).get("batch_size")
         measured = outcome.measured
         if wanted is None or measured is None or measured.samples is None:
@@ -279,20 +259,26 @@ class Session:
 
 
 def judge_run(planned: Planned, directory: Path, log: Path, status: int, warmup: int) -> Outcome:
-    """What came of a run.
+    """Return the outcome of a run.
 
     Raises:
-        DoctorError: It went through and recorded nothing that can be measured.
+        DoctorError: It succeeded, but recorded nothing that can be measured.
     """
     outcome = Outcome(planned, directory, log, status, None)
     try:
         run = RunReader(directory, lenient=True).snapshot()
     except (DoctorError, OSError):
         return replace(outcome, failure=_failure_text(status, log))
-    # A rule that cannot read the run keeps no other from doing so.
-    found = tuple(examine(run, RULES.values(), failed=_skipped))
+    # A rule that fails does not keep the others from running.
+    found = tuple(examine(run, RULES.values(), failed=lambda *_: None))
     outcome = replace(outcome, findings=found)
-    if status != 0 and not _went_through(run):
+    # Torch itself can abort or hang while the interpreter exits, after training is over.
+    trained = bool(run.last) and all(rank.ended for rank in run.last)
+    broken = any(
+        rank.records.of(ErrorRecord) or any(each.status for each in rank.records.of(ExitRecord))
+        for rank in run.last
+    )
+    if status != 0 and (broken or not trained):
         return replace(outcome, failure=_diagnosis(status, found, log))
     measured = measure(run, warmup)
     if measured is not None:
@@ -303,12 +289,8 @@ def judge_run(planned: Planned, directory: Path, log: Path, status: int, warmup:
     raise _unmeasured(run, planned, warmup)
 
 
-def _skipped(rule: Rule, error: Exception) -> None:
-    """A rule cannot read the run."""
-
-
 def _unmeasured(run: Run, planned: Planned, warmup: int) -> DoctorError:
-    """Why a job that went through says nothing."""
+    """Return why a job that succeeded cannot be measured."""
     if not run.ranks:
         return DoctorError(
             f"no rank joined a process group ({planned.words}), so there is nothing to measure",
@@ -327,18 +309,8 @@ def _unmeasured(run: Run, planned: Planned, warmup: int) -> DoctorError:
     )
 
 
-def _went_through(run: Run) -> bool:
-    """Whether training was over: torch itself can abort or hang while the interpreter exits."""
-    ends = bool(run.last) and all(rank.ended for rank in run.last)
-    broken = any(
-        rank.records.of(ErrorRecord) or any(each.status for each in rank.records.of(ExitRecord))
-        for rank in run.last
-    )
-    return ends and not broken
-
-
 def _diagnosis(status: int, found: Sequence[Finding], log: Path) -> str:
-    """How a run failed, in a clause, with what the rules say of it."""
+    """Say how a run failed, in a clause, with the worst finding."""
     first = next((each for each in found if each.severity >= Severity.ERROR), None)
     if first is None:
         return "hung, and was ended" if status == HANG else _failure_text(status, log)
@@ -358,7 +330,7 @@ def _failure_text(status: int, log: Path) -> str:
 
 
 def outcome_text(outcome: Outcome) -> str:
-    """What came of a run, in a line."""
+    """Summarize an outcome in a line."""
     measured = outcome.measured
     if measured is None:
         return outcome.failure

@@ -19,8 +19,7 @@ from ddpdoctor.scale.causes import STRAGGLERS, Cause, cause
 from ddpdoctor.scale.plan import AS_IT_IS
 from ddpdoctor.scale.results import Measured, Outcome, Row, rows
 
-# -- published figures to compare with: ResNet-50 on up to eight V100 GPUs, with torch 0.4.1
-
+# -- published figures
 
 REFERENCE_SETTING = "ResNet-50, batch 128 a GPU, 3x224x224, V100-PCIE-32G, torch 0.4.1"
 
@@ -34,7 +33,7 @@ class ReferenceFigure(NamedTuple):
     """As published: forward and backward, each rounded."""
     forward: int
     backward: int
-    """With the communication in it."""
+    """With the communication."""
 
 
 REFERENCE_FIGURES = (
@@ -49,15 +48,15 @@ REFERENCE_FIGURES = (
 
 
 def reference_efficiency(figure: ReferenceFigure) -> float:
-    """Against one GPU."""
+    """Return the efficiency relative to one GPU."""
     return REFERENCE_FIGURES[0].total / figure.total
 
 
 def reference_lines(rows: Sequence[Row]) -> list[str]:
-    """The figures as a table, with what was measured at the same sizes beside them.
+    """Return the figures as a table, with measurements of the same sizes beside them.
 
     Args:
-        rows: What was measured; may be empty.
+        rows: The measurements, or none.
     """
     here = {
         row.size.ranks: row for row in rows if row.variant == AS_IT_IS and row.measured is not None
@@ -84,12 +83,11 @@ def reference_lines(rows: Sequence[Row]) -> list[str]:
     return found
 
 
-# -- what was measured, for a person: the table, why a size loses, what to try, bars
-
+# -- the table for a person
 
 WIDTH = 80
 
-NOISE = 0.15
+MAX_NOISE = 0.15
 """How much slower than the fastest repeat the slowest may be."""
 
 _BAR = 40
@@ -101,11 +99,11 @@ _RATE, _EFFICIENCY = 10, 13
 
 
 def table_lines(rows: Sequence[Row], *, ascii_only: bool) -> Iterator[str]:
-    """Everything but the heading; each line of 80 columns at most.
+    """Yield all but the heading: table, why a size loses, what to try, bars.
 
     Args:
-        rows: What was measured, the job as it is first.
-        ascii_only: Whether the terminal can show nothing else.
+        rows: The measurements, first those of the job as it is.
+        ascii_only: Whether the terminal only has ASCII.
     """
     measured = [row.measured for row in rows if row.measured is not None]
     if measured:
@@ -119,20 +117,17 @@ def table_lines(rows: Sequence[Row], *, ascii_only: bool) -> Iterator[str]:
 
 
 def base_row(rows: Sequence[Row]) -> Row | None:
-    """The row that the others are compared with."""
+    """Return the row that the others are compared with."""
     return next((row for row in rows if row.is_base), None)
 
 
 def row_cause(row: Row, rows: Sequence[Row]) -> Cause | None:
-    """Why a row is less efficient than the smallest size; None where that is not known."""
+    """Return why a row is less efficient than the smallest size; None if unknown."""
     base = base_row(rows)
     if base is None or base.measured is None or row.measured is None or row.efficiency is None:
         return None
     outcome = next(each for each in row.outcomes if each.measured is row.measured)
     return cause(base.measured, row.measured, row.efficiency, outcome.findings)
-
-
-# -- the table
 
 
 def _table(rows: Sequence[Row], measured: Sequence[Measured]) -> Iterator[str]:
@@ -146,10 +141,6 @@ def _table(rows: Sequence[Row], measured: Sequence[Measured]) -> Iterator[str]:
             variant = row.variant
             yield f"{variant.name}:"
         yield _row_line(row, unit)
-    yield from _footnotes(rows, measured, unit)
-
-
-def _footnotes(rows: Sequence[Row], measured: Sequence[Measured], unit: TimeUnit) -> Iterator[str]:
     yield from textwrap.wrap(
         f"times of an iteration in {unit.name}; exposed: communication that no computation hides"
         + ("" if all(each.exposed is not None for each in measured) else " (-: not known)")
@@ -191,19 +182,11 @@ def _row_line(row: Row, unit: TimeUnit) -> str:
     cells = [where, *(formatting.time_in(value, unit) for value in times)]
     text = "".join(cell.rjust(width) for cell, width in zip(cells, _WIDTHS, strict=True))
     text += formatting.figures(measured.rate).rjust(_RATE)
-    return f"{text} {_efficiency_text(row).rjust(_EFFICIENCY - 1)}"
-
-
-def _efficiency_text(row: Row) -> str:
-    """``86%``, with its spread over the repeats ``86% 84-88``."""
-    text = formatting.percent(row.efficiency)
-    if row.is_base or row.spread is None:
-        return text
-    low, high = (f"{100 * each:.0f}" for each in row.spread)
-    return f"{text} {low}-{high}"
-
-
-# -- sentences
+    efficiency = formatting.percent(row.efficiency)
+    if row.spread is not None and not row.is_base:
+        low, high = (f"{100 * each:.0f}" for each in row.spread)
+        efficiency += f" {low}-{high}"
+    return f"{text} {efficiency.rjust(_EFFICIENCY - 1)}"
 
 
 def _sentences(rows: Sequence[Row]) -> Iterator[str]:
@@ -211,21 +194,17 @@ def _sentences(rows: Sequence[Row]) -> Iterator[str]:
     for row in rows:
         failure = row.failure
         if failure is not None:
-            yield from _failure_sentence(row, failure)
+            name = f", {row.variant.name}" if row.variant.name else ""
+            yield from _wrapped(f"{row.size.words}{name}: {failure.failure}")
+            if (failure.directory / "run.json").exists():
+                yield f"  ddpdoctor report {failure.directory}"
+            yield f"  its output: {failure.log}"
         elif row.variant == AS_IT_IS and not row.is_base:
             yield from _loss_sentence(row, rows)
     if base is not None:
         yield from _tried_sentences(rows)
         yield from _noise_sentence(rows)
     yield from _finding_lines(rows)
-
-
-def _failure_sentence(row: Row, failure: Outcome) -> Iterator[str]:
-    name = f", {row.variant.name}" if row.variant.name else ""
-    yield from _wrapped(f"{row.size.words}{name}: {failure.failure}")
-    if (failure.directory / "run.json").exists():
-        yield f"  ddpdoctor report {failure.directory}"
-    yield f"  its output: {failure.log}"
 
 
 def _loss_sentence(row: Row, rows: Sequence[Row]) -> Iterator[str]:
@@ -243,7 +222,7 @@ def _loss_sentence(row: Row, rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _tried_sentences(rows: Sequence[Row]) -> Iterator[str]:
-    """Of each size, what the best of what was tried brings."""
+    """Yield the gain of the best variant at each size."""
     plain = {row.size: row for row in rows if row.variant == AS_IT_IS and row.measured}
     for size, row in plain.items():
         others = [
@@ -255,29 +234,25 @@ def _tried_sentences(rows: Sequence[Row]) -> Iterator[str]:
             continue
         best = max(others, key=lambda each: each.efficiency or 0.0)
         gain = (best.efficiency or 0.0) / row.efficiency - 1
-        yield from _wrapped(f"tried with {size.words}: {_gain_sentence(best, row, gain)}")
-
-
-def _gain_sentence(best: Row, row: Row, gain: float) -> str:
-    apart = not (best.spread and row.spread) or best.spread[0] > row.spread[1]
-    if gain <= 0.0:
-        return f"nothing is faster than the script as it is; next is {best.variant.name}"
-    if not apart:
-        return (
-            f"{best.variant.name} is fastest, by {100 * gain:.0f}%, which is within the spread of "
-            "the repeats"
-        )
-    return f"{best.variant.name} is {100 * gain:.0f}% faster than the script as it is"
+        name = best.variant.name
+        if gain <= 0.0:
+            words = f"nothing is faster than the script as it is; next is {name}"
+        elif best.spread and row.spread and best.spread[0] <= row.spread[1]:
+            words = f"{name} is fastest, by {100 * gain:.0f}%, which is within the spread of the "
+            words += "repeats"
+        else:
+            words = f"{name} is {100 * gain:.0f}% faster than the script as it is"
+        yield from _wrapped(f"tried with {size.words}: {words}")
 
 
 def _noise_sentence(rows: Sequence[Row]) -> Iterator[str]:
-    """How far the repeats of the job as it is are apart, where that is more than a little."""
+    """Yield how far the repeats of the job as it is differ, if that is more than noise."""
     worst, where = 0.0, None
     for row in rows:
         steps = [each.measured.step for each in row.outcomes if each.measured is not None]
         if row.variant == AS_IT_IS and len(steps) > 1 and max(steps) / min(steps) - 1 > worst:
             worst, where = max(steps) / min(steps) - 1, row
-    if where is not None and worst >= NOISE:
+    if where is not None and worst >= MAX_NOISE:
         yield from _wrapped(
             f"the repeats with {where.size.words} differ by up to {100 * worst:.0f}%: the machine "
             "is busy with something else, and so no small difference counts"
@@ -285,7 +260,7 @@ def _noise_sentence(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _finding_lines(rows: Sequence[Row]) -> Iterator[str]:
-    """Findings of the job as it is, in runs that went through; a straggler has its sentence."""
+    """Yield findings of the job as it is, but stragglers, which have their own sentence."""
     seen: dict[str, Outcome] = {}
     for row in rows:
         if row.variant == AS_IT_IS:
@@ -305,11 +280,8 @@ def _wrapped(text: str) -> list[str]:
     )
 
 
-# -- bars
-
-
 def _bar_lines(rows: Sequence[Row], ascii_only: bool) -> Iterator[str]:
-    """Throughput of the job as it is, each bar up to the ideal: efficiency 100%."""
+    """Draw the throughput of the job as it is, each bar up to the ideal: efficiency 100%."""
     shown = [row for row in rows if row.variant == AS_IT_IS and row.measured and row.efficiency]
     if len(shown) < 2:
         return
@@ -328,21 +300,20 @@ def _bar_lines(rows: Sequence[Row], ascii_only: bool) -> Iterator[str]:
         yield f"{row.size.short:>5} {bar.ljust(_BAR)} {formatting.figures(rate)} {percent}"
 
 
-# -- what was measured as JSON: what ``--json`` prints, and what is kept after each run
-
+# -- the results as JSON
 
 FORMAT = 1
 
 
 def document(outcomes: Sequence[Outcome], facts: dict[str, Any], *, published: bool = False) -> str:
-    """Everything as one JSON object: ``format``, the facts, ``rows`` and maybe ``reference``.
+    """Return all results as one JSON object: ``format``, the facts, ``rows`` and ``reference``.
 
     A row is a size and a variant: ``ranks, nodes, variant, overrides, median, efficiency, spread,
-    cause, try, runs``. Times are seconds; what is not known is null.
+    cause, try, runs``. Times are seconds. What is unknown is null.
 
     Args:
         outcomes: The runs that are over.
-        facts: What was asked for.
+        facts: The options of the command.
         published: Whether to add the published figures.
     """
     found = rows(outcomes)
@@ -376,20 +347,19 @@ def _row_record(row: Row, every: Sequence[Row]) -> dict[str, Any]:
         "cause": None if why is None else why.name,
         "explanation": None if why is None else why.words,
         "try": [] if why is None else list(why.tries),
-        "runs": [_run_record(each) for each in row.outcomes],
-    }
-
-
-def _run_record(outcome: Outcome) -> dict[str, Any]:
-    return {
-        "repeat": outcome.planned.repeat,
-        "directory": str(outcome.directory),
-        "log": str(outcome.log),
-        "exit_status": outcome.status,
-        "overrides": outcome.overrides,
-        "failure": outcome.failure or None,
-        "findings": [to_record(each) for each in outcome.findings],
-        "measured": _measured_record(outcome.measured),
+        "runs": [
+            {
+                "repeat": outcome.planned.repeat,
+                "directory": str(outcome.directory),
+                "log": str(outcome.log),
+                "exit_status": outcome.status,
+                "overrides": outcome.overrides,
+                "failure": outcome.failure or None,
+                "findings": [to_record(each) for each in outcome.findings],
+                "measured": _measured_record(outcome.measured),
+            }
+            for outcome in row.outcomes
+        ],
     }
 
 

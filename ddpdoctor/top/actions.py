@@ -1,9 +1,9 @@
 """Do what a key asks of the run itself: take stacks, list processes, attach, send a signal.
 
-All of it reads files or asks processes, so none of it is called in the thread that draws. A pid
-in a file may have been given to another process: before a signal is sent, the process must be on
-this machine, of this user, older than the record that names it, and marked as the run's; this is
-checked again after the person has decided.
+All of it reads files or asks processes, so the thread that draws calls none of it. A pid in a file
+may belong to another process by now. So before a signal is sent, the process must be on this
+machine, of this user, older than the record that names it, and marked as the run's. This is checked
+again after the person has decided.
 """
 
 from __future__ import annotations
@@ -34,12 +34,10 @@ from ddpdoctor.stacks.frames import Code, code_of
 from ddpdoctor.stacks.rank_stacks import RankStacks
 from ddpdoctor.top.snapshot import RankRow, Snapshot
 
-# -- what a key asks for beyond the snapshot: stacks, processes below a rank, how to attach
-
 
 @dataclass(frozen=True, eq=False)
 class TakenStacks:
-    """Stacks of one moment, or why there are none."""
+    """Stacks taken at one time, or why there are none."""
 
     stacks: tuple[RankStacks, ...] = ()
     code: Code | None = None
@@ -52,11 +50,11 @@ class TakenStacks:
 def take_stacks(
     snapshot: Snapshot, replayed: bool, ranks: Collection[int] | None = None
 ) -> TakenStacks:
-    """The stacks of the run that a snapshot shows, as it is now; waits for ranks to answer.
+    """Take the stacks of the run that a snapshot shows, and wait for its ranks to respond.
 
     Args:
         snapshot: What is on the screen.
-        replayed: Whether it is played back, from a recording or a run that is over.
+        replayed: Whether it is a replay, of a recording or of a run that is over.
         ranks: Only these.
     """
     if snapshot.kind != "run" or not snapshot.path:
@@ -65,7 +63,13 @@ def take_stacks(
     path = Path(snapshot.path)
     try:
         if replayed or not snapshot.live:
-            return _saved_stacks(path, ranks)
+            kept = None if rundir.is_live(path) else rank_stacks.load_stacks(path)
+            if kept is None:
+                return TakenStacks(
+                    trouble="what is played back has no stacks: none were taken while it ran"
+                )
+            stacks = tuple(each for each in kept.stacks if ranks is None or each.rank in ranks)
+            return TakenStacks(stacks, _stacks_code(path, stacks), kept.time / 1e9, live=False)
         stacks = capture(glance(path), ranks)
         now = time.time_ns()
         if ranks is None:
@@ -76,23 +80,13 @@ def take_stacks(
         return TakenStacks(trouble=f"no stacks can be taken: {error}")
 
 
-def _saved_stacks(path: Path, ranks: Collection[int] | None) -> TakenStacks:
-    kept = None if rundir.is_live(path) else rank_stacks.load_stacks(path)
-    if kept is None:
-        return TakenStacks(
-            trouble="what is played back has no stacks: none were taken while it ran"
-        )
-    stacks = tuple(each for each in kept.stacks if ranks is None or each.rank in ranks)
-    return TakenStacks(stacks, _stacks_code(path, stacks), kept.time / 1e9, live=False)
-
-
 def _stacks_code(path: Path, stacks: Collection[RankStacks]) -> Code:
     frames = [frame for each in stacks for thread in each.threads for frame in thread.frames]
     return code_of(frames, integer(read_manifest(path), "started"))
 
 
 def processes_below(row: RankRow) -> tuple[str, ...]:
-    """The processes below a rank, such as DataLoader workers, in a line each."""
+    """List the processes below a rank, such as DataLoader workers, one a line."""
     if row.pid is None:
         return ()
     if row.node not in ("", socket.gethostname()):
@@ -109,7 +103,7 @@ def processes_below(row: RankRow) -> tuple[str, ...]:
 
 
 def attach_lines(snapshot: Snapshot) -> tuple[str, ...]:
-    """How to attach a debugger to the ranks, as ``ddpdoctor attach`` says it.
+    """Say how to attach a debugger to the ranks, as ``ddpdoctor attach`` does.
 
     Raises:
         DoctorError: There is nothing to attach to.
@@ -126,7 +120,7 @@ def attach_lines(snapshot: Snapshot) -> tuple[str, ...]:
 
 
 def write_launch_json(snapshot: Snapshot) -> str:
-    """Put the ranks into launch.json, as ``ddpdoctor attach --write`` does; what was done.
+    """Put the ranks into launch.json, as ``ddpdoctor attach --write`` does. Returns what was done.
 
     Raises:
         DoctorError: There is nothing to attach to, or the file cannot be edited.
@@ -149,8 +143,7 @@ def _debugged(snapshot: Snapshot) -> Run:
     return run
 
 
-# -- sending a signal to a run, after proving that the process is the run's own
-
+# -- signals
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 
@@ -175,7 +168,7 @@ class SignalTarget:
 
 @dataclass(frozen=True)
 class SignalChoice:
-    """A line of the question; without a target it does nothing."""
+    """A line of the question. Without a target it does nothing."""
 
     words: str
     target: SignalTarget | None = None
@@ -183,14 +176,14 @@ class SignalChoice:
 
 
 def signal_choices(snapshot: Snapshot, row: RankRow | None) -> tuple[SignalChoice, ...]:
-    """What can be sent to whom; to do nothing comes first.
+    """Return what can be sent to which process. To send nothing comes first.
 
     Args:
         snapshot: The run.
         row: The selected rank, if a person selected one.
 
     Raises:
-        DoctorError: There is nothing to signal, or it is not to be proven that it is the run's.
+        DoctorError: There is nothing to signal, or it cannot be proven to be the run's.
     """
     if not snapshot.live or not snapshot.path:
         raise DoctorError("no run is live here: there is nothing to signal")
@@ -244,7 +237,7 @@ def _rank_target(path: Path, row: RankRow, launcher: int) -> SignalTarget:
 
 
 def _proven_process(pid: int, recorded: float) -> psutil.Process:
-    """The process with that pid, if it is this user's and began before the record was written."""
+    """Return the process with a pid, if it is this user's and older than the record of it."""
     try:
         process = psutil.Process(pid)
         if process.uids().real != os.getuid():
@@ -257,7 +250,7 @@ def _proven_process(pid: int, recorded: float) -> psutil.Process:
 
 
 def send_signal(choice: SignalChoice) -> str:
-    """Send what a person chose; what was done, in words.
+    """Send what a person chose. Returns what was done, in words.
 
     Raises:
         DoctorError: The process is gone, or is another one by now.
@@ -266,7 +259,7 @@ def send_signal(choice: SignalChoice) -> str:
         return "nothing was sent"
     name = signal.Signals(choice.number).name
     try:
-        # psutil compares the start time once more: a pid that was given away is not signalled.
+        # psutil compares the start time once more, so a reused pid is not signalled.
         choice.target.process.send_signal(choice.number)
     except (psutil.Error, OSError):
         raise DoctorError(f"{name} was not sent: the process has ended") from None

@@ -19,9 +19,9 @@ from ddpdoctor.core import formatting
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.render.terminal import Line, Span, clean, fitted, merged, style_of, text_width
 from ddpdoctor.top.draw import screen
-from ddpdoctor.top.draw.drawing import Material
+from ddpdoctor.top.draw.drawing import Frame, Material
 from ddpdoctor.top.frame_sources import RunChoice
-from ddpdoctor.top.frames import Past, Point, Position, Reader, Source, Want
+from ddpdoctor.top.frames import Past, Position, Reader, Source, Want
 from ddpdoctor.top.snapshot import Snapshot, Verdict
 from ddpdoctor.top.view import (
     ACTIONS,
@@ -38,16 +38,14 @@ if TYPE_CHECKING:
     from ddpdoctor.top.actions import SignalChoice, TakenStacks
     from ddpdoctor.top.recording import Recording
 
+T = TypeVar("T")
 
-# -- the one widget: lines of text, of which only the changed stretches are written again
-
-
-_NEAR_COLUMNS = 6
+_MAX_GAP = 6
 """Columns between two stretches that are written as one."""
 
 
 class Canvas(Widget, can_focus=True):
-    """Shows lines that are as wide as it is."""
+    """Shows lines that are as wide as it is, and writes again only the stretches that changed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +53,7 @@ class Canvas(Widget, can_focus=True):
         self._strips: list[Strip] = []
 
     def show(self, lines: Sequence[Line]) -> None:
-        """Show these lines in place of the last ones."""
+        """Replace the lines."""
         before, self._lines = self._lines, tuple(lines)
         regions: list[Region] = []
         strips: list[Strip] = []
@@ -63,7 +61,7 @@ class Canvas(Widget, can_focus=True):
             if y < len(before) and before[y] == line:
                 strips.append(self._strips[y])
                 continue
-            strips.append(_strip(line))
+            strips.append(Strip([Segment(text, style_of(style)) for text, style in merged(line)]))
             stretches = changed_stretches(before[y] if y < len(before) else (), line)
             regions += [Region(first, y, last - first, 1) for first, last in stretches]
         self._strips = strips
@@ -73,7 +71,7 @@ class Canvas(Widget, can_focus=True):
             self.refresh(*regions)
 
     def render_line(self, y: int) -> Strip:
-        """A line, as textual wants it."""
+        """Return a line, as textual asks for it."""
         width = self.size.width
         if y >= len(self._strips):
             return Strip.blank(width)
@@ -81,20 +79,22 @@ class Canvas(Widget, can_focus=True):
         return strip if strip.cell_length == width else strip.adjust_cell_length(width)
 
 
-def _strip(line: Line) -> Strip:
-    return Strip([Segment(text, style_of(style)) for text, style in merged(line)])
-
-
 def changed_stretches(before: Line, after: Line) -> list[tuple[int, int]]:
-    """The stretches of columns that differ, each with the column behind its last."""
-    old, new = _cells(before), _cells(after)
+    """Return the stretches of columns that differ: the first, and the one after the last."""
+
+    def cells(line: Line) -> list[Span] | None:
+        # None if a character takes two columns, or none.
+        found = [(each, style) for text, style in line for each in text]
+        return found if len(found) == sum(text_width(text) for text, _ in line) else None
+
+    old, new = cells(before), cells(after)
     if old is None or new is None or len(old) != len(new):
         return [(0, max(1, sum(text_width(text) for text, _ in after)))]
     found: list[tuple[int, int]] = []
     for column, (one, other) in enumerate(zip(old, new, strict=True)):
         if one == other:
             continue
-        if found and column - found[-1][1] <= _NEAR_COLUMNS:
+        if found and column - found[-1][1] <= _MAX_GAP:
             # To go on for a few columns costs less than to move the cursor.
             found[-1] = (found[-1][0], column + 1)
         else:
@@ -102,25 +102,13 @@ def changed_stretches(before: Line, after: Line) -> list[tuple[int, int]]:
     return found
 
 
-def _cells(line: Line) -> list[Span] | None:
-    """Each column of a line with its style; None if a character takes two of them, or none."""
-    cells = [(each, style) for text, style in line for each in text]
-    return cells if len(cells) == sum(text_width(text) for text, _ in line) else None
-
-
-# -- the keys that ask for something beyond the snapshot, and what comes of it
-
-
-T = TypeVar("T")
-
-
 class Questions:
-    """Finds things in other threads, and shows them in their panels.
+    """The keys that ask for something beyond the snapshot. Other threads find it.
 
-    What it finds them with is imported when a key is pressed: a first paint has no use for it.
+    What they need is imported when a key is pressed, since the first screen does not need it.
 
     Args:
-        app: Shows them.
+        app: Shows the responses.
         runs: The live runs to choose from.
         list_runs: Lists them again; called in the reader's thread.
         make_run: Makes the source for a chosen run.
@@ -141,7 +129,7 @@ class Questions:
         self._outlier_due = 0.0
 
     def actions(self) -> dict[str, Callable[[], None]]:
-        """What the keys do now."""
+        """Return what the keys do now."""
         opens = {"runs": self._choose_run, "signal": self._send}.get(self._app.view.panel)
         return {
             "attach": self._ask_attach,
@@ -152,7 +140,7 @@ class Questions:
         }
 
     def _ask(self, find: Callable[[], T], take: Callable[[T], None]) -> None:
-        """Have something found in the reader's thread, and taken in this one."""
+        """Call ``find`` in the reader's thread, and ``take`` with its result in this one."""
 
         def task() -> None:
             try:
@@ -164,72 +152,65 @@ class Questions:
         self._app.reader.ask(task)
 
     def _show(self, panel: Panel, asked: tuple[str, ...]) -> None:
-        """What a key asked for is there: it is shown in its panel."""
+        """Show the response to a key in its panel."""
         self._app.material = replace(self._app.material, asked=asked)
         if self._app.view.panel != panel:
-            self._app.view = self._app.view.shown(panel)
-        self._app.say("")
-        self._app.redraw()
+            self._app.view = self._app.view.toggled(panel)
+        self._app.answer("")
 
     def take_stacks(self) -> None:
-        """Take the stacks, and for one rank the processes below it; show them when they come."""
+        """Take the stacks, and for one rank list the processes below it."""
         from ddpdoctor.top import actions
 
-        snapshot, replayed = self._app.shown, self._app.replayed
-        row = None if self._app.view.everyone else chosen_rank(snapshot, self._app.view)
+        app = self._app
+        snapshot, replayed = app.shown, app.replayed
+        row = None if app.view.everyone else chosen_rank(snapshot, app.view)
         ranks = None if row is None else (row.rank,)
-        self._app.material = replace(self._app.material, taken=None)
+        app.material = replace(app.material, taken=None)
+
+        def show(**found: TakenStacks | tuple[str, ...]) -> None:
+            # The panel may be closed by now.
+            if app.view.panel == "stacks":
+                app.material = replace(app.material, **found)  # type: ignore[arg-type]
+                app.redraw()
 
         def take() -> None:
             taken = actions.take_stacks(snapshot, replayed, ranks)
-            self._app.call_later(self._show_stacks, taken)
+            app.call_later(lambda: show(taken=taken))
 
-        # Not the reader's thread: a rank that does not answer is waited for.
+        # Not in the reader's thread: a rank may not answer for a while.
         Thread(target=take, name="stacks", daemon=True).start()
         if row is not None:
-            self._app.material = replace(self._app.material, asked=("looking ...",))
-            self._ask(
-                lambda: actions.processes_below(row),
-                lambda found: self._show_stacks(processes=found),
-            )
+            app.material = replace(app.material, asked=("looking ...",))
+            self._ask(lambda: actions.processes_below(row), lambda found: show(asked=found))
 
-    def _show_stacks(
-        self, taken: TakenStacks | None = None, processes: tuple[str, ...] | None = None
-    ) -> None:
-        """What was asked for of the stacks' panel is there; it may be closed by now."""
-        if self._app.view.panel == "stacks":
-            before = self._app.material
-            asked = before.asked if processes is None else processes
-            self._app.material = replace(before, taken=taken or before.taken, asked=asked)
-            self._app.redraw()
-
-    def take_outlier(self, snapshot: Snapshot, every: float) -> None:
-        """Take the stack of the rank that is blamed, if the last one is ``every`` seconds old."""
-        rank, now = snapshot.verdict.rank, time.monotonic()
+    def take_outlier(self, snapshot: Snapshot, interval: float) -> None:
+        """Take the stack of the blamed rank, if the last one is ``interval`` seconds old."""
+        app, rank, now = self._app, snapshot.verdict.rank, time.monotonic()
         row = next((row for row in snapshot.ranks if row.rank == rank), None)
         running = row is not None and row.state in ("running", "stale")
         if not running or rank is None or not snapshot.live or snapshot.kind != "run":
-            self._app.material = replace(self._app.material, outlier=None)
+            app.material = replace(app.material, outlier=None)
             return
         if now < self._outlier_due:
             return
-        self._outlier_due = now + every
+        self._outlier_due = now + interval
         from ddpdoctor.top import actions
 
+        def show(taken: TakenStacks) -> None:
+            app.material = replace(app.material, outlier=taken)
+            app.redraw()
+
         def take() -> None:
-            self._app.call_later(self._show_outlier, actions.take_stacks(snapshot, False, (rank,)))
+            app.call_later(show, actions.take_stacks(snapshot, False, (rank,)))
 
         Thread(target=take, name="outlier", daemon=True).start()
-
-    def _show_outlier(self, taken: TakenStacks) -> None:
-        self._app.material = replace(self._app.material, outlier=taken)
-        self._app.redraw()
 
     def _ask_attach(self) -> None:
         from ddpdoctor.top import actions
 
         if self._app.view.panel == "attach":
-            self._app.view = self._app.view.shown("")
+            self._app.view = self._app.view.toggled("attach")
             return
         snapshot = self._app.shown
         self._ask(lambda: actions.attach_lines(snapshot), lambda lines: self._show("attach", lines))
@@ -272,8 +253,7 @@ class Questions:
                 self._app.say(str(error))
 
     def _ask_runs(self) -> None:
-        list_runs = self._list_runs
-        if list_runs is None or self._app.view.panel == "runs":
+        if self._list_runs is None or self._app.view.panel == "runs":
             self.show_runs()
             return
 
@@ -284,10 +264,10 @@ class Questions:
                 self.show_runs()
             self._app.redraw()
 
-        self._ask(list_runs, show)
+        self._ask(self._list_runs, show)
 
     def show_runs(self) -> None:
-        """The runs, to choose one."""
+        """List the runs, to choose one."""
         if not self.runs:
             self._app.say("there are no live runs to choose from")
             return
@@ -298,7 +278,7 @@ class Questions:
             for run in self.runs
         )
         self._app.material = replace(self._app.material, asked=asked)
-        self._app.view = self._app.view.shown("runs")
+        self._app.view = self._app.view.toggled("runs")
 
     def _choose_run(self) -> None:
         run = self.runs[min(self._app.view.item, len(self.runs) - 1)]
@@ -308,21 +288,18 @@ class Questions:
             self._app.reader.switch(lambda: make(run.path))
 
 
-# -- the monitor on a terminal: keys and frames in, one drawing per change out
-
-
 WIDE = 160
-"""Columns from which there is room for the stack of the rank that is blamed."""
+"""Columns from which there is room for the stack of the blamed rank."""
 
-STACK_EVERY = 10.0
+STACK_INTERVAL = 10.0
 """Seconds between two stacks of it."""
 
-MESSAGE = 10.0
-"""Seconds for which a line stays that a key had to say."""
+MESSAGE_TIMEOUT = 10.0
+"""Seconds for which the message of a key stays."""
 
 _SCROLLED = ("help", "environment", "stacks", "attach")
 _IN_QUESTION = ("down", "up", "first", "last", "open", "escape", "quit")
-_LOOKS_ELSEWHERE = (*MOVES, "sort", "turn", "nodes")
+_CHANGES_VISIBLE = (*MOVES, "sort", "turn", "nodes")
 
 
 class TopApp(App[None]):
@@ -332,9 +309,9 @@ class TopApp(App[None]):
         make: Makes the source of frames; called in the reader's thread.
         view: How to begin.
         runs: The live runs to choose from at first, if there are several.
-        list_runs: Lists them again, whenever a person asks; called in the reader's thread.
+        list_runs: Lists them again on request; called in the reader's thread.
         make_run: Makes the source for a chosen run.
-        record: Starts a recording; None where there is nothing to record.
+        record: Starts a recording. None if there is nothing to record.
         recording: One that has started.
     """
 
@@ -358,23 +335,28 @@ class TopApp(App[None]):
         self.animation_level = "none"
         self.view = replace(view, recording="" if recording is None else recording.path)
         self.shown = Snapshot(0.0, "run", Verdict("reading ...", "info"), live=True)
-        self.drawn = screen.Frame(())
+        self.drawn = Frame(())
         self._record = record
         self._recording = recording
         self._past = Past()
         self._back = 0
-        """Frames that the picture is behind the newest one."""
+        """Frames by which the picture is behind the newest one."""
         self._slot: tuple[Snapshot, Position] | None = None
         """The newest frame, until it is shown."""
         self._newest = self.shown
         self.material = Material()
         self.frozen = False
-        """What a person aims at must not move while they aim."""
+        """Hold the picture while a question is open."""
         self.replayed = False
         self._message = ("", 0.0)
-        """What is said, and since when."""
+        """The message, and since when it is shown."""
         self._canvas = Canvas()
-        self.reader = Reader(make, self._deliver, self._trouble, self._before)
+        self.reader = Reader(
+            make,
+            self._deliver,
+            lambda text: self.call_later(self._failed, text),
+            lambda points: self.call_later(self._past.add_earlier, points),
+        )
         self._questions = Questions(self, tuple(runs), list_runs, make_run)
 
     @property
@@ -385,13 +367,13 @@ class TopApp(App[None]):
     # -- textual
 
     def compose(self) -> ComposeResult:
-        """The one widget."""
+        """Yield the one widget."""
         yield self._canvas
 
     def on_mount(self) -> None:
         """Paint before the first reading, then read."""
         self._canvas.focus()
-        # The shell had the screen in between: nothing of the picture is left on it.
+        # After the shell had the screen, nothing of the picture is left on it.
         self.app_resume_signal.subscribe(self, lambda _: self._refresh_all())
         if len(self._questions.runs) > 1:
             self._questions.show_runs()
@@ -399,7 +381,7 @@ class TopApp(App[None]):
         self.reader.start()
 
     def on_unmount(self) -> None:
-        """Stop reading; the job does not notice."""
+        """Stop reading. The job does not notice."""
         self._stop_recording()
         self.reader.stop()
 
@@ -408,16 +390,54 @@ class TopApp(App[None]):
         self.redraw()
 
     async def on_event(self, event: events.Event) -> None:
-        """All keys are ours, before textual's own bindings see them."""
+        """Take all keys before textual's own bindings."""
         if isinstance(event, events.Key) and self.is_running and len(self.screen_stack) == 1:
             event.stop()
-            self._key(event.key, event.character)
+            if self.view.typing:
+                self.view = type_into_filter(self.view, event.key, event.character)
+                self.redraw()
+                return
+            name = ACTIONS.get(event.key) or ACTIONS.get(event.character or "")
+            if name is not None:
+                self.do(name)
             return
         await super().on_event(event)
 
-    # -- frames (called in the reader's thread; call_later leads back to the app's)
+    def on_paste(self, event: events.Paste) -> None:
+        """Paste text into the filter. Elsewhere it is not taken for keys."""
+        if self.view.typing:
+            for character in event.text.partition("\n")[0]:
+                self.view = type_into_filter(self.view, character, character)
+            self.redraw()
+
+    def on_click(self, event: events.Click) -> None:
+        """Select a line, or open the selected one. A click alone sends no signal."""
+        if event.y in self.drawn.entries:
+            item = self.drawn.entries[event.y]
+            if item == self.view.item and self.view.panel == "findings":
+                self.do("open")
+                return
+            self.view = replace(self.view, item=item, opened=False)
+        elif event.y in self.drawn.ranks and not self.view.panel:
+            rank = self.drawn.ranks[event.y]
+            if rank == self.view.cursor:
+                self.do("open")
+                return
+            self.view = replace(self.view, cursor=rank)
+        self.redraw()
+
+    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
+        """Go down."""
+        self.do("down")
+
+    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
+        """Go up."""
+        self.do("up")
+
+    # -- frames
 
     def _deliver(self, snapshot: Snapshot, position: Position) -> None:
+        """Take a frame, in the reader's thread."""
         waiting, self._slot = self._slot is not None, (snapshot, position)
         if self._recording is not None:
             try:
@@ -428,16 +448,8 @@ class TopApp(App[None]):
         if not waiting:
             self.call_later(self._arrived)
 
-    def _trouble(self, text: str) -> None:
-        self.call_later(self._failed, text)
-
-    def _before(self, points: list[Point]) -> None:
-        self.call_later(self._past.before, points)
-
-    # -- frames
-
     def _arrived(self) -> None:
-        """A frame has come; it is shown unless the picture is held."""
+        """Show a frame that has come, unless the picture is held."""
         taken, self._slot = self._slot, None
         if taken is None:
             return
@@ -449,8 +461,14 @@ class TopApp(App[None]):
         if not self.replayed and self.view.paused:
             self._back = min(self._back + 1, len(self._past.frames) - 1)
         if self.size.width >= WIDE and not self.replayed:
-            self._questions.take_outlier(self._newest, STACK_EVERY)
-        outdated = self._outdated()
+            self._questions.take_outlier(self._newest, STACK_INTERVAL)
+        outdated = False
+        text, since = self._message
+        if self.view.message != text:
+            self._message = (self.view.message, time.monotonic())
+        elif text and time.monotonic() - since >= MESSAGE_TIMEOUT:
+            self.say("")
+            outdated = True
         held = self.frozen or (self.view.paused and not self.replayed)
         if not held:
             self.shown = self._newest
@@ -458,19 +476,8 @@ class TopApp(App[None]):
         if outdated or not held:
             self.redraw()
 
-    def _outdated(self) -> bool:
-        """Take back a message that has stood for long; whether there was one."""
-        text, since = self._message
-        if self.view.message != text:
-            self._message = (self.view.message, time.monotonic())
-            return False
-        if not text or time.monotonic() - since < MESSAGE:
-            return False
-        self.say("")
-        return True
-
     def _failed(self, text: str) -> None:
-        """The source has failed."""
+        """Show why the source failed."""
         self.frozen = self.frozen and self.view.panel == "signal"
         self.view = replace(self.view, trouble=text, message="")
         self.redraw()
@@ -478,7 +485,7 @@ class TopApp(App[None]):
     # -- drawing
 
     def redraw(self) -> None:
-        """Draw what is to be seen now."""
+        """Draw what is visible now, and have those ranks read."""
         width, height = self.size
         try:
             material = replace(self.material, points=tuple(self._past.points))
@@ -488,53 +495,42 @@ class TopApp(App[None]):
             text = f"x {type(error).__name__} in the monitor: {error} (esc: back)"
             line = ((clean(text, self.view.ascii_only), "error"),)
             blank = fitted((), width)
-            self.drawn = screen.Frame((fitted(line, width), *[blank] * (height - 1)))
+            self.drawn = Frame((fitted(line, width), *[blank] * (height - 1)))
         if self.drawn.lines:
             self.view = replace(self.view, top=self.drawn.top)
             if self.view.panel in _SCROLLED or (self.view.expanded and not self.view.panel):
                 self.view = replace(self.view, item=self.drawn.item)
             self._canvas.show(self.drawn.lines)
-        self._want()
-
-    def _want(self) -> None:
-        """Have those ranks read that are in sight; of a recording, all of them."""
         before = self.reader.want
-        # Behind a panel the board stays what it was.
-        seen = before.ranks if self.drawn.visible is None else self.drawn.visible
-        want = Want(seen if self._recording is None else None)
+        # Behind a panel the board stays as it was. A recording has all ranks.
+        visible = before.ranks if self.drawn.visible is None else self.drawn.visible
+        want = Want(visible if self._recording is None else None)
         if want != before:
             self.reader.want = want
             if want.ranks and not before.ranks:
-                # Which ranks are in sight is known only now: their trends need not wait.
+                # Which ranks are visible is known only now. Their details need not wait.
                 self.reader.wake()
 
     def _refresh_all(self) -> None:
         self.redraw()
         self._canvas.refresh()
 
+    def say(self, text: str) -> None:
+        """Set the message below the board."""
+        self.view = replace(self.view, message=text)
+
+    def answer(self, text: str) -> None:
+        """Show a message that comes later than the key that asked for it."""
+        self.say(text)
+        self.redraw()
+
     # -- keys
 
-    def _key(self, key: str, character: str | None) -> None:
-        if self.view.typing:
-            self.view = type_into_filter(self.view, key, character)
-            self.redraw()
-            return
-        name = ACTIONS.get(key) or ACTIONS.get(character or "")
-        if name is not None:
-            self.do(name)
-
-    def on_paste(self, event: events.Paste) -> None:
-        """Text into the filter; anywhere else it is not taken for keys."""
-        if self.view.typing:
-            for character in event.text.partition("\n")[0]:
-                self.view = type_into_filter(self.view, character, character)
-            self.redraw()
-
     def do(self, name: str) -> None:
-        """What a key does."""
+        """Do what a key does."""
         if self.view.panel == "signal" and name not in _IN_QUESTION:
             return
-        own = self._own().get(name)
+        own = self._own_actions().get(name)
         if own is not None:
             own()
             if name in ("quit", "suspend"):
@@ -542,15 +538,15 @@ class TopApp(App[None]):
         elif name in VIEW_ACTIONS:
             self._change_view(name)
         self.redraw()
-        if name in _LOOKS_ELSEWHERE:
-            # Ranks that have come into sight get their trend now rather than with the next frame.
+        if name in _CHANGES_VISIBLE:
+            # Ranks that have become visible get their details now, not with the next frame.
             self.reader.wake()
 
     def _change_view(self, name: str) -> None:
         before = self.view.panel
         view = apply_action(self.view, self.shown, name)
         if view.panel in ("runs", "signal"):
-            # The selection of a list stays on it.
+            # The selection stays within the list.
             view = replace(view, item=max(0, min(view.item, len(self.material.asked) - 1)))
         self.view = view
         if name == "stacks" and view.panel == "stacks":
@@ -559,8 +555,8 @@ class TopApp(App[None]):
             self.frozen = False
             self.shown = self.shown if view.paused else self._newest
 
-    def _own(self) -> dict[str, Callable[[], None]]:
-        """The actions that do more than to change the view."""
+    def _own_actions(self) -> dict[str, Callable[[], None]]:
+        """Return the actions that do more than change the view."""
         own: dict[str, Callable[[], None]] = {
             "quit": self._quit,
             "pause": self._pause,
@@ -580,10 +576,6 @@ class TopApp(App[None]):
     def _quit(self) -> None:
         self.reader.stop()
         self.exit()
-
-    def say(self, text: str) -> None:
-        """Have a line said below the board."""
-        self.view = replace(self.view, message=text)
 
     def _pause(self) -> None:
         paused = not self.view.paused
@@ -614,13 +606,6 @@ class TopApp(App[None]):
         self.shown = frames[at]
         self.view = replace(self.view, position=(at, len(frames)), message="")
 
-    def answer(self, text: str) -> None:
-        """Have a line said that comes later than the key that asked for it."""
-        self.say(text)
-        self.redraw()
-
-    # -- recording
-
     def _toggle_recording(self) -> None:
         if self._recording is not None:
             name = self._recording.path
@@ -644,29 +629,3 @@ class TopApp(App[None]):
         self.view = replace(self.view, recording="")
         if recording is not None:
             recording.close()
-
-    # -- the mouse
-
-    def on_click(self, event: events.Click) -> None:
-        """A line is selected; the selected one opens. Nothing is sent by a click alone."""
-        if event.y in self.drawn.entries:
-            item = self.drawn.entries[event.y]
-            if item == self.view.item and self.view.panel == "findings":
-                self.do("open")
-                return
-            self.view = replace(self.view, item=item, opened=False)
-        elif event.y in self.drawn.ranks and not self.view.panel:
-            rank = self.drawn.ranks[event.y]
-            if rank == self.view.cursor:
-                self.do("open")
-                return
-            self.view = replace(self.view, cursor=rank)
-        self.redraw()
-
-    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
-        """Down."""
-        self.do("down")
-
-    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
-        """Up."""
-        self.do("up")

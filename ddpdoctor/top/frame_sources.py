@@ -14,33 +14,31 @@ from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.opening import integer
 from ddpdoctor.run import rundir
 from ddpdoctor.run.reader import read_manifest
-from ddpdoctor.run.status import Parts
+from ddpdoctor.run.records.training import StepRecord
 from ddpdoctor.system.gpu_health import Poller
 from ddpdoctor.top import hardware, headline, run_files, step_times
-from ddpdoctor.top.frames import Source, Want
+from ddpdoctor.top.frames import Played, Source, Want
 from ddpdoctor.top.live import LiveSource
 from ddpdoctor.top.run_files import StatusPages
 from ddpdoctor.top.snapshot import RankRow, Snapshot, Verdict
-from ddpdoctor.top.step_times import StepLine, StepLog
-
-# -- A run that is over, as a replay over the steps that its journals hold
-
+from ddpdoctor.top.step_times import StepLog
 
 _CHART_POINTS = 48
-_READINGS, _FEWEST = 960, 10
-"""Steps of which the history of the run is made; how many of ranks are read at most; and the
-fewest that are worth it."""
+"""Steps that the charts of a run that is over are made of."""
+
+_MAX_READINGS, _MIN_CHART_POINTS = 960, 10
+"""Steps of single ranks read for the charts, and the points below which they are not worth it."""
 
 
-class FinishedSource:
+class FinishedSource(Played):
     """A frame for each step of the newest attempt, and a last one that says how it ended.
 
-    It opens at the last one. Nothing is kept of the journals: each frame looks its steps up.
+    It opens at the last one. Nothing of the journals is kept: each frame looks its steps up.
 
     Args:
         path: The run directory.
         interval: Seconds between frames while it plays.
-        end: Has read its end already.
+        end: The source that has read its end already.
 
     Raises:
         DoctorError: It is no run directory, or of a newer version.
@@ -51,49 +49,34 @@ class FinishedSource:
         self.path = path
         self._end = end or LiveSource(path, interval)
         pages = StatusPages(path)
-        pages.look()
+        pages.refresh()
         self._logs = {rank: StepLog(pages.path(rank, "jsonl")) for rank in pages.ranks}
         spans = [span for log in self._logs.values() if (span := log.span()) is not None]
         self._first = min((first for first, _ in spans), default=0)
         last = max((last for _, last in spans), default=-1)
         self._steps = max(0, last - self._first + 1)
+        # The steps, and the end.
+        self.length = self._steps + 1
         self._position = self._steps
         self._last: Snapshot | None = None
-
-    @property
-    def replay(self) -> FinishedSource:
-        """Itself."""
-        return self
-
-    @property
-    def length(self) -> int:
-        """The steps there are, and the end."""
-        return self._steps + 1
-
-    @property
-    def position(self) -> int:
-        """The frame that is read."""
-        return self._position
-
-    def seek(self, position: int) -> None:
-        """Go to a frame; beyond the ends, to the nearest."""
-        self._position = min(max(position, 0), self._steps)
 
     def close(self) -> None:
         """Close the files."""
         self._end.close()
 
     def read(self, want: Want) -> Snapshot:
-        """The frame at the position."""
+        """Read the frame at the position."""
         if self._position == self._steps:
             return self._end.read(want)
         return self._at(self._first + self._position)
 
     def history(self) -> Iterator[Snapshot]:
-        """Frames from the beginning to the end, evenly spread."""
-        # Of many ranks it would take long, and the charts begin with the monitor.
-        points = min(_CHART_POINTS, _READINGS // max(1, len(self._logs)))
-        every = max(1, self._steps // max(1, points)) if points >= _FEWEST else self._steps + 1
+        """Yield frames from the beginning to the end, evenly spread.
+
+        None with so many ranks that it would take long: the charts then begin with the monitor.
+        """
+        points = min(_CHART_POINTS, _MAX_READINGS // max(1, len(self._logs)))
+        every = max(1, self._steps // points) if points >= _MIN_CHART_POINTS else self._steps + 1
         for position in range(every - 1, self._steps, every):
             yield self._at(self._first + position)
 
@@ -101,32 +84,28 @@ class FinishedSource:
         if self._last is None:
             self._last = self._end.read(Want(frozenset()))
         last, groups = self._last, self._end.groups
-        moment, seen = 0, step_times.WINDOW
-        rows, lines = [], []
+        rows, newest = [], []
         for row in last.ranks:
             log = self._logs.get(row.rank)
             steps = log.until(number, step_times.WINDOW) if log is not None else []
-            if steps and steps[-1].parts.number == number:
-                moment = max(moment, steps[-1].end)
-                seen = min(seen, len(steps))
-                lines.append(steps[-1])
+            if steps and steps[-1].step == number:
+                newest.append(steps[-1])
             rows.append(_row_at_step(row, number, steps, apart=row.rank not in groups))
         rows = step_times.with_waits(rows, groups)
-        now = moment / 1e9 if moment else last.time
-        found = tuple(each for each in last.findings if each.time is None or each.time <= now)
-        attempt = last.job.attempt
+        ends = [step.start + max(1, step.steps) * step.total for step in newest]
+        now = max(ends) / 1e9 if ends else last.time
+        findings = tuple(each for each in last.findings if each.time is None or each.time <= now)
         facts = headline.VerdictFacts(
-            live=True, seen=seen, findings=found, attempt=attempt, whole=False
+            live=True, findings=findings, attempt=last.job.attempt, whole=False
         )
         usual = step_times.median_times([row.times for row in rows if row.times is not None])
-        loss = [line.loss for line in lines if line.loss is not None]
         job = replace(
             last.job,
             step=number + 1,
-            epoch=lines[0].epoch if lines else None,
+            epoch=newest[0].epoch if newest else None,
             rate=1 / usual.total if usual is not None and usual.total else None,
             samples_rate=None,
-            loss=sum(loss) / len(loss) if loss else None,
+            loss=step_times.mean_loss(newest),
             left=None,
         )
         snapshot = replace(
@@ -136,40 +115,35 @@ class FinishedSource:
             job=job,
             gpus=tuple(hardware.without_readings(gpu, "") for gpu in last.gpus),
             machine=None,
-            findings=found,
+            findings=findings,
         )
         return headline.judged_snapshot(snapshot, rows, facts)
 
 
-def _row_at_step(last: RankRow, number: int, steps: list[StepLine], *, apart: bool) -> RankRow:
-    """A rank when step ``number`` was closed; what only its status page knew is not known."""
-    parts: list[Parts] = [step.parts for step in steps]
-    reached = bool(parts) and parts[-1].number >= number
-    waits = not reached and last.state not in ("ended", "dead")
+def _row_at_step(row: RankRow, number: int, steps: list[StepRecord], *, apart: bool) -> RankRow:
+    """Return a rank when a step was closed, without what only its status page knew."""
+    reached = bool(steps) and steps[-1].step == number
+    waits = not reached and row.state not in ("ended", "dead")
+    parts = step_times.after_warm_up([step_times.parts_of(step) for step in steps])
     return RankRow(
-        rank=last.rank,
-        node=last.node,
-        local_rank=last.local_rank,
-        restart=last.restart,
-        stage=last.stage,
-        pid=last.pid,
-        # A rank that has no such step had come to its end, or had not begun.
-        state="running" if reached else "starting" if waits or not parts else last.state,
-        said="" if reached or not parts else last.said,
-        step=parts[-1].number + 1 if parts else None,
+        rank=row.rank,
+        node=row.node,
+        local_rank=row.local_rank,
+        restart=row.restart,
+        stage=row.stage,
+        pid=row.pid,
+        # A rank without the step had ended, or had not begun.
+        state="running" if reached else "starting" if waits or not steps else row.state,
+        said="" if reached or not steps else row.said,
+        step=steps[-1].step + 1 if steps else None,
         epoch=steps[-1].epoch if steps else None,
-        times=(step_times.mean_times if apart else step_times.mean_times_unsplit)(
-            step_times.after_warm_up(parts)
-        ),
-        gpu=None if last.gpu is None else hardware.without_readings(last.gpu, ""),
+        times=step_times.mean_times(parts, apart),
+        gpu=None if row.gpu is None else hardware.without_readings(row.gpu, ""),
     )
 
 
-# -- one run, alive or over; the newest run; and the machine while there is none
-
-
 class MachineSource:
-    """The machine alone, its GPUs polled here, since no supervisor does.
+    """The machine alone. Its GPUs are polled here, since no supervisor does.
 
     Args:
         interval: Seconds between frames.
@@ -182,7 +156,7 @@ class MachineSource:
         self._poller: Poller | None = None
 
     def read(self, want: Want) -> Snapshot:
-        """The present frame."""
+        """Read the present frame."""
         if self._poller is None:
             self._poller = Poller()
         record = self._poller.read()
@@ -197,7 +171,7 @@ class MachineSource:
         )
 
     def history(self) -> Iterable[Snapshot]:
-        """There is none of a machine."""
+        """Return nothing: a machine has no history."""
         return ()
 
     def close(self) -> None:
@@ -208,7 +182,7 @@ class MachineSource:
 
 
 class RunSource:
-    """One run: while it lives as it is, and then a replay of its steps.
+    """One run: live while it lives, then a replay of its steps.
 
     Args:
         path: The run directory.
@@ -222,34 +196,24 @@ class RunSource:
         self.interval = interval
         self.path = path
         self._live = LiveSource(path, interval)
-        self._over = None if rundir.is_live(path) else self._replay()
-
-    def _replay(self) -> FinishedSource:
-        return FinishedSource(self.path, self.interval, self._live)
-
-    @property
-    def live(self) -> bool:
-        """Whether the run lived when it was read last."""
-        return self._over is None
-
-    @property
-    def replay(self) -> FinishedSource | None:
+        self.replay: FinishedSource | None = None
         """Its steps, once it is over."""
-        return self._over
+        if not rundir.is_live(path):
+            self.replay = FinishedSource(path, interval, self._live)
 
     def read(self, want: Want) -> Snapshot:
-        """The present frame."""
-        if self._over is not None:
-            return self._over.read(want)
+        """Read the present frame."""
+        if self.replay is not None:
+            return self.replay.read(want)
         snapshot = self._live.read(want)
-        # Of a directory that was removed there is nothing to play.
+        # A directory that was removed has nothing to play.
         if not snapshot.live and snapshot.state != "gone":
-            self._over = self._replay()
+            self.replay = FinishedSource(self.path, self.interval, self._live)
         return snapshot
 
     def history(self) -> Iterator[Snapshot]:
-        """Frames from its beginning until now."""
-        return (self._over or self._replay()).history()
+        """Yield frames from its beginning until now."""
+        return (self.replay or FinishedSource(self.path, self.interval, self._live)).history()
 
     def close(self) -> None:
         """Close the files."""
@@ -276,25 +240,25 @@ class FollowingSource:
         return None if self._run is None else self._run.replay
 
     def read(self, want: Want) -> Snapshot:
-        """The present frame."""
-        if self._run is None or not self._run.live:
-            self._look()
+        """Read the present frame."""
+        if self._run is None or self._run.replay is not None:
+            self._find_run()
         return (self._run or self._machine).read(want)
 
-    def _look(self) -> None:
+    def _find_run(self) -> None:
         try:
             path = next(iter(rundir.live()), None)
             if path is None or (self._run is not None and path == self._run.path):
                 return
             run = RunSource(path, self.interval)
         except (OSError, DoctorError):
-            # Over, and gone, since it was listed; or of a newer version.
+            # It is gone since it was listed, or of a newer version.
             return
         self.close()
         self._run = run
 
     def history(self) -> Iterable[Snapshot]:
-        """Of the run, where there is one."""
+        """Return the frames of the run, if there is one."""
         return () if self._run is None else self._run.history()
 
     def close(self) -> None:
@@ -303,9 +267,6 @@ class FollowingSource:
             self._run.close()
         self._machine.close()
         self._run = None
-
-
-# -- which run the monitor shows, and what makes its frames
 
 
 @dataclass(frozen=True)
@@ -322,7 +283,7 @@ class RunChoice:
 
 
 def live_runs() -> list[RunChoice]:
-    """The live runs of this user, the newest first.
+    """List the live runs of this user, newest first.
 
     Raises:
         DoctorError: They cannot be listed.
@@ -336,10 +297,10 @@ def live_runs() -> list[RunChoice]:
         try:
             manifest = read_manifest(path)
         except DoctorError:
-            # It begins or ends at this moment, or is of a newer version.
+            # It is starting or ending, or of a newer version.
             continue
         pages = StatusPages(path)
-        pages.look()
+        pages.refresh()
         started = integer(manifest, "started") or None
         choices.append(
             RunChoice(
@@ -356,11 +317,11 @@ def live_runs() -> list[RunChoice]:
 def open_source(
     name: str | None, *, demo: bool = False, replay: str | None = None, interval: float = 1.0
 ) -> Source:
-    """The source that a command line asks for.
+    """Open the source that a command line asks for.
 
     Args:
-        name: A run's name or directory. None: the newest live
-            run, or the machine until there is one.
+        name: A run's name or directory. None: the newest live run, or the machine until there is
+            one.
         demo: A made-up job instead.
         replay: A recording instead.
         interval: Seconds between frames.
@@ -378,5 +339,4 @@ def open_source(
         return RecordingSource(replay)
     if name is None:
         return FollowingSource(interval)
-
     return RunSource(rundir.find(name), interval)

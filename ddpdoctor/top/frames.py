@@ -1,7 +1,7 @@
-"""Define where frames come from, keep the ones already shown, and read new ones in a thread.
+"""Define where frames come from, keep those already shown, and read new ones in a thread.
 
-A `Source` makes snapshots, `Reader` calls it in its own thread so that a slow disk never delays a
-key, and `Past` keeps the last frames and the points of the charts.
+A `Source` makes snapshots. `Reader` calls it in its own thread, so that a slow disk never delays
+a key. `Past` keeps the last frames and the points of the charts.
 """
 
 from __future__ import annotations
@@ -17,25 +17,20 @@ from typing import Protocol, TypeVar
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.top.snapshot import Snapshot, Times
 
-# -- where frames come from, for those that draw them
-
 
 @dataclass(frozen=True)
 class Want:
-    """What the viewer looks at: lets the source skip work that is not seen."""
+    """What is on screen, so that a source can skip the rest."""
 
     ranks: frozenset[int] | None = None
-    """Ranks that are visible; None: all."""
+    """Ranks that are visible. None: all."""
 
 
 WANT_ALL = Want()
 
 
 class Replay(Protocol):
-    """Frames that all exist already.
-
-    Reading gives the frame at ``position`` and does not move: who plays, seeks.
-    """
+    """Frames that all exist already. Reading gives the one at ``position`` and does not move."""
 
     @property
     def length(self) -> int:
@@ -43,10 +38,32 @@ class Replay(Protocol):
 
     @property
     def position(self) -> int:
-        """The frame that is read."""
+        """The frame that is read next."""
 
     def seek(self, position: int) -> None:
         """Go to a frame; beyond the ends, to the nearest."""
+
+
+class Played:
+    """The position of a source that is a replay itself."""
+
+    length: int
+    """How many frames there are."""
+    _position = 0
+
+    @property
+    def replay(self) -> Played:
+        """The source itself."""
+        return self
+
+    @property
+    def position(self) -> int:
+        """The frame that is read next."""
+        return self._position
+
+    def seek(self, position: int) -> None:
+        """Go to a frame; beyond the ends, to the nearest."""
+        self._position = min(max(position, 0), self.length - 1)
 
 
 class Source(Protocol):
@@ -58,48 +75,40 @@ class Source(Protocol):
 
     @property
     def replay(self) -> Replay | None:
-        """The frames to go to; None while the run lives."""
+        """The frames to go to. None while the run lives."""
 
     def read(self, want: Want) -> Snapshot:
-        """The present frame; may take a while, so call it in a separate thread.
+        """Read the present frame. It may take a while, so call it in a separate thread.
 
         Raises:
             DoctorError: There is nothing to show, and there will not be.
         """
 
     def history(self) -> Iterable[Snapshot]:
-        """Frames from the first to the last, evenly spread, as many as make a chart."""
+        """Return frames from the first to the last, evenly spread, as many as make a chart."""
 
     def close(self) -> None:
         """Let go of files and of the driver."""
 
 
-# -- history
+_MAX_ROWS, _MAX_FRAMES = 4000, 300
+"""Rows of ranks kept over all frames, which bounds the monitor's memory; and frames."""
 
+_MAX_POINTS = 240
+"""Points kept of a run. When there are more, every other one is dropped."""
 
-_ROWS = 4000
-"""Rows of ranks that are kept over all frames: what bounds the monitor's memory."""
-_FRAMES = 300
+_MIN_GAP, _MAX_GAP = 2.0, 8.0
+"""Seconds between two points at first, and in an older run: each new point redraws the charts."""
 
-_POINTS = 240
-"""Points that are kept of a run; beyond them every other one goes."""
+_POINTS_PER_AGE = 30
 
-_LEAST_GAP = 2.0
-"""Seconds between two points at least."""
-
-_EARLY = 30
-"""Points that a run has after its first minute."""
-
-_USUAL_GAP = 8.0
-"""Seconds between two points of a run that is older: each new one has the charts drawn again."""
-
-_RANKS = 32
-"""Ranks of which a point knows the times and the memory: those that come first."""
+_MAX_RANKS = 32
+"""Ranks whose times and memory a point has: those that come first."""
 
 
 @dataclass(frozen=True, eq=False)
 class Point:
-    """What charts show of one moment; no two points are the same."""
+    """What the charts show of one frame. No two points are equal."""
 
     time: float
     """Unix seconds."""
@@ -108,14 +117,14 @@ class Point:
     skew: float | None = None
     loss: float | None = None
     memory: Mapping[int, int] = field(default_factory=dict)
-    """Bytes."""
+    """In bytes."""
     power: float | None = None
     """Watts of all GPUs."""
 
 
 def point(snapshot: Snapshot) -> Point:
-    """What is kept of a frame."""
-    rows = snapshot.ranks[:_RANKS]
+    """Return what is kept of a frame."""
+    rows = snapshot.ranks[:_MAX_RANKS]
     watts = [gpu.power for gpu in snapshot.gpus if gpu.power is not None]
     return Point(
         snapshot.time,
@@ -134,77 +143,71 @@ class Past:
     def __init__(self) -> None:
         self.frames: deque[Snapshot] = deque()
         self.points: list[Point] = []
-        self._gap = _LEAST_GAP
+        self._gap = _MIN_GAP
         """Seconds between two points."""
         self._path = ""
         self._step: int | None = None
 
     def add(self, snapshot: Snapshot) -> None:
-        """One more frame; the oldest ones go."""
+        """Add a frame, and drop the oldest ones."""
         if self._path != snapshot.path:
-            self._path, self._gap, self._step = snapshot.path, _LEAST_GAP, None
+            self._path, self._gap, self._step = snapshot.path, _MIN_GAP, None
             self.frames.clear()
             self.points.clear()
         self.frames.append(snapshot)
-        most = max(10, min(_FRAMES, _ROWS // max(len(snapshot.ranks), 1)))
-        while len(self.frames) > most:
+        while len(self.frames) > max(10, min(_MAX_FRAMES, _MAX_ROWS // (len(snapshot.ranks) or 1))):
             self.frames.popleft()
         # While no step ends there is nothing new to draw.
-        if snapshot.median is not None and snapshot.job.step != self._step:
-            self._step = snapshot.job.step
-            self._keep(point(snapshot))
-
-    def before(self, points: list[Point]) -> None:
-        """What was before the first frame."""
-        until = self.points[0].time if self.points else float("inf")
-        older = [each for each in points if each.time < until]
-        if len(older) > 1:
-            gap = (older[-1].time - older[0].time) / (len(older) - 1)
-            self._gap = max(gap, _LEAST_GAP)
-            self.points[:] = [*older, *self.points[-1:]]
-
-    def _keep(self, new: Point) -> None:
+        if snapshot.median is None or snapshot.job.step == self._step:
+            return
+        self._step = snapshot.job.step
         if self.points:
             age = self.points[-1].time - self.points[0].time
-            if new.time < self.points[-1].time + max(self._gap, min(age / _EARLY, _USUAL_GAP)):
+            gap = max(self._gap, min(age / _POINTS_PER_AGE, _MAX_GAP))
+            if snapshot.time < self.points[-1].time + gap:
                 return
-        self.points.append(new)
-        if len(self.points) > _POINTS:
+        self.points.append(point(snapshot))
+        if len(self.points) > _MAX_POINTS:
             del self.points[1::2]
             self._gap *= 2
 
-
-# -- the thread that reads, so that no slow disk ever holds up a key
+    def add_earlier(self, points: list[Point]) -> None:
+        """Add what was before the first frame."""
+        until = self.points[0].time if self.points else float("inf")
+        older = [each for each in points if each.time < until]
+        if len(older) > 1:
+            self._gap = max((older[-1].time - older[0].time) / (len(older) - 1), _MIN_GAP)
+            self.points[:] = [*older, *self.points[-1:]]
 
 
 T = TypeVar("T")
 
-Task = Callable[[], None]
 Position = tuple[int, int] | None
 """Frame and number of frames of a replay."""
 
-LEAST_PAUSE = 0.05
-"""Seconds between two readings at the very least."""
-AFTER_TROUBLE = 2.0
+MIN_PAUSE = 0.05
+"""Seconds between two readings at least."""
+
+PAUSE_AFTER_FAILURE = 2.0
 """Seconds until a source that failed is asked again."""
 
 
 class Reader(threading.Thread):
-    """Reads frame after frame and hands each to ``deliver``, or what went wrong to ``trouble``.
+    """Reads one frame after another. All callbacks run in this thread.
 
     Args:
-        make: Makes the source; called in this thread, and again when it failed.
-        deliver: Called in this thread with each frame.
-        trouble: Called in this thread with what went wrong, in words.
-        before: Called in this thread with what was before the first frame of a run.
+        make: Makes the source; called again when it failed.
+        deliver: Called with each frame.
+        trouble: Called with what went wrong, in words.
+        before: Called with what was before the first frame of a run.
     """
 
     def __init__(
         self,
         make: Callable[[], Source],
-        deliver: Callable[[Snapshot, Position], None],
-        trouble: Callable[[str], None],
-        before: Callable[[list[Point]], None],
+        deliver: Callable[[Snapshot, Position], object],
+        trouble: Callable[[str], object],
+        before: Callable[[list[Point]], object],
     ) -> None:
         super().__init__(name="ddpdoctor-top-reader", daemon=True)
         self._make = make
@@ -214,7 +217,7 @@ class Reader(threading.Thread):
         self._run: str | None = None
         """The directory of the run whose past is known."""
         self._wake = threading.Event()
-        self._tasks: list[Task] = []
+        self._tasks: list[Callable[[], None]] = []
         self._lock = threading.Lock()
         self._ended = False
         self._source: Source | None = None
@@ -227,22 +230,22 @@ class Reader(threading.Thread):
         while not self._ended:
             started = time.monotonic()
             pause = self._round()
-            self._wake.wait(max(pause - (time.monotonic() - started), LEAST_PAUSE))
+            self._wake.wait(max(pause - (time.monotonic() - started), MIN_PAUSE))
             self._wake.clear()
         self._close()
 
     def _round(self) -> float:
-        """Do what was asked, read a frame; seconds until the next one."""
+        """Do what was asked and read a frame. Returns the seconds until the next one."""
         with self._lock:
             tasks, self._tasks = self._tasks, []
         for task in tasks:
             self._guarded(task)
         source = self._guarded(self._opened)
         if source is None:
-            return AFTER_TROUBLE
+            return PAUSE_AFTER_FAILURE
         snapshot = self._guarded(lambda: source.read(self.want))
         if snapshot is None:
-            return AFTER_TROUBLE
+            return PAUSE_AFTER_FAILURE
         replay = source.replay
         self._deliver(snapshot, None if replay is None else (replay.position, replay.length))
         if snapshot.path != self._run:
@@ -259,7 +262,7 @@ class Reader(threading.Thread):
         return self._source
 
     def _guarded(self, do: Callable[[], T]) -> T | None:
-        """What it returns; a failure is reported and never ends the monitor."""
+        """Return its result. A failure is reported and never ends the monitor."""
         try:
             return do()
         except DoctorError as error:
@@ -268,8 +271,8 @@ class Reader(threading.Thread):
             self._trouble(f"{type(error).__name__}: {error}")
         return None
 
-    def ask(self, task: Task) -> None:
-        """Have something done in this thread, soon."""
+    def ask(self, task: Callable[[], None]) -> None:
+        """Run a task in this thread, soon."""
         with self._lock:
             self._tasks.append(task)
         self._wake.set()
@@ -288,7 +291,7 @@ class Reader(threading.Thread):
         self.ask(switched)
 
     def step(self, by: int) -> None:
-        """Go to another frame of a replay, which then stands still."""
+        """Go to another frame of a replay, and stop playing."""
         self.playing = False
 
         def moved() -> None:
@@ -299,7 +302,7 @@ class Reader(threading.Thread):
         self.ask(moved)
 
     def stop(self) -> None:
-        """End soon; returns at once."""
+        """End soon. Returns at once."""
         self._ended = True
         self._wake.set()
 

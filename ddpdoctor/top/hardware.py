@@ -1,6 +1,6 @@
 """Read GPUs, CPU and memory of the machines, and why a process shows no sign of life.
 
-GPU readings come from the files that the pollers of all nodes write; CPU, memory and the states
+GPU readings come from the files that the pollers of all nodes write. CPU, memory and the states
 of processes are those of this machine.
 """
 
@@ -12,32 +12,24 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from ddpdoctor.core import opening
 from ddpdoctor.run.names import FORMAT
+from ddpdoctor.run.records.typed_json import decoder
 from ddpdoctor.system.nvml import same_uuid
 from ddpdoctor.system.process_activity import Turn, lacked, read_turn
 from ddpdoctor.top.snapshot import Gpu, Machine
 
-# -- the GPUs that pollers report, as the monitor shows them; this machine's CPU and memory
-
-
-_REAL = frozenset(
-    ("utilization", "power", "power_limit", "temperature", "clock", "clock_max", "pcie", "nvlink")
-)
-_WHOLE = frozenset(("memory_used", "memory_total", "ecc_errors"))
-
 STALE_READING = 10.0
-"""Seconds after which what a poller reported last says nothing about the present."""
+"""Seconds after which a poller's last reading says nothing about the present."""
 
-MANY, MOST_NODES = 8, 1024
-"""Nodes from which on their files are read every other time; and whose files are read."""
+MANY_NODES, MAX_NODES = 8, 1024
+"""With more nodes, their files are read every other time; and how many are read at all."""
 
-_MOST_BYTES = 8 << 20
-"""Bytes of the files of all nodes, of which one has some hundred for each GPU."""
+_MAX_BYTES = 8 << 20
+"""Size of the files of all nodes. One has some hundred bytes for each GPU."""
 
 
 @dataclass
@@ -52,84 +44,57 @@ class _Node:
     trouble: str = ""
 
 
-def gpus_of(record: Mapping[str, Any]) -> tuple[Gpu, ...]:
-    """The GPUs of one node from what `ddpdoctor.system.gpu_health` wrote, without damaged ones."""
+def gpus_of(record: Mapping[str, object]) -> tuple[Gpu, ...]:
+    """Return the GPUs of a node from what its poller wrote. Skip damaged ones."""
     listed = record.get("gpus")
     node = str(record.get("host") or "")
-    found = []
-    for each in listed if isinstance(listed, list) else ():
-        with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError, OverflowError):
-            found.append(_gpu(node, each))
-    return tuple(found)
-
-
-def _gpu(node: str, record: Mapping[str, Any]) -> Gpu:
-    numbers: dict[str, Any] = {name: float(record[name]) for name in _REAL & record.keys()}
-    numbers |= {name: int(record[name]) for name in _WHOLE & record.keys()}
-    return Gpu(
-        node=node,
-        index=int(record["index"]),
-        uuid=str(record["uuid"]),
-        name=str(record.get("name") or ""),
-        throttle=tuple(str(word) for word in record.get("throttle") or ()),
-        processes=tuple((int(pid), _bytes(held)) for pid, held in record.get("processes") or ()),
-        mig=bool(record.get("mig")),
-        problem=str(record.get("problem") or ""),
-        **numbers,
-    )
-
-
-def _bytes(value: object) -> int | None:
-    return value if isinstance(value, int) else None
+    found = [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
+    gpus = (decoder(Gpu)({**each, "node": node}) for each in found if "index" in each)
+    return tuple(gpu for gpu in gpus if gpu.uuid)
 
 
 def without_readings(gpu: Gpu, problem: str) -> Gpu:
-    """A GPU of which only that is known which does not change."""
+    """Return a GPU with only those facts that do not change."""
     still = Gpu(node=gpu.node, index=gpu.index, uuid=gpu.uuid, name=gpu.name, mig=gpu.mig)
     return replace(still, memory_total=gpu.memory_total, problem=problem)
 
 
 def by_uuid(gpus: Iterable[Gpu]) -> dict[str, Gpu]:
-    """GPUs by the UUID that ranks report."""
+    """Return GPUs by the UUID that ranks report."""
     return {same_uuid(gpu.uuid): gpu for gpu in gpus}
 
 
 class GpuFiles:
-    """The files that the pollers of all nodes keep in a run directory.
-
-    Args:
-        directory: The run directory.
-    """
+    """The files that the pollers of all nodes keep in a run directory."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._nodes: dict[str, _Node] = {}
         """By the names of their files."""
-        self._turn = False
+        self._odd_turn = False
         self._left_out = 0
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """List the directory again."""
         try:
             names = opening.names(self._directory)
         except OSError:
             return
         ours = [name for name in names if name.startswith("gpus-") and name.endswith(".json")]
-        self._nodes = {name: self._nodes.get(name, _Node()) for name in ours[:MOST_NODES]}
-        self._left_out = len(ours[MOST_NODES:])
+        self._nodes = {name: self._nodes.get(name, _Node()) for name in ours[:MAX_NODES]}
+        self._left_out = len(ours[MAX_NODES:])
 
     def read(self, live: bool) -> tuple[tuple[Gpu, ...], str]:
-        """The GPUs of all nodes, and in words why some cannot be read; old numbers are left out."""
+        """Return the GPUs of all nodes without old numbers, and why some cannot be read."""
         found: list[Gpu] = []
         trouble: list[str] = []
         if self._left_out:
-            trouble.append(f"more than {MOST_NODES} nodes: {self._left_out} others are left out")
+            trouble.append(f"more than {MAX_NODES} nodes: {self._left_out} others are left out")
         now = time.monotonic()
-        # Of many nodes only half are read each time.
-        self._turn = not self._turn
-        many = len(self._nodes) > MANY
+        self._odd_turn = not self._odd_turn
+        many = len(self._nodes) > MANY_NODES
         for number, (name, node) in enumerate(self._nodes.items()):
-            if not many or node.seen is None or number % 2 == self._turn:
+            if not many or node.seen is None or number % 2 == self._odd_turn:
                 self._read(name, node, now)
             age = now - node.changed
             if not live or node.seen is None:
@@ -150,7 +115,7 @@ class GpuFiles:
             key = (facts.st_mtime_ns, facts.st_ino)
             if node.seen == key:
                 return
-            record = opening.json_object(path, _MOST_BYTES // len(self._nodes))
+            record = opening.json_object(path, _MAX_BYTES // len(self._nodes))
             if int(record.get("format", 0)) > FORMAT:
                 raise ValueError
         except OSError:
@@ -158,14 +123,14 @@ class GpuFiles:
         except (ValueError, TypeError, OverflowError):
             node.trouble = f"{name} is damaged"
             return
-        # Of the first look only the clock of the file system says how old it is.
+        # At first only the clock of the file system says how old it is.
         age = max(0.0, time.time() - facts.st_mtime) if node.seen is None else 0.0
         node.seen, node.changed = key, now - age
         node.gpus, node.trouble = gpus_of(record), str(record.get("nvml") or "")
 
 
-SHORTEST_INTERVAL = 0.1
-"""Seconds between two looks at the CPU: its counters are in hundredths."""
+MIN_CPU_INTERVAL = 0.1
+"""Seconds between two readings of the CPU, whose counters are in hundredths."""
 
 
 class MachineMeter:
@@ -178,12 +143,12 @@ class MachineMeter:
         self._cpu: float | None = None
 
     def read(self) -> Machine:
-        """What they do; the CPU's load since the last reading, once there is one."""
+        """Return memory, and the CPU's load since the last reading once there was one."""
         used = total = None
         # Without /proc nothing is known.
         with contextlib.suppress(OSError, RuntimeError):
             now = time.monotonic()
-            if now - self._read >= SHORTEST_INTERVAL:
+            if now - self._read >= MIN_CPU_INTERVAL:
                 busy = psutil.cpu_percent() / 100
                 # The first call has nothing to compare with.
                 self._cpu = busy if self._read else None
@@ -193,14 +158,11 @@ class MachineMeter:
         return Machine(self._node, self._cpu, self._cores, used, total)
 
 
-# -- why a process of this machine gives no sign of life
+FIRST_SAMPLE = 0.05
+"""Seconds for which a process without a heartbeat is watched the first time."""
 
-
-SAMPLE_SECONDS = 0.05
-"""Seconds over which a process that gives no heartbeat is watched when that is seen first."""
-
-_LOOK_INTERVAL = 2.0
-"""Seconds after which that is measured again."""
+_SAMPLE_INTERVAL = 2.0
+"""Seconds after which its CPU time is sampled again."""
 
 STOPPED = "its process is stopped (SIGSTOP)"
 _STATE_TEXTS = {
@@ -210,15 +172,15 @@ _STATE_TEXTS = {
 }
 
 
-class Silence:
-    """Looks at processes, and remembers what they had had of the cores."""
+class ProcessStates:
+    """Finds out why processes of this machine show no sign of life."""
 
     def __init__(self) -> None:
         self._turns: dict[int, tuple[float, Turn | None]] = {}
-        """What the main threads had had of the cores at a moment, by pid."""
+        """CPU time of main threads, by pid, with the time of the sample."""
 
-    def why(self, pid: int) -> tuple[str, str]:
-        """The state of a rank whose process it is, and the words to it."""
+    def state(self, pid: int) -> tuple[str, str]:
+        """Return the state of the rank whose process it is, and why."""
         try:
             status = psutil.Process(pid).status()
         except psutil.NoSuchProcess:
@@ -228,19 +190,19 @@ class Silence:
         if status == psutil.STATUS_ZOMBIE:
             return "dead", "its process has ended"
         if status == psutil.STATUS_RUNNING and self.lacks_core(pid):
-            # It works, as far as it can; so does the thread that beats.
+            # It works as far as it can, and so does the thread that writes the heartbeat.
             return "running", "gets little CPU"
         return "stale", _STATE_TEXTS.get(status, "")
 
     def lacks_core(self, pid: int) -> bool:
-        """Whether a main thread that is ready to run has had no core for most of the time."""
+        """Return whether a main thread was ready to run, but had no core for most of the time."""
         now, turn = time.monotonic(), read_turn(pid, pid)
         if pid not in self._turns:
             self._turns[pid] = (now, turn)
-            time.sleep(SAMPLE_SECONDS)
+            time.sleep(FIRST_SAMPLE)
             now, turn = time.monotonic(), read_turn(pid, pid)
         when, before = self._turns[pid]
-        if now - when >= _LOOK_INTERVAL:
+        if now - when >= _SAMPLE_INTERVAL:
             self._turns[pid] = (now, turn)
         if before is None or turn is None:
             return False

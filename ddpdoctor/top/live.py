@@ -1,4 +1,4 @@
-"""Make frames of a live run from its status pages, and more of the ranks that are looked at."""
+"""Make frames of a live run from its status pages, in more detail for the ranks on screen."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from itertools import zip_longest
 from pathlib import Path
+from statistics import fmean
 from typing import TypeVar
 
 from ddpdoctor.core import opening
@@ -23,11 +24,11 @@ from ddpdoctor.run.reader import read_manifest
 from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.run.records.process import ErrorRecord, OpenRecord
 from ddpdoctor.run.records.supervisor import RankExitRecord
-from ddpdoctor.run.records.training import PassRecord
+from ddpdoctor.run.records.training import PassRecord, StepRecord
 from ddpdoctor.run.status import Phase, Status
 from ddpdoctor.top import hardware, headline, run_files, step_times
 from ddpdoctor.top.frames import Want
-from ddpdoctor.top.hardware import STOPPED, Silence
+from ddpdoctor.top.hardware import STOPPED, ProcessStates
 from ddpdoctor.top.run_files import (
     StampAges,
     StatusPages,
@@ -36,24 +37,38 @@ from ddpdoctor.top.run_files import (
     without_control_characters,
 )
 from ddpdoctor.top.snapshot import Gpu, Job, RankRow, Snapshot, Times, Verdict
-from ddpdoctor.top.step_times import RecentSteps, StepLine, StepLog, after_warm_up
+from ddpdoctor.top.step_times import RecentSteps, StepLog, after_warm_up
 
-# -- how far a job is, how fast, and how long it will take
-
+T = TypeVar("T")
 
 RATE_WINDOW = 30.0
-"""Seconds over which the rate of steps is taken."""
+"""Seconds over which the rate of steps is averaged."""
 
-RANKS_LOOKED_AT = 4
-"""Ranks whose newest step's loss and samples are read."""
+MAX_RANKS_FOR_LOSS = 4
+"""Ranks of whose newest steps loss and samples are read."""
+
+LIST_INTERVAL = 1.0
+"""Seconds between two listings of the run directory."""
+
+PASS_INTERVAL = 20.0
+"""Seconds between two checks of how long an epoch is."""
+
+STALE = 5.0
+"""Seconds without a heartbeat after which a rank is stale. It comes four times a second."""
+
+MANY_RANKS = 64
+"""With more ranks, those off screen are read in every other frame."""
 
 _EPOCHS_OPTION = re.compile(r"--(?:n|num|max|total)?[-_]?(?:train)?[-_]?epochs?$")
 _STEPS_OPTION = re.compile(r"--(?:n|num|max|total)?[-_]?(?:train)?[-_]?(?:steps|iters|iterations)$")
 _RESTARTS_OPTION = re.compile(r"--max[-_]restarts$")
 
+_cleaned = lru_cache(maxsize=4096)(without_control_characters)
+"""`without_control_characters`, for texts that are the same in most frames."""
+
 
 class Progress:
-    """Follows the steps of a run.
+    """How far the job is, how fast, and how long it will take.
 
     Args:
         manifest: The run's.
@@ -61,28 +76,34 @@ class Progress:
 
     def __init__(self, manifest: Mapping[str, object]) -> None:
         words = manifest.get("command")
-        named = [str(word) for word in words] if isinstance(words, list) else []
-        restarts = _option_number(named, _RESTARTS_OPTION)
+        command = [str(word) for word in words] if isinstance(words, list) else []
+        restarts = _option_number(command, _RESTARTS_OPTION)
         self._job = Job(
             script=run_files.job_command(manifest),
-            steps=_option_number(named, _STEPS_OPTION),
-            epochs=_option_number(named, _EPOCHS_OPTION),
+            steps=_option_number(command, _STEPS_OPTION),
+            epochs=_option_number(command, _EPOCHS_OPTION),
             attempts=None if restarts is None else restarts + 1,
         )
         self._seen: deque[tuple[float, int]] = deque()
         self._per_epoch: float | None = None
 
     def restarted(self) -> None:
-        """Another attempt begins, from its step 0."""
+        """Begin another attempt, from its step 0."""
         self._seen.clear()
 
-    def loads(self, record: PassRecord | None, line: StepLine | None) -> None:
-        """A pass over the loader says how long an epoch is."""
+    def add_pass(self, record: PassRecord | None, step: StepRecord | None) -> None:
+        """Learn from a pass over the loader how long an epoch is."""
         if record is not None and record.batches:
-            self._per_epoch = record.batches / max(1, line.backwards if line is not None else 1)
+            self._per_epoch = record.batches / max(1, step.backwards if step is not None else 1)
 
-    def at(self, ticks: float, step: int | None, usual: float | None) -> float | None:
-        """Steps a second at a moment, in seconds of any clock; first by their usual duration."""
+    def rate(self, ticks: float, step: int | None, usual: float | None) -> float | None:
+        """Return steps per second.
+
+        Args:
+            ticks: The present, in seconds of any clock.
+            step: Steps done.
+            usual: Seconds that a step takes, from which the first rates are derived.
+        """
         if step is None:
             return None
         if self._seen and step < self._seen[-1][1]:
@@ -91,7 +112,7 @@ class Progress:
         while len(self._seen) > 2 and self._seen[1][0] <= ticks - RATE_WINDOW:
             self._seen.popleft()
         since, before = self._seen[0]
-        # A step that is under way is no sign of a lower rate until it lasts long.
+        # A step that is under way does not lower the rate until it takes long.
         long = max(5.0, 3 * usual) if usual else RATE_WINDOW
         if ticks - since < long:
             return 1 / usual if usual else None
@@ -103,48 +124,51 @@ class Progress:
         step: int | None,
         epoch: int | None,
         rate: float | None,
-        lines: Sequence[StepLine],
+        newest: Sequence[StepRecord],
         world_size: int | None,
     ) -> Job:
-        """How far it is.
+        """Describe the progress.
 
         Args:
             attempt: Which one, from 0.
             step: Steps done.
             epoch: Of the newest step.
-            rate: Steps a second.
-            lines: The newest steps of some ranks.
+            rate: Steps per second.
+            newest: The newest step of some ranks.
             world_size: Ranks of the job.
         """
-        losses = [line.loss for line in lines if line.loss is not None]
-        samples = [line.samples for line in lines if line.samples]
-        steps = self._steps(step, epoch)
-        job = replace(self._job, attempt=attempt, step=step, epoch=epoch, rate=rate, steps=steps)
-        if losses:
-            job = replace(job, loss=sum(losses) / len(losses))
+        samples = [each.samples for each in newest if each.samples]
+        job = replace(
+            self._job,
+            attempt=attempt,
+            step=step,
+            epoch=epoch,
+            rate=rate,
+            steps=self._steps(step, epoch),
+            loss=step_times.mean_loss(newest),
+        )
         if samples and rate is not None and world_size:
-            each = sum(samples) / len(samples)
-            job = replace(job, samples_rate=each * world_size * rate)
-        if steps is not None and step is not None and rate:
-            job = replace(job, left=max(0, steps - step) / rate)
+            job = replace(job, samples_rate=fmean(samples) * world_size * rate)
+        if job.steps is not None and step is not None and rate:
+            job = replace(job, left=max(0, job.steps - step) / rate)
         return job
 
     def _steps(self, step: int | None, epoch: int | None) -> int | None:
-        """All steps of this attempt, as far as the command and the loader tell."""
+        """Return all steps of this attempt, if the command and the loader tell."""
         epochs, per_epoch = self._job.epochs, self._per_epoch
         if epochs is None:
             return self._job.steps
         if per_epoch is None or step is None:
             return None
         before = 0 if epoch is None else epoch - int(step / per_epoch)
-        # One epoch ahead is a job that counts from 1; more, one that was resumed.
+        # One epoch ahead is a job that counts from 1. More is a job that was resumed.
         done = before if before > 1 else 0
         steps = round(per_epoch * (epochs - done))
         return steps if steps >= step else None
 
 
 def _option_number(words: Sequence[str], option: re.Pattern[str]) -> int | None:
-    """The number that an option of the command has."""
+    """Return the number given to an option of the command."""
     for word, following in zip_longest(words, words[1:], fillvalue=""):
         name, equals, value = word.partition("=")
         if option.match(name):
@@ -153,11 +177,8 @@ def _option_number(words: Sequence[str], option: re.Pattern[str]) -> int | None:
     return None
 
 
-# -- one rank of the newest attempt, followed from frame to frame
-
-
 class LiveRank:
-    """What is known of a rank beside its status page.
+    """What is known of a rank of the newest attempt beside its status page.
 
     Args:
         rank: Which one.
@@ -169,10 +190,10 @@ class LiveRank:
         self.path: Path = pages.path(rank, "jsonl")
         self._opened: OpenRecord | None = None
         self.group: tuple[int, ...] = ()
-        """The ranks on GPUs that it reduces gradients with; empty where it does not, or unknown."""
+        """The ranks on GPUs that it reduces gradients with. Empty if it does not, or unknown."""
         before = StepLog(self.path).newest(step_times.WINDOW)
-        self.recent = RecentSteps(after_warm_up([step.parts for step in before]))
-        """The newest steps, those before the first look among them."""
+        self.recent = RecentSteps(after_warm_up([step_times.parts_of(step) for step in before]))
+        """The newest steps, including those before the monitor started."""
         self.row: RankRow | None = None
         """As it was shown last."""
 
@@ -180,54 +201,33 @@ class LiveRank:
     def opened(self) -> OpenRecord | None:
         """Its first record, once it is there."""
         if self._opened is None:
-            self._opened = step_times.open_record(self.path, self.share)
+            self._opened = step_times.open_record(self.path, self.max_memory)
         return self._opened
 
     def times(self, on_gpu: bool) -> Times | None:
-        """Its means over the newest steps; on a GPU the wait is still within the backward."""
+        """Average its newest steps. On a GPU the wait is still within the backward."""
         if on_gpu and not self.group and len(self.recent):
-            self.group = step_times.ddp_group(self.path)
+            self.group = step_times.ddp_group(self.path, self.max_memory)
         return self.recent.times(apart=not self.group)
 
     @cached_property
     def error(self) -> ErrorRecord | None:
-        """Its uncaught exception, once it has come to its end."""
-        return step_times.last_error(self.path, self.share)
+        """Its uncaught exception, once it has ended."""
+        return step_times.last_error(self.path, self.max_memory)
 
     @property
-    def newest(self) -> StepLine | None:
+    def newest(self) -> StepRecord | None:
         """Its newest step, as its journal has it."""
         return next(iter(StepLog(self.path).newest(1)), None)
 
     @property
-    def share(self) -> int:
+    def max_memory(self) -> int:
         """Bytes of memory that a record of each rank may take."""
         return opening.MOST_EXPANDED // (len(self._pages.ranks) or 1)
 
 
-# -- A run that lives, or lived a moment ago: its status pages, and of what is looked at, more
-
-
-T = TypeVar("T")
-
-LIST_EVERY = 1.0
-"""Seconds between two listings of the run directory."""
-
-PASSES_EVERY = 20.0
-"""Seconds between two looks at how long an epoch is."""
-
-STALE = 5.0
-"""Seconds without a heartbeat, which comes four times a second, after which a rank is stale."""
-
-_still = lru_cache(maxsize=4096)(without_control_characters)
-"""`clean`, for texts that are the same in most frames."""
-
-MANY = 64
-"""Ranks from which on those that are not looked at are read in every other frame."""
-
-
 class LiveSource:
-    """Follows the newest attempt of a run.
+    """Follows the newest attempt of a run that lives, or lived a moment ago.
 
     Args:
         path: The run directory.
@@ -249,16 +249,16 @@ class LiveSource:
         self._events = SupervisorEvents(path)
         self._meter = hardware.MachineMeter()
         self._ages = StampAges()
-        self._silence = Silence()
+        self._processes = ProcessStates()
         self._namespace = namespace()
         self._remark = as_copy(path)
         self._listed = self._passes = float("-inf")
         self._gone = False
         self._attempt: int | None = None
         self._ranks: dict[int, LiveRank] = {}
-        self._turn = False
+        self._odd_turn = False
         self._broken: list[tuple[str, Exception]] = []
-        """The parts of this frame that a fault of ours is in."""
+        """The parts of this frame that failed by a fault of ours."""
         self.live = True
         """Whether the run lived when it was read last."""
 
@@ -267,7 +267,7 @@ class LiveSource:
             self._manifest = read_manifest(self.path)
             self._progress = Progress(self._manifest)
         except DoctorError:
-            # Of a run that begins it may be half-written.
+            # While a run starts it may be half-written.
             if not live:
                 raise
 
@@ -276,36 +276,37 @@ class LiveSource:
         self._pages.close()
 
     def read(self, want: Want) -> Snapshot:
-        """The present frame."""
+        """Read the present frame."""
         now, ticks = time.time_ns(), time.monotonic()
-        self._look(ticks)
+        self._update(ticks)
         self._broken.clear()
         self._part("events", self._events.poll)
-        resting = self._resting(want)
-        pages = self._pages.read(resting)
+        skipped = self._skipped(want)
+        pages = self._pages.read(skipped)
         self._part("the output", self._stderr.read)
         nothing: tuple[tuple[Gpu, ...], str] = (), ""
-        found, nvml = self._part("the GPUs", lambda: self._gpus.read(self.live)) or nothing
-        devices = self._part("the GPUs", lambda: hardware.by_uuid(found)) or {}
+        gpus, nvml = self._part("the GPUs", lambda: self._gpus.read(self.live)) or nothing
+        by_uuid = self._part("the GPUs", lambda: hardware.by_uuid(gpus)) or {}
         for rank, status in pages.items():
-            if rank not in resting:
-                read = partial(self._row, rank, status, devices, want, now, ticks)
-                row = self._part(f"rank {rank}", read)
+            if rank not in skipped:
+                row = self._part(
+                    f"rank {rank}", partial(self._row, rank, status, by_uuid, want, now, ticks)
+                )
                 if row is not None:
                     self._ranks[rank].row = row
         known = (self._ranks[rank].row for rank in pages if rank in self._ranks)
         rows = step_times.with_waits([row for row in known if row is not None], self.groups)
         job = self._part("the progress", lambda: self._job(pages, rows, ticks)) or Job()
-        return self._snapshot(rows, pages, job, found, nvml, now)
+        return self._snapshot(rows, pages, job, gpus, nvml, now)
 
-    def _look(self, ticks: float) -> None:
-        """See whether the run lives, what files there are, and whether an attempt has begun."""
+    def _update(self, ticks: float) -> None:
+        """Check whether the run lives, list its files, and notice a new attempt."""
         # First, so that what is read afterwards is whole if the run is over.
         self.live = rundir.is_live(self.path)
-        if ticks - self._listed >= LIST_EVERY or not self.live or not self._pages.ranks:
+        if ticks - self._listed >= LIST_INTERVAL or not self.live or not self._pages.ranks:
             self._listed = ticks
-            self._gone = not self._pages.look()
-            self._gpus.look()
+            self._gone = not self._pages.refresh()
+            self._gpus.refresh()
         if not self._manifest and not self._gone:
             with contextlib.suppress(DoctorError):
                 self._read_manifest(True)
@@ -315,7 +316,7 @@ class LiveSource:
             self._progress.restarted()
 
     def _part(self, name: str, read: Callable[[], T]) -> T | None:
-        """A part of the frame; None if a fault of ours is in it, which a note then says."""
+        """Read a part of the frame; None if a fault of ours is in it, which a note reports."""
         try:
             return read()
         except (OSError, DoctorError):
@@ -324,31 +325,29 @@ class LiveSource:
             self._broken.append((name, error))
         return None
 
-    # -- ranks
-
     @property
     def groups(self) -> dict[int, tuple[int, ...]]:
-        """By rank, the ranks on GPUs that it reduces gradients with."""
+        """For each rank, the ranks on GPUs that it reduces gradients with."""
         return {rank: known.group for rank, known in self._ranks.items() if known.group}
 
-    def _resting(self, want: Want) -> frozenset[int]:
-        """Ranks whose row stays as it is in this frame.
+    def _skipped(self, want: Want) -> frozenset[int]:
+        """Return the ranks whose rows are not read in this frame.
 
-        Of many ranks those that are not looked at are read in every other frame, unless they ended.
+        Of many ranks, half of those off screen, unless they ended.
         """
-        self._turn = not self._turn
+        self._odd_turn = not self._odd_turn
         shown = {rank for rank, known in self._ranks.items() if known.row is not None}
-        if want.ranks is None or len(shown) < MANY or not self.live:
+        if want.ranks is None or len(shown) < MANY_RANKS or not self.live:
             return frozenset()
         over = {rank for rank, restart in self._events.exits if restart == self._attempt}
         unseen = shown - want.ranks - over
-        return frozenset(rank for rank in unseen if rank % 2 == self._turn)
+        return frozenset(rank for rank in unseen if rank % 2 == self._odd_turn)
 
     def _row(
         self,
         rank: int,
         status: Status,
-        devices: dict[str, Gpu],
+        gpus: dict[str, Gpu],
         want: Want,
         now: int,
         ticks: float,
@@ -356,17 +355,18 @@ class LiveSource:
         known = self._ranks.get(rank)
         if known is None:
             known = self._ranks[rank] = LiveRank(rank, self._pages)
-        known.recent.saw(status.parts)
-        node = _still(known.opened.host if known.opened is not None else "")
+        known.recent.add(status.parts)
+        node = _cleaned(known.opened.host if known.opened is not None else "")
         since = self._ages.age((rank, "since"), status.since, now, ticks)
         beat = since
         if status.beat is not None:
             beat = min(since, self._ages.age((rank, "beat"), status.beat, now, ticks))
         state, said = self._state(rank, known, status, beat)
+        over = state in ("ended", "dead")
         wanted = want.ranks is None or rank in want.ranks
         local = status.local_rank if status.local_rank >= 0 else None
         here = node == self._manifest.get("host")
-        row = RankRow(
+        return RankRow(
             rank=rank,
             node=node,
             local_rank=local,
@@ -375,52 +375,37 @@ class LiveSource:
             pid=status.pid,
             state=state,
             said=said,
-            phase=status.phase.label,
-            since=since,
-            site=_still(status.site),
-            collective=_still(status.collective) if status.phase is Phase.WAIT else "",
+            phase="" if over else status.phase.label,
+            since=None if over else since,
+            site=_cleaned(status.site),
+            collective=_cleaned(status.collective) if status.phase is Phase.WAIT else "",
             step=status.step,
             epoch=status.epoch,
             times=known.times(bool(status.gpu)),
-            heartbeat=beat,
+            heartbeat=None if over else beat,
             dropped=status.dropped,
-            rss=status.rss,
-            allocated=status.allocated,
-            reserved=status.reserved,
+            rss=None if over else status.rss,
+            allocated=None if over else status.allocated,
+            reserved=None if over else status.reserved,
             peak=status.peak,
             cost=status.cost,
-            gpu=devices.get(status.gpu) if status.gpu else None,
-            debug_port=self._events.port(rank),
+            gpu=gpus.get(status.gpu) if status.gpu else None,
+            debug_port=None if over else self._events.port(rank),
             output=self._stderr.of(rank, local, here) if wanted else (),
-        )
-        if state not in ("ended", "dead"):
-            return row
-        return replace(
-            row,
-            phase="",
-            since=None,
-            heartbeat=None,
-            rss=None,
-            allocated=None,
-            reserved=None,
-            debug_port=None,
         )
 
     def _state(
         self, rank: int, known: LiveRank, status: Status, heartbeat: float
     ) -> tuple[str, str]:
-        """A rank's state, and the words to it."""
+        """Return a rank's state, and what there is to say of it."""
         over = status.phase is Phase.ENDED
         ending = self._events.exits.get((rank, status.restart))
         if ending is not None:
-            state, said = _ended_state(ending, known, over)
-            # Who ends at a signal that somebody sent has not failed.
-            asked = self._events.asked and known.error is None and (ending.status or 0) < 0
-            return ("ended" if asked else state), said
+            return self._ended_state(ending, known, over)
         if over and known.error is None:
             return "ended", ""
         if self._gone and not over:
-            # The job may well live on: a directory that was removed says nothing of it.
+            # The job may well live on: a directory that was removed does not tell.
             return "stale", "no more is known of it"
         if over or not self.live:
             asked = self._events.asked and known.error is None
@@ -430,51 +415,56 @@ class LiveSource:
             return "debugger", debugged
         if heartbeat > STALE and status.beat is not None:
             near = known.opened is not None and known.opened.namespace == self._namespace
-            return self._silence.why(status.pid) if near else ("stale", "")
+            return self._processes.state(status.pid) if near else ("stale", "")
         return ("starting" if status.phase is Phase.STARTING else "running"), ""
 
-    # -- the whole
+    def _ended_state(self, ending: RankExitRecord, known: LiveRank, over: bool) -> tuple[str, str]:
+        """Return the state of a rank whose process has ended, and how it ended."""
+        code = ending.status
+        if code == 0 or (code is None and over):
+            return "ended", ""
+        words = run_files.how_it_ended(ending, known.error)
+        if known.error is not None:
+            return "dead", words
+        # A failure after the end of the script is not training's. A rank that ends by a signal
+        # that somebody sent has not failed.
+        fine = (over and (code or 0) <= 0) or (self._events.asked and (code or 0) < 0)
+        return "ended" if fine else "dead", words
 
     def _job(self, pages: dict[int, Status], rows: list[RankRow], ticks: float) -> Job:
-        """How far the job is: by its ranks' pages, and the newest steps of a few."""
-        lines = [
-            line
-            for rank in self._pages.ranks[:RANKS_LOOKED_AT]
-            if (known := self._ranks.get(rank)) is not None and (line := known.newest) is not None
-        ]
-        if rows and ticks - self._passes >= PASSES_EVERY:
+        """Describe the progress by the ranks' pages and the newest steps of a few."""
+        known = [self._ranks.get(rank) for rank in self._pages.ranks[:MAX_RANKS_FOR_LOSS]]
+        steps = [each.newest for each in known if each is not None]
+        newest = [step for step in steps if step is not None]
+        if rows and ticks - self._passes >= PASS_INTERVAL:
             self._passes = ticks
             first = self._ranks[min(row.rank for row in rows)]
-            one = lines[0] if lines else None
-            self._progress.loads(step_times.last_pass(first.path, first.share), one)
+            record = step_times.last_pass(first.path, first.max_memory)
+            self._progress.add_pass(record, newest[0] if newest else None)
         step = max((status.step for status in pages.values()), default=None)
         epochs = [status.epoch for status in pages.values() if status.epoch is not None]
         timed = [row.times.total for row in rows if row.times is not None]
         usual = sorted(timed)[len(timed) // 2] if timed else None
-        rate = self._progress.at(ticks, step, usual)
+        rate = self._progress.rate(ticks, step, usual)
         if not self.live:
-            # At the end it is slow, or has stopped: the usual one is its last number.
+            # The last steps were slow, or stopped: the usual rate is what counts.
             rate = 1 / usual if usual else None
         return self._progress.job(
-            self._attempt or 0, step, max(epochs, default=None), rate, lines, self._world(pages)
+            self._attempt or 0, step, max(epochs, default=None), rate, newest, _world_size(pages)
         )
-
-    @staticmethod
-    def _world(pages: dict[int, Status]) -> int | None:
-        return max((status.world_size for status in pages.values()), default=None)
 
     def _snapshot(
         self,
         rows: list[RankRow],
         pages: dict[int, Status],
         job: Job,
-        found: tuple[Gpu, ...],
+        gpus: tuple[Gpu, ...],
         nvml: str,
         now: int,
     ) -> Snapshot:
-        seen = self._events
+        events = self._events
         started = integer(self._manifest, "started") or None
-        until = seen.ended if seen.ended is not None and not self.live else now
+        until = events.ended if events.ended is not None and not self.live else now
         opened = (known.opened for known in self._ranks.values())
         snapshot = Snapshot(
             time=until / 1e9,
@@ -485,30 +475,28 @@ class LiveSource:
             command=run_files.command_line(self._manifest),
             started=None if started is None else started / 1e9,
             live=self.live,
-            exit_status=None if self.live else seen.status,
-            world_size=self._world(pages),
+            exit_status=None if self.live else events.status,
+            world_size=_world_size(pages),
             job=job,
-            gpus=found,
+            gpus=gpus,
             machine=self._meter.read(),
-            findings=seen.findings,
+            findings=events.findings,
             output=self._stderr.lines,
             nvml=nvml,
             environment=run_files.environment_facts(
                 self._manifest, next((each for each in opened if each is not None), None)
             ),
         )
-        timed = (self._ranks[row.rank].recent for row in rows if row.times is not None)
         facts = headline.VerdictFacts(
             live=self.live,
             exit_status=snapshot.exit_status,
-            asked=seen.asked,
+            asked=events.asked,
             world_size=snapshot.world_size,
             since_start=None if started is None else max(0.0, (until - started) / 1e9),
             died=self._died({row.rank for row in rows if row.state == "dead"}),
-            seen=min((len(recent) for recent in timed), default=0),
-            held=seen.held,
-            findings=seen.findings,
-            hung=seen.hung(job.attempt),
+            held=events.held,
+            findings=events.findings,
+            hung=events.hung(job.attempt),
             attempt=job.attempt,
             attempts=job.attempts,
         )
@@ -526,13 +514,13 @@ class LiveSource:
         return found or Verdict("not known", "warning")
 
     def _died(self, dead: set[int]) -> tuple[int, ...]:
-        """These ranks, the one that died first first."""
+        """Sort dead ranks by when they died."""
         ends = {
             rank: record.time
             for (rank, restart), record in self._events.exits.items()
             if restart == self._attempt
         }
-        # Who raised first is the cause, even if its process was reaped after those of its victims.
+        # The rank that raised first is the cause, even if its process was reaped after others.
         for rank in dead:
             error = self._ranks[rank].error
             if error is not None and error.time:
@@ -547,19 +535,26 @@ class LiveSource:
             notes.append("run.json cannot be read")
         supervisor = integer(self._manifest, "supervisor", -1)
         here = self._manifest.get("host") == socket.gethostname()
-        if self.live and here and supervisor > 0 and self._silence.why(supervisor)[1] == STOPPED:
+        if (
+            self.live
+            and here
+            and supervisor > 0
+            and self._processes.state(supervisor)[1] == STOPPED
+        ):
             notes.append(f"ddpdoctor is stopped, no findings are made: kill -CONT {supervisor}")
-        bad = self._pages.unreadable
-        if bad and not self._gone:
-            rank, why = next(iter(bad.items()))
-            more = f", and those of {len(bad) - 1} more" if len(bad) > 1 else ""
+        unreadable = self._pages.unreadable
+        if unreadable and not self._gone:
+            rank, why = next(iter(unreadable.items()))
+            more = f", and those of {len(unreadable) - 1} more" if len(unreadable) > 1 else ""
             notes.append(f"the status page of rank {rank} cannot be read{more}: {why}")
         if self._pages.left_out:
             notes.append(f"{self._pages.left_out} more ranks are left out")
         if self._events.unread:
             notes.append(f"left out: {self._events.unread}")
-        if mute := sum(status.unwritten for status in pages.values()):
-            notes.append(f"{mute} of {len(pages)} ranks cannot write their records: disk full?")
+        if unwritten := sum(status.unwritten for status in pages.values()):
+            notes.append(
+                f"{unwritten} of {len(pages)} ranks cannot write their records: disk full?"
+            )
         if self._events.left_out:
             notes.append(f"{self._events.left_out} older findings are left out")
         if self._broken:
@@ -567,13 +562,5 @@ class LiveSource:
         return tuple(without_control_characters(note) for note in notes)
 
 
-def _ended_state(ending: RankExitRecord, known: LiveRank, over: bool) -> tuple[str, str]:
-    """The state of a rank whose process has ended, and the words to it."""
-    code = ending.status
-    if code == 0 or (code is None and over):
-        return "ended", ""
-    # An uncaught exception ends the interpreter in order, too. What else comes after the end of the
-    # script is not training.
-    if over and known.error is None and (code or 0) <= 0:
-        return "ended", run_files.how_it_ended(ending, None)
-    return "dead", run_files.how_it_ended(ending, known.error)
+def _world_size(pages: dict[int, Status]) -> int | None:
+    return max((status.world_size for status in pages.values()), default=None)

@@ -28,23 +28,20 @@ from ddpdoctor.core.opening import whole
 from ddpdoctor.top.snapshot import PHASES, RankRow, Snapshot
 from ddpdoctor.top.view import rank_value
 
-CLIENTS = 16
-"""Connections at a time; one more takes the place of the oldest."""
+MAX_CONNECTIONS = 16
+"""Connections at a time. Another one takes the place of the oldest."""
 
-APART = 0.01
-"""Seconds between two connections, at least."""
+MIN_GAP = 0.01
+"""Seconds between two connections."""
 
-ARRIVES = 5.0
-"""Seconds in which a request has to be here."""
-
-TAKEN = 30.0
-"""Seconds in which the response has to be taken."""
+REQUEST_TIMEOUT, RESPONSE_TIMEOUT = 5.0, 30.0
+"""Seconds in which a request has to arrive, and its response to be taken."""
 
 _RANK = ("rank", "local_rank", "run", "Hostname", "gpu", "UUID", "device", "modelName")
 
 
 def address(text: str) -> tuple[str, int]:
-    """``PORT``, on loopback, or ``HOST:PORT``; an IPv6 address in brackets.
+    """Parse ``PORT``, on loopback, or ``HOST:PORT``, an IPv6 address in brackets.
 
     Raises:
         DoctorError: It is neither.
@@ -62,7 +59,7 @@ class Exporter:
 
     Args:
         place: Host and port; port 0 takes any.
-        latest: The newest snapshot, None while there is none.
+        latest: Returns the newest snapshot, or None while there is none.
 
     Raises:
         DoctorError: The port is taken.
@@ -84,17 +81,17 @@ class Exporter:
         self._thread.start()
         self.port = int(self._server.server_address[1])
         self.place = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
-        """Where it serves, as in an address."""
+        """Its address."""
 
     def close(self) -> None:
-        """Serve no more."""
+        """Stop serving."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(5)
 
 
 class _Server(ThreadingWSGIServer):
-    """An HTTP server that takes few connections at a time, and each for a limited time.
+    """An HTTP server with few connections at a time, each for a limited time.
 
     Args:
         host: The address or name to listen at.
@@ -108,7 +105,7 @@ class _Server(ThreadingWSGIServer):
 
     def __init__(self, host: str, port: int) -> None:
         self._until: dict[socket.socket, float] = {}
-        """When a connection is cut off, the oldest first."""
+        """When each connection is cut off, the oldest first."""
         self._lock = threading.Lock()
         kind, flags = socket.SOCK_STREAM, socket.AI_PASSIVE
         self.address_family, *_, address = socket.getaddrinfo(host, port, type=kind, flags=flags)[0]
@@ -116,18 +113,18 @@ class _Server(ThreadingWSGIServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serve a connection, on a thread."""
-        time.sleep(APART)
+        time.sleep(MIN_GAP)
         with self._lock:
-            if len(self._until) >= CLIENTS:
+            if len(self._until) >= MAX_CONNECTIONS:
                 self._cut(next(iter(self._until)))
-            self._until[request] = time.monotonic() + ARRIVES
+            self._until[request] = time.monotonic() + REQUEST_TIMEOUT
         super().process_request(request, client_address)
 
     def arrived(self, request: socket.socket) -> None:
         """Begin the time in which the response has to be taken."""
         with self._lock:
             if request in self._until:
-                self._until[request] = time.monotonic() + TAKEN
+                self._until[request] = time.monotonic() + RESPONSE_TIMEOUT
 
     def service_actions(self) -> None:
         """Close connections that have exceeded their time limit."""
@@ -149,14 +146,14 @@ class _Server(ThreadingWSGIServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print nothing where a client has gone."""
+        """Print nothing when a client has gone."""
 
 
 class _Handler(WSGIRequestHandler):
     server: _Server
 
     def parse_request(self) -> bool:
-        """Read the head of a request, which is all of it that counts."""
+        """Read the head of a request. The rest does not matter."""
         is_valid = super().parse_request()
         self.server.arrived(self.request)
         return is_valid
@@ -191,32 +188,32 @@ _NUMBERS: Mapping[str, tuple[str, str]] = {
         "What torch's CUDA allocator has taken from the GPU.",
     ),
 }
-"""Numbers of a rank (`ddpdoctor.top.view.rank_value`), and what they are."""
+"""Gauges of a rank: the name for `ddpdoctor.top.view.rank_value`, and what it is."""
 
 _COUNTERS: Mapping[str, tuple[str, str]] = {
     "rank_steps": ("step", "Steps that a rank has done in this attempt."),
     "rank_dropped_records": ("dropped", "Records that could not be written."),
 }
-"""Of these Prometheus takes rates; their names end in ``_total``."""
-
-_OF_JOB: Mapping[str, tuple[str, str]] = {
-    "steps_per_second": ("rate", "Steps a second."),
-    "samples_per_second": ("samples_rate", "Samples a second of all ranks."),
-    "loss": ("loss", "The mean of the first ranks' losses."),
-    "seconds_left": ("left", "Time until the last step, where the length is known."),
-}
+"""Counters of a rank. Prometheus appends ``_total`` to their names."""
 
 
 def families(snapshot: Snapshot) -> Iterator[Metric]:
-    """The metrics of a snapshot; of a run that is over there are none."""
+    """Yield the metrics of a snapshot. A run that is over has none."""
     if snapshot.kind == "machine" or not snapshot.live:
         return
-    rows = [(row, _labels(row, snapshot.run)) for row in snapshot.ranks]
-    yield from _of_ranks(rows)
-    yield from _of_run(snapshot)
+    rows = []
+    for row in snapshot.ranks:
+        gpu = ["", "", "", ""]
+        if row.gpu is not None:
+            gpu = [str(row.gpu.index), row.gpu.uuid, f"nvidia{row.gpu.index}", row.gpu.name]
+        local = "" if row.local_rank is None else str(row.local_rank)
+        labels = [str(row.rank), local, snapshot.run, row.node, *gpu]
+        rows.append((row, [shown(label) for label in labels]))
+    yield from _rank_families(rows)
+    yield from _run_families(snapshot)
 
 
-def _of_ranks(rows: Sequence[tuple[RankRow, list[str]]]) -> Iterator[Metric]:
+def _rank_families(rows: Sequence[tuple[RankRow, list[str]]]) -> Iterator[Metric]:
     phase = _gauge(
         "rank_phase_seconds",
         "Where a step goes: means over the last steps.",
@@ -226,7 +223,7 @@ def _of_ranks(rows: Sequence[tuple[RankRow, list[str]]]) -> Iterator[Metric]:
     for row, labels in rows:
         state.add_metric([*labels, row.state], 1)
         if row.times is not None:
-            # Of a backward that was not split the wait is a part, so neither is known.
+            # A backward that was not split includes the wait, so neither is known.
             split = "true" if row.times.split else "false"
             for name in PHASES:
                 phase.add_metric([*labels, name, split], getattr(row.times, name))
@@ -242,16 +239,14 @@ def _of_ranks(rows: Sequence[tuple[RankRow, list[str]]]) -> Iterator[Metric]:
     yield state
 
 
-def _of_run(snapshot: Snapshot) -> Iterator[Metric]:
+def _run_families(snapshot: Snapshot) -> Iterator[Metric]:
     run, job = snapshot.run, snapshot.job
-    for name, (field, what) in _OF_JOB.items():
-        family = _gauge(name, what, ("run",))
-        value = getattr(job, field)
-        if value is not None:
-            family.add_metric([run], value)
-        yield family
     median = None if snapshot.median is None else snapshot.median.total
     for name, what, value in (
+        ("steps_per_second", "Steps per second.", job.rate),
+        ("samples_per_second", "Samples per second of all ranks.", job.samples_rate),
+        ("loss", "The mean of the first ranks' losses.", job.loss),
+        ("seconds_left", "Time until the last step, if the length is known.", job.left),
         ("step_seconds", "A step of the median rank.", median),
         ("skew_ratio", "The largest own time, as a ratio to the median one.", snapshot.skew),
     ):
@@ -262,7 +257,7 @@ def _of_run(snapshot: Snapshot) -> Iterator[Metric]:
     restarts = _counter("restarts", "Attempts of the job that failed.", ("run",))
     restarts.add_metric([run], job.attempt)
     yield restarts
-    # Findings are withdrawn, too, so this is no counter.
+    # A gauge, since findings can be withdrawn.
     found = _gauge("findings", "Findings that stand.", ("run", "code", "severity"))
     counts = Counter((row.finding.code, row.finding.severity.label) for row in snapshot.findings)
     for (code, severity), count in sorted(counts.items()):
@@ -282,11 +277,3 @@ def _gauge(name: str, what: str, labels: Sequence[str]) -> Any:
 
 def _counter(name: str, what: str, labels: Sequence[str]) -> Any:
     return CounterMetricFamily(f"ddpdoctor_{name}", what, labels=labels)
-
-
-def _labels(row: RankRow, run: str) -> list[str]:
-    local = "" if row.local_rank is None else str(row.local_rank)
-    gpu = ["", "", "", ""]
-    if row.gpu is not None:
-        gpu = [str(row.gpu.index), row.gpu.uuid, f"nvidia{row.gpu.index}", row.gpu.name]
-    return [shown(label) for label in (str(row.rank), local, run, row.node, *gpu)]

@@ -34,14 +34,8 @@ from ddpdoctor.run.reported import from_journal
 from ddpdoctor.run.status import PAGE_SIZE, Status, parse_status
 from ddpdoctor.top.snapshot import FindingRow
 
-# -- the last lines of a job's stderr, and which rank each is of
-
-
-STDERR_LINES = 100
-"""Lines that are shown of the whole job."""
-
-STDERR_LINES_OF_RANK = 40
-"""Lines that are shown of a rank."""
+MAX_STDERR_LINES, MAX_STDERR_LINES_OF_RANK = 100, 40
+"""Lines of stderr that are shown of the whole job, and of a rank."""
 
 _STDERR_TAIL = 64 << 10
 _BANNER = re.compile(
@@ -50,25 +44,21 @@ _BANNER = re.compile(
     r"|WARNING:torch\.distributed\.run:|WARNING:__main__:)?"
     r"\s*(?:\*{41}|Setting OMP_NUM_THREADS environment variable .*)?\s*"
 )
-"""What torchrun says of OMP_NUM_THREADS at the start of each job, in torch 1.13 to 2.13."""
+"""What torchrun prints about OMP_NUM_THREADS at the start of each job, in torch 1.13 to 2.13."""
 _RANK_PREFIX = re.compile(r"\[(rank|default)(\d+)\]:\s?")
 
 
 class Stderr:
-    """Reads the end of stderr when it has changed.
-
-    Args:
-        directory: The run directory.
-    """
+    """The last lines of a job's stderr, and which rank each is of."""
 
     def __init__(self, directory: Path) -> None:
         self._paths = (directory / rundir.STDERR, directory / rundir.STDERR_SO_FAR)
         self._seen: tuple[int, int, int] | None = None
         self.lines: tuple[str, ...] = ()
-        self._marked: dict[tuple[str, int], tuple[str, ...]] = {}
+        self._by_prefix: dict[tuple[str, int], tuple[str, ...]] = {}
 
     def read(self) -> None:
-        """Look at it."""
+        """Read its end if it has changed."""
         for path in self._paths:
             try:
                 facts = path.lstat()
@@ -79,58 +69,52 @@ class Stderr:
             except OSError:
                 continue
             self._seen = seen
-            self._take(data)
+            self._parse(data)
             return
 
-    def _take(self, data: bytes) -> None:
-        marked: dict[tuple[str, int], deque[str]] = defaultdict(
-            lambda: deque(maxlen=STDERR_LINES_OF_RANK)
+    def _parse(self, data: bytes) -> None:
+        by_prefix: dict[tuple[str, int], deque[str]] = defaultdict(
+            lambda: deque(maxlen=MAX_STDERR_LINES_OF_RANK)
         )
-        last: deque[str] = deque(maxlen=STDERR_LINES)
+        last: deque[str] = deque(maxlen=MAX_STDERR_LINES)
         for raw in data.decode("utf-8", "replace").split("\n"):
-            # Of a progress bar what was drawn last counts.
+            # A progress bar is shown as it was drawn last.
             line = without_control_characters(raw.rstrip("\r").rpartition("\r")[2]).rstrip()
             if _BANNER.fullmatch(line):
                 continue
             last.append(line)
             match = _RANK_PREFIX.match(line)
             if match:
-                marked[match[1], whole(match[2])].append(line[match.end() :])
+                by_prefix[match[1], whole(match[2])].append(line[match.end() :])
         self.lines = tuple(last)
-        self._marked = {key: tuple(lines) for key, lines in marked.items()}
+        self._by_prefix = {key: tuple(lines) for key, lines in by_prefix.items()}
 
     def of(self, rank: int, local_rank: int | None, here: bool) -> tuple[str, ...]:
-        """A rank's lines: torch marks them by rank, torchrun by the local rank on its node."""
-        by_rank = self._marked.get(("rank", rank), ())
-        if local_rank is None or not here:
+        """Return a rank's lines: torch marks them by rank, torchrun by local rank on its node."""
+        by_rank = self._by_prefix.get(("rank", rank), ())
+        if by_rank or local_rank is None or not here:
             return by_rank
-        return by_rank or self._marked.get(("default", local_rank), ())
+        return self._by_prefix.get(("default", local_rank), ())
 
 
 def without_control_characters(text: str) -> str:
-    """Text that cannot steer a terminal: without its colours, and all else is shown."""
+    """Return a text that cannot steer a terminal: without colours, other controls made visible."""
     return shown(without_formatting(text.replace("\t", " ")))
 
 
-# -- pages
+MAX_OPEN_PAGES = 256
+"""Status pages whose files stay open. The others are opened for each reading."""
 
-
-MOST_OPEN = 256
-"""Pages whose files stay open; the others are opened for each reading."""
-
-MOST_RANKS = 4096
+MAX_RANKS = 4096
 """Ranks whose pages are read."""
 
 _PAGE_NAME = re.compile(r"rank-(\d{4,})\.r(\d+)\.status$")
 
 
 class StatusPages:
-    """The pages of a run directory.
+    """The status pages of a run directory.
 
-    They are read, not mapped: a file that somebody cuts short under a map is a SIGBUS.
-
-    Args:
-        directory: The run directory.
+    They are read, not mapped: a file that is truncated under a map is a SIGBUS.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -143,12 +127,12 @@ class StatusPages:
         self.ranks: tuple[int, ...] = ()
         """Its ranks, ascending."""
         self.left_out = 0
-        """How many more there are than are read."""
+        """How many more ranks there are than are read."""
         self.unreadable: dict[int, str] = {}
         """Why a rank's page cannot be read, in words."""
 
-    def look(self) -> bool:
-        """List the directory again; False if it cannot be."""
+    def refresh(self) -> bool:
+        """List the directory again. Returns False if it cannot be listed."""
         try:
             names = opening.names(self._directory)
         except OSError:
@@ -159,7 +143,7 @@ class StatusPages:
             self.close()
             self.restart, self._last, self._raw = restart, {}, {}
         ranks = sorted(int(m[1]) for m in matches if int(m[2]) == restart)
-        self.ranks, self.left_out = tuple(ranks[:MOST_RANKS]), len(ranks[MOST_RANKS:])
+        self.ranks, self.left_out = tuple(ranks[:MAX_RANKS]), len(ranks[MAX_RANKS:])
         for gone in self._open.keys() - set(self.ranks):
             os.close(self._open.pop(gone))
             self._last.pop(gone, None)
@@ -167,33 +151,32 @@ class StatusPages:
         return True
 
     def path(self, rank: int, suffix: str) -> Path:
-        """One of a rank's files."""
+        """Return the path of one of a rank's files."""
         return self._directory / f"{rank_stem(rank, self.restart)}.{suffix}"
 
-    def read(self, but: Collection[int] = ()) -> dict[int, Status]:
-        """What the pages say; of one that is unreadable now, or in ``but``, what it said last."""
-        self.unreadable = {rank: why for rank, why in self.unreadable.items() if rank in but}
+    def read(self, skipped: Collection[int] = ()) -> dict[int, Status]:
+        """Read the pages. An unreadable or ``skipped`` page keeps what it showed last."""
+        self.unreadable = {rank: why for rank, why in self.unreadable.items() if rank in skipped}
         for rank in self.ranks:
-            if rank in but:
+            if rank in skipped:
                 continue
             try:
                 self._read(rank)
-            except (OSError, UnreadableError) as error:
-                self.unreadable[rank] = (
-                    str(error) if isinstance(error, UnreadableError) else error.strerror or ""
-                )
+            except UnreadableError as error:
+                self.unreadable[rank] = str(error)
+            except OSError as error:
+                self.unreadable[rank] = error.strerror or ""
         return {rank: self._last[rank] for rank in self.ranks if rank in self._last}
 
     def _read(self, rank: int) -> None:
         descriptor = self._open.get(rank)
         if descriptor is None:
-            path = self.path(rank, "status")
-            descriptor = opening.opened(path)
-            if len(self._open) < MOST_OPEN:
+            descriptor = opening.opened(self.path(rank, "status"))
+            if len(self._open) < MAX_OPEN_PAGES:
                 self._open[rank] = descriptor
         try:
             page = os.pread(descriptor, PAGE_SIZE, 0)
-            # The writer takes no lock; two equal readings in a row cannot be a torn one.
+            # The writer takes no lock. Two equal readings in a row cannot be torn.
             for _ in range(4):
                 again = os.pread(descriptor, PAGE_SIZE, 0)
                 if again == page:
@@ -213,7 +196,7 @@ class StatusPages:
 
 
 class StampAges:
-    """How long ago stamps changed, by this process's clock where it can.
+    """How long ago timestamps changed, by this process's clock where it can.
 
     The clocks of ranks jump, and differ by node.
     """
@@ -222,52 +205,38 @@ class StampAges:
         self._known: dict[Hashable, tuple[int, float, float]] = {}
 
     def age(self, key: Hashable, stamp: int, now: int, ticks: float) -> float:
-        """Seconds since ``stamp`` was set.
+        """Return the seconds since ``stamp`` was set.
 
         Args:
-            key: Whose stamp.
-            stamp: Unix nanoseconds by the clock of who set it.
+            key: Which timestamp it is.
+            stamp: Unix nanoseconds by the clock that set it.
             now: Unix nanoseconds here.
             ticks: Seconds of a clock here that never jumps.
         """
         known = self._known.get(key)
-        elapsed = max(0.0, (now - stamp) / 1e9)
-        if known is not None and known[0] == stamp:
-            since = known[1]
-        elif known is not None:
-            # It changed after the last look.
-            since = max(known[2], ticks - elapsed)
-        else:
-            since = ticks - elapsed
+        since = ticks - max(0.0, (now - stamp) / 1e9)
+        if known is not None:
+            # A new timestamp was set after the last check.
+            since = known[1] if known[0] == stamp else max(known[2], since)
         self._known[key] = (stamp, since, ticks)
         return ticks - since
 
 
-# -- what the supervisor reports of a run: findings, how ranks ended, debuggers, the job's end
-
-
-MOST_FINDINGS = 500
+MAX_FINDINGS = 500
 """Findings that are kept; the newest."""
-
-_IN_DEBUGGER = ("attached", "running", "stopped", "waits")
 
 
 class SupervisorEvents:
-    """Reads the supervisor's journal as it grows.
-
-    Args:
-        directory: The run directory.
-    """
+    """What the supervisor reports of a run: findings, ends of ranks, debuggers, the job's end."""
 
     def __init__(self, directory: Path) -> None:
         self._reader = JournalReader(directory / "supervisor.jsonl", kinds=SUPERVISOR_RECORDS)
         self._thinned = 0
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
-        """Know nothing; what is not read is not known."""
+    def _reset(self) -> None:
         self._taken = 0
-        self._findings: deque[tuple[int, FindingRow]] = deque(maxlen=MOST_FINDINGS)
+        self._findings: deque[tuple[int, FindingRow]] = deque(maxlen=MAX_FINDINGS)
         self.findings: tuple[FindingRow, ...] = ()
         """What was found and not withdrawn, oldest first."""
         self.left_out = 0
@@ -275,7 +244,7 @@ class SupervisorEvents:
         self.exits: dict[tuple[int, int], RankExitRecord] = {}
         """How processes ended, by rank and attempt."""
         self.debug: dict[int, DebugRecord] = {}
-        """What each rank's debugger did last."""
+        """The last event of each rank's debugger."""
         self.status: int | None = None
         """The job's exit status."""
         self.ended: int | None = None
@@ -285,12 +254,12 @@ class SupervisorEvents:
         self._hung: int | None = None
 
     def poll(self) -> None:
-        """Take in what is new."""
+        """Take in new records."""
         self._reader.poll()
         if self._reader.thinned != self._thinned:
-            # What was let go there is let go here.
+            # The reader has dropped old records: those that are left are taken in again.
             self._thinned = self._reader.thinned
-            self._forget()
+            self._reset()
         fresh = self._reader.records[self._taken :]
         self._taken += len(fresh)
         for record in fresh:
@@ -302,13 +271,13 @@ class SupervisorEvents:
         if isinstance(record, FindingRecord):
             finding = from_journal(record)
             if finding is not None:
-                self.left_out += len(self._findings) == MOST_FINDINGS
+                self.left_out += len(self._findings) == MAX_FINDINGS
                 when = record.time / 1e9 if record.time else None
                 row = FindingRow(finding, when, record.restart)
                 self._findings.append((record.number or 0, row))
         elif isinstance(record, RetractionRecord):
             left = [each for each in self._findings if each[0] != record.retracts]
-            self._findings = deque(left, MOST_FINDINGS)
+            self._findings = deque(left, MAX_FINDINGS)
         elif isinstance(record, RankExitRecord):
             self.exits[record.rank, record.restart] = record
         elif isinstance(record, DebugRecord) and record.rank is not None:
@@ -329,17 +298,17 @@ class SupervisorEvents:
         return self._reader.left_out
 
     def debugged(self, rank: int) -> str:
-        """What a rank does in the debugger, as the end of a sentence; empty if it is in none."""
+        """Say what a rank does in the debugger, as the end of a sentence; empty if in none."""
         record = self.debug.get(rank)
-        if record is None or record.state not in _IN_DEBUGGER:
-            return ""
-        state = record.state
-        where = (
-            f" at {without_control_characters(record.at.rpartition('/')[2])}" if record.at else ""
-        )
-        if state == "waits":
-            return f"waits for a debugger{where}"
-        return f"stands in the debugger{where}" if state == "stopped" else "is in the debugger"
+        words = {
+            "waits": "waits for a debugger",
+            "stopped": "stands in the debugger",
+            "attached": "is in the debugger",
+            "running": "is in the debugger",
+        }.get("" if record is None else record.state, "")
+        if record is None or not words or not record.at or words.startswith("is"):
+            return words
+        return f"{words} at {without_control_characters(record.at.rpartition('/')[2])}"
 
     @property
     def held(self) -> tuple[int, ...]:
@@ -347,16 +316,16 @@ class SupervisorEvents:
         return tuple(rank for rank, each in self.debug.items() if each.state == "waits")
 
     def hung(self, attempt: int) -> bool:
-        """Whether no rank of this attempt made progress when that was looked at last."""
+        """Return whether the last examination found that no rank of this attempt makes progress."""
         return self._hung == attempt
 
     def port(self, rank: int) -> int | None:
-        """Where a debugger attaches to a rank."""
+        """Return the port at which a debugger attaches to a rank."""
         return self.debug[rank].port if rank in self.debug else None
 
 
 def how_it_ended(ending: RankExitRecord | None, error: ErrorRecord | None) -> str:
-    """How a process ended, in words: its exit record, and its uncaught exception if it had one."""
+    """Say how a process ended: its uncaught exception if it had one, or its exit status."""
     status = ending.status if ending is not None else None
     words = "its end was not seen"
     if error is not None:
@@ -370,30 +339,26 @@ def how_it_ended(ending: RankExitRecord | None, error: ErrorRecord | None) -> st
     return without_control_characters(words)
 
 
-def command_line(manifest: Mapping[str, object]) -> str:
-    """The job's command as one would type it."""
+def _command(manifest: Mapping[str, object]) -> list[str]:
     words = manifest.get("command")
-    return (
-        without_control_characters(shlex.join(str(word) for word in words))
-        if isinstance(words, list)
-        else ""
-    )
+    return [str(word) for word in words] if isinstance(words, list) else []
+
+
+def command_line(manifest: Mapping[str, object]) -> str:
+    """Return the job's command as one would type it."""
+    return without_control_characters(shlex.join(_command(manifest)))
 
 
 def job_command(manifest: Mapping[str, object]) -> str:
-    """The script and its options: the command without its launcher."""
-    words = manifest.get("command")
-    if not isinstance(words, list) or not words:
-        return ""
-    named = [str(word) for word in words]
-    start = next((at for at, word in enumerate(named) if word.endswith(".py")), 0)
-    return without_control_characters(
-        shlex.join([os.path.basename(named[start]), *named[start + 1 :]])
-    )
+    """Return the script and its options: the command without its launcher."""
+    words = _command(manifest)
+    start = next((at for at, word in enumerate(words) if word.endswith(".py")), 0)
+    named = [os.path.basename(word) for word in words[start : start + 1]]
+    return without_control_characters(shlex.join([*named, *words[start + 1 :]]))
 
 
 def environment_facts(manifest: Mapping[str, object], opened: OpenRecord | None) -> dict[str, str]:
-    """Versions and launch settings, in words."""
+    """Return versions and launch settings, in words."""
     facts: dict[str, str] = {}
     for each in (manifest.get("versions"), opened.versions if opened is not None else None):
         if isinstance(each, Mapping):

@@ -1,9 +1,9 @@
 """Define the snapshot: everything one frame of the monitor shows.
 
 Live runs, finished runs, recordings, a machine without a run and the demonstration all become a
-`Snapshot`; everything that draws takes one and does not know where it came from. Units are base
-units: seconds, bytes, watts, hertz, degrees Celsius, and ratios from 0 to 1. An unknown value is
-None and never 0.
+`Snapshot`. What draws takes one and does not know where it came from. Units are base units:
+seconds, bytes, watts, hertz, degrees Celsius, and ratios from 0 to 1. An unknown value is None,
+never 0.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ddpdoctor.core.finding import Finding
+from ddpdoctor.run.records.base import Part
 
 PHASES = ("data", "forward", "backward", "optimizer", "other", "wait")
 
 
 @dataclass(frozen=True)
-class Gpu:
+class Gpu(Part):
     """One GPU, as NVML reported it last."""
 
     node: str
@@ -24,7 +25,7 @@ class Gpu:
     uuid: str
     name: str = ""
     utilization: float | None = None
-    """Share of the last second in which any kernel ran: NCCL's waiting counts, too."""
+    """Share of the last second in which any kernel ran. Waiting in NCCL counts, too."""
     memory_used: int | None = None
     memory_total: int | None = None
     power: float | None = None
@@ -35,23 +36,18 @@ class Gpu:
     throttle: tuple[str, ...] = ()
     ecc_errors: int | None = None
     pcie: float | None = None
-    """Bytes a second over PCIe, both directions."""
+    """Bytes per second over PCIe, both directions."""
     nvlink: float | None = None
-    """Bytes a second over NVLink, both directions."""
+    """Bytes per second over NVLink, both directions."""
     processes: tuple[tuple[int, int | None], ...] = ()
     """The processes that hold its memory: pid and bytes."""
     mig: bool = False
     problem: str = ""
-    """Why numbers are missing, in words; empty if none are."""
-
-    @property
-    def memory_share(self) -> float | None:
-        """The used share of its memory."""
-        return _share(self.memory_used, self.memory_total)
+    """Why numbers are missing, in words."""
 
 
 @dataclass(frozen=True)
-class Times:
+class Times(Part):
     """Where a step goes: means over the last steps, in seconds."""
 
     data: float
@@ -62,18 +58,18 @@ class Times:
     wait: float
     total: float
     split: bool
-    """Whether the backward is compute alone; if not, it holds the wait, and a ``~`` says so."""
+    """Whether the backward is compute alone. If not, it holds the wait, and a ``~`` says so."""
     lacked: float = 0.0
-    """How much of the rank's own time it was ready to run and had no CPU core; 0 if not known."""
+    """How much of the rank's own time it was ready to run and had no CPU core; 0 if unknown."""
 
     @property
     def own(self) -> float:
-        """What the rank spent itself: everything but the wait for others."""
+        """The time of the rank itself: all but the wait for others."""
         return self.total - self.wait
 
 
 @dataclass(frozen=True)
-class RankRow:
+class RankRow(Part):
     """One rank."""
 
     rank: int
@@ -81,12 +77,12 @@ class RankRow:
     local_rank: int | None = None
     restart: int = 0
     stage: str = ""
-    """The stages of a pipeline that it runs, from 0: ``1``, ``0,2``; empty without one."""
+    """The stages of a pipeline that it runs, from 0: ``1`` or ``0,2``."""
     pid: int | None = None
     state: str = "running"
     """``starting``, ``running``, ``stale``, ``debugger``, ``ended`` or ``dead``."""
     said: str = ""
-    """The state in words where there is more to say: how it died, who holds it."""
+    """The state in words: how the rank died, what holds it."""
     phase: str = ""
     since: float | None = None
     """Seconds in the phase."""
@@ -97,7 +93,7 @@ class RankRow:
     epoch: int | None = None
     times: Times | None = None
     heartbeat: float | None = None
-    """Seconds since the rank was last seen to move."""
+    """Seconds since the rank's last sign of life."""
     dropped: int = 0
     rss: int | None = None
     allocated: int | None = None
@@ -105,22 +101,22 @@ class RankRow:
     peak: int | None = None
     """Bytes of torch's CUDA allocator."""
     cost: float | None = None
-    """What ddpdoctor takes of its time, as a part of it."""
+    """The share of its time that ddpdoctor takes."""
     gpu: Gpu | None = None
     debug_port: int | None = None
     output: tuple[str, ...] = ()
-    """The last lines of its stderr, as far as they carry its mark."""
+    """The last lines of its stderr that carry its prefix."""
 
     @property
     def memory(self) -> int | None:
-        """The memory that matters to it: its GPU's, or its own where it has none."""
+        """Its GPU's memory, or its own without a GPU, in bytes."""
         if self.gpu is not None and self.gpu.memory_used is not None:
             return self.gpu.memory_used
         return self.reserved if self.reserved is not None else self.rss
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Verdict(Part):
     """The line above the board."""
 
     text: str
@@ -133,7 +129,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Machine:
+class Machine(Part):
     """The machine that the monitor runs on."""
 
     node: str
@@ -142,25 +138,20 @@ class Machine:
     memory_used: int | None = None
     memory_total: int | None = None
 
-    @property
-    def memory_share(self) -> float | None:
-        """The used share of its memory."""
-        return _share(self.memory_used, self.memory_total)
-
 
 @dataclass(frozen=True)
 class FindingRow:
-    """A finding, and when it was said."""
+    """A finding, and when it was reported."""
 
     finding: Finding
     time: float | None = None
     """Unix seconds."""
     attempt: int = 0
-    """In which attempt of the job."""
+    """The attempt of the job that it is about."""
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(Part):
     """How far the job is, and how fast."""
 
     script: str = ""
@@ -168,29 +159,29 @@ class Job:
     step: int | None = None
     """Steps done."""
     steps: int | None = None
-    """How many there will be, where the command or the loaders tell."""
+    """How many there will be, if the command or the loaders tell."""
     epoch: int | None = None
     epochs: int | None = None
     rate: float | None = None
-    """Steps a second."""
+    """Steps per second."""
     samples_rate: float | None = None
-    """Samples a second of all ranks."""
+    """Samples per second, of all ranks."""
     loss: float | None = None
     """The mean over the first ranks."""
     left: float | None = None
     """Seconds until the last step."""
     attempt: int = 0
-    """Which attempt it is, from 0."""
+    """The number of the attempt, from 0."""
     attempts: int | None = None
     """How many torchrun makes at most."""
 
 
 STATES = ("starting", "running", "hung", "restarting", "failing", "ended", "failed", "gone")
-"""The states of a run. ``failing``: ranks died, and the launcher has yet to end."""
+"""The states of a run. ``failing``: ranks died, and the launcher has not ended yet."""
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class Snapshot(Part):
     """One frame."""
 
     time: float
@@ -205,12 +196,12 @@ class Snapshot:
     started: float | None = None
     live: bool = False
     state: str = "running"
-    """One of `STATES`; ``gone`` if the run directory was removed, so that nothing is known."""
+    """One of `STATES`. ``gone``: the run directory was removed, so the state is unknown."""
     exit_status: int | None = None
     world_size: int | None = None
     job: Job = Job()
     ranks: tuple[RankRow, ...] = ()
-    """Blamed ones first: by own time, descending; ranks that run nothing, at the end."""
+    """The blamed one first, then by own time, descending. Ranks that run nothing come last."""
     median: Times | None = None
     skew: float | None = None
     """The largest own time, as a ratio to the median one."""
@@ -219,12 +210,15 @@ class Snapshot:
     findings: tuple[FindingRow, ...] = ()
     output: tuple[str, ...] = ()
     nvml: str = ""
-    """NVML's state in words; empty when all is well."""
+    """What is wrong with NVML, in words."""
     notes: tuple[str, ...] = ()
-    """What the person should know of the monitor itself: unreadable files, a run that is gone."""
+    """What is wrong with the monitor itself: unreadable files, a run that is gone."""
     environment: dict[str, str] = field(default_factory=dict)
     """Versions and launch settings for the environment panel."""
 
 
-def _share(used: int | None, total: int | None) -> float | None:
-    return None if used is None or not total else used / total
+def memory_share(of: Gpu | Machine) -> float | None:
+    """Return the used share of a memory; None if unknown."""
+    if of.memory_used is None or not of.memory_total:
+        return None
+    return of.memory_used / of.memory_total

@@ -1,7 +1,7 @@
-"""Define how a person looks at the snapshots, and the keys that change it.
+"""Define how snapshots are shown, and the keys that change it.
 
-A `View` holds sort order, filter and selection; every key makes a new one. Keys are plain
-letters, since editors that hold a terminal take Ctrl and F keys themselves.
+A `View` holds sort order, filter and selection. Every key makes a new one. Keys are plain letters,
+since editors that hold a terminal take Ctrl and F keys themselves.
 """
 
 from __future__ import annotations
@@ -14,23 +14,11 @@ from typing import Literal, NamedTuple
 from ddpdoctor.core.formatting import is_rank_set, rank_set
 from ddpdoctor.top.snapshot import PHASES, RankRow, Snapshot
 
-# -- how a person looks at the snapshots: sort, filter, selection. Every key makes a new view
-
-
 Panel = Literal["", "help", "findings", "stacks", "environment", "attach", "runs", "signal"]
 
 SORTS = (
-    "own",
-    "rank",
-    "step",
-    "data",
-    "forward",
-    "backward",
-    "optimizer",
-    "wait",
-    "memory",
-    "utilization",
-    "power",
+    *("own", "rank", "step", "data", "forward", "backward", "optimizer", "wait"),
+    *("memory", "utilization", "power"),
 )
 """What the board can be sorted by, in the order of the key."""
 
@@ -43,7 +31,7 @@ class View:
     colour: bool = True
     readonly: bool = False
     keys: bool = True
-    """Whether there is a keyboard, so that a line says which keys there are."""
+    """Whether there is a keyboard, so that a line shows the keys."""
     sort: str = "own"
     reverse: bool = False
     filter: str = ""
@@ -65,40 +53,40 @@ class View:
     everyone: bool = True
     """The panel is about all ranks rather than the selected one."""
     position: tuple[int, int] | None = None
-    """Frame and number of frames, of a replay or of what can be scrubbed."""
+    """Frame and number of frames, of a replay or of the frames kept."""
     message: str = ""
-    """What the last key has to say."""
+    """The message of the last key."""
     trouble: str = ""
-    """Why there are no new frames, or no more of a panel."""
+    """Why there are no new frames."""
 
-    def shown(self, panel: Panel) -> View:
-        """With a panel, or without it if it is there already."""
+    def toggled(self, panel: Panel) -> View:
+        """Open a panel, or close it if it is open."""
         opened: Panel = "" if panel == self.panel else panel
         return replace(self, panel=opened, item=0, opened=False)
 
-    def typed(self, text: str) -> View:
-        """With another filter."""
+    def filtered(self, text: str) -> View:
+        """Set the filter."""
         return replace(self, filter=text, top=0)
 
 
 _OF_TIMES = (*PHASES, "own", "total")
-_OF_GPU = ("utilization", "power", "temperature", "memory_share")
+_OF_GPU = ("utilization", "power", "temperature")
 
 
 def rank_value(row: RankRow, name: str) -> float | None:
-    """A number of a rank by its name: of its `Times`, its `Gpu` or itself."""
+    """Return a number of a rank by its name: of its `Times`, its `Gpu` or itself."""
     part = row.times if name in _OF_TIMES else row.gpu if name in _OF_GPU else row
     return None if part is None else getattr(part, name)
 
 
 def selected_rows(snapshot: Snapshot, view: View) -> list[RankRow]:
-    """The rows that pass the filter, sorted as the view says; what has no number comes last."""
+    """Return the rows that pass the filter, sorted. Those without a number come last."""
     rows = [row for row in snapshot.ranks if not view.filter or matches_filter(row, view.filter)]
     if view.sort == "own":
         if view.reverse:
             return rows[::-1]
-        # They come in this order. Who is blamed, or does not run, must be in sight, however many
-        # ranks there are.
+        # They come in this order. The blamed rank and those that do not run must be visible,
+        # however many ranks there are.
         urgent = {"dead": 1, "stale": 2, "debugger": 2}
         blamed = snapshot.verdict.rank
         return sorted(rows, key=lambda row: row.rank != blamed and urgent.get(row.state, 3))
@@ -114,7 +102,7 @@ def selected_rows(snapshot: Snapshot, view: View) -> list[RankRow]:
 
 
 def by_node(ranks: Sequence[RankRow]) -> dict[str, list[RankRow]]:
-    """The ranks of each node, the nodes in the order in which they first appear."""
+    """Group ranks by node, in the order in which the nodes first appear."""
     nodes: dict[str, list[RankRow]] = {}
     for row in ranks:
         nodes.setdefault(row.node, []).append(row)
@@ -122,7 +110,7 @@ def by_node(ranks: Sequence[RankRow]) -> dict[str, list[RankRow]]:
 
 
 def board_order(snapshot: Snapshot, view: View) -> list[int]:
-    """The ranks in the order of the board."""
+    """Return the ranks in the order of the board."""
     ranks = selected_rows(snapshot, view)
     if view.grouped:
         ranks = [row for members in by_node(ranks).values() for row in members]
@@ -130,7 +118,7 @@ def board_order(snapshot: Snapshot, view: View) -> list[int]:
 
 
 def matches_filter(row: RankRow, text: str) -> bool:
-    """Whether a row has all words of a filter: ``0-7`` are ranks, other words stand anywhere."""
+    """Return whether a row has all words of a filter: ``0-7`` are ranks, others are anywhere."""
     where = f"{row.node} {row.state} {row.phase} {row.collective} {row.site} {row.said}".lower()
     for word in text.lower().split():
         ranks = word.removeprefix("rank").strip(":=,-")
@@ -146,15 +134,12 @@ def matches_filter(row: RankRow, text: str) -> bool:
 
 
 def chosen_rank(snapshot: Snapshot, view: View) -> RankRow | None:
-    """The rank that the keys are about: the selected one, else the blamed one, else the first."""
+    """Return the rank that keys are about: the selected one, else the blamed, else the first."""
     by_rank = {row.rank: row for row in snapshot.ranks}
     for rank in (view.cursor, snapshot.verdict.rank):
         if rank is not None and rank in by_rank:
             return by_rank[rank]
     return next(iter(selected_rows(snapshot, view)), None)
-
-
-# -- the keys, and what those do that change nothing but the view
 
 
 class Key(NamedTuple):
@@ -191,7 +176,7 @@ KEYS = (
     Key(("r",), "r", "record", "write the frames to a file, or stop that", "record", 45),
     Key(("x",), "x", "signal", "send a signal to the job; asks first", "signal", 44),
 )
-"""All keys that do something, in the order of the help."""
+"""The keys of the help, in its order."""
 
 ACTIONS = {name: key.action for key in KEYS for name in key.keys} | {
     "escape": "escape",
@@ -206,7 +191,7 @@ ACTIONS = {name: key.action for key in KEYS for name in key.keys} | {
     "ctrl+z": "suspend",
     "ctrl+l": "redraw",
 }
-"""What each key does, by its name."""
+"""The action of each key."""
 
 MOVES = {
     "down": 1,
@@ -222,8 +207,6 @@ _ViewAction = Callable[[View, Snapshot], View]
 
 
 def _move(by: int) -> _ViewAction:
-    """The selection, or what is scrolled, ``by`` lines further down."""
-
     def moved(view: View, snapshot: Snapshot) -> View:
         if view.panel == "findings":
             last = max(len(snapshot.findings) - 1, 0)
@@ -242,12 +225,8 @@ def _move(by: int) -> _ViewAction:
     return moved
 
 
-def _show(panel: Panel) -> _ViewAction:
-    return lambda view, _: view.shown(panel)
-
-
 def _open(view: View, snapshot: Snapshot) -> View:
-    """The selected thing in full, or closed again."""
+    """Open the selected finding or rank, or close it again."""
     if view.panel == "findings":
         return replace(view, opened=not view.opened)
     row = None if view.panel else chosen_rank(snapshot, view)
@@ -257,23 +236,23 @@ def _open(view: View, snapshot: Snapshot) -> View:
 
 
 def _escape(view: View, snapshot: Snapshot) -> View:
-    """One thing less: the open finding, the panel, the expanded rank, the filter, the selection."""
+    """Close one thing: the finding, the panel, the expanded rank, the filter, the selection."""
     if view.opened:
         return replace(view, opened=False)
     if view.panel:
         return replace(view, panel="", item=0)
     if view.expanded:
         return replace(view, expanded=False, item=0)
-    return view.typed("") if view.filter else replace(view, cursor=None, top=0)
+    return view.filtered("") if view.filter else replace(view, cursor=None, top=0)
 
 
 def _stacks(view: View, snapshot: Snapshot) -> View:
-    """All ranks; then the selected one; then the board again."""
+    """Show all ranks, then the selected one, then the board again."""
     if view.panel != "stacks":
-        return replace(view.shown("stacks"), everyone=True)
+        return replace(view.toggled("stacks"), everyone=True)
     if view.everyone and chosen_rank(snapshot, view) is not None:
         return replace(view, everyone=False, item=0)
-    return view.shown("stacks")
+    return view.toggled("stacks")
 
 
 def _sort(view: View, snapshot: Snapshot) -> View:
@@ -292,13 +271,13 @@ def _group(view: View, snapshot: Snapshot) -> View:
 
 
 VIEW_ACTIONS: dict[str, _ViewAction] = {
-    "help": _show("help"),
-    "findings": _show("findings"),
-    "environment": _show("environment"),
+    "help": lambda view, _: view.toggled("help"),
+    "findings": lambda view, _: view.toggled("findings"),
+    "environment": lambda view, _: view.toggled("environment"),
     "stacks": _stacks,
     "sort": _sort,
     "turn": _turn,
-    "filter": lambda view, _: replace(view.typed(""), typing=True, panel=""),
+    "filter": lambda view, _: replace(view.filtered(""), typing=True, panel=""),
     "nodes": _group,
     "open": _open,
     "escape": _escape,
@@ -308,20 +287,20 @@ VIEW_ACTIONS: dict[str, _ViewAction] = {
 
 
 def apply_action(view: View, snapshot: Snapshot, name: str) -> View:
-    """The view after an action of `PURE`."""
+    """Return the view after an action of `VIEW_ACTIONS`."""
     return VIEW_ACTIONS[name](replace(view, message=""), snapshot)
 
 
 def type_into_filter(view: View, key: str, character: str | None) -> View:
-    """The view after a key while the filter is being typed."""
+    """Return the view after a key while the filter is being typed."""
     if key == "enter":
         return replace(view, typing=False)
     if key in ("escape", "ctrl+c"):
-        return replace(view.typed(""), typing=False)
+        return replace(view.filtered(""), typing=False)
     if key in ("backspace", "ctrl+h"):
-        return view.typed(view.filter[:-1]) if view.filter else replace(view, typing=False)
+        return view.filtered(view.filter[:-1]) if view.filter else replace(view, typing=False)
     if key == "ctrl+u":
-        return view.typed("")
+        return view.filtered("")
     if character is not None and character.isprintable():
-        return view.typed((view.filter + character)[:60])
+        return view.filtered((view.filter + character)[:60])
     return view

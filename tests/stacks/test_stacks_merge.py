@@ -104,7 +104,7 @@ def test_a_thousand_ranks_become_a_few_lines() -> None:
         stacks_of(rank, RUNNER, TRAIN, *[CALL] * 60, SAVE if rank == 700 else STEP, REDUCE)
         for rank in range(1024)
     ]
-    lines = render.draw(ranks, render.Look(), {})
+    lines = render.draw(ranks, render.StackStyle(), {})
     assert len(lines) < 12
     assert "! [700]" in "\n".join(plain(lines))
 
@@ -120,7 +120,7 @@ def test_the_tree_as_text_in_80_columns_of_ascii() -> None:
     ranks = [stacks_of(rank, RUNNER, TRAIN, STEP, HOOK, REDUCE) for rank in (0, 1, 3)]
     ranks += [stacks_of(2, RUNNER, TRAIN, SAVE), stacks_of(4, trouble="stopped (SIGSTOP)")]
     code = {STEP: "loss.backward()" + " # and so on" * 9, TRAIN: "main()"}
-    look = render.Look(80, ascii_only=True)
+    look = render.StackStyle(80, ascii_only=True)
     assert plain(render.draw(ranks, look, code)) == [
         "x [4]  no stack: stopped (SIGSTOP)",
         "[0-3]",
@@ -137,7 +137,7 @@ def test_the_tree_as_text_in_80_columns_of_ascii() -> None:
 def test_a_long_path_keeps_its_end_and_every_line_fits() -> None:
     deep = Frame("/srv/" + "very/" * 30 + "deep/train.py", 7, "main")
     for width in (40, 80, 120):
-        look = render.Look(width, ascii_only=True)
+        look = render.StackStyle(width, ascii_only=True)
         lines = plain(render.draw([stacks_of(0, deep)], look, {deep: "main()"}))
         assert all(len(line) <= width for line in lines)
         assert "deep/train.py:7" in lines[1]
@@ -149,14 +149,14 @@ def test_the_state_of_a_process_is_said_where_it_matters() -> None:
         replace(stacks_of(1, TRAIN, STEP), gil_held=True),
         stacks_of(2, TRAIN, STEP),
     ]
-    lines = plain(render.draw(ranks, render.Look(ascii_only=True), {}))
+    lines = plain(render.draw(ranks, render.StackStyle(ascii_only=True), {}))
     assert "  ! [0]  not where the other 2 are  in disk sleep" in lines
     assert "  [1-2]  [1] in native code that holds the GIL" in lines
 
 
 def test_what_is_below_differs_by_rank() -> None:
     ranks = [stacks_of(0, TRAIN, REDUCE), stacks_of(1, TRAIN, CALL), stacks_of(2, TRAIN, REDUCE)]
-    assert plain(render.draw(ranks, render.Look(ascii_only=True), {}))[2:] == [
+    assert plain(render.draw(ranks, render.StackStyle(ascii_only=True), {}))[2:] == [
         "  [0,2] ... 1 frame in torch, in all_reduce (distributed_c10d.py:3252)",
         "  [1] ... 1 frame in torch, in _call_impl (module.py:1700)",
     ]

@@ -159,7 +159,9 @@ def test_a_py_spy_that_is_no_help_is_said_and_not_waited_for(
     assert found.note.startswith(note)
     pid = candidates.started[0].process.pid
     assert (tmp_path / "asked").read_text() == f"dump --nonblocking --json --pid {pid}\n"
-    lines = ["".join(text for text, _ in line) for line in render.draw((found,), render.Look(), {})]
+    lines = [
+        "".join(text for text, _ in line) for line in render.draw((found,), render.StackStyle(), {})
+    ]
     assert lines == ["✗ [0]  no stack: stopped (SIGSTOP)", f"  {found.note}"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
@@ -11,16 +12,20 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ddpdoctor.probe.observers.steps import OpenStep
+from ddpdoctor.probe.runtime.recorder import Vitals
 from ddpdoctor.run.journal import Journal
 from ddpdoctor.run.records.base import json_line
+from ddpdoctor.run.records.training import StepRecord
 from ddpdoctor.run.reported import Reported, to_journal
-from ddpdoctor.run.status import Phase
+from ddpdoctor.run.status import Parts, Phase
 from ddpdoctor.top import step_times
 from ddpdoctor.top.frame_sources import FinishedSource, open_source
 from ddpdoctor.top.frames import Want
@@ -143,8 +148,8 @@ def test_a_finished_run_without_steps(make: Make) -> None:
 # -- steps in long journals
 
 
-def numbers(steps: list[step_times.StepLine]) -> list[int]:
-    return [step.parts.number for step in steps]
+def numbers(steps: list[StepRecord]) -> list[int]:
+    return [step.step for step in steps]
 
 
 @given(
@@ -189,23 +194,35 @@ def test_the_newest_steps_across_segments(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "samples", "loss", "backwards"),
-    [
-        (b"", None, None, 1),
-        (b',"samples":32,"loss":2.5', 32, 2.5, 1),
-        (b',"samples":32,"loss":NaN', 32, None, 1),
-        (b',"loss":1e-05,"backwards":4', None, 1e-5, 4),
-        (b',"loss":-0.5,"later":[1]', None, -0.5, 1),
-    ],
+    ("samples", "loss", "norm", "backwards"),
+    [(0, None, None, 1), (32, 2.5, 1.5, 4), (32, math.nan, math.inf, 4), (0, -1e-05, None, 1)],
 )
-def test_what_a_step_says_of_samples_and_loss(
-    more: bytes, samples: int | None, loss: float | None, backwards: int
+def test_a_step_reads_as_the_probe_wrote_it(
+    samples: int, loss: float | None, norm: float | None, backwards: int
 ) -> None:
-    plain = step_line(USUAL, 7).rstrip()[:-1]
-    for line in (plain + more + b"}", plain.replace(b'"start":7,', b"") + more + b"}"):
-        step = step_times.parse_step(line)
-        assert step is not None and step.parts == USUAL
-        assert (step.samples, step.loss, step.backwards) == (samples, loss, backwards)
+    shown: list[Parts] = []
+    start = time.time_ns()
+    vitals = cast(Vitals, SimpleNamespace(wrote=shown.append))
+    written = OpenStep(7, start, vitals, [backwards])
+    written.last, written.times, written.cores = 7, [0, 5, 1, 2, 30, 4, 6, 0], (40, 3)
+    written.fetched, written.looked, written.loss, written.norm = samples, 1, loss, norm
+    step = step_times.parse_step(written.line().rstrip())
+    assert step is not None and step_times.parts_of(step) == shown[0]
+    assert (step.start, step.total, step.backwards) == (start, 48, backwards)
+    assert repr((step.samples, step.loss, step.norm)) == repr((samples or None, loss, norm))
+
+
+def test_a_damaged_step_is_none() -> None:
+    line = step_line(USUAL, time.time_ns()).rstrip()
+    assert step_times.parse_step(line) is not None
+    for damaged in (
+        line[:-1],
+        line.replace(b'"step":0', b'"step":-1'),
+        line.replace(b'"data":', b'"data":-'),
+        line.replace(b"}", b',"pad":"' + b"x" * 1024 + b'"}'),
+        line.replace(b"step", b"site", 1),
+    ):
+        assert step_times.parse_step(damaged) is None, damaged
 
 
 def test_medians_add_up() -> None:

@@ -88,7 +88,7 @@ _NAMES = {"?": "question_mark", "/": "slash", ",": "comma", ".": "full_stop"}
 
 
 def test_every_key_of_the_table_does_something() -> None:
-    own = set(monitor()._own())
+    own = set(monitor()._own_actions())
     assert {key.action for key in KEYS} <= own | set(VIEW_ACTIONS)
 
 
@@ -278,7 +278,7 @@ def test_what_a_key_has_to_say_goes_after_a_while(monkeypatch: pytest.MonkeyPatc
         count = app.shown.time
         await until(pilot, lambda: app.shown.time > count + 3)
         assert "sorted by rank" in screen(app)
-        monkeypatch.setattr("ddpdoctor.top.app.MESSAGE", 0.05)
+        monkeypatch.setattr("ddpdoctor.top.app.MESSAGE_TIMEOUT", 0.05)
         await until(pilot, lambda: "sorted by rank" not in screen(app))
 
     drive(monitor(), test)

@@ -390,7 +390,7 @@ def test_the_charts_go_back_to_the_beginning() -> None:
     past = Past()
     newest = made.run(2)
     past.add(newest)
-    past.before([replace(each, time=each.time - 60) for each in made.history(newest)])
+    past.add_earlier([replace(each, time=each.time - 60) for each in made.history(newest)])
     assert len(past.points) == 31 and past.points[-1].time == newest.time
     for second in range(1, 10_000):
         job = replace(newest.job, step=1234 + second)

@@ -255,7 +255,7 @@ def test_only_this_machine_may_ask(exporter: Exporter) -> None:
 def test_a_request_that_does_not_arrive_is_cut_off(
     exporter: Exporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prometheus, "ARRIVES", 0.5)
+    monkeypatch.setattr(prometheus, "REQUEST_TIMEOUT", 0.5)
     for start in (b"", b"GET /metrics HTTP/1.1\r\nHost: "):
         with socket.create_connection((LOOPBACK, exporter.port), LIMIT) as slow:
             slow.sendall(start)
@@ -266,7 +266,7 @@ def test_a_request_that_does_not_arrive_is_cut_off(
 def test_a_response_that_is_not_taken_is_cut_off(
     exporter: Exporter, shown: list[Snapshot | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prometheus, "TAKEN", 0.5)
+    monkeypatch.setattr(prometheus, "RESPONSE_TIMEOUT", 0.5)
     snapshot = shown[0]
     assert snapshot is not None
     # More than what fits into the buffers of a connection.
@@ -293,7 +293,7 @@ def test_of_many_clients_the_oldest_go(exporter: Exporter) -> None:
     with contextlib.ExitStack() as opened:
         idle = [
             opened.enter_context(socket.create_connection((LOOPBACK, exporter.port), LIMIT))
-            for _ in range(prometheus.CLIENTS + 2)
+            for _ in range(prometheus.MAX_CONNECTIONS + 2)
         ]
         assert scrape(exporter.port)
         # Two went for the last two, and one for the scrape.

@@ -12,7 +12,7 @@ import pytest
 
 from ddpdoctor.run.records.supervisor import DebugRecord, SignalRecord
 from ddpdoctor.run.status import Phase
-from ddpdoctor.top.hardware import Silence
+from ddpdoctor.top.hardware import ProcessStates
 from ddpdoctor.top.headline import VerdictFacts, judge
 from ddpdoctor.top.live import LiveSource
 from ddpdoctor.top.snapshot import RankRow
@@ -83,7 +83,7 @@ def test_ranks_that_ended_well(make: Make) -> None:
 
 
 def test_a_stale_rank_says_since_when(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Silence, "lacks_core", lambda *_: False)
+    monkeypatch.setattr(ProcessStates, "lacks_core", lambda *_: False)
     run = make(2)
     source = living(run)
     run.beat([1], ago=30, beat_ago=20)
@@ -91,7 +91,7 @@ def test_a_stale_rank_says_since_when(make: Make, monkeypatch: pytest.MonkeyPatc
     assert row.state == "stale" and row.heartbeat == pytest.approx(20, abs=2)
     assert "no heartbeat from rank 1 for 20 s" in source.read(ALL).verdict.text
     # Its heart cannot beat without a core.
-    monkeypatch.setattr(Silence, "lacks_core", lambda *_: True)
+    monkeypatch.setattr(ProcessStates, "lacks_core", lambda *_: True)
     monkeypatch.setattr(psutil.Process, "status", lambda _: psutil.STATUS_RUNNING)
     row = next(row for row in source.read(ALL).ranks if row.rank == 1)
     assert (row.state, row.said) == ("running", "gets little CPU")

@@ -62,7 +62,7 @@ def test_what_is_not_known_is_absent(make: Make) -> None:
 def test_a_recording_is_played_again(tmp_path: Path) -> None:
     now = [1000.0]
     path = tmp_path / "recording"
-    source, recording = recording_module.DemoSource(0.5, clock=lambda: now[0]), Recording(str(path))
+    source, recording = recording_module.DemoSource(0.5, lambda: now[0]), Recording(str(path))
     frames = []
     for _ in range(6):
         frames.append(source.read(ALL))
@@ -169,6 +169,18 @@ def test_what_is_no_recording_is_refused(tmp_path: Path, content: bytes, zipped:
         Recording(str(path))
     with pytest.raises(DoctorError, match="cannot read"):
         RecordingSource(str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize(("version", "words"), [(None, "format 1"), (99, "format 99")])
+def test_a_recording_of_another_version_is_refused(
+    tmp_path: Path, version: int | None, words: str
+) -> None:
+    path = tmp_path / "recording"
+    record = output.record(recording_module.at(700, 1000, ALL))
+    line = json.dumps(record if version is None else {"recording": version, **record})
+    path.write_bytes(gzip.compress(line.encode() + b"\n"))
+    with pytest.raises(DoctorError, match=f"it is of {words}, this ddpdoctor reads format 2"):
+        RecordingSource(str(path))
 
 
 def test_one_line_per_interval_until_the_run_is_over(make: Make) -> None:

@@ -18,7 +18,7 @@ from ddpdoctor.run.records.supervisor import (
     HangRecord,
     RetractionRecord,
 )
-from ddpdoctor.run.records.training import PassRecord
+from ddpdoctor.run.records.training import PassRecord, StepRecord
 from ddpdoctor.run.reported import Reported, Withdrawn, to_journal
 from ddpdoctor.run.status import Phase
 from ddpdoctor.top import live, output, step_times
@@ -26,7 +26,6 @@ from ddpdoctor.top.frame_sources import open_source
 from ddpdoctor.top.frames import Want
 from ddpdoctor.top.live import LiveSource, Progress
 from ddpdoctor.top.snapshot import Job, Snapshot
-from ddpdoctor.top.step_times import StepLine
 from tests.conftest import LIMIT, Doctor
 from tests.support.generated import MS, USUAL, Generated
 from tests.support.top_runs import ALL, Make, living
@@ -284,8 +283,10 @@ def test_how_far_a_job_is() -> None:
     def job(*words: str, step: int = 100, epoch: int = 2, batches: int = 0) -> Job:
         progress = Progress({"command": ["torchrun", "train.py", *words]})
         if batches:
-            progress.loads(PassRecord(pass_=0, number=0, state="", batches=batches, marks=1), None)
-        line = StepLine(USUAL, 0, epoch, 16, 0.5)
+            progress.add_pass(
+                PassRecord(pass_=0, number=0, state="", batches=batches, marks=1), None
+            )
+        line = StepRecord(epoch=epoch, samples=16, loss=0.5)
         return progress.job(0, step, epoch, 2.0, [line], 4)
 
     plain = job()
@@ -300,11 +301,11 @@ def test_how_far_a_job_is() -> None:
 
 def test_the_rate_falls_where_no_step_ends() -> None:
     progress = Progress({})
-    assert progress.at(0.0, 10, 0.5) == 2.0
+    assert progress.rate(0.0, 10, 0.5) == 2.0
     for second in range(1, 40):
-        rate = progress.at(float(second), 10 + min(second, 20), 0.5)
+        rate = progress.rate(float(second), 10 + min(second, 20), 0.5)
     assert rate is not None and 0.2 < rate < 0.5
-    assert progress.at(80.0, 30, 0.5) == 0.0
+    assert progress.rate(80.0, 30, 0.5) == 0.0
 
 
 # -- a real job

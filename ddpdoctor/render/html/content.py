@@ -1,8 +1,8 @@
-"""Collect what the HTML report says, as JSON: the facts of the terminal report, and the numbers.
+"""Collect what the HTML report shows, as JSON.
 
-The table of ranks, the merged stacks, and what was not measured, so that a gap is not taken for
-good news. Times are seconds unless a name says otherwise. Tables of numbers are packed
-(:func:`packed`).
+That is the facts of the terminal report, the table of ranks, numbers over time, the merged stacks,
+and what was not measured. Times are seconds unless a name says otherwise. Tables of numbers are
+packed (:func:`packed`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from ddpdoctor.diagnose.crashes.rank_endings import endings
 from ddpdoctor.diagnose.hangs.hang_snapshot import hang_snapshot
 from ddpdoctor.diagnose.speed.pace import WARM_UP
 from ddpdoctor.render import console, reporter
-from ddpdoctor.render.console import code_frame, shown_path
-from ddpdoctor.render.reporter import job_script
-from ddpdoctor.render.stack_text import inner_frames, stacks_summary
+from ddpdoctor.render.console import code_frame
+from ddpdoctor.render.stack_text import frame_place, inner_frames, stacks_summary
 from ddpdoctor.run import code_version, vitals
 from ddpdoctor.run.names import VITALS
 from ddpdoctor.run.records.model import DdpRecord
@@ -37,229 +36,35 @@ from ddpdoctor.run.records.supervisor import HangOverRecord, HangRecord, Unwatch
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.step_series import PARTS, RankSeries, Series, series
 from ddpdoctor.stacks import rank_stacks
-from ddpdoctor.stacks.frames import FOLDED, Code, Merged, Node, code_of, fold, merge, tail
-from ddpdoctor.stacks.rank_stacks import CUT, Frame, RankStacks
+from ddpdoctor.stacks.frames import FOLDED, Code, Node, code_of, fold, merge, tail
+from ddpdoctor.stacks.rank_stacks import CUT, Frame
 
-# -- what was not measured, so that a gap in the report is not taken for good news
+MAX_TABLE_BYTES = 3_600_000
+"""Size of the tables over time in the file, which may have five million bytes."""
 
-
-def measurement_gaps(run: Run, steps: Series) -> Iterator[str]:
-    """What is not known of a run and why, a sentence each without a full stop."""
-    for unwatched in run.supervisor.of(UnwatchedRecord):
-        yield f"ranks were not watched: {unwatched.why}"
-    yield from _rank_gaps(run)
-    yield from _step_gaps(steps)
-    yield from _machine_gaps(run)
-    yield from _record_gaps(run)
-
-
-def _rank_gaps(run: Run) -> Iterator[str]:
-    seen = {rank.rank for rank in run.last}
-    absent = set(range(min(run.world_size, 1 << 17))) - seen
-    if seen and absent:
-        yield f"{named(absent)}: no records here; a run directory has the ranks of one node"
-    if len(run.restarts) > 1:
-        yield "steps of attempts before the last one: the charts show the last"
-
-
-def _step_gaps(steps: Series) -> Iterator[str]:
-    if not steps.ranks:
-        yield "steps: no rank closed one"
-        return
-    if steps.edges[0]:
-        yield f"steps before {steps.edges[0]}: the journals have room for --journal-mb megabytes"
-    if steps.sampled:
-        yield "each step: of each column of the charts a few steps were read, as the run is long"
-    read, split = (sum(getattr(each, name) for each in steps.ranks) for name in ("steps", "split"))
-    unsplit = sum(len(each.unsplit) for each in steps.ranks)
-    if len(steps.ranks) == 1:
-        # It waits for none.
-        pass
-    elif unsplit == steps.columns * len(steps.ranks):
-        yield "the wait for other ranks: it is part of backward, as DDP timed no step"
-    elif split < read:
-        yield (
-            f"the wait for other ranks in {read - split} of {read} steps, which DDP did not time: "
-            "columns without a timed one show how much longer a backward took than the shortest"
-        )
-    if not any(each == each for rank in steps.ranks for each in rank.loss):
-        yield "the loss: no backward began with a tensor of one element"
-    if not any(each == each for rank in steps.ranks for each in rank.norm):
-        yield "gradient norms: they are known where the job calls clip_grad_norm_"
-
-
-def _machine_gaps(run: Run) -> Iterator[str]:
-    if not (run.path / VITALS).exists():
-        yield "memory and GPUs over time: the run has no record of them"
-    elif not any(run.path.glob("gpus-*.json")):
-        yield "GPUs: no NVML on this machine"
-
-
-def _record_gaps(run: Run) -> Iterator[str]:
-    lost = sum(rank.status.dropped for rank in run.last if rank.status is not None)
-    if lost:
-        yield f"{count(lost, 'record')} that did not fit or could not be written"
-    for line in run.unreadable:
-        yield f"not read: {line}"
-    faults = [each for rank in run.ranks for each in rank.records.of(FaultRecord)]
-    for fault in (*faults, *run.supervisor.of(FaultRecord))[:10]:
-        yield f"{fault.hook or fault.part} of ddpdoctor failed and was switched off: {fault.error}"
-
-
-# -- the table of ranks: who it is, how it ended, where its steps went
-
-
-def rank_rows(
-    run: Run, ranks: Sequence[Rank], findings: Sequence[Finding], steps: Series
-) -> list[dict[str, Any]]:
-    """A row for each rank; what is not known is absent. Times are seconds, means over the run."""
-    blamed = {rank: each.code for each in reversed(findings) for rank in _blamed_ranks(each)}
-    ended = {each.rank: each.text for each in reversed(endings(run, run.restarts[-1]))}
-    series = {each.rank: each for each in steps.ranks}
-    found = []
-    for rank in ranks:
-        status = rank.status
-        row = {
-            "rank": rank.rank,
-            "node": rank.opened.host,
-            "local": rank.opened.local_rank,
-            "pid": status.pid if status is not None else rank.opened.pid,
-            "state": ended.get(rank.rank) or _rank_state(rank),
-            "failed": rank.rank in ended or None,
-            "finding": blamed.get(rank.rank),
-            "steps": status.step if status is not None else None,
-            "gpu": next((each.device_name for each in rank.records.of(DdpRecord)), ""),
-            "rss": status.rss if status is not None else None,
-            "peak": status.peak if status is not None else None,
-            **_rank_times(series.get(rank.rank), steps.edges),
-        }
-        found.append({key: value for key, value in row.items() if value or value == 0})
-    return found
-
-
-def _blamed_ranks(finding: Finding) -> tuple[int, ...]:
-    return finding.ranks if finding.severity > Severity.INFO else ()
-
-
-def _rank_state(rank: Rank) -> str:
-    if rank.ended:
-        return "ended"
-    if rank.exit is not None:
-        return "exited"
-    if rank.status is None:
-        return ""
-    where = f" at {rank.status.site.rpartition('/')[2]}" if rank.status.site else ""
-    return f"{rank.status.phase.label}{where}"
-
-
-def _rank_times(series: RankSeries | None, edges: Sequence[int]) -> dict[str, Any]:
-    if series is None or not series.steps:
-        return {}
-    steady = [place for place, edge in enumerate(edges[:-1]) if edge >= WARM_UP]
-    means = [_steady_mean(values, steady) / 1e9 for values in series.parts]
-    longest = max(value for value in series.worst if value == value)
-    return {
-        "parts": [round(each, 7) for each in means],
-        "own": round(sum(means[: PARTS.index("wait")]), 7),
-        "longest": round(longest / 1e9, 7),
-        "unsplit": len(series.unsplit) == len(series.worst) or None,
-    }
-
-
-def _steady_mean(values: Sequence[float], steady: Sequence[int]) -> float:
-    """Without those of the warm-up, if there are others, and without those that are not known."""
-    known = [values[place] for place in steady if values[place] == values[place]]
-    return fmean(known or [value for value in values if value == value] or [0.0])
-
-
-# -- the stacks of all ranks at the hang, or those that were taken last, as a merged tree
-
-
-def stack_tree(run: Run) -> dict[str, Any] | None:
-    """The tree and when it was taken; None if no stacks were taken."""
-    hang = hang_snapshot(run)
-    if hang is not None:
-        stacks = [each.stacks for each in hang.ranks if each.stacks is not None]
-        when, what = hang.record.time, "while the job made no progress"
-    else:
-        kept = rank_stacks.load_stacks(run.path)
-        stacks = list(kept.stacks) if kept is not None else []
-        when, what = (kept.time if kept is not None else 0), "taken last"
-    if not stacks:
-        return None
-    merged = merge(stacks, fold)
-    frames = [frame for each in stacks for thread in each.threads for frame in thread.frames]
-    code = code_of(frames, integer(run.manifest, "started"))
-    mains = {each.rank: main.frames for each in stacks if (main := each.main) is not None}
-    at = time.strftime("%H:%M:%S", time.localtime(when / 1e9))
-    return {
-        "head": f"{what}, at {at}: {stacks_summary(merged)}",
-        "roots": [_tree_node(root, code, mains) for root in merged.roots],
-        "missing": _missing_stacks(merged),
-    }
-
-
-def _tree_node(node: Node, code: Code, mains: Mapping[int, Sequence[Frame]]) -> dict[str, Any]:
-    deeper = {rank for each in node.children for rank in each.ranks}
-    ends: dict[str, list[int]] = defaultdict(list)
-    for rank in node.ranks:
-        if rank not in deeper and (below := tail(mains[rank])):
-            ends[inner_frames(below)].append(rank)
-    return {
-        "ranks": spans(node.ranks),
-        "count": len(node.ranks),
-        "odd": node.odd,
-        "frames": [_tree_frame(frame, code) for frame in node.frames],
-        "ends": [[spans(ranks), text] for text, ranks in ends.items()],
-        "children": [_tree_node(each, code, mains) for each in node.children],
-    }
-
-
-def _tree_frame(frame: Frame, code: Code) -> list[str]:
-    """Place, function and source of a frame; of library frames between, only a sentence."""
-    if frame == CUT:
-        return ["the frames above are not known"]
-    if frame.function == FOLDED:
-        return [f"in {frame.path}"]
-    place = f"{shown_path(frame.path)}:{frame.line}" if frame.line else shown_path(frame.path)
-    return [place, frame.function, code.get(frame, "")]
-
-
-def _missing_stacks(merged: Merged) -> list[list[str]]:
-    """Ranks without a stack, and why."""
-    troubles: dict[str, list[int]] = defaultdict(list)
-    each: RankStacks
-    for each in merged.missing:
-        troubles[each.trouble or "no main thread"].append(each.rank)
-    return [[spans(ranks), trouble] for trouble, ranks in troubles.items()]
-
-
-# -- content
-
-
-MOST_BYTES = 3_600_000
-"""Bytes that the tables over time take in the file, of the five million that it may have."""
-
-_PER_CELL = (len(PARTS) + 1) * 2 * 4 / 3
-"""Bytes of a cell: a parts' mean each, and the longest step, in 16 bits, as text."""
-_PER_CURVE = 4 * 4 / 3
+_BYTES_PER_CELL = (len(PARTS) + 1) * 2 * 4 / 3
+"""A cell has the mean of each part and the longest step, in 16 bits each, as base64."""
+_BYTES_PER_VALUE = 4 * 4 / 3
 
 
 def report_content(
     run: Run, findings: Sequence[Finding], *, live: bool, remark: str
 ) -> dict[str, Any]:
-    """The report on a run.
+    """Return the report on a run.
 
     Args:
         run: The run.
         findings: What was found, worst first.
         live: Whether it still runs.
-        remark: What there is to say about how the run ended; may be empty.
+        remark: What else there is to say about how the run ended.
     """
-    attempt = run.last
-    most = int(MOST_BYTES / (_PER_CELL + 2 * _PER_CURVE))
-    steps = series(run, attempt, most)
-    started = _started(run, steps)
+    most = int(MAX_TABLE_BYTES / (_BYTES_PER_CELL + 2 * _BYTES_PER_VALUE))
+    steps = series(run, run.last, most)
+    firsts = [
+        each.starts[0] for each in steps.ranks if each.starts and not math.isnan(each.starts[0])
+    ]
+    started = (integer(run.manifest, "started") or min(firsts, default=0)) / 1e9
+    written = console.written_before(run)
     return {
         "title": str(run.manifest.get("id") or run.path.name),
         "verdict": _verdict(run, findings, live),
@@ -269,8 +74,8 @@ def report_content(
             *(["the run is live; these are the findings so far"] if live else []),
             reporter.findings_count(findings),
         ],
-        "findings": [_finding(each, console.written_before(run)) for each in findings],
-        "ranks": rank_rows(run, attempt, findings, steps),
+        "findings": [_finding(each, written) for each in findings],
+        "ranks": rank_rows(run, run.last, findings, steps),
         "series": _series(steps, started),
         "vitals": vitals.vitals_curves(run.path, run.restarts[-1], started),
         "hangs": _hang_spans(run, started),
@@ -282,7 +87,7 @@ def report_content(
 
 
 def _verdict(run: Run, findings: Sequence[Finding], live: bool) -> dict[str, str]:
-    """The first sentence: the worst finding, whole; without one, how the run ended."""
+    """Return the first sentence: the worst finding, or how the run ended."""
     if findings and findings[0].severity > Severity.INFO:
         worst = findings[0]
         return {"level": worst.severity.label, "text": worst.message, "code": worst.code}
@@ -313,53 +118,232 @@ def _finding(finding: Finding, written: float) -> dict[str, Any]:
     }
 
 
+# -- what was not measured, so that a gap in the report is not taken for good news
+
+
+def measurement_gaps(run: Run, steps: Series) -> Iterator[str]:
+    """Yield what is unknown of a run and why, each as a sentence without a full stop."""
+    for unwatched in run.supervisor.of(UnwatchedRecord):
+        yield f"ranks were not watched: {unwatched.why}"
+    seen = {rank.rank for rank in run.last}
+    absent = set(range(min(run.world_size, 1 << 17))) - seen
+    if seen and absent:
+        yield f"{named(absent)}: no records here; a run directory has the ranks of one node"
+    if len(run.restarts) > 1:
+        yield "steps of attempts before the last one: the charts show the last"
+    yield from _step_gaps(steps)
+    if not (run.path / VITALS).exists():
+        yield "memory and GPUs over time: the run has no record of them"
+    elif not any(run.path.glob("gpus-*.json")):
+        yield "GPUs: no NVML on this machine"
+    lost = sum(rank.status.dropped for rank in run.last if rank.status is not None)
+    if lost:
+        yield f"{count(lost, 'record')} that did not fit or could not be written"
+    for line in run.unreadable:
+        yield f"not read: {line}"
+    faults = [each for rank in run.ranks for each in rank.records.of(FaultRecord)]
+    for fault in (*faults, *run.supervisor.of(FaultRecord))[:10]:
+        yield f"{fault.hook or fault.part} of ddpdoctor failed and was switched off: {fault.error}"
+
+
+def _step_gaps(steps: Series) -> Iterator[str]:
+    if not steps.ranks:
+        yield "steps: no rank closed one"
+        return
+    if steps.edges[0]:
+        yield f"steps before {steps.edges[0]}: the journals have room for --journal-mb megabytes"
+    if steps.sampled:
+        yield "each step: of each column of the charts a few steps were read, as the run is long"
+    read, split = (sum(getattr(each, name) for each in steps.ranks) for name in ("steps", "split"))
+    unsplit = sum(len(each.unsplit) for each in steps.ranks)
+    if len(steps.ranks) == 1:
+        # A single rank waits for no other.
+        pass
+    elif unsplit == steps.columns * len(steps.ranks):
+        yield "the wait for other ranks: it is part of backward, as DDP timed no step"
+    elif split < read:
+        yield (
+            f"the wait for other ranks in {read - split} of {read} steps, which DDP did not time: "
+            "columns without a timed one show how much longer a backward took than the shortest"
+        )
+    if not _any_known([rank.loss for rank in steps.ranks]):
+        yield "the loss: no backward began with a tensor of one element"
+    if not _any_known([rank.norm for rank in steps.ranks]):
+        yield "gradient norms: they are known where the job calls clip_grad_norm_"
+
+
+# -- the table of ranks
+
+
+def rank_rows(
+    run: Run, ranks: Sequence[Rank], findings: Sequence[Finding], steps: Series
+) -> list[dict[str, Any]]:
+    """Return a row for each rank: what it is, how it ended, where its steps went.
+
+    What is unknown is absent. Times are seconds, means over the run.
+    """
+    blamed = {
+        rank: finding.code
+        for finding in reversed(findings)
+        if finding.severity > Severity.INFO
+        for rank in finding.ranks
+    }
+    ended = {each.rank: each.text for each in reversed(endings(run, run.restarts[-1]))}
+    series = {each.rank: each for each in steps.ranks}
+    found = []
+    for rank in ranks:
+        status = rank.status
+        row = {
+            "rank": rank.rank,
+            "node": rank.opened.host,
+            "local": rank.opened.local_rank,
+            "pid": status.pid if status is not None else rank.opened.pid,
+            "state": ended.get(rank.rank) or _rank_state(rank),
+            "failed": rank.rank in ended or None,
+            "finding": blamed.get(rank.rank),
+            "steps": status.step if status is not None else None,
+            "gpu": next((each.device_name for each in rank.records.of(DdpRecord)), ""),
+            "rss": status.rss if status is not None else None,
+            "peak": status.peak if status is not None else None,
+            **_rank_times(series.get(rank.rank), steps.edges),
+        }
+        found.append({key: value for key, value in row.items() if value or value == 0})
+    return found
+
+
+def _rank_state(rank: Rank) -> str:
+    if rank.ended:
+        return "ended"
+    if rank.exit is not None:
+        return "exited"
+    if rank.status is None:
+        return ""
+    where = f" at {rank.status.site.rpartition('/')[2]}" if rank.status.site else ""
+    return f"{rank.status.phase.label}{where}"
+
+
+def _rank_times(series: RankSeries | None, edges: Sequence[int]) -> dict[str, Any]:
+    if series is None or not series.steps:
+        return {}
+    steady = [place for place, edge in enumerate(edges[:-1]) if edge >= WARM_UP]
+
+    def mean(values: Sequence[float]) -> float:
+        # Without the warm-up, if there are other steps.
+        known = [values[place] for place in steady if not math.isnan(values[place])]
+        return fmean(known or [value for value in values if not math.isnan(value)] or [0.0])
+
+    means = [mean(values) / 1e9 for values in series.parts]
+    longest = max(value for value in series.worst if not math.isnan(value))
+    return {
+        "parts": [round(each, 7) for each in means],
+        "own": round(sum(means[: PARTS.index("wait")]), 7),
+        "longest": round(longest / 1e9, 7),
+        "unsplit": len(series.unsplit) == len(series.worst) or None,
+    }
+
+
+# -- the stacks of all ranks at the hang, or the last ones taken, as a merged tree
+
+
+def stack_tree(run: Run) -> dict[str, Any] | None:
+    """Return the tree and when it was taken; None if no stacks were taken."""
+    hang = hang_snapshot(run)
+    if hang is not None:
+        stacks = [each.stacks for each in hang.ranks if each.stacks is not None]
+        when, what = hang.record.time, "while the job made no progress"
+    else:
+        kept = rank_stacks.load_stacks(run.path)
+        stacks = list(kept.stacks) if kept is not None else []
+        when, what = (kept.time if kept is not None else 0), "taken last"
+    if not stacks:
+        return None
+    merged = merge(stacks, fold)
+    frames = [frame for each in stacks for thread in each.threads for frame in thread.frames]
+    code = code_of(frames, integer(run.manifest, "started"))
+    mains = {each.rank: main.frames for each in stacks if (main := each.main) is not None}
+    troubles: dict[str, list[int]] = defaultdict(list)
+    for each in merged.missing:
+        troubles[each.trouble or "no main thread"].append(each.rank)
+    at = time.strftime("%H:%M:%S", time.localtime(when / 1e9))
+    return {
+        "head": f"{what}, at {at}: {stacks_summary(merged)}",
+        "roots": [_tree_node(root, code, mains) for root in merged.roots],
+        "missing": [[spans(ranks), trouble] for trouble, ranks in troubles.items()],
+    }
+
+
+def _tree_node(node: Node, code: Code, mains: Mapping[int, Sequence[Frame]]) -> dict[str, Any]:
+    deeper = {rank for each in node.children for rank in each.ranks}
+    ends: dict[str, list[int]] = defaultdict(list)
+    for rank in node.ranks:
+        if rank not in deeper and (below := tail(mains[rank])):
+            ends[inner_frames(below)].append(rank)
+    return {
+        "ranks": spans(node.ranks),
+        "count": len(node.ranks),
+        "odd": node.odd,
+        "frames": [_tree_frame(frame, code) for frame in node.frames],
+        "ends": [[spans(ranks), text] for text, ranks in ends.items()],
+        "children": [_tree_node(each, code, mains) for each in node.children],
+    }
+
+
+def _tree_frame(frame: Frame, code: Code) -> list[str]:
+    """Return place, function and source of a frame, or a sentence for folded frames."""
+    if frame == CUT:
+        return ["the frames above are not known"]
+    if frame.function == FOLDED:
+        return [f"in {frame.path}"]
+    return [frame_place(frame), frame.function, code.get(frame, "")]
+
+
 # -- numbers over time
 
 
-def _started(run: Run, steps: Series) -> float:
-    """Unix seconds from which on time is counted."""
-    started = integer(run.manifest, "started")
-    firsts = [each.starts[0] for each in steps.ranks if each.starts]
-    return (started or min((each for each in firsts if each == each), default=0)) / 1e9
-
-
 def _series(steps: Series, started: float) -> dict[str, Any]:
-    first = steps.ranks[0] if steps.ranks else None
-    times = first.starts if first is not None else []
+    times = steps.ranks[0].starts if steps.ranks else []
     return {
         "edges": steps.edges,
         "ranks": [each.rank for each in steps.ranks],
         "parts": list(PARTS),
         "sampled": steps.sampled,
-        "times": [round(each / 1e9 - started, 3) if each == each else None for each in times],
-        "cells": packed(value for each in steps.ranks for value in _cells(each)),
+        "times": [None if math.isnan(each) else round(each / 1e9 - started, 3) for each in times],
+        "cells": packed(
+            value
+            for each in steps.ranks
+            for values in (*each.parts, each.worst)
+            for value in values
+        ),
         "loss": _curves([each.loss for each in steps.ranks]),
         "norm": _curves([each.norm for each in steps.ranks]),
     }
 
 
-def _cells(rank: RankSeries) -> Iterable[float]:
-    for values in (*rank.parts, rank.worst):
-        yield from values
-
-
 def packed(durations: Iterable[float]) -> str:
-    """Durations as 16 bits each, in base64: 0 is unknown, n is 2 ** ((n - 1) / 2048) - 1 us.
+    """Pack durations in nanoseconds into 16 bits each, as base64.
 
-    So a microsecond and an hour both keep three digits. Unknown is NaN.
+    0 is unknown (NaN), n is 2 ** ((n - 1) / 2048) - 1 us. So a microsecond and an hour both keep
+    three digits.
     """
     scaled = (1 + round(2048 * math.log2(1 + each / 1e3)) if each >= 0 else 0 for each in durations)
     return _base64(array("H", (min(each, 0xFFFF) for each in scaled)))
 
 
+def _any_known(curves: Sequence[array[float]]) -> bool:
+    return not all(math.isnan(value) for curve in curves for value in curve)
+
+
 def _curves(curves: Sequence[array[float]]) -> str:
-    """Values as 32-bit floats in base64, NaN where nothing is known; empty if nothing is."""
-    if not any(value == value for curve in curves for value in curve):
+    """Pack values as 32-bit floats in base64, NaN where unknown; empty if all are."""
+    if not _any_known(curves):
         return ""
     most = 3.4e38
-    return _base64(
-        array("f", (max(-most, min(most, v)) if v == v else v for curve in curves for v in curve))
+    clipped = (
+        value if math.isnan(value) else max(-most, min(most, value))
+        for curve in curves
+        for value in curve
     )
+    return _base64(array("f", clipped))
 
 
 def _base64(values: array[Any]) -> str:
@@ -368,16 +352,13 @@ def _base64(values: array[Any]) -> str:
     return base64.b64encode(values.tobytes()).decode()
 
 
-# -- words
-
-
 def _hang_spans(run: Run, started: float) -> list[list[float]]:
-    """When the job made no progress: seconds from the start, from and until."""
+    """Return when the job made no progress: from and until, in seconds from the start."""
     found: list[list[float]] = []
     for each in run.supervisor:
         if isinstance(each, HangRecord):
-            begin = each.time / 1e9 - started - each.seconds
             end = each.time / 1e9 - started
+            begin = end - each.seconds
             if found and begin <= found[-1][1]:
                 found[-1][1] = end
             else:
@@ -387,8 +368,11 @@ def _hang_spans(run: Run, started: float) -> list[list[float]]:
     return [[round(begin, 3), round(end, 3)] for begin, end in found]
 
 
+# -- words
+
+
 def environment(run: Run) -> list[list[str]]:
-    """What ran, where, with which versions: pairs of a name and a text."""
+    """Return what ran, where, and with which versions, as pairs of a name and a text."""
     manifest = run.manifest
     kept = code_version.read(run.path)
     opened = next((rank.opened for rank in run.last if rank.opened.versions), None)
@@ -402,7 +386,7 @@ def environment(run: Run) -> list[list[str]]:
         ("records", str(run.path)),
         ("command", shlex.join(words)),
         ("directory", str(manifest.get("cwd", ""))),
-        ("script", job_script(run) if words else ""),
+        ("script", reporter.job_script(run) if words else ""),
         ("commit", kept.commit if kept is not None else ""),
         ("started", _date_and_time(integer(manifest, "started"))),
         ("host", ", ".join(hosts) or str(manifest.get("host", ""))),
@@ -416,7 +400,7 @@ def environment(run: Run) -> list[list[str]]:
     return [[name, text] for name, text in found if text]
 
 
-def _date_and_time(moment: int) -> str:
-    if not moment:
+def _date_and_time(nanoseconds: int) -> str:
+    if not nanoseconds:
         return ""
-    return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(moment / 1e9))
+    return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(nanoseconds / 1e9))

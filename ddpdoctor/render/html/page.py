@@ -1,7 +1,7 @@
 """Put the HTML report together: template, style, scripts and data in one file.
 
 The run's data is JSON in an inert element, and the script puts it on the page as text alone. A
-policy in the file allows no other script or style to run, and nothing to be fetched.
+content security policy in the file forbids other scripts and styles, and fetching anything.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ddpdoctor.core.formatting import json_text, shown
 from ddpdoctor.render.terminal import PHASE_COLOURS, SEVERITY_COLOURS, Colour
 
 SCRIPTS = ("elements.js", "series.js", "charts.js", "heatmap.js", "sections.js", "page.js")
-"""In the order in which they run, behind the plotting library."""
+"""The scripts in the order in which they run, after the plotting library."""
 
 _LIBRARY = "uplot/"
 
@@ -30,52 +30,45 @@ def _file(name: str) -> str:
 
 
 def page(content: dict[str, Any]) -> str:
-    """The HTML file.
+    """Return the HTML file.
 
     Args:
-        content: What `ddpdoctor.render.html.content` made.
+        content: The report, from `ddpdoctor.render.html.content`.
     """
     style = "\n".join((_colours(), _file(_LIBRARY + "uPlot.min.css"), _file("page.css")))
     library = _file(_LIBRARY + "uPlot.iife.min.js")
     script = "\n".join((library, *map(_file, SCRIPTS)))
     parts = {
-        "policy": _policy(script, style),
+        "policy": (
+            f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; "
+            "img-src data:; base-uri 'none'; form-action 'none'"
+        ),
         "title": html.escape(shown(f"{content['title']} - ddpdoctor")),
         "verdict": html.escape(shown(content["verdict"]["text"])),
         "license": _file(_LIBRARY + "LICENSE"),
         "style": style,
         "script": script,
-        "data": _inert(content),
+        # So that the JSON cannot end the element that it is in.
+        "data": json_text(_json_safe(content), separators=(",", ":"))
+        .replace("<", "\\u003c")
+        .replace(">", "\\u003e")
+        .replace("&", "\\u0026"),
     }
-    # The template is split, and not searched: what stands in a part is never a place for another.
+    # The template is split before the parts are put in, so no part is taken for a placeholder.
     pieces = _file("page.html").split("%%")
     pieces[1::2] = [parts[name] for name in pieces[1::2]]
     return "".join(pieces)
 
 
-def _inert(content: dict[str, Any]) -> str:
-    """JSON that cannot end the element that it stands in."""
-    text = json_text(_steerless(content), separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _steerless(value: Any) -> Any:
-    """The same without marks that turn the order of letters round, and other invisible ones."""
+def _json_safe(value: Any) -> Any:
+    """Make invisible characters visible, and numbers null that JSON cannot write."""
     if isinstance(value, str):
         return shown(value, "\n\t")
     if isinstance(value, dict):
-        return {shown(str(key)): _steerless(each) for key, each in value.items()}
+        return {shown(str(key)): _json_safe(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_steerless(each) for each in value]
-    # JSON has no word for NaN and infinity.
+        return [_json_safe(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _policy(script: str, style: str) -> str:
-    return (
-        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; "
-        "img-src data:; base-uri 'none'; form-action 'none'"
-    )
 
 
 def _hash(text: str) -> str:
@@ -84,7 +77,7 @@ def _hash(text: str) -> str:
 
 
 def _colours() -> str:
-    """The colours of phases and severities as variables, for light, dark and print."""
+    """Return the colours of phases and severities as variables, for light, dark and print."""
 
     def variables(which: int) -> str:
         named: dict[str, Colour] = {**PHASE_COLOURS, **SEVERITY_COLOURS}

@@ -6,7 +6,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from statistics import median
 
@@ -15,7 +15,7 @@ from ddpdoctor.core.formatting import bracketed
 from ddpdoctor.render.terminal import Line, Span, fit, labelled, text_width
 from ddpdoctor.top.draw import drawing
 from ddpdoctor.top.draw.columns import (
-    LEAST_BAR,
+    MIN_BAR,
     QUANTILES,
     TIME_COLUMNS,
     Column,
@@ -24,12 +24,10 @@ from ddpdoctor.top.draw.columns import (
     phase_cell,
     rank_cell,
 )
-from ddpdoctor.top.draw.drawing import Scene
+from ddpdoctor.top.draw.drawing import Frame, Scene
+from ddpdoctor.top.headline import slow_phase
 from ddpdoctor.top.snapshot import PHASES, Gpu, RankRow
 from ddpdoctor.top.view import by_node, rank_value, selected_rows
-
-# -- what ranks do, equal ones merged; and one rank in full
-
 
 _LABEL_WIDTH = 9
 _OVER = ("dead", "ended")
@@ -41,27 +39,27 @@ class RankGroup:
 
     ranks: tuple[int, ...]
     doing: str
-    """Phase or collective, or the state where the rank does nothing."""
+    """Phase or collective, or the state if the rank does nothing."""
     site: str
     since: float | None
     """Seconds that the longest of them has been at it."""
 
 
 def rank_groups(rows: Sequence[RankRow]) -> list[RankGroup]:
-    """The groups, those of few ranks first: the odd one out is what a person looks for."""
+    """Group ranks by what they do. Groups of few ranks come first: look at the odd one out."""
     found: dict[tuple[str, str], list[RankRow]] = {}
     for row in rows:
         found.setdefault((activity_text(row), short_site(row.site)), []).append(row)
-    merged = []
+    groups = []
     for (what, site), members in found.items():
         ages = [row.since for row in members if row.since is not None and row.state not in _OVER]
         ranks = tuple(sorted(row.rank for row in members))
-        merged.append(RankGroup(ranks, what, site, max(ages, default=None)))
-    return sorted(merged, key=lambda group: (len(group.ranks), group.ranks))
+        groups.append(RankGroup(ranks, what, site, max(ages, default=None)))
+    return sorted(groups, key=lambda group: (len(group.ranks), group.ranks))
 
 
 def activity_text(row: RankRow) -> str:
-    """What a rank does, in a few words."""
+    """Say what a rank does, in a few words."""
     if row.state in _OVER:
         return row.said or row.state
     what = f"{row.phase or 'unknown'} ({row.collective})" if row.collective else row.phase
@@ -72,7 +70,7 @@ def activity_text(row: RankRow) -> str:
 
 @lru_cache(maxsize=1024)
 def short_site(site: str) -> str:
-    """A place in the code, relative to the working directory if it lies below it."""
+    """Return a place in the code, relative to the working directory if it is below it."""
     path, colon, line = site.rpartition(":")
     if not path:
         return site
@@ -84,7 +82,7 @@ def short_site(site: str) -> str:
 
 
 def group_line(group: RankGroup, scene: Scene) -> Line:
-    """A group in a line, in shorter words where there is no room: ranks, what, where, how long."""
+    """Draw a group: ranks, what, where, how long. Where room is short, use fewer words."""
     ranks = scene.cut(bracketed(group.ranks), max(scene.room // 3, 8))
     since = "" if group.since is None else f" for {formatting.duration(group.since)}"
     site = f" {group.site}" if group.site else ""
@@ -99,7 +97,7 @@ def group_line(group: RankGroup, scene: Scene) -> Line:
 
 
 def activity_lines(row: RankRow, processes: Sequence[str], room: int) -> list[Line]:
-    """What one rank does, and the processes below it."""
+    """Draw what one rank does, and the processes below it."""
     facts = [
         ("doing", activity_text(row)),
         ("at", short_site(row.site)),
@@ -111,8 +109,11 @@ def activity_lines(row: RankRow, processes: Sequence[str], room: int) -> list[Li
     return [line for label, text in facts if text for line in labelled(label, text, room, 12)]
 
 
+# -- one rank in full
+
+
 def full_rank(row: RankRow, scene: Scene) -> list[Line]:
-    """Everything that is known of a rank, the most important first."""
+    """Draw everything that is known of a rank, the most important first."""
     facts = [f"rank {row.rank} on {row.node or 'this node'}"]
     facts += [f"stage {row.stage}"] if row.stage else []
     facts += [f"pid {row.pid}"] if row.pid is not None else []
@@ -137,7 +138,7 @@ def full_rank(row: RankRow, scene: Scene) -> list[Line]:
 
 
 def _step_lines(row: RankRow, scene: Scene) -> list[Line]:
-    """The last steps of a rank and of the median rank as bars, with a legend."""
+    """Draw the steps of a rank and of the median rank as bars, with a legend."""
     room = scene.room
     if row.times is None:
         return labelled("step", "no step has ended yet", room, _LABEL_WIDTH)
@@ -147,8 +148,8 @@ def _step_lines(row: RankRow, scene: Scene) -> list[Line]:
     typical = scene.snapshot.median or row.times
     longest = drawing.axis_end(max(row.times.total, typical.total))
     width = max(room - _LABEL_WIDTH, 4)
-    lines: list[Line] = [
-        ((f"{label:<{_LABEL_WIDTH}}", "dim"), *drawing.step_bar(times, width, longest, scene.marks))
+    lines: list[list[Span]] = [
+        [(f"{label:<{_LABEL_WIDTH}}", "dim"), *drawing.step_bar(times, width, longest, scene.marks)]
         for label, times in shown
     ]
     unit = formatting.unit_for(longest)
@@ -156,26 +157,20 @@ def _step_lines(row: RankRow, scene: Scene) -> list[Line]:
         (f"{drawing.glyph(phase, scene.marks)} {phase} {phase_cell(row.times, phase, unit)}", phase)
         for phase in PHASES
     ]
-    lines += _legend(
-        [*legend, (f"= {formatting.time_in(row.times.total, unit)} {unit.name}", "bold")], room
-    )
-    if not row.times.split:
-        text = "~ backward includes the wait for others: it is not measured separately"
-        lines += labelled("", text, room, _LABEL_WIDTH, "dim")
-    return lines
-
-
-def _legend(spans: Sequence[Span], room: int) -> list[Line]:
-    """The spans in as many lines as they need."""
-    lines: list[list[Span]] = [[(" " * _LABEL_WIDTH, "")]]
-    used = _LABEL_WIDTH
-    for text, style in spans:
-        if used + text_width(text) + 2 * (style != "bold") > room and len(lines[-1]) > 1:
+    legend.append((f"= {formatting.time_in(row.times.total, unit)} {unit.name}", "bold"))
+    used = max(room, _LABEL_WIDTH) + 1
+    for text, style in legend:
+        # The last entry needs no gap after it.
+        if used + text_width(text) + 2 * (style != "bold") > room and used > _LABEL_WIDTH:
             lines.append([(" " * _LABEL_WIDTH, "")])
             used = _LABEL_WIDTH
         lines[-1] += [(text, style), ("  ", "")]
         used += text_width(text) + 2
-    return [tuple(line) for line in lines]
+    drawn = [tuple(line) for line in lines]
+    if not row.times.split:
+        text = "~ backward includes the wait for others: it is not measured separately"
+        drawn += labelled("", text, room, _LABEL_WIDTH, "dim")
+    return drawn
 
 
 def _now_text(row: RankRow) -> str:
@@ -215,51 +210,43 @@ def _gpu_text(gpu: Gpu) -> str:
     if gpu.clock is not None:
         most = f" of {gpu.clock_max / 1e6:.0f}" if gpu.clock_max else ""
         facts.append(f"{gpu.clock / 1e6:.0f}{most} MHz")
-    facts += [f"PCIe {formatting.size(gpu.pcie)}/s"] if gpu.pcie is not None else []
-    facts += [f"NVLink {formatting.size(gpu.nvlink)}/s"] if gpu.nvlink is not None else []
+    facts += link_facts(gpu)
     facts += [f"throttled: {reason}" for reason in gpu.throttle]
     facts += [f"{gpu.ecc_errors} ECC errors"] if gpu.ecc_errors else []
     return ", ".join([*facts, gpu.problem] if gpu.problem else facts)
 
 
-# -- board
+def link_facts(gpu: Gpu) -> list[str]:
+    """Say what a GPU's links carry."""
+    links = (("PCIe", gpu.pcie), ("NVLink", gpu.nvlink))
+    return [f"{name} {formatting.size(rate)}/s" for name, rate in links if rate is not None]
 
 
-NO_NUMBERS = ("dead", "starting", "debugger")
+# -- the board
+
+WORDS_INSTEAD = ("dead", "starting", "debugger")
 """States in which words take the place of a rank's numbers, if there is no room for both."""
 
-_STILL = ("hung", "failing", "restarting")
-"""States of a run in which it matters what the ranks do, and no more how long their steps are."""
+_NOT_TRAINING = ("hung", "failing", "restarting")
+"""States of a run in which it matters what the ranks do, and no longer how long their steps are."""
 
 _STYLES = {"dead": "error", "stale": "dim", "ended": "dim", "starting": "dim"}
-"""Of the lines of ranks by their state."""
+"""Styles of ranks' lines by state."""
+
+_Node = tuple[str, Sequence[RankRow]]
+"""A node and its ranks, for the line above them."""
 
 
-@dataclass(frozen=True)
-class DrawnBoard:
-    """Lines, and what each of them is about."""
-
-    lines: tuple[Line, ...]
-    ranks: dict[int, int] = field(default_factory=dict)
-    """The rank that a line belongs to, by the line's number."""
-    top: int = 0
-    """The first row that was drawn, once the cursor is in sight."""
-
-
-def draw_board(scene: Scene, height: int) -> DrawnBoard:
-    """The board in at most ``height`` lines: header, ranks, median, legend."""
-    return _Board(scene).draw(height) if height > 0 else DrawnBoard(())
+def draw_board(scene: Scene, height: int) -> Frame:
+    """Draw the board in at most ``height`` lines: header, ranks, median, legend."""
+    return _Board(scene).draw(height) if height > 0 else Frame(())
 
 
 def board_lines(scene: Scene) -> int:
-    """The lines of a whole board."""
+    """Return the number of lines of a whole board."""
     ranks = selected_rows(scene.snapshot, scene.view)
     nodes = len({row.node for row in scene.snapshot.ranks}) if scene.view.grouped else 0
     return max(len(ranks), 1) + nodes + 4
-
-
-_Node = tuple[str, Sequence[RankRow]]
-"""The line above the ranks of a node."""
 
 
 class _Board:
@@ -272,15 +259,17 @@ class _Board:
         self._ranks = selected_rows(snapshot, scene.view)
         totals = [row.times.total for row in snapshot.ranks if row.times is not None]
         self._unit = formatting.unit_for(max(totals, default=1.0))
-        self._still = snapshot.state in _STILL
+        self._training = snapshot.state not in _NOT_TRAINING
         self._bar = scene.room
-        said = max((text_width(self._words(row)) for row in self._ranks), default=0)
-        least = max(LEAST_BAR, min(said + 1, scene.room // 2)) if self._still else LEAST_BAR
-        self._columns, self._bar = fitting_columns(snapshot.ranks, scene.room, least)
+        min_bar = MIN_BAR
+        if not self._training:
+            words = max((text_width(self._words(row)) for row in self._ranks), default=0)
+            min_bar = max(MIN_BAR, min(words + 1, scene.room // 2))
+        self._columns, self._bar = fitting_columns(snapshot.ranks, scene.room, min_bar)
         self._axis = drawing.axis_end(max(totals, default=0.0))
 
-    def draw(self, height: int) -> DrawnBoard:
-        """At most so many lines."""
+    def draw(self, height: int) -> Frame:
+        """Draw at most so many lines."""
         header, last, legend = self._around(height)
         body = height - header - last - legend
         entries = self._entries(body)
@@ -304,29 +293,35 @@ class _Board:
             lines.append(self._median_line())
         if legend:
             lines.append(self._legend())
-        return DrawnBoard(tuple(lines[:height]), about, first)
-
-    # -- what is shown
+        return Frame(tuple(lines[:height]), about, top=first)
 
     def _around(self, height: int) -> tuple[int, int, int]:
-        """The lines of the header, of the median and of the legend, around those of the ranks."""
+        """Return the lines of header, median and legend."""
         ranks = len(self._ranks)
         spare = height - ranks
         header = 0 if height < 3 else 2 if spare >= 4 or height >= 12 else 1
         fits = height >= 5 or height - header > ranks
         last = 1 if fits and self._snapshot.median is not None and ranks > 1 else 0
-        timed = self._bar and self._axis and not self._still
+        timed = self._bar and self._axis and self._training
         legend = 1 if timed and (spare >= header + last + 1 or height >= 14) else 0
         return header, last, legend
 
+    def _legend(self) -> Line:
+        short = {"forward": "fwd", "backward": "bwd", "optimizer": "opt"}
+        spans: list[Span] = [("   ", "")]
+        for phase in PHASES:
+            name = phase if self._room >= 66 else short.get(phase, phase)
+            spans += [(drawing.glyph(phase, self._marks) * 2, phase), (f" {name}  ", "dim")]
+        return tuple(spans)
+
     def _entries(self, body: int) -> list[RankRow | _Node]:
-        """The lines of the board: ranks, below the heads of their nodes if they are grouped."""
+        """Return the lines of the board: ranks, below their nodes if they are grouped."""
         if not self._view.grouped:
             return list(self._ranks)
         nodes = by_node(self._ranks)
         share = len(self._ranks)
         if len(nodes) + share > body:
-            # Not all of them fit: below each node as many of its worst as there is room for.
+            # Not all of them fit: below each node show as many of its worst as there is room for.
             share = max(0, (body - 1) // max(len(nodes), 1) - 1)
         entries: list[RankRow | _Node] = []
         for node in nodes.items():
@@ -339,41 +334,38 @@ class _Board:
         return entries
 
     def _window(self, entries: Sequence[RankRow | _Node], body: int) -> tuple[int, int, int]:
-        """First entry, number of entries, and the lines left for what is not shown."""
+        """Return the first entry, how many are shown, and the lines left for the others."""
         if len(entries) <= body:
             return 0, len(entries), 0
         tail = 4 if body >= 12 else 1 if body >= 3 else 0
         count = max(body - tail, 1)
         first = min(self._view.top, len(entries) - count)
-        cursor = self._view.cursor
         for at, entry in enumerate(entries):
-            if isinstance(entry, RankRow) and entry.rank == cursor:
+            if isinstance(entry, RankRow) and entry.rank == self._view.cursor:
                 first = min(max(first, at - count + 1), at)
                 break
         return max(first, 0), count, tail
-
-    # -- lines
 
     def _cells(self, text: Callable[[Column], str]) -> str:
         return "  " + "".join(f" {fitted_cell(column, text(column))}" for column in self._columns)
 
     def _header(self, lines: int) -> list[Line]:
-        """The titles; in a second line their units."""
+        """Draw the titles, and in a second line their units."""
         titles: list[Span] = [("  ", "head")]
-        heads: list[Span] = [("  ", "head")]
+        units: list[Span] = [("  ", "head")]
         for column in self._columns:
             title = column.title if len(column.title) <= column.width else "#"
             phase = column.name if column.name in PHASES else "head"
             style = "bold" if column.name == self._view.sort else phase
             titles += [(" ", "head"), (fitted_cell(column, title), style)]
             unit = self._unit.name if column.name in TIME_COLUMNS else column.unit
-            heads += [(" ", "head"), (fitted_cell(column, unit), "head")]
-        if self._bar and not self._still and self._axis:
+            units += [(" ", "head"), (fitted_cell(column, unit), "head")]
+        if self._bar and self._training and self._axis:
             end = f"{formatting.time_in(self._axis, self._unit)} {self._unit.name}"
             title = "step" if lines > 1 else f"step, 0 to {end}"
             titles.append((f" {fit(title, self._bar)}", "head"))
-            heads.append((f" 0{end:>{self._bar - 1}}", "head"))
-        return [tuple(titles), tuple(heads)][:lines]
+            units.append((f" 0{end:>{self._bar - 1}}", "head"))
+        return [tuple(titles), tuple(units)][:lines]
 
     def _rank_line(self, row: RankRow) -> Line:
         words = self._words(row)
@@ -392,10 +384,14 @@ class _Board:
         return ((text if bar else fit(text, self._room), "cursor"), *bar)
 
     def _rank_cells(self, row: RankRow, words: str) -> list[Span]:
-        """Cursor, sign and numbers: those alone that there is room for beside the ``words``."""
+        """Draw cursor, sign and numbers. Leave out those without room beside the ``words``."""
         verdict, style = self._snapshot.verdict, _STYLES.get(row.state, "")
         blamed = row.rank == verdict.rank
-        guilty = self._guilty(row) if blamed else ""
+        guilty, usual = "", self._snapshot.median
+        if blamed:
+            guilty = verdict.phase
+            if not guilty and verdict.level != "ok" and usual is not None:
+                guilty = slow_phase(row.times, usual, 0.05 * usual.total)
         cells: list[Span] = [
             (self._marks.cursor if row.rank == self._view.cursor else " ", ""),
             (
@@ -404,7 +400,7 @@ class _Board:
             ),
         ]
         fits = row.times is not None and text_width(words) <= self._bar
-        numbers = fits or not words or row.state not in NO_NUMBERS
+        numbers = fits or not words or row.state not in WORDS_INSTEAD
         for column in self._columns:
             if column.live and not numbers:
                 break
@@ -412,37 +408,37 @@ class _Board:
             cells += [(" ", ""), *rank_cell(row, column, self._unit, marked)]
         return cells
 
-    def _guilty(self, row: RankRow) -> str:
-        """The phase in which a rank that holds the others up exceeds the median rank most."""
-        verdict, usual = self._snapshot.verdict, self._snapshot.median
-        if verdict.phase or verdict.level == "ok" or usual is None or row.times is None:
-            return verdict.phase
-        own = [phase for phase in PHASES if phase != "wait"]
-        excess = {name: getattr(row.times, name) - getattr(usual, name) for name in own}
-        worst = max(own, key=lambda name: excess[name])
-        return worst if excess[worst] > 0.05 * usual.total else ""
-
     def _words(self, row: RankRow) -> str:
-        """What there is to say of a rank that does not simply run."""
+        """Say what there is to say of a rank that does not simply run."""
         room = self._bar or self._room // 2
         if row.state == "stale":
             text = row.said or f"no heartbeat for {formatting.duration(row.heartbeat)}"
             return text if text_width(text) <= room else f"stale {formatting.age(row.heartbeat)}"
-        if row.state == "running" and self._still:
+        if row.state == "running" and not self._training:
             since = "" if row.since is None else f" for {formatting.duration(row.since)}"
             site = f", {short_site(row.site).rpartition('/')[2]}" if row.site else ""
             return f"{activity_text(row)}{since}{site}"
-        if row.state in ("running", "ended") and row.times is not None:
+        if row.state == "running" or (row.state == "ended" and row.times is not None):
             return ""
         if row.said and row.state == "dead" and not row.said.startswith("dead"):
             return f"dead: {row.said}"
-        if row.state == "running":
-            return ""
         return row.said or ("in the debugger" if row.state == "debugger" else row.state)
 
     def _node_line(self, node: str, ranks: Sequence[RankRow]) -> Line:
-        """A node in one line: how many ranks, who is the slowest, how it stands."""
-        parts = [formatting.count(len(ranks), "rank"), *self._times_of(ranks), *_gpu_loads(ranks)]
+        """Draw a node in one line: how many ranks, the slowest of them, its GPUs, states."""
+        parts = [formatting.count(len(ranks), "rank")]
+        owns = {row.rank: row.times.own for row in ranks if row.times is not None}
+        if owns:
+            worst, unit = max(owns, key=owns.__getitem__), self._unit
+            parts += [
+                f"OWN {formatting.time_in(median(owns.values()), unit)} {unit.name}",
+                f"most {formatting.time_in(owns[worst], unit)} on rank {worst}",
+            ]
+        gpus = [row.gpu for row in ranks if row.gpu is not None]
+        used = [gpu.utilization for gpu in gpus if gpu.utilization]
+        watts = [gpu.power for gpu in gpus if gpu.power is not None]
+        parts += [f"util {formatting.percent(median(used))}"] if used else []
+        parts += [f"{formatting.figures(sum(watts))} W"] if watts else []
         states = Counter(row.state for row in ranks if row.state != "running")
         parts += [f"{count} {state}" for state, count in sorted(states.items())]
         name = node or "node"
@@ -454,53 +450,43 @@ class _Board:
             text += more
         return ((self._scene.cut(text), "bold"),)
 
-    def _times_of(self, ranks: Sequence[RankRow]) -> list[str]:
-        owns = {row.rank: row.times.own for row in ranks if row.times is not None}
-        if not owns:
-            return []
-        worst = max(owns, key=lambda rank: owns[rank])
-        unit = self._unit
-        return [
-            f"OWN {formatting.time_in(median(owns.values()), unit)} {unit.name}",
-            f"most {formatting.time_in(owns[worst], unit)} on rank {worst}",
-        ]
-
     def _tail(self, rest: Sequence[RankRow], before: int, after: int, lines: int) -> list[Line]:
-        """What of the ranks beyond the board can be said in a few lines."""
+        """Summarize the ranks beyond the board in a few lines, with quantiles if they fit."""
         nodes = " nodes" if after and not rest else ""
         text = f"{self._marks.ellipsis} {after} more{nodes}" if after else "the last ones"
         above = f", {before} above" if before else ""
         result: list[Line] = [((f"  {text}{above}", "dim"),)]
-        if lines >= 4 and rest:
-            names = [column.name for column in self._columns if column.name in QUANTILES]
-            ordered = {name: _sorted_values(rest, name) for name in names}
-            split = all(row.times.split for row in rest if row.times is not None)
-            for share in (0.9, 0.5, 0.1):
+        if lines < 4 or not rest:
+            return result
+        ordered = {
+            column.name: sorted(
+                value
+                for row in rest
+                if (value := rank_value(row, column.name)) is not None and math.isfinite(value)
+            )
+            for column in self._columns
+            if column.name in QUANTILES
+        }
+        split = all(row.times.split for row in rest if row.times is not None)
+        for share in (0.9, 0.5, 0.1):
 
-                def quantile(column: Column, share: float = share) -> str:
-                    if column.name == "rank":
-                        return f"{share:.0%}"
-                    return self._quantile(column, ordered.get(column.name), share, split)
+            def quantile(column: Column, share: float = share) -> str:
+                found = ordered.get(column.name)
+                if found is None:
+                    return f"{share:.0%}" if column.name == "rank" else ""
+                value = found[min(len(found) - 1, int(share * len(found)))] if found else None
+                if column.shown is not None:
+                    return column.shown(value)
+                if value is None or (column.name == "wait" and not split):
+                    return formatting.MISSING
+                mixed = "" if split or column.name not in ("own", "backward") else "~"
+                return mixed + formatting.time_in(value, self._unit)
 
-                result.append(((self._cells(quantile), "dim"),))
+            result.append(((self._cells(quantile), "dim"),))
         return result
 
-    def _quantile(
-        self, column: Column, found: Sequence[float] | None, share: float, split: bool
-    ) -> str:
-        """A quantile of a column's numbers, as it shows them."""
-        if found is None:
-            return ""
-        value = found[min(len(found) - 1, int(share * len(found)))] if found else None
-        if column.shown is not None:
-            return column.shown(value)
-        if value is None or (column.name == "wait" and not split):
-            return formatting.MISSING
-        mixed = "" if split or column.name not in ("own", "backward") else "~"
-        return mixed + formatting.time_in(value, self._unit)
-
     def _median_line(self) -> Line:
-        """The median of all ranks, and how far the slowest is from it."""
+        """Draw the median of all ranks, and how far the slowest is from it."""
 
         def typical(column: Column) -> str:
             if column.name in TIME_COLUMNS:
@@ -516,26 +502,3 @@ class _Board:
                     text += f" {words}"
                     break
         return ((text, "info"),)
-
-    def _legend(self) -> Line:
-        """What the colours of the bars mean."""
-        short = {"forward": "fwd", "backward": "bwd", "optimizer": "opt"}
-        spans: list[Span] = [("   ", "")]
-        for phase in PHASES:
-            name = phase if self._room >= 66 else short.get(phase, phase)
-            spans += [(drawing.glyph(phase, self._marks) * 2, phase), (f" {name}  ", "dim")]
-        return tuple(spans)
-
-
-def _gpu_loads(ranks: Sequence[RankRow]) -> list[str]:
-    """What the GPUs of a node's ranks do."""
-    gpus = [row.gpu for row in ranks if row.gpu is not None]
-    used = [gpu.utilization for gpu in gpus if gpu.utilization]
-    watts = [gpu.power for gpu in gpus if gpu.power is not None]
-    util = [f"util {formatting.percent(median(used))}"] if used else []
-    return [*util, f"{formatting.figures(sum(watts))} W"] if watts else util
-
-
-def _sorted_values(ranks: Sequence[RankRow], name: str) -> list[float]:
-    values = (rank_value(row, name) for row in ranks)
-    return sorted(value for value in values if value is not None and math.isfinite(value))

@@ -8,29 +8,29 @@ from dataclasses import dataclass, replace
 from ddpdoctor.core import formatting
 from ddpdoctor.render.terminal import Line, fit, text_width
 from ddpdoctor.top.draw import drawing
-from ddpdoctor.top.snapshot import PHASES, RankRow, Times
+from ddpdoctor.top.snapshot import PHASES, RankRow, Times, memory_share
 from ddpdoctor.top.view import rank_value
 
-LEAST_BAR, MOST_BAR = 20, 80
-"""Columns of a step's bar: the fewest worth drawing, and the most."""
+MIN_BAR, MAX_BAR = 20, 80
+"""Columns of a step's bar."""
 
 TIME_COLUMNS = (*PHASES, "own", "total")
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column, and how soon it goes when there is no room: the least importance first."""
+    """A column. Where room is short, the least important ones go first."""
 
     name: str
     title: str
     width: int
     importance: int
     unit: str = ""
-    """Empty for times, whose unit all of them share."""
+    """Empty for times, which share their unit."""
     shown: Callable[[float | None], str] | None = None
-    """How its numbers are shown, where it has numbers that are no times."""
+    """Formats its numbers, if they are no times."""
     live: bool = True
-    """Whether it says what the rank does, which words replace for one that does nothing."""
+    """Whether words may take its place for a rank that does not run."""
     left: bool = False
     of_gpu: bool = False
 
@@ -55,17 +55,15 @@ _COLUMNS = (
     Column("total", "total", 5, 11),
 )
 _BAR_IMPORTANCE = 92
-"""How important the bar is."""
 
-_SOMETIMES = ("stage", "phase", "heartbeat", "memory", "utilization", "power", "temperature")
-"""What no rank has of a run that is over or without a pipeline, or not every GPU: then there is no
-column."""
+_OPTIONAL = ("stage", "phase", "heartbeat", "memory", "utilization", "power", "temperature")
+"""Columns left out if no rank has a value, as in a run that is over or without a pipeline."""
 
 _METER_WIDTHS = {"memory": 12, "utilization": 10}
 """The columns that are bars, and how wide they are on a wide screen."""
 
 QUANTILES = (*TIME_COLUMNS, "memory", "utilization", "power")
-"""The columns that say something of many ranks."""
+"""The columns whose quantiles over many ranks mean something."""
 
 _MEMORY_STYLES = ((0.95, "error"), (0.80, "warning"), (0.0, "good"))
 _UTILIZATION_STYLES = ((0.70, "good"), (0.30, "warning"), (0.0, "error"))
@@ -73,7 +71,7 @@ _UTILIZATION_STYLES = ((0.70, "good"), (0.30, "warning"), (0.0, "error"))
 
 
 def phase_cell(times: Times | None, name: str, unit: formatting.TimeUnit) -> str:
-    """A phase's time; ``~`` where the wait for others is in it, not measured separately."""
+    """Format a phase's time, with ``~`` if an unknown part of it is the wait for others."""
     if times is None:
         return formatting.MISSING
     value = float(getattr(times, name))
@@ -84,40 +82,45 @@ def phase_cell(times: Times | None, name: str, unit: formatting.TimeUnit) -> str
 
 
 def fitting_columns(
-    ranks: Sequence[RankRow], room: int, least: int = LEAST_BAR
+    ranks: Sequence[RankRow], room: int, min_bar: int = MIN_BAR
 ) -> tuple[tuple[Column, ...], int]:
-    """The most important columns that fit, and the room for the bar, or words (0: none).
+    """Return the most important columns that fit, and the room for the bar (0: none).
 
     Args:
         ranks: The rows.
         room: Columns of the screen.
-        least: Columns that the bar needs.
+        min_bar: Columns that the bar needs.
     """
     possible = _possible_columns(ranks, room)
     wished = [(column.importance, column.name, column.width) for column in possible]
-    wished.append((_BAR_IMPORTANCE, "bar", least))
+    wished.append((_BAR_IMPORTANCE, "bar", min_bar))
     left = room - 2
     taken: set[str] = set()
     for _, name, width in sorted(wished, reverse=True):
         if left <= width:
-            # A column that is less important must not take the place of one that had none.
+            # A less important column must not take the place of one that had no room.
             break
         left -= width + 1
         taken.add(name)
-    bar = min(max(MOST_BAR, least), left + least) if "bar" in taken else 0
+    bar = min(max(MAX_BAR, min_bar), left + min_bar) if "bar" in taken else 0
     return tuple(column for column in possible if column.name in taken), bar
 
 
 def _possible_columns(ranks: Sequence[RankRow], room: int) -> list[Column]:
-    """The columns that these ranks have something for, with their titles and widths."""
+    """Return the columns that these ranks have something for, with their titles and widths."""
     gpus = any(row.gpu is not None for row in ranks)
     nodes = len({row.node for row in ranks}) > 1
-    none = {
+
+    def has_value(row: RankRow, name: str) -> bool:
+        words = name in ("stage", "phase")
+        return bool(getattr(row, name)) if words else rank_value(row, name) is not None
+
+    left_out = {
         *(column.name for column in _COLUMNS if column.of_gpu and not gpus),
-        *(name for name in _SOMETIMES if not any(_has_value(row, name) for row in ranks)),
+        *(name for name in _OPTIONAL if not any(has_value(row, name) for row in ranks)),
         *(["place"] if not gpus and not nodes else []),
     }
-    widths = _column_widths(ranks, room) | (_METER_WIDTHS if room >= 130 and gpus else {})
+    widths = _widths(ranks, room) | (_METER_WIDTHS if room >= 130 and gpus else {})
     titles = {"place": "gpu" if gpus else "node", "memory": "mem" if gpus else "rss"}
     return [
         replace(
@@ -126,64 +129,54 @@ def _possible_columns(ranks: Sequence[RankRow], room: int) -> list[Column]:
             title=titles.get(column.name, column.title),
         )
         for column in _COLUMNS
-        if column.name not in none
+        if column.name not in left_out
     ]
 
 
-def _column_widths(ranks: Sequence[RankRow], room: int) -> dict[str, int]:
-    """Of the columns whose texts are as long as the numbers and names of the job."""
+def _widths(ranks: Sequence[RankRow], room: int) -> dict[str, int]:
+    """Return the widths of columns that depend on the job's numbers and names."""
     rank = max((len(str(row.rank)) for row in ranks), default=1)
     step = max((len(str(row.step)) for row in ranks if row.step is not None), default=4)
-    longest = max((text_width(node_and_gpu(row, 99)) for row in ranks), default=4)
-    most = 8 if room < 100 else 12 if room < 140 else 20
+    place = max((text_width(node_and_gpu(row, 99)) for row in ranks), default=4)
     return {
         "rank": max(4 if room >= 40 else 2, rank),
-        "place": max(3, min(longest, most)),
+        "place": max(3, min(place, 8 if room < 100 else 12 if room < 140 else 20)),
         "step": max(4, step),
     }
 
 
-def cell_text(row: RankRow, column: Column, unit: formatting.TimeUnit) -> str:
-    """What a cell says of a rank."""
+def rank_cell(row: RankRow, column: Column, unit: formatting.TimeUnit, style: str) -> Line:
+    """Draw a cell of a rank's line."""
     name = column.name
     if name in TIME_COLUMNS:
-        return phase_cell(row.times, name, unit)
-    if name == "memory" and row.gpu is not None and column.width > 9:
-        return f"{formatting.size(row.memory)}/{formatting.size(row.gpu.memory_total)}"
-    if column.shown is not None:
-        return column.shown(rank_value(row, name))
-    if name == "place":
-        return node_and_gpu(row, column.width)
-    value = getattr(row, name)
-    return formatting.MISSING if value in (None, "") else str(value)
-
-
-def _has_value(row: RankRow, name: str) -> bool:
-    words = name in ("stage", "phase")
-    return bool(getattr(row, name)) if words else rank_value(row, name) is not None
-
-
-def rank_cell(row: RankRow, column: Column, unit: formatting.TimeUnit, style: str) -> Line:
-    """A cell of a rank's line, in its width."""
-    text = cell_text(row, column, unit)
-    if row.gpu is not None and column.name in _METER_WIDTHS:
-        memory = column.name == "memory"
-        share = row.gpu.memory_share if memory else row.gpu.utilization
-        scale = _MEMORY_STYLES if memory else _UTILIZATION_STYLES
-        colour = next((name for least, name in scale if (share or 0.0) >= least), "good")
-        return drawing.meter(text, share, column.width, colour)
-    return ((fitted_cell(column, text), style),)
+        text = phase_cell(row.times, name, unit)
+    elif name == "memory" and row.gpu is not None and column.width > 9:
+        text = f"{formatting.size(row.memory)}/{formatting.size(row.gpu.memory_total)}"
+    elif column.shown is not None:
+        text = column.shown(rank_value(row, name))
+    elif name == "place":
+        text = node_and_gpu(row, column.width)
+    else:
+        value = getattr(row, name)
+        text = formatting.MISSING if value in (None, "") else str(value)
+    if row.gpu is None or name not in _METER_WIDTHS:
+        return ((fitted_cell(column, text), style),)
+    share, scale = row.gpu.utilization, _UTILIZATION_STYLES
+    if name == "memory":
+        share, scale = memory_share(row.gpu), _MEMORY_STYLES
+    colour = next((colour for least, colour in scale if (share or 0.0) >= least), "good")
+    return drawing.meter(text, share, column.width, colour)
 
 
 def fitted_cell(column: Column, text: str) -> str:
-    """A text in the width of a column."""
+    """Fit a text into the width of a column."""
     text = fit(text, column.width) if text_width(text) > column.width else text
     gap = " " * (column.width - text_width(text))
     return text + gap if column.left else gap + text
 
 
 def node_and_gpu(row: RankRow, room: int) -> str:
-    """``node:gpu``, the node's name cut where need be: its end tells nodes apart."""
+    """Return ``node:gpu``. A long name loses its beginning, since the end tells nodes apart."""
     suffix = "" if row.gpu is None else f":{row.gpu.index}"
     node = row.node if row.node.replace(".", "").isdigit() else row.node.partition(".")[0]
     left = max(room - len(suffix), 0)

@@ -1,13 +1,10 @@
-"""Define what is drawn, with which characters, and draw bars and charts of text.
-
-Each character has a twin for terminals that only have ASCII.
-"""
+"""Define what is drawn, with which characters, and draw bars and charts of text."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -22,13 +19,14 @@ from ddpdoctor.top.view import View, chosen_rank
 if TYPE_CHECKING:
     from ddpdoctor.top.actions import TakenStacks
 
+T = TypeVar("T")
 
-# -- the signs on the board, each with a twin for terminals that only have ASCII
+LEVELS = ("ok", "info", "warning", "error")
 
 
 @dataclass(frozen=True)
 class Marks:
-    """A set of signs; all but the ellipsis are one column wide."""
+    """The characters of the board. All but the ellipsis are one column wide."""
 
     ascii_only: bool
     letters: bool
@@ -36,9 +34,9 @@ class Marks:
     levels: str
     """Bars of rising height; the first is an empty one."""
     fill: str
-    """What a stretch of a stacked bar is drawn with."""
+    """A stretch of a stacked bar."""
     waiting: str
-    """The same for waiting."""
+    """A stretch of waiting."""
     ellipsis: str
     rule: str
     dot: str
@@ -56,17 +54,15 @@ class Marks:
     warning: str = "!"
 
     def level(self, name: str) -> str:
-        """The sign of a verdict's or a finding's level."""
+        """Return the sign of a verdict's or a finding's level."""
         return str(getattr(self, name)) if name in LEVELS else self.info
 
     def state(self, name: str, blamed: bool) -> str:
-        """The sign in front of a rank."""
+        """Return the sign before a rank."""
         if name in ("dead", "stale", "debugger", "starting") or (name == "ended" and not blamed):
             return str(getattr(self, name))
         return self.blamed if blamed else " "
 
-
-LEVELS = ("ok", "info", "warning", "error")
 
 UNICODE = Marks(
     ascii_only=False,
@@ -84,8 +80,6 @@ UNICODE = Marks(
     ok="✓",
     error="✗",
 )
-
-_UNICODE_LETTERS = replace(UNICODE, letters=True)
 
 ASCII = Marks(
     ascii_only=True,
@@ -105,31 +99,49 @@ ASCII = Marks(
 )
 
 
-def marks_for(ascii_only: bool, colour: bool = True) -> Marks:
-    """The signs that a terminal can show."""
-    return ASCII if ascii_only else UNICODE if colour else _UNICODE_LETTERS
+@dataclass(frozen=True)
+class Frame:
+    """Lines of a screen or of a part of it, and what they are about."""
 
+    lines: tuple[Line, ...]
+    ranks: Mapping[int, int] = field(default_factory=dict)
+    """The rank of each line."""
+    entries: Mapping[int, int] = field(default_factory=dict)
+    """The entry of a panel's list on each line."""
+    visible: frozenset[int] | None = None
+    """The ranks on screen. None behind a panel."""
+    top: int = 0
+    """The first row of the board on screen."""
+    item: int = 0
+    """How far the panel is scrolled, at most to its end."""
 
-# -- what is drawn, and for which terminal
+    def below(self, lines: Sequence[Line]) -> Frame:
+        """Return the frame below other lines."""
+        return replace(
+            self,
+            lines=(*lines, *self.lines),
+            ranks={line + len(lines): rank for line, rank in self.ranks.items()},
+            entries={line + len(lines): entry for line, entry in self.entries.items()},
+        )
 
 
 @dataclass(frozen=True)
 class Material:
-    """What a screen shows beside the snapshot: it was asked for, or was seen over time."""
+    """What a screen shows beside the snapshot."""
 
     points: tuple[Point, ...] = ()
     """The run over time, oldest first."""
     asked: tuple[str, ...] = ()
     """The lines that a key asked for: processes below a rank, how to attach, live runs."""
     taken: TakenStacks | None = None
-    """The stacks; None until they were taken."""
+    """The stacks. None until they were taken."""
     outlier: TakenStacks | None = None
-    """Those of the rank that is blamed, as a wide screen shows them."""
+    """The stacks of the blamed rank, as a wide screen shows them."""
 
 
 @dataclass(frozen=True)
 class Scene:
-    """A snapshot, how it is looked at, and the columns there are."""
+    """A snapshot, how it is shown, and the columns there are."""
 
     snapshot: Snapshot
     view: View
@@ -143,47 +155,48 @@ class Scene:
         return chosen_rank(self.snapshot, self.view)
 
     def cut(self, text: str, room: int | None = None) -> str:
-        """A text of at most so many columns, all of them unless said."""
+        """Shorten a text to at most ``room`` columns, or to the screen."""
         return shortened(text, self.room if room is None else room, self.marks.ellipsis)
 
     def rule(self, text: str) -> Line:
-        """A title with a line through the rest of the screen."""
+        """Return a title with a line through the rest of the screen."""
         text = f"{self.marks.rule * 2} {text} "
         return ((text + self.marks.rule * max(self.room - text_width(text), 0), "bold"),)
 
 
-# -- bars of text: a step as a stack of its phases, steps over time, and numbers over time
+def scene_of(snapshot: Snapshot, view: View, room: int, material: Material | None) -> Scene:
+    """Return a scene with the characters that the terminal can show."""
+    marks = ASCII if view.ascii_only else UNICODE if view.colour else replace(UNICODE, letters=True)
+    return Scene(snapshot, view, room, marks, material or Material())
 
 
-T = TypeVar("T")
+# -- bars and charts of text
 
 PHASE_LETTERS = dict(zip(PHASES, "dfbo.w", strict=True))
-"""How a phase is drawn where there are no colours."""
-
+"""How a phase is drawn without colours."""
 
 _PARTS = attrgetter(*PHASES)
 
-_SHORTEST = 1e-12
-"""What an axis can end with; no time is as short."""
+_MIN_AXIS = 1e-12
 
 
 def glyph(phase: str, marks: Marks) -> str:
-    """What a phase's stretch of a bar is made of."""
+    """Return the character that a phase's stretch of a bar is made of."""
     if marks.letters:
         return PHASE_LETTERS[phase]
     return marks.waiting if phase == "wait" else marks.fill
 
 
 def axis_end(longest: float) -> float:
-    """The end of an axis: a little above the longest, so that it seldom changes."""
-    if longest < _SHORTEST or not math.isfinite(longest):
+    """Return the end of an axis: a little above the longest value, so that it seldom changes."""
+    if longest < _MIN_AXIS or not math.isfinite(longest):
         return 0.0
     digit = 10.0 ** (math.floor(math.log10(longest)) - 1)
     return math.ceil(longest / digit / 2 - 1e-9) * 2 * digit
 
 
 def axis_end_without_outlier(values: Sequence[float]) -> float:
-    """The end of an axis for values of which one outlier must not flatten all the others."""
+    """Return the end of an axis on which one outlier does not flatten all the others."""
     finite = sorted(value for value in values if math.isfinite(value))
     if not finite:
         return 0.0
@@ -192,7 +205,7 @@ def axis_end_without_outlier(values: Sequence[float]) -> float:
 
 
 def evenly_spread(values: Sequence[T], room: int) -> Sequence[T]:
-    """So many values, evenly spread; the last one is always there."""
+    """Return at most ``room`` values, evenly spread. The last one is always kept."""
     every = math.ceil(len(values) / max(room, 1))
     if every <= 1:
         return values
@@ -201,12 +214,12 @@ def evenly_spread(values: Sequence[T], room: int) -> Sequence[T]:
 
 
 def _bounds(times: Times) -> list[float]:
-    """Where each phase ends, in seconds from the step's beginning."""
+    """Return where each phase ends, in seconds from the step's beginning."""
     return list(accumulate([max(0.0, each) for each in _PARTS(times)]))
 
 
 def step_bar(times: Times, room: int, longest: float, marks: Marks) -> Line:
-    """A step as a bar on an axis to ``longest``, the full width."""
+    """Draw a step as a bar on an axis that ends at ``longest``."""
     if longest <= 0 or room <= 0:
         return ()
     spans: list[Span] = []
@@ -222,7 +235,7 @@ def step_bar(times: Times, room: int, longest: float, marks: Marks) -> Line:
 def step_chart(
     steps: Sequence[Times], longest: float, size: tuple[int, int], marks: Marks
 ) -> list[Line]:
-    """Steps as columns, the first on the left, each a stack of its phases; the top line first."""
+    """Draw steps as columns, each a stack of its phases. Returns the top line first."""
     room, height = size
     # Columns that touch have no lines between them.
     cells: list[Span] = [
@@ -230,35 +243,33 @@ def step_chart(
     ]
     cells.append((" ", ""))
     bounds = [_bounds(times) for times in evenly_spread(steps, room)]
-    lines = []
-    for row in range(height - 1, -1, -1):
-        level = (row + 0.5) / height * longest
-        lines.append(merged(tuple([cells[bisect_right(each, level)] for each in bounds])))
-    return lines
+    levels = [(row + 0.5) / height * longest for row in range(height - 1, -1, -1)]
+    return [merged(tuple(cells[bisect_right(each, level)] for each in bounds)) for level in levels]
 
 
 def bar_chart(
     values: Sequence[float | None], top: float, size: tuple[int, int], marks: Marks
 ) -> list[Line]:
-    """Numbers as columns, the first on the left; the top line first."""
+    """Draw numbers as columns. Returns the top line first."""
     room, height = size
     steps = len(marks.levels) - 1
-    filled = [_levels(value, top, height * steps) for value in evenly_spread(values, room)]
+    most = height * steps
+
+    def filled(value: float | None) -> int:
+        if value is None or not math.isfinite(value) or value < 0 or top <= 0:
+            return 0
+        # What was measured is never an empty bar.
+        return max(1, min(most, math.ceil(value / top * most - 1e-9)))
+
+    bars = [filled(value) for value in evenly_spread(values, room)]
     return [
-        (("".join(marks.levels[max(0, min(steps, each - row * steps))] for each in filled), "bar"),)
+        (("".join(marks.levels[max(0, min(steps, each - row * steps))] for each in bars), "bar"),)
         for row in range(height - 1, -1, -1)
     ]
 
 
-def _levels(value: float | None, top: float, most: int) -> int:
-    """The levels that a bar fills; what was measured is never an empty bar."""
-    if value is None or not math.isfinite(value) or value < 0 or top <= 0:
-        return 0
-    return max(1, min(most, math.ceil(value / top * most - 1e-9)))
-
-
 def framed_chart(title: str, top: str, drawn: Sequence[Line]) -> list[Line]:
-    """A chart below its title, with the ends of its axis; 0 is at the bottom."""
+    """Put a chart below its title, with the ends of its axis: ``top`` and 0."""
     gutter = text_width(top)
     labels = [top, *[""] * (len(drawn) - 2), "0"]
     rows = [
@@ -269,7 +280,7 @@ def framed_chart(title: str, top: str, drawn: Sequence[Line]) -> list[Line]:
 
 
 def meter(text: str, share: float | None, room: int, style: str) -> Line:
-    """A text in a cell of ``room`` columns that is filled from the left by a share."""
+    """Draw a text in a cell of ``room`` columns, of which a share is filled."""
     text = f"{text:>{room}}"
     filled = 0 if share is None else round(max(0.0, min(share, 1.0)) * room)
     return ((text[:filled], f"{style} meter"), (text[filled:], ""))

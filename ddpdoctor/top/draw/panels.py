@@ -1,33 +1,35 @@
 """Draw the panels that open over the board, and the sections below it.
 
-Panels open at a key or stand in the board's place while there is no run; below the board are
-findings, what the ranks do, GPUs, charts and output, as far as there is room.
+Panels open at a key, or take the board's place while there is no run. Below the board are
+findings, what the ranks do, GPUs, charts and output, if there is room.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ddpdoctor.core import formatting
 from ddpdoctor.render.terminal import Line, fit, fitted, labelled, text_width, wrapped
-from ddpdoctor.top.draw import board, drawing
-from ddpdoctor.top.draw.board import activity_lines, group_line, rank_groups, short_site
-from ddpdoctor.top.draw.drawing import Marks, Scene
+from ddpdoctor.top.draw import drawing
+from ddpdoctor.top.draw.board import (
+    activity_lines,
+    group_line,
+    link_facts,
+    rank_groups,
+    short_site,
+)
+from ddpdoctor.top.draw.drawing import Frame, Marks, Scene
 from ddpdoctor.top.frames import Point
 from ddpdoctor.top.headline import ordered_findings
-from ddpdoctor.top.snapshot import FindingRow, Gpu, Times
+from ddpdoctor.top.snapshot import FindingRow, Snapshot, Times, memory_share
 from ddpdoctor.top.view import KEYS
 
 if TYPE_CHECKING:
     from ddpdoctor.top.actions import TakenStacks
-
-
-# -- what opens over the board at a key, and what stands in its place while there is no run
-
 
 _READING = (
     ("OWN", "what a rank spent itself in a step: data, forward, backward, optimizer and the rest"),
@@ -40,16 +42,11 @@ _READING = (
 )
 
 
-@dataclass(frozen=True)
-class ListLines:
-    """The lines of a list, and which of its entries each belongs to."""
-
-    lines: list[Line]
-    entries: dict[int, int] = field(default_factory=dict)
+# -- panels that open at a key
 
 
 def finding_line(row: FindingRow, scene: Scene, room: int) -> Line:
-    """A finding in a line: sign, code, message, age."""
+    """Draw a finding in a line: sign, code, message, age."""
     finding, style = row.finding, row.finding.severity.label
     age = "" if row.time is None else f" {formatting.age(max(scene.snapshot.time - row.time, 0.0))}"
     head = f"{scene.marks.level(style)} {finding.code} "
@@ -57,21 +54,21 @@ def finding_line(row: FindingRow, scene: Scene, room: int) -> Line:
     return ((head, style), (fit(scene.cut(finding.message, left), left), ""), (age, "dim"))
 
 
-def findings_panel(scene: Scene, height: int) -> ListLines:
-    """``f``: the list around the selected finding; if it is open, with evidence and fix."""
+def findings_panel(scene: Scene, height: int) -> Frame:
+    """Draw the findings around the selected one, which may be open."""
     found = ordered_findings(scene.snapshot.findings)
     if not found:
         text = "no findings so far" if scene.snapshot.live else "no findings"
-        return ListLines(wrapped(text, scene.room, "dim"))
+        return Frame(tuple(wrapped(text, scene.room, "dim")))
     item = min(scene.view.item, len(found) - 1)
     body = full_finding(found[item], scene.room) if scene.view.opened else []
-    # The selected one and what it says come first; the list fills the rest around it.
+    # The selected one with its text comes first. The list fills the rest around it.
     around = max(height - len(body) - 1, 1)
     first = max(0, min(item - around // 2, len(found) - around))
-    listed = ListLines([])
-    lines = listed.lines
+    lines: list[Line] = []
+    entries = {}
     for number, row in enumerate(found[first : first + around], first):
-        listed.entries[len(lines)] = number
+        entries[len(lines)] = number
         line = finding_line(row, scene, scene.room - 2)
         if number == item:
             text = f"{scene.marks.cursor} " + "".join(text for text, _ in line)
@@ -81,11 +78,11 @@ def findings_panel(scene: Scene, height: int) -> ListLines:
     left = len(found) - first - around
     if left > 0:
         lines.append(((f"  {scene.marks.ellipsis} {left} more", "dim"),))
-    return listed
+    return Frame(tuple(lines), entries=entries)
 
 
 def full_finding(row: FindingRow, room: int) -> list[Line]:
-    """A finding in full."""
+    """Draw a finding in full."""
     finding = row.finding
     lines = wrapped(finding.message, room, "bold", "    ")
     place = "" if finding.location is None else short_site(str(finding.location))
@@ -100,31 +97,28 @@ def full_finding(row: FindingRow, room: int) -> list[Line]:
     return lines
 
 
-def choices_panel(scene: Scene, height: int) -> ListLines:
-    """The lines to choose from, around the selected one."""
+def choices_panel(scene: Scene, height: int) -> Frame:
+    """Draw the lines to choose from, around the selected one."""
     asked, item = scene.material.asked, scene.view.item
-    listed = ListLines([])
     first = max(0, min(item - height // 2, len(asked) - height))
-    for number in range(first, min(len(asked), first + height)):
+    numbers = range(first, max(first, min(len(asked), first + height)))
+    lines: list[Line] = []
+    for number in numbers:
         sign, style = (f"{scene.marks.cursor} ", "cursor") if number == item else ("  ", "")
-        listed.entries[len(listed.lines)] = number
-        listed.lines.append(((scene.cut(sign + asked[number]), style),))
-    return listed
+        lines.append(((scene.cut(sign + asked[number]), style),))
+    return Frame(tuple(lines), entries=dict(enumerate(numbers)))
 
 
 def text_panel(scene: Scene) -> list[Line]:
-    """A panel of text that scrolls."""
-    if scene.view.panel == "help":
-        return _help_panel(scene)
-    if scene.view.panel == "environment":
-        return environment_panel(scene)
-    if scene.view.panel == "stacks":
-        return _stacks_panel(scene)
+    """Draw a panel of text that scrolls."""
+    panels = {"help": _help_panel, "environment": environment_panel, "stacks": _stacks_panel}
+    draw = panels.get(scene.view.panel)
+    if draw is not None:
+        return draw(scene)
     return [line for text in scene.material.asked for line in wrapped(text, scene.room)]
 
 
 def _help_panel(scene: Scene) -> list[Line]:
-    """``?``: the keys, and how the board is to be read."""
     lines: list[Line] = []
     for key in KEYS:
         text = "off: --readonly" if key.action == "signal" and scene.view.readonly else key.text
@@ -146,7 +140,7 @@ def _help_panel(scene: Scene) -> list[Line]:
 
 
 def environment_panel(scene: Scene) -> list[Line]:
-    """``e``: versions, launch settings, and what the monitor itself has to say."""
+    """Draw versions, launch settings, and the monitor's notes."""
     snapshot, room = scene.snapshot, scene.room
     facts = {
         "run": snapshot.run,
@@ -171,7 +165,7 @@ def environment_panel(scene: Scene) -> list[Line]:
 
 
 def _stacks_panel(scene: Scene) -> list[Line]:
-    """``d``: where the ranks are in the code, or one of them, and their stacks."""
+    """Draw where the ranks are in the code, or one of them, and their stacks."""
     row = None if scene.view.everyone else scene.row
     if row is not None:
         lines = activity_lines(row, scene.material.asked, scene.room)
@@ -192,76 +186,46 @@ def _stacks_panel(scene: Scene) -> list[Line]:
 def _drawn_stacks(
     taken: TakenStacks, rank: int | None, room: int, ascii_only: bool
 ) -> tuple[Line, ...]:
-    """The stacks; of one rank, with its other threads."""
-    # Here, and not at the top: a first paint has no use for it.
+    """Draw the stacks. Those of one rank come with its other threads."""
+    # Imported here, since the first screen does not need it.
     from ddpdoctor.render import stack_text as render
     from ddpdoctor.stacks.frames import merge
 
     stacks = tuple(each for each in taken.stacks if rank is None or each.rank == rank)
     when = time.strftime("%H:%M:%S", time.localtime(taken.time))
     head = f"stacks at {when}" if taken.live else f"the last stacks that were taken, at {when}"
-    look, code = render.Look(room, ascii_only), taken.code or {}
+    style, code = render.StackStyle(room, ascii_only), taken.code or {}
     lines = wrapped(f"{head}: {render.stacks_summary(merge(stacks))}", room, "dim")
-    lines += render.draw(stacks, look, code)
-    return (*lines, *(render.draw_others(stacks, look, code) if rank is not None else ()))
+    lines += render.draw(stacks, style, code)
+    return (*lines, *(render.draw_others(stacks, style, code) if rank is not None else ()))
 
 
-def outlier_stacks(scene: Scene) -> list[Line]:
-    """The stacks of the rank that is blamed."""
-    taken = scene.material.outlier
-    if taken is None or taken.trouble:
-        return []
-    from ddpdoctor.render import stack_text as render
-
-    who = ", ".join(str(each.rank) for each in taken.stacks)
-    when = time.strftime("%H:%M:%S", time.localtime(taken.time))
-    look = render.Look(scene.room, scene.view.ascii_only)
-    title = f"stack of rank {who} at {when} (d)"
-    return [((title, "dim"),), *render.draw(taken.stacks, look, taken.code or {})]
-
-
-def gpus_panel(scene: Scene) -> list[Line]:
-    """Each GPU: power, temperature, what its links carry, and who holds its memory."""
-    snapshot = scene.snapshot
-    several = len({gpu.node for gpu in snapshot.gpus}) > 1
-    ranks = {row.pid: row.rank for row in snapshot.ranks if row.pid is not None}
-    lines: list[Line] = [(("GPUs: power, temperature, links, processes", "dim"),)]
-    for gpu in snapshot.gpus:
-        name = f"{gpu.node}:{gpu.index}" if several else f"gpu {gpu.index}"
-        limit = f"/{formatting.watts(gpu.power_limit)}" if gpu.power_limit else ""
-        facts = [f"{formatting.watts(gpu.power)}{limit}", formatting.degrees(gpu.temperature)]
-        facts += [f"PCIe {formatting.size(gpu.pcie)}/s"] if gpu.pcie is not None else []
-        facts += [f"NVLink {formatting.size(gpu.nvlink)}/s"] if gpu.nvlink is not None else []
-        for pid, held in gpu.processes:
-            who = f"rank {ranks[pid]}" if pid in ranks else f"pid {pid}"
-            facts.append(f"{who} {formatting.size(held)}")
-        facts += gpu.throttle
-        text = "  ".join([*facts, gpu.problem] if gpu.problem else facts)
-        style = "warning" if gpu.throttle or gpu.problem else ""
-        head = f"{name} "
-        lines.append(((head, "bold"), (scene.cut(text, scene.room - text_width(head)), style)))
-    return lines
+# -- what takes the board's place while there is no run
 
 
 def machine_panel(scene: Scene, height: int) -> list[Line]:
-    """The machine where there is no run: how to start one, processors, memory, each GPU."""
-    snapshot = scene.snapshot
+    """Draw the machine: how to start a run, processors, memory, each GPU."""
+    snapshot, machine = scene.snapshot, scene.snapshot.machine
     start = scene.cut("start a run: ddpdoctor run --nproc-per-node 2 -- train.py")
     first: list[Line] = [((start, "dim"),)] if height > 2 else []
     height -= len(first)
     lines: list[Line] = []
-    machine = snapshot.machine
     if machine is not None:
         cores = "" if machine.cores is None else f" of {machine.cores} cores"
-        memory = (
-            f"memory {formatting.size(machine.memory_used)}/{formatting.size(machine.memory_total)}"
-        )
+        memory = f"memory {_of_size(machine.memory_used, machine.memory_total)}"
         lines.append(_meter_line(machine.node or "cpu", machine.cpu, f"cpu{cores}", scene))
-        lines.append(_meter_line("", machine.memory_share, memory, scene))
-    several = len({gpu.node for gpu in snapshot.gpus}) > 1
-    for gpu in snapshot.gpus:
-        name = f"{gpu.node}:{gpu.index}" if several else f"gpu {gpu.index}"
-        lines.append(_meter_line(name, gpu.utilization, _gpu_text(gpu), scene))
+        lines.append(_meter_line("", memory_share(machine), memory, scene))
+    for gpu, name in zip(snapshot.gpus, _gpu_names(snapshot), strict=True):
+        facts = [
+            _of_size(gpu.memory_used, gpu.memory_total),
+            formatting.watts(gpu.power),
+            formatting.degrees(gpu.temperature),
+            *(["MIG"] if gpu.mig else []),
+            *gpu.throttle,
+        ]
+        words = gpu.problem or gpu.name
+        text = " ".join(f"{fact:>5}" for fact in facts) + (f"  {words}" if words else "")
+        lines.append(_meter_line(name, gpu.utilization, text, scene))
     if len(lines) > height > 1:
         lines = [*lines[: height - 1], ((f"{scene.marks.ellipsis} more", "dim"),)]
     if not snapshot.gpus and len(lines) < height:
@@ -269,16 +233,17 @@ def machine_panel(scene: Scene, height: int) -> list[Line]:
     return [*first, *lines]
 
 
-def _gpu_text(gpu: Gpu) -> str:
-    memory = f"{formatting.size(gpu.memory_used)}/{formatting.size(gpu.memory_total)}"
-    facts = [memory, formatting.watts(gpu.power), formatting.degrees(gpu.temperature)]
-    facts += [*(["MIG"] if gpu.mig else []), *gpu.throttle]
-    name = gpu.problem or gpu.name
-    return " ".join(f"{fact:>5}" for fact in facts) + (f"  {name}" if name else "")
+def _of_size(used: int | None, total: int | None) -> str:
+    return f"{formatting.size(used)}/{formatting.size(total)}"
+
+
+def _gpu_names(snapshot: Snapshot) -> list[str]:
+    several = len({gpu.node for gpu in snapshot.gpus}) > 1
+    return [f"{gpu.node}:{gpu.index}" if several else f"gpu {gpu.index}" for gpu in snapshot.gpus]
 
 
 def _meter_line(name: str, share: float | None, text: str, scene: Scene) -> Line:
-    """A name, a bar of how much is used, the number, and words."""
+    """Draw a name, a bar of how much is used, the number, and words."""
     room, marks = scene.room, scene.marks
     label = 12 if room >= 40 else 6
     bar = 20 if room >= 60 else 8 if room >= 40 else 0
@@ -290,27 +255,26 @@ def _meter_line(name: str, share: float | None, text: str, scene: Scene) -> Line
     return ((head, "bold"), (drawn, "bar"), (number, ""), (scene.cut(text, left), ""))
 
 
-# -- what there is room for below the board: findings, what the ranks do, GPUs, charts, output
+# -- below the board
 
+PANE_COLUMNS, PANE_GAP = 58, 3
+"""Columns for which there is another pane beside the first, and columns between two panes."""
 
-PANE_COLUMNS = 58
-"""Columns from which on there is one pane more beside the others."""
-PANE_GAP = 3
+MIN_CHART, MAX_CHART = 6, 20
+"""Lines of a chart with its title."""
 
-LEAST, MOST = 6, 20
-"""Lines of a chart, its title among them."""
 TALL = 30
-"""Lines from which on the worst finding is shown with its evidence and its fix."""
-ENOUGH = 4
-"""Points from which a chart says something."""
+"""Lines from which on the worst finding is shown in full."""
 
-_Section = list[Line]
-_Chart = Callable[[int], _Section]
+MIN_POINTS = 4
+"""Points that a chart needs."""
+
+_Chart = Callable[[int], list[Line]]
 """Draws a chart in so many lines."""
 
 
 def draw_below(scene: Scene, height: int) -> list[Line]:
-    """In as many panes beside each other as fit, at most ``height`` lines."""
+    """Draw at most ``height`` lines, in as many panes beside each other as fit."""
     panes = max(1, min(3, scene.room // PANE_COLUMNS)) if height >= 8 else 1
     width = (scene.room - PANE_GAP * (panes - 1)) // panes
     last = scene.room - (width + PANE_GAP) * (panes - 1)
@@ -319,36 +283,45 @@ def draw_below(scene: Scene, height: int) -> list[Line]:
     if not sides:
         sections = _text_sections(scene, height)
         spare = height - sum(len(section) + 1 for section in sections)
-        if spare >= LEAST and scene.room >= 50:
-            sections += [each(min(spare, MOST)) for each in _charts(subject)[:1]]
+        if spare >= MIN_CHART and scene.room >= 50:
+            sections += [each(min(spare, MAX_CHART)) for each in _charts(subject)[:1]]
         return _stacked_sections(sections, height)
     words = _stacked_sections(_text_sections(replace(scene, room=last), height), height)
-    return _side_by_side([*((side, width) for side in sides), (words, last)])
+    columns = [*((side, width) for side in sides), (words, last)]
+    rows = []
+    for number in range(max(len(lines) for lines, _ in columns)):
+        row: Line = ()
+        for lines, room in columns:
+            gap: Line = ((" " * PANE_GAP, ""),) if row else ()
+            line = lines[number] if number < len(lines) else ()
+            row = (*row, *gap, *fitted(line, room))
+        rows.append(row)
+    return rows
 
 
 def charts_alone(scene: Scene, height: int) -> list[Line]:
-    """The charts of the selected rank."""
+    """Draw the charts of the selected rank."""
     charts = _charts(_chart_subject(scene, scene.room))
-    return _pane(charts[: max(1, (height + 1) // (LEAST + 1))], height)
+    return _pane(charts[: max(1, (height + 1) // (MIN_CHART + 1))], height)
 
 
 @lru_cache(maxsize=4)
 def _chart_panes(subject: _ChartSubject, most: int, height: int) -> tuple[list[Line], ...]:
-    """The panes of charts, which are drawn again when there is a point more."""
+    """Draw the panes of charts, again when there is another point."""
     charts = _charts(subject)
     half = (len(charts) + 1) // 2 if most > 1 else len(charts)
     return tuple(_pane(side, height) for side in (charts[:half], charts[half:]) if side)
 
 
 def _pane(charts: Sequence[_Chart], height: int) -> list[Line]:
-    """Charts one below the other that share the height."""
-    count = max(1, min(len(charts), (height + 1) // (LEAST + 1)))
-    each = min(MOST, (height + 1) // count - 1)
+    """Draw charts below each other that share the height."""
+    count = max(1, min(len(charts), (height + 1) // (MIN_CHART + 1)))
+    each = min(MAX_CHART, (height + 1) // count - 1)
     return _stacked_sections([draw(each) for draw in charts[:count]], height)
 
 
-def _stacked_sections(sections: Sequence[_Section], height: int) -> list[Line]:
-    """Sections one below the other, a line between them, as far as they go."""
+def _stacked_sections(sections: Sequence[list[Line]], height: int) -> list[Line]:
+    """Put as many sections as fit below each other, with a line between them."""
     lines: list[Line] = []
     for section in sections:
         if height - len(lines) < 2 + bool(lines):
@@ -358,26 +331,10 @@ def _stacked_sections(sections: Sequence[_Section], height: int) -> list[Line]:
     return lines
 
 
-def _side_by_side(panes: Sequence[tuple[list[Line], int]]) -> list[Line]:
-    count = max(len(lines) for lines, _ in panes)
-    rows = []
-    for number in range(count):
-        row: Line = ()
-        for lines, width in panes:
-            gap: Line = ((" " * PANE_GAP, ""),) if row else ()
-            line = lines[number] if number < len(lines) else ()
-            row = (*row, *gap, *fitted(line, width))
-        rows.append(row)
-    return rows
-
-
-# -- words
-
-
-def _text_sections(scene: Scene, height: int) -> list[_Section]:
-    """What is said in words, each section with its title."""
+def _text_sections(scene: Scene, height: int) -> list[list[Line]]:
+    """Draw the sections of text, each with its title."""
     snapshot = scene.snapshot
-    sections: list[_Section] = []
+    sections: list[list[Line]] = []
     most = max(height // 4, 1)
     found = ordered_findings(snapshot.findings)
     if found:
@@ -385,18 +342,17 @@ def _text_sections(scene: Scene, height: int) -> list[_Section]:
         if height >= TALL:
             lines[1:1] = full_finding(found[0], scene.room)[: height // 3]
         sections.append([((f"findings: {len(found)} (f)", "dim"),), *lines])
-    groups = board.rank_groups(snapshot.ranks) if snapshot.live else []
+    groups = rank_groups(snapshot.ranks) if snapshot.live else []
     if groups:
-        lines = [board.group_line(group, scene) for group in groups[:most]]
+        lines = [group_line(group, scene) for group in groups[:most]]
         if len(groups) > most:
             more = f"{scene.marks.ellipsis} {len(groups) - most} more groups"
             lines.append(((more, "dim"),))
         sections.append([(("what the ranks do (d)", "dim"),), *lines])
     if scene.material.outlier is not None:
-        sections.append(outlier_stacks(scene)[: max(height // 3, 6)])
+        sections.append(_outlier_stacks(scene.material.outlier, scene)[: max(height // 3, 6)])
     if snapshot.gpus and height >= 24:
-        gpus = gpus_panel(scene)
-        sections.append(gpus[: max(height // 3, 6)])
+        sections.append(_gpu_lines(scene)[: max(height // 3, 6)])
     row, output, whose = scene.row, snapshot.output, "the job"
     if row is not None and row.output:
         output, whose = row.output, f"rank {row.rank}"
@@ -404,6 +360,39 @@ def _text_sections(scene: Scene, height: int) -> list[_Section]:
         lines = [((text, ""),) for text in output[-max(height // 3, 2) :]]
         sections.append([((f"last output of {whose} (stderr)", "dim"),), *lines])
     return sections
+
+
+def _outlier_stacks(taken: TakenStacks, scene: Scene) -> list[Line]:
+    """Draw the stacks of the blamed rank."""
+    if taken.trouble:
+        return []
+    from ddpdoctor.render import stack_text as render
+
+    who = ", ".join(str(each.rank) for each in taken.stacks)
+    when = time.strftime("%H:%M:%S", time.localtime(taken.time))
+    style = render.StackStyle(scene.room, scene.view.ascii_only)
+    title = f"stack of rank {who} at {when} (d)"
+    return [((title, "dim"),), *render.draw(taken.stacks, style, taken.code or {})]
+
+
+def _gpu_lines(scene: Scene) -> list[Line]:
+    """Draw each GPU: power, temperature, what its links carry, and which processes use it."""
+    snapshot = scene.snapshot
+    ranks = {row.pid: row.rank for row in snapshot.ranks if row.pid is not None}
+    lines: list[Line] = [(("GPUs: power, temperature, links, processes", "dim"),)]
+    for gpu, name in zip(snapshot.gpus, _gpu_names(snapshot), strict=True):
+        limit = f"/{formatting.watts(gpu.power_limit)}" if gpu.power_limit else ""
+        facts = [f"{formatting.watts(gpu.power)}{limit}", formatting.degrees(gpu.temperature)]
+        facts += link_facts(gpu)
+        for pid, held in gpu.processes:
+            who = f"rank {ranks[pid]}" if pid in ranks else f"pid {pid}"
+            facts.append(f"{who} {formatting.size(held)}")
+        facts += gpu.throttle
+        text = "  ".join([*facts, gpu.problem] if gpu.problem else facts)
+        style = "warning" if gpu.throttle or gpu.problem else ""
+        head = f"{name} "
+        lines.append(((head, "bold"), (scene.cut(text, scene.room - text_width(head)), style)))
+    return lines
 
 
 # -- charts
@@ -420,14 +409,17 @@ class _ChartSubject:
     memory: int | None
     """Bytes of the rank's GPU."""
     watts: float | None
-    """What all GPUs may draw."""
+    """The power limit of all GPUs."""
     room: int
     marks: Marks
 
-    @property
-    def span(self) -> str:
-        """How much time they show."""
-        return f"over {formatting.duration(self.points[-1].time - self.points[0].time)}"
+    def draw(
+        self, title: str, top: str, lines: Callable[[tuple[int, int]], list[Line]], height: int
+    ) -> list[Line]:
+        """Draw a chart with its title and the ends of its axis."""
+        span = formatting.duration(self.points[-1].time - self.points[0].time)
+        size = self.room - text_width(top) - 1, height - 1
+        return drawing.framed_chart(f"{title}, over {span}", top, lines(size))
 
 
 def _chart_subject(scene: Scene, room: int) -> _ChartSubject:
@@ -444,8 +436,10 @@ def _chart_subject(scene: Scene, room: int) -> _ChartSubject:
 
 
 def _charts(subject: _ChartSubject) -> list[_Chart]:
-    """The run over time: steps by phase of a rank and of the median one, skew, loss and others."""
-    return _step_charts(subject) + _number_charts(subject) if len(subject.points) >= ENOUGH else []
+    """Return the charts of the run: steps by phase, skew, loss, memory and power over time."""
+    if len(subject.points) < MIN_POINTS:
+        return []
+    return _step_charts(subject) + _number_charts(subject)
 
 
 def _step_charts(subject: _ChartSubject) -> list[_Chart]:
@@ -457,19 +451,14 @@ def _step_charts(subject: _ChartSubject) -> list[_Chart]:
     if subject.several:
         usual = [point.median for point in points if point.median is not None]
         series.append(("step of the median rank", usual))
-    series = [(name, steps) for name, steps in series if len(steps) >= ENOUGH]
+    series = [(name, steps) for name, steps in series if len(steps) >= MIN_POINTS]
     top = drawing.axis_end_without_outlier([times.total for _, steps in series for times in steps])
-    label = formatting.time(top)
 
     def chart(name: str, steps: Sequence[Times]) -> _Chart:
-        def draw(height: int) -> _Section:
-            size = subject.room - text_width(label) - 1, height - 1
-            title = f"{name}, {subject.span}"
-            return drawing.framed_chart(
-                title, label, drawing.step_chart(steps, top, size, subject.marks)
-            )
+        def lines(size: tuple[int, int]) -> list[Line]:
+            return drawing.step_chart(steps, top, size, subject.marks)
 
-        return draw
+        return lambda height: subject.draw(name, formatting.time(top), lines, height)
 
     return [chart(name, steps) for name, steps in series]
 
@@ -478,13 +467,13 @@ def _number_charts(subject: _ChartSubject) -> list[_Chart]:
     points = subject.points
     number = -1 if subject.rank is None else subject.rank
     found: list[tuple[str, list[float | None], float | None, Callable[[float], str]]] = [
-        ("skew, slowest to median", [each.skew for each in points], None, _time_text),
-        ("loss", [each.loss for each in points], None, lambda value: f"{value:.3g}"),
+        ("skew, slowest to median", [each.skew for each in points], None, "{:.3g}x".format),
+        ("loss", [each.loss for each in points], None, "{:.3g}".format),
         (
             f"memory of rank {number}",
             [each.memory.get(number) for each in points],
             subject.memory,
-            lambda value: formatting.size(value),
+            formatting.size,
         ),
         (
             "power of all GPUs",
@@ -493,32 +482,22 @@ def _number_charts(subject: _ChartSubject) -> list[_Chart]:
             lambda value: f"{formatting.figures(value)} W",
         ),
     ]
-    return [_number_chart(subject, *each) for each in found if _known_values(each[1]) >= ENOUGH]
 
-
-def _known_values(values: Sequence[float | None]) -> int:
-    return sum(value is not None for value in values)
-
-
-def _time_text(value: float) -> str:
-    return f"{value:.3g}x"
-
-
-def _number_chart(
-    subject: _ChartSubject,
-    name: str,
-    values: Sequence[float | None],
-    most: float | None,
-    shown: Callable[[float], str],
-) -> _Chart:
-    def draw(height: int) -> _Section:
+    def chart(
+        name: str,
+        values: Sequence[float | None],
+        most: float | None,
+        shown: Callable[[float], str],
+    ) -> _Chart:
         known = [value for value in values if value is not None]
         top = most or drawing.axis_end(max(known))
-        label = shown(top)
-        size = subject.room - text_width(label) - 1, height - 1
-        title = f"{name}, now {shown(known[-1])}, {subject.span}"
-        return drawing.framed_chart(
-            title, label, drawing.bar_chart(values, top, size, subject.marks)
-        )
+        title = f"{name}, now {shown(known[-1])}"
 
-    return draw
+        def lines(size: tuple[int, int]) -> list[Line]:
+            return drawing.bar_chart(values, top, size, subject.marks)
+
+        return lambda height: subject.draw(title, shown(top), lines, height)
+
+    return [
+        chart(*each) for each in found if sum(value is not None for value in each[1]) >= MIN_POINTS
+    ]

@@ -2,44 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from ddpdoctor.core import formatting
 from ddpdoctor.render.terminal import Line, Span, cleaned, fitted, text_width, wrapped
 from ddpdoctor.top.draw import board, panels
-from ddpdoctor.top.draw.drawing import LEVELS, Material, Scene, marks_for
+from ddpdoctor.top.draw.drawing import LEVELS, Frame, Material, Scene, scene_of
 from ddpdoctor.top.snapshot import RankRow, Snapshot
 from ddpdoctor.top.view import KEYS, View
 
-# -- the lines around the board: the verdict above it, the status and the keys below it
+# -- the lines around the board: the job and the verdict above it, the status and the keys below it
 
 
 def header_line(scene: Scene) -> Line:
-    """What the job is, how far and how fast: the script, and as many facts as fit."""
+    """Draw the job: the script, and as many facts of its progress as fit."""
     snapshot = scene.snapshot
-    job, age = snapshot.job, ""
-    if snapshot.started is not None:
-        age = formatting.duration(max(0.0, snapshot.time - snapshot.started))
-    script = job.script or snapshot.command
+    script = snapshot.job.script or snapshot.command
     least = min(text_width(script), 24)
     facts, left = [], scene.room - least - 1
-    for fact in (age, *_progress(snapshot)):
-        if fact and text_width(fact) + 2 <= left:
+    for fact in _progress(snapshot):
+        if text_width(fact) + 2 <= left:
             facts.append(fact)
             left -= text_width(fact) + 2
-    script = scene.cut(script, least + left)
-    spans: list[Span] = [(f" {script}", "bold")]
+    spans: list[Span] = [(f" {scene.cut(script, least + left)}", "bold")]
     for fact in facts:
-        # Numbers stand out from what they are.
         spans += [("  ", ""), (fact, "")]
     return tuple(spans)
 
 
 def _progress(snapshot: Snapshot) -> Iterator[str]:
-    """How far the job is and how fast, the most needed first."""
+    """Yield how far the job is and how fast, the most important first."""
     job = snapshot.job
+    if snapshot.started is not None:
+        yield formatting.duration(max(0.0, snapshot.time - snapshot.started))
     if job.step is not None:
         of = f"/{job.steps}" if job.steps is not None else ""
         yield f"step {job.step}{of}"
@@ -60,33 +57,18 @@ def _progress(snapshot: Snapshot) -> Iterator[str]:
 
 
 def verdict_lines(scene: Scene, most: int) -> list[Line]:
-    """The verdict in at most ``most`` lines."""
+    """Draw the verdict in at most ``most`` lines."""
     level = scene.snapshot.verdict.level
     style = level if level in LEVELS else "info"
     head = f"{scene.marks.level(style)} "
     room = scene.room - len(head)
     rows = [line[0][0] for line in wrapped(scene.snapshot.verdict.text, room)]
     if len(rows) > most:
-        # One that fits as it is gets an ellipsis all the same: there is more.
+        # A line that fits gets an ellipsis all the same: there is more.
         rows[most - 1 :] = [scene.cut(rows[most - 1] + " " * room, room)]
     heads = [head, *[" " * len(head)] * (len(rows) - 1)]
     loud = style if style in ("warning", "error") else "bold"
     return [((each, style), (row, loud)) for each, row in zip(heads, rows, strict=True)]
-
-
-def status_line(scene: Scene) -> Line:
-    """The state of the run and of the monitor; on a narrow screen the first facts alone."""
-    snapshot, view = scene.snapshot, scene.view
-    state = f" {_state_text(snapshot, view)}{', recording' if view.recording else ''} "
-    text = ""
-    for fact in _facts(snapshot, view):
-        more = f"{scene.marks.dot} {fact} "
-        # A shorter fact further on may still fit.
-        if text_width(state) + text_width(text) + text_width(more) <= scene.room:
-            text += more
-    state = scene.cut(state)
-    rest = text.ljust(max(0, scene.room - text_width(state)))
-    return ((state, _STATE_STYLES.get(snapshot.state, "status")), (rest, "status"))
 
 
 _STATE_STYLES = {
@@ -97,6 +79,21 @@ _STATE_STYLES = {
     "starting": "info meter",
     "running": "good meter",
 }
+
+
+def status_line(scene: Scene) -> Line:
+    """Draw the state of the run and of the monitor, and as many facts as fit."""
+    snapshot, view = scene.snapshot, scene.view
+    state = f" {_state_text(snapshot, view)}{', recording' if view.recording else ''} "
+    text = ""
+    for fact in _facts(snapshot, view):
+        more = f"{scene.marks.dot} {fact} "
+        # A later, shorter fact may still fit.
+        if text_width(state) + text_width(text) + text_width(more) <= scene.room:
+            text += more
+    state = scene.cut(state)
+    rest = text.ljust(max(0, scene.room - text_width(state)))
+    return ((state, _STATE_STYLES.get(snapshot.state, "status")), (rest, "status"))
 
 
 def _state_text(snapshot: Snapshot, view: View) -> str:
@@ -120,13 +117,10 @@ def _state_text(snapshot: Snapshot, view: View) -> str:
 
 
 def _facts(snapshot: Snapshot, view: View) -> Iterator[str]:
-    """What there is to say, the most important first."""
+    """Yield the facts of the status line, the most important first."""
     ranks = snapshot.ranks
-    beats = [
-        row.heartbeat
-        for row in ranks
-        if row.heartbeat is not None and row.state in ("running", "stale")
-    ]
+    alive = [row.heartbeat for row in ranks if row.state in ("running", "stale")]
+    beats = [beat for beat in alive if beat is not None]
     if beats and snapshot.live:
         yield f"heartbeat {formatting.duration(max(beats))}"
     if view.position is not None:
@@ -143,7 +137,6 @@ def _facts(snapshot: Snapshot, view: View) -> Iterator[str]:
 
 
 def _view_facts(snapshot: Snapshot, view: View) -> Iterator[str]:
-    """What is shown, and how."""
     if view.filter and not view.typing:
         yield f"filter {view.filter}"
     if snapshot.nvml or not snapshot.gpus:
@@ -157,7 +150,7 @@ def _view_facts(snapshot: Snapshot, view: View) -> Iterator[str]:
 
 
 def keys_line(scene: Scene) -> Line:
-    """The keys that fit, the most needed ones."""
+    """Draw the most important keys that fit."""
     view = scene.view
     if view.typing:
         end: Line = ((" ", "cursor"), ("  enter keeps it, esc drops it", "dim"))
@@ -179,7 +172,7 @@ def keys_line(scene: Scene) -> Line:
 
 
 def message_line(scene: Scene) -> Line | None:
-    """What went wrong, what the last key has to say, or what the monitor could not read."""
+    """Draw what went wrong, the last key's message, or what the monitor could not read."""
     view, notes = scene.view, scene.snapshot.notes
     if view.trouble:
         text, style = view.trouble, "error"
@@ -193,11 +186,11 @@ def message_line(scene: Scene) -> Line | None:
     return ((f"{scene.marks.level(style)} ", style), (scene.cut(text, scene.room - 2), style))
 
 
-# -- A whole screen: from a snapshot and a view to lines, for any size of terminal
+# -- a whole screen
 
+MIN_BELOW = 14
+"""Lines that a board longer than a tall screen leaves to what is below it."""
 
-LEAST_BELOW = 14
-"""Lines that a board which is longer than the screen leaves to what is below it, on a tall one."""
 TALL = 40
 
 TITLES = {
@@ -211,42 +204,14 @@ TITLES = {
 }
 
 
-@dataclass(frozen=True)
-class Frame:
-    """A screen, and what its lines are about."""
-
-    lines: tuple[Line, ...]
-    ranks: Mapping[int, int] = field(default_factory=dict)
-    """The rank of a line."""
-    entries: Mapping[int, int] = field(default_factory=dict)
-    """The entry of a panel's list of a line."""
-    visible: frozenset[int] | None = None
-    """The ranks that are in sight; None if that is no matter here."""
-    top: int = 0
-    """The first row of the board in sight."""
-    item: int = 0
-    """How far the panel is scrolled, once its end is in sight."""
-
-    def below(self, lines: Sequence[Line]) -> Frame:
-        """The same, below other lines."""
-        return replace(
-            self,
-            lines=(*lines, *self.lines),
-            ranks={line + len(lines): rank for line, rank in self.ranks.items()},
-            entries={line + len(lines): entry for line, entry in self.entries.items()},
-        )
-
-
 def draw_screen(
     snapshot: Snapshot, view: View, room: int, height: int, material: Material | None = None
 ) -> Frame:
-    """The screen: exactly ``height`` lines of exactly ``room`` columns."""
+    """Draw a screen of exactly ``height`` lines of exactly ``room`` columns."""
     if room <= 0 or height <= 0:
         return Frame(())
-    scene = Scene(
-        snapshot, view, room, marks_for(view.ascii_only, view.colour), material or Material()
-    )
-    # The headline is never cut where a few ranks fit below it all the same.
+    scene = scene_of(snapshot, view, room, material)
+    # The verdict is not cut while a few ranks still fit below it.
     head = verdict_lines(scene, 1 if height < 10 else height - 9)
     if height >= 10 and snapshot.kind != "machine":
         head.insert(0, header_line(scene))
@@ -266,14 +231,20 @@ def draw_screen(
 
 @lru_cache(maxsize=256)
 def _exact_line(line: Line, ascii_only: bool, room: int) -> Line:
-    """A line of exactly so many columns. Most lines of a screen are those of the one before."""
+    """Return a line of exactly ``room`` columns. Most lines are the same in the next frame."""
     return fitted(cleaned(line, ascii_only), room)
 
 
 def _draw_body(scene: Scene, height: int) -> Frame:
     view, ranks = scene.view, scene.snapshot.ranks
     if view.panel == "signal":
-        return _signal(scene, height)
+        # The question is below as much of the board as there is room for.
+        space = height - len(scene.material.asked) - 1
+        drawn = board.draw_board(scene, space if space >= 4 else 0)
+        left = height - len(drawn.lines)
+        title = [_title(f"{TITLES['signal']} (esc: no)", scene)] if left > 3 else []
+        listed = panels.choices_panel(scene, left - len(title)).below([*drawn.lines, *title])
+        return replace(listed, ranks=drawn.ranks, top=drawn.top)
     if view.panel:
         return _draw_panel(scene, height)
     if not ranks and scene.snapshot.kind == "machine":
@@ -281,18 +252,16 @@ def _draw_body(scene: Scene, height: int) -> Frame:
     if view.expanded and scene.row is not None:
         return _draw_expanded(scene, scene.row, height)
     wanted = board.board_lines(scene)
-    space = height if wanted <= height or height < TALL else height - LEAST_BELOW
+    space = height if wanted <= height or height < TALL else height - MIN_BELOW
     drawn = board.draw_board(scene, min(space, wanted))
     left = height - len(drawn.lines) - 1
     shown = panels.draw_below(scene, left) if left >= 2 else []
     return _with_board(drawn, scene, [(), *shown] if shown else [])
 
 
-def _with_board(
-    drawn: board.DrawnBoard, scene: Scene, below: Sequence[Line], item: int = 0
-) -> Frame:
+def _with_board(drawn: Frame, scene: Scene, below: Sequence[Line], item: int = 0) -> Frame:
     seen = {*drawn.ranks.values(), *([scene.row.rank] if scene.row is not None else [])}
-    return Frame((*drawn.lines, *below), drawn.ranks, {}, frozenset(seen), drawn.top, item)
+    return replace(drawn, lines=(*drawn.lines, *below), visible=frozenset(seen), item=item)
 
 
 def _draw_expanded(scene: Scene, row: RankRow, height: int) -> Frame:
@@ -326,24 +295,13 @@ def _draw_panel(scene: Scene, height: int) -> Frame:
         lines = panels.text_panel(scene)
         item = max(0, min(item, len(lines) - space))
         below = len(lines) - item - space
-        listed = panels.ListLines(lines[item : item + space])
+        lines = lines[item : item + space]
         if below > 0:
-            more = f"{scene.marks.ellipsis} {below + 1} more lines (j)"
-            listed.lines[-1] = ((more, "dim"),)
+            lines[-1] = ((f"{scene.marks.ellipsis} {below + 1} more lines (j)", "dim"),)
+        listed = Frame(tuple(lines))
     head = [_title(f"{title} (esc: back)", scene)] if space < height else []
-    drawn = Frame(tuple(listed.lines), {}, listed.entries, None, view.top, item).below(head)
-    return replace(drawn, lines=drawn.lines[:height])
-
-
-def _signal(scene: Scene, height: int) -> Frame:
-    """The question, below as much of the board as there is room for."""
-    space = height - len(scene.material.asked) - 1
-    drawn = board.draw_board(scene, space if space >= 4 else 0)
-    left = height - len(drawn.lines)
-    title = [_title(f"{TITLES['signal']} (esc: no)", scene)] if left > 3 else []
-    listed = panels.choices_panel(scene, left - len(title))
-    frame = Frame(tuple(listed.lines), {}, listed.entries, None, drawn.top)
-    return replace(frame.below([*drawn.lines, *title]), ranks=drawn.ranks)
+    drawn = listed.below(head)
+    return replace(drawn, lines=drawn.lines[:height], top=view.top, item=item)
 
 
 def _title(text: str, scene: Scene) -> Line:
