@@ -145,7 +145,7 @@ def supervisor(tmp_path: Path, reporter: Reporter) -> Iterator[Supervisor]:
     made._start()
     yield made
     while made._keepers.status is None:
-        made._keepers.look()
+        made._keepers.poll()
         made._idle(0.02)
     made._finish()
     made._keepers.dismiss(made._idle)
@@ -249,7 +249,7 @@ def test_a_fault_in_the_editors_files_leaves_the_debugger(
     debugging.open(tmp_path)
     debugging.announce(tmp_path)
     debugging.start(lambda: None)
-    assert debugging.look() == []
+    assert debugging.poll() == []
     debugging.stop()
     assert sum(f"{WORDS} launch.json" in line for line in said) == 1
 

@@ -342,7 +342,7 @@ class RunWatch:
         """Look at the job; ``ended`` are the descriptors of ranks that have just ended."""
         now, guarded = time.monotonic(), self._guarded
         if self._debugging is not None:
-            guarded(_DEBUGGER, self._note, self._debugging.look)
+            guarded(_DEBUGGER, self._note, self._debugging.poll)
             if self._debugging.stopped:
                 self.ending.for_debugger()
         if self._showing is not None:
@@ -375,7 +375,7 @@ class RunWatch:
                 "the job goes on, unwatched from now on"
             )
         if self._debugging is not None:
-            guarded(_DEBUGGER, self._debugging.look_at, run)
+            guarded(_DEBUGGER, self._debugging.check, run)
         guarded(_RANKS, self._note, partial(self._ranks.follow, run))
         gpus = self._gpus
         if gpus and guarded("the GPU watch", self._note, partial(gpus.look_at, run)):

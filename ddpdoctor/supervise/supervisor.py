@@ -141,7 +141,7 @@ class Supervisor:
             The descriptors of the watch that are readable now.
         """
         self._reap()
-        stopped = self._keepers.look()
+        stopped = self._keepers.poll()
         self._signals.drain()
         self._guarded(_WATCH, self._after_signals)
         if stopped and self._keepers.status is None:
