@@ -183,7 +183,7 @@ def test_a_watcher_that_fails_ends_alone(
     monkeypatch.setattr(broken, method, raises)
     for _ in range(4):
         watch._happened = 1.0
-        watch.look()
+        watch.check()
     name = part.removesuffix(" again")
     (line,) = [line for line in said if WORDS in line]
     assert line.startswith(f"ddpdoctor: warning: {WORDS} {name}: KeyError('what is not there')")
@@ -207,7 +207,7 @@ def test_the_end_of_stderr_is_kept_whatever_failed(
     watch = supervisor._watch
     monkeypatch.setattr(*PARTS[part](watch), raises)
     watch._happened = 1.0
-    watch.look()
+    watch.check()
     monkeypatch.setattr(type(watch._passthrough), "tail", b"RuntimeError: the cause\n")
     watch.end(1, list)
     assert watch._directory is not None
@@ -230,7 +230,7 @@ def test_a_poll_of_gpus_that_fails_is_said(supervisor: Supervisor, said: list[st
     assert supervisor._watch._gpu_poll is not None
     supervisor._watch._gpu_poll.failed = KeyError("uuid")
     for _ in range(2):
-        supervisor._watch.look()
+        supervisor._watch.check()
     assert sum(f"{WORDS} the GPU poll: KeyError('uuid')" in line for line in said) == 1
 
 
