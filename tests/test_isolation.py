@@ -147,16 +147,16 @@ def supervisor(tmp_path: Path, reporter: Reporter) -> Iterator[Supervisor]:
     while made._keepers.status is None:
         made._keepers.poll()
         made._idle(0.02)
-    made._finish()
+    made._finish(made._keepers.status)
     made._keepers.dismiss(made._idle)
     made._passthrough.finish(1.0)
     made._watch.close()
 
 
 PARTS: dict[str, Callable[[RunWatch], tuple[object, str]]] = {
-    "the debugger": lambda made: (made._debugging, "look"),
-    "the debugger again": lambda made: (made._debugging, "look_at"),
-    "the monitor's files": lambda made: (made._showing, "look"),
+    "the debugger": lambda made: (made._debugging, "poll"),
+    "the debugger again": lambda made: (made._debugging, "check"),
+    "the monitor's files": lambda made: (made._showing, "update"),
     "the monitor's files again": lambda made: (made._showing, "news"),
     "the rank watch": lambda made: (made._ranks, "end_leftovers"),
     "the rank watch again": lambda made: (made._ranks, "follow"),

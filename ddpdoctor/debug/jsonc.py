@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 MAX_DEPTH = 100
@@ -181,6 +181,18 @@ class Document:
         least = max((comment.end for comment in self.comments if comment.end <= at), default=0)
         return least + len(self.text[least:at].rstrip(BLANKS))
 
+    def _item_spans(self, node: Node, gone: Collection[Node]) -> Iterator[tuple[int, int]]:
+        for item in gone:
+            yield self._with_blanks(item.first), item.end
+            if item.comma is not None:
+                blank = not self.text[item.end : item.comma].strip(BLANKS)
+                yield item.end if blank else item.comma, item.comma + 1
+        left = [item for item in node.items if item not in gone]
+        if gone and left and node.items[-1] in gone and node.items[-1].comma is None:
+            comma = left[-1].comma
+            if comma is not None:
+                yield comma, comma + 1
+
     def cut(
         self, items: Iterable[tuple[Node, Collection[Node]]], comments: Iterable[Comment] = ()
     ) -> str:
@@ -195,15 +207,7 @@ class Document:
         """
         spans = [(self._with_blanks(comment.start), comment.end) for comment in comments]
         for node, gone in items:
-            for item in gone:
-                spans.append((self._with_blanks(item.first), item.end))
-                if item.comma is not None:
-                    blank = not self.text[item.end : item.comma].strip(BLANKS)
-                    spans.append((item.end if blank else item.comma, item.comma + 1))
-            left = [item for item in node.items if item not in gone]
-            if gone and left and node.items[-1] in gone and node.items[-1].comma is None:
-                comma = left[-1].comma
-                spans += [] if comma is None else [(comma, comma + 1)]
+            spans += self._item_spans(node, gone)
         merged: list[tuple[int, int]] = []
         for start, end in sorted(spans):
             if merged and start <= merged[-1][1]:

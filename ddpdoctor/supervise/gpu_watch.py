@@ -1,4 +1,4 @@
-"""Ask the driver which processes hold memory on the GPUs, and for the GPUs' state if a rank is slow."""
+"""Ask the driver for the memory held on GPUs, and for the GPUs' state if a rank is slow."""
 
 from __future__ import annotations
 

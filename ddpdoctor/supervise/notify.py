@@ -184,5 +184,5 @@ class _Target:
 
 
 def is_url(target: str) -> bool:
-    """Whether a target is a webhook; else it is a command."""
+    """Return whether a target is a webhook, not a command."""
     return target.startswith(("http://", "https://"))

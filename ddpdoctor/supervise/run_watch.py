@@ -385,11 +385,7 @@ class RunWatch:
                 # Include the record that was just written.
                 run = self._read() or run
                 self._happened = now - SETTLE
-        # A process may have just recorded what ends it.
-        records = [record for rank in run.ranks for record in rank.records] + list(run.strays)
-        before = self._trouble
-        self._trouble = sum(type(each) in (ErrorRecord, ExitRecord, EndRecord) for each in records)
-        if self._trouble > before:
+        if self._new_trouble(run):
             self._happened = self._happened or now
         due = self._examined + EXAMINE if self._happened is None else self._happened + SETTLE
         if now >= due:
@@ -432,8 +428,14 @@ class RunWatch:
         if self._hangs is not None:
             self._guarded(_HANGS, self._hangs.slept, seconds)
 
-    # -- the end
+    def _new_trouble(self, run: Run) -> bool:
+        """Return whether a process has just recorded something that ends it."""
+        records = [record for rank in run.ranks for record in rank.records] + list(run.strays)
+        before = self._trouble
+        self._trouble = sum(type(each) in (ErrorRecord, ExitRecord, EndRecord) for each in records)
+        return self._trouble > before
 
+    # -- the end
     def end(self, status: int, ready: Callable[[], Iterable[int]]) -> Run | None:
         """Write the last records and report the last findings, after the job's command has ended.
 
