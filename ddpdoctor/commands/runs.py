@@ -1,4 +1,4 @@
-"""``ddpdoctor runs``: list this user's runs and remove old ones."""
+"""``ddpdoctor runs``: list the user's runs, and remove old ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ddpdoctor.core.options import Parser, number
 from ddpdoctor.run import rundir
 
 KEPT = 5
-"""Finished runs that ``--prune`` leaves without a number."""
+"""Default of ``--prune``."""
 
 PARSER = Parser(
     "runs",
@@ -51,7 +51,7 @@ class _Entry:
     path: Path
     status: str
     started: float
-    """Unix seconds; 0 if it is not known."""
+    """Unix time in seconds; 0 if unknown."""
     size: int
     """Bytes."""
     verdict: str
@@ -77,7 +77,18 @@ def main(words: Sequence[str]) -> int:
         raise PARSER.wrong(f"the runs cannot be listed: {error}") from None
     if "--json" in given:
         for each in entries:
-            print(_json(each))
+            print(
+                json_text(
+                    {
+                        "run": each.path.name,
+                        "path": str(each.path.resolve()),
+                        "status": each.status,
+                        "started": each.started or None,
+                        "bytes": each.size,
+                        "verdict": each.verdict or None,
+                    }
+                )
+            )
     else:
         for line in _lines(entries):
             print(shown(line))
@@ -112,7 +123,7 @@ def _entry(path: Path) -> _Entry:
 
 
 def _outcome(path: Path) -> tuple[str, str]:
-    """How a run ended, and the worst finding that stands, by the supervisor's journal alone."""
+    """Return how a run ended, and its worst finding, from the supervisor's journal alone."""
     from ddpdoctor.core.finding import Severity
     from ddpdoctor.run.reader import JournalReader
     from ddpdoctor.run.records.decode import SUPERVISOR_RECORDS
@@ -169,16 +180,3 @@ def _lines(entries: Sequence[_Entry]) -> Iterator[str]:
             f"{each.path.name:<{names}}  {each.status:<{states}}  {age:>4}  "
             f"{formatting.size(each.size):>5}  {verdict}"
         )
-
-
-def _json(each: _Entry) -> str:
-    return json_text(
-        {
-            "run": each.path.name,
-            "path": str(each.path.resolve()),
-            "status": each.status,
-            "started": each.started or None,
-            "bytes": each.size,
-            "verdict": each.verdict or None,
-        }
-    )
