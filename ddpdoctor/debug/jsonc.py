@@ -10,28 +10,25 @@ import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-
-MAX_DEPTH = 100
-"""Deepest nesting that is parsed. VS Code's own files have about six levels."""
+from functools import cached_property
 
 BOM = "\ufeff"
 INDENT = "    "
 """One level of indentation in a file that has none yet."""
 
 BLANKS = " \t\r\n"
-_CHARACTERS = r'[^"\\\x00-\x1f]*'
 _TOKEN = re.compile(
-    r"(?P<blanks>[ \t\r\n]+)|(?P<comment>//[^\r\n]*|/\*(?s:.*?)\*/)"
-    rf'|(?P<string>"{_CHARACTERS}(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{{4}}){_CHARACTERS})*")'
-    r"|(?P<number>-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)"
-    r"|(?P<word>(?:true|false|null)\b)|(?P<mark>[][{}:,])",
-    re.ASCII,
+    # A string ends with its line at the latest.
+    r'"[^"\\\r\n]*(?:\\.[^"\\\r\n]*)*"?|(?P<comment>//[^\r\n]*|/\*(?s:.*?)(?:\*/|\Z))'
+    r'|[][{},:/]|[^][{},:/" \t\r\n]+'
 )
-_WORDS = {"true": True, "false": False, "null": None}
+_SPACE = re.compile(r"[ \t\r\n]*")
+_COMMA = re.compile(r"[ \t\r\n]*,")
 _INDENT = re.compile("[ \t]*")
 _EOL = re.compile(r"\r\n|\n|\r")
 _LINE_ENDS = re.compile(r"[ \t]*(?:[\r\n]|\Z)")
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_DECODER = json.JSONDecoder(parse_int=float)
 
 
 class JsoncError(Exception):
@@ -48,7 +45,6 @@ class JsoncError(Exception):
         self.line = line
 
 
-@dataclass(eq=False)
 class Node:
     """A value, and its place in the text.
 
@@ -56,19 +52,32 @@ class Node:
         start: Position of its first character.
         end: Position after its last character.
         value: The decoded value. Of a repeated key the last one counts. Numbers are floats.
-        items: The elements of an array, or the members of an object.
         key: The key of a member; None for an element.
         first: Position of the first character of a member's key, or of the element.
         comma: Position of the comma that follows, if there is one.
     """
 
-    start: int
-    end: int
-    value: object
-    items: tuple[Node, ...] = ()
-    key: str | None = None
-    first: int = 0
-    comma: int | None = None
+    def __init__(self, plain: str, strict: str, first: int, key: str | None, start: int) -> None:
+        self.value, self.end = _DECODER.raw_decode(strict, start)
+        self._plain, self._strict = plain, strict
+        self.start, self.key, self.first = start, key, first
+        comma = _COMMA.match(plain, self.end)
+        self.comma = comma.end() - 1 if comma else None
+
+    @cached_property
+    def items(self) -> tuple[Node, ...]:
+        """The elements of an array, or the members of an object."""
+        items: list[Node] = []
+        text, at = self._strict, _skip(self._strict, self.start + 1)
+        while isinstance(self.value, (list, dict)) and text[at] not in "]}":
+            first, key = at, None
+            if isinstance(self.value, dict):
+                key, at = _DECODER.raw_decode(text, at)
+                at = _skip(text, _skip(text, at) + 1)
+            items.append(Node(self._plain, text, first, key, at))
+            at = _skip(text, items[-1].end)
+            at = _skip(text, at + 1) if text[at] == "," else at
+        return tuple(items)
 
     def members(self, key: str) -> list[Node]:
         """Return the values of a key of this object, in the order of the text."""
@@ -230,11 +239,52 @@ def parse(text: str) -> Document:
     Raises:
         JsoncError: The text is not JSON with comments.
     """
-    parser = _Parser(text)
-    root = None if parser.at_end else parser.value(0)
-    if not parser.at_end:
-        raise parser.error("nothing but comments may follow the end of the document")
-    return Document(text, root, tuple(parser.comments))
+    comments: list[Comment] = []
+    trailing: list[int] = []
+    last, comma = "", -1
+    for found in _TOKEN.finditer(text, 1 if text.startswith(BOM) else 0):
+        token, at = found.group(), found.start()
+        if found.lastgroup == "comment":
+            if token.startswith("/*") and (len(token) < 4 or not token.endswith("*/")):
+                raise JsoncError("a comment without its end */", _line(text, at))
+            comments.append(Comment(at, found.end(), token))
+            continue
+        if token in ("NaN", "Infinity", "-Infinity"):
+            raise JsoncError(f"{token} is not a value of JSON", _line(text, at))
+        if token in ("]", "}") and comma >= 0:
+            trailing.append(comma)
+        comma = at if token == "," and last not in ("", ",", ":", "[", "{") else -1
+        last = token
+    plain = _blanked(text, [(0, 1 if text.startswith(BOM) else 0)])
+    plain = _blanked(plain, [(comment.start, comment.end) for comment in comments])
+    strict = _blanked(plain, [(at, at + 1) for at in trailing])
+    root = None
+    if strict.strip(BLANKS):
+        start = _skip(strict, 0)
+        try:
+            _DECODER.decode(strict)
+            root = Node(plain, strict, start, None, start)
+        except json.JSONDecodeError as error:
+            message = f"{error.msg[:1].lower()}{error.msg[1:]}"
+            raise JsoncError(message, _line(text, error.pos)) from None
+        except RecursionError:
+            raise JsoncError("nested too deep", 1) from None
+    return Document(text, root, tuple(comments))
+
+
+def _blanked(text: str, spans: Iterable[tuple[int, int]]) -> str:
+    """Return a text of the same length with blanks in place of some spans."""
+    pieces, done = [], 0
+    for start, end in spans:
+        pieces += [text[done:start], " " * (end - start)]
+        done = end
+    return "".join([*pieces, text[done:]])
+
+
+def _skip(text: str, at: int) -> int:
+    """Return the position of the next character that is not blank."""
+    found = _SPACE.match(text, at)
+    return found.end() if found else at
 
 
 def line_end(text: str, at: int) -> str:
@@ -245,90 +295,3 @@ def line_end(text: str, at: int) -> str:
 
 def _line(text: str, at: int) -> int:
     return len(_EOL.findall(text, 0, at)) + 1
-
-
-class _Parser:
-    """A recursive parser that holds the current token."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.comments: list[Comment] = []
-        self.start = 0
-        self.end = 1 if text.startswith(BOM) else 0
-        self.kind = ""
-        """``string``, ``number``, ``word``, or a mark. Empty at the end, and for an unknown one."""
-        self.advance()
-
-    @property
-    def at_end(self) -> bool:
-        return self.start == len(self.text)
-
-    def error(self, message: str, at: int | None = None) -> JsoncError:
-        return JsoncError(message, _line(self.text, self.start if at is None else at))
-
-    def advance(self) -> None:
-        """Move to the next token, and collect the comments before it."""
-        while True:
-            self.start = self.end
-            found = _TOKEN.match(self.text, self.start)
-            if found is None:
-                break
-            self.end = found.end()
-            if found.lastgroup == "comment":
-                self.comments.append(Comment(self.start, self.end, found.group()))
-            elif found.lastgroup != "blanks":
-                self.kind = found.group() if found.lastgroup == "mark" else str(found.lastgroup)
-                return
-        self.kind = ""
-        if self.text.startswith("/*", self.start):
-            raise self.error("a comment without its end */")
-        if self.text.startswith('"', self.start):
-            raise self.error("a string that does not end, or has a wrong escape in it")
-
-    def value(self, depth: int) -> Node:
-        if depth > MAX_DEPTH:
-            raise self.error(f"nested more than {MAX_DEPTH} levels deep")
-        node = Node(self.start, self.end, None, first=self.start)
-        if self.kind in ("{", "["):
-            close = "}" if self.kind == "{" else "]"
-            node.items = self._items(close, depth)
-            node.end = self.end
-            node.value = [item.value for item in node.items]
-            if close == "}":
-                node.value = {item.key: item.value for item in node.items}
-        elif self.kind in ("string", "number", "word"):
-            token = self.text[self.start : self.end]
-            if self.kind == "string":
-                node.value = json.loads(token)
-            else:
-                node.value = float(token) if self.kind == "number" else _WORDS[token]
-        else:
-            raise self.error("the end is missing" if self.at_end else "a value was expected")
-        self.advance()
-        return node
-
-    def _items(self, close: str, depth: int) -> tuple[Node, ...]:
-        """Parse the items of an array or object up to its closing bracket."""
-        opened, items = self.start, []
-        self.advance()
-        while self.kind != close:
-            if self.at_end:
-                raise self.error(f"this bracket has no {close} to it", opened)
-            first, key = self.start, None
-            if close == "}":
-                if self.kind != "string":
-                    raise self.error("a key in double quotes was expected")
-                key = str(json.loads(self.text[self.start : self.end]))
-                self.advance()
-                if self.kind != ":":
-                    raise self.error("a colon was expected")
-                self.advance()
-            item = self.value(depth + 1)
-            item.first, item.key = first, key
-            items.append(item)
-            if self.kind == ",":
-                item.comma = self.start
-                self.advance()
-            elif self.kind != close and not self.at_end:
-                raise self.error(f"a comma or {close} was expected")
-        return tuple(items)

@@ -1,4 +1,4 @@
-"""Pass signals on to the job, each exactly once, and end a job that hangs or whose time is over."""
+"""Pass signals on to the job, each exactly once."""
 
 from __future__ import annotations
 
@@ -7,22 +7,15 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING
 
-from ddpdoctor.core.finding import Finding
-from ddpdoctor.core.job import Command, OwnOptions
+from ddpdoctor.core.job import Command
 from ddpdoctor.run.records.supervisor import SignalRecord
 from ddpdoctor.supervise import processes
 from ddpdoctor.supervise.keepers import Keepers
 from ddpdoctor.supervise.passthrough import Passthrough
 from ddpdoctor.system import proc
-
-if TYPE_CHECKING:
-    from ddpdoctor.run.snapshot import Run
-    from ddpdoctor.supervise.hang_watch import HangWatch
-
 
 # -- the terminal, and its job control
 
@@ -254,78 +247,3 @@ class JobSignals:
     def _in_group(self) -> list[processes.Process]:
         """Return the job's processes in the group that it shares with this process."""
         return [each for each in self._job().processes() if each.group == self.group]
-
-
-# -- ending a job that hangs, or whose debugger was stopped
-
-
-KILL_GRACE = 5.0
-"""Most seconds of grace for a job that hangs."""
-
-
-class Ending:
-    """End the job once, if it still runs and was not asked to end.
-
-    Args:
-        own: The user's options.
-        keepers: The parents of the job's command.
-        signals: Ends the job.
-        note: Prints the reason.
-        write: Records it.
-    """
-
-    def __init__(
-        self,
-        own: OwnOptions,
-        keepers: Keepers,
-        signals: JobSignals,
-        note: Callable[[str], object],
-        write: Callable[[SignalRecord], object],
-    ) -> None:
-        self._own = own
-        self._keepers = keepers
-        self._signals = signals
-        self._note = note
-        self._write = write
-        self.killed = False
-        """The job was ended because it hung."""
-
-    def if_hung(
-        self, hangs: HangWatch | None, found: Iterable[Finding], read: Callable[[], Run | None]
-    ) -> bool:
-        """End a job that certainly hangs, with ``--kill-on-hang``, after its records are written.
-
-        Args:
-            hangs: Watches for hangs.
-            found: The findings of the last examination.
-            read: Returns the run as it is now.
-
-        Returns:
-            False if the run has to be examined again, because a rank may have moved or ended.
-        """
-        hung = hangs is not None and hangs.judged(found)
-        if not (hung and self._own.kill_on_hang and self._may_end):
-            return True
-        run = read()
-        if hangs is None or run is None or not hangs.confirmed(run):
-            return False
-        self.killed = True
-        self._note("the job hangs: ending it (--kill-on-hang)")
-        self._end(min(self._own.grace, KILL_GRACE), hang=True)
-        return True
-
-    def for_debugger(self) -> None:
-        """End all ranks, with ``--stop-with-debugger``, because the debugger was stopped."""
-        if self._may_end:
-            self._note("the debugger was stopped: ending the job")
-            self._end(self._own.grace, debugger=True)
-
-    @property
-    def _may_end(self) -> bool:
-        return self._keepers.status is None and self._signals.deadline is None
-
-    def _end(self, grace: float, *, hang: bool = False, debugger: bool = False) -> None:
-        self._write(
-            SignalRecord(time=time.time_ns(), signal=signal.SIGTERM, hang=hang, debugger=debugger)
-        )
-        self._signals.end_job(grace)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import sys
 import time
@@ -29,9 +30,9 @@ from ddpdoctor.run.mapped import PROFILE, SUSPICION, Asking, SuspicionWriter
 from ddpdoctor.run.names import BUDGET, FORMAT, namespace
 from ddpdoctor.run.records.base import JsonObject, Record
 from ddpdoctor.run.records.process import EndRecord, ErrorRecord, ExitRecord, FaultRecord
-from ddpdoctor.run.records.supervisor import JobRecord, UnwatchedRecord
+from ddpdoctor.run.records.supervisor import JobRecord, SignalRecord, UnwatchedRecord
 from ddpdoctor.run.reported import Event, to_journal
-from ddpdoctor.supervise.job_signals import Ending, JobSignals
+from ddpdoctor.supervise.job_signals import JobSignals
 from ddpdoctor.supervise.keepers import Keepers
 from ddpdoctor.supervise.notify import Notifications
 from ddpdoctor.supervise.passthrough import Passthrough
@@ -47,27 +48,11 @@ if TYPE_CHECKING:
     from ddpdoctor.system.gpu_health import GpuPoll
 
 
-# -- the job's environment, and run.json
+# -- run.json
 
 
 ENTRY = str(Path(__file__).parents[1] / "probe" / "entry")
 """The folder on PYTHONPATH that loads the probe."""
-
-
-def environment_of_job(
-    directory: Path | None, command: Command, debugging: Debugging | None
-) -> dict[str, str]:
-    """Return the environment of the job. Without a run directory it is this process's own."""
-    environment = dict(os.environ)
-    if directory is None:
-        return environment
-    before = environment.get("PYTHONPATH")
-    environment["PYTHONPATH"] = f"{ENTRY}{os.pathsep}{before}" if before else ENTRY
-    environment["DDPDOCTOR_RUN_DIR"] = str(directory)
-    environment["DDPDOCTOR_JOURNAL_MB"] = str(command.own.journal_mb)
-    environment[BUDGET] = str(command.own.overhead_budget)
-    environment["DDPDOCTOR_SUPERVISOR"] = f"{os.getpid()}@{namespace()}"
-    return environment | (debugging.environment() if debugging is not None else {})
 
 
 def run_manifest(directory: Path, command: Command, debugging: Debugging | None) -> JsonObject:
@@ -156,6 +141,9 @@ def keep_stderr(directory: Path, passthrough: Passthrough) -> None:
 EXAMINE = 5.0
 """Seconds between two examinations of a job without events."""
 
+KILL_GRACE = 5.0
+"""Most seconds of grace for a job that hangs."""
+
 SETTLE = 0.7
 """Seconds for the other ranks' records to arrive after an event."""
 
@@ -195,7 +183,8 @@ class RunWatch:
         self._debugging = debugging if directory is not None else None
         self._keepers = keepers
         self._signals = signals
-        self.ending = Ending(command.own, keepers, signals, reporter.note, self.write)
+        self.killed = False
+        """The job was ended because it hung."""
         self._ranks = RankWatch()
         self._gpus: GpuWatch | None = None
         self._gpu_poll: GpuPoll | None = None
@@ -267,8 +256,18 @@ class RunWatch:
             self._debugging = None
 
     def environment(self) -> dict[str, str]:
-        """Return the environment of the job."""
-        return environment_of_job(self._directory, self._command, self._debugging)
+        """Return the environment of the job. Without a run directory it is this process's own."""
+        environment = dict(os.environ)
+        if self._directory is None:
+            return environment
+        before = environment.get("PYTHONPATH")
+        environment["PYTHONPATH"] = f"{ENTRY}{os.pathsep}{before}" if before else ENTRY
+        environment["DDPDOCTOR_RUN_DIR"] = str(self._directory)
+        environment["DDPDOCTOR_JOURNAL_MB"] = str(self._command.own.journal_mb)
+        environment[BUDGET] = str(self._command.own.overhead_budget)
+        environment["DDPDOCTOR_SUPERVISOR"] = f"{os.getpid()}@{namespace()}"
+        debugging = self._debugging
+        return environment | (debugging.environment() if debugging is not None else {})
 
     def started(self) -> None:
         """Begin to watch the job, whose command has just started."""
@@ -344,7 +343,7 @@ class RunWatch:
         if self._debugging is not None:
             guarded(_DEBUGGER, self._note, self._debugging.poll)
             if self._debugging.stopped:
-                self.ending.for_debugger()
+                self._end_job("the debugger was stopped: ending the job", debugger=True)
         if self._showing is not None:
             guarded(_SHOWING, self._showing.update, at_once=self._happened is not None)
         for descriptor in ended:
@@ -420,8 +419,31 @@ class RunWatch:
         self._guarded(_HANGS, self._end_hung_job)
 
     def _end_hung_job(self) -> None:
-        if not self.ending.if_hung(self._hangs, self._reporter.found, self._read):
+        """End a job that certainly hangs, with ``--kill-on-hang``."""
+        hangs = self._hangs
+        if hangs is None or not hangs.judged(self._reporter.found):
+            return
+        if not (self._command.own.kill_on_hang and self._may_end):
+            return
+        run = self._read()
+        if run is None or not hangs.confirmed(run):
+            # A rank may have moved or ended meanwhile: examine the run again.
             self._happened = time.monotonic()
+            return
+        self.killed = True
+        self._end_job("the job hangs: ending it (--kill-on-hang)", hang=True)
+
+    @property
+    def _may_end(self) -> bool:
+        """Whether the job still runs and was not asked to end."""
+        return self._keepers.status is None and self._signals.deadline is None
+
+    def _end_job(self, why: str, *, hang: bool = False, debugger: bool = False) -> None:
+        if self._may_end:
+            self._reporter.note(why)
+            now, number, grace = time.time_ns(), signal.SIGTERM, self._command.own.grace
+            self.write(SignalRecord(time=now, signal=number, hang=hang, debugger=debugger))
+            self._signals.end_job(min(grace, KILL_GRACE) if hang else grace)
 
     def slept(self, seconds: float) -> None:
         """Take into account that the whole job was stopped for ``seconds``."""

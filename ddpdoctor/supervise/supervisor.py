@@ -170,7 +170,7 @@ class Supervisor:
         findings = self._reporter.current
         self._guarded("the end of what the job left behind", self._sweep)
         self._guarded(_WATCH_END, self._watch.summarize, run, status)
-        if self._watch.ending.killed:
+        if self._watch.killed:
             return HANG
         failed = any(finding.severity >= Severity.ERROR for finding in findings)
         return STRICT if self._command.own.strict and status == 0 and failed else status
