@@ -1,6 +1,8 @@
 """Run a command by its name. Its module is imported only then, so ``--help`` is fast.
 
-The imports here, during which Ctrl-C is not caught, take a few milliseconds.
+The ``main`` of each command takes its words, returns the exit status, and raises DoctorError for
+what the user has to correct. The imports here, during which Ctrl-C is not caught, take a few
+milliseconds.
 """
 
 from __future__ import annotations

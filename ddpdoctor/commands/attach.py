@@ -54,11 +54,7 @@ Exit status: 0; 2 if there is no such run, rank or process.
 
 
 def main(words: Sequence[str]) -> int:
-    """Show, write or print the attach points of live runs.
-
-    Raises:
-        DoctorError: There is nothing to attach to.
-    """
+    """Show, write or print the attach points of live runs."""
     given = PARSER.read(words)
     if given.help:
         sys.stdout.write(PARSER.help)

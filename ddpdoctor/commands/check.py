@@ -37,11 +37,7 @@ WRONG_USAGE = 3
 
 
 def main(words: Sequence[str]) -> int:
-    """Check this machine, and the other nodes if there are any.
-
-    Raises:
-        DoctorError: The command line cannot work.
-    """
+    """Check this machine, and the other nodes if there are any."""
     try:
         asked = command_lines.parse(words)
         chosen = command_lines.choose(asked, CHECKS)

@@ -29,11 +29,7 @@ Options:
 
 
 def main(words: Sequence[str]) -> int:
-    """Print the script for a shell.
-
-    Raises:
-        DoctorError: There is none for it.
-    """
+    """Print the script for a shell."""
     given = PARSER.read(words)
     if given.help:
         sys.stdout.write(PARSER.help)

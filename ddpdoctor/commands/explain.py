@@ -59,11 +59,7 @@ def entries() -> Mapping[str, _Entry]:
 
 
 def main(words: Sequence[str]) -> int:
-    """Print the page of a rule or a check, or the list of all.
-
-    Raises:
-        DoctorError: There is no such code.
-    """
+    """Print the page of a rule or a check, or the list of all."""
     given = PARSER.read(words)
     if given.help:
         sys.stdout.write(PARSER.help)

@@ -91,11 +91,7 @@ or file, or it cannot be read.
 
 
 def main(words: Sequence[str]) -> int:
-    """Report on a run, or on logs.
-
-    Raises:
-        DoctorError: There is no such run or file.
-    """
+    """Report on a run, or on logs."""
     given = PARSER.read(words)
     if given.help:
         sys.stdout.write(PARSER.help)

@@ -20,11 +20,7 @@ from ddpdoctor.system import proc
 
 
 def main(words: Sequence[str]) -> int:
-    """Run a job.
-
-    Raises:
-        DoctorError: The command line cannot work.
-    """
+    """Run a job."""
     # Before a library opens a descriptor that programs inherit.
     inherited = proc.inheritable()
     command = job_command.build(words, os.environ)

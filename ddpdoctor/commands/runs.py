@@ -58,11 +58,7 @@ class _Entry:
 
 
 def main(words: Sequence[str]) -> int:
-    """List runs, or remove old ones.
-
-    Raises:
-        DoctorError: They cannot be listed, or removed.
-    """
+    """List runs, or remove old ones."""
     given = PARSER.read(words)
     if given.help:
         sys.stdout.write(PARSER.help)

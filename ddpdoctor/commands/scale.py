@@ -114,11 +114,7 @@ What was measured until then, or until Ctrl-C, is printed and kept.
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the job at each size and print the results.
-
-    Raises:
-        DoctorError: The command line cannot work, or the job cannot be measured.
-    """
+    """Run the job at each size and print the results."""
     given = PARSER.read(words, job_command.PARSER.options)
     if given.help:
         sys.stdout.write(PARSER.help)

@@ -66,11 +66,7 @@ class _Taken:
 
 
 def main(words: Sequence[str]) -> int:
-    """Take the stacks of the ranks and print them.
-
-    Raises:
-        DoctorError: There is no such run, or nothing to show.
-    """
+    """Take the stacks of the ranks and print them."""
     given = PARSER.read(words)
     if given.help:
         sys.stdout.write(PARSER.help)

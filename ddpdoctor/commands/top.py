@@ -62,11 +62,7 @@ Exit status: 0; 2 if there is no such run or recording, or nothing to draw on.
 
 
 def main(words: Sequence[str]) -> int:
-    """Watch a run.
-
-    Raises:
-        DoctorError: There is no such run, or no terminal.
-    """
+    """Watch a run."""
     given = PARSER.read(words)
     if given.help:
         sys.stdout.write(PARSER.help)

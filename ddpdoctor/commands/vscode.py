@@ -59,11 +59,7 @@ Options:
 
 
 def main(words: Sequence[str]) -> int:
-    """Write or remove the entries.
-
-    Raises:
-        DoctorError: The command line cannot work, or a file cannot be changed.
-    """
+    """Write or remove the entries."""
     given = PARSER.read(words, command.PARSER.options)
     if given.help:
         sys.stdout.write(PARSER.help)

@@ -57,14 +57,7 @@ class RefusedError(Exception):
 
 
 class Clients:
-    """Serve the clients of one run.
-
-    Args:
-        slots: The debug ports.
-        ranks: The processes that the ports lead to.
-        ends_job: The first client that stops a session it began before the gate was open ends the
-            job.
-    """
+    """Serve the clients of one run. See :class:`~ddpdoctor.debug.gateway.Gateway`."""
 
     def __init__(self, slots: Slots, ranks: Ranks, *, ends_job: bool) -> None:
         self._slots = slots

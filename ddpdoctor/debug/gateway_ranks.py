@@ -264,15 +264,7 @@ SETTLED = 4.0
 
 
 class Ranks:
-    """Serve the control socket of one run.
-
-    Args:
-        slots: The debug ports.
-        gate: Ranks that have to be attached before any may start; all of them if empty; None for
-            no gate.
-        hold_errors: Ranks hold at an uncaught exception, so timeouts are lifted from the start.
-        expected: The number of ranks; None if it is unknown.
-    """
+    """Serve the control socket of one run. See :class:`~ddpdoctor.debug.gateway.Gateway`."""
 
     def __init__(
         self,

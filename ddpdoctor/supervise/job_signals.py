@@ -81,12 +81,6 @@ class JobSignals:
 
     On a terminal the job shares this process's group, which is what a shell calls a job. Otherwise
     it has its own session, and a signal to this process does not reach it.
-
-    Args:
-        command: The job.
-        keepers: The parents of the job's command.
-        passthrough: Carries the job's stderr.
-        job: Returns what identifies the job's processes.
     """
 
     def __init__(

@@ -92,12 +92,7 @@ SHOW_EVERY = 1.0
 
 
 class Showing:
-    """Show the reported findings, and the end of the job's stderr.
-
-    Args:
-        directory: The run directory.
-        passthrough: Carries the job's stderr.
-    """
+    """Show the reported findings, and the end of the job's stderr."""
 
     def __init__(self, directory: Path, passthrough: Passthrough) -> None:
         self._file = directory / rundir.STDERR_SO_FAR
@@ -155,14 +150,7 @@ _NOTIFY, _STRAGGLERS = "the notifications", "the straggler watch"
 class RunWatch:
     """Watch one run. An error in one part ends that part, and the job and all other parts go on.
 
-    Args:
-        command: The job.
-        directory: The run directory; None if it cannot be made, and the job runs unwatched.
-        passthrough: Carries the job's stderr.
-        reporter: Prints findings.
-        debugging: The debugger's part, or None for a run without.
-        keepers: The parents of the job's command.
-        signals: Ends the job, and wakes the supervisor's loop.
+    The arguments are those of the supervisor, with its keepers and signals.
     """
 
     def __init__(

@@ -46,12 +46,7 @@ MAX_NAMED = 6
 
 
 class Stragglers:
-    """Watch the pace of the ranks.
-
-    Args:
-        page: Asks the ranks for a profile.
-        write: Writes a record of the supervisor.
-    """
+    """Watch the pace of the ranks, and ask for profiles through a page of the run directory."""
 
     def __init__(self, page: Asking, write: Callable[[Record], None]) -> None:
         self._page = page
@@ -203,12 +198,7 @@ _Key = tuple[int, int, int]
 
 
 class Suspicions:
-    """Compare the fingerprints of a run as they are written.
-
-    Args:
-        page: The file in which ranks read what is suspected.
-        write: Writes a record of the supervisor.
-    """
+    """Compare the fingerprints of a run as they are written, and ask for details by a page."""
 
     def __init__(self, page: SuspicionWriter, write: Callable[[Record], None]) -> None:
         self._page = page
