@@ -62,7 +62,11 @@ def main(words: Sequence[str]) -> int:
     name = PARSER.one_run(given)
     if "--gdb" in given:
         return _inject(given.options["--gdb"])
-    runs = _runs(name)
+    paths = [rundir.find(name)] if name is not None else rundir.some_live()
+    live = [attach_points.live_run(path) for path in paths]
+    runs = [run for run in live if attach_points.is_debugged(run)]
+    if not runs:
+        raise DoctorError(f"{live[0].path.name} was started with --no-debug")
     for option in ("--workspace", "--path-map"):
         if option in given and "--write" not in given:
             raise DoctorError(f"{option} is for --write")
@@ -77,16 +81,6 @@ def main(words: Sequence[str]) -> int:
         for run in runs:
             _show(run)
     return 0
-
-
-def _runs(name: str | None) -> list[Run]:
-    """Return the live runs with debug ports, newest first."""
-    paths = [rundir.find(name)] if name is not None else rundir.some_live()
-    runs = [attach_points.live_run(path) for path in paths]
-    debugged = [run for run in runs if attach_points.is_debugged(run)]
-    if not debugged:
-        raise DoctorError(f"{runs[0].path.name} was started with --no-debug")
-    return debugged
 
 
 def _say(text: str) -> None:

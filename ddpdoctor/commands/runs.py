@@ -68,7 +68,15 @@ def main(words: Sequence[str]) -> int:
     try:
         if "--prune" in given:
             return _prune(given.get("--prune"))
-        entries = [_entry(path) for path in rundir.newest_first()]
+        entries = []
+        for path in rundir.newest_first():
+            try:
+                manifest = opening.json_object(path / rundir.MANIFEST, opening.MOST_MANIFEST)
+            except (OSError, ValueError):
+                manifest = {}
+            status, verdict = _outcome(path)
+            started = integer(manifest, "started") / 1e9
+            entries.append(_Entry(path, status, started, _size(path), verdict))
     except OSError as error:
         raise PARSER.wrong(f"the runs cannot be listed: {error}") from None
     if "--json" in given:
@@ -107,15 +115,6 @@ def _prune(kept: int) -> int:
     amount = f", {formatting.size(freed)}" if freed else ""
     print(f"removed {formatting.count(removed, 'run')}{amount}; kept {min(kept, len(finished))}")
     return 0
-
-
-def _entry(path: Path) -> _Entry:
-    try:
-        manifest = opening.json_object(path / rundir.MANIFEST, opening.MOST_MANIFEST)
-    except (OSError, ValueError):
-        manifest = {}
-    status, verdict = _outcome(path)
-    return _Entry(path, status, integer(manifest, "started") / 1e9, _size(path), verdict)
 
 
 def _outcome(path: Path) -> tuple[str, str]:

@@ -83,7 +83,9 @@ def main(words: Sequence[str]) -> int:
 
 def _install(workspace: Path, here: Path, given: Given) -> None:
     port = given.get("--debug-port", DEFAULT_PORT)
-    ranks = _ranks(given)
+    nproc = given.last_passed(*_NPROC) or ""
+    asked = int(nproc) if nproc.isascii() and nproc.isdigit() and len(nproc) < 10 else 0
+    ranks = given.get("--ranks") or asked or DEFAULT_RANKS
     if port + ranks - 1 > _LAST_PORT:
         raise DoctorError(
             f"{ranks} ranks from port {port} on go beyond port {_LAST_PORT}",
@@ -120,13 +122,6 @@ def _install(workspace: Path, here: Path, given: Given) -> None:
     names = _shown(changed or _paths(workspace), here)
     done = f"wrote {names}" if changed else f"unchanged: {names}"
     print(f'{done}: press F5 and choose "{vscode_configurations.RUN_COMPOUND}"')
-
-
-def _ranks(given: Given) -> int:
-    """Return the number of ranks to attach to."""
-    nproc = given.last_passed(*_NPROC) or ""
-    asked = int(nproc) if nproc.isascii() and nproc.isdigit() and len(nproc) < 10 else 0
-    return given.get("--ranks") or asked or DEFAULT_RANKS
 
 
 def _job(given: Given, ranks: int) -> list[str]:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -376,7 +377,7 @@ class Debugging:
         self._ports.close()
         if self._sockets is not None:
             self._sockets.close()
-        self._speaker.faults.guarded("launch.json", self._restore_file)
+        self._speaker.faults.guarded("launch.json", self._edit, self._editor.restore)
 
     def _announce(self) -> None:
         own, numbers = self._command.own, self._ports.numbers
@@ -475,24 +476,20 @@ class Debugging:
         if ports == self._written:
             return
         self._written = ports
-        self._speaker.faults.guarded("launch.json", self._write_file, ports)
+        write = partial(self._editor.write, self._ports.host, ports)
+        fresh = self._speaker.faults.guarded("launch.json", self._edit, write)
+        if fresh:
+            self._speaker.note(
+                f"wrote {relative(fresh)}, for F5 in VS Code; --no-vscode, or no-vscode = true "
+                "under [tool.ddpdoctor.run] in pyproject.toml, switches this off for good"
+            )
 
-    def _write_file(self, ports: dict[int, int]) -> None:
+    def _edit(self, edit: Callable[[], str | None]) -> str | None:
         try:
-            fresh = self._editor.write(self._ports.host, ports)
-            if fresh:
-                self._speaker.note(
-                    f"wrote {relative(fresh)}, for F5 in VS Code; --no-vscode, or no-vscode = true "
-                    "under [tool.ddpdoctor.run] in pyproject.toml, switches this off for good"
-                )
+            return edit()
         except DoctorError as error:
             self._speaker.note(f"launch.json is left as it is: {error}")
-
-    def _restore_file(self) -> None:
-        try:
-            self._editor.restore()
-        except DoctorError as error:
-            self._speaker.note(f"launch.json is left as it is: {error}")
+            return None
 
 
 def _uses_debugpy(command: Command) -> bool:

@@ -55,17 +55,13 @@ class Section:
 
     def ours(self, array: Node, *, replaced: bool = True) -> list[Node]:
         """Return ddpdoctor's entries in a list: those to remove, or all of them."""
-        names = [
-            (item, item.value.get(self.naming) if isinstance(item.value, dict) else None)
-            for item in array.items
-        ]
-        return [
-            item
-            for item, name in names
-            if isinstance(name, str)
-            and name.startswith(PREFIX)
-            and (not replaced or self.replaced(name))
-        ]
+        found = []
+        for item in array.items:
+            name = item.value.get(self.naming) if isinstance(item.value, dict) else None
+            is_ours = isinstance(name, str) and name.startswith(PREFIX)
+            if is_ours and (not replaced or self.replaced(name)):
+                found.append(item)
+        return found
 
     def is_present(self, document: Document) -> bool:
         """Return whether any entry of ddpdoctor is in a list of this key."""
@@ -76,11 +72,8 @@ class Section:
         now = [item for array in self.arrays(document) for item in self.ours(array)]
         if [item.value for item in now] != list(self.wanted):
             return False
-        return (
-            not now
-            or document.root is None
-            or (document.root.members(self.key)[-1].start < now[0].start)
-        )
+        root = document.root
+        return not now or root is None or root.members(self.key)[-1].start < now[0].start
 
 
 def rewrite(
