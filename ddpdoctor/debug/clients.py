@@ -8,7 +8,7 @@ import secrets
 import time
 
 from ddpdoctor.debug import dap
-from ddpdoctor.debug.gateway_ranks import Message, Ranks, SilentError, Slot, Slots, Streams
+from ddpdoctor.debug.gateway_ranks import Message, Ranks, SilentError, Slot, Streams
 from ddpdoctor.run.records.supervisor import DebugRecord
 
 ANSWER = 5.0
@@ -59,8 +59,7 @@ class RefusedError(Exception):
 class Clients:
     """Serve the clients of one run. See :class:`~ddpdoctor.debug.gateway.Gateway`."""
 
-    def __init__(self, slots: Slots, ranks: Ranks, *, ends_job: bool) -> None:
-        self._slots = slots
+    def __init__(self, ranks: Ranks, *, ends_job: bool) -> None:
         self._ranks = ranks
         self._ends_job = ends_job
         ranks.on_workers = self._check_workers
@@ -71,16 +70,16 @@ class Clients:
         """Serve a connection to a debug port."""
         task = asyncio.current_task()
         assert task is not None
-        self._slots.tasks.add(task)
+        self._ranks.tasks.add(task)
         try:
             await self._client(slot, reader, writer)
         except (OSError, asyncio.TimeoutError, dap.NotDapError):
             pass
         except Exception as error:
             fault = DebugRecord(time=time.time_ns(), state="fault", error=repr(error))
-            self._slots.report(fault)
+            self._ranks.report(fault)
         finally:
-            self._slots.tasks.discard(task)
+            self._ranks.tasks.discard(task)
             writer.close()
             # `close` waits for a client that does not read what was written.
             asyncio.get_running_loop().call_later(PARTING, writer.transport.abort)
@@ -95,7 +94,7 @@ class Clients:
         tap = dap.Tap()
         tap.at_gate = not self._ranks.gate_open
         try:
-            await self._slots.wait_until(lambda: slot.session is None, TURNOVER)
+            await self._ranks.wait_until(lambda: slot.session is None, TURNOVER)
             if slot.session is not None:
                 raise RefusedError(
                     f"rank {slot.rank} is in a debugger already; disconnect that session first"
@@ -113,9 +112,9 @@ class Clients:
             finally:
                 slot.session = slot.client = None
                 if tap.attached:
-                    self._slots.report_rank(slot, "detached")
+                    self._ranks.report_rank(slot, "detached")
                 self._ranks.restore_timeouts()
-                await self._slots.changed()
+                await self._ranks.changed()
         except RefusedError as refused:
             text, limit = str(refused), FIRST_MESSAGE
         else:
@@ -125,7 +124,7 @@ class Clients:
 
     async def _reach(self, slot: Slot, client: asyncio.StreamWriter) -> Streams:
         """Return a connection to debugpy in the rank, which starts it if it has not."""
-        await self._slots.wait_until(lambda: slot.link is not None, APPEAR)
+        await self._ranks.wait_until(lambda: slot.link is not None, APPEAR)
         link = slot.link
         if link is None:
             raise RefusedError(
@@ -171,9 +170,9 @@ class Clients:
                     to_client.write(dap.encode(tap.for_client.pop(0)))
                 if tap.stopped_by_client and tap.at_gate and self._ends_job:
                     self._ends_job = False
-                    self._slots.report_rank(slot, "stop")
+                    self._ranks.report_rank(slot, "stop")
                 if tap.pausing is not None:
-                    self._slots.begin(self._show_pause(tap, tap.pausing, to_client))
+                    self._ranks.begin(self._show_pause(tap, tap.pausing, to_client))
                 if tap.leaving:
                     return
                 await to_rank.drain()
@@ -263,14 +262,14 @@ class Clients:
     ) -> None:
         """Report what has changed in a session since its state was the given one."""
         if tap.attached and not attached:
-            self._slots.report_rank(slot, "attached")
+            self._ranks.report_rank(slot, "attached")
             if slot.link is not None:
                 slot.link.send("attached")
             self._ranks.check_gate()
         if tap.stopped != stopped:
-            self._slots.report_rank(slot, "stopped" if tap.stopped else "running")
+            self._ranks.report_rank(slot, "stopped" if tap.stopped else "running")
         elif tap.place != place and tap.stopped:
-            self._slots.report_rank(slot, "stopped", place=tap.place)
+            self._ranks.report_rank(slot, "stopped", place=tap.place)
 
 
 async def _first_message(reader: asyncio.StreamReader) -> tuple[bytes, list[dap.Message]]:

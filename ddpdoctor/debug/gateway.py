@@ -20,7 +20,7 @@ from typing import Any
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.job import LOOPBACK
 from ddpdoctor.debug.clients import Clients
-from ddpdoctor.debug.gateway_ranks import Ranks, Slots, Stop
+from ddpdoctor.debug.gateway_ranks import Ranks, Stop
 from ddpdoctor.run.names import CONTROL, short_path
 from ddpdoctor.run.records.supervisor import DebugRecord
 from ddpdoctor.system import peers
@@ -231,10 +231,9 @@ class Gateway:
     ) -> None:
         self._ports = ports
         self._sockets = sockets
-        self._slots = Slots(ports.numbers)
-        self._admission = Admission(unidentified, self._slots.report)
-        self._ranks = Ranks(self._slots, gate=gate, hold_errors=hold_errors, expected=expected)
-        self._clients = Clients(self._slots, self._ranks, ends_job=ends_job)
+        self._ranks = Ranks(ports.numbers, gate=gate, hold_errors=hold_errors, expected=expected)
+        self._clients = Clients(self._ranks, ends_job=ends_job)
+        self._admission = Admission(unidentified, self._ranks.report)
         self._main_task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = threading.Event()
@@ -244,7 +243,7 @@ class Gateway:
 
     def start(self, news: Callable[[], None]) -> None:
         """Serve in a thread, which calls ``news`` when there are records to take."""
-        self._slots.news = news
+        self._ranks.news = news
         self._thread.start()
 
     def stop(self) -> None:
@@ -260,17 +259,17 @@ class Gateway:
 
     def take(self) -> list[DebugRecord]:
         """Return the records since the last call, for the journal."""
-        return self._slots.take()
+        return self._ranks.records()
 
     @property
     def ranks(self) -> dict[int, int]:
         """The port of each global rank that has connected."""
-        return {slot.rank: slot.port for slot in self._slots.linked}
+        return {slot.rank: slot.port for slot in self._ranks.linked}
 
     @property
     def stops(self) -> list[Stop]:
         """The ranks that are held: at a breakpoint, or waiting for a client."""
-        return self._slots.stops
+        return self._ranks.stops
 
     # -- the gateway's own thread
 
@@ -287,7 +286,7 @@ class Gateway:
         admission, sockets = self._admission, self._sockets
         admission.open(sockets.control, "the control socket of the ranks", self._ranks.take)
         for slot, listener, private, path in zip(
-            self._slots, self._ports.listeners, sockets.listeners, sockets.paths, strict=True
+            self._ranks.slots, self._ports.listeners, sockets.listeners, sockets.paths, strict=True
         ):
             take = partial(self._clients.take, slot)
             admission.open(listener, f"debug port {slot.port}", take, beside=path)
@@ -297,7 +296,7 @@ class Gateway:
             if not self._stopping.is_set():
                 await asyncio.Event().wait()
         admission.close()
-        tasks = list(self._slots.tasks)
+        tasks = list(self._ranks.tasks)
         for task in tasks:
             task.cancel()
         if tasks:
@@ -308,7 +307,7 @@ class Gateway:
         self._report("fault", context.get("exception") or context.get("message"))
 
     def _report(self, state: str, error: object) -> None:
-        self._slots.report(DebugRecord(time=time.time_ns(), state=state, error=repr(error)))
+        self._ranks.report(DebugRecord(time=time.time_ns(), state=state, error=repr(error)))
 
 
 # -- ports and sockets

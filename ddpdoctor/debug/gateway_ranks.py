@@ -7,7 +7,7 @@ import contextlib
 import json
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,39 +156,56 @@ class Stop:
     """``path:line``, empty if unknown."""
 
 
-class Slots:
-    """The debug ports of one run, ascending. Only :meth:`take` may be called from another thread.
+SETTLED = 4.0
+"""Seconds without a new rank after which no more are expected, if their number is unknown."""
 
-    Args:
-        numbers: The port numbers.
+
+class Ranks:
+    """The debug ports of one run, ascending, and the control socket of its ranks.
+
+    Only :meth:`records` may be called from another thread than the event loop's. The arguments are
+    explained at :class:`~ddpdoctor.debug.gateway.Gateway`.
     """
 
-    def __init__(self, numbers: tuple[int, ...]) -> None:
-        self.numbers = numbers
-        self._slots = [Slot(index, port) for index, port in enumerate(numbers)]
+    def __init__(
+        self,
+        ports: tuple[int, ...],
+        *,
+        gate: frozenset[int] | None,
+        hold_errors: bool,
+        expected: int | None,
+    ) -> None:
+        self.slots = [Slot(index, port) for index, port in enumerate(ports)]
         self._records: deque[DebugRecord] = deque()
         self._changed = asyncio.Condition()
         self.tasks: set[asyncio.Task[None]] = set()
         """Background tasks."""
         self.news: Callable[[], None] = lambda: None
-        """Called when there are records to take."""
-
-    def __iter__(self) -> Iterator[Slot]:
-        return iter(self._slots)
-
-    def __getitem__(self, index: int) -> Slot:
-        return self._slots[index]
+        """Called when there are records."""
+        self._gate = gate
+        self.gate_open = gate is None
+        self._hold_errors = hold_errors
+        self._expected = expected
+        self._lifted = hold_errors
+        self._error_seen = False
+        self._reported_listening = False
+        self._hello_at = 0.0
+        self._links: set[RankLink] = set()
+        self.sessions: dict[str, asyncio.Future[Streams]] = {}
+        """The connections that ranks were asked to make for debugpy, by key."""
+        self.on_workers: Callable[[Slot], Coroutine[Any, Any, None]] | None = None
+        """Called when a DataLoader of a rank has started workers."""
 
     @property
     def linked(self) -> list[Slot]:
         """The slots with a process."""
-        return [slot for slot in self._slots if slot.link is not None]
+        return [slot for slot in self.slots if slot.link is not None]
 
     @property
     def stops(self) -> list[Stop]:
         """The ranks that are held: at a breakpoint, or waiting for a client."""
         found = []
-        for slot in self._slots:
+        for slot in self.slots:
             waits, session = slot.waits, slot.session
             if waits is not None:
                 found.append(Stop(slot.rank, f"{waits.get('path')}:{waits.get('line')}"))
@@ -240,7 +257,7 @@ class Slots:
             )
         )
 
-    def take(self) -> list[DebugRecord]:
+    def records(self) -> list[DebugRecord]:
         """Return the records since the last call. May be called from any thread."""
         return [self._records.popleft() for _ in range(len(self._records))]
 
@@ -254,40 +271,6 @@ class Slots:
         with contextlib.suppress(asyncio.TimeoutError):
             async with self._changed:
                 await asyncio.wait_for(self._changed.wait_for(true), timeout)
-
-
-# -- all ranks: the control socket, the gate, and collective timeouts
-
-
-SETTLED = 4.0
-"""Seconds without a new rank after which no more are expected, if their number is unknown."""
-
-
-class Ranks:
-    """Serve the control socket of one run. See :class:`~ddpdoctor.debug.gateway.Gateway`."""
-
-    def __init__(
-        self,
-        slots: Slots,
-        *,
-        gate: frozenset[int] | None,
-        hold_errors: bool,
-        expected: int | None,
-    ) -> None:
-        self._slots = slots
-        self._gate = gate
-        self.gate_open = gate is None
-        self._hold_errors = hold_errors
-        self._expected = expected
-        self._lifted = hold_errors
-        self._error_seen = False
-        self._reported_listening = False
-        self._hello_at = 0.0
-        self._links: set[RankLink] = set()
-        self.sessions: dict[str, asyncio.Future[Streams]] = {}
-        """The connections that ranks were asked to make for debugpy, by key."""
-        self.on_workers: Callable[[Slot], Coroutine[Any, Any, None]] | None = None
-        """Called when a DataLoader of a rank has started workers."""
 
     async def take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve a connection to the control socket."""
@@ -311,15 +294,15 @@ class Ranks:
                 elif message.get("say") == "waits":
                     link.send("release")
                     now = time.time_ns()
-                    self._slots.report(DebugRecord(time=now, state="no port", rank=link.rank))
+                    self.report(DebugRecord(time=now, state="no port", rank=link.rank))
         finally:
             self._links.discard(link)
             if slot is not None and slot.link is link:
                 self._error_seen |= slot.waits is not None and slot.waits.get("why") == "error"
-                self._slots.report_rank(slot, "gone")
+                self.report_rank(slot, "gone")
                 slot.link = slot.waits = None
                 self.restore_timeouts()
-                await self._slots.changed()
+                await self.changed()
 
     async def _hello(self, link: RankLink, slot: Slot | None, hello: Message) -> Slot | None:
         rank = link.rank
@@ -340,18 +323,18 @@ class Ranks:
                 link.send("lift")
             if self.gate_open:
                 link.send("go")
-        self._slots.report_rank(slot, "ready")
+        self.report_rank(slot, "ready")
         self.check_gate()
         if not self.gate_open:
-            self._slots.begin(self._check_gate_later())
-        await self._slots.changed()
+            self.begin(self._check_gate_later())
+        await self.changed()
         return slot
 
     def _slot_for(self, link: RankLink) -> Slot | None:
         """Return the slot of a process: by local rank, else by rank, else the first free one."""
         wanted = link.local_rank if link.local_rank is not None else link.rank
-        if wanted is not None and wanted < len(self._slots.numbers):
-            slot = self._slots[wanted]
+        if wanted is not None and wanted < len(self.slots):
+            slot = self.slots[wanted]
             # torchrun restarts a rank as soon as its predecessor has ended.
             if slot.link is None:
                 return slot
@@ -360,7 +343,7 @@ class Ranks:
                     return slot
             except psutil.Error:
                 return slot
-        return next((slot for slot in self._slots if slot.link is None), None)
+        return next((slot for slot in self.slots if slot.link is None), None)
 
     async def _message(self, slot: Slot, message: Message) -> None:
         link = slot.link
@@ -373,27 +356,27 @@ class Ranks:
                 return
             slot.waits = message
             # Not awaited, because this rank's own answer comes through the caller.
-            self._slots.begin(self.lift_timeouts())
+            self.begin(self.lift_timeouts())
             if slot.session is None or not slot.session.attached:
-                self._slots.report_rank(
+                self.report_rank(
                     slot, "waits", at=_location(message), why=str(message.get("why") or "")
                 )
         elif message.get("say") == "workers":
             if self.on_workers is not None:
-                self._slots.begin(self.on_workers(slot))
+                self.begin(self.on_workers(slot))
         elif message.get("say") == "expects":
-            self._slots.report_rank(slot, "expects", at=_location(message))
+            self.report_rank(slot, "expects", at=_location(message))
         elif message.get("say") == "goes on":
             self._error_seen |= message.get("why") == "error"
             slot.waits = None
-            self._slots.report_rank(slot, "goes on")
+            self.report_rank(slot, "goes on")
             self.restore_timeouts()
 
     def _all_here(self) -> bool:
-        links = [slot.link for slot in self._slots if slot.link is not None]
+        links = [slot.link for slot in self.slots if slot.link is not None]
         sizes = [link.local_world_size or link.world_size or 1 for link in links]
         expected = self._expected or max(sizes, default=1)
-        if len(links) >= min(expected, len(self._slots.numbers)):
+        if len(links) >= min(expected, len(self.slots)):
             return True
         # For ranks started by hand on several nodes, the number on this one is unknown.
         known = self._expected is not None or any(link.local_world_size for link in links)
@@ -407,19 +390,19 @@ class Ranks:
         """Open the gate if all ranks that it waits for are attached."""
         if self.gate_open or not self._all_here():
             return
-        wanted = [slot for slot in self._slots.linked if not self._gate or slot.rank in self._gate]
+        wanted = [slot for slot in self.linked if not self._gate or slot.rank in self._gate]
         missing = [slot for slot in wanted if slot.session is None or not slot.session.attached]
         if missing:
             if not self._reported_listening:
                 self._reported_listening = True
                 ranks = tuple(slot.rank for slot in wanted)
-                self._slots.report(DebugRecord(time=time.time_ns(), state="listening", ranks=ranks))
+                self.report(DebugRecord(time=time.time_ns(), state="listening", ranks=ranks))
             return
         self.gate_open = True
-        for slot in self._slots.linked:
+        for slot in self.linked:
             if slot.link is not None:
                 slot.link.send("go")
-        self._slots.report(DebugRecord(time=time.time_ns(), state="gate open"))
+        self.report(DebugRecord(time=time.time_ns(), state="gate open"))
 
     async def lift_timeouts(self) -> None:
         """Lift the collective timeouts of all ranks, and wait for that a second at most."""
@@ -433,7 +416,7 @@ class Ranks:
         """Restore the collective timeouts if no rank is in a debugger any more."""
         if not self._lifted or self._hold_errors:
             return
-        if any(slot.session is not None or slot.waits is not None for slot in self._slots):
+        if any(slot.session is not None or slot.waits is not None for slot in self.slots):
             return
         self._lifted = False
         for link in self._links:
