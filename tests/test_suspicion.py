@@ -230,7 +230,7 @@ def test_ranks_are_asked_as_soon_as_it_is_known_what_for(tmp_path: Path) -> None
 def test_ranks_that_do_not_answer_are_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slow_ranks, "PATIENCE", 0)
+    monkeypatch.setattr(slow_ranks, "FINGERPRINT_PATIENCE", 0)
     watched = Watched(tmp_path)
     assert watched.look([printed(0, "a", 1)], [printed(0, "b", 2)])
     assert not watched.look()

@@ -58,8 +58,8 @@ class Section:
         found = []
         for item in array.items:
             name = item.value.get(self.naming) if isinstance(item.value, dict) else None
-            is_ours = isinstance(name, str) and name.startswith(PREFIX)
-            if is_ours and (not replaced or self.replaced(name)):
+            name = name if isinstance(name, str) else ""
+            if name.startswith(PREFIX) and (not replaced or self.replaced(name)):
                 found.append(item)
         return found
 
