@@ -26,8 +26,7 @@ from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.reported import kept_traceback, with_kept
 from ddpdoctor.run.snapshot import Run
 
-UNREADABLE = 3
-"""Exit status where there is nothing to report on."""
+UNREADABLE = 3  # Exit status where there is nothing to report on
 
 _OF_A_RUN = ("rank-*.status", "rank-*.jsonl", "supervisor.jsonl", "process-*.jsonl")
 

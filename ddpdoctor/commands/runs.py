@@ -17,8 +17,7 @@ from ddpdoctor.core.opening import integer
 from ddpdoctor.core.options import Parser, number
 from ddpdoctor.run import rundir
 
-KEPT = 5
-"""Default of ``--prune``."""
+KEPT = 5  # Default of ``--prune``
 
 PARSER = Parser(
     "runs",

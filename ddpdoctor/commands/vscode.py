@@ -20,8 +20,7 @@ DEFAULT_RANKS = 2
 _FOR_REMOVE = {"--workspace", "--remove"}
 _LAST_PORT = 65535
 _NPROC = ("--nproc-per-node", "--nproc_per_node")
-_FILE = "${file}"
-"""VS Code's variable for the open file."""
+_FILE = "${file}"  # VS Code's variable for the open file
 
 PARSER = Parser(
     "vscode",

@@ -11,33 +11,22 @@ from ddpdoctor.debug import dap
 from ddpdoctor.debug.gateway_ranks import Message, Ranks, SilentError, Slot, Streams
 from ddpdoctor.run.records.supervisor import DebugRecord
 
-ANSWER = 5.0
-"""Seconds for a rank to answer at all."""
-
-START = 60.0
-"""Seconds for debugpy to start in a rank that has answered."""
-
-APPEAR = 60.0
-"""Seconds that a client waits for a rank that has not started, or is restarted."""
+ANSWER = 5.0  # Seconds for a rank to answer at all
+START = 60.0  # Seconds for debugpy to start in a rank that has answered
+APPEAR = 60.0  # Seconds that a client waits for a rank that has not started, or is restarted
 
 FIRST_MESSAGE = 10.0
 """Seconds for a client to send a message: a port scan does not start a debugger."""
 
-CONFIGURED = 60.0
-"""Seconds for a client to complete its configuration, or the session ends."""
-
-PARTING = 3.0
-"""Seconds for a client to close its connection after the session."""
-
-TURNOVER = 3.0
-"""Seconds for the previous session to end when a new client comes."""
+CONFIGURED = 60.0  # Seconds for a client to complete its configuration, or the session ends
+PARTING = 3.0  # Seconds for a client to close its connection after the session
+TURNOVER = 3.0  # Seconds for the previous session to end when a new client comes
 
 COMPILED = (
     "ddpdoctor: this rank runs functions that torch.compile took; breakpoints in them are not hit"
 )
 
-PAUSES = 1.0
-"""Seconds for a thread to stop when it is asked to."""
+PAUSES = 1.0  # Seconds for a thread to stop when it is asked to
 
 NATIVE = "in native code"
 """Short, because VS Code cuts the session's name, and with it the rank, for a longer text."""

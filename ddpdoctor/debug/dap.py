@@ -15,8 +15,7 @@ from ddpdoctor.core.opening import integer
 Message = dict[str, Any]
 
 _HEADER_END = b"\r\n\r\n"
-_RESUME = (1 << 30) + 1
-"""The sequence number of the gateway's own ``continue``."""
+_RESUME = (1 << 30) + 1  # The sequence number of the gateway's own ``continue``
 _MAX_HEADER = 512
 _LEAVING = frozenset({"disconnect", "terminate"})
 _RESUMING = frozenset(

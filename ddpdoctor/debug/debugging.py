@@ -170,8 +170,7 @@ def _claims(workspace: Path) -> list[dict[str, Any]]:
 # -- partial stops: some ranks are held by the debugger, the others wait for them in a collective
 
 
-PATIENCE = 2.0
-"""Seconds for all ranks to reach the same breakpoint."""
+PATIENCE = 2.0  # Seconds for all ranks to reach the same breakpoint
 
 MIN_STEPS = 3
 """Steps that a phase has to last to count as a wait, since backward is long on a slow machine."""
@@ -254,13 +253,11 @@ def _waits(status: Status) -> bool:
 # -- the debugger's part of the supervisor
 
 
-OWN_DEBUGPY_OFFSET = 1000
-"""Added to the default ports for a script that uses debugpy itself."""
+OWN_DEBUGPY_OFFSET = 1000  # Added to the default ports for a script that uses debugpy itself
 
 _NCCL_HEARTBEAT = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
 
-DEFAULT_PORTS = 16
-"""Number of ports for a command whose number of ranks is unknown."""
+DEFAULT_PORTS = 16  # Number of ports for a command whose number of ranks is unknown
 
 
 class Speaker(Protocol):

@@ -28,17 +28,10 @@ from ddpdoctor.system import peers
 # -- admission: only the user who runs the job, and root
 
 
-SHARE = 0.4
-"""Most of one core that refusals may use, for all sockets together."""
-
-BATCH = 0.01
-"""Seconds of CPU time for connections before the event loop does its other work."""
-
-REST = 0.005
-"""Least seconds for which a socket that has refused clients accepts none."""
-
-FLOOD = 2.0
-"""Seconds for which a socket has to lag behind before that is reported."""
+SHARE = 0.4  # Most of one core that refusals may use, for all sockets together
+BATCH = 0.01  # Seconds of CPU time for connections before the event loop does its other work
+REST = 0.005  # Least seconds for which a socket that has refused clients accepts none
+FLOOD = 2.0  # Seconds for which a socket has to lag behind before that is reported
 
 NO_FILES = 1.0
 """Seconds to wait where no connection can be accepted, such as for want of descriptors."""

@@ -26,8 +26,7 @@ from ddpdoctor.system.process_activity import lacked, read_turns
 STARVED = 20.0
 """Factor by which the timeout of an answer grows at most while the process waits for a core."""
 
-SAMPLE_INTERVAL = 1.0
-"""Seconds between two samples of the CPU time of the process."""
+SAMPLE_INTERVAL = 1.0  # Seconds between two samples of the CPU time of the process
 
 Message = dict[str, Any]
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]

@@ -20,12 +20,10 @@ from ddpdoctor.core.job import LOOPBACK
 from ddpdoctor.debug import gateway as gateway_module
 from ddpdoctor.debug.gateway import Gateway
 
-CONNECT_TIMEOUT = 60.0
-"""Seconds for the process to connect to the gateway once gdb has detached."""
+CONNECT_TIMEOUT = 60.0  # Seconds for the process to connect to the gateway once gdb has detached
 
 _SLEEPER = "import time\nprint(flush=True)\nwhile True: time.sleep(0.02)"
-_BREAK_TIMEOUT = 0.5
-"""Seconds in which a process that gdb has broken ends."""
+_BREAK_TIMEOUT = 0.5  # Seconds in which a process that gdb has broken ends
 
 _ROOT = str(Path(__file__).parents[2])
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 BOM = "\ufeff"
-INDENT = "    "
-"""One level of indentation in a file that has none yet."""
+INDENT = "    "  # One level of indentation in a file that has none yet
 
 BLANKS = " \t\r\n"
 _TOKEN = re.compile(

@@ -22,8 +22,7 @@ LAUNCH_FILE = vscode_files.LAUNCH
 RUN_COMPOUND = f"{PREFIX}run + attach"
 """The compound that F5 starts: the task that runs the job, then all ranks."""
 RUN_TASK = f"{PREFIX}run"
-REPORT_TASK = f"{PREFIX}report"
-"""The task whose problems stay listed when the job has ended."""
+REPORT_TASK = f"{PREFIX}report"  # The task whose problems stay listed when the job has ended
 
 WORKSPACE_FOLDER = "${workspaceFolder}"
 

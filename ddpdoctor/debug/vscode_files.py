@@ -220,8 +220,7 @@ def _without_list(document: Document, key: str) -> str:
 
 FOLDER = ".vscode"
 LAUNCH = "launch.json"
-LOCK_SECONDS = 10.0
-"""How long to wait for another process that edits the same workspace."""
+LOCK_SECONDS = 10.0  # How long to wait for another process that edits the same workspace
 
 Edit = Callable[["str | None"], "str | None"]
 """From the text of a file to the new text; None stands for no file.

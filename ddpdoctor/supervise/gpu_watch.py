@@ -20,11 +20,8 @@ from ddpdoctor.run.status import Phase
 from ddpdoctor.system.gpu_health import Health, health
 from ddpdoctor.system.nvml import Device, NvmlReader, Reading
 
-FIRST = 5.0
-"""Seconds from a rank's first complete step on a GPU to the first query."""
-
-AGAIN = 60.0
-"""Seconds between two queries."""
+FIRST = 5.0  # Seconds from a rank's first complete step on a GPU to the first query
+AGAIN = 60.0  # Seconds between two queries
 
 READINGS, PAUSE = 3, 0.25
 """Number of readings of the GPUs once a rank seems slow, and seconds between two of them."""

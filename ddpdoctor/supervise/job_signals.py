@@ -68,8 +68,7 @@ def is_orphaned_group(group: int, without: Collection[int]) -> bool:
 # -- signals for the job
 
 
-HANGUP_GRACE = 4.0
-"""Most seconds of grace when the terminal is closed."""
+HANGUP_GRACE = 4.0  # Most seconds of grace when the terminal is closed
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _TO_GROUP = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGWINCH)

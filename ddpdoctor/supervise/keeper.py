@@ -49,23 +49,15 @@ from ddpdoctor.system.proc import pause
 NAME = "ddp-keeper"
 """The name of a keeper in the kernel, so that `killall python` does not reach it."""
 
-SOFT = 4.0
-"""Seconds between SIGTERM and SIGKILL once the supervisor is gone."""
-
-OTHER = 7.0
-"""Seconds for the second keeper to end the job. After that the first one does."""
-
-HARD = 60.0
-"""Seconds in which a keeper repeats SIGKILL, for processes in uninterruptible sleep."""
-
-STANDBY_INTERVAL = 0.5
-"""Seconds between two listings of the job's processes by the standby."""
+SOFT = 4.0  # Seconds between SIGTERM and SIGKILL once the supervisor is gone
+OTHER = 7.0  # Seconds for the second keeper to end the job. After that the first one does.
+HARD = 60.0  # Seconds in which a keeper repeats SIGKILL, for processes in uninterruptible sleep
+STANDBY_INTERVAL = 0.5  # Seconds between two listings of the job's processes by the standby
 
 REMEMBERED = 2.0
 """Least seconds that a signal stays pending in the sentinel; the most are twice that."""
 
-END = "end"
-"""Follows the words of the command, each of which ends with a null byte."""
+END = "end"  # Follows the words of the command, each of which ends with a null byte
 
 _BLOCKED = signal.valid_signals() - {
     *(signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT, signal.SIGCHLD, signal.SIGABRT),

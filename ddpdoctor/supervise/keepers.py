@@ -14,8 +14,7 @@ from ddpdoctor.run.names import MARK
 from ddpdoctor.supervise import keeper
 from ddpdoctor.system import proc
 
-MAX_STANDBYS = 10
-"""Standbys that are started in one run, if each ends at once."""
+MAX_STANDBYS = 10  # Standbys that are started in one run, if each ends at once
 
 
 class Keepers:

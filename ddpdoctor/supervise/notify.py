@@ -31,14 +31,9 @@ from ddpdoctor.system.proc import pause, until
 if TYPE_CHECKING:
     from ddpdoctor.run.snapshot import Run
 
-TIMEOUT = 10.0
-"""Seconds for a target to take one message."""
-
-PAUSE = 1.0
-"""Seconds before the second and last attempt."""
-
-LAST_TIMEOUT = 1.0
-"""Most seconds that the end of the run waits for unsent messages."""
+TIMEOUT = 10.0  # Seconds for a target to take one message
+PAUSE = 1.0  # Seconds before the second and last attempt
+LAST_TIMEOUT = 1.0  # Most seconds that the end of the run waits for unsent messages
 
 _SHELL = '(eval "$1") >/dev/null 2>&1; echo $?'
 """Prints the exit status, because the supervisor may reap the child before `subprocess` does."""

@@ -15,13 +15,11 @@ from collections.abc import Callable
 
 from ddpdoctor.system.proc import pause, readable, until
 
-TAIL = 1 << 20
-"""Number of bytes at the end of the job's stderr that are kept."""
+TAIL = 1 << 20  # Number of bytes at the end of the job's stderr that are kept
 
 _OUT = 2
 _CHUNK = 1 << 16
-_PATIENCE = 1.0
-"""Seconds that ddpdoctor's line waits for the job to complete its own, in a pipe."""
+_PATIENCE = 1.0  # Seconds that ddpdoctor's line waits for the job to complete its own, in a pipe
 
 
 class Passthrough:

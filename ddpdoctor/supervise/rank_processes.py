@@ -113,8 +113,7 @@ LEFTOVER_PATIENCE = 4.0
 torch's workers check every 5 seconds, a stuck one never does, and all must be gone after 10.
 """
 
-LEFTOVER_GRACE = 2.0
-"""Seconds between SIGTERM and SIGKILL for the others."""
+LEFTOVER_GRACE = 2.0  # Seconds between SIGTERM and SIGKILL for the others
 
 
 @dataclass
@@ -240,16 +239,12 @@ def _exit_record(rank: int, restart: int, pid: int, status: int | None, oom: str
 # -- ranks without the probe
 
 _PYTHON = re.compile(r"python(\d+(\.\d+)*t?)?$")
-_OLD = re.compile(r"python(2|2\.\d+|3\.\d)$")
-"""The program of a Python before 3.10."""
-_BARE = "SIE"
-"""Options of Python that keep it from loading the probe."""
+_OLD = re.compile(r"python(2|2\.\d+|3\.\d)$")  # The program of a Python before 3.10
+_BARE = "SIE"  # Options of Python that keep it from loading the probe
 _WITH_VALUE = "WX"
 _NO_PYTHON = ("--no-python", "--no_python")
-_LAST = "cm"
-"""Options that are followed by the program."""
-_MAX_PROCESSES = 4096
-"""Processes of a job that are examined at most."""
+_LAST = "cm"  # Options that are followed by the program
+_MAX_PROCESSES = 4096  # Processes of a job that are examined at most
 
 
 def bare_option(words: Sequence[str], through_torchrun: bool = False) -> str:

@@ -84,11 +84,8 @@ def run_manifest(directory: Path, command: Command, debugging: Debugging | None)
 # -- files of the run directory that show the live run
 
 
-SHOWN = 64 << 10
-"""Number of bytes at the end of the job's stderr that are shown."""
-
-SHOW_EVERY = 1.0
-"""Seconds between two writes of them."""
+SHOWN = 64 << 10  # Number of bytes at the end of the job's stderr that are shown
+SHOW_EVERY = 1.0  # Seconds between two writes of them
 
 
 class Showing:
@@ -133,14 +130,9 @@ def keep_stderr(directory: Path, passthrough: Passthrough) -> None:
 
 # -- the watch of a run
 
-EXAMINE = 5.0
-"""Seconds between two examinations of a job without events."""
-
-KILL_GRACE = 5.0
-"""Most seconds of grace for a job that hangs."""
-
-SETTLE = 0.7
-"""Seconds for the other ranks' records to arrive after an event."""
+EXAMINE = 5.0  # Seconds between two examinations of a job without events
+KILL_GRACE = 5.0  # Most seconds of grace for a job that hangs
+SETTLE = 0.7  # Seconds for the other ranks' records to arrive after an event
 
 _DEBUGGER, _DEBUGGER_END = "the debugger", "the end of the debugger"
 _RANKS, _HANGS, _SHOWING = "the rank watch", "the hang watch", "the monitor's files"

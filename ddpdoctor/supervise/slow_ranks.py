@@ -32,17 +32,10 @@ ENOUGH, FEW = 8, 4
 """Least steps after the warm-up, or in all, to suspect a rank. They are fewer than a verdict needs,
 because a job that ends soon has to be sampled before the verdict."""
 
-CHECK_INTERVAL = 1.0
-"""Least seconds between two checks of the steps."""
-
-SHARE = 0.1
-"""Most of a core that the checks may use. Checks of many ranks are less frequent."""
-
-MIN_BUSY = 0.1
-"""Least share of a core for a process to be named."""
-
-MAX_NAMED = 6
-"""Processes that are named at most."""
+CHECK_INTERVAL = 1.0  # Least seconds between two checks of the steps
+SHARE = 0.1  # Most of a core that the checks may use. Checks of many ranks are less frequent.
+MIN_BUSY = 0.1  # Least share of a core for a process to be named
+MAX_NAMED = 6  # Processes that are named at most
 
 
 class Stragglers:
@@ -181,20 +174,11 @@ def _busy(
 # -- fingerprints of replicas that may differ
 
 
-STEPS = 16
-"""Number of steps that the ranks examine one by one."""
-
-TENSORS = 3
-"""Number of differing tensors whose elements the ranks write."""
-
-AHEAD = 0.1
-"""Seconds for the ranks to read the request before the end of the step that it names."""
-
-MAX_OPEN = 1024
-"""Fingerprints that wait for those of the other ranks, at most."""
-
-_Key = tuple[int, int, int]
-"""Module, step, number of forwards whose backward was reduced."""
+STEPS = 16  # Number of steps that the ranks examine one by one
+TENSORS = 3  # Number of differing tensors whose elements the ranks write
+AHEAD = 0.1  # Seconds for the ranks to read the request before the end of the step that it names
+MAX_OPEN = 1024  # Fingerprints that wait for those of the other ranks, at most
+_Key = tuple[int, int, int]  # Module, step, number of forwards whose backward was reduced
 
 
 class Suspicions:

@@ -30,13 +30,11 @@ from ddpdoctor.system.proc import pause, readable
 if TYPE_CHECKING:
     from ddpdoctor.run.snapshot import Run
 
-TICK = 0.5
-"""Seconds between two reads of the run directory."""
+TICK = 0.5  # Seconds between two reads of the run directory
 
 _WATCH, _WATCH_END = "the watch", "the end of the watch"
 
-LEFT_BEHIND = 2.0
-"""Seconds for the job's processes to end after its command has ended."""
+LEFT_BEHIND = 2.0  # Seconds for the job's processes to end after its command has ended
 
 
 class Supervisor:
