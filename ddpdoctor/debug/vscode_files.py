@@ -83,7 +83,7 @@ def rewrite(
 
     Args:
         text: The content of the file; None if there is no file.
-        sections: Its lists, each with a key of its own.
+        sections: Its lists, no two with the same key.
         defaults: Other members of a root object that has to be created.
 
     Returns:
@@ -160,7 +160,7 @@ def _after_marker(document: Document, node: Node) -> int:
 
 
 def _with_root(document: Document, defaults: Mapping[str, object], marker: str) -> str:
-    """Return the text with an object on a line of its own after the comments."""
+    """Return the text with an object after the comments, on a new line."""
     text, eol = document.text, document.eol
     members = ",".join(
         f"{eol}{INDENT}{document.render(key, '')}: {document.render(value, INDENT)}"

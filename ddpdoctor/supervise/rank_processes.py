@@ -203,7 +203,7 @@ class RankWatch:
         """End the processes of dead ranks that have not ended in time.
 
         The keepers or the supervisor adopt them. A rank's worker keeps the rank's session. A
-        program that the job put in the background on purpose has a session of its own.
+        program that the job put in the background on purpose has another session.
         """
         if not self._dead:
             return

@@ -104,7 +104,7 @@ class Supervisor:
         status = self._finish(self._keepers.status)
         self._guarded("the end of the job's processes", self._keepers.dismiss, self._idle)
         self._guarded(_WATCH_END, self._watch.close)
-        # A run that was asked to end does so, even if nobody reads its stderr any more.
+        # A run that was asked to end does so, even if its stderr is not read any more.
         patience = 1.0 if self._signals.received else None
         self._guarded("the job's stderr", self._passthrough.finish, patience)
         return status
