@@ -1,6 +1,8 @@
-"""Call a command by its name; its module is imported only then, so ``--help`` costs nothing.
+"""Run a command by its name. Its module is imported only then, so ``--help`` is fast.
 
-What is imported here, before :func:`main` can catch Ctrl-C, takes a few milliseconds.
+The ``main`` of each command takes its words, returns the exit status, and raises DoctorError for
+what the user has to correct. The imports here, during which Ctrl-C is not caught, take a few
+milliseconds.
 """
 
 from __future__ import annotations
@@ -31,19 +33,23 @@ Options:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run ``ddpdoctor`` with the words of the command line; the exit status."""
+    """Run ``ddpdoctor`` with the words of the command line. Returns the exit status."""
     words = sys.argv[1:] if words is None else words
-    _open_streams()
+    # Open the streams that are closed (``>&-``). Otherwise the first file that is opened would
+    # become our standard error, and the job's.
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
     try:
         status = _dispatch(words)
-        # Here rather than at the interpreter's end, where a closed pipe could not be caught.
+        # At the interpreter's end a closed pipe could not be caught.
         sys.stdout.flush()
         return status
     except DoctorError as error:
         _complain(error.message, error.hint)
         return error.status
     except BrokenPipeError:
-        # Whoever read our output has seen enough; what is left in the buffer goes nowhere.
+        # The reader of our output has closed it.
         _drop_output()
         return 0
     except KeyboardInterrupt:
@@ -67,17 +73,8 @@ def _complain(message: str, hint: str = "") -> None:
         os.write(2, text.encode())
 
 
-def _open_streams() -> None:
-    """Give this program the streams that it was started without (``>&-``); they lead nowhere.
-
-    Else the first file that is opened would become its standard error, and a job's.
-    """
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))
-
-
 def _drop_output() -> None:
+    """Write what is left in the output buffer nowhere."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 

@@ -54,11 +54,7 @@ Exit status: 0; 2 if there is no such run, rank or process.
 
 
 def main(words: Sequence[str]) -> int:
-    """Show, write or print the attach points of live runs.
-
-    Raises:
-        DoctorError: There is nothing to attach to.
-    """
+    """Show, write or print the attach points of live runs."""
     given = PARSER.read(words)
     if given.help:
         sys.stdout.write(PARSER.help)
@@ -66,7 +62,11 @@ def main(words: Sequence[str]) -> int:
     name = PARSER.one_run(given)
     if "--gdb" in given:
         return _inject(given.options["--gdb"])
-    runs = _runs(name)
+    paths = [rundir.find(name)] if name is not None else rundir.some_live()
+    live = [attach_points.live_run(path) for path in paths]
+    runs = [run for run in live if attach_points.is_debugged(run)]
+    if not runs:
+        raise DoctorError(f"{live[0].path.name} was started with --no-debug")
     for option in ("--workspace", "--path-map"):
         if option in given and "--write" not in given:
             raise DoctorError(f"{option} is for --write")
@@ -83,18 +83,8 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
-def _runs(name: str | None) -> list[Run]:
-    """Live runs with debug ports, the newest first."""
-    paths = [rundir.find(name)] if name is not None else rundir.some_live()
-    runs = [attach_points.live_run(path) for path in paths]
-    debugged = [run for run in runs if attach_points.is_debugged(run)]
-    if not debugged:
-        raise DoctorError(f"{runs[0].path.name} was started with --no-debug")
-    return debugged
-
-
 def _say(text: str) -> None:
-    """Print a line with words of the run directory, which may be anybody's."""
+    """Print a line with text of the run directory, which others may have written."""
     print(shown(text))
 
 
@@ -102,7 +92,11 @@ def _show(run: Run) -> None:
     points = attach_points.points(run)
     compound = vscode_configurations.compound_name(attach_points.label(run))
     seconds = (time.time_ns() - integer(run.manifest, "started")) / 1e9
-    _say(f"{run.path.name}: {_called(run)}, for {duration(seconds)}")
+    command = run.manifest.get("command")
+    words = [str(word) for word in command] if isinstance(command, list) else []
+    scripts = [os.path.basename(word) for word in words if word.endswith(".py")]
+    name = scripts[0] if scripts else shlex.join(words[:3])
+    _say(f"{run.path.name}: {name}, for {duration(seconds)}")
     if not points:
         print("  no rank has started yet")
     else:
@@ -112,13 +106,6 @@ def _show(run: Run) -> None:
         _say(f"  {point.rank:<6}{point.port:<7}{point.pid or '-':<9}{state}")
     _say(f'  VS Code: F5 "{compound}"')
     print("  Neovim: ddpdoctor attach --rank N; another machine: ddpdoctor attach --tunnel")
-
-
-def _called(run: Run) -> str:
-    command = run.manifest.get("command")
-    words = [str(word) for word in command] if isinstance(command, list) else []
-    scripts = [word for word in words if word.endswith(".py")]
-    return os.path.basename(scripts[0]) if scripts else shlex.join(words[:3])
 
 
 def _one_line(runs: Sequence[Run], rank: int) -> int:
@@ -141,8 +128,14 @@ def _one_line(runs: Sequence[Run], rank: int) -> int:
 def _write(runs: Sequence[Run], given: Given, *, named: bool) -> int:
     workspace = find_workspace(current_directory(), given.get("--workspace"))
     if not named:
-        # The others have their own launch.json files.
-        runs = [run for run in runs if _is_in(run, workspace)] or runs
+        # Runs of other workspaces have their own launch.json files.
+        own = [
+            run
+            for run in runs
+            if (folder := attach_points.workspace(run)) is not None
+            and os.path.realpath(folder) == os.path.realpath(workspace)
+        ]
+        runs = own or runs
     changed = attach_points.write(
         runs,
         workspace,
@@ -158,14 +151,8 @@ def _write(runs: Sequence[Run], given: Given, *, named: bool) -> int:
     return 0
 
 
-def _is_in(run: Run, workspace: Path) -> bool:
-    """Whether a run was started from that workspace."""
-    own = attach_points.workspace(run)
-    return own is not None and os.path.realpath(own) == os.path.realpath(workspace)
-
-
 def _inject(pid: int) -> int:
-    """Have debugpy inject itself into a process, by gdb."""
+    """Open a debug port for a process that runs without ddpdoctor."""
     try:
         process = psutil.Process(pid)
         name = process.name()
@@ -177,7 +164,11 @@ def _inject(pid: int) -> int:
                 f"process {pid} belongs to a run of ddpdoctor",
                 "`ddpdoctor attach` shows the port of its rank",
             )
-    if not _is_python(process):
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_text()
+    except OSError as error:
+        raise DoctorError(f"process {pid} cannot be read: {error.strerror}") from None
+    if "python" not in maps:
         raise DoctorError(f"process {pid} ({name}) is not a Python process")
     if shutil.which("gdb") is None:
         raise DoctorError("gdb is not installed", "install gdb, which injects debugpy")
@@ -188,11 +179,3 @@ def _inject(pid: int) -> int:
         )
     injection.serve(pid, DEFAULT_PORT, lambda text: print(shown(text), flush=True))
     return 0
-
-
-def _is_python(process: psutil.Process) -> bool:
-    try:
-        maps = Path(f"/proc/{process.pid}/maps").read_text()
-    except OSError as error:
-        raise DoctorError(f"process {process.pid} cannot be read: {error.strerror}") from None
-    return "python" in maps

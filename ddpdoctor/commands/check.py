@@ -14,7 +14,7 @@ from types import FrameType
 import ddpdoctor.preflight  # noqa: F401 (registers the checks)
 from ddpdoctor.core import working_directory
 from ddpdoctor.core.errors import DoctorError
-from ddpdoctor.core.formatting import shown
+from ddpdoctor.core.formatting import count, shown
 from ddpdoctor.preflight import command_lines
 from ddpdoctor.preflight.check import CHECKS, Check, Outcome, Status, run_checks
 from ddpdoctor.preflight.command_lines import PARSER
@@ -30,18 +30,14 @@ from ddpdoctor.render import check_results as render
 from ddpdoctor.render import terminal
 
 WARNED, FAILED, NOT_TESTED = 1, 2, 4
-"""Of the exit status: the worst of the first two, and beside it the third as a separate bit, so
-that a scheduler can tell a node that is broken from one that had no time."""
+"""Bits of the exit status: the worse of the first two, and the third one separately, so that a
+scheduler can distinguish a broken node from one that had no time."""
 
 WRONG_USAGE = 3
 
 
 def main(words: Sequence[str]) -> int:
-    """Check this machine, and the other nodes if there are any.
-
-    Raises:
-        DoctorError: The command line cannot work.
-    """
+    """Check this machine, and the other nodes if there are any."""
     try:
         asked = command_lines.parse(words)
         chosen = command_lines.choose(asked, CHECKS)
@@ -73,7 +69,7 @@ def _list(chosen: Sequence[Check]) -> None:
 
 def _check(asked: command_lines.Arguments, chosen: list[Check]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A path may have letters that the terminal's encoding has not.
+        # The terminal's encoding may lack letters of a path.
         sys.stdout.reconfigure(errors="backslashreplace")
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGHUP, _stop)
@@ -86,7 +82,7 @@ def _check(asked: command_lines.Arguments, chosen: list[Check]) -> int:
     progress = render.Progress(names, None if asked.json else _rows(situation, names))
     situation = replace(situation, say=progress.say)
     try:
-        # It may have to wake up all GPUs first, which no check is to be blamed for.
+        # This may have to wake up all GPUs, which must not count as a check's time.
         situation.shared(gpu_facts)
         outcomes = run_checks(chosen, situation, progress.seen)
     finally:
@@ -97,7 +93,7 @@ def _check(asked: command_lines.Arguments, chosen: list[Check]) -> int:
 
 
 def _to_reader(write: Callable[[], None]) -> None:
-    """Write to standard output, whose reader may have seen enough (`| head -1`)."""
+    """Write to standard output, which its reader may close (`| head -1`)."""
     try:
         write()
         sys.stdout.flush()
@@ -106,9 +102,15 @@ def _to_reader(write: Callable[[], None]) -> None:
 
 
 def _rows(situation: Situation, names: Sequence[str]) -> Callable[[Outcome], None]:
-    """What prints the rows of the table as they are known, in their order."""
+    """Print the heading. Return a function that prints the rows as they are known, in order."""
     colour, width = terminal.wants_colour(1), terminal.width(1)
-    _to_reader(lambda: print(shown(_heading(situation), "\n"), end=""))
+    nodes, ranks = situation.options.nnodes, situation.nproc
+    words = count(ranks, "rank")
+    if nodes > 1:
+        rank = situation.options.node_rank
+        words = f"{'a node' if rank is None else f'node {rank}'} of {nodes}, {words} here"
+    heading = f"{situation.hostname}: {words}\n\n"
+    _to_reader(lambda: print(shown(heading, "\n"), end=""))
     known: dict[str, Outcome] = {}
     left = list(names)
 
@@ -148,52 +150,40 @@ def _print(
 
 
 def _end_orphans(situation: Situation) -> None:
-    """Ask whether the ranks that a dead job left behind are to be ended, and do it."""
+    """End the ranks that a dead job left behind, if the user confirms it."""
     found = orphans.find(situation)
     if not found:
         print("no rank of an earlier job is left\n")
         return
     for orphan in found:
         print(shown(orphans.describe(orphan)))
-    if situation.options.yes:
-        left = orphans.kill(found)
-        print(f"{len(found) - len(left)} of {len(found)} ended\n")
-        return
-    if not sys.stdin.isatty():
-        pids = " ".join(str(orphan.process.pid) for orphan in found)
-        raise DoctorError(
-            "--kill-orphans asks before it ends anything, and there is no terminal to ask on",
-            f"ddpdoctor check --kill-orphans --yes, or kill -9 {pids}",
-            status=WRONG_USAGE,
-        )
-    try:
-        answer = input(f"End {'these' if len(found) > 1 else 'this'}? [y/N] ")
-    except EOFError:
-        answer = ""
-    if answer.strip().lower() not in ("y", "yes"):
-        print("nothing was ended\n")
-        return
+    if not situation.options.yes:
+        if not sys.stdin.isatty():
+            pids = " ".join(str(orphan.process.pid) for orphan in found)
+            raise DoctorError(
+                "--kill-orphans asks before it ends anything, and there is no terminal to ask on",
+                f"ddpdoctor check --kill-orphans --yes, or kill -9 {pids}",
+                status=WRONG_USAGE,
+            )
+        try:
+            answer = input(f"End {'these' if len(found) > 1 else 'this'}? [y/N] ")
+        except EOFError:
+            answer = ""
+        if answer.strip().lower() not in ("y", "yes"):
+            print("nothing was ended\n")
+            return
     left = orphans.kill(found)
     print(f"{len(found) - len(left)} of {len(found)} ended\n")
 
 
-def _heading(situation: Situation) -> str:
-    nodes, ranks = situation.options.nnodes, situation.nproc
-    words = f"{ranks} rank{'s' if ranks != 1 else ''}"
-    if nodes > 1:
-        rank = situation.options.node_rank
-        words = f"{'a node' if rank is None else f'node {rank}'} of {nodes}, {words} here"
-    return f"{situation.hostname}: {words}\n\n"
-
-
 def exit_status(outcomes: Sequence[Outcome]) -> int:
-    """0 healthy, 1 warnings, 2 failures; 4 more where something could not be tested."""
+    """Return 0 if healthy, 1 for warnings, 2 for failures; plus 4 if a check could not run."""
     statuses = {outcome.status for outcome in outcomes}
     worst = FAILED if Status.FAIL in statuses else WARNED if Status.WARN in statuses else 0
     return worst | (NOT_TESTED if Status.COULD_NOT_RUN in statuses else 0)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    """SIGTERM and SIGHUP clean up as Ctrl-C does."""
+    """Clean up on SIGTERM and SIGHUP as on Ctrl-C."""
     signal.signal(number, signal.SIG_IGN)
     raise SystemExit(128 + number)

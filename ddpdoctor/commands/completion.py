@@ -1,4 +1,4 @@
-"""``ddpdoctor completion``: a script with which a shell completes commands and options."""
+"""``ddpdoctor completion``: print a script that completes commands and options."""
 
 from __future__ import annotations
 
@@ -29,11 +29,7 @@ Options:
 
 
 def main(words: Sequence[str]) -> int:
-    """Print the script of a shell.
-
-    Raises:
-        DoctorError: There is none for it.
-    """
+    """Print the script for a shell."""
     given = PARSER.read(words)
     if given.help:
         sys.stdout.write(PARSER.help)
@@ -46,130 +42,130 @@ def main(words: Sequence[str]) -> int:
 
 
 def parsers() -> dict[str, Parser]:
-    """The command line of each command, by name."""
+    """Return the command line of each command, by name."""
     modules = {name: importlib.import_module(f"ddpdoctor.commands.{name}") for name in COMMANDS}
     return {name: module.PARSER for name, module in modules.items()}
 
 
-def _options(parser: Parser) -> Iterator[Described]:
-    """The options of a command, and torchrun's where they are passed on."""
-    yield from parser.described
+def _options(parser: Parser) -> Iterator[tuple[Described, str]]:
+    """Yield the options of a command, and torchrun's where the command passes them on.
+
+    Each comes with what completes its value: ``words``, ``directory``, ``file``, or nothing.
+    """
+    for each in parser.described:
+        if each.choices:
+            yield each, "words"
+        elif parser.values.get(each.name) == DIRECTORY:
+            yield each, "directory"
+        else:
+            yield each, "file" if each.metavar and not each.metavar.startswith("[") else ""
     for name, takes in known_options().takes_value.items() if parser.leading else ():
         if name.startswith("--") and "_" not in name and name not in parser.options:
-            yield Described(name, "VALUE" if takes else "", "passed on to torchrun")
+            each = Described(name, "VALUE" if takes else "", "passed on to torchrun")
+            yield each, "file" if takes else ""
+
+
+_BASH = """\
+_ddpdoctor() {
+  local current="${COMP_WORDS[COMP_CWORD]}" command="${COMP_WORDS[1]}" options word
+  COMPREPLY=()
+  if ((COMP_CWORD == 1)); then
+    COMPREPLY=($(compgen -W "COMMANDS" -- "$current"))
+    return
+  fi
+  # All words after -- belong to the job.
+  for word in "${COMP_WORDS[@]:2:COMP_CWORD-2}"; do
+    [[ $word == "--" ]] && return
+  done
+  case "$command:${COMP_WORDS[COMP_CWORD-1]}" in
+VALUES
+  esac
+  case "$command" in
+OPTIONS
+  esac
+  [[ $current == -* ]] && COMPREPLY=($(compgen -W "$options" -- "$current"))
+}
+complete -o default -F _ddpdoctor ddpdoctor
+"""
+
+_ZSH = """\
+#compdef ddpdoctor
+_ddpdoctor() {
+  local -a commands options
+  commands=(
+COMMANDS
+  )
+  if ((CURRENT == 2)); then
+    _describe command commands
+    return
+  fi
+  case $words[2] in
+OPTIONS
+  esac
+  shift words
+  ((CURRENT--))
+  _arguments : $options '*:file:_files'
+}
+if [[ $funcstack[1] == _ddpdoctor ]]; then _ddpdoctor "$@"
+else compdef _ddpdoctor ddpdoctor; fi
+"""
 
 
 def bash() -> str:
-    """The script for bash."""
+    """Return the script for bash."""
     options, values = [], []
     for command, parser in parsers().items():
         known = list(_options(parser))
-        options.append(f'    {command}) options="{" ".join(each.name for each in known)}" ;;')
-        for each in known:
-            if each.choices:
-                what = f'-W "{" ".join(each.choices)}"'
-            elif parser.values.get(each.name) == DIRECTORY:
-                what = "-d"
-            else:
-                what = "-f" if each.metavar and not each.metavar.startswith("[") else ""
-            if what:
-                reply = f'COMPREPLY=($(compgen {what} -- "$current"))'
+        options.append(f'    {command}) options="{" ".join(each.name for each, _ in known)}" ;;')
+        for each, kind in known:
+            flags = {"words": f'-W "{" ".join(each.choices)}"', "directory": "-d", "file": "-f"}
+            if kind:
+                reply = f'COMPREPLY=($(compgen {flags[kind]} -- "$current"))'
                 values.append(f"    {command}:{each.name}) {reply}; return ;;")
-    return "\n".join(
-        [
-            "_ddpdoctor() {",
-            '  local current="${COMP_WORDS[COMP_CWORD]}" command="${COMP_WORDS[1]}" options word',
-            "  COMPREPLY=()",
-            "  if ((COMP_CWORD == 1)); then",
-            f'    COMPREPLY=($(compgen -W "{" ".join(COMMANDS)}" -- "$current"))',
-            "    return",
-            "  fi",
-            "  # Behind -- all is the job's own.",
-            '  for word in "${COMP_WORDS[@]:2:COMP_CWORD-2}"; do',
-            '    [[ $word == "--" ]] && return',
-            "  done",
-            '  case "$command:${COMP_WORDS[COMP_CWORD-1]}" in',
-            *values,
-            "  esac",
-            '  case "$command" in',
-            *options,
-            "  esac",
-            '  [[ $current == -* ]] && COMPREPLY=($(compgen -W "$options" -- "$current"))',
-            "}",
-            "complete -o default -F _ddpdoctor ddpdoctor",
-            "",
-        ]
-    )
+    script = _BASH.replace("COMMANDS", " ".join(COMMANDS)).replace("VALUES", "\n".join(values))
+    return script.replace("OPTIONS", "\n".join(options))
 
 
 def zsh() -> str:
-    """The script for zsh."""
+    """Return the script for zsh."""
+    escapes = str.maketrans({":": "\\:", "[": "(", "]": ")"})
     cases = []
     for command, parser in parsers().items():
         cases.append(f"    {command}) options=(")
-        for each in _options(parser):
-            text = each.text.translate(_IN_ZSH)
+        for each, kind in _options(parser):
             value = ""
             if each.metavar:
-                where = f"({' '.join(each.choices)})" if each.choices else "_files"
-                where = "_directories" if parser.values.get(each.name) == DIRECTORY else where
+                where = {"words": f"({' '.join(each.choices)})", "directory": "_directories"}
                 optional = ":" if each.metavar.startswith("[") else ""
-                value = f":{optional}{each.metavar.strip('[]').translate(_IN_ZSH)}:{where}"
-            cases.append(f"      {_quoted(f'*{each.name}[{text}]{value}')}")
+                name = each.metavar.strip("[]").translate(escapes)
+                value = f":{optional}{name}:{where.get(kind, '_files')}"
+            cases.append(f"      {_quoted(f'*{each.name}[{each.text.translate(escapes)}]{value}')}")
         cases.append("    ) ;;")
-    commands = [
-        f"    {_quoted(f'{name}:{summary.translate(_IN_ZSH)}')}"
-        for name, summary in COMMANDS.items()
-    ]
-    return "\n".join(
-        [
-            "#compdef ddpdoctor",
-            "_ddpdoctor() {",
-            "  local -a commands options",
-            "  commands=(",
-            *commands,
-            "  )",
-            "  if ((CURRENT == 2)); then",
-            "    _describe command commands",
-            "    return",
-            "  fi",
-            "  case $words[2] in",
-            *cases,
-            "  esac",
-            "  shift words",
-            "  ((CURRENT--))",
-            "  _arguments : $options '*:file:_files'",
-            "}",
-            'if [[ $funcstack[1] == _ddpdoctor ]]; then _ddpdoctor "$@"',
-            "else compdef _ddpdoctor ddpdoctor; fi",
-            "",
-        ]
-    )
+    commands = (f"{name}:{summary.translate(escapes)}" for name, summary in COMMANDS.items())
+    script = _ZSH.replace("COMMANDS", "\n".join(f"    {_quoted(each)}" for each in commands))
+    return script.replace("OPTIONS", "\n".join(cases))
 
 
 def fish() -> str:
-    """The script for fish."""
+    """Return the script for fish."""
     lines = [
         f"complete -c ddpdoctor -n __fish_use_subcommand -f -a {name} -d {_quoted(summary)}"
         for name, summary in COMMANDS.items()
     ]
     for command, parser in parsers().items():
-        for each in _options(parser):
-            line = f"complete -c ddpdoctor -n '__fish_seen_subcommand_from {command}'"
-            line += f" -l {each.name[2:]} -d {_quoted(each.text)}"
-            if each.choices:
-                line += f" -x -a {_quoted(' '.join(each.choices))}"
-            elif parser.values.get(each.name) == DIRECTORY:
-                line += " -x -a '(__fish_complete_directories)'"
-            elif each.metavar and not each.metavar.startswith("["):
-                line += " -r"
-            lines.append(line)
+        for each, kind in _options(parser):
+            value = {
+                "words": f" -x -a {_quoted(' '.join(each.choices))}",
+                "directory": " -x -a '(__fish_complete_directories)'",
+                "file": " -r",
+            }.get(kind, "")
+            lines.append(
+                f"complete -c ddpdoctor -n '__fish_seen_subcommand_from {command}'"
+                f" -l {each.name[2:]} -d {_quoted(each.text)}{value}"
+            )
     return "\n".join([*lines, ""])
 
 
-_IN_ZSH = str.maketrans({":": "\\:", "[": "(", "]": ")"})
-
-
 def _quoted(text: str) -> str:
-    """A word as all three shells read it."""
+    """Return a word in quotes that all three shells understand."""
     return "'" + text.replace("'", "'\\''") + "'"

@@ -1,4 +1,4 @@
-"""``ddpdoctor explain``: what the code of a finding means."""
+"""``ddpdoctor explain``: explain the code of a finding."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class _Entry:
 
     name: str
     kind: str
-    """How much a finding of it matters usually; of a check that depends."""
+    """The usual severity of a rule's findings, or ``check``."""
     page: str
     messages: tuple[str, ...] = ()
-    """Texts in logs and exceptions by which it is recognised."""
+    """Texts in logs and exceptions that identify it."""
 
     @property
     def summary(self) -> str:
@@ -46,7 +46,7 @@ class _Entry:
 
 @functools.cache
 def entries() -> Mapping[str, _Entry]:
-    """All that can be explained, by code, in order."""
+    """Return all rules and checks by code, in order."""
     messages: dict[str, dict[str, None]] = {}
     for failure in TABLE:
         messages.setdefault(failure.code, {}).update(dict.fromkeys(failure.texts))
@@ -59,11 +59,7 @@ def entries() -> Mapping[str, _Entry]:
 
 
 def main(words: Sequence[str]) -> int:
-    """Print the page of a rule or a check, or the list of them all.
-
-    Raises:
-        DoctorError: There is no such code.
-    """
+    """Print the page of a rule or a check, or the list of all."""
     given = PARSER.read(words)
     if given.help:
         sys.stdout.write(PARSER.help)
@@ -87,10 +83,10 @@ def main(words: Sequence[str]) -> int:
 
 
 def _meant(word: str, known: Mapping[str, _Entry]) -> list[str]:
-    """The codes that a word means: a code, a name or a part of it, or text on a page or in a log.
+    """Return the codes for a word: a code, a name or a part of it, or text of a page or a log.
 
     Raises:
-        DoctorError: It means none.
+        DoctorError: There is none.
     """
     text = word.lower()
     by_name = {entry.name: code for code, entry in known.items()}
@@ -111,7 +107,7 @@ def _meant(word: str, known: Mapping[str, _Entry]) -> list[str]:
 
 
 def reflow(page: str, width: int) -> Iterator[str]:
-    """The lines of a page, wrapped for a terminal of ``width`` columns; code is left as it is."""
+    """Yield the lines of a page, wrapped at ``width`` columns. Code stays as it is."""
     text = margin = ""
     for line in (*page.splitlines(), ""):
         indent = line[: len(line) - len(line.lstrip())]

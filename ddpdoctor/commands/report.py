@@ -1,4 +1,4 @@
-"""``ddpdoctor report``: what was wrong with a run that is over, or with a job that left a log."""
+"""``ddpdoctor report``: show the findings of a finished run, or of a job's log."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.reported import kept_traceback, with_kept
 from ddpdoctor.run.snapshot import Run
 
-UNREADABLE = 3
-"""Exit status where there is nothing to report on."""
+UNREADABLE = 3  # Exit status where there is nothing to report on
 
 _OF_A_RUN = ("rank-*.status", "rank-*.jsonl", "supervisor.jsonl", "process-*.jsonl")
 
@@ -91,11 +90,7 @@ or file, or it cannot be read.
 
 
 def main(words: Sequence[str]) -> int:
-    """Report on a run, or on logs.
-
-    Raises:
-        DoctorError: There is no such run or file.
-    """
+    """Report on a run, or on logs."""
     given = PARSER.read(words)
     if given.help:
         sys.stdout.write(PARSER.help)
@@ -119,11 +114,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _check(given: Given) -> None:
-    """Refuse options that do not go together.
-
-    Raises:
-        DoctorError: They do not.
-    """
+    """Refuse options that exclude each other."""
     if "--with" in given and "--trace" not in given:
         raise DoctorError("--with needs --trace", "--trace FILE is what the traces are merged into")
     if "--log" in given and "--flight" in given:
@@ -143,7 +134,7 @@ def _print_for_tools(
     script: str,
     head: Callable[[Finding], dict[str, Any]],
 ) -> bool:
-    """Print findings in the format that was asked for, if it is not text; whether it is not."""
+    """Print findings in the requested format, unless it is text. Returns whether it is not."""
     one = line_format(given.get("--output", "text"))
     if "--json" in given:
         _print(json_lines.line(finding, head(finding)) for finding in found)
@@ -163,7 +154,7 @@ def _report_run(given: Given) -> list[Finding]:
         )
     path, remark = _chosen(given.rest[0] if given.rest else None)
     foreign = _is_foreign(path)
-    import ddpdoctor.diagnose.all_rules  # noqa: F401 (registers the rules; not before they are needed)
+    import ddpdoctor.diagnose.all_rules  # noqa: F401 (registers the rules)
 
     deadline = time.monotonic() + given.get("--wait", 0.0)
     while rundir.is_live(path) and time.monotonic() < deadline:
@@ -171,8 +162,10 @@ def _report_run(given: Given) -> list[Finding]:
     run = _snapshot(path)
     live = rundir.is_live(path)
     if not live and run.exit_status is None:
-        killed = "the supervisor was killed before the job ended, so how the job ended is unknown"
-        remark = remark if foreign else killed
+        if not foreign:
+            remark = (
+                "the supervisor was killed before the job ended, so how the job ended is unknown"
+            )
         run = replace(run, taken=run.last_sign)
     failed: list[tuple[str, Exception]] = []
     faults = Faults(_complain, "all other rules are applied")
@@ -184,7 +177,7 @@ def _report_run(given: Given) -> list[Finding]:
     faults.failed(failed)
     files = _write_files(given, run, found, live, remark, faults)
     if _print_for_tools(given, found, job_script(run), lambda each: json_lines.head_of(each, run)):
-        # Standard output belongs to the tool that reads it.
+        # Standard output is for the tool that reads it.
         for file in files:
             _complain(file)
         return found
@@ -219,7 +212,7 @@ def _snapshot(path: Path) -> Run:
 def _write_files(
     given: Given, run: Run, found: Sequence[Finding], live: bool, remark: str, faults: Faults
 ) -> list[str]:
-    """Write what ``--html`` and ``--trace`` ask for; a line on each file."""
+    """Write the files for ``--html`` and ``--trace``. Returns a line about each."""
     written = []
     if "--html" in given:
         from ddpdoctor.render.html.content import report_content
@@ -244,10 +237,10 @@ def _write_files(
 
 
 def _write(name: str, faults: Faults, part: str, write: Callable[[str], int]) -> str:
-    """Write a file that was asked for; its name and size, in words.
+    """Write a file. Returns its name and size, in words.
 
     Raises:
-        DoctorError: It cannot be written, or what it shows cannot be made.
+        DoctorError: It cannot be written, or its content cannot be made.
     """
     try:
         open(name, "wb").close()
@@ -255,12 +248,12 @@ def _write(name: str, faults: Faults, part: str, write: Callable[[str], int]) ->
         raise DoctorError(f"cannot write {name}: {error.strerror}") from None
     size = faults.guarded(part, write, name)
     if size is None:
-        raise DoctorError(f"{name} is not whole")
+        raise DoctorError(f"{name} is not complete")
     return f"wrote {name}, {size / 1e6:.1f} MB"
 
 
 def _compare(given: Given) -> int:
-    """Compare two runs; 0, as a difference is no finding."""
+    """Compare two runs. Returns 0, because a difference is not a finding."""
     from ddpdoctor.diagnose.speed.compare import compare
     from ddpdoctor.render import comparison
 
@@ -274,7 +267,7 @@ def _compare(given: Given) -> int:
 
 
 def _chosen(name: str | None) -> tuple[Path, str]:
-    """The directory to report on, and a remark about it."""
+    """Return the directory to report on, and a remark about it."""
     if name is None:
         try:
             over, live = rundir.finished(), rundir.live()
@@ -304,10 +297,10 @@ def _chosen(name: str | None) -> tuple[Path, str]:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether a path leads to something.
+    """Return whether a path exists.
 
     Raises:
-        DoctorError: This user may not know.
+        DoctorError: This user has no permission to know.
     """
     try:
         path.stat()
@@ -319,7 +312,7 @@ def _is_there(path: Path) -> bool:
 
 
 def _is_foreign(path: Path) -> bool:
-    """Whether it is a run of another user, which a line says then."""
+    """Print a remark if it is a run of another user. Returns whether it is."""
     if remark := as_copy(path):
         _complain(remark)
     return bool(remark)
@@ -334,11 +327,16 @@ def _report_logs(given: Given) -> list[Finding]:
     names = sources.logs(given.rest)
     sightings: list[Occurrence] = []
     size = 0
+    # Print the names relative to the directory of all.
     common = os.path.commonpath([os.path.abspath(name) for name in names]) if names else ""
     files = 0
     for name in names:
         for inside, chunks in sources.logs_of(name):
-            reader = LogReader(_shown(inside, common if len(names) > 1 else ""), files)
+            if inside == "-":
+                inside = "stdin"
+            elif len(names) > 1:
+                inside = os.path.relpath(os.path.abspath(inside), common)
+            reader = LogReader(inside, files)
             for chunk in chunks:
                 reader.feed(chunk)
             sightings += reader.close()
@@ -360,13 +358,6 @@ def _report_logs(given: Given) -> list[Finding]:
     counts = reporter.findings_count(found, len(every) - len(found))
     _print([f"{counts} in {count(files, 'file')}, {amount}"])
     return found
-
-
-def _shown(name: str, common: str) -> str:
-    """A log's name as it is printed: relative to where all of them are."""
-    if name == "-":
-        return "stdin"
-    return os.path.relpath(os.path.abspath(name), common) if common else name
 
 
 # -- files of torch's Flight Recorder

@@ -1,4 +1,4 @@
-"""``ddpdoctor run``: start a job and watch it."""
+"""``ddpdoctor run``: start a job, and watch it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 from ddpdoctor.core import working_directory
 from ddpdoctor.core.errors import DoctorError
-from ddpdoctor.core.job import Command
 from ddpdoctor.debug.debugging import Debugging
 from ddpdoctor.render.reporter import Reporter
 from ddpdoctor.run import reported, rundir
@@ -21,12 +20,8 @@ from ddpdoctor.system import proc
 
 
 def main(words: Sequence[str]) -> int:
-    """Run a job.
-
-    Raises:
-        DoctorError: The command line cannot work.
-    """
-    # Before anything is opened by a library that lets programs inherit it.
+    """Run a job."""
+    # Before a library opens a descriptor that programs inherit.
     inherited = proc.inheritable()
     command = job_command.build(words, os.environ)
     if command is None:
@@ -36,7 +31,15 @@ def main(words: Sequence[str]) -> int:
     reporter = Reporter(passthrough.say, command.own, reported.keep_traceback)
     if working_directory.is_gone():
         reporter.warn(f'{working_directory.GONE}, and torch hardly starts there: type `cd "$PWD"`')
-    debugging = None if command.own.no_debug else _debugging(command, reporter)
+    debugging = None
+    try:
+        if not command.own.no_debug:
+            debugging = Debugging(command, reporter)
+    except DoctorError:
+        raise
+    except Exception as error:
+        # The job starts all the same.
+        reporter.faults.failed([("the debugger", error)])
     try:
         directory = rundir.create(command.own.run_dir)
         if rundir.is_open_to_others(directory):
@@ -47,14 +50,3 @@ def main(words: Sequence[str]) -> int:
         reporter.warn(f"no run directory ({error}); the job runs unwatched")
     supervisor = Supervisor(command, directory, passthrough, reporter, debugging, inherited)
     return end_like(supervisor.run())
-
-
-def _debugging(command: Command, reporter: Reporter) -> Debugging | None:
-    """The debugger's side; a job is not kept from starting by a fault in it."""
-    try:
-        return Debugging(command, reporter)
-    except DoctorError:
-        raise
-    except Exception as error:
-        reporter.faults.failed([("the debugger", error)])
-        return None

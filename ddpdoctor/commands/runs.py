@@ -1,4 +1,4 @@
-"""``ddpdoctor runs``: list this user's runs and remove old ones."""
+"""``ddpdoctor runs``: list the user's runs, and remove old ones."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from ddpdoctor.core.opening import integer
 from ddpdoctor.core.options import Parser, number
 from ddpdoctor.run import rundir
 
-KEPT = 5
-"""Finished runs that ``--prune`` leaves without a number."""
+KEPT = 5  # Default of ``--prune``
 
 PARSER = Parser(
     "runs",
@@ -51,18 +50,14 @@ class _Entry:
     path: Path
     status: str
     started: float
-    """Unix seconds; 0 if it is not known."""
+    """Unix time in seconds; 0 if unknown."""
     size: int
     """Bytes."""
     verdict: str
 
 
 def main(words: Sequence[str]) -> int:
-    """List runs, or remove old ones.
-
-    Raises:
-        DoctorError: They cannot be listed, or removed.
-    """
+    """List runs, or remove old ones."""
     given = PARSER.read(words)
     if given.help:
         sys.stdout.write(PARSER.help)
@@ -72,12 +67,31 @@ def main(words: Sequence[str]) -> int:
     try:
         if "--prune" in given:
             return _prune(given.get("--prune"))
-        entries = [_entry(path) for path in rundir.newest_first()]
+        entries = []
+        for path in rundir.newest_first():
+            try:
+                manifest = opening.json_object(path / rundir.MANIFEST, opening.MOST_MANIFEST)
+            except (OSError, ValueError):
+                manifest = {}
+            status, verdict = _outcome(path)
+            started = integer(manifest, "started") / 1e9
+            entries.append(_Entry(path, status, started, _size(path), verdict))
     except OSError as error:
         raise PARSER.wrong(f"the runs cannot be listed: {error}") from None
     if "--json" in given:
         for each in entries:
-            print(_json(each))
+            print(
+                json_text(
+                    {
+                        "run": each.path.name,
+                        "path": str(each.path.resolve()),
+                        "status": each.status,
+                        "started": each.started or None,
+                        "bytes": each.size,
+                        "verdict": each.verdict or None,
+                    }
+                )
+            )
     else:
         for line in _lines(entries):
             print(shown(line))
@@ -102,17 +116,8 @@ def _prune(kept: int) -> int:
     return 0
 
 
-def _entry(path: Path) -> _Entry:
-    try:
-        manifest = opening.json_object(path / rundir.MANIFEST, opening.MOST_MANIFEST)
-    except (OSError, ValueError):
-        manifest = {}
-    status, verdict = _outcome(path)
-    return _Entry(path, status, integer(manifest, "started") / 1e9, _size(path), verdict)
-
-
 def _outcome(path: Path) -> tuple[str, str]:
-    """How a run ended, and the worst finding that stands, by the supervisor's journal alone."""
+    """Return how a run ended, and its worst finding, from the supervisor's journal alone."""
     from ddpdoctor.core.finding import Severity
     from ddpdoctor.run.reader import JournalReader
     from ddpdoctor.run.records.decode import SUPERVISOR_RECORDS
@@ -169,16 +174,3 @@ def _lines(entries: Sequence[_Entry]) -> Iterator[str]:
             f"{each.path.name:<{names}}  {each.status:<{states}}  {age:>4}  "
             f"{formatting.size(each.size):>5}  {verdict}"
         )
-
-
-def _json(each: _Entry) -> str:
-    return json_text(
-        {
-            "run": each.path.name,
-            "path": str(each.path.resolve()),
-            "status": each.status,
-            "started": each.started or None,
-            "bytes": each.size,
-            "verdict": each.verdict or None,
-        }
-    )

@@ -1,4 +1,4 @@
-"""``ddpdoctor scale``: run the same job at several sizes, and find what keeps it from scaling."""
+"""``ddpdoctor scale``: run a job at several sizes, and find what keeps it from scaling."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ from ddpdoctor.scale import chart, plan, table
 from ddpdoctor.scale.plan import Launch, Planned, Size, launch_from
 from ddpdoctor.scale.results import Outcome, rows
 from ddpdoctor.scale.session import STRONG, WEAK, Session, Stopped, stop_at_signals
-from ddpdoctor.supervise import command
 from ddpdoctor.supervise import command as job_command
 from ddpdoctor.system.nvml import visible
 
 DEFAULT_REPEATS = 3
 DEFAULT_WARMUP = 5
 RESULTS = "scale.json"
-_MOST_RANKS = 1024
+_MAX_RANKS = 1024
 
 
 def _list(least: int, what: str) -> Value:
@@ -36,11 +35,11 @@ def _list(least: int, what: str) -> Value:
         if not all(each.isascii() and each.isdigit() and len(each) < 7 for each in numbers):
             raise ValueError(text)
         found = tuple(sorted({int(each) for each in numbers}))
-        if found[0] < least or found[-1] > _MOST_RANKS:
+        if found[0] < least or found[-1] > _MAX_RANKS:
             raise ValueError(text)
         return found
 
-    return Value(convert, f"{what}, each from {least} to {_MOST_RANKS}, such as 1,2,4")
+    return Value(convert, f"{what}, each from {least} to {_MAX_RANKS}, such as 1,2,4")
 
 
 def _tried(text: str) -> tuple[str, tuple[str, ...]]:
@@ -115,12 +114,8 @@ What was measured until then, or until Ctrl-C, is printed and kept.
 
 
 def main(words: Sequence[str]) -> int:
-    """Make the runs and print what they took.
-
-    Raises:
-        DoctorError: The command line cannot work, or the job cannot be measured.
-    """
-    given = PARSER.read(words, command.PARSER.options)
+    """Run the job at each size and print the results."""
+    given = PARSER.read(words, job_command.PARSER.options)
     if given.help:
         sys.stdout.write(PARSER.help)
         return 0
@@ -152,7 +147,13 @@ def main(words: Sequence[str]) -> int:
 def _measure(
     given: Given, started: Launch, every: Sequence[Planned], folder: Path, plot: Path | None
 ) -> int:
-    facts = _facts(given, folder)
+    facts = {
+        "command": given.rest,
+        "repeats": given.get("--repeat", DEFAULT_REPEATS),
+        "warmup": given.get("--warmup", DEFAULT_WARMUP),
+        "scaling": next((each for each in (WEAK, STRONG) if f"--{each}" in given), ""),
+        "directory": str(folder),
+    }
 
     def keep(outcomes: Sequence[Outcome]) -> None:
         try:
@@ -164,25 +165,23 @@ def _measure(
     stop_at_signals()
     try:
         session.run([each for each in every if started.takes_part(each)])
-    except DoctorError:
-        _show(given, session.outcomes, facts, plot)
-        raise
+        status = 0
     except Stopped as stopped:
-        _show(given, session.outcomes, facts, plot)
-        return 128 + stopped.number
+        status = 128 + stopped.number
     except KeyboardInterrupt:
+        status = 130
+    finally:
         _show(given, session.outcomes, facts, plot)
-        return 130
-    _show(given, session.outcomes, facts, plot)
-    return 1 if any(each.failure and each.status != 0 for each in session.outcomes) else 0
+    failed = any(each.failure and each.status != 0 for each in session.outcomes)
+    return status or int(failed)
 
 
-# -- what cannot work is said before anything is started
+# -- checks before anything is started
 
 
 def _default_sizes(environ: Mapping[str, str]) -> tuple[int, ...]:
     gpus = visible(environ) or 2
-    return tuple(1 << power for power in range(gpus.bit_length()) if 1 << power <= gpus)
+    return tuple(1 << power for power in range(gpus.bit_length()))
 
 
 def _check(given: Given, sizes: Sequence[Size], started: Launch) -> None:
@@ -192,31 +191,26 @@ def _check(given: Given, sizes: Sequence[Size], started: Launch) -> None:
             f"{most} ranks on a node need {most} GPUs, and {gpus} are visible",
             "leave them out of --nproc; CUDA_VISIBLE_DEVICES= runs a job on CPUs",
         )
-    if WEAK_OPTION in given and STRONG_OPTION in given:
+    if "--weak" in given and "--strong" in given:
         raise DoctorError("--weak and --strong are two ways to scale", "choose one")
-    if (WEAK_OPTION in given or STRONG_OPTION in given) and len({s.nodes for s in sizes}) > 1:
+    if ("--weak" in given or "--strong" in given) and len({s.nodes for s in sizes}) > 1:
         raise DoctorError(
             "--weak and --strong need a run of the smallest size on every node",
             "name one number of nodes",
         )
+    known = {each: override for each, override in KNOWN.items() if each != "ddp"}
     for name, values in given.get("--try", ()):
-        _check_tried(name, values)
+        if name not in known:
+            raise DoctorError(f"--try {name}: not known", f"known are {', '.join(known)}")
+        for value in values:
+            try:
+                known[name].convert(value)
+            except ValueError:
+                raise DoctorError(
+                    f"--try {name} needs {known[name].wanted}, not {value!r}"
+                ) from None
     if "apex" in given.get("--compare", ()):
         _check_apex(gpus)
-
-
-WEAK_OPTION, STRONG_OPTION = f"--{WEAK}", f"--{STRONG}"
-
-
-def _check_tried(name: str, values: Sequence[str]) -> None:
-    known = {each: override for each, override in KNOWN.items() if each != "ddp"}
-    if name not in known:
-        raise DoctorError(f"--try {name}: not known", f"known are {', '.join(known)}")
-    for value in values:
-        try:
-            known[name].convert(value)
-        except ValueError:
-            raise DoctorError(f"--try {name} needs {known[name].wanted}, not {value!r}") from None
 
 
 def _check_apex(gpus: int) -> None:
@@ -235,12 +229,12 @@ def _is_there(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
     except Exception:
-        # It imports the package around the module, which may fail in any way.
+        # This imports the package around the module, which may fail in any way.
         return False
 
 
 def _check_command(started: Launch) -> None:
-    """Let ``ddpdoctor run`` refuse what it would refuse in each run."""
+    """Refuse what ``ddpdoctor run`` would refuse in each run."""
     words = ["--no-debug", "--no-vscode", *started.typed, "--", *started.rest]
     command = job_command.build(words, os.environ)
     if command is None or not command.through_torchrun:
@@ -250,24 +244,13 @@ def _check_command(started: Launch) -> None:
         )
 
 
-# -- what is shown and kept
-
-
-def _facts(given: Given, folder: Path) -> dict[str, Any]:
-    scaling = next((each for each in (WEAK, STRONG) if f"--{each}" in given), "")
-    return {
-        "command": given.rest,
-        "repeats": given.get("--repeat", DEFAULT_REPEATS),
-        "warmup": given.get("--warmup", DEFAULT_WARMUP),
-        "scaling": scaling,
-        "directory": str(folder),
-    }
+# -- output
 
 
 def _show(
     given: Given, outcomes: Sequence[Outcome], facts: Mapping[str, Any], plot: Path | None
 ) -> None:
-    """Print what was measured, and draw it."""
+    """Print the results, and draw the chart."""
     published = "--reference" in given
     if "--json" in given:
         print(table.document(outcomes, dict(facts), published=published))

@@ -1,4 +1,4 @@
-"""``ddpdoctor stacks``: where the ranks of a live run are in the code."""
+"""``ddpdoctor stacks``: show where the ranks of a live run are in the code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from ddpdoctor.core.opening import as_copy, stranger
 from ddpdoctor.core.options import RANKS, Given, Parser
 
 if TYPE_CHECKING:
-    from ddpdoctor.render.stack_text import StackStyle
     from ddpdoctor.render.terminal import Line
     from ddpdoctor.stacks.frames import Node
     from ddpdoctor.stacks.rank_stacks import RankStacks
@@ -52,12 +51,12 @@ Exit status: 0; 2 if there is no such run, or nothing to show.
     {"--rank": RANKS._replace(repeated=True)},
 )
 
-_WIDEST = 160
+_MAX_WIDTH = 160
 
 
 @dataclass(frozen=True)
 class _Taken:
-    """Stacks, and what there is to say about them."""
+    """The stacks of a run's ranks."""
 
     path: Path
     stacks: tuple[RankStacks, ...]
@@ -67,11 +66,7 @@ class _Taken:
 
 
 def main(words: Sequence[str]) -> int:
-    """Take the stacks and print them.
-
-    Raises:
-        DoctorError: There is no such run, or nothing to show.
-    """
+    """Take the stacks of the ranks and print them."""
     given = PARSER.read(words)
     if given.help:
         sys.stdout.write(PARSER.help)
@@ -117,7 +112,7 @@ def _take(name: str | None, ranks: set[int] | None, *, native: bool) -> _Taken:
     found = capture(run, ranks, native=native)
     now = time.time_ns()
     if ranks is None:
-        # What somebody looked at is what they will want to see again when the run is over.
+        # Keep them, to show them again when the run is over.
         with contextlib.suppress(OSError):
             save_stacks(path, found, now)
     return _Taken(path, found, now, live=True)
@@ -139,7 +134,7 @@ def _last(path: Path, ranks: set[int] | None) -> _Taken:
 
 
 def _over(path: Path) -> str:
-    """Why the ranks of a run are not asked."""
+    """Return why the ranks of a run are not asked."""
     return "has ended" if stranger(path) is None else "is another user's"
 
 
@@ -167,42 +162,30 @@ def _node(node: Node) -> dict[str, Any]:
 
 
 def _print(taken: _Taken, given: Given) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    from ddpdoctor.core.opening import integer
     from ddpdoctor.render import stack_text as render
     from ddpdoctor.render import terminal
+    from ddpdoctor.run.reader import read_manifest
     from ddpdoctor.stacks.frames import code_of, merge
 
     look = render.StackStyle(
-        width=terminal.columns(_WIDEST),
+        width=terminal.columns(_MAX_WIDTH),
         ascii_only=terminal.only_ascii(sys.stdout, terminal.given_environment()),
         all_frames="--all-frames" in given,
     )
     frames = [frame for each in taken.stacks for thread in each.threads for frame in thread.frames]
-    code = code_of(frames, _started(taken.path))
+    # A source that was changed since the start is not what runs.
+    code = code_of(frames, integer(read_manifest(taken.path), "started"))
     when = time.strftime("%H:%M:%S", time.localtime(taken.time / 1e9))
     state = f"at {when}" if taken.live else f"{_over(taken.path)}; its last stacks, of {when}"
     head = f"{taken.path.name} {state}: {render.stacks_summary(merge(taken.stacks))}"
     lines: list[Line] = [((head, "bold"),), *render.draw(taken.stacks, look, code)]
     if "--all-threads" in given:
         lines += render.draw_others(taken.stacks, look, code)
-    _write(lines, look)
-
-
-def _started(path: Path) -> int:
-    """When the run started; a source that was changed since is not what runs."""
-    from ddpdoctor.core.opening import integer
-    from ddpdoctor.run.reader import read_manifest
-
-    return integer(read_manifest(path), "started")
-
-
-def _write(lines: Sequence[Line], look: StackStyle) -> None:
-    from rich.console import Console
-    from rich.text import Text
-
-    from ddpdoctor.render.terminal import cleaned
-    from ddpdoctor.render.terminal import style_of as style
-
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     for line in lines:
-        spans = cleaned(line, look.ascii_only)
-        console.print(Text.assemble(*((text, style(name)) for text, name in spans)))
+        spans = terminal.cleaned(line, look.ascii_only)
+        console.print(Text.assemble(*((text, terminal.style_of(name)) for text, name in spans)))

@@ -1,4 +1,4 @@
-"""``ddpdoctor top``: the live monitor."""
+"""``ddpdoctor top``: show a live run."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ddpdoctor.core.options import FILE, Given, Parser, seconds, text
 if TYPE_CHECKING:
     from ddpdoctor.top.frames import Source
     from ddpdoctor.top.output import Keep
-    from ddpdoctor.top.prometheus import Exporter
     from ddpdoctor.top.snapshot import Snapshot
+    from ddpdoctor.top.view import View
 
 PARSER = Parser(
     "top",
@@ -62,11 +62,7 @@ Exit status: 0; 2 if there is no such run or recording, or nothing to draw on.
 
 
 def main(words: Sequence[str]) -> int:
-    """Watch a run.
-
-    Raises:
-        DoctorError: There is no such run, or no terminal.
-    """
+    """Watch a run."""
     given = PARSER.read(words)
     if given.help:
         sys.stdout.write(PARSER.help)
@@ -111,23 +107,21 @@ def _open(given: Given, run: str | None) -> Source:
     )
 
 
-def _ascii(given: Given) -> bool:
+def _view(given: Given, *, keys: bool = True) -> View:
     from ddpdoctor.render import terminal
+    from ddpdoctor.top.view import View
 
-    return "--ascii" in given or terminal.only_ascii(sys.stdout, terminal.given_environment())
-
-
-def _colour() -> bool:
-    from ddpdoctor.render import terminal
-
-    return terminal.wants_colour(1)
+    ascii_only = "--ascii" in given or terminal.only_ascii(sys.stdout, terminal.given_environment())
+    readonly = "--readonly" in given
+    return View(
+        ascii_only=ascii_only, colour=terminal.wants_colour(1), keys=keys, readonly=readonly
+    )
 
 
 def _once(given: Given, run: str | None) -> int:
     from ddpdoctor.top import output
-    from ddpdoctor.top.view import View
 
-    view = View(ascii_only=_ascii(given), colour=_colour(), keys=False)
+    view = _view(given, keys=False)
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(contextlib.closing(_open(given, run)))
         output.picture(source, view, sys.stdout, _kept(given, stack))
@@ -135,7 +129,7 @@ def _once(given: Given, run: str | None) -> int:
 
 
 def _kept(given: Given, stack: contextlib.ExitStack) -> Keep | None:
-    """Where ``--record`` puts snapshots."""
+    """Return the function that adds a snapshot to the file of ``--record``."""
     from ddpdoctor.top.recording import Recording
 
     if "--record" not in given:
@@ -160,26 +154,20 @@ def _json(given: Given, run: str | None) -> int:
             if record is not None:
                 record(snapshot)
 
-        exporter = _exporter(given, lambda: newest[0] if newest else None)
-        if exporter is not None:
-            stack.enter_context(contextlib.closing(exporter))
-            print(f"ddpdoctor: {_served(exporter)}", file=sys.stderr)
+        _export(given, stack, lambda: newest[0] if newest else None, _print_error)
         output.watch(source, sys.stdout, keep)
     return 0
 
 
 def _serve(given: Given, run: str | None) -> int:
-    """Serve metrics and draw nothing, until the run is over; without a run, until it is ended."""
+    """Serve metrics without a display until the run is over, or until Ctrl-C without a run."""
     from ddpdoctor.top.frames import WANT_ALL
 
     newest: list[Snapshot] = []
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(contextlib.closing(_open(given, run)))
         record = _kept(given, stack)
-        exporter = _exporter(given, lambda: newest[0] if newest else None)
-        if exporter is not None:
-            stack.enter_context(contextlib.closing(exporter))
-            print(f"ddpdoctor: {_served(exporter)}", file=sys.stderr, flush=True)
+        _export(given, stack, lambda: newest[0] if newest else None, _print_error)
         while True:
             newest[:] = [source.read(WANT_ALL)]
             if record is not None:
@@ -190,16 +178,23 @@ def _serve(given: Given, run: str | None) -> int:
             time.sleep(source.interval)
 
 
-def _exporter(given: Given, latest: Callable[[], Snapshot | None]) -> Exporter | None:
-    if "--prometheus" not in given:
-        return None
-    from ddpdoctor.top import prometheus
+def _export(
+    given: Given,
+    stack: contextlib.ExitStack,
+    latest: Callable[[], Snapshot | None],
+    say: Callable[[str], object],
+) -> None:
+    """Serve the newest snapshot to Prometheus, with ``--prometheus``."""
+    if "--prometheus" in given:
+        from ddpdoctor.top import prometheus
 
-    return prometheus.Exporter(prometheus.address(given.options["--prometheus"]), latest)
+        exporter = prometheus.Exporter(prometheus.address(given.options["--prometheus"]), latest)
+        stack.enter_context(contextlib.closing(exporter))
+        say(f"metrics are served at http://{exporter.place}/metrics")
 
 
-def _served(exporter: Exporter) -> str:
-    return f"metrics are served at http://{exporter.place}/metrics"
+def _print_error(text: str) -> None:
+    print(f"ddpdoctor: {text}", file=sys.stderr, flush=True)
 
 
 def _monitor(given: Given, run: str | None) -> int:
@@ -213,7 +208,7 @@ def _monitor(given: Given, run: str | None) -> int:
             "top needs a terminal" + (" (TERM is dumb)" if terminal.is_dumb() else ""),
             "--once prints one frame, --json --watch is for machines",
         )
-    # What a person named wrong is said before the screen is taken.
+    # Report a wrong name before the screen is taken.
     if run is not None:
         rundir.find(run)
     if "--replay" in given:
@@ -221,28 +216,24 @@ def _monitor(given: Given, run: str | None) -> int:
     from ddpdoctor.top.app import TopApp
     from ddpdoctor.top.frame_sources import live_runs, open_source
     from ddpdoctor.top.recording import Recording
-    from ddpdoctor.top.view import View
 
     made_up = "--demo" in given or "--replay" in given
 
-    def fresh_recording() -> Recording:
-        """A recording in the working directory, for the key."""
+    def new_recording() -> Recording:
+        """Start a recording in the working directory, for the key."""
         return Recording(f"ddpdoctor-top-{time.strftime('%Y%m%d-%H%M%S')}.jsonl.gz")
 
     app = TopApp(
         lambda: _open(given, run),
-        View(ascii_only=_ascii(given), colour=_colour(), readonly="--readonly" in given),
-        # To choose from, if nothing was named.
+        _view(given),
+        # Without a named run, the user chooses one of these.
         runs=[] if run is not None or made_up else live_runs(),
         list_runs=None if made_up else live_runs,
         make_run=lambda path: open_source(path, interval=given.get("--interval", 1.0)),
-        record=None if "--replay" in given else fresh_recording,
+        record=None if "--replay" in given else new_recording,
         recording=Recording(given.options["--record"]) if "--record" in given else None,
     )
     with contextlib.ExitStack() as stack:
-        exporter = _exporter(given, lambda: app.newest)
-        if exporter is not None:
-            stack.enter_context(contextlib.closing(exporter))
-            app.say(_served(exporter))
+        _export(given, stack, lambda: app.newest, app.say)
         app.run()
     return app.return_code or 0

@@ -10,18 +10,17 @@ from pathlib import Path
 
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.formatting import shown
-from ddpdoctor.core.job import DEFAULT_PORT
+from ddpdoctor.core.job import DEFAULT_PORT, LOOPBACK
 from ddpdoctor.core.options import DIRECTORY, PATH_MAP, Given, Parser, number
 from ddpdoctor.debug import vscode_configurations, vscode_files
 from ddpdoctor.debug.vscode_configurations import WORKSPACE_FOLDER, AttachPoint, PathMapping
 from ddpdoctor.supervise import command
 
 DEFAULT_RANKS = 2
-_HOST = "127.0.0.1"
+_FOR_REMOVE = {"--workspace", "--remove"}
 _LAST_PORT = 65535
 _NPROC = ("--nproc-per-node", "--nproc_per_node")
-_FILE = "${file}"
-"""The file that is open in VS Code."""
+_FILE = "${file}"  # VS Code's variable for the open file
 
 PARSER = Parser(
     "vscode",
@@ -59,56 +58,51 @@ Options:
 
 
 def main(words: Sequence[str]) -> int:
-    """Write or remove the entries.
-
-    Raises:
-        DoctorError: The command line cannot work, or a file cannot be changed.
-    """
+    """Write or remove the entries."""
     given = PARSER.read(words, command.PARSER.options)
     if given.help:
         sys.stdout.write(PARSER.help)
         return 0
     if given.separator and not given.rest:
-        raise DoctorError("no script behind --", "leave -- out to run the open file")
+        raise DoctorError("no script after --", "leave -- out to run the open file")
     if given.separator and not given.passed:
-        # All behind it is the job's, options of run and torchrun, too.
+        # All words after it belong to the job, options of run and torchrun, too.
         job = Parser("vscode", "", leading=True).read(given.rest, command.PARSER.options)
         given.passed, given.rest, given.separator = job.passed, job.rest, job.separator
     here = vscode_files.current_directory()
     workspace = vscode_files.find_workspace(here, given.get("--workspace"))
-    if "--remove" in given:
-        if (
-            given.passed
-            or given.rest
-            or set(given.options) - given.configured - {"--workspace", "--remove"}
-        ):
-            raise DoctorError("--remove goes with no other option than --workspace")
-        _remove(workspace)
-    else:
+    if "--remove" not in given:
         _install(workspace, here, given)
+    elif given.passed or given.rest or set(given.options) - given.configured - _FOR_REMOVE:
+        raise DoctorError("--remove goes with no other option than --workspace")
+    else:
+        _remove(workspace, here)
     return 0
 
 
 def _install(workspace: Path, here: Path, given: Given) -> None:
     port = given.get("--debug-port", DEFAULT_PORT)
-    ranks = _ranks(given)
+    nproc = given.last_passed(*_NPROC) or ""
+    asked = int(nproc) if nproc.isascii() and nproc.isdigit() and len(nproc) < 10 else 0
+    ranks = given.get("--ranks") or asked or DEFAULT_RANKS
     if port + ranks - 1 > _LAST_PORT:
         raise DoctorError(
             f"{ranks} ranks from port {port} on go beyond port {_LAST_PORT}",
             "choose a lower --debug-port",
         )
-    points = [AttachPoint(rank, _HOST, port + rank) for rank in range(ranks)]
-    mappings = [
-        PathMapping(_local(local, workspace, here), remote)
-        for local, remote in given.get("--path-map", ())
-    ]
-    # The run rewrites launch.json, and has to come to the same entries.
+    points = [AttachPoint(rank, LOOPBACK, port + rank) for rank in range(ranks)]
+    mappings = []
+    for local, remote in given.get("--path-map", ()):
+        if not local.startswith("$"):
+            local = _in_files(Path(os.path.normpath(here / local)), workspace)
+        mappings.append(PathMapping(local, remote))
+    # The run updates launch.json, and has to write the same entries.
     own = ["--debug-port", str(port)] if port != DEFAULT_PORT else []
     if "--workspace" in given:
         own += ["--workspace", WORKSPACE_FOLDER]
     for mapping in mappings:
         own += ["--path-map", f"{mapping.local}={mapping.remote}"]
-    cwd = _named(here, workspace) if given.passed or given.rest else WORKSPACE_FOLDER
+    cwd = _in_files(here, workspace) if given.passed or given.rest else WORKSPACE_FOLDER
     changed = vscode_files.edit(
         workspace,
         {
@@ -129,26 +123,19 @@ def _install(workspace: Path, here: Path, given: Given) -> None:
     print(f'{done}: press F5 and choose "{vscode_configurations.RUN_COMPOUND}"')
 
 
-def _ranks(given: Given) -> int:
-    """How many ranks to attach to."""
-    nproc = given.last_passed(*_NPROC) or ""
-    asked = int(nproc) if nproc.isascii() and nproc.isdigit() and len(nproc) < 10 else 0
-    return given.get("--ranks") or asked or DEFAULT_RANKS
-
-
 def _job(given: Given, ranks: int) -> list[str]:
-    """The words of the job for `ddpdoctor run`."""
+    """Return the job's words for `ddpdoctor run`."""
     script = given.rest or [_FILE]
     separator = ["--"] if given.separator and given.passed else []
     job = [*given.typed(), *separator, *script]
     for_torchrun = script[0].endswith((".py", _FILE)) or (given.passed and not separator)
     if for_torchrun and not given.has_passed(*_NPROC):
-        # As many ranks as there are configurations to attach to them.
+        # As many ranks as there are attach configurations.
         job = ["--nproc-per-node", str(ranks), *job]
     return job
 
 
-def _remove(workspace: Path) -> None:
+def _remove(workspace: Path, here: Path) -> None:
     changed = vscode_files.edit(
         workspace,
         {
@@ -156,7 +143,6 @@ def _remove(workspace: Path) -> None:
             vscode_configurations.TASKS_FILE: vscode_configurations.without_tasks,
         },
     )
-    here = vscode_files.current_directory()
     deleted = [path for path in changed if not path.exists()]
     edited = [path for path in changed if path.exists()]
     if deleted:
@@ -167,15 +153,8 @@ def _remove(workspace: Path) -> None:
         print(f"unchanged: no entries of ddpdoctor in {_shown(_paths(workspace), here)}")
 
 
-def _local(local: str, workspace: Path, here: Path) -> str:
-    """The editor's side of a mapping as VS Code may have it in its files."""
-    return (
-        local if local.startswith("$") else _named(Path(os.path.normpath(here / local)), workspace)
-    )
-
-
-def _named(path: Path, workspace: Path) -> str:
-    """A path as VS Code may have it in its files: below the workspace if it is."""
+def _in_files(path: Path, workspace: Path) -> str:
+    """Return a path for VS Code's files: below the workspace folder if it is."""
     for root, place in ((workspace, path), (workspace.resolve(), path.resolve())):
         if place.is_relative_to(root):
             below = place.relative_to(root)

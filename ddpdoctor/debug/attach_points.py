@@ -1,7 +1,7 @@
 """The debug ports of a live run, with the state of each rank.
 
-An editor trusts what it attaches to. So a run has to be this user's, and so has whoever listens at
-its ports: the kernel is asked before a port is printed or written.
+An editor trusts what it attaches to. So the run has to belong to this user, and so has the process
+that listens at a port: the kernel is asked before a port is printed or written.
 """
 
 from __future__ import annotations
@@ -25,29 +25,28 @@ from ddpdoctor.run import rundir
 from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.records.supervisor import DebugRecord
 from ddpdoctor.run.snapshot import Run
-from ddpdoctor.run.status import Status
 from ddpdoctor.system import peers
 
 _ADDRESS = re.compile(r"[A-Za-z0-9._:%-]+")
-_LONGEST_LABEL = 200
+_MAX_LABEL = 200
 _LAST_PORT = 65535
-_FAR = "on another machine: --tunnel leads there"
+_REMOTE = "on another machine: --tunnel leads there"
 
 
 @dataclass(frozen=True)
 class Point:
-    """A rank's port, and its state in a few words."""
+    """A rank's port and its state, in words."""
 
     rank: int
     port: int
     pid: int | None
     state: str
     trouble: str
-    """Why no debugger may attach to the port; empty if one may."""
+    """The reason why no debugger may attach to the port; empty if one may."""
 
 
 def live_run(path: Path) -> Run:
-    """The live run in a directory.
+    """Return the live run in a directory.
 
     Raises:
         DoctorError: It belongs to another user, has ended, or is damaged.
@@ -61,26 +60,26 @@ def live_run(path: Path) -> Run:
 
 
 def points(run: Run) -> list[Point]:
-    """The points of a run, ascending by rank.
+    """Return the ports of a run's ranks, ascending by rank.
 
     Raises:
-        DoctorError: What the run directory says is no address.
+        DoctorError: The run directory holds no valid address.
     """
-    far = "" if _is_here(run) or not gateway.is_loopback(host(run)) else _FAR
+    remote = "" if _is_here(run) or not gateway.is_loopback(host(run)) else _REMOTE
     return [
         Point(
             rank,
             each.port or 0,
             each.pid or None,
             _state(run, rank, each),
-            _trouble(run, each.port) or far,
+            _trouble(run, each.port) or remote,
         )
         for rank, each in sorted(run.debug_states.items())
     ]
 
 
 def _trouble(run: Run, port: int | None) -> str:
-    """Why no debugger may attach to a port where the run is; unknown on another machine."""
+    """Return why no debugger may attach to a port. On another machine that is unknown."""
     if port is None or port not in _ports(run):
         return "it has no port"
     if not _is_here(run):
@@ -92,7 +91,7 @@ def _trouble(run: Run, port: int | None) -> str:
 
 
 def left_out(run: Run) -> list[str]:
-    """The ranks that no debugger may attach to, each in a line."""
+    """Return a line for each rank that no debugger may attach to."""
     found = (point for point in points(run) if point.trouble)
     return [f"rank {point.rank} is left out: {point.trouble}" for point in found]
 
@@ -102,7 +101,7 @@ def _is_here(run: Run) -> bool:
 
 
 def _state(run: Run, rank: int, record: DebugRecord) -> str:
-    """What a rank does, in a few words."""
+    """Return what a rank does, in a few words."""
     state, place = record.state, relative_place(record.at)
     if state == "gone":
         return "ended"
@@ -111,33 +110,29 @@ def _state(run: Run, rank: int, record: DebugRecord) -> str:
     if state == "stopped":
         return "held by the debugger" + (f" at {place}" if record.place else "")
     status = next((each.status for each in run.last if each.rank == rank), None)
-    doing = _doing(status) if status is not None else "starting"
+    doing = "starting"
+    if status is not None:
+        doing = f"step {status.step}, {status.collective or status.phase.label}"
+        doing += f" ({relative_place(status.site)})" if status.site else ""
     return f"in the debugger, {doing}" if state in ("attached", "running") else doing
 
 
-def _doing(status: Status) -> str:
-    what = status.collective or status.phase.label
-    return f"step {status.step}, {what}" + (
-        f" ({relative_place(status.site)})" if status.site else ""
-    )
-
-
 def is_debugged(run: Run) -> bool:
-    """Whether the run was started with debug ports."""
+    """Return whether the run was started with debug ports."""
     return isinstance(run.manifest.get("debug"), dict)
 
 
 def host(run: Run) -> str:
-    """Where a debugger reaches the run's ports.
+    """Return the address at which a debugger reaches the run's ports.
 
     Raises:
-        DoctorError: What the run directory says is no address: it goes into lines to be pasted.
+        DoctorError: The run directory holds no valid address. It goes into lines to be pasted.
     """
     address = run.manifest["debug"].get("host")
     if isinstance(address, str) and _ADDRESS.fullmatch(address):
         address = gateway.reachable(address)
         try:
-            # By its name, a client may come to another address of it.
+            # By name, a client may reach another address of the host.
             return address if ":" in address else socket.gethostbyname(address)
         except (OSError, UnicodeError):
             pass
@@ -145,22 +140,22 @@ def host(run: Run) -> str:
 
 
 def label(run: Run) -> str:
-    """What distinguishes the run's entries in launch.json from another live run's.
+    """Return the label that distinguishes the run's entries in launch.json from another run's.
 
     Raises:
-        DoctorError: What the run directory says is no line of text.
+        DoctorError: The run directory holds something else than a line of text.
     """
     found = run.manifest["debug"].get("label") or ""
-    if not isinstance(found, str) or len(found) > _LONGEST_LABEL or shown(found) != found:
+    if not isinstance(found, str) or len(found) > _MAX_LABEL or shown(found) != found:
         raise _damaged(run, "the label is no line of text")
     return found
 
 
 def workspace(run: Run) -> Path | None:
-    """The folder whose launch.json the run writes; None if it writes none.
+    """Return the folder whose launch.json the run writes; None if it writes none.
 
     Raises:
-        DoctorError: What the run directory says is no path.
+        DoctorError: The run directory holds no valid path.
     """
     found = run.manifest["debug"].get("workspace")
     if found is not None and not (isinstance(found, str) and os.path.isabs(found)):
@@ -173,10 +168,10 @@ def _damaged(run: Run, why: str) -> DoctorError:
 
 
 def tunnel(run: Run) -> str:
-    """The line that brings the run's ports to another machine.
+    """Return the ssh command that forwards the run's ports to another machine.
 
     Raises:
-        DoctorError: There is no port to bring.
+        DoctorError: There is no port to forward.
     """
     node = str(run.manifest.get("host", "HOST"))
     there = host(run)
@@ -196,7 +191,7 @@ def _ports(run: Run) -> list[int]:
 
 
 def _ends(run: Run) -> dict[int, tuple[int, int]]:
-    """Local and remote ports of a tunnel, by rank: ranks of several nodes share no local one."""
+    """Return the local and remote ports of a tunnel by rank. No two ranks share a local port."""
     ports = _ports(run)
     found = {point.rank: point.port for point in points(run)} or dict(enumerate(ports))
     return {
@@ -213,12 +208,12 @@ def write(
     mappings: Sequence[vscode_configurations.PathMapping] = (),
     through_tunnel: bool = False,
 ) -> bool:
-    """Put the ranks of runs into the workspace's launch.json; whether it changed.
+    """Write the ranks of runs into the workspace's launch.json. Returns whether it changed.
 
-    Those that no debugger may attach to are left out.
+    Ranks that no debugger may attach to are left out.
 
     Raises:
-        DoctorError: The file cannot be edited; it is as it was.
+        DoctorError: The file cannot be edited. It is unchanged.
     """
     labels = [label(run) for run in runs]
     changed = False

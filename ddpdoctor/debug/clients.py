@@ -1,4 +1,4 @@
-"""Serve the debuggers that connect to the gateway, from a client's first message to its last."""
+"""Serve the debuggers that connect to the gateway, from their first message to their last."""
 
 from __future__ import annotations
 
@@ -8,47 +8,28 @@ import secrets
 import time
 
 from ddpdoctor.debug import dap
-from ddpdoctor.debug.gateway_ranks import (
-    Message,
-    RankLink,
-    Ranks,
-    SilentError,
-    Slot,
-    Slots,
-    Streams,
-)
+from ddpdoctor.debug.gateway_ranks import Message, Ranks, SilentError, Slot, Streams
 from ddpdoctor.run.records.supervisor import DebugRecord
 
-ANSWER = 5.0
-"""Seconds that a rank has to answer at all."""
-
-START = 60.0
-"""Seconds that debugpy may take to start in a rank that has answered."""
-
-APPEAR = 60.0
-"""Seconds that a client waits for a rank that is not there (yet, or again after a restart)."""
+ANSWER = 5.0  # Seconds for a rank to answer at all
+START = 60.0  # Seconds for debugpy to start in a rank that has answered
+APPEAR = 60.0  # Seconds that a client waits for a rank that has not started, or is restarted
 
 FIRST_MESSAGE = 10.0
-"""Seconds in which a client has to speak the protocol: a port scan does not start a debugger."""
+"""Seconds for a client to send a message: a port scan does not start a debugger."""
 
-CONFIGURED = 60.0
-"""Seconds in which a client has to be through with its configuration, or the session ends."""
-
-PARTING = 3.0
-"""Seconds in which a client may close its connection after the session."""
-
-TURNOVER = 3.0
-"""Seconds in which an old session may still end when a new client comes."""
+CONFIGURED = 60.0  # Seconds for a client to complete its configuration, or the session ends
+PARTING = 3.0  # Seconds for a client to close its connection after the session
+TURNOVER = 3.0  # Seconds for the previous session to end when a new client comes
 
 COMPILED = (
     "ddpdoctor: this rank runs functions that torch.compile took; breakpoints in them are not hit"
 )
 
-PAUSES = 1.0
-"""Seconds that a thread has to stop when it is asked to."""
+PAUSES = 1.0  # Seconds for a thread to stop when it is asked to
 
 NATIVE = "in native code"
-"""Short: VS Code cuts the session's name, and with it the rank, for a longer one."""
+"""Short, because VS Code cuts the session's name, and with it the rank, for a longer text."""
 
 OVER = "the debug session is over"
 
@@ -56,30 +37,21 @@ IN_WORKERS = (
     "DataLoader workers run this line, and no debugger is in them: set num_workers=0 to stop here"
 )
 
-_MOST_FIRST = 1 << 20
+_MAX_FIRST = 1 << 20
 _CHUNK = 1 << 16
 
 
 class RefusedError(Exception):
-    """A client cannot be served; the text is for the person."""
+    """A client cannot be served. The text is for the user."""
 
 
 class Clients:
-    """Serves the clients of one run.
+    """Serve the clients of one run. See :class:`~ddpdoctor.debug.gateway.Gateway`."""
 
-    Args:
-        slots: The debug ports.
-        ranks: The processes behind them.
-        ends_job: The first client that stops a session it began before the gate was open ends the
-            job.
-    """
-
-    def __init__(self, slots: Slots, ranks: Ranks, *, ends_job: bool) -> None:
-        self._slots = slots
+    def __init__(self, ranks: Ranks, *, ends_job: bool) -> None:
         self._ranks = ranks
         self._ends_job = ends_job
-        self._stop_said = False
-        ranks.on_workers = self._look_at_workers
+        ranks.on_workers = self._check_workers
 
     async def take(
         self, slot: Slot, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -87,41 +59,51 @@ class Clients:
         """Serve a connection to a debug port."""
         task = asyncio.current_task()
         assert task is not None
-        self._slots.tasks.add(task)
+        self._ranks.tasks.add(task)
         try:
             await self._client(slot, reader, writer)
         except (OSError, asyncio.TimeoutError, dap.NotDapError):
             pass
         except Exception as error:
             fault = DebugRecord(time=time.time_ns(), state="fault", error=repr(error))
-            self._slots.report(fault)
+            self._ranks.report(fault)
         finally:
-            self._slots.tasks.discard(task)
+            self._ranks.tasks.discard(task)
             writer.close()
-            # It waits for a client that does not take what was written.
+            # `close` waits for a client that does not read what was written.
             asyncio.get_running_loop().call_later(PARTING, writer.transport.abort)
 
     async def _client(
         self, slot: Slot, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        first = await asyncio.wait_for(_first_message(reader), FIRST_MESSAGE)
-        if first is None:
+        data, requests = await asyncio.wait_for(_first_message(reader), FIRST_MESSAGE)
+        if not requests:
             return
-        data, requests = first
         text, limit = OVER, PARTING
         tap = dap.Tap()
         tap.at_gate = not self._ranks.gate_open
         try:
-            await self._free(slot)
+            await self._ranks.wait_until(lambda: slot.session is None, TURNOVER)
+            if slot.session is not None:
+                raise RefusedError(
+                    f"rank {slot.rank} is in a debugger already; disconnect that session first"
+                )
             slot.session, slot.client = tap, writer
             try:
                 upstream = await self._reach(slot, writer)
                 try:
                     await self._pass(slot, tap, data, (reader, writer), upstream)
                 finally:
-                    await self._silence(slot)
+                    if slot.link is not None:
+                        # The rank stops tracing.
+                        with contextlib.suppress(SilentError):
+                            await slot.link.ask("detached", ANSWER)
             finally:
-                await self._end(slot, tap)
+                slot.session = slot.client = None
+                if tap.attached:
+                    self._ranks.report_rank(slot, "detached")
+                self._ranks.restore_timeouts()
+                await self._ranks.changed()
         except RefusedError as refused:
             text, limit = str(refused), FIRST_MESSAGE
         else:
@@ -129,17 +111,14 @@ class Clients:
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(_refuse(text, requests, reader, writer), limit)
 
-    async def _free(self, slot: Slot) -> None:
-        """Wait until the session before is over."""
-        await self._slots.wait_until(lambda: slot.session is None, TURNOVER)
-        if slot.session is not None:
-            raise RefusedError(
-                f"rank {slot.rank} is in a debugger already; disconnect that session first"
-            )
-
     async def _reach(self, slot: Slot, client: asyncio.StreamWriter) -> Streams:
-        """A connection to debugpy in the rank, which it starts if it has not."""
-        link = await self._link_of(slot)
+        """Return a connection to debugpy in the rank, which starts it if it has not."""
+        await self._ranks.wait_until(lambda: slot.link is not None, APPEAR)
+        link = slot.link
+        if link is None:
+            raise RefusedError(
+                f"there is no rank at port {slot.port}: it has not started, or has ended"
+            )
         await self._ranks.lift_timeouts()
         try:
             await link.ask("answer", ANSWER)
@@ -154,31 +133,19 @@ class Clients:
             answer = await link.ask("debug", START, key=key)
             if "error" in answer:
                 raise RefusedError(f"rank {slot.rank} cannot start debugpy: {answer['error']}")
-            # Made before the answer was sent.
+            # The rank has made the connection before it sent the answer.
             upstream: Streams = await asyncio.wait_for(session, ANSWER)
         except (SilentError, asyncio.TimeoutError) as error:
             raise RefusedError(f"rank {slot.rank} cannot start debugpy: {error}") from None
         finally:
             self._ranks.sessions.pop(key, None)
         if answer.get("compiled"):
-            client.write(dap.encode(dap.output(COMPILED)))
+            output = {"category": "important", "output": COMPILED + "\n"}
+            client.write(dap.encode(dap.event("output", output)))
         return upstream
 
-    async def _link_of(self, slot: Slot) -> RankLink:
-        await self._slots.wait_until(lambda: slot.link is not None, APPEAR)
-        if slot.link is None:
-            raise RefusedError(
-                f"there is no rank at port {slot.port}: it has not started, or has ended"
-            )
-        return slot.link
-
     async def _pass(
-        self,
-        slot: Slot,
-        tap: dap.Tap,
-        data: bytes,
-        client: Streams,
-        upstream: Streams,
+        self, slot: Slot, tap: dap.Tap, data: bytes, client: Streams, upstream: Streams
     ) -> None:
         """Carry bytes both ways until the client leaves or one side ends."""
         from_client, to_client = client
@@ -190,10 +157,11 @@ class Clients:
                 to_rank.write(tap.to_rank(chunk))
                 while tap.for_client:
                     to_client.write(dap.encode(tap.for_client.pop(0)))
-                if tap.stopped_by_client:
-                    self._left(slot, tap)
+                if tap.stopped_by_client and tap.at_gate and self._ends_job:
+                    self._ends_job = False
+                    self._ranks.report_rank(slot, "stop")
                 if tap.pausing is not None:
-                    self._slots.begin(self._show_pause(tap, tap.pausing, to_client))
+                    self._ranks.begin(self._show_pause(tap, tap.pausing, to_client))
                 if tap.leaving:
                     return
                 await to_rank.drain()
@@ -212,7 +180,7 @@ class Clients:
                 if tap.ended and tap.terminates:
                     tap.terminates = False
                     to_client.write(dap.encode(dap.event("terminated", {})))
-                self._follow(slot, tap, before)
+                self._report_changes(slot, tap, *before)
                 if tap.ended:
                     return
                 if not tap.leaving:
@@ -226,11 +194,11 @@ class Clients:
                     break
             if not carried[1].done():
                 if not tap.leaving:
-                    # The client has vanished: the rank must not stand at its breakpoint for ever.
+                    # The client has vanished: detach, or the rank would stay at its breakpoint.
                     to_rank.write(tap.vanish())
                 await asyncio.wait(carried[1:], timeout=ANSWER)
             if not (tap.leaving and tap.ended):
-                # The rank has ended, say: its client is informed, not cut off.
+                # The rank may have ended: tell the client before the connection closes.
                 to_client.write(dap.encode(dap.event("terminated", {})))
         finally:
             for task in carried:
@@ -239,9 +207,9 @@ class Clients:
             to_rank.close()
 
     async def _show_pause(self, tap: dap.Tap, thread: object, client: asyncio.StreamWriter) -> None:
-        """Show the stack of a thread that cannot stop now: it waits in native code.
+        """Show the stack of a thread that cannot stop now because it is in native code.
 
-        It stops where Python goes on; until then the client asks for no stack by itself.
+        It stops where Python continues. Until then the client asks for no stack by itself.
         """
         await asyncio.sleep(PAUSES)
         if tap.pausing == thread and not tap.ended:
@@ -251,7 +219,10 @@ class Clients:
             client.write(dap.encode(dap.event("stopped", {**body, "allThreadsStopped": False})))
 
     async def _in_workers(self, slot: Slot, tap: dap.Tap, path: str) -> list[Message]:
-        """The breakpoints of a file that only DataLoader workers would hit; unverified from now."""
+        """Return the breakpoints of a file that only DataLoader workers would hit.
+
+        They are marked as not verified.
+        """
         found = [each for each in tap.breakpoints[path] if each.get("verified")]
         if not found or slot.link is None:
             return []
@@ -265,8 +236,8 @@ class Clients:
             each.update(verified=False, message=IN_WORKERS)
         return missed
 
-    async def _look_at_workers(self, slot: Slot) -> None:
-        """A DataLoader has started workers: show the client which breakpoints are in their code."""
+    async def _check_workers(self, slot: Slot) -> None:
+        """Show the client which breakpoints are in the code of workers that have just started."""
         tap, client = slot.session, slot.client
         if tap is None or client is None:
             return
@@ -275,49 +246,32 @@ class Clients:
                 changed = dap.event("breakpoint", {"reason": "changed", "breakpoint": each})
                 client.write(dap.encode(changed))
 
-    def _left(self, slot: Slot, tap: dap.Tap) -> None:
-        """A client has stopped its session; with it the job, if this was what the job ran for."""
-        if self._ends_job and tap.at_gate and not self._stop_said:
-            self._stop_said = True
-            self._slots.report_rank(slot, "stop")
-
-    def _follow(self, slot: Slot, tap: dap.Tap, before: tuple[bool, bool, str]) -> None:
-        attached, stopped, place = before
+    def _report_changes(
+        self, slot: Slot, tap: dap.Tap, attached: bool, stopped: bool, place: str
+    ) -> None:
+        """Report what has changed in a session since its state was the given one."""
         if tap.attached and not attached:
-            self._slots.report_rank(slot, "attached")
+            self._ranks.report_rank(slot, "attached")
             if slot.link is not None:
                 slot.link.send("attached")
-            self._ranks.look_at_gate()
+            self._ranks.check_gate()
         if tap.stopped != stopped:
-            self._slots.report_rank(slot, "stopped" if tap.stopped else "running")
+            self._ranks.report_rank(slot, "stopped" if tap.stopped else "running")
         elif tap.place != place and tap.stopped:
-            self._slots.report_rank(slot, "stopped", place=tap.place)
-
-    async def _silence(self, slot: Slot) -> None:
-        """Have the rank stop tracing."""
-        if slot.link is not None:
-            with contextlib.suppress(SilentError):
-                await slot.link.ask("detached", ANSWER)
-
-    async def _end(self, slot: Slot, tap: dap.Tap) -> None:
-        slot.session = slot.client = None
-        if tap.attached:
-            self._slots.report_rank(slot, "detached")
-        self._ranks.restore_timeouts()
-        await self._slots.changed()
+            self._ranks.report_rank(slot, "stopped", place=tap.place)
 
 
-async def _first_message(reader: asyncio.StreamReader) -> tuple[bytes, list[dap.Message]] | None:
-    """The bytes up to a first whole message, and the messages in them; None at the end."""
+async def _first_message(reader: asyncio.StreamReader) -> tuple[bytes, list[dap.Message]]:
+    """Return the bytes up to a first whole message, and the messages; none at the end."""
     decoder, data = dap.Decoder(), b""
     while chunk := await reader.read(_CHUNK):
         data += chunk
-        if len(data) > _MOST_FIRST:
+        if len(data) > _MAX_FIRST:
             raise dap.NotDapError
         messages = decoder.feed(chunk)
         if messages:
             return data, messages
-    return None
+    return data, []
 
 
 async def _refuse(

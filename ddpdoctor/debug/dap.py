@@ -1,4 +1,4 @@
-"""The Debug Adapter Protocol, as far as a gateway has to know it.
+"""The part of the Debug Adapter Protocol that a gateway needs.
 
 Messages are JSON with a ``Content-Length`` header:
 https://microsoft.github.io/debug-adapter-protocol/overview
@@ -15,67 +15,76 @@ from ddpdoctor.core.opening import integer
 Message = dict[str, Any]
 
 _HEADER_END = b"\r\n\r\n"
-_RESUME = (1 << 30) + 1
-"""The number of our ``continue``."""
-_MOST_HEADER = 512
+_RESUME = (1 << 30) + 1  # The sequence number of the gateway's own ``continue``
+_MAX_HEADER = 512
 _LEAVING = frozenset({"disconnect", "terminate"})
 _RESUMING = frozenset(
     {"continue", "next", "stepIn", "stepOut", "stepBack", "reverseContinue", "goto"}
 )
 
+DISCONNECT: Message = {
+    "seq": 1 << 30,
+    "type": "request",
+    "command": "disconnect",
+    "arguments": {"restart": False, "terminateDebuggee": False},
+}
+"""The request that detaches a client without an end of the process."""
+
 
 class NotDapError(Exception):
-    """The bytes are no messages of the protocol."""
+    """The bytes are not messages of the protocol."""
 
 
 def encode(message: Message) -> bytes:
-    """A message as it goes over the wire."""
+    """Return a message as it is sent."""
     body = json.dumps(message, separators=(",", ":")).encode()
     return b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
 
 
 class Decoder:
-    """Cuts a stream into messages."""
+    """Split a stream into messages.
+
+    Attributes:
+        rest: The bytes of a message that is not complete yet.
+    """
 
     def __init__(self) -> None:
-        self._rest = b""
-
-    @property
-    def rest(self) -> bytes:
-        """What has come of a message that is not whole yet."""
-        return self._rest
+        self.rest = b""
 
     def feed(self, data: bytes) -> list[Message]:
-        """The messages that ``data`` completes.
+        """Return the messages that ``data`` completes.
 
         Raises:
-            NotDapError: This is no such stream.
+            NotDapError: The stream is not one of messages.
         """
         return [message for message, _ in self.cut(data)]
 
     def cut(self, data: bytes) -> list[tuple[Message, bytes]]:
-        """The messages that ``data`` completes, each with the bytes it came in.
+        """Return the messages that ``data`` completes, each with its bytes.
 
         Raises:
-            NotDapError: This is no such stream.
+            NotDapError: The stream is not one of messages.
         """
-        self._rest += data
+        self.rest += data
         messages: list[tuple[Message, bytes]] = []
         while True:
-            head, found, rest = self._rest.partition(_HEADER_END)
+            head, found, rest = self.rest.partition(_HEADER_END)
             if not found:
-                if len(head) > _MOST_HEADER or not _could_begin(head):
+                begins = head[:8].lower() == b"content-"[: len(head)]
+                if len(head) > _MAX_HEADER or not begins:
                     raise NotDapError
                 return messages
             length = _length(head)
             if len(rest) < length:
                 return messages
-            self._rest, body = rest[length:], rest[:length]
-            messages.append((_parse(body), head + found + body))
-
-
-def _could_begin(head: bytes) -> bool:
-    return head[:8].lower() == b"content-"[: len(head)]
+            self.rest, body = rest[length:], rest[:length]
+            try:
+                message = opening.loads(body)
+            except ValueError:
+                raise NotDapError from None
+            if not isinstance(message, dict):
+                raise NotDapError
+            messages.append((message, head + found + body))
 
 
 def _length(head: bytes) -> int:
@@ -87,106 +96,96 @@ def _length(head: bytes) -> int:
     raise NotDapError
 
 
-def _parse(body: bytes) -> Message:
-    try:
-        message = opening.loads(body)
-    except ValueError:
-        raise NotDapError from None
-    if not isinstance(message, dict):
-        raise NotDapError
-    return message
-
-
 class Tap:
-    """Follows one session from the messages that pass: attached, stopped and where, ended."""
+    """The state of one session, from the messages that pass."""
 
     def __init__(self) -> None:
         self.attached = False
-        """The client has set its breakpoints and is through with its configuration."""
+        """The client has set its breakpoints and completed its configuration."""
         self.stopped = False
         self.place = ""
-        """``path:line`` of the stop, once the client asked for the stack."""
+        """``path:line`` of the stop, once the client has asked for the stack."""
         self.leaving = False
         """The client has asked for the end of the session."""
         self.ended = False
         """The rank has answered that."""
         self.stopped_by_client = False
-        """The client asked for the end of the session, and not to begin another one."""
+        """The client asked for the end of the session, and not for a restart."""
         self.at_gate = False
-        """It began while the ranks were held before their first line."""
+        """The session began while the ranks were held before their first line."""
         self.terminates = False
         """The client waits for the event that the session is over."""
         self.unanswered: dict[int, str] = {}
-        """Requests of the client that wait for their response: the command by its number."""
+        """The commands of the client's requests without a response, by sequence number."""
         self.pausing: object = None
         """The thread that the client has asked to pause, until something has stopped."""
         self.shown: object = None
-        """The thread in native code that the client was shown as stopped."""
+        """The thread in native code that was shown to the client as stopped."""
         self.for_client: list[Message] = []
+        """The gateway's own messages to the client."""
         self.for_rank: list[Message] = []
-        """What the gateway itself has to say to either side."""
-        self._resumes = False
-        """The client has let a shown thread go on, before it could stop."""
+        """The gateway's own messages to the rank."""
         self.breakpoints: dict[str, list[Message]] = {}
-        """By file, as the rank has answered them."""
+        """The breakpoints by file, as the rank has answered them."""
+        self._resumes = False
+        """The client has let a shown thread continue before it could stop."""
         self._files: dict[int, str] = {}
         self._from_client = Decoder()
         self._from_rank = Decoder()
         self._blind = False
 
     def to_rank(self, data: bytes) -> bytes:
-        """What the rank gets of a client's bytes: all of it, but nothing that would end the rank.
+        """Return what is sent to the rank of a client's bytes.
 
-        VS Code's Stop asks all sessions of a compound but one to end their process. A rank that
-        ends alone leaves its peers hanging, so each is a detach; whether the job ends is decided
-        for all ranks together.
+        A request that would end the rank is replaced by a detach. VS Code's Stop asks all sessions
+        of a compound but one to end their process, and a rank that ends alone leaves its peers
+        hanging. Whether the job ends is decided for all ranks together.
 
         Raises:
-            NotDapError: This is no such stream; what ends a rank could hide in it.
+            NotDapError: The stream is not one of messages, so such a request could hide in it.
         """
         passed = []
         for message, raw in self._from_client.cut(data):
             if message.get("type") == "request" and isinstance(message.get("seq"), int):
                 if message.get("command") == "continue" and self.shown is not None:
-                    # debugpy answers only for a thread that stands.
+                    # debugpy answers only for a thread that has stopped.
                     self.shown, self._resumes = None, True
-                    self.for_client.append(_continued(message))
+                    response = {"seq": 0, "type": "response", "request_seq": message["seq"]}
+                    body = {"allThreadsContinued": True}
+                    self.for_client.append(
+                        {**response, "command": "continue", "success": True, "body": body}
+                    )
                     continue
+                arguments = message.get("arguments")
+                given = arguments if isinstance(arguments, dict) else {}
                 if message.get("command") in _LEAVING:
-                    message, raw = self._leave(message)
-                self._asked(message["seq"], str(message.get("command")), message.get("arguments"))
+                    self.stopped_by_client |= not given.get("restart")
+                    self.terminates |= message.get("command") == "terminate"
+                    self.leaving = True
+                    message = {**DISCONNECT, "seq": message["seq"]}
+                    raw = encode(message)
+                self._asked(message["seq"], str(message.get("command")), given)
             passed.append(raw)
         return b"".join(passed)
 
-    def _asked(self, seq: int, command: str, arguments: object) -> None:
+    def _asked(self, seq: int, command: str, arguments: Message) -> None:
         self.unanswered[seq] = command
-        given = arguments if isinstance(arguments, dict) else {}
         if command == "pause":
-            self.pausing, self._resumes = given.get("threadId"), False
+            self.pausing, self._resumes = arguments.get("threadId"), False
         elif command in _RESUMING or command in _LEAVING:
             self.pausing = None
-        elif command == "setBreakpoints" and isinstance(given.get("source"), dict):
-            self._files[seq] = str(given["source"].get("path"))
-
-    def _leave(self, request: Message) -> tuple[Message, bytes]:
-        """The detach in place of a request that ends the session."""
-        arguments = request.get("arguments")
-        arguments = arguments if isinstance(arguments, dict) else {}
-        self.stopped_by_client |= not arguments.get("restart")
-        self.terminates |= request.get("command") == "terminate"
-        self.leaving = True
-        detach = {**DISCONNECT, "seq": request["seq"]}
-        return detach, encode(detach)
+        elif command == "setBreakpoints" and isinstance(arguments.get("source"), dict):
+            self._files[seq] = str(arguments["source"].get("path"))
 
     def vanish(self) -> bytes:
-        """Return what a client that vanished should have sent the rank."""
+        """Return the detach that a client should have sent, which is gone."""
         self.unanswered[DISCONNECT["seq"]] = "disconnect"
         return encode(DISCONNECT)
 
     def to_client(self, data: bytes) -> list[tuple[Message, bytes]]:
-        """What the client gets of a rank's bytes: whole messages, each with its bytes.
+        """Return the messages for the client in a rank's bytes, each with its bytes.
 
-        What is no stream of messages is passed as it is, with an empty message.
+        Bytes that are not messages are passed on with an empty message.
         """
         if self._blind:
             return [({}, data)]
@@ -195,10 +194,10 @@ class Tap:
         except NotDapError:
             self._blind = True
             return [({}, self._from_rank.rest)]
-        return [(message, raw) for message, raw in messages if self._take(message)]
+        return [(message, raw) for message, raw in messages if self._follow(message)]
 
-    def _take(self, message: Message) -> bool:
-        """Take in a message of the rank; whether it is one for the client."""
+    def _follow(self, message: Message) -> bool:
+        """Take in a message of the rank. Returns whether it is for the client."""
         if message.get("type") == "response":
             if message.get("request_seq") == _RESUME:
                 return False
@@ -207,22 +206,14 @@ class Tap:
             body = message.get("body")
             if self._resumes and isinstance(body, dict) and body.get("reason") == "pause":
                 self._resumes = False
-                self.for_rank.append(_resume(body.get("threadId")))
+                request = {"seq": _RESUME, "type": "request", "command": "continue"}
+                thread = {"threadId": body.get("threadId")}
+                self.for_rank.append({**request, "arguments": thread})
                 return False
             self.stopped, self.place, self.pausing, self.shown = True, "", None, None
         elif message.get("event") == "continued":
             self.stopped = False
         return True
-
-    def file_of(self, response: Message) -> str | None:
-        """The file whose breakpoints a message answers, which are kept; None for all others."""
-        path = self._files.pop(integer(response, "request_seq"), None)
-        body = response.get("body")
-        found = body.get("breakpoints") if isinstance(body, dict) else None
-        if path is None or not response.get("success") or not isinstance(found, list):
-            return None
-        self.breakpoints[path] = [each for each in found if isinstance(each, dict)]
-        return path
 
     def _answered(self, message: Message) -> None:
         command = self.unanswered.pop(integer(message, "request_seq"), None)
@@ -235,40 +226,28 @@ class Tap:
         elif command in _RESUMING:
             self.stopped = False
         elif command == "stackTrace" and self.stopped and not self.place:
-            self.place = _top(message)
+            try:
+                frame = message["body"]["stackFrames"][0]
+                self.place = f"{frame['source']['path']}:{frame['line']}"
+            except (KeyError, IndexError, TypeError):
+                pass
 
-
-def _continued(request: Message) -> Message:
-    """Our answer to a ``continue``."""
-    return {
-        "seq": 0,
-        "type": "response",
-        "request_seq": request["seq"],
-        "command": "continue",
-        "success": True,
-        "body": {"allThreadsContinued": True},
-    }
-
-
-def _resume(thread: object) -> Message:
-    """Our own ``continue``."""
-    arguments = {"threadId": thread}
-    return {"seq": _RESUME, "type": "request", "command": "continue", "arguments": arguments}
-
-
-def _top(message: Message) -> str:
-    try:
-        frame = message["body"]["stackFrames"][0]
-        return f"{frame['source']['path']}:{frame['line']}"
-    except (KeyError, IndexError, TypeError):
-        return ""
+    def file_of(self, response: Message) -> str | None:
+        """Return the file if a message answers with its breakpoints, and keep these."""
+        path = self._files.pop(integer(response, "request_seq"), None)
+        body = response.get("body")
+        found = body.get("breakpoints") if isinstance(body, dict) else None
+        if path is None or not response.get("success") or not isinstance(found, list):
+            return None
+        self.breakpoints[path] = [each for each in found if isinstance(each, dict)]
+        return path
 
 
 def refusal(request: Message, text: str) -> list[Message]:
-    """The answer to a request of a client that cannot be served.
+    """Return the answer to a request of a client that cannot be served.
 
     ``initialize`` succeeds, so that the client goes on to ``attach``, whose error it shows to the
-    person.
+    user.
     """
     response: Message = {
         "seq": 1,
@@ -289,19 +268,5 @@ def refusal(request: Message, text: str) -> list[Message]:
 
 
 def event(name: str, body: Message) -> Message:
-    """An event of ours."""
+    """Return an event of the gateway."""
     return {"seq": 0, "type": "event", "event": name, "body": body}
-
-
-def output(text: str) -> Message:
-    """A line for the client's debug console."""
-    return event("output", {"category": "important", "output": text + "\n"})
-
-
-DISCONNECT: Message = {
-    "seq": 1 << 30,
-    "type": "request",
-    "command": "disconnect",
-    "arguments": {"restart": False, "terminateDebuggee": False},
-}
-"""What a client that vanished should have said."""

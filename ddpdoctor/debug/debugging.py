@@ -1,8 +1,4 @@
-"""The debugger's part of a run: its ports, its entries in launch.json, and what is said about them.
-
-What serves debuggers and edits the file is imported when it is needed: the job has started by
-then.
-"""
+"""The debugger's part of a run: its ports, its entries in launch.json, and its messages."""
 
 from __future__ import annotations
 
@@ -12,6 +8,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,11 +16,13 @@ from ddpdoctor.core.errors import DoctorError, Faults
 from ddpdoctor.core.formatting import duration, named
 from ddpdoctor.core.job import DEFAULT_PORT, Command, OwnOptions
 from ddpdoctor.core.working_directory import relative, relative_place
-from ddpdoctor.debug import gateway
-from ddpdoctor.debug.gateway import reachable
+from ddpdoctor.debug import gateway, vscode_configurations
+from ddpdoctor.debug.gateway import Gateway
+from ddpdoctor.debug.gateway_ranks import Stop
 from ddpdoctor.debug.vscode_files import (
     FOLDER,
     LAUNCH,
+    PREFIX,
     current_directory,
     edit,
     find_workspace,
@@ -37,26 +36,24 @@ from ddpdoctor.run.status import Phase, Status
 from ddpdoctor.system import peers
 
 if TYPE_CHECKING:
-    from ddpdoctor.debug.gateway import Gateway
-    from ddpdoctor.debug.gateway_ranks import Stop
     from ddpdoctor.run.snapshot import Run
 
 
-# -- A run's entries in the editor's launch.json, which several live runs may share
+# -- the run's entries in launch.json, which several live runs may share
 
 
 class Editor:
-    """Writes the attach configurations of one run.
+    """Write the attach configurations of one run.
 
-    The first live run of a workspace has the plain names; one that starts beside it has its script
-    and port in its names.
+    The first live run of a workspace has the plain names. The names of all others contain their
+    script and port.
 
     Args:
         own: ``no_vscode``, ``workspace`` and ``path_map`` are used.
-        script: What the run is called.
+        script: The name of the job's script.
 
     Raises:
-        DoctorError: The workspace that was named is no directory.
+        DoctorError: The chosen workspace is not a directory.
     """
 
     def __init__(self, own: OwnOptions, script: str) -> None:
@@ -69,23 +66,10 @@ class Editor:
         self._path_map = own.path_map
         self._script = script
         self.label = ""
-        """What distinguishes this run's names from another live run's; empty for the only one."""
-
-    def configuration(self, rank: int) -> str:
-        """The name of a rank's attach configuration."""
-        from ddpdoctor.debug import vscode_configurations
-
-        return vscode_configurations.rank_name(rank, self.label)
-
-    @property
-    def compound(self) -> str:
-        """The name of the compound that attaches to all ranks."""
-        from ddpdoctor.debug import vscode_configurations
-
-        return vscode_configurations.compound_name(self.label)
+        """Part of the names that distinguishes this run; empty for the first live run."""
 
     def claim(self, directory: Path, port: int) -> None:
-        """Choose the label: the plain names belong to the first live run of the workspace."""
+        """Choose the label, and record it for the runs that start later."""
         if self.workspace is None:
             return
         try:
@@ -99,29 +83,26 @@ class Editor:
                 fresh.write_text(json.dumps(claims))
                 os.replace(fresh, file)
         except (OSError, DoctorError):
-            # Without a place to say so, the names are the plain ones.
+            # Without a place for the record, use the plain names.
             return
 
     def write(self, host: str, ports: dict[int, int]) -> str:
         """Make launch.json hold the configurations of these ranks.
 
         Args:
-            host: Where the ports are.
+            host: The address that the ports are bound to.
             ports: Port by global rank.
 
         Returns:
-            The file, if it was not there or held none of ddpdoctor's; else nothing.
+            The file, if it is new or had no entries of ddpdoctor; else an empty string.
 
         Raises:
-            DoctorError: The file cannot be changed; it was left as it is.
+            DoctorError: The file cannot be changed. It is unchanged.
         """
         if self.workspace is None:
             return ""
-        from ddpdoctor.debug import vscode_configurations
-        from ddpdoctor.debug.vscode_files import PREFIX
-
         points = [
-            vscode_configurations.AttachPoint(rank, reachable(host), port)
+            vscode_configurations.AttachPoint(rank, gateway.reachable(host), port)
             for rank, port in sorted(ports.items())
         ]
         others = {claim["label"] for claim in _claims(self.workspace)} - {self.label}
@@ -141,12 +122,12 @@ class Editor:
         return str(self.workspace / FOLDER / LAUNCH) if fresh else ""
 
     def restore(self) -> None:
-        """Put back a launch.json that git tracks: a run leaves nothing to commit.
+        """Restore a launch.json that git tracks, so that a run leaves nothing to commit.
 
-        One that was changed by others meanwhile stays as it is.
+        It stays as it is if others have changed it meanwhile.
 
         Raises:
-            DoctorError: The file cannot be changed; it was left as it is.
+            DoctorError: The file cannot be changed. It is unchanged.
         """
         before, after = self._before, self._after
         if self.workspace is not None and before is not None:
@@ -161,7 +142,7 @@ def _text(workspace: Path) -> str | None:
 
 
 def _tracked_by_git(workspace: Path) -> bool:
-    """Whether git has the workspace's launch.json."""
+    """Return whether git tracks the workspace's launch.json."""
     path = Path(FOLDER, LAUNCH)
     if not (workspace / path).exists() or not (workspace / ".git").exists():
         return False
@@ -178,7 +159,7 @@ def _claims_file(workspace: Path) -> Path:
 
 
 def _claims(workspace: Path) -> list[dict[str, Any]]:
-    """The live runs that have entries in this workspace's launch.json."""
+    """Return the live runs that have entries in this workspace's launch.json."""
     try:
         claims = json.loads(_claims_file(workspace).read_text())
         return [claim for claim in claims if rundir.is_live(Path(claim["directory"]))]
@@ -186,29 +167,28 @@ def _claims(workspace: Path) -> list[dict[str, Any]]:
         return []
 
 
-# -- some ranks stand in the debugger, the others wait for them in a collective: who for whom
+# -- partial stops: some ranks are held by the debugger, the others wait for them in a collective
 
 
-PATIENCE = 2.0
-"""Seconds in which all ranks may reach the same breakpoint."""
+PATIENCE = 2.0  # Seconds for all ranks to reach the same breakpoint
 
-STEPS = 3
-"""Steps that a phase has to last before it counts as a wait: backward is long on a slow machine."""
+MIN_STEPS = 3
+"""Steps that a phase has to last to count as a wait, since backward is long on a slow machine."""
 
 _MAY_WAIT = (Phase.WAIT, Phase.FORWARD, Phase.BACKWARD)
-"""Phases with a collective in them: DDP's own run inside forward and backward."""
+"""Phases that contain a collective. DDP's own run inside forward and backward."""
 
 
 class PartialStops:
-    """Says each partial stop once."""
+    """Report each partial stop once."""
 
     def __init__(self) -> None:
         self._since: float | None = None
-        self._picture: tuple[frozenset[int], frozenset[int]] | None = None
-        self._said: tuple[frozenset[int], frozenset[int]] | None = None
+        self._last: tuple[frozenset[int], frozenset[int]] | None = None
+        self._reported: tuple[frozenset[int], frozenset[int]] | None = None
 
-    def look(self, run: Run, stops: Sequence[Stop]) -> str:
-        """A sentence if there is something new to say, else an empty string."""
+    def check(self, run: Run, stops: Sequence[Stop]) -> str:
+        """Return a sentence about a new partial stop, or an empty string."""
         held = frozenset(stop.rank for stop in stops)
         waiting = [
             rank.status
@@ -218,100 +198,91 @@ class PartialStops:
         if not held:
             self._since = None
             if not waiting:
-                # Else it is the same stop still: somebody steps through the lines.
-                self._said = None
+                # While ranks wait it is the same stop: the user steps through the lines.
+                self._reported = None
             return ""
         now = time.monotonic()
         self._since = self._since or now
         if now - self._since < PATIENCE:
             return ""
-        before, self._picture = self._picture, None
-        picture = (held, frozenset(status.rank for status in waiting))
-        if not waiting or picture == self._said:
+        before, self._last = self._last, None
+        now_held = (held, frozenset(status.rank for status in waiting))
+        if not waiting or now_held == self._reported:
             return ""
-        if picture != before:
-            # Ranks come one by one; said once no more of them join.
-            self._picture = picture
+        if now_held != before:
+            # Ranks arrive one by one. Report when no more of them join.
+            self._last = now_held
             return ""
-        self._said = picture
-        return _stop_sentence(stops, waiting) + _timeout(run)
+        self._reported = now_held
+        return _stop_sentence(run, stops, waiting)
 
 
-def _stop_sentence(stops: Sequence[Stop], waiting: Sequence[Status]) -> str:
+def _stop_sentence(run: Run, stops: Sequence[Stop], waiting: Sequence[Status]) -> str:
     ranks = {stop.rank for stop in stops}
     places = {relative_place(stop.place) for stop in stops} - {""}
     at = f" at {places.pop()}" if len(places) == 1 else ""
     verb, them = ("is", "it") if len(ranks) == 1 else ("are", "them")
     wait = "waits" if len(waiting) == 1 else "wait"
-    return (
+    where = ""
+    operations = {(status.collective or status.phase.label, status.site) for status in waiting}
+    if len(operations) == 1:
+        what, site = operations.pop()
+        where = f" in {what}" + (f" ({relative_place(site)})" if site else "")
+    sentence = (
         f"{named(ranks)} {verb} held by the debugger{at}; "
-        f"{named(status.rank for status in waiting)} {wait} for {them}{_where(waiting)} and will "
+        f"{named(status.rank for status in waiting)} {wait} for {them}{where} and will "
         "stop at breakpoints after that"
     )
-
-
-def _timeout(run: Run) -> str:
-    """What lifting timeouts does not reach: gloo of some torch keeps its group's."""
+    # The gloo of some torch versions keeps its group's timeout, which cannot be lifted.
     kept = [rank.opened.kept_timeout for rank in run.last]
     timeouts = [each for each in kept if each is not None]
-    if not timeouts:
-        return ""
-    return (
-        f"; this torch's gloo keeps its timeout of {duration(min(timeouts))}, after which they "
-        "fail: a job that is started with --wait-for-attach has none"
-    )
+    if timeouts:
+        sentence += (
+            f"; this torch's gloo keeps its timeout of {duration(min(timeouts))}, after which they "
+            "fail: a job that is started with --wait-for-attach has none"
+        )
+    return sentence
 
 
 def _waits(status: Status) -> bool:
     since = (time.time_ns() - status.since) / 1e9
-    patience = max(PATIENCE, STEPS * status.last_total / 1e9)
+    patience = max(PATIENCE, MIN_STEPS * status.last_total / 1e9)
     return status.phase in _MAY_WAIT and since > patience
 
 
-def _where(waiting: Sequence[Status]) -> str:
-    """What they wait in, if that is the same for all."""
-    places = {(status.collective or status.phase.label, status.site) for status in waiting}
-    if len(places) != 1:
-        return ""
-    what, site = places.pop()
-    return f" in {what} ({relative_place(site)})" if site else f" in {what}"
+# -- the debugger's part of the supervisor
 
 
-# -- debugging
-
-
-ASIDE = 1000
-"""How far the default ports move for a script that uses debugpy itself."""
+OWN_DEBUGPY_OFFSET = 1000  # Added to the default ports for a script that uses debugpy itself
 
 _NCCL_HEARTBEAT = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
 
-MOST_RANKS = 16
-"""Ports for a command whose number of ranks is unknown."""
+DEFAULT_PORTS = 16  # Number of ports for a command whose number of ranks is unknown
 
 
 class Speaker(Protocol):
-    """Where words go."""
+    """The output for people."""
 
     @property
     def faults(self) -> Faults:
-        """What failed in ddpdoctor itself."""
+        """Errors in ddpdoctor itself."""
 
     def note(self, text: str) -> None:
-        """Say what ddpdoctor does; not with ``--quiet``."""
+        """Print what ddpdoctor does; nothing with ``--quiet``."""
 
     def say(self, text: str) -> None:
-        """Say what a person has to act on."""
+        """Print what the user has to act on."""
 
 
 class Debugging:
-    """What the supervisor needs of the debugger.
+    """The debugger's part of the supervisor.
 
     Args:
         command: The job.
-        speaker: Says where ranks wait.
+        speaker: Prints where ranks wait.
 
     Raises:
-        DoctorError: No block of ports is free, or ``--workspace`` is no directory.
+        DoctorError: No block of ports is free, or ``--workspace`` is not a directory.
     """
 
     def __init__(self, command: Command, speaker: Speaker) -> None:
@@ -320,58 +291,58 @@ class Debugging:
         self._speaker = speaker
         _check_gate(command)
         _check_host(command)
-        count = command.local_ranks or MOST_RANKS
+        count = command.local_ranks or DEFAULT_PORTS
         first = own.debug_port
-        self._own_debugpy = first == DEFAULT_PORT and _listens_itself(command)
+        self._own_debugpy = first == DEFAULT_PORT and _uses_debugpy(command)
         if self._own_debugpy:
-            first += ASIDE
+            first += OWN_DEBUGPY_OFFSET
         self._editor = Editor(own, command.script)
         self._ports = gateway.bind_block(own.debug_host, first, count)
-        self._doors: gateway.Doors | None = None
+        self._sockets: gateway.RunSockets | None = None
         self._gateway: Gateway | None = None
         self._stops = PartialStops()
         self._written: dict[int, int] = {}
         self._expects = False
         self.stopped = False
-        """The debugger was stopped, and with it the job is to end."""
+        """The debugger was stopped, which ends the job."""
 
     def environment(self) -> dict[str, str]:
-        """By what the ranks know that a debugger may come."""
+        """Return the variables that prepare the ranks for a debugger."""
         words = ["attach"]
         if self._command.own.wait_for_attach is not None:
             words.append("gate")
             if not self._command.one_node:
-                # The ranks of other nodes do not learn when one of these is in the debugger.
+                # Ranks of other nodes do not learn when one of this node is in the debugger.
                 words.append("lift")
         if self._command.own.debug_on_error:
             words.append("error")
         environment = {DEBUG: ",".join(words)}
         if len(words) > 1 and _NCCL_HEARTBEAT not in os.environ:
-            # Its monitor ends a process that was quiet for long, and its timeout cannot be lifted.
+            # NCCL's monitor ends a process that is held for long, and cannot be changed later.
             environment[_NCCL_HEARTBEAT] = str(7 * 24 * 3600)
         return environment
 
     def manifest(self) -> JsonObject:
-        """What other commands have to know of it."""
+        """Return the entry of run.json, for other commands."""
         workspace = self._editor.workspace
         return {
             "host": self._ports.host,
             "ports": list(self._ports.numbers),
-            "sockets": [] if self._doors is None else self._doors.paths,
+            "sockets": [] if self._sockets is None else self._sockets.paths,
             "workspace": None if workspace is None else str(workspace),
             "label": self._editor.label,
         }
 
     def open(self, directory: Path) -> None:
-        """Make what the ranks connect to.
+        """Make the sockets that the ranks connect to.
 
         Raises:
-            OSError: The control socket cannot be made.
+            OSError: A socket cannot be made.
         """
-        self._doors = gateway.Doors(directory, len(self._ports.listeners))
+        self._sockets = gateway.RunSockets(directory, len(self._ports.listeners))
 
     def announce(self, directory: Path) -> None:
-        """Write launch.json, and say what there is; the job does not wait for it."""
+        """Write launch.json, and print what the user should know of the ports."""
         port = self._ports.numbers[0]
         self._speaker.faults.guarded("launch.json", self._editor.claim, directory, port)
         if self._command.one_node and self._command.local_ranks is not None:
@@ -379,17 +350,15 @@ class Debugging:
         self._announce()
 
     def start(self, news: Callable[[], None]) -> None:
-        """Serve; ``news`` is called, from another thread, when :meth:`look` has something to do.
+        """Serve. ``news`` is called from another thread when :meth:`poll` has something to do.
 
-        Ranks that came before wait in the sockets: the job does not wait for asyncio's import.
+        Ranks that connected before wait in the sockets.
         """
-        from ddpdoctor.debug.gateway import Gateway
-
-        assert self._doors is not None
+        assert self._sockets is not None
         own = self._command.own
         self._gateway = Gateway(
             self._ports,
-            self._doors,
+            self._sockets,
             unidentified=own.debug_unidentified,
             gate=own.wait_for_attach,
             ends_job=own.stop_with_debugger,
@@ -399,13 +368,13 @@ class Debugging:
         self._gateway.start(news)
 
     def stop(self) -> None:
-        """The run is over."""
+        """Close the ports, and restore launch.json if git tracks it."""
         if self._gateway is not None:
             self._gateway.stop()
         self._ports.close()
-        if self._doors is not None:
-            self._doors.close()
-        self._speaker.faults.guarded("launch.json", self._restore_file)
+        if self._sockets is not None:
+            self._sockets.close()
+        self._speaker.faults.guarded("launch.json", self._edit, self._editor.restore)
 
     def _announce(self) -> None:
         own, numbers = self._command.own, self._ports.numbers
@@ -416,14 +385,19 @@ class Debugging:
             )
         elif self._ports.moved:
             last = own.debug_port + len(numbers) - 1
-            taken = (
-                f"port {last} is"
-                if last == own.debug_port
-                else "not all of ports " + (f"{own.debug_port}-{last} are")
-            )
-            state = "taken" if last == own.debug_port else "free"
-            self._speaker.note(f"{taken} {state}; debuggers attach at {_span(numbers)} instead")
-            self._warn_of_strangers(own.debug_port, last)
+            taken = f"port {last} is taken"
+            if last != own.debug_port:
+                taken = f"not all of ports {own.debug_port}-{last} are free"
+            self._speaker.note(f"{taken}; debuggers attach at {_span(numbers)} instead")
+            # An editor trusts what it attaches to, which may be another user's at the usual port.
+            for port in range(own.debug_port, last + 1):
+                uid = peers.listener(port)
+                if uid is not None and not peers.is_trusted(uid):
+                    self._speaker.say(
+                        f"warning: port {port} is held by another user (uid {uid}): "
+                        "do not attach there"
+                    )
+                    break
         if own.debug_unidentified:
             self._speaker.say(
                 "warning: --debug-unidentified lets anyone on another machine who can reach "
@@ -434,18 +408,8 @@ class Debugging:
         if own.wait_for_attach is not None:
             self._speaker.say("waiting for the ranks to start; each is held before its first line")
 
-    def _warn_of_strangers(self, first: int, last: int) -> None:
-        """An editor trusts what it attaches to: a stranger at the usual port could answer it."""
-        for port in range(first, last + 1):
-            uid = peers.listener(port)
-            if uid is not None and not peers.is_trusted(uid):
-                self._speaker.say(
-                    f"warning: port {port} is held by another user (uid {uid}): do not attach there"
-                )
-                return
-
-    def look(self) -> list[DebugRecord]:
-        """Take in what has happened, say it, and return its records for the journal."""
+    def poll(self) -> list[DebugRecord]:
+        """Print what has happened since the last call, and return its records for the journal."""
         if self._gateway is None:
             return []
         records = self._gateway.take()
@@ -461,17 +425,17 @@ class Debugging:
             self._write(self._gateway.ranks)
         return records
 
-    def look_at(self, run: Run) -> None:
-        """Say which ranks wait for one that stands in the debugger."""
+    def check(self, run: Run) -> None:
+        """Print which ranks wait for one that the debugger holds."""
         stops = () if self._gateway is None else self._gateway.stops
-        if text := self._stops.look(run, stops):
+        if text := self._stops.check(run, stops):
             self._speaker.say(text)
 
     def _say(self, record: DebugRecord) -> None:
         state, rank = record.state, record.rank
         where = f"{relative(record.path)}:{record.line}"
         if state == "waits" and rank is not None:
-            name = self._editor.configuration(rank)
+            name = vscode_configurations.rank_name(rank, self._editor.label)
             why = "is held by an uncaught exception" if record.why == "error" else "waits"
             self._speaker.say(f'rank {rank} {why} at {where}; attach with F5 "{name}"')
         elif state == "expects" and not self._expects:
@@ -487,9 +451,10 @@ class Debugging:
         elif state == "listening" and self._gateway is not None:
             every = len(record.ranks) == len(self._gateway.ranks)
             who = "" if every else f" to {named(record.ranks)}"
+            compound = vscode_configurations.compound_name(self._editor.label)
             self._speaker.say(
                 f"all ranks listening on {self._ports.host}:{_span(self._ports.numbers)}; they "
-                f'start when a debugger is attached{who}: F5 "{self._editor.compound}"'
+                f'start when a debugger is attached{who}: F5 "{compound}"'
             )
         elif state == "stop":
             self.stopped = True
@@ -508,28 +473,24 @@ class Debugging:
         if ports == self._written:
             return
         self._written = ports
-        self._speaker.faults.guarded("launch.json", self._write_file, ports)
+        write = partial(self._editor.write, self._ports.host, ports)
+        fresh = self._speaker.faults.guarded("launch.json", self._edit, write)
+        if fresh:
+            self._speaker.note(
+                f"wrote {relative(fresh)}, for F5 in VS Code; --no-vscode, or no-vscode = true "
+                "under [tool.ddpdoctor.run] in pyproject.toml, switches this off for good"
+            )
 
-    def _write_file(self, ports: dict[int, int]) -> None:
+    def _edit(self, edit: Callable[[], str | None]) -> str | None:
         try:
-            fresh = self._editor.write(self._ports.host, ports)
-            if fresh:
-                self._speaker.note(
-                    f"wrote {relative(fresh)}, for F5 in VS Code; --no-vscode, or no-vscode = true "
-                    "under [tool.ddpdoctor.run] in pyproject.toml, switches this off for good"
-                )
+            return edit()
         except DoctorError as error:
             self._speaker.note(f"launch.json is left as it is: {error}")
-
-    def _restore_file(self) -> None:
-        try:
-            self._editor.restore()
-        except DoctorError as error:
-            self._speaker.note(f"launch.json is left as it is: {error}")
+            return None
 
 
-def _listens_itself(command: Command) -> bool:
-    """Whether the script opens its own debug ports, which must find them free."""
+def _uses_debugpy(command: Command) -> bool:
+    """Return whether the script opens debug ports itself, which have to be free."""
     scripts = [word for word in command.argv if os.path.basename(word) == command.script]
     try:
         return any("debugpy" in Path(script).read_text(errors="replace") for script in scripts)
@@ -538,7 +499,7 @@ def _listens_itself(command: Command) -> bool:
 
 
 def _check_gate(command: Command) -> None:
-    """Refuse to wait for ranks that there will not be."""
+    """Refuse to wait for ranks that the job does not have."""
     wanted, count = command.own.wait_for_attach, command.local_ranks
     if not wanted or not command.one_node or count is None:
         return
@@ -551,7 +512,7 @@ def _check_gate(command: Command) -> None:
 
 
 def _check_host(command: Command) -> None:
-    """Refuse ports for clients whose user is unknown, unless they are asked for."""
+    """Refuse ports that other machines reach, unless clients without a known user are admitted."""
     own = command.own
     if not own.debug_unidentified and not gateway.is_loopback(own.debug_host):
         raise DoctorError(

@@ -1,4 +1,4 @@
-"""Open the debug ports of ranks, and let their owner in."""
+"""Open the debug ports of ranks, and admit their owner."""
 
 from __future__ import annotations
 
@@ -20,28 +20,21 @@ from typing import Any
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.job import LOOPBACK
 from ddpdoctor.debug.clients import Clients
-from ddpdoctor.debug.gateway_ranks import Ranks, Slots, Stop
+from ddpdoctor.debug.gateway_ranks import Ranks, Stop
 from ddpdoctor.run.names import CONTROL, short_path
 from ddpdoctor.run.records.supervisor import DebugRecord
 from ddpdoctor.system import peers
 
-# -- who may come in: the user whose job this is, and root
+# -- admission: only the user who runs the job, and root
 
 
-SHARE = 0.4
-"""The most of one core that refusals take, at all sockets together."""
-
-BATCH = 0.01
-"""Seconds of CPU time for connections before the loop's other work has its turn."""
-
-REST = 0.005
-"""Seconds, at least, in which a socket that has refused clients accepts none."""
-
-FLOOD = 2.0
-"""Seconds for which a socket has to be behind before that is reported."""
+SHARE = 0.4  # Most of one core that refusals may use, for all sockets together
+BATCH = 0.01  # Seconds of CPU time for connections before the event loop does its other work
+REST = 0.005  # Least seconds for which a socket that has refused clients accepts none
+FLOOD = 2.0  # Seconds for which a socket has to lag behind before that is reported
 
 NO_FILES = 1.0
-"""Seconds to wait where no connection can be accepted, for want of files, say."""
+"""Seconds to wait where no connection can be accepted, such as for want of descriptors."""
 
 _RESET = struct.pack("ii", 1, 0)
 _NO_RESET = struct.pack("ii", 0, 0)
@@ -50,14 +43,14 @@ Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 class Admission:
-    """Accepts the connections of a run, and resets those of other users before a byte is read.
+    """Accept the connections of a run, and reset those of other users before a byte is read.
 
-    Every account of the machine can open thousands of connections a second to a debug port. Nothing
-    is made for one that is refused, and refusals take no more than `SHARE` of a core. While a
-    socket rests from them, the kernel queues what comes.
+    Every account of the machine can open thousands of connections a second to a debug port. A
+    refused connection costs no object, and refusals use at most `SHARE` of a core. While a socket
+    rests from them, the kernel queues new connections.
 
     Args:
-        unidentified: Admit clients at the TCP ports whose user cannot be determined, too.
+        unidentified: Also admit clients at the TCP ports whose user cannot be determined.
         report: Takes a record for each user that is refused, and for each flood, once.
     """
 
@@ -65,35 +58,35 @@ class Admission:
         self._unidentified = unidentified
         self._report = report
         self._refused: set[int | None] = set()
-        self._doors: list[_Door] = []
+        self._listeners: list[_Listener] = []
 
     def open(self, listener: socket.socket, place: str, serve: Serve, beside: str = "") -> None:
         """Accept the connections of a listening socket from now on.
 
         Args:
             listener: The socket.
-            place: What it is, for a person.
+            place: Its description for people.
             serve: Serves a connection that is admitted.
             beside: A socket for the same clients that other users cannot reach.
         """
-        self._doors.append(_Door(self, listener, place, serve, beside))
+        self._listeners.append(_Listener(self, listener, place, serve, beside))
 
     def close(self) -> None:
         """Accept no more connections."""
-        for door in self._doors:
-            door.close()
+        for listener in self._listeners:
+            listener.close()
 
     @property
     def resting(self) -> int:
         """The number of sockets that accept nothing at the moment."""
-        return sum(door.rests for door in self._doors)
+        return sum(listener.rests is not None for listener in self._listeners)
 
     def admits(self, connection: socket.socket, place: str) -> bool:
-        """Return whether a connection is served.
+        """Return whether a connection is served. Report the first refusal of each user.
 
         Args:
             connection: The connection.
-            place: Where it comes in, for a person.
+            place: The description of the socket for people.
         """
         try:
             uid: int | None = peers.user(connection)
@@ -107,58 +100,53 @@ class Admission:
         if uid is not None and peers.is_trusted(uid):
             return True
         if uid not in self._refused:
-            # Once: whoever is refused could fill the terminal with it.
             self._refused.add(uid)
             now = time.time_ns()
             self._report(DebugRecord(time=now, state="refused", uid=uid, why=why, door=place))
         return False
 
     def report_flood(self, place: str, beside: str) -> None:
-        """Report that refusals cannot keep up with the connections at a place."""
+        """Report that refusals cannot keep up with the connections at a socket."""
         now = time.time_ns()
         self._report(DebugRecord(time=now, state="flooded", door=place, beside=beside))
 
 
-class _Door:
+class _Listener:
     """One listening socket."""
 
     def __init__(
         self, admission: Admission, listener: socket.socket, place: str, serve: Serve, beside: str
     ) -> None:
         self._admission = admission
-        self._listener = listener
+        self._socket = listener
         self._place = place
         self._serve = serve
         self._beside = beside
         self._behind: float | None = None
-        """Since when more has come than could be accepted."""
+        """Time since which more connections have come than could be accepted."""
         self._is_reported = False
-        self._wakes: asyncio.TimerHandle | None = None
+        self.rests: asyncio.TimerHandle | None = None
+        """Ends the rest, if it accepts nothing at the moment."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
         listener.setblocking(False)
-        # Accepted sockets inherit it. It is cheaper than an orderly end, and leaves nothing behind.
+        # Accepted sockets inherit it. A reset is cheaper than an orderly end, and leaves no state.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         self._loop.add_reader(listener, self._accept)
 
-    @property
-    def rests(self) -> bool:
-        """Whether it accepts nothing at the moment."""
-        return self._wakes is not None
-
     def close(self) -> None:
         """Accept no more connections."""
-        if self._wakes is not None:
-            self._wakes.cancel()
-        self._loop.remove_reader(self._listener)
+        if self.rests is not None:
+            self.rests.cancel()
+        self._loop.remove_reader(self._socket)
 
     def _accept(self) -> None:
-        """Accept what has come, for a moment."""
+        """Accept waiting connections, for `BATCH` seconds at most."""
         began, cpu_began = time.monotonic(), time.thread_time()
         spent, refused = 0.0, False
         while spent < BATCH:
             try:
-                connection, _ = self._listener.accept()
+                connection, _ = self._socket.accept()
             except BlockingIOError:
                 self._behind = None
                 break
@@ -176,27 +164,23 @@ class _Door:
                 refused = True
             spent = time.thread_time() - cpu_began
         else:
-            self._fall_behind()
+            now = time.monotonic()
+            self._behind = now if self._behind is None else self._behind
+            if now - self._behind > FLOOD and not self._is_reported:
+                self._is_reported = True
+                self._admission.report_flood(self._place, self._beside)
         if refused:
-            # Those that rest share what all may take.
+            # The sockets that rest share the budget of all.
             share = SHARE / (1 + self._admission.resting)
             self._rest(max(REST, spent / share - (time.monotonic() - began)))
 
-    def _fall_behind(self) -> None:
-        now = time.monotonic()
-        if self._behind is None:
-            self._behind = now
-        elif now - self._behind > FLOOD and not self._is_reported:
-            self._is_reported = True
-            self._admission.report_flood(self._place, self._beside)
-
     def _rest(self, seconds: float) -> None:
-        self._loop.remove_reader(self._listener)
-        self._wakes = self._loop.call_later(seconds, self._wake)
+        self._loop.remove_reader(self._socket)
+        self.rests = self._loop.call_later(seconds, self._wake)
 
     def _wake(self) -> None:
-        self._wakes = None
-        self._loop.add_reader(self._listener, self._accept)
+        self.rests = None
+        self._loop.add_reader(self._socket, self._accept)
 
     async def _take(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_RESET)
@@ -209,28 +193,28 @@ class _Door:
             raise
 
 
-# -- the debug ports of a run: passes bytes between a debugger and the rank that it wants
+# -- the gateway, which passes bytes between a debugger and its rank
 
 
 class Gateway:
-    """Serves the debug ports of one run.
+    """Serve the debug ports of one run.
 
     Args:
         ports: The listening sockets.
-        doors: Those in the run directory, which are open.
-        unidentified: Serve clients at the ports whose user cannot be determined, too.
+        sockets: The sockets in the run directory.
+        unidentified: Also serve clients at the ports whose user cannot be determined.
         gate: Ranks that have to be attached before any may start; all of them if empty; None for
             no gate.
         ends_job: The first client that stops a session it began before the gate was open ends the
             job.
         hold_errors: Ranks hold at an uncaught exception, so timeouts are lifted from the start.
-        expected: How many ranks there will be, None if only they know.
+        expected: The number of ranks; None if it is unknown.
     """
 
     def __init__(
         self,
         ports: Ports,
-        doors: Doors,
+        sockets: RunSockets,
         *,
         unidentified: bool,
         gate: frozenset[int] | None,
@@ -239,49 +223,48 @@ class Gateway:
         expected: int | None,
     ) -> None:
         self._ports = ports
-        self._doors = doors
-        self._slots = Slots(ports.numbers)
-        self._admission = Admission(unidentified, self._slots.report)
-        self._ranks = Ranks(self._slots, gate=gate, hold_errors=hold_errors, expected=expected)
-        self._clients = Clients(self._slots, self._ranks, ends_job=ends_job)
+        self._sockets = sockets
+        self._ranks = Ranks(ports.numbers, gate=gate, hold_errors=hold_errors, expected=expected)
+        self._clients = Clients(self._ranks, ends_job=ends_job)
+        self._admission = Admission(unidentified, self._ranks.report)
         self._main_task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="ddpdoctor-gateway", daemon=True)
 
-    # -- from the supervisor's thread
+    # -- called from the supervisor's thread
 
     def start(self, news: Callable[[], None]) -> None:
-        """Serve, from its own thread, which calls ``news`` when there is some to take."""
-        self._slots.news = news
+        """Serve in a thread, which calls ``news`` when there are records to take."""
+        self._ranks.news = news
         self._thread.start()
 
     def stop(self) -> None:
-        """Close ports and sessions; a client sees the end of its session."""
+        """Close ports and sessions. Each client sees the end of its session."""
         self._stopping.set()
         loop = self._loop
         if loop is not None and self._thread.is_alive():
             with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._cancel)
+                loop.call_soon_threadsafe(lambda: self._main_task and self._main_task.cancel())
             self._thread.join(2.0)
         self._ports.close()
-        self._doors.close()
+        self._sockets.close()
 
     def take(self) -> list[DebugRecord]:
-        """What has happened since the last call: ``debug`` records for the journal."""
-        return self._slots.take()
+        """Return the records since the last call, for the journal."""
+        return self._ranks.records()
 
     @property
     def ranks(self) -> dict[int, int]:
-        """The port of each global rank that has said hello."""
-        return {slot.rank: slot.port for slot in self._slots.linked}
+        """The port of each global rank that has connected."""
+        return {slot.rank: slot.port for slot in self._ranks.linked}
 
     @property
     def stops(self) -> list[Stop]:
         """The ranks that are held: at a breakpoint, or waiting for a client."""
-        return self._slots.stops
+        return self._ranks.stops
 
-    # -- the thread
+    # -- the gateway's own thread
 
     def _serve(self) -> None:
         try:
@@ -291,47 +274,43 @@ class Gateway:
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
-        # Else asyncio would write its tracebacks between the job's lines.
+        # The default handler would write tracebacks between the job's lines.
         self._loop.set_exception_handler(self._fault)
-        admission, doors = self._admission, self._doors
-        admission.open(doors.control, "the control socket of the ranks", self._ranks.take)
-        for slot, listener, door, path in zip(
-            self._slots, self._ports.listeners, doors.listeners, doors.paths, strict=True
+        admission, sockets = self._admission, self._sockets
+        admission.open(sockets.control, "the control socket of the ranks", self._ranks.take)
+        for slot, listener, private, path in zip(
+            self._ranks.slots, self._ports.listeners, sockets.listeners, sockets.paths, strict=True
         ):
             take = partial(self._clients.take, slot)
             admission.open(listener, f"debug port {slot.port}", take, beside=path)
-            admission.open(door, path, take)
+            admission.open(private, path, take)
         with contextlib.suppress(asyncio.CancelledError):
             self._main_task = asyncio.current_task()
             if not self._stopping.is_set():
                 await asyncio.Event().wait()
         admission.close()
-        tasks = list(self._slots.tasks)
+        tasks = list(self._ranks.tasks)
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=1.0)
 
     def _fault(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """A fault of ours that no task waited for: into the records, not on the screen."""
+        """Record an error that no task waited for."""
         self._report("fault", context.get("exception") or context.get("message"))
 
     def _report(self, state: str, error: object) -> None:
-        self._slots.report(DebugRecord(time=time.time_ns(), state=state, error=repr(error)))
-
-    def _cancel(self) -> None:
-        if self._main_task is not None:
-            self._main_task.cancel()
+        self._ranks.report(DebugRecord(time=time.time_ns(), state=state, error=repr(error)))
 
 
-# -- debug ports
+# -- ports and sockets
 
 
 BACKLOG = 1024
-"""Connections that the kernel queues while others flood a port. A client waits longer in a longer
-queue, if the flood keeps it full."""
+"""Connections that the kernel queues while others flood a port. In a longer queue, which a flood
+keeps full, a client would wait longer."""
 
-_LAST = 65535
+_LAST_PORT = 65535
 _ATTEMPTS = 200
 
 
@@ -341,8 +320,8 @@ class Ports:
 
     Attributes:
         host: The address they are bound to.
-        listeners: One per local rank, ascending by port, with no port left out in between.
-        moved: Whether the block that was asked for was taken.
+        listeners: One per local rank, with consecutive ports.
+        moved: Whether the requested block was taken.
     """
 
     host: str
@@ -360,8 +339,8 @@ class Ports:
             listener.close()
 
 
-class Doors:
-    """The sockets of a run directory: the ranks' control socket, and one beside each port.
+class RunSockets:
+    """The sockets of a run directory: the ranks' control socket, and one for each debug port.
 
     Args:
         directory: The run directory.
@@ -378,106 +357,16 @@ class Doors:
         self.listeners = [_private_socket(path) for path in self.paths]
 
     def close(self) -> None:
-        """Stop listening."""
-        for door in (self.control, *self.listeners):
-            door.close()
-        # Nothing listens there any more, and a socket cannot be copied with the directory.
+        """Stop listening, and remove the sockets, which cannot be copied with the directory."""
+        for listener in (self.control, *self.listeners):
+            listener.close()
         for path in (self._control_path, *self.paths):
             with contextlib.suppress(OSError):
                 os.unlink(path)
 
 
-def bind_block(host: str, first: int, count: int) -> Ports:
-    """Take the first free block of ``count`` ports at or after ``first``.
-
-    Args:
-        host: The address to bind to.
-        first: The port of local rank 0; 0 for any free block.
-        count: Number of ports.
-
-    Raises:
-        DoctorError: There is no such block, or the address is not one of this machine.
-    """
-    start = first or _any_port(host)
-    for attempt in range(_ATTEMPTS):
-        at = start + attempt * count
-        if at + count - 1 > _LAST:
-            break
-        listeners = _bind(host, at, count)
-        if listeners is not None:
-            return Ports(host, listeners, moved=bool(first) and attempt > 0)
-    raise DoctorError(
-        f"no block of {count} free ports from {start} on",
-        "choose another --debug-port PORT, or turn the debugger off with --no-debug",
-    )
-
-
-def _bind(host: str, at: int, count: int) -> tuple[socket.socket, ...] | None:
-    """Listen on ports ``at`` and following; None if one of them is taken."""
-    with contextlib.ExitStack() as undo:
-        listeners = []
-        for port in range(at, at + count):
-            listener = _listen(host, port)
-            if listener is None:
-                return None
-            undo.callback(listener.close)
-            listeners.append(listener)
-        undo.pop_all()
-        return tuple(listeners)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches ``host``."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def reachable(host: str) -> str:
-    """Where a client connects for ports that are bound to ``host``."""
-    # By the name, a client may come to ::1, where anyone may listen.
-    return {"0.0.0.0": LOOPBACK, "::": "::1", "localhost": LOOPBACK}.get(host, host)
-
-
-def _listen(host: str, port: int) -> socket.socket | None:
-    try:
-        # `create_server` sets SO_REUSEADDR: sessions that ended a moment ago do not block a port.
-        return socket.create_server((host, port), family=_family(host), backlog=BACKLOG)
-    except OSError as error:
-        if error.errno in (errno.EADDRINUSE, errno.EACCES):
-            return None
-        raise DoctorError(
-            f"cannot listen on {host}: {error.strerror or error}",
-            "--debug-host needs an address of this machine",
-        ) from None
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def flooded(record: DebugRecord) -> str:
-    """Return what to do about the ``flooded`` record of a port."""
-    return (
-        f"warning: {record.door} is flooded with connections, which may delay a debugger; "
-        f"{record.beside} is not affected"
-    )
-
-
-def _any_port(host: str) -> int:
-    listener = _listen(host, 0)
-    if listener is None:
-        raise DoctorError(f"no port of {host} is free")
-    with listener:
-        port: int = listener.getsockname()[1]
-    return port
-
-
 def _private_socket(path: str) -> socket.socket:
-    """A Unix socket that listens, for this user alone."""
+    """Return a listening Unix socket for this user alone."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         with short_path(path) as short:
@@ -488,3 +377,80 @@ def _private_socket(path: str) -> socket.socket:
         made.close()
         raise
     return made
+
+
+def bind_block(host: str, first: int, count: int) -> Ports:
+    """Listen on the first free block of ``count`` ports at or after ``first``.
+
+    Args:
+        host: The address to bind to.
+        first: The port of local rank 0; 0 for any free block.
+        count: Number of ports.
+
+    Raises:
+        DoctorError: There is no such block, or the address is not one of this machine.
+    """
+    start = first
+    if not start:
+        free = _listen(host, 0)
+        if free is None:
+            raise DoctorError(f"no port of {host} is free")
+        with free:
+            start = free.getsockname()[1]
+    for attempt in range(_ATTEMPTS):
+        at = start + attempt * count
+        if at + count - 1 > _LAST_PORT:
+            break
+        with contextlib.ExitStack() as undo:
+            listeners = []
+            for port in range(at, at + count):
+                listener = _listen(host, port)
+                if listener is None:
+                    break
+                listeners.append(undo.enter_context(listener))
+            else:
+                undo.pop_all()
+                return Ports(host, tuple(listeners), moved=bool(first) and attempt > 0)
+    raise DoctorError(
+        f"no block of {count} free ports from {start} on",
+        "choose another --debug-port PORT, or turn the debugger off with --no-debug",
+    )
+
+
+def _listen(host: str, port: int) -> socket.socket | None:
+    """Listen on a port. Returns None if it is taken, or reserved."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        # `create_server` sets SO_REUSEADDR, so sessions that have just ended do not block a port.
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        if error.errno in (errno.EADDRINUSE, errno.EACCES):
+            return None
+        raise DoctorError(
+            f"cannot listen on {host}: {error.strerror or error}",
+            "--debug-host needs an address of this machine",
+        ) from None
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches ``host``."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def reachable(host: str) -> str:
+    """Return the address at which a client reaches ports that are bound to ``host``."""
+    # The name localhost may lead a client to ::1, where anyone may listen.
+    return {"0.0.0.0": LOOPBACK, "::": "::1", "localhost": LOOPBACK}.get(host, host)
+
+
+def flooded(record: DebugRecord) -> str:
+    """Return the warning for the ``flooded`` record of a port."""
+    return (
+        f"warning: {record.door} is flooded with connections, which may delay a debugger; "
+        f"{record.beside} is not affected"
+    )

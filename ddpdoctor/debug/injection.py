@@ -1,7 +1,7 @@
-"""Open a debug port in a Python process that was started without ddpdoctor; gdb injects debugpy.
+"""Open a debug port for a Python process that runs without ddpdoctor; gdb injects debugpy.
 
-The port is ours, as those of a run are: debugpy's own would be open to every user of the machine,
-and between the choice of a free port and debugpy's taking it another process could have it.
+The gateway of a run serves the port. debugpy's own port would be open to every user of the machine,
+and another process could take a free port before debugpy does.
 """
 
 from __future__ import annotations
@@ -19,14 +19,11 @@ from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.job import LOOPBACK
 from ddpdoctor.debug import gateway as gateway_module
 from ddpdoctor.debug.gateway import Gateway
-from ddpdoctor.run.records.supervisor import DebugRecord
 
-JOINS = 60.0
-"""Seconds for the process to connect to us once gdb has let it go."""
+CONNECT_TIMEOUT = 60.0  # Seconds for the process to connect to the gateway once gdb has detached
 
-_SLEEPS = "import time\nprint(flush=True)\nwhile True: time.sleep(0.02)"
-_LONG_ENOUGH = 0.5
-"""Seconds in which a process that gdb has broken ends."""
+_SLEEPER = "import time\nprint(flush=True)\nwhile True: time.sleep(0.02)"
+_BREAK_TIMEOUT = 0.5  # Seconds in which a process that gdb has broken ends
 
 _ROOT = str(Path(__file__).parents[2])
 
@@ -57,17 +54,32 @@ def serve(pid: int, first_port: int, say: Callable[[str], None]) -> None:
     Args:
         pid: A Python process of this user.
         first_port: The port, or the first after it that is free.
-        say: Takes lines for the person.
+        say: Takes lines for the user.
 
     Raises:
-        DoctorError: debugpy could not be brought there, or no port is free.
+        DoctorError: debugpy cannot be injected, or no port is free.
     """
     ports = gateway_module.bind_block(LOOPBACK, first_port, 1)
     news = threading.Event()
+
+    def wait_for(state: str, timeout: float | None) -> bool:
+        """Print what happens until a state is reached. Returns whether it was in time."""
+        while news.wait(timeout):
+            news.clear()
+            for record in gateway.take():
+                if record.state == "refused":
+                    client = f"uid {record.uid}" if record.uid is not None else "a client"
+                    say(f"refused: {client}" + (f" ({record.why})" if record.uid is None else ""))
+                elif record.state == "flooded":
+                    say(gateway_module.flooded(record))
+                elif record.state == state:
+                    return True
+        return False
+
     with tempfile.TemporaryDirectory(prefix="ddpdoctor-attach-") as directory:
         gateway = Gateway(
             ports,
-            gateway_module.Doors(Path(directory), 1),
+            gateway_module.RunSockets(Path(directory), 1),
             unidentified=False,
             gate=None,
             ends_job=False,
@@ -77,13 +89,13 @@ def serve(pid: int, first_port: int, say: Callable[[str], None]) -> None:
         try:
             gateway.start(news.set)
             _inject(pid, directory)
-            if not _happens("ready", gateway, news, say, JOINS):
-                raise DoctorError(f"process {pid} did not load debugpy", _WHERE)
+            if not wait_for("ready", CONNECT_TIMEOUT):
+                raise DoctorError(f"process {pid} did not load debugpy", "its stderr says why")
             say(
                 f"process {pid}: attach to {ports.host}:{ports.numbers[0]}; "
                 "the port is open until Ctrl-C here"
             )
-            _happens("gone", gateway, news, say, None)
+            wait_for("gone", None)
             say(f"process {pid} has ended")
         except KeyboardInterrupt:
             say(f"the port is closed; process {pid} goes on")
@@ -91,41 +103,13 @@ def serve(pid: int, first_port: int, say: Callable[[str], None]) -> None:
             gateway.stop()
 
 
-_WHERE = "its stderr says why"
-
-
-def _happens(
-    state: str,
-    gateway: Gateway,
-    news: threading.Event,
-    say: Callable[[str], None],
-    timeout: float | None,
-) -> bool:
-    """Wait for a state; whether it came in time."""
-    while news.wait(timeout):
-        news.clear()
-        for record in gateway.take():
-            if record.state == "refused":
-                say(_refused(record))
-            elif record.state == "flooded":
-                say(gateway_module.flooded(record))
-            elif record.state == state:
-                return True
-    return False
-
-
-def _refused(record: DebugRecord) -> str:
-    who = f"uid {record.uid}" if record.uid is not None else f"a client ({record.why})"
-    return f"refused: {who}"
-
-
 def _inject(pid: int, directory: str) -> None:
-    """Have the process connect to our control socket."""
+    """Make the process connect to the control socket in a directory."""
     import debugpy
 
     debugpys = os.path.dirname(os.path.dirname(debugpy.__file__))
     source = _JOIN.format(paths=[_ROOT, debugpys], directory=directory)
-    # It goes through gdb's command line, where quotes and line ends would not come through.
+    # gdb's command line cannot carry quotes and line ends.
     code = f"exec(bytes({list(source.encode())}).decode(),{{}})".replace(" ", "")
     if breaks_sleepers():
         raise DoctorError(
@@ -150,13 +134,13 @@ def _inject(pid: int, directory: str) -> None:
 
 
 def breaks_sleepers() -> bool:
-    """Whether a call by gdb ends a process that sleeps, tried on a child of ours.
+    """Return whether a call by gdb ends a sleeping process, tried on a child process.
 
     Where gdb cannot write the registers back ("Couldn't write extended state status": gdb 13 on
-    some virtual machines), the system call that it interrupted fails with an error number that is
-    none (512 to 516), and Python raises.
+    some virtual machines), the system call that it interrupted fails with an invalid error number
+    (512 to 516), and Python raises.
     """
-    command = [sys.executable, "-I", "-S", "-c", _SLEEPS]
+    command = [sys.executable, "-I", "-S", "-c", _SLEEPER]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as child:
         try:
             assert child.stdout is not None
@@ -169,7 +153,7 @@ def breaks_sleepers() -> bool:
                 check=False,
             )
             with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(_LONG_ENOUGH)
+                child.wait(_BREAK_TIMEOUT)
             return child.poll() is not None
         finally:
             child.kill()

@@ -1,7 +1,7 @@
 """ddpdoctor's entries in VS Code's launch.json and tasks.json.
 
-In launch.json an attach configuration for each rank, and the compounds that start them all; in
-tasks.json the tasks that run a job, check a script, and watch a run.
+launch.json gets an attach configuration for each rank, and the compounds that start them all.
+tasks.json gets the tasks that run a job, check a script, and watch a run.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddpdoctor.debug import jsonc, vscode_files
-from ddpdoctor.debug.vscode_files import PREFIX, Section
+from ddpdoctor.debug.vscode_files import PREFIX, Section, any_name
 
-# -- launch.json: an attach configuration for each rank, and the compounds that start them all
+# -- launch.json
 
 
 LAUNCH_FILE = vscode_files.LAUNCH
 RUN_COMPOUND = f"{PREFIX}run + attach"
 """The compound that F5 starts: the task that runs the job, then all ranks."""
 RUN_TASK = f"{PREFIX}run"
-REPORT_TASK = f"{PREFIX}report"
-"""The task whose problems stay when the job has ended."""
+REPORT_TASK = f"{PREFIX}report"  # The task whose problems stay listed when the job has ended
 
 WORKSPACE_FOLDER = "${workspaceFolder}"
 
@@ -33,7 +32,7 @@ _NAME = re.compile(rf"{PREFIX}(?:rank \d+|attach all ranks)(?: \((?P<label>.*)\)
 
 @dataclass(frozen=True)
 class AttachPoint:
-    """Where a rank can be reached by the debugger."""
+    """The address at which a debugger reaches a rank."""
 
     rank: int
     host: str
@@ -42,7 +41,7 @@ class AttachPoint:
 
 @dataclass(frozen=True)
 class PathMapping:
-    """A folder as VS Code sees it, and as the ranks do."""
+    """A folder as VS Code sees it, and as the ranks see it."""
 
     local: str
     remote: str
@@ -61,15 +60,15 @@ def update_launch(
     Args:
         workspace: The folder that VS Code has open.
         points: The ranks.
-        label: Tells this run from another live one in the same workspace; part of the names.
-        others: The labels of the other live runs, whose entries stay; those of any other are stale.
-        mappings: In place of the workspace itself.
+        label: Part of the names that distinguishes this run from another live one in the workspace.
+        others: The labels of the other live runs, whose entries stay. All others are stale.
+        mappings: Used instead of the workspace itself.
 
     Returns:
         Whether the file changed.
 
     Raises:
-        DoctorError: The file cannot be edited; it is as it was.
+        DoctorError: The file cannot be edited. It is unchanged.
     """
     shown = mappings or default_mappings(workspace)
     return bool(
@@ -80,7 +79,7 @@ def update_launch(
 
 
 def default_mappings(workspace: Path) -> list[PathMapping]:
-    """The workspace as it was named, and under its real path if that is another one."""
+    """Return the workspace under its name, and under its real path if that differs."""
     found = [PathMapping(WORKSPACE_FOLDER, WORKSPACE_FOLDER)]
     real = os.path.realpath(workspace)
     if real != os.path.abspath(workspace):
@@ -95,10 +94,10 @@ def with_run(
     label: str = "",
     others: Collection[str] = (),
 ) -> str | None:
-    """The text of launch.json for a run; the arguments are those of :func:`update`.
+    """Return the text of launch.json for a run, with the arguments of :func:`update_launch`.
 
-    The compound "run + attach" is a person's to have: if it is there it stays, and names the ranks
-    of the unlabelled run.
+    The compound "run + attach" belongs to the user. If it is there it stays, and names the ranks of
+    the run without a label, whatever else was changed in it.
 
     Raises:
         JsoncError: The text cannot be edited.
@@ -106,7 +105,7 @@ def with_run(
     kept = set(others) - {label}
     document = jsonc.parse(text or "")
     if label and vscode_files.find(document, "compounds", "name", RUN_COMPOUND):
-        # What it names has to be there.
+        # Keep the configurations that it names.
         kept.add("")
 
     def replaced(name: str) -> bool:
@@ -115,19 +114,33 @@ def with_run(
 
     points = sorted(points, key=lambda point: point.rank)
     names = [rank_name(point.rank, label) for point in points]
-    wanted = _configurations(points, mappings, label, reports=not label and _has_report(document))
+    configurations = document.root.members("configurations") if document.root else []
+    # `ddpdoctor vscode` has written the task that the end of a session runs.
+    reports = not label and any(
+        isinstance(item.value, dict) and item.value.get("postDebugTask") == REPORT_TASK
+        for node in configurations
+        for item in node.items
+    )
+    wanted = _configurations(points, mappings, label, reports=reports)
     sections = [
         Section("configurations", "name", wanted, replaced),
         Section("compounds", "name", [_attach_all(names, label)] if names else [], replaced),
     ]
     text = vscode_files.rewrite(text, sections, _LAUNCH_DEFAULTS)
-    return text if label or text is None else _with_names_in_run(text, names)
+    if label or text is None:
+        return text
+    document = jsonc.parse(text)
+    run = vscode_files.find(document, "compounds", "name", RUN_COMPOUND)
+    listed = run.members("configurations") if run else []
+    if not listed or listed[-1].value == names:
+        return text
+    return document.replace(listed[-1], names)
 
 
 def with_launch_entries(
     text: str | None, points: Sequence[AttachPoint], mappings: Sequence[PathMapping]
 ) -> str | None:
-    """The text of launch.json with the unlabelled entries and the compound "run + attach".
+    """Return the text of launch.json with the unlabelled entries and the compound "run + attach".
 
     Raises:
         JsoncError: The text cannot be edited.
@@ -154,28 +167,24 @@ def with_launch_entries(
 
 
 def without_launch_entries(text: str | None) -> str | None:
-    """The text of launch.json without anything of ours; None if nothing else was in it.
+    """Return the text of launch.json without ddpdoctor's entries; None if it had no others.
 
     Raises:
         JsoncError: The text is damaged.
     """
     keys = ("configurations", "compounds")
-    sections = [Section(key, "name", [], vscode_files.any_name) for key in keys]
+    sections = [Section(key, "name", [], any_name) for key in keys]
     return vscode_files.rewrite(text, sections, _LAUNCH_DEFAULTS)
 
 
 def rank_name(rank: int, label: str = "") -> str:
-    """The name of a rank's configuration; ``label`` is that of :func:`update`."""
-    return f"{PREFIX}rank {rank}{_suffix(label)}"
+    """Return the name of a rank's configuration. ``label`` is that of :func:`update_launch`."""
+    return f"{PREFIX}rank {rank}" + (f" ({label})" if label else "")
 
 
 def compound_name(label: str = "") -> str:
-    """The name of the compound of all ranks."""
-    return f"{PREFIX}attach all ranks{_suffix(label)}"
-
-
-def _suffix(label: str) -> str:
-    return f" ({label})" if label else ""
+    """Return the name of the compound of all ranks."""
+    return f"{PREFIX}attach all ranks" + (f" ({label})" if label else "")
 
 
 def _presentation(order: int) -> dict[str, object]:
@@ -185,7 +194,10 @@ def _presentation(order: int) -> dict[str, object]:
 def _configurations(
     points: Sequence[AttachPoint], mappings: Sequence[PathMapping], label: str, *, reports: bool
 ) -> list[Mapping[str, object]]:
-    """The configurations; with ``reports`` the end of the first one's session runs that task."""
+    """Return the attach configurations.
+
+    With ``reports``, the end of the first one's session runs the task `REPORT_TASK`.
+    """
     return [
         {
             "name": rank_name(point.rank, label),
@@ -212,26 +224,7 @@ def _attach_all(names: Sequence[str], label: str) -> Mapping[str, object]:
     }
 
 
-def _has_report(document: jsonc.Document) -> bool:
-    """Whether `ddpdoctor vscode` has made the task that the end of a session runs."""
-    configurations = document.root.members("configurations") if document.root else []
-    items = [item.node.value for node in configurations for item in node.items]
-    return any(
-        isinstance(each, dict) and each.get("postDebugTask") == REPORT_TASK for each in items
-    )
-
-
-def _with_names_in_run(text: str, names: Sequence[str]) -> str:
-    """The text with these ranks in "run + attach", whatever else a person changed in it."""
-    document = jsonc.parse(text)
-    run = vscode_files.find(document, "compounds", "name", RUN_COMPOUND)
-    listed = run.members("configurations") if run else []
-    if not listed or listed[-1].value == list(names):
-        return text
-    return jsonc.replace(document, listed[-1], list(names))
-
-
-# -- tasks.json: the tasks that run a job, check a script, and watch a run
+# -- tasks.json
 
 
 TASKS_FILE = "tasks.json"
@@ -253,7 +246,7 @@ _MATCHER: Mapping[str, object] = {
     },
 }
 _BACKGROUND = {
-    # Without a pattern that ends the start, VS Code waits for the job itself before it attaches.
+    # Without an end pattern VS Code would wait for the end of the job before it attaches.
     "background": {
         "activeOnStart": True,
         "beginsPattern": "^ddpdoctor: waiting for the ranks to start",
@@ -261,67 +254,62 @@ _BACKGROUND = {
     },
 }
 _REPORT_WORDS = ("report", "latest", "--output", "problems", "--wait", "10")
-"""VS Code takes a background task's problems away when it ends; those of this one stay.
+"""VS Code removes a background task's problems when the task ends; those of this one stay.
 
-The ranks, and with them the debugger, end a moment before the run has said all that it found.
+The ranks, and with them the debugger, end shortly before the run has reported all findings.
 """
 
 
 def with_tasks(text: str | None, words: Sequence[str], cwd: str = "") -> str | None:
-    """The text of tasks.json with our tasks.
+    """Return the text of tasks.json with ddpdoctor's tasks.
 
     Args:
-        text: The file; None if there is none.
-        words: What the run gets: options of torchrun, the script and its arguments.
-        cwd: Where it runs; empty for the workspace.
+        text: The content of the file; None if there is no file.
+        words: The arguments of the run: options of torchrun, the script and its arguments.
+        cwd: The working directory of the run; empty for the workspace.
 
     Raises:
         JsoncError: The text cannot be edited.
     """
-    run = {
-        **_process(RUN_TASK, [*_RUN_WORDS, *words], cwd),
-        "isBackground": True,
-        "presentation": {"reveal": "always", "panel": "dedicated", "clear": True},
-        "problemMatcher": {**_MATCHER, **_BACKGROUND},
-    }
-    tasks = [
-        run,
+
+    def process(label: str, words: Sequence[str]) -> Mapping[str, object]:
+        task: dict[str, object] = {
+            "label": label,
+            "type": "process",
+            "command": "${command:python.interpreterPath}",
+            "args": ["-m", "ddpdoctor", *words],
+        }
+        return {**task, "options": {"cwd": cwd}} if cwd else task
+
+    tasks: list[Mapping[str, object]] = [
         {
-            **_process(REPORT_TASK, _REPORT_WORDS, cwd),
+            **process(RUN_TASK, [*_RUN_WORDS, *words]),
+            "isBackground": True,
+            "presentation": {"reveal": "always", "panel": "dedicated", "clear": True},
+            "problemMatcher": {**_MATCHER, **_BACKGROUND},
+        },
+        {
+            **process(REPORT_TASK, _REPORT_WORDS),
             "presentation": {"reveal": "silent", "panel": "dedicated", "clear": True},
-            # Stop on a compound ends the focused session twice for VS Code, which then asks which
-            # instance of the task to end.
+            # Stop on a compound ends the focused session twice for VS Code, which would then ask
+            # which instance of the task to end.
             "runOptions": {"instancePolicy": "silent"},
             "problemMatcher": _MATCHER,
         },
-        {**_process(f"{PREFIX}check", ["check"], cwd), "problemMatcher": []},
+        {**process(f"{PREFIX}check", ["check"]), "problemMatcher": []},
         {
-            **_process(f"{PREFIX}top", ["top"], cwd),
+            **process(f"{PREFIX}top", ["top"]),
             "presentation": {"reveal": "always", "panel": "dedicated", "focus": True},
             "problemMatcher": [],
         },
     ]
-    return vscode_files.rewrite(
-        text, [Section("tasks", "label", tasks, vscode_files.any_name)], _TASKS_DEFAULTS
-    )
+    return vscode_files.rewrite(text, [Section("tasks", "label", tasks, any_name)], _TASKS_DEFAULTS)
 
 
 def without_tasks(text: str | None) -> str | None:
-    """The text of tasks.json without anything of ours; None if nothing else was in it.
+    """Return the text of tasks.json without ddpdoctor's tasks; None if it had no others.
 
     Raises:
         JsoncError: The text is damaged.
     """
-    return vscode_files.rewrite(
-        text, [Section("tasks", "label", [], vscode_files.any_name)], _TASKS_DEFAULTS
-    )
-
-
-def _process(label: str, words: Sequence[str], cwd: str) -> Mapping[str, object]:
-    task: dict[str, object] = {
-        "label": label,
-        "type": "process",
-        "command": "${command:python.interpreterPath}",
-        "args": ["-m", "ddpdoctor", *words],
-    }
-    return {**task, "options": {"cwd": cwd}} if cwd else task
+    return vscode_files.rewrite(text, [Section("tasks", "label", [], any_name)], _TASKS_DEFAULTS)

@@ -1,4 +1,4 @@
-"""The command line of ``ddpdoctor run``, and the command of the job that it describes."""
+"""The command line of ``ddpdoctor run``, and the job's command that it describes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from pathlib import Path
 
 from ddpdoctor.core import options
 from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.core.formatting import count
 from ddpdoctor.core.job import Command, OwnOptions
 from ddpdoctor.core.options import CODES, Given, Parser, Passed, Selection
 from ddpdoctor.core.torchrun import read_options
-
-# -- the command line of ``ddpdoctor run``
-
 
 PARSER = Parser(
     "run",
@@ -110,12 +108,9 @@ Exit status: the job's own; 2 for bad input; 3 with --strict and 4 with
 )
 
 
-# -- from the words after ``ddpdoctor run`` to the command that is the job
-
-
 TORCHRUN = str(Path(__file__).parent / "entry" / "torchrun")
-"""torchrun's own entry point. Not ``-m torch.distributed.run``: as ``__main__`` its log lines have
-another head, and the working directory is in its path."""
+"""torchrun's own entry point. With ``-m torch.distributed.run`` its log lines would begin
+differently, and the working directory would be in its path."""
 
 DEFAULT_CPU_RANKS = 2
 _NPROC = ("--nproc-per-node", "--nproc_per_node")
@@ -123,20 +118,20 @@ _NPROC_WORDS = frozenset({"auto", "cpu", "gpu", "xpu"})
 
 
 def build(words: Sequence[str], environ: Mapping[str, str]) -> Command | None:
-    """Understand the command line of ``ddpdoctor run``.
+    """Return the job that the command line of ``ddpdoctor run`` describes.
 
-    Options come first, ours and torchrun's in any order; the first other word, or the one behind
-    ``--``, is the script or the command, and everything behind it is its own.
+    Options come first, ddpdoctor's and torchrun's in any order. The first other word, or the one
+    after ``--``, is the script or the command, and all further words are its arguments.
 
     Args:
         words: The words after ``ddpdoctor run``.
         environ: The environment, for torchrun's ``PET_*`` defaults and ``CUDA_VISIBLE_DEVICES``.
 
     Returns:
-        The job, or None if help is asked for.
+        The job, or None to show the help.
 
     Raises:
-        DoctorError: Something in it cannot work, said before anything was started.
+        DoctorError: The command line cannot work. Nothing was started.
     """
     given = PARSER.read(words, {})
     if given.help:
@@ -145,7 +140,7 @@ def build(words: Sequence[str], environ: Mapping[str, str]) -> Command | None:
     for name in ("select", "ignore"):
         fields.pop(name, None)
     own = OwnOptions(**fields, selection=Selection.given(given))
-    _check_own(own)
+    _check_debug_options(own)
     if not given.rest:
         raise DoctorError(
             "no script to run", "for example: ddpdoctor run --nproc-per-node 2 -- train.py"
@@ -154,17 +149,20 @@ def build(words: Sequence[str], environ: Mapping[str, str]) -> Command | None:
     script = given.rest[0]
     as_module = given.has_passed("-m", "--module") or _is_on(environ, "PET_MODULE")
     no_python = given.has_passed("--no-python", "--no_python") or _is_on(environ, "PET_NO_PYTHON")
-    # Without the separator, torchrun's options say that what follows is torchrun's script.
+    # Without the separator, options of torchrun mean that its script follows.
     for_torchrun = as_module or no_python or (bool(given.passed) and not given.separator)
     if not for_torchrun and _is_executable(script):
         return _of_command(given, own)
-    # Said before anything else that there is no torch.
+    # This reports first if there is no torch.
     read_options()
     nproc = _nproc(given, environ)
     ranks, note, extra = _local_ranks(nproc, environ), "", []
     if nproc is None:
-        ranks, note = _usual_ranks(environ)
+        gpus = _gpus(environ)
+        ranks = gpus or DEFAULT_CPU_RANKS
         extra = ["--nproc-per-node", str(ranks)]
+        what = f"one per visible GPU ({gpus})" if gpus else "no GPU here"
+        note = f"starting {count(ranks, 'rank')}, {what}; --nproc-per-node N chooses another number"
     if no_python and shutil.which(script) is None:
         raise DoctorError(f"{script}: no such program", "check the name, or give a path")
     if not no_python and not as_module:
@@ -183,17 +181,7 @@ def build(words: Sequence[str], environ: Mapping[str, str]) -> Command | None:
     )
 
 
-def _usual_ranks(environ: Mapping[str, str]) -> tuple[int, str]:
-    """How many ranks are started where the user names no number, and what to say of it."""
-    count = _gpus(environ)
-    ranks = count or DEFAULT_CPU_RANKS
-    what = f"one per visible GPU ({count})" if count else "no GPU here"
-    starting = "1 rank" if ranks == 1 else f"{ranks} ranks"
-    return ranks, f"starting {starting}, {what}; --nproc-per-node N chooses another number"
-
-
-def _check_own(own: OwnOptions) -> None:
-    """Refuse options that need others."""
+def _check_debug_options(own: OwnOptions) -> None:
     if own.no_debug and (own.wait_for_attach is not None or own.debug_on_error):
         wanted = "--debug-on-error" if own.debug_on_error else "--wait-for-attach"
         raise DoctorError(f"{wanted} needs the debugger", "leave out --no-debug")
@@ -205,7 +193,7 @@ def _check_own(own: OwnOptions) -> None:
 
 
 def _of_command(given: Given, own: OwnOptions) -> Command:
-    """A job whose command starts the ranks itself."""
+    """Return a job whose command starts the ranks itself."""
     if given.passed:
         raise DoctorError(
             f"{given.passed[0].words[0]} is an option of torchrun, but the job is the "
@@ -218,7 +206,7 @@ def _of_command(given: Given, own: OwnOptions) -> Command:
 
 
 def _take_python_options(given: Given) -> None:
-    """What stands behind ``--`` as if it were behind ``python``: ``-m pkg.train``."""
+    """Take in options of Python after ``--``, such as ``-m pkg.train``."""
     word = given.rest[0]
     if not given.separator or not word.startswith("-") or given.has_passed("-m", "--module"):
         return
@@ -251,7 +239,7 @@ def _nproc(given: Given, environ: Mapping[str, str]) -> str | None:
 
 
 def _local_ranks(nproc: str | None, environ: Mapping[str, str]) -> int | None:
-    """The number of ranks that torchrun will start on this node, None if only it knows."""
+    """Return the number of ranks that torchrun starts on this node; None if only it knows."""
     if nproc is None:
         return None
     if nproc.isdigit():
@@ -262,14 +250,15 @@ def _local_ranks(nproc: str | None, environ: Mapping[str, str]) -> int | None:
 
 
 def _gpus(environ: Mapping[str, str]) -> int:
-    """How many GPUs the job sees; imported where the number of ranks depends on it."""
+    """Return how many GPUs the job sees."""
+    # Imported only where the number of ranks depends on it.
     from ddpdoctor.system.nvml import visible
 
     return visible(environ)
 
 
 def _is_executable(word: str) -> bool:
-    """Whether the first word is a command rather than a script for torchrun."""
+    """Return whether the first word is a command rather than a script for torchrun."""
     if word.endswith(".py"):
         return False
     if os.sep in word:
@@ -278,7 +267,7 @@ def _is_executable(word: str) -> bool:
 
 
 def _is_on(environ: Mapping[str, str], name: str) -> bool:
-    """Whether torchrun takes a ``PET_*`` flag as given: a number other than 0."""
+    """Return whether torchrun regards a ``PET_*`` flag as set: to a number other than 0."""
     try:
         return bool(int(environ.get(name, "0")))
     except ValueError:
@@ -286,14 +275,14 @@ def _is_on(environ: Mapping[str, str], name: str) -> bool:
 
 
 def _check_script(script: str) -> None:
-    """Refuse what Python cannot run, before two ranks have each spent seconds to find out."""
+    """Refuse what Python cannot run, before each rank spends seconds to find out."""
     path = Path(script)
     if path.is_dir():
         if not (path / "__main__.py").is_file():
             raise DoctorError(f"{script} is a directory without a __main__.py")
         return
     if path.exists() and not path.is_file():
-        # A pipe or /dev/stdin can be read only once, and not by us.
+        # A pipe or /dev/stdin can be read only once, by the job.
         return
     try:
         source = path.read_bytes()
@@ -303,28 +292,22 @@ def _check_script(script: str) -> None:
         raise DoctorError(f"{script} cannot be read: {error.strerror}") from None
     try:
         with warnings.catch_warnings():
-            # The ranks will say them, each once, as they would without us.
+            # Each rank will show them once, as without ddpdoctor.
             warnings.simplefilter("ignore")
             compile(source, script, "exec", dont_inherit=True)
-    except SyntaxError as error:
-        if _is_zip(path):
+    except (SyntaxError, ValueError) as error:
+        import zipfile
+
+        if zipfile.is_zipfile(path):
+            # Python runs the archive's __main__.py.
             return
+        if not isinstance(error, SyntaxError):
+            raise DoctorError(f"{script} is not a Python script: {error}") from None
         where = f"{script}:{error.lineno}" if error.lineno else script
         raise DoctorError(f"{where} is not valid Python: {error.msg}") from None
-    except ValueError as error:
-        if _is_zip(path):
-            return
-        raise DoctorError(f"{script} is not a Python script: {error}") from None
     except (RecursionError, MemoryError):
-        # Too deep for the compiler here; the ranks will see for themselves.
+        # Too deeply nested to be compiled here. Leave it to the ranks.
         return
-
-
-def _is_zip(path: Path) -> bool:
-    """Whether Python runs it as an archive with a ``__main__.py``."""
-    import zipfile
-
-    return zipfile.is_zipfile(path)
 
 
 def _nearby(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Ask the driver who holds memory on the GPUs, and how the GPUs do once a rank is slow."""
+"""Ask the driver for the memory held on GPUs, and for the GPUs' state if a rank is slow."""
 
 from __future__ import annotations
 
@@ -20,26 +20,23 @@ from ddpdoctor.run.status import Phase
 from ddpdoctor.system.gpu_health import Health, health
 from ddpdoctor.system.nvml import Device, NvmlReader, Reading
 
-FIRST = 5.0
-"""Seconds after the first step that a rank on a GPU has closed."""
-
-AGAIN = 60.0
-"""Seconds between two looks."""
+FIRST = 5.0  # Seconds from a rank's first complete step on a GPU to the first query
+AGAIN = 60.0  # Seconds between two queries
 
 READINGS, PAUSE = 3, 0.25
-"""Readings of GPUs once a rank seems slow, and seconds between two: clocks change."""
+"""Number of readings of the GPUs once a rank seems slow, and seconds between two of them."""
 
 _NEVER = float("inf")
 
 
 class GpuWatch:
-    """Asks the driver on its own thread, since it may take seconds, or hang with the driver.
+    """Query the driver in a thread, since that may take seconds, or hang with the driver.
 
-    Of other people's processes their number is kept, and nothing else. Pids are compared where they
-    mean the same: of ranks in another pid namespace nothing is said, and the rule asks for more.
+    Of other users' processes only the number is kept. Ranks in another pid namespace are skipped,
+    because their pids mean something else.
 
     Args:
-        make: Makes the reader, on that thread.
+        make: Makes the reader, in that thread.
         first: As `FIRST`.
         again: As `AGAIN`.
         pause: As `PAUSE`.
@@ -58,13 +55,13 @@ class GpuWatch:
         self._namespace = namespace()
         self._due: float | None = None
         self._thread: threading.Thread | None = None
-        self._seen: list[GpusRecord | FaultRecord] = []
+        self._results: list[GpusRecord | FaultRecord] = []
         self._reported: set[tuple[object, ...]] = set()
         self._slow = 0
-        """How many times ranks were suspected to be slow."""
+        """How often ranks were suspected to be slow."""
 
     def look_at(self, run: Run) -> Iterator[GpusRecord | FaultRecord]:
-        """Start a look when one is due; what the last one saw, if that is news."""
+        """Start a query when one is due. Yield the results of the last one if they are new."""
         ranks = self._ranks(run)
         now = time.monotonic()
         if self._due is None and ranks:
@@ -72,15 +69,15 @@ class GpuWatch:
         asked = sum(each.rank is not None for each in run.supervisor.of(ProfileRequestRecord))
         suspected = asked > self._slow
         due = self._due is not None and (now >= self._due or (suspected and self._due < _NEVER))
-        if due and ranks and not self._looks():
+        if due and ranks and not (self._thread is not None and self._thread.is_alive()):
             self._due, self._slow = now + self._again, asked
             readings = READINGS if suspected else 0
             self._thread = threading.Thread(
-                target=self._look, args=(ranks, readings), name="ddpdoctor-gpus", daemon=True
+                target=self._query, args=(ranks, readings), name="ddpdoctor-gpus", daemon=True
             )
             self._thread.start()
-        while self._seen:
-            record = self._seen.pop(0)
+        while self._results:
+            record = self._results.pop(0)
             if isinstance(record, FaultRecord):
                 self._due = _NEVER
                 yield record
@@ -90,11 +87,8 @@ class GpuWatch:
                 self._reported |= key
                 yield record
 
-    def _looks(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
     def _ranks(self, run: Run) -> dict[int, tuple[int, int]]:
-        """The ranks that train on a GPU of this machine, by pid."""
+        """Return the rank and restart of each process that trains on a GPU of this machine."""
         return {
             rank.status.pid: (rank.rank, rank.restart)
             for rank in run.last
@@ -106,11 +100,11 @@ class GpuWatch:
             and any(record.device_uuid for record in rank.records.of(DdpRecord))
         }
 
-    def _look(self, ranks: dict[int, tuple[int, int]], readings: int) -> None:
+    def _query(self, ranks: dict[int, tuple[int, int]], readings: int) -> None:
         try:
-            self._seen.append(self._held(ranks, readings))
+            self._results.append(self._held(ranks, readings))
         except Exception as error:
-            self._seen.append(FaultRecord(time=time.time_ns(), error=repr(error)))
+            self._results.append(FaultRecord(time=time.time_ns(), error=repr(error)))
 
     def _held(self, ranks: dict[int, tuple[int, int]], readings: int) -> GpusRecord:
         if self._reader is None:
@@ -118,7 +112,7 @@ class GpuWatch:
         held: list[HeldMemory] = []
         foreign: dict[Device, set[int]] = {}
         for device in self._reader.devices():
-            # A partition has another UUID for the driver than the whole.
+            # The driver lists processes by the whole GPU, whose UUID is not that of a partition.
             processes = (not device.mig and self._reader.processes(device)) or ()
             foreign[device] = {process.pid for process in processes} - ranks.keys()
             for process in processes:
@@ -140,7 +134,7 @@ class GpuWatch:
     def _states(
         self, held: Sequence[HeldMemory], foreign: Mapping[Device, set[int]], readings: int
     ) -> Iterator[GpuState]:
-        """How the GPUs fare that ranks hold memory on, by several readings."""
+        """Yield the state of the GPUs on which ranks hold memory, by several readings."""
         assert self._reader is not None
         users = {device: [each for each in held if each.gpu == device.index] for device in foreign}
         seen: dict[Device, list[Reading]] = {device: [] for device in foreign if users[device]}

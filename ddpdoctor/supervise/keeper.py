@@ -1,27 +1,28 @@
-"""The process between the supervisor and its job that makes sure that the job ends with it.
+"""The processes between the supervisor and its job that make sure that the job ends with it.
 
 Run as a script by a bare interpreter, it becomes two processes, and the job is the child of the
 second::
 
     supervisor -> keeper -> keeper -> the job's command
 
-All three are subreapers: whatever becomes an orphan below one of them becomes its child, be it
-in its own session, with an emptied environment, or a daemon by two forks. When one is
-killed, all that was below it comes to the next one above. So whichever of the three is left knows
-every process of the job from the kernel; and the job goes on as long as the supervisor lives.
+All three are subreapers: an orphan below one of them becomes its child, even if it has its own
+session or an empty environment, or is a daemon by two forks. When one of them is killed, its
+descendants become those of the next one above. So any survivor of the three knows every process of
+the job from the kernel, and the job goes on as long as the supervisor lives.
 
-The supervisor holds the writing end of a pipe: its end of file means that the supervisor is gone,
-and what is left of the job then is ended. What becomes of the job's command is written to another
-pipe, in lines: ``pids KEEPER KEEPER WITNESS``, ``stopped SIGNAL``, ``ended STATUS``, and ``lost``
-when the second keeper was killed.
+Three pipes connect them:
 
-A third pipe is for the start. The command's process writes its pid there, and ``ERRNO`` behind it
-if the program cannot be executed; a keeper that cannot get as far writes ``0 ERRNO``. No process
-holds the writing end once the command runs, so the supervisor reads to the end of file, whatever
-was killed on the way: without a pid the job has not started.
+- The supervisor holds the writing end of the first. Its end of file means that the supervisor is
+  gone, and the keepers end what is left of the job.
+- The second reports on the job's command, in lines: ``pids KEEPER KEEPER SENTINEL``,
+  ``stopped SIGNAL``, ``ended STATUS``, and ``lost`` when the second keeper was killed.
+- The third is for the start. The command's process writes its pid there, and ``ERRNO`` after it if
+  the program cannot be executed. A keeper that fails earlier writes ``0 ERRNO``. No process holds
+  the writing end once the command runs, so the supervisor reads to the end of file whatever was
+  killed on the way: without a pid the job has not started.
 
-``standby`` is another form, beside the job, for the time after a keeper was killed: it remembers
-what was below the supervisor.
+``standby`` is another form, for the time after a keeper was killed. It runs beside the job and
+remembers which processes were below the supervisor.
 """
 
 from __future__ import annotations
@@ -46,25 +47,17 @@ from ddpdoctor.system import proc
 from ddpdoctor.system.proc import pause
 
 NAME = "ddp-keeper"
-"""What the kernel calls a keeper: `killall python` is not meant for it."""
+"""The name of a keeper in the kernel, so that `killall python` does not reach it."""
 
-SOFT = 4.0
-"""Seconds between SIGTERM and SIGKILL once the supervisor is gone."""
-
-OTHER = 7.0
-"""Seconds in which the second keeper should be done with that; then the first does it."""
-
-HARD = 60.0
-"""Seconds that a keeper goes on sending SIGKILL, to processes in uninterruptible sleep."""
-
-LOOK = 0.5
-"""Seconds between two looks of the standby."""
+SOFT = 4.0  # Seconds between SIGTERM and SIGKILL once the supervisor is gone
+OTHER = 7.0  # Seconds for the second keeper to end the job. After that the first one does.
+HARD = 60.0  # Seconds in which a keeper repeats SIGKILL, for processes in uninterruptible sleep
+STANDBY_INTERVAL = 0.5  # Seconds between two listings of the job's processes by the standby
 
 REMEMBERED = 2.0
-"""Least seconds that a signal stays to be seen with the witness; twice that at most."""
+"""Least seconds that a signal stays pending in the sentinel; the most are twice that."""
 
-END = "end"
-"""What follows the words of the command, each of which ends with a null byte."""
+END = "end"  # Follows the words of the command, each of which ends with a null byte
 
 _BLOCKED = signal.valid_signals() - {
     *(signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT, signal.SIGCHLD, signal.SIGABRT),
@@ -73,28 +66,27 @@ _BLOCKED = signal.valid_signals() - {
 
 
 class Keeper:
-    """One of the two.
+    """One of the two keepers.
 
     Args:
         run_id: The job's id.
         supervisor: The reading end of the supervisor's pipe.
-        words: The writing end of the pipe for what happens.
-        job: Memory that both share, for the pid of the job's command.
+        reports: The writing end of the pipe for reports.
+        job: Memory that both keepers share, for the pid of the job's command.
         other: The other keeper's pid.
-        below: Whether that one is this one's child.
+        below: Whether the other keeper is this one's child.
     """
 
     def __init__(
-        self, run_id: str, supervisor: int, words: int, job: mmap.mmap, other: int, below: bool
+        self, run_id: str, supervisor: int, reports: int, job: mmap.mmap, other: int, below: bool
     ) -> None:
         proc.become_subreaper()
         self._run_id = run_id
         self._supervisor = supervisor
-        self._words = words
+        self._reports = reports
         self._shared = job
         self._other = other
         self._below = below
-        self._witness = 0
         self._reported_end = False
         self._woken, wake = os.pipe()
         for end in (self._woken, wake):
@@ -103,76 +95,88 @@ class Keeper:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def start(
-        self, command: Callable[[], NoReturn], witness: Callable[[], NoReturn] | None
+        self, command: Callable[[], NoReturn], sentinel: Callable[[], NoReturn] | None
     ) -> None:
-        """Start the job's command and, on a terminal, the witness of its process group."""
-        if witness is not None:
-            self._witness = os.fork()
-            if self._witness == 0:
-                witness()
-        self.report(f"pids {self._other} {os.getpid()} {self._witness}")
+        """Start the job's command and, on a terminal, the sentinel of its process group."""
+        pid = 0
+        if sentinel is not None:
+            pid = os.fork()
+            if pid == 0:
+                sentinel()
+        self.report(f"pids {self._other} {os.getpid()} {pid}")
         if os.fork() == 0:
-            # Here rather than in the parent, which may be killed before it can.
+            # In the child, because the parent may be killed before it can.
             self._shared[:] = struct.pack("q", os.getpid())
             command()
 
     def keep(self) -> None:
-        """Wait for the supervisor's end; then end the job."""
+        """Wait for the supervisor's end. Then end the job."""
         poller = select.poll()
-        # The end of the other side is reported without being asked for.
+        # The end of the other side is always reported.
         poller.register(self._supervisor, 0)
         poller.register(self._woken, select.POLLIN)
         ready: dict[int, int] = {}
         while self._supervisor not in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._woken, 4096)
-            self._look_at_command()
+            self._check_command()
             self._reap(but_command=True)
             ready = dict(poller.poll())
-        self._end()
+        deadline = time.monotonic() + OTHER
+        while self._below and time.monotonic() < deadline:
+            self._idle(0.05)
+        if self._below:
+            os.kill(self._other, signal.SIGKILL)
+        spared = frozenset({self._other} if self._other else ())
+        job = processes.Job(self._run_id, frozenset({os.getpid()}), spared=spared)
+        processes.end(job, soft=SOFT, idle=self._idle)
+        deadline = time.monotonic() + HARD
+        while self._reap() and time.monotonic() < deadline:
+            # Every child that is left belongs to the job.
+            processes.end(job, soft=0.0, idle=self._idle)
 
     def report(self, line: str) -> None:
-        """Let the supervisor know, if it lives."""
+        """Send a line to the supervisor, if it lives."""
         with contextlib.suppress(OSError):
-            os.write(self._words, f"{line}\n".encode())
+            os.write(self._reports, f"{line}\n".encode())
 
     @property
     def _job(self) -> int:
         """The pid of the job's command; 0 if not started."""
         return int(struct.unpack("q", self._shared[:])[0])
 
-    def _look_at_command(self) -> None:
-        """Report what became of the job's command, where this keeper is its parent.
+    def _check_command(self) -> None:
+        """Report a stop or the end of the job's command, if this keeper is its parent.
 
-        It stays a zombie until the supervisor is over, so its pid is not reused.
+        It stays a zombie until the run is over, so its pid is not reused.
         """
         pid = self._job
         if not pid or self._reported_end:
             return
-        if not hasattr(os, "waitid"):
-            self._look_without_waitid(pid)
-            return
-        with contextlib.suppress(ChildProcessError):
-            while (state := os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG)) is not None:
-                self.report(f"stopped {state.si_status}")
-        with contextlib.suppress(ChildProcessError):
-            state = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if state is not None:
-                exited = state.si_code == os.CLD_EXITED
-                self._reported_end = True
-                self.report(f"ended {state.si_status if exited else -state.si_status}")
-
-    def _look_without_waitid(self, pid: int) -> None:
-        with contextlib.suppress(ChildProcessError):
-            found, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED)
-            if found and os.WIFSTOPPED(status):
-                self.report(f"stopped {os.WSTOPSIG(status)}")
-            elif found:
-                self._reported_end = True
-                self.report(f"ended {os.waitstatus_to_exitcode(status)}")
+        ended: int | None = None
+        if hasattr(os, "waitid"):
+            # Linux raises the error for a zombie, too, so it must not skip the next call.
+            with contextlib.suppress(ChildProcessError):
+                while (state := os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG)) is not None:
+                    self.report(f"stopped {state.si_status}")
+            with contextlib.suppress(ChildProcessError):
+                state = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                if state is not None:
+                    exited = state.si_code == os.CLD_EXITED
+                    ended = state.si_status if exited else -state.si_status
+        else:
+            with contextlib.suppress(ChildProcessError):
+                found, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED)
+                if found and os.WIFSTOPPED(status):
+                    self.report(f"stopped {os.WSTOPSIG(status)}")
+                elif found:
+                    ended = os.waitstatus_to_exitcode(status)
+        if ended is not None:
+            self._reported_end = True
+            self.report(f"ended {ended}")
 
     def _reap(self, *, but_command: bool = False) -> bool:
-        """Let ended children go. Returns True if there are any left."""
+        """Reap children that have ended. Returns True if there are any children left."""
         own = os.getpid()
         children = proc.children(own) or {
             each.pid for each in processes.listed() if each.parent == own
@@ -186,41 +190,13 @@ class Keeper:
                     self.report("lost")
         return bool(children)
 
-    def _end(self) -> None:
-        deadline = time.monotonic() + OTHER
-        while self._below and time.monotonic() < deadline:
-            self._idle(0.05)
-        if self._below:
-            os.kill(self._other, signal.SIGKILL)
-        spared = frozenset({self._other} if self._other else ())
-        job = processes.Job(self._run_id, frozenset({os.getpid()}), spared=spared)
-        processes.end(job, soft=SOFT, idle=self._idle)
-        deadline = time.monotonic() + HARD
-        while self._reap() and time.monotonic() < deadline:
-            # As long as there is a child there is something of the job.
-            processes.end(job, soft=0.0, idle=self._idle)
-
     def _idle(self, seconds: float) -> None:
         pause(seconds)
         self._reap()
 
 
-def keep(run_id: str, supervisor: int, words: int, begun: int, group: int, argv: list[str]) -> None:
-    """Become the two keepers, and start the job's command."""
-    proc.set_name(NAME)
-    for descriptor in (supervisor, words, begun):
-        os.set_inheritable(descriptor, False)
-    try:
-        keeper = _start(run_id, supervisor, words, begun, group, argv)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            os.write(begun, f"0 {error.errno}".encode())
-        os._exit(1)
-    keeper.keep()
-
-
 def _start(
-    run_id: str, supervisor: int, words: int, begun: int, group: int, argv: list[str]
+    run_id: str, supervisor: int, reports: int, begun: int, group: int, argv: list[str]
 ) -> Keeper:
     """Fork the second keeper and the job's command. Returns the keeper that this process is.
 
@@ -233,10 +209,15 @@ def _start(
     second = os.fork()
     if second:
         _let_go(begun)
-        return Keeper(run_id, supervisor, words, shared, second, below=True)
-    _leave_group(group)
+        return Keeper(run_id, supervisor, reports, shared, second, below=True)
+    # Whoever kills the supervisor's process group must not reach the keepers. On a terminal they
+    # keep the session, in which the job's command has to stay.
+    if group:
+        os.setpgid(0, 0)
+    else:
+        os.setsid()
     second = os.getpid()
-    keeper = Keeper(run_id, supervisor, words, shared, first, below=False)
+    keeper = Keeper(run_id, supervisor, reports, shared, first, below=False)
 
     def command() -> NoReturn:
         try:
@@ -247,8 +228,11 @@ def _start(
                 os.setsid()
             os.environ[MARK] = run_id
             os.environ[KEEPERS] = f"{above},{first},{second}"
-            _take_over_sockets(above)
-            # What Python ignores for itself, and `subprocess` restores, too.
+            if os.environ.get("LISTEN_PID") == str(above):
+                # systemd passed its sockets to the supervisor's pid.
+                os.environ["LISTEN_PID"] = str(os.getpid())
+                os.environ.pop("LISTEN_PIDFDID", None)
+            # Python ignores these for itself. `subprocess` restores them, too.
             for number in (signal.SIGPIPE, signal.SIGXFSZ):
                 signal.signal(number, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -258,46 +242,21 @@ def _start(
         finally:
             os._exit(127)
 
-    def witness() -> NoReturn:
+    def sentinel() -> NoReturn:
         try:
             os.setpgid(0, group)
             _let_go(begun)
-            _witness(supervisor)
+            _hold_signals(supervisor)
         finally:
             os._exit(1)
 
-    keeper.start(command, witness if group else None)
+    keeper.start(command, sentinel if group else None)
     _let_go(begun)
     return keeper
 
 
-def _take_over_sockets(supervisor: int) -> None:
-    """Let systemd's sockets, which were for the supervisor's pid, be for this process's."""
-    if os.environ.get("LISTEN_PID") == str(supervisor):
-        os.environ["LISTEN_PID"] = str(os.getpid())
-        os.environ.pop("LISTEN_PIDFDID", None)
-
-
-def _leave_group(group: int) -> None:
-    """Leave the supervisor's process group: whoever kills that does not reach the keepers.
-
-    On a terminal the session stays, since the job's command, a child, is to stay in it.
-    """
-    if group:
-        os.setpgid(0, 0)
-    else:
-        os.setsid()
-
-
-def _reserve_standard_files() -> None:
-    """Occupy the standard files that are closed, which else a pipe of ours would become."""
-    while (nothing := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    os.close(nothing)
-
-
 def _let_go(begun: int) -> None:
-    """Close what is the job's: its reader sees the end of a pipe when the job closes it."""
+    """Close the job's descriptors, so that their readers see the end when the job closes them."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nothing, descriptor)
@@ -305,11 +264,11 @@ def _let_go(begun: int) -> None:
         os.close(descriptor)
 
 
-def _witness(supervisor: int) -> NoReturn:
-    """Be a member of the job's process group to whom no signal means anything.
+def _hold_signals(supervisor: int) -> NoReturn:
+    """Be the sentinel: a member of the job's process group that blocks all signals.
 
-    Those that were sent to the group stay pending here, where the supervisor sees them, and so does
-    not pass on a second time what the job has already got.
+    Signals that were sent to the group stay pending here, where the supervisor sees them. So it
+    does not send the job a second time what the job has already received.
     """
     poller = select.poll()
     poller.register(supervisor, 0)
@@ -322,33 +281,44 @@ def _witness(supervisor: int) -> NoReturn:
 
 
 def standby(run_id: str, supervisor: int) -> None:
-    """Remember what is below the supervisor, and end it when the supervisor is gone."""
+    """Remember the processes below the supervisor, and end them when the supervisor is gone."""
     proc.set_name(NAME)
     signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
     above = os.getppid()
-    known: dict[int, processes.Process] = {}
+    known: frozenset[processes.Process] = frozenset()
     poller = select.poll()
     poller.register(supervisor, 0)
-    while not poller.poll(LOOK * 1000):
-        job = processes.Job(run_id, frozenset({above}))
-        known = {process.pid: process for process in job.processes()}
-    job = processes.Job(run_id, known=frozenset(known.values()))
-    processes.end(job, soft=SOFT)
+    while not poller.poll(STANDBY_INTERVAL * 1000):
+        known = frozenset(processes.Job(run_id, frozenset({above})).processes())
+    processes.end(processes.Job(run_id, known=known), soft=SOFT)
 
 
 def main(words: list[str]) -> None:
-    """``keep RUN_ID PIPE PIPE PIPE GROUP COMMAND_PIPE`` or ``standby RUN_ID PIPE``."""
+    """Run ``keep RUN_ID PIPE PIPE PIPE GROUP COMMAND_PIPE`` or ``standby RUN_ID PIPE``."""
     if words[0] == "standby":
         standby(words[1], int(words[2]))
         return
-    _reserve_standard_files()
-    supervisor, ended, begun, group, command = map(int, words[2:])
-    # Not on the command line: `pkill -f train.py` is not meant for a keeper.
+    # Occupy the standard files that are closed, or a pipe of ours would become one of them.
+    while (nothing := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(nothing)
+    supervisor, reports, begun, group, command = map(int, words[2:])
+    # Not on the command line, where `pkill -f train.py` would find the keepers.
     with open(command, "rb") as file:
         *argv, rest = os.fsdecode(file.read()).split("\0")
-    # Else the supervisor was killed while it wrote, and this is half a command.
-    if rest == END:
-        keep(words[1], supervisor, ended, begun, group, argv)
+    if rest != END:
+        # The supervisor was killed while it wrote, and this is half a command.
+        return
+    proc.set_name(NAME)
+    for descriptor in (supervisor, reports, begun):
+        os.set_inheritable(descriptor, False)
+    try:
+        keeper = _start(words[1], supervisor, reports, begun, group, argv)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.write(begun, f"0 {error.errno}".encode())
+        os._exit(1)
+    keeper.keep()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The supervisor's end of the keepers (`ddpdoctor.supervise.keeper`), and of the job's command."""
+"""Start the job's command below two keepers (`ddpdoctor.supervise.keeper`), and follow them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from ddpdoctor.run.names import MARK
 from ddpdoctor.supervise import keeper
 from ddpdoctor.system import proc
 
-MOST = 10
-"""How often a standby is started in one run: one that cannot live is not called for ever."""
+MAX_STANDBYS = 10  # Standbys that are started in one run, if each ends at once
 
 
 class Keepers:
-    """Starts the job's command below two keepers, and hears from them.
+    """The supervisor's connection to the keepers and to the job's command.
 
     Args:
         run_id: The job's id.
-        inherited: The descriptors above 2 that the job is to have, as without ddpdoctor.
-        warn: Called with a sentence if no standby can be started.
+        inherited: The descriptors above 2 that the job inherits, as without ddpdoctor.
+        warn: Takes a warning if no standby can be started.
     """
 
     def __init__(self, run_id: str, inherited: Sequence[int], warn: Callable[[str], None]) -> None:
@@ -33,17 +32,17 @@ class Keepers:
         self._warn = warn
         self._above: subprocess.Popen[bytes] | None = None
         self._below = 0
-        self.witness = 0
-        """A process in the job's process group that keeps the signals it gets; 0 for none."""
+        self.sentinel = 0
+        """The pid of a process in the job's process group that holds signals; 0 for none."""
         self.pid = 0
-        """The job's command."""
+        """The pid of the job's command."""
         self.status: int | None = None
         """Its exit status once it has ended, negative for a signal."""
         self._standby: subprocess.Popen[bytes] | None = None
         self._standbys = 0
         self._pipe_reader, self._pipe = os.pipe()
-        self._words, self._words_writer = os.pipe()
-        self._heard = b""
+        self._reports, self._reports_writer = os.pipe()
+        self._partial = b""
 
     def start(
         self,
@@ -56,16 +55,16 @@ class Keepers:
 
         Args:
             argv: Its words.
-            environment: Its environment, but for the run's id.
-            stderr: Its standard error.
-            group: The process group of this session that it joins; None: it leads a new session.
+            environment: Its environment. The keepers add the run's id.
+            stderr: The descriptor of its standard error.
+            group: The process group of this session that it joins; None for a new session.
 
         Raises:
             DoctorError: It cannot be started.
         """
         command, command_writer = os.pipe()
         begun, begun_writer = os.pipe()
-        pipes = (self._pipe_reader, self._words_writer, begun_writer)
+        pipes = (self._pipe_reader, self._reports_writer, begun_writer)
         try:
             self._above = subprocess.Popen(
                 [*_script("keep", self._run_id), *map(str, (*pipes, group or 0, command))],
@@ -77,58 +76,51 @@ class Keepers:
             )
         except OSError as error:
             raise _not_started(error.strerror or str(error)) from None
-        # Copies here would keep a lock that the job gives up, or a pipe that it closes.
-        for descriptor in (self._words_writer, begun_writer, command, *self._inherited):
+        # Copies here would hold a lock that the job releases, or a pipe that it closes.
+        for descriptor in (self._reports_writer, begun_writer, command, *self._inherited):
             os.close(descriptor)
         with contextlib.suppress(BrokenPipeError), open(command_writer, "wb") as file:
             file.write(b"".join(os.fsencode(f"{word}\0") for word in argv) + keeper.END.encode())
         with open(begun, "rb") as file:
             self.pid, refusal, *_ = [*map(int, file.read().split()), 0, 0]
         if not self.pid:
-            raise _not_started(os.strerror(refusal) if refusal else "what starts it was killed")
+            raise _not_started(os.strerror(refusal) if refusal else "its keepers were killed")
         if refusal:
             raise DoctorError(f"cannot start {argv[0]}: {os.strerror(refusal)}")
-        os.set_blocking(self._words, False)
-        # The witness is known before the first signal has to be passed on.
-        self._hear()
+        os.set_blocking(self._reports, False)
+        # The sentinel has to be known before the first signal is passed on.
+        self.poll()
 
     @property
     def descriptor(self) -> int:
-        """Readable when there is something to hear; -1 when both keepers are gone."""
-        return self._words
+        """Readable when there are reports; -1 when both keepers are gone."""
+        return self._reports
 
     @property
     def pids(self) -> frozenset[int]:
-        """Those on duty: processes that are not the job's."""
+        """The helper processes that live, none of which is the job's."""
         standby = self._standby.pid if self._standby is not None else 0
-        return self.parents | frozenset({self.witness, standby} - {0})
+        return self.parents | frozenset({self.sentinel, standby} - {0})
 
     @property
     def parents(self) -> frozenset[int]:
-        """The keepers, which adopt what the job leaves."""
+        """The keepers, which adopt the job's orphans."""
         above = self._above.pid if self._above is not None else 0
         return frozenset({above, self._below} - {0})
 
-    def look(self) -> int:
-        """Hear what there is; the signal that has stopped the command meanwhile, or 0."""
-        stopped = 0
-        for word, value in self._hear():
-            if word == "stopped":
-                stopped = value
-        return stopped
-
-    def _hear(self) -> list[tuple[str, int]]:
-        if self._words < 0:
-            return []
+    def poll(self) -> int:
+        """Read the keepers' reports. Returns the signal that stopped the command, or 0."""
+        if self._reports < 0:
+            return 0
         try:
-            chunk = os.read(self._words, 4096)
+            chunk = os.read(self._reports, 4096)
         except BlockingIOError:
-            return []
+            return 0
         if not chunk:
-            os.close(self._words)
-            self._words = -1
-        *lines, self._heard = (self._heard + chunk).split(b"\n")
-        heard = []
+            os.close(self._reports)
+            self._reports = -1
+        *lines, self._partial = (self._partial + chunk).split(b"\n")
+        stopped = 0
         for line in lines:
             try:
                 word, *values = line.decode().split()
@@ -136,19 +128,20 @@ class Keepers:
             except ValueError:
                 continue
             if word == "pids" and len(numbers) == 3:
-                self._below, self.witness = numbers[1:]
+                self._below, self.sentinel = numbers[1:]
+            elif word == "stopped":
+                stopped = numbers[0]
             elif word == "ended" and self.status is None:
                 self.status = numbers[0]
             elif word == "lost":
                 self._below = 0
                 self._start_standby()
-            heard.append((word, numbers[0]))
-        return heard
+        return stopped
 
     def reaped(self, pid: int, status: int) -> None:
-        """A child of this process has ended: a keeper, the standby, or the command itself."""
+        """Take in the end of a child: a keeper, the standby, or the command itself."""
         if pid == self.pid and self.status is None:
-            # Both keepers were killed, and it has become this process's child.
+            # Both keepers were killed, so this process became its parent.
             self.status = os.waitstatus_to_exitcode(status)
         elif self._above is not None and pid == self._above.pid:
             self._above.returncode = os.waitstatus_to_exitcode(status)
@@ -163,18 +156,16 @@ class Keepers:
             self._start_standby()
 
     def _start_standby(self) -> None:
-        """Have a standby, now that a keeper is missing."""
-        if self._pipe < 0 or self._standby is not None or self._standbys >= MOST:
+        """Start a standby, because a keeper or a standby has ended."""
+        if self._pipe < 0 or self._standby is not None or self._standbys >= MAX_STANDBYS:
             return
         self._standbys += 1
-        words = [*_script("standby", self._run_id), str(self._pipe_reader)]
-        nothing = subprocess.DEVNULL
         try:
             self._standby = subprocess.Popen(
-                words,
-                stdin=nothing,
-                stdout=nothing,
-                stderr=nothing,
+                [*_script("standby", self._run_id), str(self._pipe_reader)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
                 pass_fds=(self._pipe_reader,),
                 start_new_session=True,
             )
@@ -182,11 +173,15 @@ class Keepers:
             self._warn(f"cannot start a process that ends the job with this one: {error}")
 
     def sent_to_group(self, number: int) -> bool:
-        """Whether a signal that this process got has gone to its whole process group."""
-        return bool(self.witness) and number in proc.pending(self.witness)
+        """Return whether a signal to this process was sent to its whole process group."""
+        return bool(self.sentinel) and number in proc.pending(self.sentinel)
 
     def dismiss(self, idle: Callable[[float], None]) -> None:
-        """The run is over: whatever is still there of the job ends. ``idle`` lets time pass."""
+        """Close the supervisor's pipe and wait for the keepers to end what is left of the job.
+
+        Args:
+            idle: Waits so many seconds, and reaps children.
+        """
         if self._pipe < 0:
             return
         os.close(self._pipe)
@@ -195,19 +190,21 @@ class Keepers:
             if not proc.children(os.getpid()):
                 break
             idle(0.01)
-        for descriptor in (self._pipe_reader, self._words):
+        for descriptor in (self._pipe_reader, self._reports):
             with contextlib.suppress(OSError):
                 os.close(descriptor)
-        self._words = -1
+        self._reports = -1
 
 
 def _not_started(why: str) -> DoctorError:
-    """The job did not run, for no fault of its command."""
+    """Return the error of a job that did not run, for no fault of its command."""
     return DoctorError(f"the job was not started: {why}", "start it again", INTERNAL)
 
 
 def _script(*words: str) -> list[str]:
-    """A bare interpreter: it starts in no time, and reads nothing of the job's folders."""
-    # Where it says where Python is, Python does not start without the environment.
+    """Return the command of a bare interpreter, which starts fast and reads no folder of the job.
+
+    With PYTHONHOME set, Python may not start without its environment.
+    """
     isolated = [] if "PYTHONHOME" in os.environ else ["-I"]
     return [sys.executable, *isolated, "-S", str(Path(keeper.__file__)), *words]

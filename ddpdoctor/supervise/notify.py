@@ -1,7 +1,7 @@
-"""``--notify``: tell a webhook or a command what a person who is not looking should know.
+"""``--notify``: send important findings and the end of the job to a webhook or a command.
 
-Each target has a thread, so that none waits for another, and the job for none of them: at the end
-it is waited for a second.
+Each target has a thread, so that no target waits for another, and the job for none. The end of the
+run waits a second for them.
 """
 
 from __future__ import annotations
@@ -31,27 +31,20 @@ from ddpdoctor.system.proc import pause, until
 if TYPE_CHECKING:
     from ddpdoctor.run.snapshot import Run
 
-TIMEOUT = 10.0
-"""Seconds that a target has for one message."""
-
-PAUSE = 1.0
-"""Seconds before the second, and last, attempt."""
-
-FAREWELL = 1.0
-"""Most seconds that the end of the run waits for what is not sent yet."""
+TIMEOUT = 10.0  # Seconds for a target to take one message
+PAUSE = 1.0  # Seconds before the second and last attempt
+LAST_TIMEOUT = 1.0  # Most seconds that the end of the run waits for unsent messages
 
 _SHELL = '(eval "$1") >/dev/null 2>&1; echo $?'
-"""Prints the status: as a child's it could be taken by the supervisor, which reaps all orphans."""
+"""Prints the exit status, because the supervisor may reap the child before `subprocess` does."""
 
 
 class Notifications:
-    """What the targets of ``--notify`` are sent.
-
-    Findings at error level, and the withdrawal of one; the end of the job, however it ended.
+    """Send findings at error level, their withdrawal, and the end of the job to the targets.
 
     Args:
         command: The job, with its targets.
-        say: Says, from another thread, that a target cannot be reached.
+        say: Prints, from another thread, that a target cannot be reached.
     """
 
     def __init__(self, command: Command, say: Callable[[str], None]) -> None:
@@ -61,12 +54,12 @@ class Notifications:
 
     @property
     def pids(self) -> set[int]:
-        """The commands that run now, and what they started: none of the job's."""
+        """The commands that run now with their descendants, none of which is the job's."""
         running = {each.pid for each in self._targets if each.pid}
         return running | processes.below(running) if running else running
 
     def news(self, run: Run, events: Iterable[Event]) -> None:
-        """Send what was just reported, and what of it was withdrawn."""
+        """Send the findings that were just reported or withdrawn."""
         for event in events if self._targets else ():
             finding = event.finding if isinstance(event, Reported) else event.reported.finding
             if finding.severity < Severity.ERROR:
@@ -74,17 +67,19 @@ class Notifications:
             if isinstance(event, Reported):
                 text = f"error {finding.code}: {finding.message}"
                 text += f"\nfix: {finding.fix}" if finding.fix else ""
-                self._send(_kind(finding), run, text, finding=to_record(finding))
+                kind = "hang" if STANDSTILL in finding.subjects else "finding"
+                kind = "crash" if finding.code.startswith("DDP9") else kind
+                self._send(kind, run, text, finding=to_record(finding))
             else:
                 self._send("withdrawn", run, in_words(event), finding=to_record(finding))
 
     def end(self, run: Run | None, status: int, found: list[Finding]) -> None:
-        """Send that the job ended, and wait a little for all that is not sent yet."""
+        """Send that the job has ended, and wait for unsent messages, `LAST_TIMEOUT` at most."""
         if not self._targets:
             return
         how = next(reporter.summary_lines(run)) if run is not None else f"exit status {status}"
         self._send("end", run, f"{how}; {reporter.findings_count(found)}", status=status)
-        deadline = time.monotonic() + FAREWELL
+        deadline = time.monotonic() + LAST_TIMEOUT
         for target in self._targets:
             target.close(max(0.0, deadline - time.monotonic()))
 
@@ -98,12 +93,6 @@ class Notifications:
             target.put({**head, **place, "text": said, "finding": None, "status": None, **more})
 
 
-def _kind(finding: Finding) -> str:
-    if finding.code.startswith("DDP9"):
-        return "crash"
-    return "hang" if STANDSTILL in finding.subjects else "finding"
-
-
 class _Target:
     """One webhook or command, and its thread."""
 
@@ -114,16 +103,16 @@ class _Target:
         self._thread = threading.Thread(target=self._serve, name="ddpdoctor-notify", daemon=True)
         self._failed = False
         self.pid = 0
-        """Of the command that runs now."""
+        """The pid of the command that runs now; 0 for none."""
 
     def put(self, message: dict[str, Any]) -> None:
-        """Send a message, some time; does not wait."""
+        """Send a message later, without waiting."""
         self._messages.put(message)
         if self._thread.ident is None:
             self._thread.start()
 
     def close(self, seconds: float) -> None:
-        """Wait at most so long until all is sent."""
+        """Wait until all messages are sent, ``seconds`` at most."""
         self._messages.put(None)
         if self._thread.ident is not None:
             until(lambda: not self._thread.is_alive(), seconds)
@@ -136,30 +125,28 @@ class _Target:
                 trouble = self._attempt(message)
             if trouble and not self._failed:
                 self._failed = True
-                self._say(f"warning: --notify {self._name}: {trouble}; the job goes on")
-
-    @property
-    def _name(self) -> str:
-        """The target without what is secret in it, as the path of a webhook is."""
-        if is_url(self._target):
-            return urlsplit(self._target).hostname or "webhook"
-        return os.path.basename(self._target.split()[0])
+                if is_url(self._target):
+                    # The path of a webhook is secret.
+                    name = urlsplit(self._target).hostname or "webhook"
+                else:
+                    name = os.path.basename(self._target.split()[0])
+                self._say(f"warning: --notify {name}: {trouble}; the job goes on")
 
     def _attempt(self, message: dict[str, Any]) -> str:
-        """Send it; why that failed, or nothing."""
+        """Send a message. Returns why that failed, or an empty string."""
         try:
             return self._post(message) if is_url(self._target) else self._call(message)
         except Exception as error:
             return str(getattr(error, "reason", "")) or str(error) or type(error).__name__
 
     def _post(self, message: dict[str, Any]) -> str:
-        # Takes a third as long to import as the program to start.
+        # This import takes a third of the program's start.
         from urllib.error import HTTPError
         from urllib.request import Request, urlopen
 
         text = message["text"]
         for character, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;")):
-            # As Slack asks for; else a text might address a whole channel.
+            # Slack requires this. Otherwise a text could address a whole channel.
             text = text.replace(character, entity)
         body = json_text({**message, "text": text}).encode()
         headers = {"Content-Type": "application/json", "User-Agent": f"ddpdoctor/{__version__}"}
@@ -192,5 +179,5 @@ class _Target:
 
 
 def is_url(target: str) -> bool:
-    """Whether a target is a webhook; else it is a command."""
+    """Return whether a target is a webhook, not a command."""
     return target.startswith(("http://", "https://"))

@@ -1,4 +1,4 @@
-"""Pass the job's stderr through: every byte unchanged, ddpdoctor's own lines between its lines."""
+"""Pass the job's stderr through, unchanged, and print ddpdoctor's lines between its lines."""
 
 from __future__ import annotations
 
@@ -15,35 +15,34 @@ from collections.abc import Callable
 
 from ddpdoctor.system.proc import pause, readable, until
 
-TAIL = 1 << 20
-"""Bytes of the job's stderr that are kept."""
+TAIL = 1 << 20  # Number of bytes at the end of the job's stderr that are kept
 
 _OUT = 2
 _CHUNK = 1 << 16
-_PATIENCE = 1.0
-"""Seconds that a line of ours waits for the job to finish its line, in a pipe."""
+_PATIENCE = 1.0  # Seconds that ddpdoctor's line waits for the job to complete its own, in a pipe
 
 
 class Passthrough:
-    """Carries the job's stderr to ours.
+    """Carry the job's stderr to ours.
 
-    Where our stderr is a terminal, the job gets one, too (a pseudo-terminal), so progress bars and
-    ``isatty`` stay as they were; else a pipe. One thread does all the writing: a reader that stops
-    reading blocks that thread, and through it the job as it would without us, but nothing else.
+    If our stderr is a terminal, the job gets a pseudo-terminal, so progress bars and ``isatty``
+    work as before. Otherwise it gets a pipe. One thread does all the writing. A reader that stops
+    reading blocks this thread, and through it the job as it would without ddpdoctor, but nothing
+    else.
 
     Args:
-        direct: Where our stderr is a terminal, the job gets that itself, and nothing is read.
+        direct: Give the job the terminal itself if our stderr is one. Nothing is read then.
     """
 
     def __init__(self, direct: bool = False) -> None:
-        self._direct = direct
+
         self._terminal = os.isatty(_OUT)
         self._stdout_shares = self._terminal and os.isatty(1)
         self._lock = threading.Lock()
         self._tail: deque[bytes] = deque()
         self._tail_size = 0
         self.carried = 0
-        """Bytes that the job has written so far."""
+        """Number of bytes that the job has written so far."""
         self._pending: deque[tuple[float, bytes]] = deque()
         self._line_start = True
         self._drain = threading.Event()
@@ -51,25 +50,21 @@ class Passthrough:
         self._wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self._wake_writer, False)
         self._source: int | None
-        self._source, self.child_end = self._open()
+        if self._terminal and direct:
+            self._source, self.child_end = None, os.dup(_OUT)
+        else:
+            ends = None
+            if self._terminal:
+                with contextlib.suppress(OSError):
+                    ends = os.openpty()
+                    # The real terminal translates newlines, and must be the only one to do so.
+                    tty.setraw(ends[1])
+            self._source, self.child_end = ends or os.pipe()
         self.resize()
         self._thread = threading.Thread(target=self._pump, name="ddpdoctor-stderr", daemon=True)
 
-    def _open(self) -> tuple[int | None, int]:
-        if self._terminal and self._direct:
-            return None, os.dup(_OUT)
-        if self._terminal:
-            try:
-                source, child_end = os.openpty()
-                # The real terminal translates newlines; doing it here as well would do it twice.
-                tty.setraw(child_end)
-                return source, child_end
-            except OSError:
-                pass
-        return os.pipe()
-
     def resize(self) -> None:
-        """Give the job's terminal the size of ours; for SIGWINCH."""
+        """Give the job's terminal the size of ours, on SIGWINCH."""
         source = self._source
         if self._terminal and source is not None:
             with contextlib.suppress(OSError):
@@ -77,14 +72,14 @@ class Passthrough:
                 fcntl.ioctl(source, termios.TIOCSWINSZ, size)
 
     def start(self) -> None:
-        """Begin to carry; call it once the child has its end."""
+        """Start the thread, once the child has its end."""
         os.close(self.child_end)
         self._thread.start()
 
     def finish(self, timeout: float | None) -> None:
-        """Wait until all that was written so far is out, for at most ``timeout`` seconds.
+        """Wait until all output so far is written, for at most ``timeout`` seconds.
 
-        None waits as long as the reader needs, which is as long as the job itself would have.
+        With None, wait as long as the reader needs, as the job itself would have.
         """
         if self._thread.is_alive():
             self._drained.clear()
@@ -93,18 +88,18 @@ class Passthrough:
             over = float("inf") if timeout is None else timeout
             until(lambda: self._drained.is_set() or not self._thread.is_alive(), over)
         if not self._thread.is_alive():
-            # There was no job, or a fault of ours: only lines of ours wait.
+            # There was no job, or the thread has failed: only ddpdoctor's own lines are left.
             while self._pending:
                 self._write(self._pending.popleft()[1])
 
     @property
     def tail(self) -> bytes:
-        """The last megabyte that the job wrote."""
+        """The last bytes that the job wrote, `TAIL` at most."""
         with self._lock:
             return b"".join(self._tail)
 
     def last(self, size: int) -> bytes:
-        """The last ``size`` bytes that the job wrote."""
+        """Return the last ``size`` bytes that the job wrote."""
         chunks: list[bytes] = []
         with self._lock:
             for chunk in reversed(self._tail):
@@ -115,12 +110,12 @@ class Passthrough:
         return b"".join(reversed(chunks))
 
     def say(self, text: str) -> None:
-        """Have lines of ours written, never in the middle of one of the job's; does not wait."""
+        """Print ddpdoctor's lines, never within a line of the job. Does not wait."""
         self._pending.append((time.monotonic(), text.encode("utf-8", "replace")))
         self._wake()
 
     def _wake(self) -> None:
-        # A full pipe means that it will wake up anyway.
+        # With a full pipe the thread wakes up anyway.
         with contextlib.suppress(OSError):
             os.write(self._wake_writer, b"w")
 
@@ -130,7 +125,7 @@ class Passthrough:
         try:
             self._carry_all()
         except Exception:
-            # Whatever fails here, the job must not wait for a reader.
+            # The job must not wait for a reader, whatever has failed.
             while self._source is not None:
                 if readable([self._source], _PATIENCE / 4):
                     self._take(self._write)
@@ -148,18 +143,15 @@ class Passthrough:
             if self._wake_reader in ready:
                 os.read(self._wake_reader, _CHUNK)
             carried = self._source in ready and self._take(self._carry)
-            draining = self._drain.is_set() and not carried and not self._more()
+            more = self._source is not None and readable([self._source], 0)
+            draining = self._drain.is_set() and not carried and not more
             self._release(force=draining)
             if draining and not self._pending:
                 self._drain.clear()
                 self._drained.set()
 
-    def _more(self) -> bool:
-        """Whether the job has written something that was not read yet."""
-        return self._source is not None and bool(readable([self._source], 0))
-
     def _take(self, carry: Callable[[bytes], bool]) -> bool:
-        """Read a chunk and pass it on; False at the end of the job's stderr."""
+        """Read a chunk and pass it on. Returns False at the end of the job's stderr."""
         assert self._source is not None
         try:
             chunk = os.read(self._source, _CHUNK)
@@ -171,7 +163,7 @@ class Passthrough:
         except Exception:
             self._write(chunk)
             raise
-        # Its end; or our reader is gone, which the job learns as it would without us.
+        # The job has closed it, or our reader is gone, which the job has to learn.
         source, self._source = self._source, None
         os.close(source)
         return False
@@ -196,7 +188,7 @@ class Passthrough:
         return True
 
     def _release(self, force: bool = False) -> None:
-        """Write the waiting lines of ours if this is a place for them."""
+        """Write ddpdoctor's waiting lines if the job's output is at the start of a line."""
         if not self._pending:
             return
         waited = time.monotonic() - self._pending[0][0]
@@ -211,10 +203,10 @@ class Passthrough:
             self._write(self._pending.popleft()[1])
 
     def _fresh_line(self) -> bytes:
-        """What moves a terminal's cursor to an empty line, wherever it is now.
+        """Return what moves a terminal's cursor to an empty line.
 
-        A line's width of blanks wraps exactly if the cursor was not at the left edge; stdout may
-        have moved it there without our knowing.
+        Blanks of a line's width wrap only if the cursor was not at the left edge. Where the cursor
+        is, is unknown: output to stdout moves it, too.
         """
         if not self._stdout_shares and self._line_start:
             return b""
@@ -231,7 +223,7 @@ class Passthrough:
             try:
                 view = view[os.write(_OUT, view) :]
             except BlockingIOError:
-                # The reader is slow, and has made this end non-blocking.
+                # The reader has made this end non-blocking, and is slow.
                 pause(0.01)
             except OSError:
                 return False

@@ -1,9 +1,9 @@
-"""Watch the processes of ranks: when each ended and how, what it left behind, which have no probe.
+"""Watch the processes of ranks: when and how each ended, what it left behind, which lack the probe.
 
-Whether the out-of-memory killer ended one, the kernel's log and the cgroup's counter know. The
-probe comes by the ``sitecustomize`` of a folder on PYTHONPATH. ``-S`` imports none; ``-I`` and
-``-E`` do not read that variable; a wrapper may start the ranks without it (``env -i``, ``sudo``);
-and it needs Python 3.10.
+The kernel's log and the cgroup's counter show whether the out-of-memory killer ended a process. The
+probe is loaded by the ``sitecustomize`` of a folder on PYTHONPATH. It is not loaded with ``-S``,
+which imports no sitecustomize, nor with ``-I`` and ``-E``, which ignore that variable, nor if a
+wrapper starts the ranks without the variable (``env -i``, ``sudo``), nor before Python 3.10.
 """
 
 from __future__ import annotations
@@ -28,14 +28,13 @@ if TYPE_CHECKING:
     from ddpdoctor.run.snapshot import Run
 
 
-# -- was it the out-of-memory killer? The kernel's log and the cgroup's counter know
-
+# -- the out-of-memory killer
 
 _KILLED = re.compile(r"Killed process (\d+)")
 
 
 def _cgroup_counters() -> dict[str, int]:
-    """How many processes the OOM killer ended in each memory cgroup of this process."""
+    """Return how many processes the OOM killer ended in each memory cgroup of this process."""
     counters: dict[str, int] = {}
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
@@ -52,28 +51,19 @@ def _cgroup_counters() -> dict[str, int]:
             roots, name = ("/sys/fs/cgroup/memory",), "memory.oom_control"
         else:
             continue
-        # In a container the path may be the host's; the container's own root is then the mount.
+        # In a container the path may be the host's. The mount is then the container's own root.
         for root in roots:
             for folder in (Path(root) / relative, Path(root)):
-                count = _count(folder / name)
-                if count is not None:
-                    counters[str(folder / name)] = count
+                with contextlib.suppress(OSError, ValueError):
+                    for entry in (folder / name).read_text().splitlines():
+                        key, _, value = entry.partition(" ")
+                        if key == "oom_kill":
+                            counters[str(folder / name)] = int(value)
     return counters
 
 
-def _count(path: Path) -> int | None:
-    try:
-        for line in path.read_text().splitlines():
-            key, _, value = line.partition(" ")
-            if key == "oom_kill":
-                return int(value)
-    except (OSError, ValueError):
-        return None
-    return None
-
-
 class OomWatch:
-    """Remembers the counters at the start of the job and compares when a process was killed."""
+    """Compare the counters at the start of the job with those when a process was killed."""
 
     def __init__(self) -> None:
         self._before = _cgroup_counters()
@@ -86,8 +76,8 @@ class OomWatch:
         self._killed: set[int] = set()
 
     def verdict(self, pid: int) -> str:
-        """Who says that the killer ended ``pid``: ``kernel``, ``cgroup``, or neither (empty)."""
-        if self.kernel_says(pid):
+        """Return what shows that the killer ended ``pid``: ``kernel``, ``cgroup``, or nothing."""
+        if self.in_log(pid):
             return "kernel"
         after = _cgroup_counters()
         if any(count > self._before.get(name, count) for name, count in after.items()):
@@ -95,39 +85,35 @@ class OomWatch:
             return "cgroup"
         return ""
 
-    def kernel_says(self, pid: int) -> str:
-        """``kernel`` if its log says that the killer ended ``pid``, else empty."""
-        self._read_log()
-        return "kernel" if pid in self._killed else ""
-
-    def _read_log(self) -> None:
+    def in_log(self, pid: int) -> str:
+        """Return ``kernel`` if the kernel's log shows that the killer ended ``pid``."""
         while self._log >= 0:
             try:
                 line = os.read(self._log, 8192).decode("utf-8", "replace")
             except BrokenPipeError:
-                # Some lines were overwritten before we came; the next ones are there.
+                # Some lines were overwritten, and the next ones can be read.
                 continue
             except OSError:
-                return
+                break
             if not line:
                 # In some containers it is /dev/null.
-                return
+                break
             match = _KILLED.search(line)
             if match:
                 self._killed.add(int(match[1]))
+        return "kernel" if pid in self._killed else ""
 
 
-# -- watches rank processes: when each ended, how, and what it left behind
+# -- rank processes
 
 
 LEFTOVER_PATIENCE = 4.0
-"""Seconds that a dead rank's DataLoader worker has to notice by itself.
+"""Seconds for a dead rank's DataLoader workers to end by themselves.
 
-torch's workers look every 5 seconds, one that is stuck never does, and all must be gone in 10.
+torch's workers check every 5 seconds, a stuck one never does, and all must be gone after 10.
 """
 
-LEFTOVER_GRACE = 2.0
-"""Seconds between SIGTERM and SIGKILL for one that did not."""
+LEFTOVER_GRACE = 2.0  # Seconds between SIGTERM and SIGKILL for the others
 
 
 @dataclass
@@ -141,10 +127,10 @@ class _Watched:
 
 
 class RankWatch:
-    """Knows the rank processes of a run by their pidfds.
+    """Follow the rank processes of a run by their pidfds.
 
-    A rank is torchrun's child, not ours, so its exit status is read from its zombie, in the moment
-    between its end and torchrun's ``wait``. Where that moment is missed the status stays unknown.
+    A rank is torchrun's child, not ours. So its exit status is read from its zombie, between its
+    end and torchrun's ``wait``. If that is too late, the status stays unknown.
     """
 
     def __init__(self) -> None:
@@ -161,14 +147,14 @@ class RankWatch:
         return list(self._watched)
 
     def follow(self, run: Run) -> Iterator[RankExitRecord]:
-        """Start watching the ranks that are new in ``run``; the records of those already gone."""
+        """Watch the ranks that are new in ``run``. Yield records of those that have ended."""
         for rank in run.ranks:
             key = (rank.rank, rank.restart)
             if key in self._known or rank.status is None:
                 continue
             place = rank.opened.namespace
             if place not in (None, self._namespace):
-                # On another machine or in another container: its pids are not ours.
+                # Pids of another machine or container mean nothing here.
                 self._known.add(key)
                 continue
             self._known.add(key)
@@ -177,7 +163,7 @@ class RankWatch:
                 descriptor = os.pidfd_open(pid)
             except ProcessLookupError:
                 self._dead[pid] = set()
-                yield _exit_record(rank.rank, rank.restart, pid, None, self._oom.kernel_says(pid))
+                yield _exit_record(rank.rank, rank.restart, pid, None, self._oom.in_log(pid))
                 continue
             except (AttributeError, OSError):
                 continue
@@ -199,25 +185,25 @@ class RankWatch:
                 watched.children |= proc.children(watched.pid)
 
     def ended(self, descriptor: int) -> RankExitRecord:
-        """A rank's end, as a record; call it as soon as its descriptor is readable."""
+        """Return the record of a rank's end, as soon as its descriptor is readable."""
         watched = self._watched.pop(descriptor)
         status = proc.zombie_status(watched.pid)
         os.close(descriptor)
         if status != 0:
-            # What a rank that ended well has put in the background may finish while others train.
+            # Background processes of a rank that succeeded may finish while others train.
             self._dead[watched.pid] = watched.children
         oom = ""
         if status == -signal.SIGKILL:
             oom = self._oom.verdict(watched.pid)
         elif status is None:
-            oom = self._oom.kernel_says(watched.pid)
+            oom = self._oom.in_log(watched.pid)
         return _exit_record(watched.rank, watched.restart, watched.pid, status, oom)
 
     def end_leftovers(self, keepers: Iterable[int]) -> None:
-        """End the processes of dead ranks that had their time.
+        """End the processes of dead ranks that have not ended in time.
 
-        The keepers adopt them, or the supervisor. A rank's worker keeps the rank's session; a
-        program that the job put in the background on purpose has its own.
+        The keepers or the supervisor adopt them. A rank's worker keeps the rank's session. A
+        program that the job put in the background on purpose has another session.
         """
         if not self._dead:
             return
@@ -244,45 +230,40 @@ class RankWatch:
 
 
 def _exit_record(rank: int, restart: int, pid: int, status: int | None, oom: str) -> RankExitRecord:
-    """How a rank's process ended; ``status`` is None where it was not seen."""
+    """Return the record of a rank's end. ``status`` is None if it is unknown."""
     return RankExitRecord(
         time=time.time_ns(), rank=rank, restart=restart, pid=pid, status=status, oom=oom
     )
 
 
-# -- interpreters that the probe cannot enter: by their options, environment or age
-
+# -- ranks without the probe
 
 _PYTHON = re.compile(r"python(\d+(\.\d+)*t?)?$")
-_OLD = re.compile(r"python(2|2\.\d+|3\.\d)$")
-"""The program of a Python before 3.10."""
-_BARE = "SIE"
-"""Options of Python that keep the probe out."""
+_OLD = re.compile(r"python(2|2\.\d+|3\.\d)$")  # The program of a Python before 3.10
+_BARE = "SIE"  # Options of Python that keep it from loading the probe
 _WITH_VALUE = "WX"
 _NO_PYTHON = ("--no-python", "--no_python")
-_LAST = "cm"
-"""What follows these is the program."""
-_MOST = 4096
-"""Processes of a job that are looked at."""
+_LAST = "cm"  # Options that are followed by the program
+_MAX_PROCESSES = 4096  # Processes of a job that are examined at most
 
 
 def bare_option(words: Sequence[str], through_torchrun: bool = False) -> str:
-    """The option of a command's ``python`` that keeps the probe out, ``-S``; empty if none.
+    """Return the option, such as ``-S``, that keeps a command's Python from loading the probe.
 
-    torchrun starts its ranks without such options, unless it starts a program that is no script.
+    torchrun starts its ranks without such options, unless it starts another program than Python.
     """
     if through_torchrun:
         programs = [place for place, word in enumerate(words) if word in _NO_PYTHON]
         words = words[programs[0] + 1 :] if programs else ()
     for place, word in enumerate(words):
         if _PYTHON.match(os.path.basename(word)):
-            # Words behind its script are the script's.
+            # Words after the script belong to the script.
             return _option(words[place + 1 :])
     return ""
 
 
 def _option(words: Sequence[str]) -> str:
-    """The first such option among those of one ``python``."""
+    """Return the first such option among the arguments of ``python``."""
     rest = iter(words)
     for word in rest:
         if word.startswith("--"):
@@ -304,23 +285,23 @@ def _option(words: Sequence[str]) -> str:
 
 
 def why_unwatched(option: str) -> str:
-    """Why no rank can be watched, for a sentence."""
+    """Return why no rank can be watched."""
     return f"`python {option}` does not load ddpdoctor's probe"
 
 
 class Unwatched:
-    """Looks for ranks that run without the probe, as long as no rank has come with it.
+    """Find ranks that run without the probe, as long as no rank has loaded it.
 
     Args:
-        entry: The folder on PYTHONPATH by which the probe comes.
+        entry: The folder on PYTHONPATH that loads the probe.
     """
 
     def __init__(self, entry: str) -> None:
         self._entry = entry
         self._reported = False
 
-    def look(self, root: int) -> Iterator[UnwatchedRecord]:
-        """What is new of the processes below ``root``: at most one record in a run."""
+    def find(self, root: int) -> Iterator[UnwatchedRecord]:
+        """Examine the processes below ``root``. Yield at most one record in a run."""
         why = "" if self._reported else next(filter(None, map(self._reason, _ranks(root))), "")
         if why:
             self._reported = True
@@ -330,7 +311,10 @@ class Unwatched:
         option = bare_option(proc.words(pid))
         if option:
             return why_unwatched(option)
-        old = _OLD.search(_program(pid))
+        program = ""
+        with contextlib.suppress(OSError):
+            program = os.readlink(f"/proc/{pid}/exe")
+        old = _OLD.search(program)
         if old:
             return f"Python {old[1]} is too old for ddpdoctor's probe, which needs 3.10"
         paths = proc.environ(pid).get("PYTHONPATH", "").split(os.pathsep)
@@ -339,18 +323,10 @@ class Unwatched:
         return "PYTHONPATH, through which ddpdoctor's probe is loaded, was changed for the ranks"
 
 
-def _program(pid: int) -> str:
-    """Return the file that a process runs, or nothing if it has ended."""
-    try:
-        return os.readlink(f"/proc/{pid}/exe")
-    except OSError:
-        return ""
-
-
 def _ranks(root: int) -> Iterator[int]:
-    """Interpreters below a process that were started as ranks; not what these start in turn."""
+    """Yield the Python processes below ``root`` that were started as ranks, not their children."""
     waiting, seen = [(root, "")], 0
-    while waiting and seen < _MOST:
+    while waiting and seen < _MAX_PROCESSES:
         pid, above = waiting.pop()
         seen += 1
         rank = proc.environ(pid).get("RANK", "")

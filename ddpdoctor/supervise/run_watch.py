@@ -1,7 +1,7 @@
 """Watch the run directory while the job lives: write records, examine the ranks, report findings.
 
-Also the environment that the job is given to find its run, run.json, and what is shown of the live
-run to other commands.
+Also write run.json and the files that show the live run to other commands, and prepare the job's
+environment.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import sys
 import time
@@ -29,9 +30,9 @@ from ddpdoctor.run.mapped import PROFILE, SUSPICION, Asking, SuspicionWriter
 from ddpdoctor.run.names import BUDGET, FORMAT, namespace
 from ddpdoctor.run.records.base import JsonObject, Record
 from ddpdoctor.run.records.process import EndRecord, ErrorRecord, ExitRecord, FaultRecord
-from ddpdoctor.run.records.supervisor import JobRecord, UnwatchedRecord
+from ddpdoctor.run.records.supervisor import JobRecord, SignalRecord, UnwatchedRecord
 from ddpdoctor.run.reported import Event, to_journal
-from ddpdoctor.supervise.job_signals import Ending, JobSignals
+from ddpdoctor.supervise.job_signals import JobSignals
 from ddpdoctor.supervise.keepers import Keepers
 from ddpdoctor.supervise.notify import Notifications
 from ddpdoctor.supervise.passthrough import Passthrough
@@ -47,31 +48,15 @@ if TYPE_CHECKING:
     from ddpdoctor.system.gpu_health import GpuPoll
 
 
-# -- what the job is given to find its run by, and what other commands find: run.json
+# -- run.json
 
 
 ENTRY = str(Path(__file__).parents[1] / "probe" / "entry")
-"""The folder on PYTHONPATH by which the probe comes."""
-
-
-def environment_of_job(
-    directory: Path | None, command: Command, debugging: Debugging | None
-) -> dict[str, str]:
-    """The environment of the job; without a run directory it is this process's own."""
-    environment = dict(os.environ)
-    if directory is None:
-        return environment
-    before = environment.get("PYTHONPATH")
-    environment["PYTHONPATH"] = f"{ENTRY}{os.pathsep}{before}" if before else ENTRY
-    environment["DDPDOCTOR_RUN_DIR"] = str(directory)
-    environment["DDPDOCTOR_JOURNAL_MB"] = str(command.own.journal_mb)
-    environment[BUDGET] = str(command.own.overhead_budget)
-    environment["DDPDOCTOR_SUPERVISOR"] = f"{os.getpid()}@{namespace()}"
-    return environment | (debugging.environment() if debugging is not None else {})
+"""The folder on PYTHONPATH that loads the probe."""
 
 
 def run_manifest(directory: Path, command: Command, debugging: Debugging | None) -> JsonObject:
-    """The content of run.json."""
+    """Return the content of run.json."""
     from importlib import metadata
 
     try:
@@ -96,23 +81,15 @@ def run_manifest(directory: Path, command: Command, debugging: Debugging | None)
     }
 
 
-# -- what the supervisor puts into the run directory for who watches the job live, or later
+# -- files of the run directory that show the live run
 
 
-SHOWN = 64 << 10
-"""Bytes of the job's stderr that are shown."""
-
-SHOW_EVERY = 1.0
-"""Seconds between two looks at it."""
+SHOWN = 64 << 10  # Number of bytes at the end of the job's stderr that are shown
+SHOW_EVERY = 1.0  # Seconds between two writes of them
 
 
 class Showing:
-    """Shows the findings that were said, and the last of the job's stderr.
-
-    Args:
-        directory: The run directory.
-        passthrough: Carries the job's stderr.
-    """
+    """Show the reported findings, and the end of the job's stderr."""
 
     def __init__(self, directory: Path, passthrough: Passthrough) -> None:
         self._file = directory / rundir.STDERR_SO_FAR
@@ -120,40 +97,42 @@ class Showing:
         self._due = 0.0
         self._shown = 0
 
-    def look(self, *, at_once: bool = False) -> None:
-        """Show what the job wrote since, at most once a second unless it matters ``at_once``."""
+    def update(self, *, at_once: bool = False) -> None:
+        """Show the job's new output, at most once a second unless ``at_once``."""
         now, carried = time.monotonic(), self._passthrough.carried
         if carried == self._shown or (now < self._due and not at_once):
             return
         self._due, self._shown = now + SHOW_EVERY, carried
-        # Where the disk is full, it cannot be seen; the journal says so.
+        # The journal reports a full disk.
         with contextlib.suppress(OSError):
             rundir.put(self._file, self._passthrough.last(SHOWN))
 
     def news(self, events: Iterable[Event], taken: int) -> Iterator[Record]:
-        """The journal's records of what was said, and withdrawn, of a snapshot ``taken`` then."""
+        """Return the journal's records of what was reported and withdrawn.
+
+        Args:
+            events: The events.
+            taken: The time of the snapshot that they were found in.
+        """
         return (to_journal(each, taken) for each in events)
 
     def end(self) -> None:
-        """The whole end of stderr is in its own file now."""
+        """Remove the file, after the end of stderr has its final one."""
         with contextlib.suppress(OSError):
             self._file.unlink(missing_ok=True)
 
 
 def keep_stderr(directory: Path, passthrough: Passthrough) -> None:
-    """Keep the end of the job's stderr: the verdict of a crash may depend on it."""
+    """Keep the end of the job's stderr, which the verdict of a crash may depend on."""
     with contextlib.suppress(OSError):
         rundir.put(directory / rundir.STDERR, bytes(passthrough.tail))
 
 
-# -- run watch
+# -- the watch of a run
 
-
-EXAMINE = 5.0
-"""Seconds between two examinations of a job in which nothing has happened."""
-
-SETTLE = 0.7
-"""Seconds for the other ranks' records to arrive once something has happened."""
+EXAMINE = 5.0  # Seconds between two examinations of a job without events
+KILL_GRACE = 5.0  # Most seconds of grace for a job that hangs
+SETTLE = 0.7  # Seconds for the other ranks' records to arrive after an event
 
 _DEBUGGER, _DEBUGGER_END = "the debugger", "the end of the debugger"
 _RANKS, _HANGS, _SHOWING = "the rank watch", "the hang watch", "the monitor's files"
@@ -161,16 +140,9 @@ _NOTIFY, _STRAGGLERS = "the notifications", "the straggler watch"
 
 
 class RunWatch:
-    """Watches one run. A fault of a part ends that part, and the job and all others go on.
+    """Watch one run. An error in one part ends that part, and the job and all other parts go on.
 
-    Args:
-        command: The job.
-        directory: The run directory, or None if there can be none: then the job runs unwatched.
-        passthrough: Carries the job's stderr.
-        reporter: Says what is found.
-        debugging: The debugger's side, or None for a run without.
-        keepers: Hold the job's command.
-        signals: Ends the job, and wakes the supervisor's loop.
+    The arguments are those of the supervisor, with its keepers and signals.
     """
 
     def __init__(
@@ -191,7 +163,8 @@ class RunWatch:
         self._debugging = debugging if directory is not None else None
         self._keepers = keepers
         self._signals = signals
-        self.ending = Ending(command.own, keepers, signals, reporter.note, self.write)
+        self.killed = False
+        """The job was ended because it hung."""
         self._ranks = RankWatch()
         self._gpus: GpuWatch | None = None
         self._gpu_poll: GpuPoll | None = None
@@ -207,8 +180,8 @@ class RunWatch:
         self._watches: dict[str, Suspicions | Stragglers | HangWatch | Vitals] = {}
         self._trouble = 0
         self._happened: float | None = None
-        """When something happened that the rules should look at soon."""
-        self._mute_said = False
+        """Time of the first event that has not been examined."""
+        self._mute_reported = False
         self._examined = time.monotonic()
         self._ticks = 0
 
@@ -221,7 +194,14 @@ class RunWatch:
             return
         try:
             self._lock = rundir.Lock(directory)
-            self._open_debugger(directory)
+            try:
+                if self._debugging is not None:
+                    self._debugging.open(directory)
+            except (OSError, DoctorError):
+                raise
+            except Exception as error:
+                self._reporter.faults.failed([(_DEBUGGER, error)])
+                self._stop_debugger()
             self._journal = Journal(str(directory / "supervisor.jsonl"), 1 << 24)
             self._requests = (
                 Asking(str(directory)),
@@ -244,22 +224,11 @@ class RunWatch:
         self._stop_watching()
 
     def _stop_watching(self) -> None:
-        """Let the job run, and do nothing else."""
+        """Stop all parts, and let the job run."""
         self._directory = self._reader = self._journal = self._showing = None
         self._hangs = self._stragglers = None
         self._watches = {}
         self._stop_debugger()
-
-    def _open_debugger(self, directory: Path) -> None:
-        """Make what debuggers need."""
-        try:
-            if self._debugging is not None:
-                self._debugging.open(directory)
-        except (OSError, DoctorError):
-            raise
-        except Exception as error:
-            self._reporter.faults.failed([(_DEBUGGER, error)])
-            self._stop_debugger()
 
     def _stop_debugger(self) -> None:
         if self._debugging is not None:
@@ -267,13 +236,23 @@ class RunWatch:
             self._debugging = None
 
     def environment(self) -> dict[str, str]:
-        """The environment of the job."""
-        return environment_of_job(self._directory, self._command, self._debugging)
+        """Return the environment of the job. Without a run directory it is this process's own."""
+        environment = dict(os.environ)
+        if self._directory is None:
+            return environment
+        before = environment.get("PYTHONPATH")
+        environment["PYTHONPATH"] = f"{ENTRY}{os.pathsep}{before}" if before else ENTRY
+        environment["DDPDOCTOR_RUN_DIR"] = str(self._directory)
+        environment["DDPDOCTOR_JOURNAL_MB"] = str(self._command.own.journal_mb)
+        environment[BUDGET] = str(self._command.own.overhead_budget)
+        environment["DDPDOCTOR_SUPERVISOR"] = f"{os.getpid()}@{namespace()}"
+        debugging = self._debugging
+        return environment | (debugging.environment() if debugging is not None else {})
 
     def started(self) -> None:
-        """The job's command has started."""
+        """Begin to watch the job, whose command has just started."""
         if self._debugging is not None and self._directory is not None:
-            # Before the manifest, which has the label that is chosen here.
+            # This chooses the label, which is part of the manifest.
             self._guarded(_DEBUGGER, self._debugging.announce, self._directory)
         if self._directory is not None:
             self._begin(self._directory)
@@ -283,7 +262,7 @@ class RunWatch:
             self._guarded(_HANGS, self._hangs.begin, self._keepers.pid)
 
     def _begin(self, directory: Path) -> None:
-        """Make what looks at the run; the job, which starts, does not wait for the imports."""
+        """Write run.json and start the parts of the watch, whose imports the job does not await."""
         try:
             manifest = run_manifest(directory, self._command, self._debugging)
             rundir.put(directory / rundir.MANIFEST, json.dumps(manifest, indent=1).encode())
@@ -293,9 +272,9 @@ class RunWatch:
         with contextlib.suppress(OSError, DoctorError):
             rundir.publish(directory)
         self._guarded("the record of the code", code_version.keep, directory, self._command.argv)
-        self._guarded("the start of the watch", self._begin_to_look, directory)
+        self._guarded("the start of the watch", self._start_parts, directory)
 
-    def _begin_to_look(self, directory: Path) -> None:
+    def _start_parts(self, directory: Path) -> None:
         from ddpdoctor.run.reader import RunReader
         from ddpdoctor.run.vitals import Vitals
         from ddpdoctor.supervise.gpu_watch import GpuWatch
@@ -308,7 +287,7 @@ class RunWatch:
         try:
             self._reader = RunReader(directory)
         except DoctorError as error:
-            # Whoever removed it was quicker.
+            # The directory has been removed already.
             self._give_up(error)
             return
         self._showing = Showing(directory, self._passthrough)
@@ -334,19 +313,19 @@ class RunWatch:
 
     @property
     def descriptors(self) -> list[int]:
-        """Readable when a rank has ended."""
-        # Those that are not read any more would wake the loop all the time.
+        """Descriptors that become readable when a rank ends."""
+        # After an error in that part they are not read, and would wake the loop all the time.
         return [] if _RANKS in self._reporter.faults else self._ranks.descriptors
 
-    def look(self, ended: Iterable[int] = ()) -> None:
-        """Look at the job; ``ended`` are the descriptors of ranks that have just ended."""
+    def check(self, ended: Iterable[int] = ()) -> None:
+        """Run all parts once. ``ended`` are the descriptors of ranks that have just ended."""
         now, guarded = time.monotonic(), self._guarded
         if self._debugging is not None:
-            guarded(_DEBUGGER, self._note, self._debugging.look)
+            guarded(_DEBUGGER, self._note, self._debugging.poll)
             if self._debugging.stopped:
-                self.ending.for_debugger()
+                self._end_job("the debugger was stopped: ending the job", debugger=True)
         if self._showing is not None:
-            guarded(_SHOWING, self._showing.look, at_once=self._happened is not None)
+            guarded(_SHOWING, self._showing.update, at_once=self._happened is not None)
         for descriptor in ended:
             guarded(_RANKS, self._rank_ended, descriptor)
             self._happened = self._happened or now
@@ -356,33 +335,33 @@ class RunWatch:
             guarded(_RANKS, self._ranks.note_children)
         run = self._read()
         if run is not None and not run.ranks and self._ticks % 2:
-            look = partial(self._unwatched_ranks.look, self._keepers.pid)
-            guarded("the look for unwatched ranks", self._note, look)
+            find = partial(self._unwatched_ranks.find, self._keepers.pid)
+            guarded("the search for unwatched ranks", self._note, find)
         if run is not None:
-            self._look_at(run, now)
+            self._check_run(run, now)
         if self._gpu_poll is not None and self._gpu_poll.failed is not None:
             self._reporter.faults.failed([("the GPU poll", self._gpu_poll.failed)])
         self._note(self._faults)
 
-    def _look_at(self, run: Run, now: float) -> None:
+    def _check_run(self, run: Run, now: float) -> None:
         guarded = self._guarded
         mute = [each.rank for each in run.ranks if each.status and each.status.unwritten]
-        if mute and not self._mute_said:
-            # The others follow, for the disk is full for all of them: once is enough.
-            self._mute_said = True
+        if mute and not self._mute_reported:
+            # Report once: the disk is full for all ranks.
+            self._mute_reported = True
             self._reporter.warn(
                 f"rank {mute[0]} cannot write its records to {self._directory}; "
                 "the job goes on, unwatched from now on"
             )
         if self._debugging is not None:
-            guarded(_DEBUGGER, self._debugging.look_at, run)
+            guarded(_DEBUGGER, self._debugging.check, run)
         guarded(_RANKS, self._note, partial(self._ranks.follow, run))
         gpus = self._gpus
         if gpus and guarded("the GPU watch", self._note, partial(gpus.look_at, run)):
             self._happened = self._happened or now
         for name, watch in self._watches.items():
             if guarded(name, watch.look, run):
-                # With the record that was just written.
+                # Include the record that was just written.
                 run = self._read() or run
                 self._happened = now - SETTLE
         if self._new_trouble(run):
@@ -392,11 +371,11 @@ class RunWatch:
             self._happened, self._examined = None, now
             if self._stragglers is not None:
                 guarded(_STRAGGLERS, self._stragglers.ask, run)
-            # With what was written in between.
+            # Include what was written in between.
             self._examine(self._read() or run)
 
     def _note(self, report: Callable[[], Iterable[Record]]) -> bool:
-        """Write what a part reports; whether it was anything."""
+        """Write the records that a part returns. Returns whether there were any."""
         reported = False
         for record in report():
             self.write(record)
@@ -404,7 +383,7 @@ class RunWatch:
         return reported
 
     def _faults(self) -> Iterator[FaultRecord]:
-        """What failed in ddpdoctor itself since the last call."""
+        """Yield the errors in ddpdoctor itself since the last call."""
         for each in self._reporter.faults.take():
             yield FaultRecord(time=each.time, part=each.part, error=each.error, places=each.places)
 
@@ -420,33 +399,58 @@ class RunWatch:
         self._guarded(_HANGS, self._end_hung_job)
 
     def _end_hung_job(self) -> None:
-        if not self.ending.if_hung(self._hangs, self._reporter.found, self._read):
+        """End a job that certainly hangs, with ``--kill-on-hang``."""
+        hangs = self._hangs
+        if hangs is None or not hangs.judged(self._reporter.found):
+            return
+        if not (self._command.own.kill_on_hang and self._may_end):
+            return
+        run = self._read()
+        if run is None or not hangs.confirmed(run):
+            # A rank may have moved or ended meanwhile: examine the run again.
             self._happened = time.monotonic()
+            return
+        self.killed = True
+        self._end_job("the job hangs: ending it (--kill-on-hang)", hang=True)
+
+    @property
+    def _may_end(self) -> bool:
+        """Whether the job still runs and was not asked to end."""
+        return self._keepers.status is None and self._signals.deadline is None
+
+    def _end_job(self, why: str, *, hang: bool = False, debugger: bool = False) -> None:
+        if self._may_end:
+            self._reporter.note(why)
+            now, number, grace = time.time_ns(), signal.SIGTERM, self._command.own.grace
+            self.write(SignalRecord(time=now, signal=number, hang=hang, debugger=debugger))
+            self._signals.end_job(min(grace, KILL_GRACE) if hang else grace)
 
     def slept(self, seconds: float) -> None:
-        """The whole job, and this process, were stopped for so long."""
+        """Take into account that the whole job was stopped for ``seconds``."""
         if self._hangs is not None:
             self._guarded(_HANGS, self._hangs.slept, seconds)
 
     def _new_trouble(self, run: Run) -> bool:
-        """Whether a process has just recorded something that ends it."""
+        """Return whether a process has just recorded something that ends it."""
         records = [record for rank in run.ranks for record in rank.records] + list(run.strays)
         before = self._trouble
         self._trouble = sum(type(each) in (ErrorRecord, ExitRecord, EndRecord) for each in records)
         return self._trouble > before
 
     # -- the end
-
     def end(self, status: int, ready: Callable[[], Iterable[int]]) -> Run | None:
-        """The job's command has ended: the last records and findings.
+        """Write the last records and report the last findings, after the job's command has ended.
 
         Args:
             status: Its exit status.
-            ready: Which of :attr:`descriptors` are readable.
+            ready: Returns those of :attr:`descriptors` that are readable.
+
+        Returns:
+            The run at its end, if it can be read.
         """
         if (run := self._read()) is not None:
             self._guarded(_RANKS, self._note, partial(self._ranks.follow, run))
-        # The ends of ranks that came together with the end of the job.
+        # Ranks that ended together with the job.
         for descriptor in ready():
             self._guarded(_RANKS, self._rank_ended, descriptor)
         if self._debugging is not None:
@@ -472,7 +476,7 @@ class RunWatch:
         self._note(self._faults)
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Stop all parts and close all files."""
         if self._gpu_poll is not None:
             self._gpu_poll.stop()
         if self._debugging is not None:
@@ -498,7 +502,7 @@ class RunWatch:
         return None
 
     def write(self, record: Record) -> None:
-        """Write a record of the supervisor, as long as the disk takes it."""
+        """Write a record of the supervisor. Stop after the first error."""
         if self._journal is None:
             return
         try:

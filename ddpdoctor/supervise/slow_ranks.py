@@ -1,14 +1,14 @@
-"""Look closer at ranks that may be slow, and at what rules suspect."""
+"""Ask the ranks for profiles if one may be slow, and for fingerprints if replicas may differ."""
 
 from __future__ import annotations
 
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from ddpdoctor.diagnose.replicas.differences import AVERAGED, FINGERPRINT_PATIENCE, unpacked
-from ddpdoctor.diagnose.speed.lag import Lag, lags
+from ddpdoctor.diagnose.speed.lag import lags
 from ddpdoctor.diagnose.speed.reasons import PATIENCE
 from ddpdoctor.run.mapped import MOST_PROFILES, Asking, Suspicion, SuspicionWriter
 from ddpdoctor.run.names import namespace
@@ -25,33 +25,21 @@ from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.system import proc
 from ddpdoctor.system.process_activity import CoreClocks
 
-# -- asks the ranks where they spend their time once one of them holds the others up
+# -- profiles of the ranks once one of them may hold up the others
 
 
 ENOUGH, FEW = 8, 4
-"""Steps after the warm-up, and steps in all, from which on a rank may be suspected: fewer than a
-verdict takes, as that of a job which ends soon can only be reached by samples taken before."""
+"""Least steps after the warm-up, or in all, to suspect a rank. They are fewer than a verdict needs,
+because a job that ends soon has to be sampled before the verdict."""
 
-EVERY = 1.0
-"""Seconds between two looks at the steps."""
-
-SHARE = 0.1
-"""Of a core that the looks may take: those at many ranks are rarer."""
-
-BUSY = 0.1
-"""Share of a core from which on a process is named."""
-
-NAMED = 6
-"""Processes that are named at most."""
+CHECK_INTERVAL = 1.0  # Least seconds between two checks of the steps
+SHARE = 0.1  # Most of a core that the checks may use. Checks of many ranks are less frequent.
+MIN_BUSY = 0.1  # Least share of a core for a process to be named
+MAX_NAMED = 6  # Processes that are named at most
 
 
 class Stragglers:
-    """Watches the pace of the ranks.
-
-    Args:
-        page: By which ranks are asked for a profile.
-        write: Writes a record of the supervisor.
-    """
+    """Watch the pace of the ranks, and ask for profiles through a page of the run directory."""
 
     def __init__(self, page: Asking, write: Callable[[Record], None]) -> None:
         self._page = page
@@ -63,18 +51,18 @@ class Stragglers:
     def _begin(self, restart: int) -> None:
         self._restart = restart
         self._suspected: set[tuple[int, bool]] = set()
-        """Ranks for whose sake the others were asked, and whether for few steps."""
+        """Ranks that were suspected, each with whether that was by few steps."""
         self._waiting: set[int] = set()
-        """Ranks that have not answered."""
+        """Ranks that have not answered yet."""
         self._until = 0.0
         self._before: tuple[float, dict[int, float]] | None = None
         self._clocks = CoreClocks()
 
     def look(self, run: Run) -> bool:
-        """Ask if there is reason to.
+        """Ask for profiles if a rank seems slow.
 
         Returns:
-            Whether the rules should look now: the answers are there.
+            Whether the rules should examine the run now, because the answers are there.
         """
         if run.restarts[-1] != self._restart:
             self._begin(run.restarts[-1])
@@ -86,10 +74,10 @@ class Stragglers:
         return False
 
     def ask(self, run: Run) -> None:
-        """Ask for samples of a rank that seems slow.
+        """Ask for samples if a rank seems slow.
 
-        The rules wait for samples that were asked for. So this comes before they look, or what they
-        report has no line.
+        The rules wait for samples that were asked for. So ask before they examine the run, or their
+        finding names no line.
         """
         now = time.monotonic()
         if run.restarts[-1] != self._restart or self._waiting or run.exit_status is not None:
@@ -97,8 +85,14 @@ class Stragglers:
         if len(self._suspected) >= MOST_PROFILES:
             return
         began = time.thread_time()
-        lag = next((each for each in lags(run, ENOUGH, FEW) if self._is_new(each)), None)
-        self._due = now + max(EVERY, (time.thread_time() - began) / SHARE)
+        # A rank may be slow for another reason at the beginning than later.
+        fresh = (
+            each
+            for each in lags(run, ENOUGH, FEW)
+            if (each.rank.rank, each.few) not in self._suspected
+        )
+        lag = next(fresh, None)
+        self._due = now + max(CHECK_INTERVAL, (time.thread_time() - began) / SHARE)
         if lag is None:
             return
         self._asked += 1
@@ -111,12 +105,8 @@ class Stragglers:
         self._record(rank=lag.rank.rank)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._page.close()
-
-    def _is_new(self, lag: Lag) -> bool:
-        # What holds it up at the beginning may not be what does so later.
-        return (lag.rank.rank, lag.few) not in self._suspected
 
     def _answered(self, run: Run, now: float) -> bool:
         for rank in run.last:
@@ -157,7 +147,7 @@ class Stragglers:
 
 
 def _cpu_seconds() -> dict[int, float]:
-    """CPU time of every process that can be seen."""
+    """Return the CPU time of every visible process."""
     stats = {pid: proc.read_stat(pid) for pid in proc.pids()}
     return {pid: stat.cpu_seconds for pid, stat in stats.items() if stat is not None}
 
@@ -165,7 +155,7 @@ def _cpu_seconds() -> dict[int, float]:
 def _busy(
     before: tuple[float, dict[int, float]], after: tuple[float, dict[int, float]]
 ) -> tuple[BusyProcess, ...]:
-    """The busiest processes."""
+    """Return the busiest processes."""
     seconds = max(after[0] - before[0], 0.1)
     shares = {
         pid: (cpu - before[1].get(pid, 0.0)) / seconds
@@ -173,40 +163,26 @@ def _busy(
         if pid != os.getpid()
     }
     found: list[BusyProcess] = []
-    for pid in sorted(shares, key=lambda each: -shares[each])[:NAMED]:
+    for pid in sorted(shares, key=lambda each: -shares[each])[:MAX_NAMED]:
         stat = proc.read_stat(pid)
-        if shares[pid] >= BUSY and stat is not None:
+        if shares[pid] >= MIN_BUSY and stat is not None:
             share = round(shares[pid], 2)
             found.append(BusyProcess(pid, share, stat.core, proc.described(pid)))
     return tuple(found)
 
 
-# -- suspicions
+# -- fingerprints of replicas that may differ
 
 
-STEPS = 16
-"""Steps that ranks look at one by one."""
-
-TENSORS = 3
-"""Tensors whose elements ranks write: the first ones that differ."""
-
-AHEAD = 0.1
-"""Seconds that ranks have to hear of it before they come to the end of the step that is named."""
-
-MOST_OPEN = 1024
-"""Fingerprints that wait for those of the other ranks."""
-
-_Key = tuple[int, int, int]
-"""Module, step, forwards whose backward was reduced."""
+STEPS = 16  # Number of steps that the ranks examine one by one
+TENSORS = 3  # Number of differing tensors whose elements the ranks write
+AHEAD = 0.1  # Seconds for the ranks to read the request before the end of the step that it names
+MAX_OPEN = 1024  # Fingerprints that wait for those of the other ranks, at most
+_Key = tuple[int, int, int]  # Module, step, number of forwards whose backward was reduced
 
 
 class Suspicions:
-    """Compares the fingerprints of a run as they come in.
-
-    Args:
-        page: Where ranks read what is suspected.
-        write: Writes a record of the supervisor.
-    """
+    """Compare the fingerprints of a run as they are written, and ask for details by a page."""
 
     def __init__(self, page: SuspicionWriter, write: Callable[[Record], None]) -> None:
         self._page = page
@@ -219,19 +195,19 @@ class Suspicions:
         self._groups: dict[int, dict[int, tuple[int, ...]]] = {}
         self._open: dict[_Key, dict[int, FingerprintRecord]] = {}
         self._suspected = False
-        """The ranks were asked to look."""
+        """The ranks were asked to examine their steps."""
         self._located: Suspicion | None = None
-        """The one that named tensors, which is the last."""
+        """The last request, which named tensors."""
         self._waiting: set[int] = set()
-        """Ranks that have not written what they were asked for."""
+        """Ranks that have not written their elements yet."""
         self._until: float | None = None
 
     def look(self, run: Run) -> bool:
-        """Take in what is new.
+        """Compare new fingerprints.
 
         Returns:
-            Whether the rules should look now: what ranks were asked for is there, or was waited for
-            long enough.
+            Whether the rules should examine the run now, because the ranks have answered or the
+            timeout is over.
         """
         if run.restarts[-1] != self._restart:
             self._begin(run.restarts[-1])
@@ -254,35 +230,41 @@ class Suspicions:
         return True
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._page.close()
 
     def _compare(self, run: Run, rank: Rank, record: FingerprintRecord) -> None:
-        """Put a fingerprint to those of the other ranks."""
+        """Compare a fingerprint with those of the other ranks, if all are there."""
         module = record.module
         group = self._groups.get(module, {}).get(rank.rank, ())
-        # Those of other nodes are seen by their own supervisor.
+        # Ranks of other nodes are compared by their own supervisor.
         mine = {each.rank for each in run.last} & set(group)
         if len(mine) < 2:
             return
         key = (module, record.step, record.armed)
         prints = self._open.setdefault(key, {})
         prints[rank.rank] = record
-        if len(self._open) > MOST_OPEN:
+        if len(self._open) > MAX_OPEN:
             del self._open[next(iter(self._open))]
         if not mine <= prints.keys():
             return
         self._open.pop(key, None)
         if len({each.parameters for each in prints.values()}) > 1:
-            self._suspect(run, module, key[1], tuple(_differing(list(prints.values()))))
+            details = [unpacked(each.detail or "") for each in prints.values()]
+            differing = tuple(
+                index
+                for index, tensors in enumerate(zip(*details, strict=False))
+                if len({hash_ for hash_, _ in tensors}) > 1
+            )
+            self._suspect(run, module, key[1], differing)
 
     def _suspect(self, run: Run, module: int, seen: int, tensors: tuple[int, ...]) -> None:
-        """Ask the ranks, for the first time, or now that it is known for which tensors."""
+        """Ask the ranks: for the first time, or again now that the tensors are known."""
         if self._located is not None or (self._suspected and not tensors):
             return
         newest = max((each.status.step for each in run.last if each.status is not None), default=0)
         totals = [each.total for rank in run.last for each in rank.steps[-64:] if each.total > 0]
-        # A quick one, as a step may be when other processes leave the machine to it.
+        # Steps become faster when other processes leave the machine, so use a fast one.
         quick = sorted(totals)[len(totals) // 4] if totals else AHEAD * 1e9
         ahead = 1 + math.ceil(AHEAD * 1e9 / quick)
         suspicion = Suspicion(self._restart, newest + ahead, STEPS, module, tensors[:TENSORS])
@@ -302,11 +284,3 @@ class Suspicions:
                 tensors=suspicion.tensors,
             )
         )
-
-
-def _differing(prints: list[FingerprintRecord]) -> Iterator[int]:
-    """The places of the tensors that differ, if the fingerprints show them."""
-    details = [unpacked(each.detail or "") for each in prints]
-    for index, tensors in enumerate(zip(*details, strict=False)):
-        if len({hash_ for hash_, _ in tensors}) > 1:
-            yield index

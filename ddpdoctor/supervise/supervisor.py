@@ -1,4 +1,4 @@
-"""The parent of a job: starts it, has it watched, passes signals on, and leaves nothing behind."""
+"""Start a job, watch it, pass signals on, and end what it leaves behind."""
 
 from __future__ import annotations
 
@@ -30,13 +30,11 @@ from ddpdoctor.system.proc import pause, readable
 if TYPE_CHECKING:
     from ddpdoctor.run.snapshot import Run
 
-TICK = 0.5
-"""Seconds between two looks at the run directory."""
+TICK = 0.5  # Seconds between two reads of the run directory
 
 _WATCH, _WATCH_END = "the watch", "the end of the watch"
 
-LEFT_BEHIND = 2.0
-"""Seconds for processes that are still there when the job's command has ended."""
+LEFT_BEHIND = 2.0  # Seconds for the job's processes to end after its command has ended
 
 
 class Supervisor:
@@ -44,11 +42,11 @@ class Supervisor:
 
     Args:
         command: The job.
-        directory: The run directory, or None if there can be none: then the job runs unwatched.
+        directory: The run directory; None if it cannot be made, and the job runs unwatched.
         passthrough: Carries the job's stderr.
-        reporter: Says what is found.
-        debugging: The debugger's side, or None for a run without.
-        inherited: The descriptors above 2 that the job is to have, as without ddpdoctor.
+        reporter: Prints findings.
+        debugging: The debugger's part, or None for a run without.
+        inherited: The descriptors above 2 that the job inherits, as without ddpdoctor.
     """
 
     def __init__(
@@ -60,7 +58,7 @@ class Supervisor:
         debugging: Debugging | None,
         inherited: Sequence[int],
     ) -> None:
-        # A run within a run belongs to both: its processes carry both ids.
+        # The processes of a run within a run have both ids.
         outer = os.environ.get(MARK)
         own = f"{int(time.time())}-{os.urandom(6).hex()}"
         self._run_id = f"{outer}/{own}" if outer else own
@@ -85,8 +83,8 @@ class Supervisor:
         """Run the job to its end.
 
         Returns:
-            The exit status of the job; negative for a signal that ended it. `STRICT` and `HANG` as
-            their options say.
+            The exit status of the job, negative for a signal that ended it; `STRICT` or `HANG` if
+            these options apply.
         """
         proc.become_subreaper()
         self._guarded(_WATCH, self._watch.open)
@@ -94,11 +92,19 @@ class Supervisor:
             self._reporter.note(self._command.note)
         self._signals.install()
         self._start()
-        self._loop()
-        status = self._finish()
+        ready: list[int] = []
+        while self._keepers.status is None:
+            try:
+                ready = self._turn(ready)
+            except Exception as error:
+                # Only the job's own end decides its exit status.
+                self._reporter.faults.failed([("the supervisor", error)])
+                ready = []
+                pause(TICK)
+        status = self._finish(self._keepers.status)
         self._guarded("the end of the job's processes", self._keepers.dismiss, self._idle)
         self._guarded(_WATCH_END, self._watch.close)
-        # Whoever was asked to end ends, even if its stderr is not read any more.
+        # A run that was asked to end does so, even if its stderr is not read any more.
         patience = 1.0 if self._signals.received else None
         self._guarded("the job's stderr", self._passthrough.finish, patience)
         return status
@@ -120,28 +126,17 @@ class Supervisor:
         self._passthrough.start()
         self._guarded(_WATCH, self._watch.started)
 
-    def _loop(self) -> None:
-        ready: list[int] = []
-        while self._keepers.status is None:
-            try:
-                ready = self._turn(ready)
-            except Exception as error:
-                # Only the job's own end decides its exit status.
-                self._reporter.faults.failed([("the supervisor", error)])
-                ready = []
-                pause(TICK)
-
     def _turn(self, ready: list[int]) -> list[int]:
-        """Do what is due, what became of the job first, and wait for more.
+        """Do what is due, first for the job's processes, and wait for more.
 
         Args:
-            ready: What the last turn returned.
+            ready: The return value of the last turn.
 
         Returns:
             The descriptors of the watch that are readable now.
         """
         self._reap()
-        stopped = self._keepers.look()
+        stopped = self._keepers.poll()
         self._signals.drain()
         self._guarded(_WATCH, self._after_signals)
         if stopped and self._keepers.status is None:
@@ -152,7 +147,7 @@ class Supervisor:
             processes.end(self._job(), soft=0.5, idle=self._idle)
             self._signals.deadline = time.monotonic() + 2.0
         else:
-            self._guarded(_WATCH, self._watch.look, ready)
+            self._guarded(_WATCH, self._watch.check, ready)
         if self._keepers.status is not None:
             return []
         ends = [each for each in (self._signals.descriptor, self._keepers.descriptor) if each >= 0]
@@ -168,14 +163,12 @@ class Supervisor:
         if self._signals.asked_again():
             self._reporter.note("interrupted again: ending the job now")
 
-    def _finish(self) -> int:
-        status = self._keepers.status
-        assert status is not None
+    def _finish(self, status: int) -> int:
         run = self._guarded(_WATCH_END, self._end_watch, status)
         findings = self._reporter.current
         self._guarded("the end of what the job left behind", self._sweep)
         self._guarded(_WATCH_END, self._watch.summarize, run, status)
-        if self._watch.ending.killed:
+        if self._watch.killed:
             return HANG
         failed = any(finding.severity >= Severity.ERROR for finding in findings)
         return STRICT if self._command.own.strict and status == 0 and failed else status
@@ -183,8 +176,6 @@ class Supervisor:
     def _end_watch(self, status: int) -> Run | None:
         self._after_signals()
         return self._watch.end(status, lambda: readable(self._watch.descriptors, 0))
-
-    # -- processes
 
     def _reap(self) -> None:
         with contextlib.suppress(ChildProcessError):
@@ -203,8 +194,8 @@ class Supervisor:
         )
 
     def _sweep(self) -> None:
-        """End what the job left behind."""
-        # A job that was asked to stop has had its time.
+        """End the processes that the job left behind."""
+        # A job that was asked to stop has had its grace period.
         patience = LEFT_BEHIND / 4 if self._signals.received else LEFT_BEHIND
         ended = processes.end(self._job(), patience=patience, soft=3.0, idle=self._idle)
         self._reap()
@@ -224,7 +215,7 @@ def end_like(status: int) -> int:
     with contextlib.suppress(OSError, ValueError):
         import resource
 
-        # The job has left its core dump; ours would only overwrite it.
+        # Our core dump would overwrite the job's.
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError, AttributeError):
         sys.stdout.flush()

@@ -80,7 +80,7 @@ class Rank:
         self.port = ports.numbers[0]
         self.gateway = Gateway(
             ports,
-            gateway.Doors(directory, 1),
+            gateway.RunSockets(directory, 1),
             unidentified=False,
             gate=None,
             ends_job=False,

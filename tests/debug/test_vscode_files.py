@@ -194,7 +194,7 @@ def test_every_byte_comes_back(workspace: Path) -> None:
     ("content", "words"),
     [
         (b'{\n"configurations": null\n}', ["launch.json:2: ", "must be a list"]),
-        (b"{\n[", ["launch.json:2: ", "a key"]),
+        (b"{\n[", ["launch.json:2: ", "property name"]),
         (b'{\n\n"x": "\xe9"}', ["launch.json:3: not UTF-8"]),
         ('{"x": 1}'.encode("utf-16"), ["launch.json:1: not UTF-8"]),
     ],

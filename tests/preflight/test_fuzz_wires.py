@@ -421,13 +421,13 @@ def test_other_files_of_the_kernel(text: bytes | str) -> None:
 @given(st.lists(st.binary(max_size=30) | st.sampled_from([b"pids 1 2 3", b"ended 1"]), max_size=5))
 def test_words_of_a_keeper(lines: list[bytes]) -> None:
     keepers = object.__new__(Keepers)
-    keepers._heard, keepers._below, keepers.pid, keepers.status = b"", 0, 0, None
-    keepers._pipe, keepers.witness = -1, 0
-    keepers._words, theirs = os.pipe()
-    os.set_blocking(keepers._words, False)
+    keepers._partial, keepers._below, keepers.pid, keepers.status = b"", 0, 0, None
+    keepers._pipe, keepers.sentinel = -1, 0
+    keepers._reports, theirs = os.pipe()
+    os.set_blocking(keepers._reports, False)
     os.write(theirs, b"\n".join([*lines, b""]))
-    keepers.look()
-    os.close(keepers._words)
+    keepers.poll()
+    os.close(keepers._reports)
     os.close(theirs)
 
 

@@ -42,7 +42,7 @@ sys.exit(ddpdoctor.cli.main())
 PARTS = [
     "supervise.run_watch:RunWatch.open",
     "supervise.run_watch:RunWatch.started",
-    "supervise.run_watch:RunWatch.look",
+    "supervise.run_watch:RunWatch.check",
     "supervise.run_watch:RunWatch.descriptors",
     "supervise.run_watch:RunWatch.write",
     "supervise.run_watch:RunWatch.end",
@@ -50,28 +50,28 @@ PARTS = [
     "supervise.run_watch:RunWatch.close",
     "supervise.run_watch:RunReader.snapshot",
     "supervise.supervisor:RunWatch.slept",
-    "supervise.signals:JobSignals.take",
-    "supervise.signals:JobSignals.drain",
+    "supervise.job_signals:JobSignals.take",
+    "supervise.job_signals:JobSignals.drain",
     "supervise.keepers:Keepers.dismiss",
     "supervise.keepers:Keepers._start_standby",
     "supervise.processes:end",
     "supervise.passthrough:Passthrough.finish",
     "supervise.passthrough:Passthrough._carry",
     "supervise.passthrough:Passthrough._release",
-    "supervise.job_environment:manifest",
-    "supervise.unwatched:Unwatched.look",
-    "supervise.vitals:Vitals.look",
-    "supervise.hangs.watch:HangWatch.begin",
-    "supervise.hangs.watch:HangWatch.end",
-    "supervise.ranks:RankWatch.end_leftovers",
-    "render.report:Reporter.examine",
-    "render.report:Reporter.summary",
+    "supervise.run_watch:run_manifest",
+    "supervise.rank_processes:Unwatched.find",
+    "run.vitals:Vitals.look",
+    "supervise.hang_watch:HangWatch.begin",
+    "supervise.hang_watch:HangWatch.end",
+    "supervise.rank_processes:RankWatch.end_leftovers",
+    "render.reporter:Reporter.examine",
+    "render.reporter:Reporter.summary",
     "run.rundir:publish",
-    "run.code:keep",
+    "run.code_version:keep",
     "clock:",
 ]
 
-FEW = ("supervise.run_watch:RunWatch.look", "supervise.passthrough:Passthrough._carry", "clock:")
+FEW = ("supervise.run_watch:RunWatch.check", "supervise.passthrough:Passthrough._carry", "clock:")
 
 JOB = ("bash", "-c", "echo out; echo error >&2; sleep 2; exit 7")
 

@@ -86,18 +86,18 @@ def test_the_last_of_stderr_is_shown_where_it_is_new(
 ) -> None:
     job = Written()
     shows, file = Showing(tmp_path, job), tmp_path / rundir.STDERR_SO_FAR
-    shows.look()
+    shows.update()
     assert not file.exists()
     job.text = b"x" * run_watch.SHOWN + b"the end"
-    shows.look()
+    shows.update()
     assert file.read_bytes() == job.text[-run_watch.SHOWN :]
     before = file.stat().st_ino
     job.text += b"."
-    shows.look()
+    shows.update()
     assert file.stat().st_ino == before, "not twice within a second"
     monkeypatch.setattr(run_watch, "SHOW_EVERY", 0.0)
     monkeypatch.setattr(shows, "_due", 0.0)
-    shows.look()
+    shows.update()
     assert file.read_bytes().endswith(b"the end.")
     keep_stderr(tmp_path, job)
     shows.end()
@@ -111,7 +111,7 @@ def test_a_disk_that_says_no_is_borne(tmp_path: Path) -> None:
     job = Written()
     job.text = b"x"
     shows = Showing(tmp_path / "gone", job)
-    shows.look()
+    shows.update()
     keep_stderr(tmp_path / "gone", job)
     shows.end()
 

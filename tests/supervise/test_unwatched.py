@@ -75,7 +75,7 @@ def test_processes_that_were_started_as_ranks(
     try:
         while not _children(process.pid):
             assert process.poll() is None
-        told = list(Unwatched(ENTRY).look(process.pid))
+        told = list(Unwatched(ENTRY).find(process.pid))
     finally:
         os.killpg(process.pid, 9)
         process.wait()

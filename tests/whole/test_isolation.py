@@ -145,18 +145,18 @@ def supervisor(tmp_path: Path, reporter: Reporter) -> Iterator[Supervisor]:
     made._start()
     yield made
     while made._keepers.status is None:
-        made._keepers.look()
+        made._keepers.poll()
         made._idle(0.02)
-    made._finish()
+    made._finish(made._keepers.status)
     made._keepers.dismiss(made._idle)
     made._passthrough.finish(1.0)
     made._watch.close()
 
 
 PARTS: dict[str, Callable[[RunWatch], tuple[object, str]]] = {
-    "the debugger": lambda made: (made._debugging, "look"),
-    "the debugger again": lambda made: (made._debugging, "look_at"),
-    "the monitor's files": lambda made: (made._showing, "look"),
+    "the debugger": lambda made: (made._debugging, "poll"),
+    "the debugger again": lambda made: (made._debugging, "check"),
+    "the monitor's files": lambda made: (made._showing, "update"),
     "the monitor's files again": lambda made: (made._showing, "news"),
     "the rank watch": lambda made: (made._ranks, "end_leftovers"),
     "the rank watch again": lambda made: (made._ranks, "follow"),
@@ -183,7 +183,7 @@ def test_a_watcher_that_fails_ends_alone(
     monkeypatch.setattr(broken, method, raises)
     for _ in range(4):
         watch._happened = 1.0
-        watch.look()
+        watch.check()
     name = part.removesuffix(" again")
     (line,) = [line for line in said if WORDS in line]
     assert line.startswith(f"ddpdoctor: warning: {WORDS} {name}: KeyError('what is not there')")
@@ -207,7 +207,7 @@ def test_the_end_of_stderr_is_kept_whatever_failed(
     watch = supervisor._watch
     monkeypatch.setattr(*PARTS[part](watch), raises)
     watch._happened = 1.0
-    watch.look()
+    watch.check()
     monkeypatch.setattr(type(watch._passthrough), "tail", b"RuntimeError: the cause\n")
     watch.end(1, list)
     assert watch._directory is not None
@@ -230,7 +230,7 @@ def test_a_poll_of_gpus_that_fails_is_said(supervisor: Supervisor, said: list[st
     assert supervisor._watch._gpu_poll is not None
     supervisor._watch._gpu_poll.failed = KeyError("uuid")
     for _ in range(2):
-        supervisor._watch.look()
+        supervisor._watch.check()
     assert sum(f"{WORDS} the GPU poll: KeyError('uuid')" in line for line in said) == 1
 
 
@@ -249,7 +249,7 @@ def test_a_fault_in_the_editors_files_leaves_the_debugger(
     debugging.open(tmp_path)
     debugging.announce(tmp_path)
     debugging.start(lambda: None)
-    assert debugging.look() == []
+    assert debugging.poll() == []
     debugging.stop()
     assert sum(f"{WORDS} launch.json" in line for line in said) == 1
 
