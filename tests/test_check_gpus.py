@@ -201,9 +201,9 @@ WITH_CUDA = """
 import sys
 from pathlib import Path
 if "check" in sys.orig_argv:
-    from ddpdoctor.preflight.machine import versions
-    known = versions.installed_torch()
-    versions.installed_torch = lambda: versions.Torch(known.folder, known.version, "12.8")
+    from ddpdoctor.preflight.machine import software
+    known = software.installed_torch()
+    software.installed_torch = lambda: software.Torch(known.folder, known.version, "12.8")
 """
 """The check takes this torch for one that has CUDA; its ranks find out."""
 

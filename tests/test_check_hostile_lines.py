@@ -34,7 +34,7 @@ from ddpdoctor.preflight.protocol.messages import (
     Verdict,
 )
 from ddpdoctor.preflight.protocol.pairs import Dialled
-from ddpdoctor.preflight.situation import Options, Seat, Situation
+from ddpdoctor.preflight.situation import NodePlace, Options, Situation
 from ddpdoctor.render import check_results as render
 from tests.test_check_meeting import FACTS
 
@@ -84,7 +84,7 @@ def hostile_meeting(text: str, outcome: str) -> Meeting:
         reduction=Reduction(world=3, wrong=(RankResult(1, 1, False, text),)),
         verdicts=(Verdict(), Verdict((Said("limits", "DDP006", "error", text),)), Verdict()),
     )  # fmt: skip
-    return Meeting(Seat(4, 0, text, 29500, text), 0, report=report)
+    return Meeting(NodePlace(4, 0, text, 29500, text), 0, report=report)
 
 
 def found(meeting: Meeting, asked: tuple[ArpAnswer, ...]) -> Iterator[Finding]:

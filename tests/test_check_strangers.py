@@ -21,7 +21,7 @@ from ddpdoctor.preflight.protocol import connecting, wire, worker
 from ddpdoctor.preflight.protocol.coordinator import MOST_STRANGERS, Coordinator, listen
 from ddpdoctor.preflight.protocol.joining import Call, CallError, call_once
 from ddpdoctor.preflight.protocol.messages import (
-    Knock,
+    Hello,
     Order,
     unpack_facts,
 )
@@ -29,7 +29,7 @@ from ddpdoctor.preflight.protocol.pairs import Listener, Target
 from ddpdoctor.preflight.protocol.wire import unpacked
 from ddpdoctor.preflight.protocol.worker import Worker
 from ddpdoctor.preflight.selftest.collectives import Ranks
-from ddpdoctor.preflight.situation import Seat
+from ddpdoctor.preflight.situation import NodePlace
 from ddpdoctor.run.records.base import as_json
 from tests.test_check_meeting import FACTS
 
@@ -153,7 +153,7 @@ def test_a_name_that_steers_a_terminal_is_no_name() -> None:
     async def attack(here: Coordinator, port: int) -> None:
         reader, writer = await stranger(port)
         await reader.readexactly(wire.GREETING_BYTES)
-        writer.write(wire.packed(Knock("0" * 64, "0", "\x1b[2Jgpu7")))
+        writer.write(wire.packed(Hello("0" * 64, "0", "\x1b[2Jgpu7")))
         await reader.read()
         writer.close()
 
@@ -246,8 +246,8 @@ def obeying(folder: Path, *orders: Order) -> Worker:
         other, theirs = await asyncio.open_connection(sock=right)
         call = Call(wire.Link(reader, writer), "x", 0.0, 0.0, "10.0.0.1", "10.0.0.1")
         facts = replace(FACTS, folder=str(folder))
-        seat = Seat(2, 1, "node0", 29500, "none")
-        made = Worker(call, seat, facts, Listener(), Ranks(os.environ))
+        place = NodePlace(2, 1, "node0", 29500, "none")
+        made = Worker(call, place, facts, Listener(), Ranks(os.environ))
         for order in orders:
             theirs.write(wire.packed(order))
         await theirs.drain()

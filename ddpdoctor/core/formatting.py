@@ -6,7 +6,7 @@ import json
 import math
 import re
 import unicodedata
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -118,9 +118,27 @@ def degrees(celsius: float) -> str:
     return f"{celsius:.0f}C"
 
 
-def count(number: int, noun: str, plural: str = "") -> str:
-    """``1 rank``, ``2 ranks``; ``plural`` is for nouns that take no s."""
-    return f"{number} {noun if number == 1 else plural or noun + 's'}"
+def count(number: float, noun: str, plural: str = "") -> str:
+    """``1 rank``, ``2 ranks``, ``1.5 cores``; ``plural`` is for nouns that take no s."""
+    digits = f"{number:.1f}".removesuffix(".0")
+    return f"{digits} {noun if number == 1 else plural or noun + 's'}"
+
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+
+def binary_size(size: float) -> str:
+    """Format bytes in binary units: ``64 MiB``, ``1.5 GiB``."""
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if size >= unit:
+            return f"{size / unit:.1f}".removesuffix(".0") + f" {name}"
+    return f"{size:.0f} bytes"
+
+
+def listed(names: Sequence[str], most: int = 8) -> str:
+    """Join names: ``a, b``, or ``a, b and 7 more``."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 # -- sets of ranks, as people write and read them: ``0,2-3``, ``ranks 0, 2 and 3``

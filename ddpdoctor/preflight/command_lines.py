@@ -16,13 +16,13 @@ from ddpdoctor.preflight.check import Check, typed
 from ddpdoctor.preflight.machine.network import own_host
 from ddpdoctor.preflight.situation import (
     DEFAULT_PORT,
-    USUAL_TIMEOUT,
+    DEFAULT_TIMEOUT,
+    NodePlace,
     Options,
-    Seat,
     Situation,
     joined_endpoint,
+    node_place,
     places,
-    seat,
     split_endpoint,
 )
 
@@ -47,7 +47,7 @@ def run_line(situation: Situation, *words: str) -> str:
     return shlex.join([*line, "--", *(options.script or (PLACEHOLDER,))])
 
 
-def words(place: Seat, nproc: int) -> list[str]:
+def words(place: NodePlace, nproc: int) -> list[str]:
     """The options that place a node in a job, for `ddpdoctor check` and `ddpdoctor run` alike."""
     found = ["--nnodes", str(place.nnodes)]
     if place.rank is not None:
@@ -61,7 +61,7 @@ def words(place: Seat, nproc: int) -> list[str]:
 
 
 def check_line(
-    place: Seat,
+    place: NodePlace,
     nproc: int,
     *,
     nnodes: int | None = None,
@@ -80,7 +80,7 @@ def check_line(
     return shlex.join(["ddpdoctor", "check", *words(changed, nproc)])
 
 
-def line_on_node_0(place: Seat, nproc: int) -> str:
+def line_on_node_0(place: NodePlace, nproc: int) -> str:
     """The line that starts the check on node 0, typed there, where this node does not know it."""
     line = check_line(place, nproc, rank=0, host="")
     return line + typed(' --rdzv-endpoint "$(hostname):{}"', place.port)
@@ -97,7 +97,7 @@ def corrected_line(
         port: Another port for the rendezvous.
     """
     if situation.options.nnodes > 1:
-        place = seat(situation)
+        place = node_place(situation)
         place = place if port is None else replace(place, port=port)
         return check_line(place, situation.nproc if nproc is None else nproc)
     found = [] if nproc is None else ["--nproc-per-node", str(nproc)]
@@ -109,7 +109,7 @@ def corrected_line(
     return run_line(situation, *found)
 
 
-def meeting_point(place: Seat, situation: Situation) -> tuple[str, str]:
+def meeting_point(place: NodePlace, situation: Situation) -> tuple[str, str]:
     """What to do about it, and the line to type."""
     nproc = situation.nproc
     if place.names:
@@ -327,7 +327,7 @@ def _options(values: Mapping[str, str], given: Given, environ: Mapping[str, str]
         module="-m" in values or "--module" in values,
         program="--no-python" in values,
         checkpoint_dir=Path(folder) if folder else None,
-        timeout=given.get("--timeout", USUAL_TIMEOUT),
+        timeout=given.get("--timeout", DEFAULT_TIMEOUT),
         soak=60 * given.get("--soak", 0.0),
         kill_orphans="--kill-orphans" in given,
         yes="--yes" in given,

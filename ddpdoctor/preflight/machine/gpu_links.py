@@ -9,10 +9,10 @@ from itertools import combinations
 from pathlib import Path
 
 from ddpdoctor.core.finding import Finding
+from ddpdoctor.core.formatting import listed
 from ddpdoctor.preflight.check import Outcome, check, judged, note, skipped, typed, warning
 from ddpdoctor.preflight.machine.gpu_use import bus_gpus, job_gpus, no_gpu
 from ddpdoctor.preflight.situation import Situation, gpu_facts, names, text
-from ddpdoctor.preflight.words import first
 from ddpdoctor.system.gpu_health import Health
 
 # -- whether the GPUs reach each other at full speed: PCIe, NVLink and peer-to-peer access
@@ -156,7 +156,7 @@ def _peers(
     if without and len(without) < len(pairs):
         yield note(
             f"{len(without)} of {len(pairs)} pairs of GPUs have no peer-to-peer access: "
-            f"{first(without)}",
+            f"{listed(without)}",
             fix="Nothing, where they are on different sockets; else check ACS and the IOMMU.",
             paste="nvidia-smi topo -p2p r",
             about="pairs",

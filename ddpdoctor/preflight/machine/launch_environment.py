@@ -38,8 +38,8 @@ from ddpdoctor.preflight.situation import (
     Situation,
     environment_number,
     names,
+    node_place,
     places,
-    seat,
     text,
     visible_gpus,
 )
@@ -205,7 +205,7 @@ def _launched_twice(situation: Situation, place: Place) -> Iterator[Finding]:
 
 
 def _rendezvous(situation: Situation) -> Iterator[Finding]:
-    place = seat(situation)
+    place = node_place(situation)
     if place.nnodes < 2 or situation.attendance_checked:
         # That check sees whether the nodes meet there all the same.
         return
@@ -415,7 +415,7 @@ def port(situation: Situation) -> Outcome:
         given, torch 2.13 and later).
     """
     options, endpoint = situation.options, situation.endpoint
-    if options.nnodes > 1 and not seat(situation).host:
+    if options.nnodes > 1 and not node_place(situation).host:
         return skipped("it is not known where the nodes meet")
     if options.nnodes > 1 and not _is_first_node(situation):
         return skipped("node 0 listens, not this one")

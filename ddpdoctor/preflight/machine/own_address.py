@@ -24,10 +24,9 @@ from ddpdoctor.preflight.machine import software
 from ddpdoctor.preflight.machine.network import (
     ADDRESSES,
     LOOKUPS_LIMIT,
-    Interface,
     Lookup,
     best,
-    endpoint_name,
+    endpoint_address,
     export_line,
     full_name,
     gloo_choice,
@@ -37,7 +36,7 @@ from ddpdoctor.preflight.machine.network import (
 )
 from ddpdoctor.preflight.situation import Situation
 
-# -- whether this machine's own name leads back to it
+# -- the host name
 
 
 @check("host-name", "DDP003", limit=LOOKUPS_LIMIT)
@@ -69,27 +68,51 @@ def host_name(situation: Situation) -> Outcome:
     """
     found = situation.shared(own_name)
     is_ = f" is {', '.join(found.addresses[:3])}" if found.addresses else f": {found.problem}"
-    detail = f"{found.name}{is_}"
-    return judged(detail, _name_findings(situation, found, situation.shared(interfaces)))
+    return judged(f"{found.name}{is_}", _name_findings(situation, found))
 
 
-def _name_findings(
-    situation: Situation, found: Lookup, here: tuple[Interface, ...]
-) -> Iterator[Finding]:
-    many = situation.options.nnodes > 1
-    endpoint = situation.shared(endpoint_name)
-    interface = best(here, endpoint.addresses[0] if endpoint and endpoint.addresses else "")
+def _name_findings(situation: Situation, found: Lookup) -> Iterator[Finding]:
+    here, many = situation.shared(interfaces), situation.options.nnodes > 1
+    interface = best(here, endpoint_address(situation))
     wanted = interface.addresses[0] if interface else "" if many else "127.0.0.1"
     unknown = [each for each in (found, situation.shared(full_name)) if not each.addresses]
     own = [each for each in (owner(address, here) for address in found.addresses) if each]
+
+    def hosts_line(name: str) -> str:
+        if not wanted:
+            return ADDRESSES
+        return typed("echo {} | sudo tee -a /etc/hosts", f"{wanted} {name}")
+
     if unknown:
-        yield _unknown(unknown[0], wanted, many)
+        name = unknown[0]
+        # Older versions of torchrun use 127.0.0.1 on one machine, unless --standalone is given.
+        always = many or software.torchrun_picks_a_port()
+        yield finding(
+            Severity.ERROR if always else Severity.WARNING,
+            f"this machine's host name {name.name} does not resolve: {name.problem}",
+            evidence=(
+                "torchrun gives it to the ranks as MASTER_ADDR, on one machine as well, and they "
+                "wait for it",
+            ),
+            fix="Put the name into /etc/hosts.",
+            paste=hosts_line(name.name),
+        )
     elif not own:
-        yield _foreign(found, here, wanted, many)
+        mine = [each for other in here if not other.loopback for each in other.addresses]
+        yield finding(
+            Severity.ERROR if many else Severity.WARNING,
+            f"this machine's host name {found.name} resolves to {', '.join(found.addresses[:3])}, "
+            "which is not an address of this machine",
+            evidence=(f"it has {', '.join(mine) or 'no address'}",),
+            fix="Correct the name in /etc/hosts or in the name server.",
+            paste=hosts_line(found.name),
+        )
     elif many and own[0].loopback and not situation.environ.get("GLOO_SOCKET_IFNAME"):
         loopback = next(each for each in found.addresses if owner(each, here) is own[0])
+        # The check gloo-addresses knows the other nodes' addresses, and says whether it matters.
+        judged_there = "gloo-addresses" in (situation.chosen or ())
         yield finding(
-            _where_addresses_are_judged(situation),
+            Severity.WARNING if judged_there else Severity.ERROR,
             f"this machine's host name {found.name} resolves to {loopback}: gloo will listen where "
             "no other node can connect",
             fix="Choose the interface by its name, or correct the line in /etc/hosts: "
@@ -98,54 +121,15 @@ def _name_findings(
         )
 
 
-def _where_addresses_are_judged(situation: Situation) -> Severity:
-    """How bad it is: with the other nodes' addresses known, that check says whether it matters."""
-    judged_together = "gloo-addresses" in (situation.chosen or ())
-    return Severity.WARNING if judged_together else Severity.ERROR
-
-
-def _foreign(found: Lookup, here: tuple[Interface, ...], wanted: str, many: bool) -> Finding:
-    mine = [each for other in here if not other.loopback for each in other.addresses]
-    return finding(
-        Severity.ERROR if many else Severity.WARNING,
-        f"this machine's host name {found.name} resolves to {', '.join(found.addresses[:3])}, "
-        "which is not an address of this machine",
-        evidence=(f"it has {', '.join(mine) or 'no address'}",),
-        fix="Correct the name in /etc/hosts or in the name server.",
-        paste=_hosts_line(wanted, found.name),
-    )
-
-
-def _unknown(name: Lookup, wanted: str, many: bool) -> Finding:
-    # Older versions of torchrun use 127.0.0.1 on one machine, unless --standalone is given.
-    always = many or software.torchrun_picks_a_port()
-    return finding(
-        Severity.ERROR if always else Severity.WARNING,
-        f"this machine's host name {name.name} does not resolve: {name.problem}",
-        evidence=(
-            "torchrun gives it to the ranks as MASTER_ADDR, on one machine as well, and they wait "
-            "for it",
-        ),
-        fix="Put the name into /etc/hosts.",
-        paste=_hosts_line(wanted, name.name),
-    )
-
-
-def _hosts_line(address: str, name: str) -> str:
-    if not address:
-        return ADDRESSES
-    return typed("echo {} | sudo tee -a /etc/hosts", f"{address} {name}")
-
-
-# -- whether another machine has this machine's address as well
+# -- the address
 
 
 ARP_ATTEMPTS = 3
-ARP_PATIENCE = 0.4
-"""Seconds that an answer to one of them may take; on a local network it takes less than 1 ms."""
+ARP_TIMEOUT = 0.4
+"""Seconds for an answer. On a local network it takes less than 1 ms."""
 
-MOST_PACKETS = 1000
-"""ARP packets of others that are read between two attempts."""
+MAX_PACKETS = 1000
+"""ARP packets of other machines that are read between two attempts."""
 
 _ARP = 0x0806
 _BROADCAST = b"\xff" * 6
@@ -191,18 +175,29 @@ def own_address(situation: Situation) -> Outcome:
     if not found:
         return skipped("no interface with an IPv4 address on an Ethernet")
     return judged(
-        f"asked by ARP for {', '.join(each.address for each in found)}", _address_findings(found)
+        f"asked by ARP for {', '.join(each.address for each in found)}",
+        [
+            failure(
+                f"another machine has this machine's address, {each.address}: packets for one "
+                "arrive at the other",
+                evidence=(str(each),),
+                fix=SHARED_ADDRESS_FIX,
+                paste=typed(SHARED_ADDRESS_PASTE, each.interface),
+                about=each.interface,
+            )
+            for each in found
+            if each.card
+        ],
     )
 
 
 @dataclass(frozen=True)
 class ArpAnswer:
-    """What came of asking for an address of this machine.
+    """The result of asking for an address of this machine on one of its interfaces.
 
     Attributes:
-        interface: Its name.
-        address: The address.
-        card: The Ethernet address of another machine that answers for it; empty if none does.
+        card: The Ethernet address of another machine that answers; empty if none does.
+
     """
 
     interface: str
@@ -213,25 +208,12 @@ class ArpAnswer:
         return f"asked by ARP on {self.interface}, {self.card} answers for {self.address}"
 
 
-def _address_findings(found: tuple[ArpAnswer, ...]) -> Iterator[Finding]:
-    for each in found:
-        if each.card:
-            yield failure(
-                f"another machine has this machine's address, {each.address}: packets for one "
-                "arrive at the other",
-                evidence=(str(each),),
-                fix=SHARED_ADDRESS_FIX,
-                paste=typed(SHARED_ADDRESS_PASTE, each.interface),
-                about=each.interface,
-            )
-
-
 SHARED_ADDRESS_FIX = "Give each machine its own address. What this one has:"
 SHARED_ADDRESS_PASTE = "ip address show dev {}"
 
 
 def shared_address(situation: Situation) -> ArpAnswer | None:
-    """The answer of another machine that has this one's address, if one is known to be there."""
+    """Return the answer of another machine that has this one's address, if there is one."""
     try:
         return next((each for each in situation.shared(arp_answers) if each.card), None)
     except (OSError, AttributeError):
@@ -239,63 +221,50 @@ def shared_address(situation: Situation) -> ArpAnswer | None:
 
 
 def arp_answers(situation: Situation) -> tuple[ArpAnswer, ...]:
-    """What came of asking for each address at which the other nodes reach this machine.
+    """Ask for each address at which the other nodes reach this machine.
 
     Raises:
         OSError: Raw sockets are not allowed here.
-        AttributeError: This system has none of this kind.
+        AttributeError: This system has no such sockets.
     """
-    cards = _cards()
-    return tuple(
-        ArpAnswer(interface.name, address, card)
-        for interface, address in _own(situation)
-        if (card := _asked(interface.name, address, cards)) is not None
-    )
-
-
-def _own(situation: Situation) -> list[tuple[Interface, str]]:
-    """The interfaces that the other nodes are reached by, with an IPv4 address of each."""
-    here = situation.shared(interfaces)
-    endpoint = situation.shared(endpoint_name)
-    towards = best(here, endpoint.addresses[0] if endpoint and endpoint.addresses else "")
-    gloo = gloo_choice(situation.environ, here, situation.shared(own_name).addresses).interfaces
-    chosen = {each.name: each for each in (towards, *gloo) if each is not None and each.outward}
-    # What belongs to the link itself (169.254) is chosen with ARP, and is nothing to dial.
-    return [
-        (each, address)
-        for each in chosen.values()
-        for address in each.addresses
-        if ":" not in address and not address.startswith("169.254.")
-    ]
-
-
-def _cards() -> frozenset[bytes]:
-    """The Ethernet addresses of this machine: it answers itself where two cards share a network."""
     import psutil
 
-    return frozenset(
+    # This machine answers itself where two of its cards share a network.
+    cards = frozenset(
         bytes.fromhex(each.address.replace(":", ""))
         for addresses in psutil.net_if_addrs().values()
         for each in addresses
         if each.family == psutil.AF_LINK and len(each.address) == 17
     )
+    here = situation.shared(interfaces)
+    towards = best(here, endpoint_address(situation))
+    gloo = gloo_choice(situation.environ, here, situation.shared(own_name).addresses).interfaces
+    chosen = {each.name: each for each in (towards, *gloo) if each is not None and each.outward}
+    # Nobody dials link-local addresses (169.254), which are chosen by ARP anyway.
+    return tuple(
+        ArpAnswer(interface.name, address, card)
+        for interface in chosen.values()
+        for address in interface.addresses
+        if ":" not in address and not address.startswith("169.254.")
+        if (card := _asked(interface.name, address, cards)) is not None
+    )
 
 
 def _asked(name: str, address: str, cards: frozenset[bytes]) -> str | None:
-    """The card of another machine that answers for an address; None on what is no Ethernet."""
+    """Return the card of another machine that answers for an address; None without Ethernet."""
     wanted = socket.inet_aton(address)
     with socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(_ARP)) as line:
         line.bind((name, _ARP))
         own = line.getsockname()[4]
         if len(own) != 6:
             return None
-        # Without a sender's address: no machine learns from the question that it is here.
+        # Without a sender's address, so that no machine learns of this one.
         question = _ARP_PACKET.pack(1, 0x0800, 6, 4, _ARP_REQUEST, own, bytes(4), bytes(6), wanted)
         for _ in range(ARP_ATTEMPTS):
             line.sendto(question, (name, _ARP, 0, 0, _BROADCAST))
-            until = time.monotonic() + ARP_PATIENCE
-            for _ in range(MOST_PACKETS):
-                # What came while this process got no core is read as well.
+            until = time.monotonic() + ARP_TIMEOUT
+            for _ in range(MAX_PACKETS):
+                # Also read what came while this process got no core.
                 line.settimeout(max(0.001, until - time.monotonic()))
                 try:
                     packet = line.recv(_ARP_PACKET.size)
@@ -309,7 +278,7 @@ def _asked(name: str, address: str, cards: frozenset[bytes]) -> str | None:
     return ""
 
 
-# -- whether the kernel's neighbour table has room for the nodes of the job
+# -- the neighbour table
 
 
 NEARLY_FULL = 0.9
@@ -338,19 +307,17 @@ def neighbour_table(situation: Situation) -> Outcome:
     When it stays silent
         Below these limits, and on systems that do not report the table.
     """
-    thresholds = situation.proc / "sys" / "net" / "ipv4" / "neigh" / "default"
-    entries = 0
+    limit = situation.proc / "sys" / "net" / "ipv4" / "neigh" / "default" / "gc_thresh3"
+    if not limit.exists():
+        return skipped("this kernel does not say (inside a container's network)")
+    most, entries = int(limit.read_text()), 0
     try:
-        most = int((thresholds / "gc_thresh3").read_text())
         # The second row's first column, in hexadecimal: every row has the same.
         row = (situation.proc / "net" / "stat" / "arp_cache").read_text().splitlines()[1]
         entries = int(row.split()[0], 16)
     except (OSError, ValueError, IndexError):
         with contextlib.suppress(OSError):
             entries = len((situation.proc / "net" / "arp").read_text().splitlines()) - 1
-        if not (thresholds / "gc_thresh3").exists():
-            return skipped("this kernel does not say (inside a container's network)")
-        most = int((thresholds / "gc_thresh3").read_text())
     return judged(f"{entries} of {most} entries", _neighbour_findings(situation, entries, most))
 
 

@@ -1,8 +1,9 @@
-"""What the nodes send each other, and the parts of a report; each is declared once, here.
+"""The messages of the nodes, and the parts of a report. Each is declared once, here.
 
-A message is JSON (:mod:`~ddpdoctor.preflight.protocol.wire`). The decoder of the journal makes
-these of it, so a field holds what is declared here, whatever was sent. Numbers of nodes are their
-indices in :attr:`Report.nodes`, in the order of the node ranks; times are seconds.
+A message is JSON (:mod:`~ddpdoctor.preflight.protocol.wire`). The decoder of the journal reads it,
+so a field holds what is declared here, whatever was sent. Nodes are referred to by their index in
+:attr:`Report.nodes`, which is ordered by node rank. Times are in seconds, bandwidths in bytes per
+second.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ddpdoctor.preflight.protocol.pairs import Dialled, Target
+from ddpdoctor.preflight.protocol.pairs import Dialled, Speed, Target
 from ddpdoctor.preflight.protocol.wire import (
     Address,
     Code,
@@ -25,40 +26,37 @@ from ddpdoctor.preflight.protocol.wire import (
     Variable,
     Version,
     Word,
-    unpacked_whole,
+    unpacked,
 )
 from ddpdoctor.run.records.base import Part
 
-# -- what the nodes know of each other and of what lies between them: the parts of a report
+# -- the parts of a report
 
 
 @dataclass(frozen=True, slots=True)
 class Facts(Part):
-    """What a node reports of itself.
+    """What a node reports about itself. Unknown texts are empty.
 
     Attributes:
-        host: Its host name.
-        rank: Its ``--node-rank``; None if torchrun is to choose.
+        rank: Its ``--node-rank``; None if torchrun is to choose it.
         nnodes: Nodes of the job, by its own options.
         nproc: Its ranks.
-        machine: Equal for nodes that share a machine and a network.
-        gloo_address: What gloo will give to the other nodes; empty if gloo would not start.
-        gloo_why: How gloo comes to it, or why it would not start.
-        nccl_address: What NCCL will give to them; empty where it will not start, or has no GPU.
-        interfaces: Its interfaces without loopback: name, MTU, addresses.
-        pair_port: Where its listener of this check is.
+        machine: Equal for nodes that share a machine and a network namespace.
+        gloo_address: The address gloo gives to the other nodes; empty if gloo would not start.
+        gloo_why: What gloo chose it by, or why gloo would not start.
+        nccl_address: The same of NCCL; empty without a GPU as well.
+        interfaces: Its interfaces except loopback: name, MTU, addresses.
+        pair_port: The port of its listener.
         reduces: Whether it takes part in the collective test.
         gpus: Visible GPUs.
-        no_nccl: Why NCCL cannot be tested on it; empty if it can.
-        inside: What connects them, and its bytes per second one way; 0 if that is not known.
+        no_nccl: Why NCCL cannot be tested on it.
+        inside: What connects its GPUs, and the bandwidth one way; 0 if unknown.
         outside: The same of the network that NCCL will use.
-        torch: Version; likewise the next four. Empty where there is none.
-        variables: Of NCCL, gloo and torch's distributed part.
-        script: Name of the script, if one was given; empty as are the next three if not.
-        script_hash: Of its bytes.
-        commit: The checked-out commit of its repository.
-        changes: A hash of what was changed in tracked files since; empty when nothing was.
-        folder: The checkpoint folder, if one was given.
+        variables: Environment variables of NCCL, gloo and torch.distributed.
+        script_hash: A hash of the script's bytes.
+        commit: The checked-out commit of the script's repository.
+        changes: A hash of the uncommitted changes in tracked files.
+        folder: The checkpoint directory.
     """
 
     host: Host
@@ -90,22 +88,20 @@ class Facts(Part):
 
 
 def unpack_facts(message: Mapping[str, object]) -> Facts:
-    """The facts in a message of another node, which may have another ddpdoctor.
+    """Decode the facts of another node, which may have another version of ddpdoctor.
 
     Raises:
         ValueError: They are damaged.
     """
-    return unpacked_whole(Facts, message)
+    return unpacked(Facts, message, whole=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Stage(Part):
-    """A stage of the NCCL test on one rank.
+    """A stage of the NCCL test on one rank: the nodes that reduced, and an error or none.
 
     Attributes:
-        nodes: Whose ranks reduced.
-        error: Empty if the result was right.
-        bus: Bytes per second over each link; 0 if that was not measured.
+        bus: Bandwidth of each link; 0 if it was not measured.
     """
 
     name: str = ""
@@ -119,7 +115,7 @@ class Stages(Part):
     """The NCCL test on one rank.
 
     Attributes:
-        untested: The first stage that there was no time for.
+        untested: The first stage for which no time was left.
     """
 
     stages: tuple[Stage, ...] = ()
@@ -129,14 +125,14 @@ class Stages(Part):
 
 @dataclass(frozen=True, slots=True)
 class RankResult(Part):
-    """What one rank of the collective test found.
+    """The collective test on one rank.
 
     Attributes:
         ok: Whether gloo reduced correctly.
-        bus: Bytes per second over each link.
-        idle: For which part of the time its cores had nothing to do.
+        bus: Bandwidth of each link.
+        idle: The share of the time in which its cores were idle.
         rounds: How often gloo's all_reduce was repeated.
-        stages: By NCCL, where it was tested.
+        stages: The NCCL test; None if there was none.
     """
 
     node: Index = -1
@@ -151,7 +147,7 @@ class RankResult(Part):
 
 @dataclass(frozen=True, slots=True)
 class Said(Part):
-    """A finding of a check of one machine, as the others are shown it."""
+    """A finding of a check of one machine, as the other nodes show it."""
 
     check: Word = ""
     code: Code = ""
@@ -161,11 +157,11 @@ class Said(Part):
 
 @dataclass(frozen=True, slots=True)
 class Verdict(Part):
-    """What the checks of one machine found.
+    """The outcomes of one machine's checks.
 
     Attributes:
-        findings: Above information, the worst first.
-        untested: The checks that could not run, and those that had not ended.
+        findings: Warnings and errors, the worst first.
+        untested: The checks that could not run or had not ended.
     """
 
     findings: tuple[Said, ...] = ()
@@ -177,11 +173,11 @@ class Node(Part):
     """A node that came.
 
     Attributes:
-        address: Where it came from.
+        address: Where its connection came from.
         offset: How far the coordinator's clock is ahead of the node's.
         uncertainty: Half a round trip of that estimate.
-        lost: In which phase it went away; empty if it stayed.
-        why: What was seen of that.
+        lost: The phase in which it went away; empty if it stayed.
+        why: What is known of the reason.
     """
 
     facts: Facts
@@ -194,7 +190,7 @@ class Node(Part):
 
 @dataclass(frozen=True, slots=True)
 class Caller(Part):
-    """A node that called and is not among the others.
+    """A node that called and was not admitted.
 
     Attributes:
         kind: Why the rendezvous port is closed for it, if it is.
@@ -208,17 +204,18 @@ class Caller(Part):
 
 @dataclass(frozen=True, slots=True)
 class Speeds(Part):
-    """The links that were measured; bandwidths in bytes per second.
+    """The measured links.
 
     Attributes:
-        measured: How many.
-        rtt: The median; likewise the bandwidth.
+        measured: How many links were measured.
+        rtt: The median round trip.
+        bandwidth: The median bandwidth.
         least: The lowest bandwidth.
         slow: From, to, round trip, bandwidth.
-        lossy: From, to, small messages, and how many of these were sent again.
-        cells: From and to of all, where some are slow or lossy.
-        starved: Those that looked slow while an end waited for a core most of the time.
-        untested: Why none was measured.
+        lossy: From, to, small messages, and how many of them were sent again.
+        cells: From and to of all measured links, if some are slow or lossy.
+        starved: Links that looked slow while an end waited for a core most of the time.
+        untested: Why no link was measured.
     """
 
     measured: int = 0
@@ -234,13 +231,13 @@ class Speeds(Part):
 
 @dataclass(frozen=True, slots=True)
 class Folder(Part):
-    """The test of the checkpoint folder.
+    """The test of the checkpoint directory.
 
     Attributes:
-        asked: The nodes that have one; the first one wrote a file.
+        asked: The nodes that have one. The first of them wrote a file.
         error: Why it could not.
-        seen: The others that saw the file.
-        listings: The hashes of what is in the folder.
+        seen: The other nodes that saw the file.
+        listings: Hashes of what is in the directory.
     """
 
     asked: tuple[Index, ...] = ()
@@ -254,8 +251,8 @@ class StageReport(Part):
     """A stage of the NCCL test over all ranks.
 
     Attributes:
-        errors: The node that reports it, the nodes that reduced, and the words.
-        sets: Nodes that reduced, and bytes per second; the slowest first.
+        errors: The node that reports it, the nodes that reduced, and the message.
+        sets: Sets of nodes that reduced, and their bandwidth, the slowest first.
     """
 
     name: str = ""
@@ -268,9 +265,9 @@ class NcclReport(Part):
     """The NCCL test over all ranks.
 
     Attributes:
-        correct: Ranks that had the right result in all stages.
-        again: A node of a pair that failed, one that did not, and whether these two work.
-        untested: The first stage that there was no time for.
+        correct: Ranks with the right result in all stages.
+        again: A node of a failed pair, a node that had not failed, and whether these two work.
+        untested: The first stage for which no time was left.
     """
 
     correct: int = 0
@@ -286,15 +283,15 @@ class Reduction(Part):
     Attributes:
         skipped: Why there was none.
         unready: Nodes without torch: which, why, and how long they were waited for.
-        world: Ranks.
+        world: The number of ranks.
         limit: Seconds that gloo had.
-        correct: Ranks that gloo reduced correctly on.
-        correct_nodes: Nodes on which it did on all ranks.
-        bus: As in :class:`RankResult`, of the slowest rank.
-        idle: As in :class:`RankResult`, of the busiest.
-        rounds: As in :class:`RankResult`.
+        correct: Ranks on which gloo reduced correctly.
+        correct_nodes: Nodes on which it did so on all ranks.
+        bus: The bandwidth of the slowest rank.
+        idle: The idle share of the busiest rank.
+        rounds: The fewest repetitions of a rank.
         wrong: The ranks on which gloo failed.
-        nccl: None if it was not tested.
+        nccl: None if NCCL was not tested.
     """
 
     skipped: str = ""
@@ -312,17 +309,18 @@ class Reduction(Part):
 
 @dataclass(frozen=True, slots=True)
 class Report(Part):
-    """What came of a meeting; all nodes get the same.
+    """The result of a meeting. All nodes get the same.
 
     Attributes:
-        expected: How many nodes were to come.
-        strangers: Those that have another rendezvous id, or none.
-        uninvited: How many calls came from such.
-        surplus: Those that came when all were there.
-        blocked: Those for which the rendezvous port is closed.
-        bad: From, to, at which address (``route``, ``gloo``, ``nccl``), and what came of it twice.
-        verdicts: Of the machines, in the order of the nodes.
-        gathered: Seconds that the nodes were waited for.
+        expected: How many nodes should come.
+        strangers: Callers with another rendezvous id, or none.
+        uninvited: How many calls came from them.
+        surplus: Callers that came when all nodes were there.
+        blocked: Callers for which the rendezvous port is closed.
+        bad: From, to, at which address (``route``, ``gloo``, ``nccl``), and the result, of
+            connections that failed twice.
+        verdicts: By node.
+        gathered: How long the nodes were waited for.
     """
 
     expected: Count = 0
@@ -339,15 +337,15 @@ class Report(Part):
     gathered: float = 0.0
 
 
-# -- what the nodes send each other; each message is declared once, here
+# -- messages
 
 
 @dataclass(frozen=True, slots=True)
-class Knock(Part):
-    """What a caller says to the coordinator: who it is, then questions, facts, or a problem.
+class Hello(Part):
+    """From a caller to the coordinator: first its proof, then clock questions, or a problem.
 
     Attributes:
-        blocked: Why the rendezvous port is closed for it; empty unless it came by the side door.
+        blocked: Why the rendezvous port is closed for a caller at the side door.
         offset: How far the coordinator's clock is ahead of the node's.
         uncertainty: Half a round trip of that estimate.
     """
@@ -363,14 +361,14 @@ class Knock(Part):
 
 @dataclass(frozen=True, slots=True)
 class Welcome(Part):
-    """What the coordinator answers to a caller.
+    """From the coordinator to a caller.
 
     Attributes:
-        identity: Which coordinator it is.
+        identity: A random number of this coordinator.
         refused: ``id``, ``late`` or ``full``; empty if the caller may stay.
         here: The host names of the nodes that are there, if it is refused.
-        nnodes: How many are expected.
-        time: The coordinator's clock, in answer to a question.
+        nnodes: How many nodes are expected.
+        time: The coordinator's clock.
         reached: The address of the coordinator's machine at which the connection ended.
     """
 
@@ -384,60 +382,27 @@ class Welcome(Part):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer(Part):
-    """What a node answers to an order; what it was not asked for has its default.
-
-    Attributes:
-        dialled: In the order of the targets.
-        unready: Why not all of its ranks have torch.
-        error: Why the file in the checkpoint folder was not written.
-        seen: Whether that file is in its checkpoint folder.
-        listing: A hash of what is in that folder.
-        ranks: Of the collective test.
-        verdict: Of the checks of its machine.
-        failed: Why it could not do what it was asked for.
-        waited: For which part of the measurement either end waited for a core.
-        sent: Small messages of the measurement, both ways.
-        resent: Segments of these that were sent again.
-    """
-
-    dialled: tuple[Dialled, ...] = ()
-    unready: str = ""
-    rtt: float = 0.0
-    bandwidth: float = 0.0
-    error: str = ""
-    seen: bool = False
-    listing: Hexadecimal = ""
-    ranks: tuple[RankResult, ...] = ()
-    verdict: Verdict = field(default_factory=Verdict)
-    failed: str = ""
-    waited: float = 0.0
-    sent: int = 0
-    resent: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Order(Part):
-    """What the coordinator has a node do.
+    """From the coordinator to a node: what to do.
 
     Attributes:
         do: ``roster``, ``dial``, ``settle``, ``speed``, ``folder``, ``reduce``, ``verdict``,
             ``leave``, ``end``.
-        index: The node's own, of a roster.
-        token: Proves to its peers that they are of this check; names the file in the folder.
-        targets: To dial; of ``speed`` one.
+        index: The node's own index, of a roster.
+        token: Proves to other nodes that it is of this check. Names the file in the directory.
+        targets: Whom to dial; of ``speed`` one.
         needed: Whether the ranks have to import torch.
-        limit: Seconds for what is asked for.
-        action: In the folder: ``write``, ``look`` or ``remove``.
-        port: Of the store; this and what follows is of the collective test.
-        world: All ranks.
+        limit: Seconds for the order.
+        action: In the directory: ``write``, ``look`` or ``remove``.
+        port: The port of the store. This and the fields up to ``soak`` are of ``reduce``.
+        world: The number of ranks.
         first: The rank of the node's first process.
         stage_limit: Seconds for each stage of NCCL.
-        patience: Seconds for all of it.
+        patience: Seconds for all stages.
         nccl: Whether NCCL is tested.
         node_of: The node of each rank.
         soak: Seconds for which the all_reduce over all ranks is repeated.
-        report: At the end.
+        report: The report, of ``end``.
     """
 
     do: Word = ""
@@ -456,3 +421,30 @@ class Order(Part):
     node_of: tuple[Index, ...] = ()
     soak: float = 0.0
     report: Report | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer(Part):
+    """From a node to the coordinator: the result of an order.
+
+    Attributes:
+        failed: Why it could not do what it was asked for.
+        dialled: In the order of the targets.
+        unready: Why not all of its ranks have imported torch.
+        speed: The measured link.
+        error: Why the file in the checkpoint directory was not written.
+        seen: Whether that file is in its checkpoint directory.
+        listing: A hash of what is in that directory.
+        ranks: The collective test.
+        verdict: The checks of its machine.
+    """
+
+    failed: str = ""
+    dialled: tuple[Dialled, ...] = ()
+    unready: str = ""
+    speed: Speed | None = None
+    error: str = ""
+    seen: bool = False
+    listing: Hexadecimal = ""
+    ranks: tuple[RankResult, ...] = ()
+    verdict: Verdict = field(default_factory=Verdict)

@@ -1,4 +1,4 @@
-"""What a node reports of itself, and what it does for the coordinator until the end."""
+"""What a node reports about itself, and what it does for the coordinator until the end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,24 +47,32 @@ from ddpdoctor.preflight.protocol.messages import (
 )
 from ddpdoctor.preflight.protocol.pairs import Dialled, Listener, Target
 from ddpdoctor.preflight.protocol.wire import (
-    LARGEST,
-    LONGEST,
+    MAX_OF_COORDINATOR,
+    MAX_TEXT,
+    Host,
+    Interface,
+    Variable,
+    Version,
     WireError,
-    is_host,
-    is_interface,
-    is_variable,
-    is_version,
+    fits,
     unpacked,
 )
 from ddpdoctor.preflight.selftest.collectives import Ranks, why_no_nccl
-from ddpdoctor.preflight.situation import Seat, Situation, Verdicts, gpu_facts, text, visible_gpus
+from ddpdoctor.preflight.situation import (
+    NodePlace,
+    Situation,
+    Verdicts,
+    gpu_facts,
+    text,
+    visible_gpus,
+)
 
-# -- what the links of this machine are built for: NVLink or PCIe inside, the network outside
+# -- what the links of this machine are built for
 
 
 NVLINK = 20e9
-"""Bytes per second that one link of any NVLink generation carries one way, or more: 20 GB/s for the
-first, 25 for the second to fourth, 50 for the fifth."""
+"""Bytes per second that a link of any NVLink generation carries one way, or more: 20 GB/s in the
+first, 25 in the second to fourth, 50 in the fifth."""
 
 PCIE_LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 """Bytes per second of one lane, one way, by the PCIe generation."""
@@ -72,7 +80,7 @@ PCIE_LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9
 _SAYS_ANYTHING = frozenset(
     {"hv_netvsc", "virtio_net", "vmxnet3", "xen_netfront", "vif", "gve", "ena", "veth", "tun"}
 )
-"""Drivers of virtual network cards: what speed they name is not what they get."""
+"""Drivers of virtual network cards, which do not reach the speed that they report."""
 
 _GIGABIT = 1e9 / 8
 
@@ -81,8 +89,9 @@ class LinkCapacity(NamedTuple):
     """What a link can carry one way.
 
     Attributes:
-        link: What it is, or why its speed is not known.
-        speed: Bytes per second; 0 where it is not known.
+        link: What it is, or why its speed is unknown.
+        speed: Bytes per second; 0 if unknown.
+
     """
 
     link: str
@@ -90,7 +99,7 @@ class LinkCapacity(NamedTuple):
 
 
 def intra_node_capacity(situation: Situation) -> LinkCapacity:
-    """Between the GPUs of this machine: the slowest that a ring through all of them needs."""
+    """Return the slowest link that a ring through all GPUs of this machine needs."""
     gpus = chosen(situation)
     if len(gpus) < 2:
         return LinkCapacity("a single GPU" if gpus else no_gpu(situation))
@@ -108,7 +117,7 @@ def intra_node_capacity(situation: Situation) -> LinkCapacity:
 
 
 def inter_node_capacity(situation: Situation) -> LinkCapacity:
-    """To the other nodes, as NCCL will go: InfiniBand or RoCE where there is any, else a socket."""
+    """Return the link to other nodes that NCCL will use: InfiniBand or RoCE, else a socket."""
     if situation.environ.get("NCCL_IB_DISABLE", "0") in ("", "0"):
         ports = sorted(_fabric_ports(situation.sys), key=lambda port: port.speed)
         if ports:
@@ -120,7 +129,7 @@ def inter_node_capacity(situation: Situation) -> LinkCapacity:
 
 
 def _fabric_ports(sys: Path) -> Iterator[LinkCapacity]:
-    """The active ports of InfiniBand and RoCE; not EFA, which NCCL uses by a plugin alone."""
+    """Yield the active ports of InfiniBand and RoCE. NCCL uses EFA only by a plugin."""
     for port in sorted((sys / "class" / "infiniband").glob("*/ports/*")):
         # "4: ACTIVE"; "200 Gb/sec (4X HDR)"
         kind = {"InfiniBand": "InfiniBand", "Ethernet": "RoCE"}.get(text(port / "link_layer"))
@@ -132,7 +141,7 @@ def _fabric_ports(sys: Path) -> Iterator[LinkCapacity]:
 
 
 def interface_speed(sys: Path, name: str) -> LinkCapacity:
-    """What a network interface says of its speed, if a real card says it."""
+    """Return the speed that a network interface reports, if a real card reports it."""
     folder = sys / "class" / "net" / name
     behind = [folder]
     if (folder / "bonding").is_dir():
@@ -148,7 +157,7 @@ def interface_speed(sys: Path, name: str) -> LinkCapacity:
 
 
 def _is_real_card(folder: Path) -> bool:
-    """Whether a card is behind an interface, and its driver is none of a virtual machine's."""
+    """Return whether an interface has a card whose driver is not a virtual machine's."""
     try:
         driver = (folder / "device" / "driver").resolve(strict=True).name
     except OSError:
@@ -156,26 +165,30 @@ def _is_real_card(folder: Path) -> bool:
     return driver not in _SAYS_ANYTHING
 
 
-# -- what a node reports of itself to the others
+# -- facts
 
 
 NO_LINK = ("no GPU", 0.0)
-"""Of a node without GPUs: the links are those of NCCL."""
+"""The links of a node without GPUs, which has no use for NCCL."""
 
 _VARIABLE_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_", "TORCH_CPP_LOG_LEVEL")
 
 
-def gather_facts(situation: Situation, seat: Seat, pair_port: int, *, reduces: bool) -> Facts:
-    """This node's facts: names are looked up and git is asked, which takes a moment."""
+def gather_facts(situation: Situation, place: NodePlace, pair_port: int, *, reduces: bool) -> Facts:
+    """Gather this node's facts. Looking up names and asking git takes a moment."""
     gloo_address, gloo_why = advertised_address(situation)
     script, script_hash, commit, changes = script_and_commit(situation)
     installed = situation.shared(versions)
     folder = situation.options.checkpoint_dir
     gpus = situation.shared(visible_gpus)
+
+    def valid(version: str) -> str:
+        return version if fits(version, Version) else ""
+
     return Facts(
         host=host_of(situation),
-        rank=seat.rank,
-        nnodes=seat.nnodes,
+        rank=place.rank,
+        nnodes=place.nnodes,
         nproc=situation.nproc,
         machine=_machine_id(situation),
         gloo_address=gloo_address,
@@ -185,24 +198,24 @@ def gather_facts(situation: Situation, seat: Seat, pair_port: int, *, reduces: b
             (each.name, each.mtu, each.addresses)
             for each in situation.shared(interfaces)
             if each.running
-            and is_interface(each.name)
+            and fits(each.name, Interface)
             and any(not is_loopback(address) for address in each.addresses)
         ),
         pair_port=pair_port,
         reduces=reduces,
         gpus=gpus,
-        no_nccl=why_no_nccl(situation, situation.nproc, nodes=seat.nnodes),
+        no_nccl=why_no_nccl(situation, situation.nproc, nodes=place.nnodes),
         inside=intra_node_capacity(situation) if gpus else NO_LINK,
         outside=inter_node_capacity(situation) if gpus else NO_LINK,
-        torch=_valid_version(installed.torch),
-        nccl=_valid_version(installed.nccl),
-        driver=_valid_version(installed.driver),
-        python=_valid_version(installed.python),
+        torch=valid(installed.torch),
+        nccl=valid(installed.nccl),
+        driver=valid(installed.driver),
+        python=valid(installed.python),
         ddpdoctor=__version__,
         variables={
-            name: shown(value)[:LONGEST]
+            name: shown(value)[:MAX_TEXT]
             for name, value in sorted(situation.environ.items())
-            if name.startswith(_VARIABLE_PREFIXES) and is_variable(name)
+            if name.startswith(_VARIABLE_PREFIXES) and fits(name, Variable)
         },
         script=shown(script),
         script_hash=script_hash,
@@ -213,17 +226,13 @@ def gather_facts(situation: Situation, seat: Seat, pair_port: int, *, reduces: b
 
 
 def host_of(situation: Situation) -> str:
-    """This machine's name as the others are given it: what is no name of a machine is left out."""
+    """Return this machine's name for other nodes, without characters that no host name has."""
     name = re.sub(r"[^A-Za-z0-9._-]", "-", situation.hostname).lstrip(".-")[:253]
-    return name if is_host(name) else "unnamed"
-
-
-def _valid_version(text: str) -> str:
-    return text if is_version(text) else ""
+    return name if name and fits(name, Host) else "unnamed"
 
 
 def _machine_id(situation: Situation) -> str:
-    """The boot of the machine and its network namespace: containers have their own."""
+    """Identify the machine's boot and its network namespace, of which containers have their own."""
     boot = text(situation.proc / "sys/kernel/random/boot_id")
     try:
         network = os.stat(situation.proc / "self/ns/net")
@@ -232,31 +241,28 @@ def _machine_id(situation: Situation) -> str:
     return f"{boot}/{network.st_dev}/{network.st_ino}" if boot else situation.hostname
 
 
-GIT_LIMIT = 5.0
-"""Seconds for git; a large repository on a slow file system is then left out."""
+GIT_TIMEOUT = 5.0
+"""Seconds for git. A large repository on a slow file system is left out."""
 
 
 def script_and_commit(situation: Situation) -> tuple[str, str, str, str]:
-    """The script's name, its hash, its commit and a hash of the changes since; empty if unknown.
+    """Return the script's name, its hash, its commit and a hash of the changes since.
 
-    Nothing of it is imported or run.
+    What is unknown is empty. Nothing is imported or run.
     """
     options = situation.options
     if not options.script or options.module:
         return "", "", "", ""
     script = Path(options.script[0])
     try:
-        script_hash = _hash(script.read_bytes())
+        script_hash = hashlib.sha256(script.read_bytes()).hexdigest()[:16]
     except OSError:
         return str(script), "", "", ""
     folder = script.resolve().parent
     commit = _git(folder, "rev-parse", "HEAD").decode().strip()
     changed = _git(folder, "diff", "HEAD", "--no-ext-diff", "--no-textconv") if commit else b""
-    return str(script), script_hash, commit, _hash(changed) if changed else ""
-
-
-def _hash(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:16]
+    changes = hashlib.sha256(changed).hexdigest()[:16] if changed else ""
+    return str(script), script_hash, commit, changes
 
 
 def _git(folder: Path, *words: str) -> bytes:
@@ -268,55 +274,56 @@ def _git(folder: Path, *words: str) -> bytes:
             [git, "-C", str(folder), *words],
             capture_output=True,
             stdin=subprocess.DEVNULL,
-            timeout=GIT_LIMIT,
+            timeout=GIT_TIMEOUT,
         )
     except (OSError, subprocess.TimeoutExpired):
         return b""
     return done.stdout if done.returncode == 0 else b""
 
 
-# -- what a node does on behalf of the coordinator, until the end
+# -- orders
 
 
 MOST_FINDINGS, MOST_SAID = 16, 500
-"""Findings of a machine that the others are shown, and characters of each."""
+"""The most findings of a machine that others are shown, and characters of each."""
 
-LOOK_EVERY = 0.2
-"""Seconds after which it is noticed that the coordinator is gone."""
+POLL_INTERVAL = 0.2
+"""Seconds between checks that the coordinator is still there."""
 
 
 @dataclass
 class Worker:
-    """A node among the others.
+    """A node that carries out the coordinator's orders.
 
     Attributes:
         call: The connection to the coordinator.
-        seat: This node's place in the job.
-        facts: What this node reports of itself.
-        listener: What the other nodes dial.
-        ranks: Its processes for the collective test.
-        verdicts: What the checks of this machine find.
-        index: Its own among the nodes; -1 until it is known.
+        place: This node's place in the job.
+        facts: What this node reports about itself.
+        listener: The server that other nodes dial.
+        ranks: This node's processes for the collective test.
+        verdicts: The outcomes of this machine's checks.
+        index: This node's index; -1 until it is known.
+        written: The token of the file that this node has written into the checkpoint directory.
+
     """
 
     call: Call
-    seat: Seat
+    place: NodePlace
     facts: Facts
     listener: Listener
     ranks: Ranks
     verdicts: Verdicts = field(default_factory=Verdicts)
     index: int = -1
     written: str = ""
-    """The token of the file that this node has written into the checkpoint folder."""
 
     async def run(self, deadline: float) -> Report:
-        """Do what is asked for until the end.
+        """Carry out orders until the end.
 
         Args:
-            deadline: Monotonic time at which all has to be over.
+            deadline: Monotonic time at which everything has to be over.
 
         Returns:
-            What the coordinator reports to all nodes.
+            The coordinator's report.
 
         Raises:
             WireError: The coordinator is gone.
@@ -327,34 +334,31 @@ class Worker:
             {"facts": self.facts, "offset": call.offset, "uncertainty": call.uncertainty}
         )
         try:
-            return await self._obey(deadline)
+            while True:
+                left = max(0.1, deadline - time.monotonic())
+                message = await link.receive(left, MAX_OF_COORDINATOR)
+                order = unpacked(Order, message)
+                if order.do == "leave":
+                    raise refused(unpacked(Welcome, message))
+                if order.do == "end" and order.report is not None:
+                    with contextlib.suppress(WireError):
+                        await link.send(Answer())
+                    return order.report
+                try:
+                    answer = await self._while_connected(self._do(order))
+                except OSError as error:
+                    # Too many open files, for example. Node 0 reports it to all.
+                    answer = Answer(failed=_error_words(error))
+                await link.send(answer)
         except ValueError as error:
             raise WireError(str(error)) from None
         finally:
-            # Whoever plays node 0 may never ask for it.
+            # A fake node 0 may never ask for it.
             if self.written:
                 remove_marker(Path(self.facts.folder), self.written)
 
-    async def _obey(self, deadline: float) -> Report:
-        link = self.call.link
-        while True:
-            message = await link.receive(max(0.1, deadline - time.monotonic()), LARGEST)
-            order = unpacked(Order, message)
-            if order.do == "leave":
-                raise refused(unpacked(Welcome, message))
-            if order.do == "end" and order.report is not None:
-                with contextlib.suppress(WireError):
-                    await link.send(Answer())
-                return order.report
-            try:
-                answer = await self._while_connected(self._do(order))
-            except OSError as error:
-                # Too many open files, say: node 0 reports it to all.
-                answer = Answer(failed=_error_words(error))
-            await link.send(answer)
-
     async def _while_connected(self, doing: Coroutine[Any, Any, Answer]) -> Answer:
-        """Do something for as long as the coordinator is there: without it, ranks wait in vain.
+        """Do something while the coordinator is there. Without it, ranks would wait in vain.
 
         Raises:
             WireError: The coordinator is gone.
@@ -362,8 +366,8 @@ class Worker:
         task = asyncio.ensure_future(doing)
         try:
             while not task.done():
-                await asyncio.wait({task}, timeout=LOOK_EVERY)
-                # Nothing is read here: the coordinator says nothing until it has its answer.
+                await asyncio.wait({task}, timeout=POLL_INTERVAL)
+                # Nothing is read: the coordinator sends nothing until it has its answer.
                 if not task.done() and self.call.link.reader.at_eof():
                     raise WireError("the connection was closed")
             return task.result()
@@ -377,29 +381,37 @@ class Worker:
             self.index = order.index
             self.listener.admit(order.index, pairs.pair_token(order.token.encode()))
         elif order.do == "dial":
-            return Answer(dialled=tuple(await self._dial(order.targets)))
+            allowed = [each for each in order.targets if self._allows(each)]
+            results = iter(await pairs.dial_all(allowed, self.listener.token))
+            refused = Dialled("unreachable", error="no address of another node: not dialled")
+            return Answer(
+                dialled=tuple(
+                    next(results) if self._allows(each) else refused for each in order.targets
+                )
+            )
         elif order.do == "verdict":
-            return Answer(verdict=await self._verdict(order.limit))
+            until = time.monotonic() + order.limit
+            while self.verdicts.so_far()[1] and time.monotonic() < until:
+                await asyncio.sleep(POLL_INTERVAL)
+            return Answer(verdict=verdict_of(*self.verdicts.so_far()))
         elif order.do == "settle" and order.needed:
             return Answer(unready=await self.ranks.ready(order.limit))
         elif order.do == "settle":
             await self.ranks.stop()
         elif order.do == "speed" and order.targets and self._allows(order.targets[0]):
-            speed = await pairs.dial_speed(order.targets[0], self.listener.token)
-            return Answer() if speed is None else Answer(**asdict(speed))
+            return Answer(speed=await pairs.dial_speed(order.targets[0], self.listener.token))
         elif order.do == "folder" and self.facts.folder:
             return await asyncio.to_thread(self._in_folder, Path(self.facts.folder), order)
         elif order.do == "reduce":
-            # A rank that waits in vain ends at its own limits and says so; this one is for hung
-            # ones.
+            # A rank that waits in vain ends at its own limits. `patience` is for hung ones.
             orders = [self._of_rank(order, local) for local in range(self.facts.nproc)]
             return Answer(ranks=tuple(await self.ranks.reduce(orders, order.patience)))
         return Answer()
 
     def _of_rank(self, order: Order, local: int) -> dict[str, Any]:
         return {
-            "host": self.seat.host,
-            "port": self.seat.port,
+            "host": self.place.host,
+            "port": self.place.port,
             "rank": order.first + local,
             "local_rank": local,
             "world": order.world,
@@ -411,26 +423,12 @@ class Worker:
             "soak": order.soak,
         }
 
-    async def _verdict(self, limit: float) -> Verdict:
-        """What this machine's own checks found, once they have ended or the time is over."""
-        until = time.monotonic() + limit
-        while self.verdicts.so_far()[1] and time.monotonic() < until:
-            await asyncio.sleep(LOOK_EVERY)
-        outcomes, running = self.verdicts.so_far()
-        return verdict_of(outcomes, running)
-
     def _allows(self, target: Target) -> bool:
-        """Whether another node may be there: a stranger that plays node 0 names what it likes."""
+        """Return whether another node may be there. A fake node 0 may name any address."""
         return target.port >= 1024 and may_be_node(target.address, self.call.address)
 
-    async def _dial(self, targets: Sequence[Target]) -> list[Dialled]:
-        allowed = [each for each in targets if self._allows(each)]
-        results = iter(await pairs.dial_all(allowed, self.listener.token))
-        not_dialled = Dialled("unreachable", error="no address of another node: not dialled")
-        return [next(results) if self._allows(each) else not_dialled for each in targets]
-
     def _in_folder(self, folder: Path, order: Order) -> Answer:
-        """Test whether the checkpoint folder is one on all nodes: one's file is seen by all."""
+        """Test whether all nodes see a file that one of them writes."""
         if order.action == "write" and not self.written:
             error = write_marker(folder, order.token)
             self.written = "" if error else order.token
@@ -443,7 +441,7 @@ class Worker:
 
 
 def verdict_of(outcomes: Iterable[Outcome], running: Sequence[str]) -> Verdict:
-    """The outcomes of one machine's checks, as the others are shown them."""
+    """Summarize the outcomes of this machine's checks for the other nodes."""
     said = [(each.check, finding) for each in outcomes for finding in each.findings]
     said = [each for each in said if each[1].severity > Severity.INFO]
     said.sort(key=lambda each: -each[1].severity)
@@ -467,14 +465,14 @@ def _error_words(error: OSError) -> str:
 MARKER_PREFIX = ".ddpdoctor-check-"
 
 MARKER_SEEN_WITHIN = 4.0
-"""Seconds. NFS clients may answer from their memory for some (``acdirmin`` is 30, but a lookup of a
-name that was never asked for goes to the server)."""
+"""Seconds. An NFS client may answer from its cache for up to ``acdirmin`` (30 s), but it asks the
+server for a name that it never looked up."""
 
 SAMPLED_FILES = 200
 
 
 def write_marker(folder: Path, token: str) -> str:
-    """Write the file that the others look for; what went wrong, or empty."""
+    """Write the file that the other nodes look for. Return what went wrong, or nothing."""
     try:
         with open(folder / f"{MARKER_PREFIX}{token}", "x") as file:
             file.write(token)
@@ -484,17 +482,15 @@ def write_marker(folder: Path, token: str) -> str:
 
 
 def marker_seen(folder: Path, token: str) -> bool:
-    """Whether the file is here, with the right words in it."""
+    """Return whether the file appears here, with the right content."""
+    marker = folder / f"{MARKER_PREFIX}{token}"
     until = time.monotonic() + MARKER_SEEN_WITHIN
     while True:
         with contextlib.suppress(OSError):
-            # Listing the folder makes an NFS client ask the server again.
+            # Listing the directory makes an NFS client ask the server again.
             os.listdir(folder)
             # The user of another node may have another uid here.
-            if (
-                opening.contents(folder / f"{MARKER_PREFIX}{token}", 4096, links=True)
-                == token.encode()
-            ):
+            if opening.contents(marker, 4096, links=True) == token.encode():
                 return True
         if time.monotonic() >= until:
             return False
@@ -502,7 +498,7 @@ def marker_seen(folder: Path, token: str) -> bool:
 
 
 def folder_hash(folder: Path) -> str:
-    """A hash of names and sizes of a sample of the folder's files; empty if it cannot be read."""
+    """Hash the names and sizes of a sample of the directory's files; empty if it cannot be read."""
     try:
         names = sorted(name for name in os.listdir(folder) if not name.startswith(MARKER_PREFIX))
     except OSError:
@@ -517,6 +513,6 @@ def folder_hash(folder: Path) -> str:
 
 
 def remove_marker(folder: Path, token: str) -> None:
-    """Take the file away again."""
+    """Remove the file."""
     with contextlib.suppress(OSError):
         (folder / f"{MARKER_PREFIX}{token}").unlink()
