@@ -110,18 +110,11 @@ def _option_findings(meeting: Meeting) -> Iterator[Finding]:
         )
 
 
-def _line(
-    meeting: Meeting,
-    index: int,
-    *,
-    nnodes: int | None = None,
-    rank: int | None = None,
-    nproc: int | None = None,
-) -> str:
+def _line(meeting: Meeting, index: int, *, nproc: int | None = None, **changed: int) -> str:
     """Return the line that starts the check on a node, with what has to be changed."""
     facts = meeting.nodes[index].facts
     own = replace(meeting.place, nnodes=facts.nnodes, rank=facts.rank)
-    return check_line(own, nproc or facts.nproc, nnodes=nnodes, rank=rank)
+    return check_line(own, nproc or facts.nproc, **changed)
 
 
 def _each(meeting: Meeting, values: list[int], option: str) -> tuple[str, ...]:

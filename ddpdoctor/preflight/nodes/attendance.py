@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import chain, repeat
 from typing import Any
 
@@ -65,7 +65,7 @@ def own_problem(meeting: Meeting, problem: Problem, situation: Situation) -> Fin
             f"the check at {at} is of another job: it has another rendezvous id",
             "If it is this job's, give --rdzv-id the same value on every node. If it is another "
             "one's, choose another port, on every node; here:",
-            check_line(replace(place, port=port + 1 if port < 65535 else port - 1), nproc),
+            check_line(place, nproc, port=port + 1 if port < 65535 else port - 1),
             f"the rendezvous id here is {place.rdzv_id!r}",
         )
     if meeting.holder:
