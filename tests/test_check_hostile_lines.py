@@ -74,7 +74,7 @@ def hostile_meeting(text: str, outcome: str) -> Meeting:
     report = Report(
         expected=4,
         nodes=nodes,
-        strangers=(Caller(text, text),),
+        rejected=(Caller(text, text),),
         surplus=(Caller(text, text),),
         blocked=(Caller(text, text, 3, "dropped"),),
         bad=tuple((i, j, kind, Dialled(outcome, 1.0, text)) for i, j in ways[:3]

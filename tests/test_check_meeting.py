@@ -219,7 +219,7 @@ def test_a_node_answers_those_of_its_own_check_alone() -> None:
         others += await dial_all([right], b"t" * 16)
         return [result.outcome for result in others]
 
-    assert asyncio.run(talk()) == ["stranger", "stranger", "refused"]
+    assert asyncio.run(talk()) == ["other service", "other service", "refused"]
 
 
 # Joining.

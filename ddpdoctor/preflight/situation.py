@@ -133,11 +133,9 @@ def bounded_by_progress(call: Callable[[Callable[[], None]], T], seconds: float)
 
 def waited_for_core() -> float:
     """Return the seconds this thread has waited for a core; 0 if not known."""
-    try:
-        with open("/proc/thread-self/schedstat") as file:
-            return int(file.read().split()[1]) / 1e9
-    except (OSError, ValueError, IndexError):
-        return 0.0
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    return 0.0
 
 
 # -- options, environment and machine
@@ -166,20 +164,12 @@ class Options:
     """The options of the command line; None or empty where an option was not given.
 
     Attributes:
-        nproc: Ranks of this node.
-        nnodes: Nodes of the job.
-        node_rank: This node's rank.
-        endpoint: Host and port of the rendezvous.
-        rdzv_id: The rendezvous id.
-        script: The script and its arguments.
         module: Whether the script is a module's name (``-m``).
         program: Whether it is not a Python script (``--no-python``).
-        checkpoint_dir: Where the job writes checkpoints.
         timeout: Seconds for everything.
         soak: Seconds for which the collectives are repeated.
         kill_orphans: Whether to offer to end orphan ranks.
         yes: Whether to end them without asking.
-
     """
 
     nproc: int | None = None
@@ -261,12 +251,8 @@ class Situation:
     """The facts that all checks share. Tests replace their sources.
 
     Attributes:
-        options: The options of the command line.
         environ: The environment that the job would inherit.
-        hostname: The kernel's host name.
-        proc: Root of the process file system.
-        sys: Root of sysfs.
-        shm: Where POSIX shared memory is mounted.
+        proc: Root of the process file system; likewise ``sys`` and ``shm``.
         deadline: The deadline of the check that has this object.
         once: Facts that are gathered when they are first needed.
         verdicts: The outcomes of this machine's checks so far.
@@ -315,27 +301,24 @@ class Situation:
         """
         if self.options.endpoint:
             return split_endpoint(self.options.endpoint)
-        address = self.environ.get("MASTER_ADDR", "")
+        address, port = (self.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
         if not address:
             return None
-        port = self.environ.get("MASTER_PORT", "")
         return address, int(port) if port.isdigit() and 0 < int(port) < 65536 else DEFAULT_PORT
 
 
 def text(path: Path) -> str:
     """Read a small file and strip it. Return an empty text if it cannot be read."""
-    try:
+    with contextlib.suppress(OSError):
         return path.read_text("utf-8", "replace").strip()
-    except OSError:
-        return ""
+    return ""
 
 
 def names(folder: Path) -> list[str]:
     """Return the sorted names in a directory; empty if it cannot be listed."""
-    try:
+    with contextlib.suppress(OSError):
         return sorted(os.listdir(folder))
-    except OSError:
-        return []
+    return []
 
 
 def gpu_facts(situation: Situation) -> GpuFacts:
@@ -483,8 +466,6 @@ def expand_nodelist(nodelist: str) -> tuple[str, ...]:
     for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist):
         expanded = [""]
         for text, ranges in re.findall(r"([^\[]*)(?:\[([^\]]*)\])?", part):
-            if not text and not ranges:
-                continue
             choices = _choices(ranges) if ranges else [""]
             if choices is None or len(expanded) * len(choices) > 100_000:
                 return ()
@@ -509,16 +490,12 @@ def _choices(ranges: str) -> list[str] | None:
 
 @dataclass(frozen=True)
 class NodePlace:
-    """A node's place in the job.
+    """A node's place in the job, and the rendezvous.
 
     Attributes:
-        nnodes: Nodes of the job.
         rank: This node's rank; None if torchrun is to choose it.
         host: The rendezvous host; empty if it was not given.
-        port: The rendezvous port.
-        rdzv_id: The rendezvous id.
         names: The nodes' host names by rank, if the launcher reports them.
-
     """
 
     nnodes: int
@@ -550,13 +527,10 @@ def node_place(situation: Situation) -> NodePlace:
             continue
         if place.nnodes and nnodes == 1:
             nnodes = place.nnodes
-        if rank is None and place.node_rank is not None:
+        if rank is None:
             rank = place.node_rank
         if place.hosts and len(place.hosts) == nnodes:
             names = names or place.hosts
     rdzv_id = options.rdzv_id or situation.environ.get("SLURM_JOB_ID", "none")
-    endpoint = situation.endpoint
-    if endpoint is None and names:
-        endpoint = (names[0], DEFAULT_PORT)
-    host, port = endpoint or ("", DEFAULT_PORT)
+    host, port = situation.endpoint or (names[0] if names else "", DEFAULT_PORT)
     return NodePlace(nnodes, rank, host, port, rdzv_id, names)

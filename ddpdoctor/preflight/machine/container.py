@@ -78,7 +78,7 @@ def _number(path: Path) -> int | None:
 
 def memory(situation: Situation) -> tuple[int, int] | None:
     """Return the bytes used and allowed of the tightest group; None if none has a limit."""
-    tightest = None
+    found = []
     for folder in _folders(situation, "memory"):
         for most, used in (
             ("memory.max", "memory.current"),
@@ -87,20 +87,12 @@ def memory(situation: Situation) -> tuple[int, int] | None:
             limit = _number(folder / most)
             if limit is None:
                 continue
-            held = max(0, (_number(folder / used) or 0) - _reclaimable(folder))
-            if tightest is None or limit - held < tightest[1] - tightest[0]:
-                tightest = (held, limit)
-    return tightest
-
-
-def _reclaimable(folder: Path) -> int:
-    """Return the bytes of page cache, which the kernel gives back when memory is short."""
-    rows = (row.partition(" ") for row in text(folder / "memory.stat").splitlines())
-    return sum(
-        int(value)
-        for name, _, value in rows
-        if name in ("inactive_file", "active_file") and value.isdigit()
-    )
+            # The kernel gives page cache back when memory is short.
+            rows = (row.partition(" ") for row in text(folder / "memory.stat").splitlines())
+            cache = ("inactive_file", "active_file")
+            free = sum(int(value) for name, _, value in rows if name in cache and value.isdigit())
+            found.append((max(0, (_number(folder / used) or 0) - free), limit))
+    return min(found, key=lambda each: each[1] - each[0], default=None)
 
 
 def cores(situation: Situation) -> float | None:

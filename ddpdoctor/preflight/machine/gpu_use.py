@@ -265,37 +265,34 @@ def gpu_memory(situation: Situation) -> Outcome:
         For GPUs that CUDA_VISIBLE_DEVICES leaves out, for partitioned GPUs (MIG), and where the
         driver does not report memory.
     """
-    gpus = [gpu for gpu in job_gpus(situation) if not gpu.device.mig]
-    free = [
-        gpu.memory_total - gpu.memory_used
-        for gpu in gpus
-        if gpu.memory_total is not None and gpu.memory_used is not None
+    known = [
+        (gpu, gpu.memory_used, gpu.memory_total)
+        for gpu in job_gpus(situation)
+        if not gpu.device.mig and gpu.memory_used is not None and gpu.memory_total is not None
     ]
-    if not free:
+    if not known:
         return skipped("the driver does not say how much is in use")
-    detail = f"{len(free)} GPUs: {binary_size(min(free))} free, or more"
-    return judged(detail, (found for gpu in gpus for found in _held(situation, gpu)))
-
-
-def _held(situation: Situation, gpu: Health) -> Iterator[Finding]:
-    used, total = gpu.memory_used, gpu.memory_total
-    if used is None or not total or used < MIN_HELD or used < MIN_HELD_SHARE * total:
-        return
-    mine = [each for each in gpu.processes if each.pid != os.getpid()]
-    holders = []
-    for process in mine[:4]:
-        known = _known(situation.proc, process.pid)
-        who = known.described if known else f"pid {process.pid} of another container"
-        held = f" holds {binary_size(process.memory)}" if process.memory else ""
-        holders.append(f"{who}{held}")
-    yield warning(
-        f"{binary_size(used)} of {binary_size(total)} of GPU {gpu.device.index} are in use before "
-        "the job starts",
-        evidence=tuple(holders) or ("by processes that cannot be seen from here",),
-        fix="End what holds it, if it is left over, or choose other GPUs.",
-        paste="nvidia-smi --query-compute-apps=gpu_uuid,pid,used_memory --format=csv",
-        about=f"gpu {gpu.device.index}",
-    )
+    least = min(total - used for _, used, total in known)
+    findings = []
+    for gpu, used, total in known:
+        if used < max(MIN_HELD, MIN_HELD_SHARE * total):
+            continue
+        holders = []
+        for process in [each for each in gpu.processes if each.pid != os.getpid()][:4]:
+            found = _known(situation.proc, process.pid)
+            who = found.described if found else f"pid {process.pid} of another container"
+            held = f" holds {binary_size(process.memory)}" if process.memory else ""
+            holders.append(f"{who}{held}")
+        taken = warning(
+            f"{binary_size(used)} of {binary_size(total)} of GPU {gpu.device.index} are in use "
+            "before the job starts",
+            evidence=tuple(holders) or ("by processes that cannot be seen from here",),
+            fix="End what holds it, if it is left over, or choose other GPUs.",
+            paste="nvidia-smi --query-compute-apps=gpu_uuid,pid,used_memory --format=csv",
+            about=f"gpu {gpu.device.index}",
+        )
+        findings.append(taken)
+    return judged(f"{len(known)} GPUs: {binary_size(least)} free, or more", findings)
 
 
 def _known(proc: Path, pid: int) -> Listed | None:

@@ -318,16 +318,12 @@ def neighbour_table(situation: Situation) -> Outcome:
     except (OSError, ValueError, IndexError):
         with contextlib.suppress(OSError):
             entries = len((situation.proc / "net" / "arp").read_text().splitlines()) - 1
-    return judged(f"{entries} of {most} entries", _neighbour_findings(situation, entries, most))
-
-
-def _neighbour_findings(situation: Situation, entries: int, most: int) -> Iterator[Finding]:
-    nodes = situation.options.nnodes
+    detail, nodes = f"{entries} of {most} entries", situation.options.nnodes
     coming = entries + nodes if nodes > 1 else entries
     if most <= 0 or coming < NEARLY_FULL * most:
-        return
+        return judged(detail, [])
     wanted = 1 << max(12, (4 * coming).bit_length())
-    yield warning(
+    full = warning(
         f"the kernel's neighbour table holds {entries} of {most} entries"
         + (f", and the job has {nodes} nodes" if nodes > 1 else ""),
         fix="Raise its thresholds, on every node.",
@@ -339,3 +335,4 @@ def _neighbour_findings(situation: Situation, entries: int, most: int) -> Iterat
             wanted,
         ),
     )
+    return judged(detail, [full])

@@ -144,8 +144,26 @@ def memory(situation: Situation) -> Outcome:
     """
     left, limit, source = available_memory(situation)
     each = MEMORY_PER_CUDA_RANK if situation.shared(visible_gpus) else MEMORY_PER_RANK
+    wanted = each * situation.nproc
     detail = f"{binary_size(left)} of {binary_size(limit)} left by {source}"
-    return judged(detail, _memory_findings(situation, left, limit, source, each * situation.nproc))
+    if left >= wanted:
+        return judged(detail, [])
+    inside = container.kind(situation)
+    paste, gib = "ps aux --sort=-rss | head", max(1, 2 * wanted // GIB)
+    if limit < wanted and source != "the machine":
+        if inside in ("docker", "podman"):
+            paste = typed("{} run --memory {}g ...", inside, gib)
+        elif "SLURM_JOB_ID" in situation.environ:
+            paste = typed("#SBATCH --mem={}G", gib)
+    short = finding(
+        Severity.ERROR if left < wanted // 2 else Severity.WARNING,
+        f"{binary_size(left)} of memory are left by {source}, and {situation.nproc} ranks need "
+        f"{binary_size(wanted)} to start",
+        evidence=(f"the limit is {binary_size(limit)}",),
+        fix="Raise the limit, end what holds the memory, or start fewer ranks.",
+        paste=paste,
+    )
+    return judged(detail, [short])
 
 
 def available_memory(situation: Situation) -> tuple[int, int, str]:
@@ -165,28 +183,6 @@ def available_memory(situation: Situation) -> tuple[int, int, str]:
     if group is not None and group[1] - group[0] < left:
         return max(0, group[1] - group[0]), group[1], "the container's limit"
     return left, total, "the machine"
-
-
-def _memory_findings(
-    situation: Situation, left: int, limit: int, source: str, wanted: int
-) -> Iterator[Finding]:
-    if left >= wanted:
-        return
-    inside = container.kind(situation)
-    paste, gib = "ps aux --sort=-rss | head", max(1, 2 * wanted // GIB)
-    if limit < wanted and source != "the machine":
-        if inside in ("docker", "podman"):
-            paste = typed("{} run --memory {}g ...", inside, gib)
-        elif "SLURM_JOB_ID" in situation.environ:
-            paste = typed("#SBATCH --mem={}G", gib)
-    yield finding(
-        Severity.ERROR if left < wanted // 2 else Severity.WARNING,
-        f"{binary_size(left)} of memory are left by {source}, and {situation.nproc} ranks need "
-        f"{binary_size(wanted)} to start",
-        evidence=(f"the limit is {binary_size(limit)}",),
-        fix="Raise the limit, end what holds the memory, or start fewer ranks.",
-        paste=paste,
-    )
 
 
 SHARED_MEMORY_PER_RANK = 64 * MIB
@@ -223,9 +219,13 @@ def shared_memory(situation: Situation) -> Outcome:
     folder, ranks = situation.shm, count(situation.nproc, "rank")
     if not folder.is_dir():
         return skipped(f"no {folder} on this system")
-    problem = _unwritable_shared_memory(folder)
-    if problem:
-        full = problem == "it is full"
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(4 * KIB))
+            file.flush()
+    except OSError as error:
+        full = error.errno == errno.ENOSPC
+        problem = "it is full" if full else error.strerror or str(error)
         mount = "sudo mount -t tmpfs -o rw,nosuid,nodev,mode=1777,size=8g tmpfs {}"
         wrong = failure(
             f"{folder} cannot be written: {problem}",
@@ -273,17 +273,6 @@ def _larger_shared_memory(situation: Situation) -> str:
     if where:
         return typed("{} run --shm-size=8g ...", where)
     return typed("sudo mount -o remount,size=8g {}", situation.shm)
-
-
-def _unwritable_shared_memory(folder: Path) -> str:
-    """Return why no file of a page can be written there; empty if one can."""
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(4 * KIB))
-            file.flush()
-    except OSError as error:
-        return "it is full" if error.errno == errno.ENOSPC else (error.strerror or str(error))
-    return ""
 
 
 def _files_in(folder: Path) -> Iterator[tuple[int, str, int]]:
@@ -596,30 +585,24 @@ def temporary_dir(situation: Situation) -> Outcome:
     """
     named = situation.environ.get("TMPDIR", "")
     exists = bool(named) and Path(named).is_dir()
-    folder = Path(named if exists else _default_temporary_dir())
+    try:
+        folder = Path(named if exists else tempfile.gettempdir())
+    except OSError:
+        folder = Path("/tmp" if os.path.isdir("/tmp") else "/var/tmp")
     try:
         problem, free, inodes = bounded(lambda: written_to(folder), DISK_TIMEOUT)
     except TimeoutError:
         problem, free, inodes = f"nothing came back within {DISK_TIMEOUT:.0f} s", 0, -1
     lost = f"; TMPDIR={named} is no folder" if named and not exists else ""
     detail = f"{problem or binary_size(free) + ' free'} in {folder}{lost}"
-    return judged(detail, _temporary_findings(folder, problem, free, inodes))
-
-
-def _default_temporary_dir() -> str:
-    try:
-        return tempfile.gettempdir()
-    except OSError:
-        return next((each for each in ("/tmp", "/var/tmp") if os.path.isdir(each)), "/tmp")
-
-
-def _temporary_findings(folder: Path, problem: str, free: int, inodes: int) -> Iterator[Finding]:
     paste = typed("df -h {0}; df -i {0}", folder)
     fix = "Free some space there, or set TMPDIR to another folder, on every node."
+    findings = []
     if problem:
         message = f"temporary files cannot be written to {folder}: {problem}"
-        yield failure(message, fix=fix, paste=paste)
+        findings = [failure(message, fix=fix, paste=paste)]
     elif free < MIN_TEMPORARY_SPACE or inodes == 0:
         without = "" if inodes else ", and no inodes for another file"
         message = f"{folder}, where temporary files go, has {binary_size(free)} free{without}"
-        yield warning(message, fix=fix, paste=paste)
+        findings = [warning(message, fix=fix, paste=paste)]
+    return judged(detail, findings)

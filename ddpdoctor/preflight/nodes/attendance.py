@@ -35,7 +35,7 @@ from ddpdoctor.preflight.machine.network import is_local, own_host
 from ddpdoctor.preflight.nodes.reductions import LIMIT, across_nodes
 from ddpdoctor.preflight.protocol.joining import Problem
 from ddpdoctor.preflight.protocol.meet import LOCAL_TIMEOUT, Meeting, meeting_of
-from ddpdoctor.preflight.protocol.messages import Caller, Verdict
+from ddpdoctor.preflight.protocol.messages import Verdict
 from ddpdoctor.preflight.situation import ATTENDANCE, Situation, node_place
 
 # -- why this node did not meet the others
@@ -299,36 +299,33 @@ def attendance(situation: Situation) -> Outcome:
             [own_problem(meeting, meeting.problem, situation)],
         )
     here = sum(not node.lost for node in meeting.nodes)
-    seconds = meeting.report.gathered
     detail = f"{here} of {meeting.expected} nodes are here"
-    detail += "".join(f"; {each}" for each in _uninvited(meeting))
-    findings = [*_absent(meeting, seconds, situation), *_uninvited_findings(meeting, situation)]
-    return judged(detail, findings, exclude=_without(meeting))
-
-
-def _without(meeting: Meeting) -> Iterator[str]:
-    """Yield the absent, lost and blocked nodes whose names are known."""
     names = meeting.place.names
-    for rank in _absent_ranks(meeting) or ():
-        if rank < len(names):
-            yield names[rank]
-    yield from (node.facts.host for node in meeting.nodes if node.lost)
-    yield from (each.host for each in meeting.report.blocked if each.host)
+    return judged(
+        "; ".join([detail, *_rejected_calls(meeting)]),
+        [*_absent(meeting, situation), *_caller_findings(meeting, situation)],
+        # As far as the names of absent nodes are known.
+        exclude=[
+            *(names[rank] for rank in _absent_ranks(meeting) or () if rank < len(names)),
+            *(node.facts.host for node in meeting.nodes if node.lost),
+            *(each.host for each in meeting.report.blocked if each.host),
+        ],
+    )
 
 
-def _uninvited(meeting: Meeting) -> list[str]:
+def _rejected_calls(meeting: Meeting) -> list[str]:
     """Return a line about callers without the rendezvous id. They change no verdict."""
-    calls, strangers = meeting.report.uninvited, meeting.report.strangers
-    if not strangers:
+    calls, rejected = meeting.report.rejected_calls, meeting.report.rejected
+    if not rejected:
         return []
-    who = listed([f"{each.host} {each.address}".strip() for each in strangers], 3)
+    who = listed([f"{each.host} {each.address}".strip() for each in rejected], 3)
     were = "was" if calls == 1 else "were"
     return [f"{count(calls, 'call')} with another rendezvous id, or none {were} turned away: {who}"]
 
 
-def _absent(meeting: Meeting, seconds: float, situation: Situation) -> Iterator[Finding]:
-    blocked = meeting.report.blocked
-    missing = meeting.expected - len(meeting.nodes) - len(blocked)
+def _absent(meeting: Meeting, situation: Situation) -> Iterator[Finding]:
+    seconds = meeting.report.gathered
+    missing = meeting.expected - len(meeting.nodes) - len(meeting.report.blocked)
     if missing <= 0:
         return
     absent = _absent_ranks(meeting)
@@ -340,7 +337,7 @@ def _absent(meeting: Meeting, seconds: float, situation: Situation) -> Iterator[
         who = listed([*map(meeting.place.name, absent)])
     absence = f"{who} did not come within {seconds:.0f} s"
     here = f"here: {meeting.hosts(list(range(len(meeting.nodes))))}"
-    seen = (here, *_uninvited(meeting))
+    seen = (here, *_rejected_calls(meeting))
     if meeting.foreign and len(meeting.nodes) == 1:
         yield _elsewhere(meeting, situation, absence)
         return
@@ -404,8 +401,23 @@ def _absent_ranks(meeting: Meeting) -> list[int] | None:
     return [rank for rank in range(meeting.expected) if rank not in ranks]
 
 
-def _uninvited_findings(meeting: Meeting, situation: Situation) -> Iterator[Finding]:
-    yield from _blocked(meeting)
+def _caller_findings(meeting: Meeting, situation: Situation) -> Iterator[Finding]:
+    blocked, port = meeting.report.blocked, meeting.place.port
+    for kind in dict.fromkeys(each.kind for each in blocked):
+        alike = [each for each in blocked if each.kind == kind]
+        ranks = ["" if each.rank is None else f"node {each.rank}, " for each in alike]
+        who = [
+            f"{each.host} ({rank}{each.address})" for each, rank in zip(alike, ranks, strict=True)
+        ]
+        yield failure(
+            f"{listed(who)} cannot connect to port {port} of node 0: "
+            f"{CLOSED.get(kind, 'it is closed')}",
+            evidence=("the check runs there, and reaches node 0 at another port",),
+            fix=f"Open TCP port {port} in the firewall of node 0, or of the network (a security "
+            "group). On node 0:",
+            paste=open_port(port, alike[0].address),
+            about=f"blocked {kind}",
+        )
     lost = {node.facts.host for node in meeting.nodes if node.lost}
     for extra in meeting.report.surplus:
         if extra.host in lost:
@@ -428,28 +440,6 @@ def _uninvited_findings(meeting: Meeting, situation: Situation) -> Iterator[Find
                 paste=check_line(meeting.place, situation.nproc),
                 about=f"lost {index}",
             )
-
-
-def _blocked(meeting: Meeting) -> Iterator[Finding]:
-    blocked = meeting.report.blocked
-    port = meeting.place.port
-    for kind in dict.fromkeys(each.kind for each in blocked):
-        alike = [each for each in blocked if each.kind == kind]
-        who = listed([_caller_words(each) for each in alike])
-        yield failure(
-            f"{who} cannot connect to port {port} of node 0: {CLOSED.get(kind, 'it is closed')}",
-            evidence=("the check runs there, and reaches node 0 at another port",),
-            fix=f"Open TCP port {port} in the firewall of node 0, or of the network (a security "
-            "group). On node 0:",
-            paste=open_port(port, alike[0].address),
-            about=f"blocked {kind}",
-        )
-
-
-def _caller_words(caller: Caller) -> str:
-    """Name a node that was not admitted."""
-    rank = "" if caller.rank is None else f"node {caller.rank}, "
-    return f"{caller.host} ({rank}{caller.address})"
 
 
 def open_words(situation: Situation, outcomes: Sequence[Outcome]) -> str:
@@ -490,9 +480,6 @@ def next_line(situation: Situation, outcomes: Sequence[Outcome]) -> str:
 # -- the findings of the other machines, and the nodes to exclude
 
 
-ERROR_LABEL = Severity.ERROR.label
-
-
 @across_nodes("verdicts", "DDP062")
 def verdicts(meeting: Meeting) -> Outcome:
     """What the checks of the other machines found, shown on every node.
@@ -517,31 +504,31 @@ def verdicts(meeting: Meeting) -> Outcome:
         If the other machines are healthy. What was found changes the exit status only on the node
         that has the fault.
     """
-    faulty = [
-        index
-        for index, verdict in enumerate(meeting.report.verdicts)
-        if any(said.severity == ERROR_LABEL for said in verdict.findings)
-    ]
-    well = sum(not each.findings for each in meeting.report.verdicts)
+    known = list(enumerate(meeting.report.verdicts))
+    well = sum(not each.findings for _, each in known)
     detail = f"{count(well, 'node')} of {meeting.expected} without a fault in their own checks"
-    late = [i for i, each in enumerate(meeting.report.verdicts) if each.untested]
+    late = [index for index, each in known if each.untested]
     if late:
         detail += f"; not all was tested on {meeting.hosts(late)}"
+    error = Severity.ERROR.label
     return judged(
-        detail, _verdict_findings(meeting), exclude=[meeting.host(index) for index in faulty]
-    )
-
-
-def _verdict_findings(meeting: Meeting) -> Iterator[Finding]:
-    for index, verdict in enumerate(meeting.report.verdicts):
-        if index == meeting.own:
-            continue
-        for said in verdict.findings:
-            yield note(
+        detail,
+        [
+            note(
                 f"{meeting.name(index)}: {said.message}",
                 evidence=(f"its check {said.check} ({said.code}): {said.severity}",),
                 about=f"{index} {said.code} {said.message}",
             )
+            for index, verdict in known
+            if index != meeting.own
+            for said in verdict.findings
+        ],
+        exclude=[
+            meeting.host(index)
+            for index, verdict in known
+            if any(said.severity == error for said in verdict.findings)
+        ],
+    )
 
 
 def excluded_nodes(outcomes: Iterable[Outcome]) -> list[str]:

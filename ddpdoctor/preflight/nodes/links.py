@@ -38,7 +38,7 @@ from ddpdoctor.preflight.protocol.pairs import MIN_BANDWIDTH, MIN_TO_COMPARE, ST
 # -- connections between all nodes, and packets of full size
 
 
-MOST_WAYS = 6
+MAX_WAYS = 6
 
 UNUSED = "gloo dials the other way round, from the higher address; NCCL would need this one"
 
@@ -53,7 +53,7 @@ _DIAL_WORDS = {
     "unreachable": "it is rejected on the way",
     "no host": "no machine answers at that address",
     "silent": "the connection opens, and then nothing comes",
-    "stranger": "something else answers there",
+    "other service": "something else answers there",
 }
 
 LOSS_FIX = (
@@ -137,7 +137,7 @@ def _link_findings(
     failed = {way: result for way, result in failed.items() if way not in doubled}
     blames = blame(failed, [way for way in ways if way not in doubled])
     single = [each for each in blames if each.kind in ("way", "between")]
-    more = single[MOST_WAYS:]
+    more = single[MAX_WAYS:]
     for each in blames:
         if each in more:
             continue
@@ -174,7 +174,7 @@ def _closed_link(
         "between": f"{other} and {node} cannot open connections to each other",
         "way": f"{other} cannot open a connection to {node}",
     }[each.kind]
-    closed = outcome not in ("silent", "stranger")
+    closed = outcome not in ("silent", "other service")
     used = any(_is_used(meeting, way) for way in each.ways)
     evidence = tuple(_evidence(meeting, each, failed, ways))
     route = typed("ip route get {}", meeting.nodes[each.ways[0][1]].address)
@@ -522,7 +522,7 @@ def _wrong_address(
 # -- slow links
 
 
-MOST_SLOW_LINKS = 6
+MAX_SLOW_LINKS = 6
 
 
 @across_nodes("link-speed", "DDP056")
@@ -562,7 +562,7 @@ def link_speed(meeting: Meeting) -> Outcome:
         f"{count(speed.measured, 'link')}: median {bandwidth_shown(speed.bandwidth)}, round trip "
         f"{1e3 * speed.rtt:.2f} ms"
     )
-    findings = [*_loss_findings(meeting, speed), *_speed_findings(meeting, speed)][:MOST_SLOW_LINKS]
+    findings = [*_loss_findings(meeting, speed), *_speed_findings(meeting, speed)][:MAX_SLOW_LINKS]
     if speed.starved and not findings:
         return could_not_run(
             f"{detail}; for lack of CPU, {count(speed.starved, 'link')} could not be judged"

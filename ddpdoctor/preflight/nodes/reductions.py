@@ -233,7 +233,7 @@ BELOW_TCP = 5
 IDLE = 0.5
 """The idle share of all ranks from which slowness is the network's, not the machines'."""
 
-MOST_RANKS = 64
+MAX_RANKS = 64
 """With more ranks an all_reduce of a few MiB waits for the many steps of its ring."""
 
 
@@ -329,8 +329,8 @@ def _why_not_compared(test: Reduction, least: float) -> str:
     """Return why gloo's speed says nothing about the network; empty if it does."""
     if not least:
         return "no link was measured"
-    if test.world > MOST_RANKS:
-        return f"over {MOST_RANKS} ranks"
+    if test.world > MAX_RANKS:
+        return f"over {MAX_RANKS} ranks"
     return "" if test.idle >= IDLE else "the cores were busy"
 
 

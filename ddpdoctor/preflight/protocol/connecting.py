@@ -244,10 +244,10 @@ def listen(port: int) -> socket.socket:
 # -- connections without a proof of the id: few, and not for long
 
 
-MOST_UNPROVED = 2048
+MAX_UNPROVED = 2048
 """Connections without a proof at a time, or half of the files this process may open if less."""
 
-MOST_UNPROVED_OF_ADDRESS = 32
+MAX_UNPROVED_OF_ADDRESS = 32
 """The same for one address. A node needs one or two; behind NAT there may be several nodes."""
 
 PROOF_SECONDS = 5.0
@@ -268,7 +268,7 @@ class Admission:
         self.turned_away = 0
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         limited = files != resource.RLIM_INFINITY
-        self._most = max(16, min(MOST_UNPROVED, files // 2)) if limited else MOST_UNPROVED
+        self._most = max(16, min(MAX_UNPROVED, files // 2)) if limited else MAX_UNPROVED
         self._waiting: dict[asyncio.StreamWriter, str] = {}
 
     @contextlib.contextmanager
@@ -278,7 +278,7 @@ class Admission:
             if ipaddress.ip_address(address).version == 6:
                 # One machine may call from any address of its subnet.
                 address = str(ipaddress.ip_network(f"{address}/64", strict=False))
-        if sum(each == address for each in self._waiting.values()) >= MOST_UNPROVED_OF_ADDRESS:
+        if sum(each == address for each in self._waiting.values()) >= MAX_UNPROVED_OF_ADDRESS:
             self.turned_away += 1
             yield False
             return

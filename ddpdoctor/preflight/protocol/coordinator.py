@@ -47,13 +47,13 @@ HELLO_TIMEOUT = 10.0
 UNPROVED_TIMEOUT = 60.0
 """Seconds for a proof on a machine that makes no progress; see `connecting.PROOF_SECONDS`."""
 
-MOST_CLOCK_QUESTIONS = 64
+MAX_CLOCK_QUESTIONS = 64
 POLL_INTERVAL = 0.5
 
 DISAGREEING_WAIT = 3.0
 """Seconds for more nodes after the last one, once it is known that their options differ."""
 
-MOST_STRANGERS = 32
+MAX_REJECTED = 32
 """Callers with another id that are remembered. All are counted."""
 
 SEGMENT = 536
@@ -99,8 +99,8 @@ class Coordinator:
         self.identity = wire.nonce()
         self.token = secrets.token_hex(16)
         self.members: list[Member] = []
-        self.strangers: list[Caller] = []
-        self.uninvited = 0
+        self.rejected: list[Caller] = []
+        self.rejected_calls = 0
         """How many calls came without a proof."""
         self.surplus: list[Caller] = []
         self.blocked: list[Caller] = []
@@ -248,7 +248,7 @@ class Coordinator:
         self._last_arrival = time.monotonic()
         # This time it got through, whatever happened before.
         self.blocked = _without(self.blocked, own)
-        self.strangers = _without(self.strangers, own)
+        self.rejected = _without(self.rejected, own)
         if len(self.members) >= self._nnodes:
             self._complete.set()
         self._watches.append(asyncio.ensure_future(self._watch(member)))
@@ -269,9 +269,9 @@ class Coordinator:
                 hello = Hello()
             if wire.proves(hello.proof, self._key, "node", challenge):
                 return hello
-            self.uninvited += 1
+            self.rejected_calls += 1
             caller = Caller(hello.host, address)
-            self.strangers = [*_without(self.strangers, caller), caller][-MOST_STRANGERS:]
+            self.rejected = [*_without(self.rejected, caller), caller][-MAX_REJECTED:]
             await connecting.proof_in_time(link.send(Welcome(refused="id")))
         return None
 
@@ -286,7 +286,7 @@ class Coordinator:
         welcome = Welcome() if self.gathering else self._refusal(caller)
         proof = wire.proof(self._key, "coordinator", first.nonce)
         await link.send(replace(welcome, proof=proof, identity=self.identity, reached=reached))
-        for _ in range(0 if welcome.refused else MOST_CLOCK_QUESTIONS):
+        for _ in range(0 if welcome.refused else MAX_CLOCK_QUESTIONS):
             message = await link.receive(HELLO_TIMEOUT * self._scale)
             hello = unpacked(Hello, message)
             if hello.blocked:
@@ -359,7 +359,7 @@ SMALL_SEGMENTS = (536, 1160, 1240, 1360, 1410)
 
 TIMES_ALONE = 5
 
-MOST_SUSPECTS = 16
+MAX_SUSPECTS = 16
 """Slow links that are measured again, alone."""
 
 REDUCTION_TIMEOUT = 20.0
@@ -379,7 +379,7 @@ END_TIMEOUT = 10.0
 STARVED_RANKS = "not all ranks could import torch: for lack of CPU, no link can be judged"
 """Importing torch keeps the cores busy, and links look slow."""
 
-MOST_SETS = 64
+MAX_SETS = 64
 """Sets of nodes of one stage whose bus bandwidth is reported: the slowest."""
 
 DialCell = tuple[int, int, str]
@@ -442,8 +442,8 @@ class Phases:
         report = Report(
             expected=self.nnodes,
             nodes=tuple(_node(member, members) for member in members),
-            strangers=tuple(here.strangers),
-            uninvited=here.uninvited,
+            rejected=tuple(here.rejected),
+            rejected_calls=here.rejected_calls,
             surplus=tuple(here.surplus[:32]),
             blocked=tuple(here.blocked[:256]),
             bad=tuple((*cell, dials[cell]) for cell in sorted(dials)),
@@ -521,7 +521,7 @@ class Phases:
         for shift in pairs.ring_shifts(nodes):
             cells = ((i, (i + shift) % nodes) for i in range(nodes))
             measured |= await self._measure(cell for cell in cells if cell not in bad)
-        suspects = pairs.links_to_repeat(measured)[:MOST_SUSPECTS]
+        suspects = pairs.links_to_repeat(measured)[:MAX_SUSPECTS]
         confirmed = {cell for cell in suspects if await self._stays_bad(cell, measured)}
         return _judged(measured, confirmed) if measured else Speeds()
 
@@ -665,7 +665,7 @@ def nccl_report(results: Sequence[RankResult]) -> NcclReport:
             StageReport(
                 name,
                 tuple(failed[:16]),
-                tuple(sorted(bus[name].items(), key=lambda each: each[1])[:MOST_SETS]),
+                tuple(sorted(bus[name].items(), key=lambda each: each[1])[:MAX_SETS]),
             )
             for name, failed in errors.items()
         ),

@@ -39,8 +39,6 @@ class Facts(Part):
 
     Attributes:
         rank: Its ``--node-rank``; None if torchrun is to choose it.
-        nnodes: Nodes of the job, by its own options.
-        nproc: Its ranks.
         machine: Equal for nodes that share a machine and a network namespace.
         gloo_address: The address gloo gives to the other nodes; empty if gloo would not start.
         gloo_why: What gloo chose it by, or why gloo would not start.
@@ -48,15 +46,14 @@ class Facts(Part):
         interfaces: Its interfaces except loopback: name, MTU, addresses.
         pair_port: The port of its listener.
         reduces: Whether it takes part in the collective test.
-        gpus: Visible GPUs.
         no_nccl: Why NCCL cannot be tested on it.
         inside: What connects its GPUs, and the bandwidth one way; 0 if unknown.
         outside: The same of the network that NCCL will use.
         variables: Environment variables of NCCL, gloo and torch.distributed.
-        script_hash: A hash of the script's bytes.
         commit: The checked-out commit of the script's repository.
         changes: A hash of the uncommitted changes in tracked files.
         folder: The checkpoint directory.
+
     """
 
     host: Host
@@ -204,18 +201,15 @@ class Caller(Part):
 
 @dataclass(frozen=True, slots=True)
 class Speeds(Part):
-    """The measured links.
+    """The measured links: their number, median round trip and bandwidth, and lowest bandwidth.
 
     Attributes:
-        measured: How many links were measured.
-        rtt: The median round trip.
-        bandwidth: The median bandwidth.
-        least: The lowest bandwidth.
         slow: From, to, round trip, bandwidth.
         lossy: From, to, small messages, and how many of them were sent again.
         cells: From and to of all measured links, if some are slow or lossy.
         starved: Links that looked slow while an end waited for a core most of the time.
         untested: Why no link was measured.
+
     """
 
     measured: int = 0
@@ -283,15 +277,13 @@ class Reduction(Part):
     Attributes:
         skipped: Why there was none.
         unready: Nodes without torch: which, why, and how long they were waited for.
-        world: The number of ranks.
         limit: Seconds that gloo had.
         correct: Ranks on which gloo reduced correctly.
         correct_nodes: Nodes on which it did so on all ranks.
-        bus: The bandwidth of the slowest rank.
-        idle: The idle share of the busiest rank.
-        rounds: The fewest repetitions of a rank.
+        bus: The lowest of all ranks, as ``idle`` and ``rounds``.
         wrong: The ranks on which gloo failed.
         nccl: None if NCCL was not tested.
+
     """
 
     skipped: str = ""
@@ -313,8 +305,8 @@ class Report(Part):
 
     Attributes:
         expected: How many nodes should come.
-        strangers: Callers with another rendezvous id, or none.
-        uninvited: How many calls came from them.
+        rejected: Callers with another rendezvous id, or none.
+        rejected_calls: How many calls came from them.
         surplus: Callers that came when all nodes were there.
         blocked: Callers for which the rendezvous port is closed.
         bad: From, to, at which address (``route``, ``gloo``, ``nccl``), and the result, of
@@ -325,8 +317,8 @@ class Report(Part):
 
     expected: Count = 0
     nodes: tuple[Node, ...] = ()
-    strangers: tuple[Caller, ...] = ()
-    uninvited: int = 0
+    rejected: tuple[Caller, ...] = ()
+    rejected_calls: int = 0
     surplus: tuple[Caller, ...] = ()
     blocked: tuple[Caller, ...] = ()
     bad: tuple[tuple[Index, Index, Word, Dialled], ...] = ()
@@ -395,14 +387,12 @@ class Order(Part):
         limit: Seconds for the order.
         action: In the directory: ``write``, ``look`` or ``remove``.
         port: The port of the store. This and the fields up to ``soak`` are of ``reduce``.
-        world: The number of ranks.
         first: The rank of the node's first process.
         stage_limit: Seconds for each stage of NCCL.
         patience: Seconds for all stages.
-        nccl: Whether NCCL is tested.
         node_of: The node of each rank.
         soak: Seconds for which the all_reduce over all ranks is repeated.
-        report: The report, of ``end``.
+
     """
 
     do: Word = ""

@@ -305,7 +305,7 @@ Outcome = Literal[
     "no host",  # the same, after no machine answered ARP
     "no files",  # the dialling node may open no more files
     "silent",  # connected, and then nothing
-    "stranger",  # connected, to something else
+    "other service",  # connected, to something else
     "forth",  # the 64 KiB from the dialling node did not arrive
     "back",  # the 64 KiB from the dialled node did not arrive
     "lossy",  # they arrived in part: packets of all sizes are lost
@@ -485,7 +485,7 @@ class _Dialler:
         """Be the dialling side of an exchange. Append to ``reached`` how far it came."""
         writer.write(_HELLO.pack(self._token, target.index, _EXCHANGE))
         if await reader.read(1) != _OK:
-            reached.append("stranger")
+            reached.append("other service")
             return
         reached.append("forth")
         writer.write(bytes(BLOCK))

@@ -284,7 +284,7 @@ def _git(folder: Path, *words: str) -> bytes:
 # -- orders
 
 
-MOST_FINDINGS, MOST_SAID = 16, 500
+MAX_FINDINGS, MAX_SAID = 16, 500
 """The most findings of a machine that others are shown, and characters of each."""
 
 POLL_INTERVAL = 0.2
@@ -430,9 +430,13 @@ class Worker:
     def _in_folder(self, folder: Path, order: Order) -> Answer:
         """Test whether all nodes see a file that one of them writes."""
         if order.action == "write" and not self.written:
-            error = write_marker(folder, order.token)
-            self.written = "" if error else order.token
-            return Answer(error=error)
+            try:
+                with open(folder / f"{MARKER_PREFIX}{order.token}", "x") as file:
+                    file.write(order.token)
+            except OSError as error:
+                return Answer(error=error.strerror or str(error))
+            self.written = order.token
+            return Answer()
         if order.action == "remove":
             remove_marker(folder, self.written)
             self.written = ""
@@ -448,8 +452,8 @@ def verdict_of(outcomes: Iterable[Outcome], running: Sequence[str]) -> Verdict:
     late = [each.check for each in outcomes if each.status is Status.COULD_NOT_RUN]
     return Verdict(
         tuple(
-            Said(check, finding.code, finding.severity.label, finding.message[:MOST_SAID])
-            for check, finding in said[:MOST_FINDINGS]
+            Said(check, finding.code, finding.severity.label, finding.message[:MAX_SAID])
+            for check, finding in said[:MAX_FINDINGS]
         ),
         (*late, *running),
     )
@@ -469,16 +473,6 @@ MARKER_SEEN_WITHIN = 4.0
 server for a name that it never looked up."""
 
 SAMPLED_FILES = 200
-
-
-def write_marker(folder: Path, token: str) -> str:
-    """Write the file that the other nodes look for. Return what went wrong, or nothing."""
-    try:
-        with open(folder / f"{MARKER_PREFIX}{token}", "x") as file:
-            file.write(token)
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
 
 
 def marker_seen(folder: Path, token: str) -> bool:
