@@ -26,8 +26,7 @@ _GPU = re.compile(r"\bGPU (\d+)\b")
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 _CHOSEN = re.compile(r"(-i) \d+\b")
 
-_PLURAL = {"has": "have", "is": "are", "does": "do", "waits": "wait"}
-"""Verbs after a GPU's number."""
+_PLURAL = {"has": "have", "is": "are", "does": "do", "waits": "wait"}  # Verbs after a GPU's number
 
 
 def merge_gpu_findings(findings: Sequence[Finding]) -> tuple[Finding, ...]:
@@ -60,8 +59,7 @@ def _of_several_gpus(group: Sequence[Finding]) -> Finding:
 # -- checks and their outcomes
 
 
-LIMIT = 10.0
-"""Seconds that a check may take by default; never more than ``--timeout``."""
+LIMIT = 10.0  # Seconds that a check may take by default; never more than ``--timeout``
 
 
 class Status(Enum):
@@ -235,11 +233,8 @@ def outcome_record(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-GRACE = 1.0
-"""Seconds after its limit in which a check may still report what it found."""
-
-CLEANUP = 3.0
-"""Seconds to wait, after Ctrl-C, for checks to end what they started."""
+GRACE = 1.0  # Seconds after its limit in which a check may still report what it found
+CLEANUP = 3.0  # Seconds to wait, after Ctrl-C, for checks to end what they started
 
 
 def run_checks(

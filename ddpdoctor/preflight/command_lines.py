@@ -30,11 +30,8 @@ from ddpdoctor.preflight.situation import (
 # -- lines to paste: they start the job and the check, and open a firewall
 
 
-NO_ID = "none"
-"""torchrun's rendezvous id if none is given."""
-
-PLACEHOLDER = "train.py"
-"""Stands for the script if none was given."""
+NO_ID = "none"  # torchrun's rendezvous id if none is given
+PLACEHOLDER = "train.py"  # Stands for the script if none was given
 
 
 def run_line(situation: Situation, *words: str) -> str:

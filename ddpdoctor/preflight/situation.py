@@ -144,8 +144,7 @@ def waited_for_core() -> float:
 ATTENDANCE = "nodes"
 """The check that reports absent nodes, and why this node did not meet the others."""
 
-CPU_RANKS = 2
-"""Ranks that `ddpdoctor run` starts on a machine without GPUs."""
+CPU_RANKS = 2  # Ranks that `ddpdoctor run` starts on a machine without GPUs
 
 DRIVER_TIMEOUT = 6.0
 """Seconds for the NVIDIA driver to answer, for each GPU. Without persistence mode it takes one to
@@ -155,8 +154,7 @@ DEFAULT_PORT = 29500
 """torchrun's default port, for ``--rdzv-endpoint HOST`` and for ``MASTER_PORT``."""
 
 
-DEFAULT_TIMEOUT = 60.0
-"""The default of ``--timeout``, in seconds."""
+DEFAULT_TIMEOUT = 60.0  # The default of ``--timeout``, in seconds
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,7 @@ def run_line(situation: Situation, option: str) -> str:
     return f"{inside} run {option} ..." if inside in ("docker", "podman") else ""
 
 
-_UNLIMITED = 1 << 60
-"""Version 1 of control groups shows "no limit" as a number near 2**63."""
+_UNLIMITED = 1 << 60  # Version 1 of control groups shows "no limit" as a number near 2**63
 
 
 def _folders(situation: Situation, controller: str) -> Iterator[Path]:

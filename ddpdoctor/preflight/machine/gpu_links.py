@@ -18,8 +18,7 @@ from ddpdoctor.system.gpu_health import Health
 # -- PCIe, NVLink and peer-to-peer access
 
 
-FEW = 4
-"""No board is designed with so many times fewer lanes than possible."""
+FEW = 4  # No board is designed with so many times fewer lanes than possible
 
 
 @check("gpu-links", "DDP024")
@@ -191,14 +190,12 @@ _EXPRESS, _DOWNSTREAM = 0x10, 6
 """The capability with the kind of a port, and the kind of a switch's port to a device."""
 
 _EXTENDED, _ACS = 0x100, 0x000D
-_CONTROL = 6
-"""The offset of the control register in the ACS capability."""
+_CONTROL = 6  # The offset of the control register in the ACS capability
 
 REDIRECTS = 0x04 | 0x08 | 0x20
 """Request redirect, completion redirect, egress control. "Source validation" does no harm."""
 
-_MAX_CAPABILITIES = 128
-"""So that the loop through a damaged list ends."""
+_MAX_CAPABILITIES = 128  # So that the loop through a damaged list ends
 
 
 class Unreadable(Exception):

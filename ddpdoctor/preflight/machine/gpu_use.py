@@ -38,13 +38,11 @@ from ddpdoctor.system.proc import Listed, named
 
 
 NVIDIA = "0x10de"
-NO_DRIVER = (0, 9, 12)
-"""NVML's codes if there is no library, no kernel module, or no driver at all."""
+NO_DRIVER = (0, 9, 12)  # NVML's codes if there is no library, no kernel module, or no driver at all
 
 _GIVEN_AWAY = ("vfio-pci", "pci-stub")
 
-_DISPLAY = "0x03"
-"""The PCI class of graphics cards and of GPUs without an output."""
+_DISPLAY = "0x03"  # The PCI class of graphics cards and of GPUs without an output
 
 
 def chosen(situation: Situation) -> tuple[Health, ...]:
@@ -230,16 +228,14 @@ def _closed(gpu: Health) -> Finding:
     )
 
 
-MIN_HELD = 2 * GIB
-"""A desktop, or a context of a monitoring program, holds less than this."""
+MIN_HELD = 2 * GIB  # A desktop, or a context of a monitoring program, holds less than this
 
 MIN_HELD_SHARE = 0.05
 
 _DEVICES = ("/dev/nvidia", "/dev/dxg")
 """Files that a process that uses a GPU has open; the second one in WSL."""
 
-_FIRST_NAMESPACE = 0xEFFFFFFC
-"""The inode of the host's PID namespace (PROC_PID_INIT_INO of Linux)."""
+_FIRST_NAMESPACE = 0xEFFFFFFC  # The inode of the host's PID namespace (PROC_PID_INIT_INO of Linux)
 
 
 @check("gpu-memory", "DDP022")

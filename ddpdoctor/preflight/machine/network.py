@@ -24,8 +24,7 @@ T = TypeVar("T")
 # -- name servers
 
 
-MAX_SERVERS = 3
-"""Name servers that glibc asks (MAXNS of resolv.h)."""
+MAX_SERVERS = 3  # Name servers that glibc asks (MAXNS of resolv.h)
 
 SERVER_TIMEOUT, SERVER_TRIES = 1.5, 2
 
@@ -92,8 +91,7 @@ LOOKUP_TIMEOUT = 12.0
 """Seconds until a lookup counts as unanswered. glibc waits 5 s for each name server, and the third
 may be the first that answers."""
 
-LOOKUPS_LIMIT = 45.0
-"""Seconds for a check that waits for several lookups."""
+LOOKUPS_LIMIT = 45.0  # Seconds for a check that waits for several lookups
 
 
 @dataclass(frozen=True)
@@ -200,8 +198,7 @@ def endpoint_address(situation: Situation) -> str:
     return found.addresses[0] if found and found.addresses else ""
 
 
-SLOW = 1.0
-"""Seconds from which a lookup delays a start noticeably."""
+SLOW = 1.0  # Seconds from which a lookup delays a start noticeably
 
 
 @check("lookups", "DDP008", limit=LOOKUPS_LIMIT)
@@ -279,8 +276,7 @@ def _lookup_findings(
 # -- interfaces
 
 
-ADDRESSES = "ip -brief address"
-"""The line to paste if no address can be named."""
+ADDRESSES = "ip -brief address"  # The line to paste if no address can be named
 
 VIRTUAL = ("docker", "virbr", "br-", "veth", "cni", "flannel", "podman", "lxcbr", "lxdbr", "vmnet")
 """Prefixes of interfaces that lead to containers or virtual machines of this host."""

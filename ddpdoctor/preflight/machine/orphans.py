@@ -15,8 +15,7 @@ from ddpdoctor.preflight.check import Outcome, check, judged, skipped, warning
 from ddpdoctor.preflight.situation import Situation, gpu_facts
 from ddpdoctor.system.proc import Listed, listed, listening, named, sockets
 
-YOUNG = 5.0
-"""Seconds in which a process may have lost its parent because both are just ending."""
+YOUNG = 5.0  # Seconds in which a process may have lost its parent because both are just ending
 
 _MARKS = ("RANK", "WORLD_SIZE", "MASTER_PORT")
 _LAUNCHER = ("TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE", "DDPDOCTOR_RUN_ID")

@@ -20,26 +20,13 @@ from ddpdoctor.preflight.check import (
     typed,
     warning,
 )
-from ddpdoctor.preflight.machine import software
-from ddpdoctor.preflight.machine.network import (
-    ADDRESSES,
-    LOOKUPS_LIMIT,
-    Lookup,
-    best,
-    endpoint_address,
-    export_line,
-    full_name,
-    gloo_choice,
-    interfaces,
-    own_name,
-    owner,
-)
+from ddpdoctor.preflight.machine import network, software
 from ddpdoctor.preflight.situation import Situation
 
 # -- the host name
 
 
-@check("host-name", "DDP003", limit=LOOKUPS_LIMIT)
+@check("host-name", "DDP003", limit=network.LOOKUPS_LIMIT)
 def host_name(situation: Situation) -> Outcome:
     """This machine's host name does not resolve to an address that other machines can reach.
 
@@ -66,21 +53,21 @@ def host_name(situation: Situation) -> Outcome:
         For a loopback address in a job on one machine, and where GLOO_SOCKET_IFNAME names the
         interface.
     """
-    found = situation.shared(own_name)
+    found = situation.shared(network.own_name)
     is_ = f" is {', '.join(found.addresses[:3])}" if found.addresses else f": {found.problem}"
     return judged(f"{found.name}{is_}", _name_findings(situation, found))
 
 
-def _name_findings(situation: Situation, found: Lookup) -> Iterator[Finding]:
-    here, many = situation.shared(interfaces), situation.options.nnodes > 1
-    interface = best(here, endpoint_address(situation))
+def _name_findings(situation: Situation, found: network.Lookup) -> Iterator[Finding]:
+    here, many = situation.shared(network.interfaces), situation.options.nnodes > 1
+    interface = network.best(here, network.endpoint_address(situation))
     wanted = interface.addresses[0] if interface else "" if many else "127.0.0.1"
-    unknown = [each for each in (found, situation.shared(full_name)) if not each.addresses]
-    own = [each for each in (owner(address, here) for address in found.addresses) if each]
+    unknown = [each for each in (found, situation.shared(network.full_name)) if not each.addresses]
+    own = [each for each in (network.owner(address, here) for address in found.addresses) if each]
 
     def hosts_line(name: str) -> str:
         if not wanted:
-            return ADDRESSES
+            return network.ADDRESSES
         return typed("echo {} | sudo tee -a /etc/hosts", f"{wanted} {name}")
 
     if unknown:
@@ -108,7 +95,7 @@ def _name_findings(situation: Situation, found: Lookup) -> Iterator[Finding]:
             paste=hosts_line(found.name),
         )
     elif many and own[0].loopback and not situation.environ.get("GLOO_SOCKET_IFNAME"):
-        loopback = next(each for each in found.addresses if owner(each, here) is own[0])
+        loopback = next(each for each in found.addresses if network.owner(each, here) is own[0])
         # The check gloo-addresses knows the other nodes' addresses, and says whether it matters.
         judged_there = "gloo-addresses" in (situation.chosen or ())
         yield finding(
@@ -117,7 +104,7 @@ def _name_findings(situation: Situation, found: Lookup) -> Iterator[Finding]:
             "no other node can connect",
             fix="Choose the interface by its name, or correct the line in /etc/hosts: "
             f"{wanted or 'ADDRESS'} {found.name}",
-            paste=export_line(interface) if interface else ADDRESSES,
+            paste=network.export_line(interface) if interface else network.ADDRESSES,
         )
 
 
@@ -125,11 +112,8 @@ def _name_findings(situation: Situation, found: Lookup) -> Iterator[Finding]:
 
 
 ARP_ATTEMPTS = 3
-ARP_TIMEOUT = 0.4
-"""Seconds for an answer. On a local network it takes less than 1 ms."""
-
-MAX_PACKETS = 1000
-"""ARP packets of other machines that are read between two attempts."""
+ARP_TIMEOUT = 0.4  # Seconds for an answer. On a local network it takes less than 1 ms.
+MAX_PACKETS = 1000  # ARP packets of other machines that are read between two attempts
 
 _ARP = 0x0806
 _BROADCAST = b"\xff" * 6
@@ -138,7 +122,7 @@ _ARP_PACKET = struct.Struct("!HHBBH6s4s6s4s")
 _ARP_REQUEST, _ARP_REPLY = 1, 2
 
 
-@check("own-address", "DDP018", limit=LOOKUPS_LIMIT)
+@check("own-address", "DDP018", limit=network.LOOKUPS_LIMIT)
 def own_address(situation: Situation) -> Outcome:
     """Another machine has this machine's IP address as well.
 
@@ -236,9 +220,11 @@ def arp_answers(situation: Situation) -> tuple[ArpAnswer, ...]:
         for each in addresses
         if each.family == psutil.AF_LINK and len(each.address) == 17
     )
-    here = situation.shared(interfaces)
-    towards = best(here, endpoint_address(situation))
-    gloo = gloo_choice(situation.environ, here, situation.shared(own_name).addresses).interfaces
+    here = situation.shared(network.interfaces)
+    towards = network.best(here, network.endpoint_address(situation))
+    gloo = network.gloo_choice(
+        situation.environ, here, situation.shared(network.own_name).addresses
+    ).interfaces
     chosen = {each.name: each for each in (towards, *gloo) if each is not None and each.outward}
     # Nobody dials link-local addresses (169.254), which are chosen by ARP anyway.
     return tuple(
@@ -281,8 +267,7 @@ def _asked(name: str, address: str, cards: frozenset[bytes]) -> str | None:
 # -- the neighbour table
 
 
-NEARLY_FULL = 0.9
-"""The share of the table from which it counts as full."""
+NEARLY_FULL = 0.9  # The share of the table from which it counts as full
 
 
 @check("neighbour-table", "DDP013")

@@ -115,8 +115,7 @@ def _core_findings(situation: Situation, have: float, threads: int) -> Iterator[
 MEMORY_PER_RANK = 300 * MIB
 """What a rank holds after importing torch and training a small model on the CPU, measured."""
 
-MEMORY_PER_CUDA_RANK = 2 * GIB
-"""The same with CUDA's libraries and a context."""
+MEMORY_PER_CUDA_RANK = 2 * GIB  # The same with CUDA's libraries and a context
 
 
 @check("memory", "DDP011")
@@ -291,11 +290,8 @@ def _files_in(folder: Path) -> Iterator[tuple[int, str, int]]:
 OPEN_FILES = 256
 """Files that a rank opens besides its connections: libraries, data, pipes to DataLoader workers."""
 
-THREADS = 64
-"""Threads that a rank starts: OpenMP, autograd, gloo, NCCL, DataLoader workers."""
-
-MIN_LOCKED_MEMORY = 64 * MIB
-"""What RDMA has to lock in memory at least."""
+THREADS = 64  # Threads that a rank starts: OpenMP, autograd, gloo, NCCL, DataLoader workers
+MIN_LOCKED_MEMORY = 64 * MIB  # What RDMA has to lock in memory at least
 
 
 @check("limits", "DDP006")
@@ -432,11 +428,8 @@ def _threads_left(situation: Situation) -> int | None:
 # -- room for files
 
 
-MIN_CHECKPOINT_SPACE = 1 * GIB
-"""Free space below which not even a small model's checkpoint is safe."""
-
-DISK_TIMEOUT = 6.0
-"""Seconds until a file system counts as one that does not respond."""
+MIN_CHECKPOINT_SPACE = 1 * GIB  # Free space below which not even a small model's checkpoint is safe
+DISK_TIMEOUT = 6.0  # Seconds until a file system counts as one that does not respond
 
 SAMPLE_BYTES = 1 * MIB
 

@@ -41,11 +41,8 @@ _SEARCHED = frozenset({"path", "modules", "meta_path", "path_hooks"})
 _CHANGING = frozenset({"rootutils", "pyrootutils"})
 """Packages whose purpose is to change ``sys.path``."""
 
-MAX_MODULES = 200
-"""Modules of the project whose imports are read."""
-
-_LEVELS = 4
-"""How many directories above the script are searched for a missing module."""
+MAX_MODULES = 200  # Modules of the project whose imports are read
+_LEVELS = 4  # How many directories above the script are searched for a missing module
 
 
 @dataclass(frozen=True)

@@ -212,8 +212,7 @@ def clocks(meeting: Meeting) -> Outcome:
 
 DRIVER = "nvidia-smi --query-gpu=driver_version --format=csv"
 
-SAID_VERSIONS = 3
-"""With more versions than these besides the usual one, only their number is shown."""
+SAID_VERSIONS = 3  # With more versions than these besides the usual one, only their number is shown
 
 OF_EACH_NODE = (
     "_IFNAME",

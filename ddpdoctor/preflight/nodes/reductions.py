@@ -32,8 +32,7 @@ from ddpdoctor.preflight.situation import ATTENDANCE, Situation
 # -- what all checks across nodes share
 
 
-LIMIT = 3600.0
-"""Seconds. The meeting has its own limits, and ``--timeout`` is above them."""
+LIMIT = 3600.0  # Seconds. The meeting has its own limits, and ``--timeout`` is above them.
 
 
 def across_nodes(name: str, code: str) -> Callable[[Callable[[Meeting], Outcome]], Run]:
@@ -80,8 +79,7 @@ def usual_of(groups: Mapping[str, Sequence[int]]) -> str:
     return min(groups, key=lambda value: (-len(groups[value]), groups[value][0]))
 
 
-Way = tuple[int, int]
-"""From one node to another, by index."""
+Way = tuple[int, int]  # From one node to another, by index
 
 
 @dataclass(frozen=True)
@@ -227,14 +225,9 @@ FAR_BELOW = 8
 or three. Host memory in place of NVLink, or a socket in place of InfiniBand, is 10 to 40 times
 slower."""
 
-BELOW_TCP = 5
-"""The same for gloo, against one TCP connection between the same nodes."""
-
-IDLE = 0.5
-"""The idle share of all ranks from which slowness is the network's, not the machines'."""
-
-MAX_RANKS = 64
-"""With more ranks an all_reduce of a few MiB waits for the many steps of its ring."""
+BELOW_TCP = 5  # The same for gloo, against one TCP connection between the same nodes
+IDLE = 0.5  # The idle share of all ranks from which slowness is the network's, not the machines'
+MAX_RANKS = 64  # With more ranks an all_reduce of a few MiB waits for the many steps of its ring
 
 
 def capacity(meeting: Meeting, nodes: Sequence[int]) -> tuple[str, float]:

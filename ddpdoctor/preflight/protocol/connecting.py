@@ -29,8 +29,7 @@ TICK_S = 0.05
 # -- connections, and why there is none
 
 
-CONNECT_TIMEOUT = 3.5
-"""Seconds. A lost SYN is sent again after 1 and 3 s. ARP gives up after 3 s."""
+CONNECT_TIMEOUT = 3.5  # Seconds. A lost SYN is sent again after 1 and 3 s. ARP gives up after 3 s.
 
 ARP_S = 2.0
 """A router reports an unreachable host sooner than this, an unanswered ARP request later."""
@@ -250,11 +249,8 @@ MAX_UNPROVED = 2048
 MAX_UNPROVED_OF_ADDRESS = 32
 """The same for one address. A node needs one or two; behind NAT there may be several nodes."""
 
-PROOF_SECONDS = 5.0
-"""Seconds for the proof, of the time that this process gets."""
-
-PROOF_BYTES = 4096
-"""Bytes of a message without a proof."""
+PROOF_SECONDS = 5.0  # Seconds for the proof, of the time that this process gets
+PROOF_BYTES = 4096  # Bytes of a message without a proof
 
 
 class Admission:
@@ -315,8 +311,7 @@ _ICMP_TYPES = {
 }
 """Protocol, and the types of an echo request and its reply (RFC 792, RFC 4443)."""
 
-_ICMP_HEADER = struct.Struct("!BBHHH")
-"""Type, code, checksum, identifier, sequence number."""
+_ICMP_HEADER = struct.Struct("!BBHHH")  # Type, code, checksum, identifier, sequence number
 
 
 async def echoes(address: str, limit: float) -> bool:

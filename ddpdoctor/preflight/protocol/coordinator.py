@@ -41,8 +41,7 @@ from ddpdoctor.run.records.base import as_json
 # -- the server, and the nodes that came
 
 
-HELLO_TIMEOUT = 10.0
-"""Seconds for a caller to gather its facts."""
+HELLO_TIMEOUT = 10.0  # Seconds for a caller to gather its facts
 
 UNPROVED_TIMEOUT = 60.0
 """Seconds for a proof on a machine that makes no progress; see `connecting.PROOF_SECONDS`."""
@@ -53,11 +52,8 @@ POLL_INTERVAL = 0.5
 DISAGREEING_WAIT = 3.0
 """Seconds for more nodes after the last one, once it is known that their options differ."""
 
-MAX_REJECTED = 32
-"""Callers with another id that are remembered. All are counted."""
-
-SEGMENT = 536
-"""Bytes of payload per packet between the coordinator and the nodes."""
+MAX_REJECTED = 32  # Callers with another id that are remembered. All are counted.
+SEGMENT = 536  # Bytes of payload per packet between the coordinator and the nodes
 
 
 @dataclass
@@ -359,11 +355,8 @@ SMALL_SEGMENTS = (536, 1160, 1240, 1360, 1410)
 
 TIMES_ALONE = 5
 
-MAX_SUSPECTS = 16
-"""Slow links that are measured again, alone."""
-
-REDUCTION_TIMEOUT = 20.0
-"""Seconds for gloo to connect all ranks and reduce."""
+MAX_SUSPECTS = 16  # Slow links that are measured again, alone
+REDUCTION_TIMEOUT = 20.0  # Seconds for gloo to connect all ranks and reduce
 
 STAGE_TIMEOUT, STAGE_TIMEOUT_RANK = 20.0, 0.01
 """Seconds for NCCL to connect a set of ranks and reduce, and more for each rank of the job."""
@@ -373,14 +366,12 @@ IMPORT_TIMEOUT = 25.0
 VERDICT_TIMEOUT = 10.0
 """Seconds for the checks of all machines to end, once everything else is known."""
 
-END_TIMEOUT = 10.0
-"""Seconds for the report to reach all nodes."""
+END_TIMEOUT = 10.0  # Seconds for the report to reach all nodes
 
 STARVED_RANKS = "not all ranks could import torch: for lack of CPU, no link can be judged"
 """Importing torch keeps the cores busy, and links look slow."""
 
-MAX_SETS = 64
-"""Sets of nodes of one stage whose bus bandwidth is reported: the slowest."""
+MAX_SETS = 64  # Sets of nodes of one stage whose bus bandwidth is reported: the slowest
 
 DialCell = tuple[int, int, str]
 """The dialling node, the dialled node, and which address: ``route``, ``gloo`` or ``nccl``."""

@@ -192,19 +192,13 @@ SETTLED_AFTER = 7.0
 """Seconds of the same failure after which waiting longer will not help: two connections, each with
 three lost SYNs."""
 
-SPEAK_AFTER = 8.0
-"""Seconds after which a person is told what is waited for."""
-
-DOORS = 3
-"""Side doors that are tried. The coordinator listens at the first free one."""
-
-DOOR_TIMEOUT = 1.2
-"""Seconds for a side door to answer. A lost SYN is sent again after 1 s."""
+SPEAK_AFTER = 8.0  # Seconds after which a person is told what is waited for
+DOORS = 3  # Side doors that are tried. The coordinator listens at the first free one.
+DOOR_TIMEOUT = 1.2  # Seconds for a side door to answer. A lost SYN is sent again after 1 s.
 
 DOORS_EVERY = 2.0
 
-SSH = 22
-"""The port that a machine most likely answers at."""
+SSH = 22  # The port that a machine most likely answers at
 
 SSH_TRIES = 2
 

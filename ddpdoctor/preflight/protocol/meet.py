@@ -30,8 +30,7 @@ from ddpdoctor.preflight.protocol.worker import Worker, gather_facts, host_of
 from ddpdoctor.preflight.selftest.collectives import Ranks
 from ddpdoctor.preflight.situation import NodePlace, Situation, node_place
 
-GATHER_TIMEOUT = 30.0
-"""Seconds to wait for absent nodes; half of ``--timeout`` at most."""
+GATHER_TIMEOUT = 30.0  # Seconds to wait for absent nodes; half of ``--timeout`` at most
 
 LOCAL_TIMEOUT = 10.0
 """The same for an endpoint on localhost, where only nodes of this machine can come."""
@@ -39,15 +38,13 @@ LOCAL_TIMEOUT = 10.0
 POLL_INTERVAL = 0.2
 SCOUT_INTERVAL = 1.0
 OWN_CALLS = 5
-NAMED_NODES = 4
-"""If more nodes are absent, a person who waits is shown their number."""
+NAMED_NODES = 4  # If more nodes are absent, a person who waits is shown their number
 
 ELSEWHERE: frozenset[Kind] = frozenset({"refused", "no host", "silent", "other service"})
 """What node rank 0 sees at an endpoint that does not lead to it. Lost packets prove nothing: many
 routers do not let a machine reach itself from outside."""
 
-REDUCING = frozenset({"gloo-nodes", "nccl-nodes"})
-"""The checks that need ranks with torch."""
+REDUCING = frozenset({"gloo-nodes", "nccl-nodes"})  # The checks that need ranks with torch
 
 
 @dataclass(frozen=True)

@@ -11,23 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ddpdoctor.preflight.protocol import wire
 from ddpdoctor.preflight.protocol.pairs import Dialled, Speed, Target
-from ddpdoctor.preflight.protocol.wire import (
-    Address,
-    Code,
-    Count,
-    Hexadecimal,
-    Host,
-    Index,
-    Interface,
-    Port,
-    Printable,
-    Rank,
-    Variable,
-    Version,
-    Word,
-    unpacked,
-)
 from ddpdoctor.run.records.base import Part
 
 # -- the parts of a report
@@ -56,32 +41,32 @@ class Facts(Part):
 
     """
 
-    host: Host
-    rank: Rank
-    nnodes: Count
-    nproc: Count
+    host: wire.Host
+    rank: wire.Rank
+    nnodes: wire.Count
+    nproc: wire.Count
     machine: str
-    gloo_address: Address
+    gloo_address: wire.Address
     gloo_why: str
-    nccl_address: Address
-    interfaces: tuple[tuple[Interface, int, tuple[Address, ...]], ...]
-    pair_port: Port
+    nccl_address: wire.Address
+    interfaces: tuple[tuple[wire.Interface, int, tuple[wire.Address, ...]], ...]
+    pair_port: wire.Port
     reduces: bool
-    gpus: Count
+    gpus: wire.Count
     no_nccl: str
     inside: tuple[str, float]
     outside: tuple[str, float]
-    torch: Version
-    nccl: Version
-    driver: Version
-    python: Version
-    ddpdoctor: Version
-    variables: dict[Variable, Printable]
-    script: Printable
-    script_hash: Hexadecimal
-    commit: Hexadecimal
-    changes: Hexadecimal
-    folder: Printable
+    torch: wire.Version
+    nccl: wire.Version
+    driver: wire.Version
+    python: wire.Version
+    ddpdoctor: wire.Version
+    variables: dict[wire.Variable, wire.Printable]
+    script: wire.Printable
+    script_hash: wire.Hexadecimal
+    commit: wire.Hexadecimal
+    changes: wire.Hexadecimal
+    folder: wire.Printable
 
 
 def unpack_facts(message: Mapping[str, object]) -> Facts:
@@ -90,7 +75,7 @@ def unpack_facts(message: Mapping[str, object]) -> Facts:
     Raises:
         ValueError: They are damaged.
     """
-    return unpacked(Facts, message, whole=True)
+    return wire.unpacked(Facts, message, whole=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +87,7 @@ class Stage(Part):
     """
 
     name: str = ""
-    nodes: tuple[Index, ...] = ()
+    nodes: tuple[wire.Index, ...] = ()
     error: str = ""
     bus: float = 0.0
 
@@ -132,7 +117,7 @@ class RankResult(Part):
         stages: The NCCL test; None if there was none.
     """
 
-    node: Index = -1
+    node: wire.Index = -1
     rank: int = -1
     ok: bool = False
     error: str = ""
@@ -146,9 +131,9 @@ class RankResult(Part):
 class Said(Part):
     """A finding of a check of one machine, as the other nodes show it."""
 
-    check: Word = ""
-    code: Code = ""
-    severity: Word = ""
+    check: wire.Word = ""
+    code: wire.Code = ""
+    severity: wire.Word = ""
     message: str = ""
 
 
@@ -162,7 +147,7 @@ class Verdict(Part):
     """
 
     findings: tuple[Said, ...] = ()
-    untested: tuple[Word, ...] = ()
+    untested: tuple[wire.Word, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +163,7 @@ class Node(Part):
     """
 
     facts: Facts
-    address: Address
+    address: wire.Address
     offset: float = 0.0
     uncertainty: float = 0.0
     lost: str = ""
@@ -193,10 +178,10 @@ class Caller(Part):
         kind: Why the rendezvous port is closed for it, if it is.
     """
 
-    host: Host = ""
-    address: Address = ""
-    rank: Rank = None
-    kind: Word = ""
+    host: wire.Host = ""
+    address: wire.Address = ""
+    rank: wire.Rank = None
+    kind: wire.Word = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,10 +201,10 @@ class Speeds(Part):
     rtt: float = 0.0
     bandwidth: float = 0.0
     least: float = 0.0
-    slow: tuple[tuple[Index, Index, float, float], ...] = ()
-    lossy: tuple[tuple[Index, Index, int, int], ...] = ()
-    cells: tuple[tuple[Index, Index], ...] = ()
-    starved: Count = 0
+    slow: tuple[tuple[wire.Index, wire.Index, float, float], ...] = ()
+    lossy: tuple[tuple[wire.Index, wire.Index, int, int], ...] = ()
+    cells: tuple[tuple[wire.Index, wire.Index], ...] = ()
+    starved: wire.Count = 0
     untested: str = ""
 
 
@@ -234,9 +219,9 @@ class Folder(Part):
         listings: Hashes of what is in the directory.
     """
 
-    asked: tuple[Index, ...] = ()
+    asked: tuple[wire.Index, ...] = ()
     error: str = ""
-    seen: tuple[Index, ...] = ()
+    seen: tuple[wire.Index, ...] = ()
     listings: tuple[str, ...] = ()
 
 
@@ -250,8 +235,8 @@ class StageReport(Part):
     """
 
     name: str = ""
-    errors: tuple[tuple[Index, tuple[Index, ...], str], ...] = ()
-    sets: tuple[tuple[tuple[Index, ...], float], ...] = ()
+    errors: tuple[tuple[wire.Index, tuple[wire.Index, ...], str], ...] = ()
+    sets: tuple[tuple[tuple[wire.Index, ...], float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +251,7 @@ class NcclReport(Part):
 
     correct: int = 0
     stages: tuple[StageReport, ...] = ()
-    again: tuple[tuple[Index, Index, bool], ...] = ()
+    again: tuple[tuple[wire.Index, wire.Index, bool], ...] = ()
     untested: str = ""
 
 
@@ -287,7 +272,7 @@ class Reduction(Part):
     """
 
     skipped: str = ""
-    unready: tuple[tuple[Index, str, float], ...] = ()
+    unready: tuple[tuple[wire.Index, str, float], ...] = ()
     world: int = 0
     limit: float = 0.0
     correct: int = 0
@@ -315,13 +300,13 @@ class Report(Part):
         gathered: How long the nodes were waited for.
     """
 
-    expected: Count = 0
+    expected: wire.Count = 0
     nodes: tuple[Node, ...] = ()
     rejected: tuple[Caller, ...] = ()
     rejected_calls: int = 0
     surplus: tuple[Caller, ...] = ()
     blocked: tuple[Caller, ...] = ()
-    bad: tuple[tuple[Index, Index, Word, Dialled], ...] = ()
+    bad: tuple[tuple[wire.Index, wire.Index, wire.Word, Dialled], ...] = ()
     speed: Speeds = field(default_factory=Speeds)
     folder: Folder = field(default_factory=Folder)
     reduction: Reduction = field(default_factory=Reduction)
@@ -342,11 +327,11 @@ class Hello(Part):
         uncertainty: Half a round trip of that estimate.
     """
 
-    proof: Hexadecimal = ""
-    nonce: Hexadecimal = ""
-    host: Host = ""
-    rank: Rank = None
-    blocked: Word = ""
+    proof: wire.Hexadecimal = ""
+    nonce: wire.Hexadecimal = ""
+    host: wire.Host = ""
+    rank: wire.Rank = None
+    blocked: wire.Word = ""
     offset: float = 0.0
     uncertainty: float = 0.0
 
@@ -364,13 +349,13 @@ class Welcome(Part):
         reached: The address of the coordinator's machine at which the connection ended.
     """
 
-    proof: Hexadecimal = ""
-    identity: Hexadecimal = ""
-    refused: Word = ""
-    here: tuple[Host, ...] = ()
-    nnodes: Count = 0
+    proof: wire.Hexadecimal = ""
+    identity: wire.Hexadecimal = ""
+    refused: wire.Word = ""
+    here: tuple[wire.Host, ...] = ()
+    nnodes: wire.Count = 0
     time: float = 0.0
-    reached: Address = ""
+    reached: wire.Address = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,20 +380,20 @@ class Order(Part):
 
     """
 
-    do: Word = ""
-    index: Index = -1
-    token: Hexadecimal = ""
+    do: wire.Word = ""
+    index: wire.Index = -1
+    token: wire.Hexadecimal = ""
     targets: tuple[Target, ...] = ()
     needed: bool = False
     limit: float = 0.0
-    action: Word = ""
-    port: Port = 0
-    world: Count = 0
-    first: Count = 0
+    action: wire.Word = ""
+    port: wire.Port = 0
+    world: wire.Count = 0
+    first: wire.Count = 0
     stage_limit: float = 0.0
     patience: float = 0.0
     nccl: bool = False
-    node_of: tuple[Index, ...] = ()
+    node_of: tuple[wire.Index, ...] = ()
     soak: float = 0.0
     report: Report | None = None
 
@@ -435,6 +420,6 @@ class Answer(Part):
     speed: Speed | None = None
     error: str = ""
     seen: bool = False
-    listing: Hexadecimal = ""
+    listing: wire.Hexadecimal = ""
     ranks: tuple[RankResult, ...] = ()
     verdict: Verdict = field(default_factory=Verdict)

@@ -66,8 +66,7 @@ def tcp_counts(writer: asyncio.StreamWriter) -> TcpCounts:
 # -- speeds
 
 
-MEASURE_S = 0.05
-"""Seconds of sending for one measurement of the bandwidth."""
+MEASURE_S = 0.05  # Seconds of sending for one measurement of the bandwidth
 
 MEASURE_BYTES = 8 * 2**20
 CHUNK = bytes(256 * 1024)
@@ -75,17 +74,13 @@ CHUNK = bytes(256 * 1024)
 PINGS, MIN_PINGS, PINGS_S = 100, 5, 0.3
 """Small messages back and forth: at most, at least, and the seconds after which none is sent."""
 
-MEASURE_TIMEOUT = 10.0
-"""Seconds for one measurement, after which the link is as slow as can be."""
-
-ALL_PAIRS_UP_TO = 8
-"""With more nodes, each is measured with log2(n) others in either direction."""
+MEASURE_TIMEOUT = 10.0  # Seconds for one measurement, after which the link is as slow as can be
+ALL_PAIRS_UP_TO = 8  # With more nodes, each is measured with log2(n) others in either direction
 
 MIN_EXTRA_RTT_S = 0.001
 """How much longer than the median an outlier's round trip is at least. DDP does not notice less."""
 
-MIN_TO_COMPARE = 3
-"""Links that have a median. Of two links neither is the usual one."""
+MIN_TO_COMPARE = 3  # Links that have a median. Of two links neither is the usual one.
 
 MIN_BANDWIDTH = 100e6 / 8 * 0.8
 """Bytes per second below which any link is slow: less than 100 Mbit/s carries."""
@@ -101,8 +96,7 @@ STARVED_SHARE = 0.5
 """The share of waiting for a core from which a measurement says nothing about the link."""
 
 PING, LAST = b"\x01", b"\x02"
-_PONG = struct.Struct("!d")
-"""How long the dialled node has waited for a core so far."""
+_PONG = struct.Struct("!d")  # How long the dialled node has waited for a core so far
 
 _ANSWER = struct.Struct("!QddQ")
 """Bytes received, seconds, seconds of waiting for a core, and segments sent again."""
@@ -132,8 +126,7 @@ class Speed(Part):
         return self.resent >= MIN_LOST and self.resent >= LOSSY * self.sent
 
 
-NodePair = tuple[int, int]
-"""The dialling (sending) node and the dialled one, by index."""
+NodePair = tuple[int, int]  # The dialling (sending) node and the dialled one, by index
 
 
 def ring_shifts(nodes: int) -> list[int]:
@@ -269,21 +262,13 @@ async def answer_measurement(reader: asyncio.StreamReader, writer: asyncio.Strea
 # -- connections between two nodes
 
 
-BLOCK = 64 * 1024
-"""Bytes sent each way: enough for packets of the largest size."""
-
-PART = 8 * 1024
-"""If more bytes than this arrived, packets of full size did."""
-
-STALL_TIMEOUT = 3.0
-"""Seconds for 64 KiB, which arrive in milliseconds or not at all."""
+BLOCK = 64 * 1024  # Bytes sent each way: enough for packets of the largest size
+PART = 8 * 1024  # If more bytes than this arrived, packets of full size did
+STALL_TIMEOUT = 3.0  # Seconds for 64 KiB, which arrive in milliseconds or not at all
 
 CONNECTIONS_AT_ONCE = 256
-EXCHANGES_AT_ONCE = 8
-"""Exchanges at a time, so that one core can serve them all."""
-
-HOLD_S = 0.5
-"""Seconds after which an exchange no longer counts among them."""
+EXCHANGES_AT_ONCE = 8  # Exchanges at a time, so that one core can serve them all
+HOLD_S = 0.5  # Seconds after which an exchange no longer counts among them
 
 _SESSION_TIMEOUT = 60.0
 _HELLO = struct.Struct("!16sIc")
@@ -316,8 +301,7 @@ _OUTCOMES: dict[Closed, Outcome] = {
 }  # fmt: skip
 """The outcome by why there is no connection. Everything else is `unreachable`."""
 
-STALLS = ("forth", "back")
-"""The outcomes of connections that open and lose large packets."""
+STALLS = ("forth", "back")  # The outcomes of connections that open and lose large packets
 
 
 @dataclass(frozen=True, slots=True)

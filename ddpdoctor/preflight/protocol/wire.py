@@ -37,8 +37,7 @@ MAX_TEXT = 4096
 
 MAX_NODES = 1 << 16
 
-_MAX_NUMBER = 1e18
-"""The limit of any number: bytes per second, seconds, a clock."""
+_MAX_NUMBER = 1e18  # The limit of any number: bytes per second, seconds, a clock
 
 
 def _matches(pattern: str) -> Callable[[Any], bool]:
@@ -175,8 +174,7 @@ def challenge_in(line: bytes) -> str | None:
 # -- messages
 
 
-MAX_OF_NODE = 4 << 20
-"""Bytes of a message of a node, which knows about itself and its links."""
+MAX_OF_NODE = 4 << 20  # Bytes of a message of a node, which knows about itself and its links
 
 MAX_OF_COORDINATOR = 64 << 20
 """Bytes of a message of the coordinator, which knows about every pair of nodes."""

@@ -23,17 +23,10 @@ from ddpdoctor.core import opening
 from ddpdoctor.core.finding import Severity
 from ddpdoctor.core.formatting import shown
 from ddpdoctor.preflight.check import Outcome, Status
+from ddpdoctor.preflight.machine import network
 from ddpdoctor.preflight.machine.gpu_use import chosen, no_gpu
-from ddpdoctor.preflight.machine.network import (
-    advertised_address,
-    interfaces,
-    is_loopback,
-    may_be_node,
-    nccl_address,
-    nccl_choice,
-)
 from ddpdoctor.preflight.machine.software import versions
-from ddpdoctor.preflight.protocol import pairs
+from ddpdoctor.preflight.protocol import pairs, wire
 from ddpdoctor.preflight.protocol.connecting import words_of
 from ddpdoctor.preflight.protocol.joining import Call, refused
 from ddpdoctor.preflight.protocol.messages import (
@@ -46,17 +39,6 @@ from ddpdoctor.preflight.protocol.messages import (
     Welcome,
 )
 from ddpdoctor.preflight.protocol.pairs import Dialled, Listener, Target
-from ddpdoctor.preflight.protocol.wire import (
-    MAX_OF_COORDINATOR,
-    MAX_TEXT,
-    Host,
-    Interface,
-    Variable,
-    Version,
-    WireError,
-    fits,
-    unpacked,
-)
 from ddpdoctor.preflight.selftest.collectives import Ranks, why_no_nccl
 from ddpdoctor.preflight.situation import (
     NodePlace,
@@ -122,7 +104,7 @@ def inter_node_capacity(situation: Situation) -> LinkCapacity:
         ports = sorted(_fabric_ports(situation.sys), key=lambda port: port.speed)
         if ports:
             return ports[0]
-    choice = nccl_choice(situation.environ, situation.shared(interfaces))
+    choice = network.nccl_choice(situation.environ, situation.shared(network.interfaces))
     if not choice.interfaces:
         return LinkCapacity("no interface")
     return interface_speed(situation.sys, choice.interfaces[0].name)
@@ -168,22 +150,21 @@ def _is_real_card(folder: Path) -> bool:
 # -- facts
 
 
-NO_LINK = ("no GPU", 0.0)
-"""The links of a node without GPUs, which has no use for NCCL."""
+NO_LINK = ("no GPU", 0.0)  # The links of a node without GPUs, which has no use for NCCL
 
 _VARIABLE_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_", "TORCH_CPP_LOG_LEVEL")
 
 
 def gather_facts(situation: Situation, place: NodePlace, pair_port: int, *, reduces: bool) -> Facts:
     """Gather this node's facts. Looking up names and asking git takes a moment."""
-    gloo_address, gloo_why = advertised_address(situation)
+    gloo_address, gloo_why = network.advertised_address(situation)
     script, script_hash, commit, changes = script_and_commit(situation)
     installed = situation.shared(versions)
     folder = situation.options.checkpoint_dir
     gpus = situation.shared(visible_gpus)
 
     def valid(version: str) -> str:
-        return version if fits(version, Version) else ""
+        return version if wire.fits(version, wire.Version) else ""
 
     return Facts(
         host=host_of(situation),
@@ -193,13 +174,13 @@ def gather_facts(situation: Situation, place: NodePlace, pair_port: int, *, redu
         machine=_machine_id(situation),
         gloo_address=gloo_address,
         gloo_why=gloo_why,
-        nccl_address=nccl_address(situation),
+        nccl_address=network.nccl_address(situation),
         interfaces=tuple(
             (each.name, each.mtu, each.addresses)
-            for each in situation.shared(interfaces)
+            for each in situation.shared(network.interfaces)
             if each.running
-            and fits(each.name, Interface)
-            and any(not is_loopback(address) for address in each.addresses)
+            and wire.fits(each.name, wire.Interface)
+            and any(not network.is_loopback(address) for address in each.addresses)
         ),
         pair_port=pair_port,
         reduces=reduces,
@@ -213,9 +194,9 @@ def gather_facts(situation: Situation, place: NodePlace, pair_port: int, *, redu
         python=valid(installed.python),
         ddpdoctor=__version__,
         variables={
-            name: shown(value)[:MAX_TEXT]
+            name: shown(value)[: wire.MAX_TEXT]
             for name, value in sorted(situation.environ.items())
-            if name.startswith(_VARIABLE_PREFIXES) and fits(name, Variable)
+            if name.startswith(_VARIABLE_PREFIXES) and wire.fits(name, wire.Variable)
         },
         script=shown(script),
         script_hash=script_hash,
@@ -228,7 +209,7 @@ def gather_facts(situation: Situation, place: NodePlace, pair_port: int, *, redu
 def host_of(situation: Situation) -> str:
     """Return this machine's name for other nodes, without characters that no host name has."""
     name = re.sub(r"[^A-Za-z0-9._-]", "-", situation.hostname).lstrip(".-")[:253]
-    return name if name and fits(name, Host) else "unnamed"
+    return name if name and wire.fits(name, wire.Host) else "unnamed"
 
 
 def _machine_id(situation: Situation) -> str:
@@ -241,8 +222,7 @@ def _machine_id(situation: Situation) -> str:
     return f"{boot}/{network.st_dev}/{network.st_ino}" if boot else situation.hostname
 
 
-GIT_TIMEOUT = 5.0
-"""Seconds for git. A large repository on a slow file system is left out."""
+GIT_TIMEOUT = 5.0  # Seconds for git. A large repository on a slow file system is left out.
 
 
 def script_and_commit(situation: Situation) -> tuple[str, str, str, str]:
@@ -287,8 +267,7 @@ def _git(folder: Path, *words: str) -> bytes:
 MAX_FINDINGS, MAX_SAID = 16, 500
 """The most findings of a machine that others are shown, and characters of each."""
 
-POLL_INTERVAL = 0.2
-"""Seconds between checks that the coordinator is still there."""
+POLL_INTERVAL = 0.2  # Seconds between checks that the coordinator is still there
 
 
 @dataclass
@@ -336,12 +315,12 @@ class Worker:
         try:
             while True:
                 left = max(0.1, deadline - time.monotonic())
-                message = await link.receive(left, MAX_OF_COORDINATOR)
-                order = unpacked(Order, message)
+                message = await link.receive(left, wire.MAX_OF_COORDINATOR)
+                order = wire.unpacked(Order, message)
                 if order.do == "leave":
-                    raise refused(unpacked(Welcome, message))
+                    raise refused(wire.unpacked(Welcome, message))
                 if order.do == "end" and order.report is not None:
-                    with contextlib.suppress(WireError):
+                    with contextlib.suppress(wire.WireError):
                         await link.send(Answer())
                     return order.report
                 try:
@@ -351,7 +330,7 @@ class Worker:
                     answer = Answer(failed=_error_words(error))
                 await link.send(answer)
         except ValueError as error:
-            raise WireError(str(error)) from None
+            raise wire.WireError(str(error)) from None
         finally:
             # A fake node 0 may never ask for it.
             if self.written:
@@ -369,7 +348,7 @@ class Worker:
                 await asyncio.wait({task}, timeout=POLL_INTERVAL)
                 # Nothing is read: the coordinator sends nothing until it has its answer.
                 if not task.done() and self.call.link.reader.at_eof():
-                    raise WireError("the connection was closed")
+                    raise wire.WireError("the connection was closed")
             return task.result()
         finally:
             if not task.done():
@@ -425,7 +404,7 @@ class Worker:
 
     def _allows(self, target: Target) -> bool:
         """Return whether another node may be there. A fake node 0 may name any address."""
-        return target.port >= 1024 and may_be_node(target.address, self.call.address)
+        return target.port >= 1024 and network.may_be_node(target.address, self.call.address)
 
     def _in_folder(self, folder: Path, order: Order) -> Answer:
         """Test whether all nodes see a file that one of them writes."""

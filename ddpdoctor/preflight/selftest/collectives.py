@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -136,11 +137,8 @@ def nccl_advice(error: str, otherwise: tuple[str, str]) -> tuple[str, str]:
 PROGRAM = Path(__file__).with_name("ranks.py")
 """Started by its path. As a module it would import all checks before torch, in every rank."""
 
-MAX_RANKS = 16
-"""The most ranks to start: each costs memory and, on few cores, time."""
-
-TIMEOUT = 20.0
-"""Seconds until a collective gives up."""
+MAX_RANKS = 16  # The most ranks to start: each costs memory and, on few cores, time
+TIMEOUT = 20.0  # Seconds until a collective gives up
 
 LIMIT = 3600.0
 """Seconds for this check. Each collective has its own limit, and ``--timeout`` is above them."""
@@ -151,8 +149,7 @@ WITHOUT_PEERS = (
     "export NCCL_P2P_DISABLE=1",
 )
 
-ENDED_BY = "the rank was ended by"
-"""How the program reports a rank that a signal ended."""
+ENDED_BY = "the rank was ended by"  # How the program reports a rank that a signal ended
 
 GLOO_MESSAGES = "TORCH_CPP_LOG_LEVEL=INFO ddpdoctor check --only collectives"
 
@@ -334,13 +331,14 @@ def run_ranks(situation: Situation, backend: str, ranks: int, soak: float = 0.0)
 
 def _read(process: subprocess.Popen[bytes], answers: Answers, deadline: Deadline) -> None:
     """Read what the ranks write until they end, one has failed, or the deadline is over."""
-    output = process.stdout
-    assert output is not None
+    assert process.stdout is not None
+    # The thread has its own file, so that closing the process's does not wait for the thread.
+    output = os.dup(process.stdout.fileno())
 
     def read() -> None:
-        with contextlib.suppress(ValueError):  # closed once the ranks were killed
-            for line in output:
-                answers.read(line.decode("utf-8", "replace"))
+        with open(output, encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                answers.read(line)
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
@@ -407,11 +405,8 @@ def _rank_messages(stderr: str) -> list[str]:
 # -- this node's ranks of the test across nodes
 
 
-LATE = "late"
-"""Not all ranks imported torch in time."""
-
-BROKEN = "broken"
-"""A rank ended while it imported torch."""
+LATE = "late"  # Not all ranks imported torch in time
+BROKEN = "broken"  # A rank ended while it imported torch
 
 
 class Ranks:

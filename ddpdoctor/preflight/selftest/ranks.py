@@ -32,14 +32,9 @@ if TYPE_CHECKING:
 
 Order = dict[str, Any]
 
-ELEMENTS = 2**16
-"""Elements of each collective: more than one packet."""
-
-LARGE = 1 << 22
-"""Elements of the all_reduce that a burn-in adds: 16 MiB."""
-
-OPENING = "opening its GPU"
-"""Reported before CUDA is opened, which can take long, or never return."""
+ELEMENTS = 2**16  # Elements of each collective: more than one packet
+LARGE = 1 << 22  # Elements of the all_reduce that a burn-in adds: 16 MiB
+OPENING = "opening its GPU"  # Reported before CUDA is opened, which can take long, or never return
 
 WRONG_SUM, WRONG_VALUES = "all_reduce gave a wrong sum", "broadcast gave wrong values"
 
