@@ -196,7 +196,7 @@ def test_slurm_says_which_node_this_is() -> None:
         (["--nnodes", "0"], "nodes, 1 or more"),
         (["--nnodes", "2", "--node-rank", "2"], "no node 2 among 2"),
         (["--nproc-per-node", "two"], "number of ranks"),
-        (["--rdzv-endpoint", "node0:http"], "no HOST:PORT"),
+        (["--rdzv-endpoint", "node0:http"], "not HOST:PORT"),
         (["--timeout", "soon"], "seconds"),
         (["--timeout"], "needs a number of seconds"),
         (["--jsn"], "did you mean --json"),

@@ -275,4 +275,4 @@ def test_hardware_errors_in_the_kernels_log(tmp_path: Path) -> None:
         "GPU 1 logged the GPU fell off the bus (XID 79) 0 min ago"
     ]
     log.unlink()
-    assert gpu_health.gpu_health(machine).detail.endswith("the kernel log may not be read")
+    assert gpu_health.gpu_health(machine).detail.endswith("the kernel log is not readable")

@@ -280,8 +280,8 @@ def test_what_a_gpu_does_not_tell_is_no_fault(gpus: Gpus, code: int) -> None:
     told = gpus.check(*(f"nvmlDeviceGet{each} * {code}" for each in asked))
     assert {each["status"] for each in told.values()} <= {"pass", "skipped"}
     assert all(not each["findings"] for each in told.values())
-    assert told["gpu-memory"]["detail"] == "the driver does not say how much is in use"
-    assert told["gpu-peers"]["detail"] == "the driver does not say"
+    assert told["gpu-memory"]["detail"] == "the driver does not report how much memory is in use"
+    assert told["gpu-peers"]["detail"] == "the driver does not report it"
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,6 @@ class Outcome:
         check: The check's name. `run_checks` fills it in, and the next one.
         seconds: How long it took.
         exclude: The host names of nodes to exclude from a job.
-
     """
 
     status: Status
@@ -132,7 +131,6 @@ def finding(severity: Severity, message: str, *, fix: str, paste: str, **more: A
         fix: What to change.
         paste: A line that does it.
         more: Other fields of :class:`Finding`.
-
     """
     return Finding("", severity, message, fix=fix, paste=paste, **more)
 
@@ -167,7 +165,6 @@ class Check:
         limit: Seconds it may take.
         run: The test. It never raises for a fault of the machine. An exception is a defect of the
             check, and is reported as one.
-
     """
 
     name: str
@@ -198,7 +195,6 @@ def check(
 
     Raises:
         ValueError: The name or the code is taken.
-
     """
 
     def register(run: Run) -> Run:

@@ -113,7 +113,6 @@ def open_port(port: int, address: str) -> str:
     Args:
         port: The port.
         address: An address of the machine, or of one that has to reach it: IPv6 has its own rules.
-
     """
     return typed("sudo {} -I INPUT -p tcp --dport {} -j ACCEPT", _tables(address), port)
 
@@ -125,7 +124,6 @@ def let_through(chain: str, side: str, addresses: Iterable[str]) -> str:
         chain: ``INPUT`` or ``OUTPUT``.
         side: ``-s`` or ``-d``: the end of the connection that has the addresses.
         addresses: Of the other nodes.
-
     """
     by_family: dict[str, list[str]] = {}
     for address in addresses:
@@ -217,7 +215,6 @@ def parse(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> Argu
 
     Raises:
         DoctorError: It is wrong.
-
     """
     given = PARSER.read(words, {}, known_options)
     values = {each.name.replace("_", "-"): each.value or "" for each in given.passed}
@@ -242,7 +239,6 @@ def choose(asked: Arguments, checks: Mapping[str, Check]) -> list[Check]:
 
     Raises:
         DoctorError: There is no such check, or none is left.
-
     """
     by_code = {check.code: name for name, check in checks.items()}
 
@@ -290,7 +286,7 @@ def _options(values: Mapping[str, str], given: Given, environ: Mapping[str, str]
         _ = endpoint and split_endpoint(endpoint)
     except ValueError:
         raise DoctorError(
-            f"{endpoint!r} is no HOST:PORT", "for example: --rdzv-endpoint node0:29500"
+            f"{endpoint!r} is not HOST:PORT", "for example: --rdzv-endpoint node0:29500"
         ) from None
     folder = given.get("--checkpoint-dir")
     return Options(

@@ -32,7 +32,6 @@ class Deadline:
     Args:
         seconds: From now on.
         parent: A deadline that also ends this one, and cancels it.
-
     """
 
     def __init__(self, seconds: float, parent: Deadline | None = None) -> None:
@@ -256,7 +255,6 @@ class Situation:
         verdicts: The outcomes of this machine's checks so far.
         chosen: The names of the checks that run; None for all.
         say: Prints a progress line. It does not change any outcome.
-
     """
 
     options: Options = field(default_factory=Options)
@@ -369,7 +367,6 @@ class Place:
     Attributes:
         launcher: ``torchrun``, ``Slurm``, ``Open MPI``, ``MPICH`` or ``MVAPICH``.
         hosts: The nodes' host names by node rank, if they are known.
-
     """
 
     launcher: str

@@ -104,7 +104,7 @@ def _driver_findings(situation: Situation, facts: GpuFacts, on_bus: int) -> Iter
     for index, why in lost:
         yield failure(
             f"GPU {index} does not answer: {why}",
-            fix="Reset it, or reboot; if it comes back lost, it has to be replaced. Until then "
+            fix="Reset it, or reboot; if it is lost again, it has to be replaced. Until then "
             "leave it out by CUDA_VISIBLE_DEVICES.",
             paste=typed("sudo nvidia-smi --gpu-reset -i {}", index),
             about=f"gpu {index}",
@@ -185,7 +185,7 @@ def gpu_health(situation: Situation) -> Outcome:
     gpus = job_gpus(situation)
     log = read_log(situation.proc.parent / "dev" / "kmsg")
     detail = f"{len(gpus)} GPUs: ECC, rows, temperature"
-    detail += ", kernel log" if log is not None else "; the kernel log may not be read"
+    detail += ", kernel log" if log is not None else "; the kernel log is not readable"
     findings = [found for gpu in gpus for found in _memory(gpu)]
     findings += [found for gpu in gpus for found in _throttled(gpu)]
     findings += _logged(gpus, log or ())

@@ -142,7 +142,7 @@ def gpu_peers(situation: Situation) -> Outcome:
     known = situation.shared(gpu_facts).peers
     pairs = [each for each in known if each[0] in indices and each[1] in indices]
     if not pairs:
-        return skipped("the driver does not say")
+        return skipped("the driver does not report it")
     direct = sum(works for _, _, works in pairs)
     detail = f"{direct} of {len(pairs)} pairs of GPUs have peer-to-peer access"
     return judged(detail, _peers(situation.sys, gpus, pairs))
@@ -208,7 +208,6 @@ class BridgePort:
 
     Attributes:
         control: Its ACS control register; None without ACS.
-
     """
 
     address: str
@@ -331,7 +330,6 @@ def acs_control(space: bytes, name: str) -> int | None:
 
     Raises:
         Unreadable: The bytes end before the extended capabilities, at byte 256.
-
     """
     if len(space) <= _EXTENDED:
         raise Unreadable(

@@ -61,7 +61,6 @@ def job_gpus(situation: Situation) -> tuple[Health, ...]:
 
     Raises:
         Skip: There are none.
-
     """
     reason = none_here(situation)
     if reason:
@@ -267,7 +266,7 @@ def gpu_memory(situation: Situation) -> Outcome:
         if not gpu.device.mig and gpu.memory_used is not None and gpu.memory_total is not None
     ]
     if not known:
-        return skipped("the driver does not say how much is in use")
+        return skipped("the driver does not report how much memory is in use")
     least = min(total - used for _, used, total in known)
     findings = []
     for gpu, used, total in known:

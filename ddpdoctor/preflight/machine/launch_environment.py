@@ -159,7 +159,7 @@ def _incomplete(environ: Mapping[str, str]) -> Iterator[Finding]:
             f"{' and '.join(placed)} {'are' if len(placed) > 1 else 'is'} set, but not "
             f"{', '.join(missing)}",
             "init_process_group wants all of them. torchrun sets them itself; if a job is started "
-            "without it, set the others, too.",
+            "without it, set the others as well.",
             "unset RANK WORLD_SIZE",
             about="incomplete",
             severity=Severity.WARNING,
@@ -227,7 +227,6 @@ class _Leftover(NamedTuple):
         gpus: The least and the most GPUs on the machine.
         value: The value that hurts; empty for any that turns it on.
         fabric: Whether it hurts only between nodes with InfiniBand.
-
     """
 
     name: str

@@ -103,7 +103,6 @@ class Lookup:
         addresses: The addresses, in the resolver's order.
         seconds: How long it took, without waits for a core.
         problem: Why there is no answer; empty if there is one.
-
     """
 
     name: str
@@ -357,7 +356,6 @@ def gloo_choice(
         environ: The job's environment.
         among: The machine's interfaces.
         own_addresses: What the host name resolves to, in the resolver's order.
-
     """
     here = tuple(among)
     chosen = environ.get("GLOO_SOCKET_IFNAME", "")
@@ -385,7 +383,6 @@ def nccl_choice(environ: Mapping[str, str], among: Iterable[Interface]) -> Choic
     leave out. Without it: ``ib*``; else all but ``docker*``, ``lo*`` and ``virbr*``; else
     ``docker*``; else ``lo*``; else ``virbr*``. Only running interfaces with an address count.
     (NCCL's src/misc/socket.cc, ncclFindInterfaces, and src/os/linux.cc, ncclOsFindInterfaces.)
-
     """
     here = [each for each in among if each.running and _usable(each, environ)]
     chosen = environ.get("NCCL_SOCKET_IFNAME", "")

@@ -181,7 +181,6 @@ class ArpAnswer:
 
     Attributes:
         card: The Ethernet address of another machine that answers; empty if none does.
-
     """
 
     interface: str
@@ -294,7 +293,7 @@ def neighbour_table(situation: Situation) -> Outcome:
     """
     limit = situation.proc / "sys" / "net" / "ipv4" / "neigh" / "default" / "gc_thresh3"
     if not limit.exists():
-        return skipped("this kernel does not say (inside a container's network)")
+        return skipped("this kernel does not report it (inside a container's network)")
     most, entries = int(limit.read_text()), 0
     try:
         # The second row's first column, in hexadecimal: every row has the same.

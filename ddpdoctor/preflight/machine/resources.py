@@ -247,7 +247,7 @@ def _shared_memory_findings(situation: Situation, size: int, free: int) -> Itera
         yield warning(
             f"{folder} has {binary_size(size)} for {ranks}: too small for DataLoader workers and "
             "NCCL",
-            evidence=(f"{binary_size(wanted)} is the least that {ranks} get by with",),
+            evidence=(f"{binary_size(wanted)} is the minimum for {ranks}",),
             fix="Give it more room: what does not fit ends in a bus error during training.",
             paste=_larger_shared_memory(situation),
         )
@@ -586,7 +586,7 @@ def temporary_dir(situation: Situation) -> Outcome:
         problem, free, inodes = bounded(lambda: written_to(folder), DISK_TIMEOUT)
     except TimeoutError:
         problem, free, inodes = f"nothing came back within {DISK_TIMEOUT:.0f} s", 0, -1
-    lost = f"; TMPDIR={named} is no folder" if named and not exists else ""
+    lost = f"; TMPDIR={named} is not a directory" if named and not exists else ""
     detail = f"{problem or binary_size(free) + ' free'} in {folder}{lost}"
     paste = typed("df -h {0}; df -i {0}", folder)
     fix = "Free some space there, or set TMPDIR to another folder, on every node."

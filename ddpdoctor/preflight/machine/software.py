@@ -59,7 +59,6 @@ class Imports:
 
     Attributes:
         cut: Whether more may follow. Where a script changes ``sys.path``, what is found is unknown.
-
     """
 
     certain: tuple[Import, ...]
@@ -72,7 +71,6 @@ def imports_of(tree: ast.Module, folder: Path) -> Imports:
     Args:
         tree: The script.
         folder: Where Python looks first, for modules of the script's own that change ``sys.path``.
-
     """
     found: list[Import] = []
     known: set[str] = set()
@@ -229,7 +227,7 @@ def script(situation: Situation) -> Outcome:
             )
             return judged(f"no module {name}", [missing])
         if spec.origin is None or not spec.origin.endswith(".py"):
-            return skipped(f"{name} is no Python source")
+            return skipped(f"{name} is not Python source")
         path, folder = Path(spec.origin), Path()
     else:
         if path.is_dir():
@@ -239,7 +237,7 @@ def script(situation: Situation) -> Outcome:
         if options.program or executable:
             return skipped(f"{name} is a program, not a Python script")
         if path.exists() and not path.is_file():
-            return skipped(f"{name} is no file, and can be read only once")
+            return skipped(f"{name} is not a regular file, and can be read only once")
     try:
         source = path.read_bytes()
     except OSError as error:

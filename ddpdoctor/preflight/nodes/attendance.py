@@ -168,7 +168,7 @@ def _closed_port(meeting: Meeting, problem: Problem, situation: Situation) -> Fi
             check_line(meeting.place, situation.nproc, host=problem.behind),
             door,
         )
-    sender = f"{problem.sender} says so by ICMP" if problem.sender else ""
+    sender = f"{problem.sender} rejects it by ICMP" if problem.sender else ""
     in_firewall = f"Open TCP port {port} in the firewall of {host}, or of the network (a security "
     in_firewall += f"group). On {host}:"
     if problem.kind == "refused" and door:

@@ -232,7 +232,7 @@ def _translated(meeting: Meeting, each: Blame, own: Sequence[str]) -> Iterator[F
     name = next((name for name, _, has in node.facts.interfaces if own[0] in has), "eth0")
     yield failure(
         f"{meeting.name(source)} does not reach {meeting.name(target)}: {node.address}, where it "
-        "comes from, is no address that it has",
+        "comes from, is not one of its addresses",
         evidence=(
             f"{node.facts.host} has {', '.join(own[:4])}",
             "an address is translated on the way: NAT, a tunnel, a load balancer, a container",

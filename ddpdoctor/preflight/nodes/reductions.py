@@ -91,7 +91,6 @@ class Blame:
             ``way``: one connection; ``between``: both directions between two nodes.
         node: The node; for ``way`` and ``between`` the one that is dialled first.
         ways: The bad connections that this explains.
-
     """
 
     kind: Literal["into", "out of", "both", "way", "between"]
@@ -137,7 +136,6 @@ def blame(bad: Iterable[Way], tested: Iterable[Way]) -> list[Blame]:
     """Find what explains bad connections: a node whose column or row is bad, else each by itself.
 
     With two nodes a row, a column and a connection are the same. It is reported as a connection.
-
     """
     left = set(bad)
     into: dict[int, set[Way]] = {}
@@ -495,7 +493,7 @@ def _failed_nccl(meeting: Meeting, nccl: NcclReport, world: int) -> Iterator[Fin
     fix, paste = nccl_advice(" ".join(words for _, _, words in failed.errors), OWN_WORDS)
     again = [
         f"{meeting.name(suspect)} with {meeting.name(other)}, which had not failed: "
-        f"{'works' if works else 'fails, too'}"
+        f"{'works' if works else 'fails as well'}"
         for suspect, other, works in nccl.again[:6]
     ]
     errors = dict.fromkeys(f"{meeting.host(at)}: {words}" for at, _, words in failed.errors)

@@ -285,7 +285,6 @@ class Participant:
 
         Node rank 0 may be behind a forwarded port, so that the endpoint's address is not its own.
         If it is not, and no node coordinates there, no node will ever come here.
-
         """
         began = time.monotonic()
         seen: set[Kind] = set()

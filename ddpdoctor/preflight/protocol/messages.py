@@ -38,7 +38,6 @@ class Facts(Part):
         commit: The checked-out commit of the script's repository.
         changes: A hash of the uncommitted changes in tracked files.
         folder: The checkpoint directory.
-
     """
 
     host: wire.Host
@@ -194,7 +193,6 @@ class Speeds(Part):
         cells: From and to of all measured links, if some are slow or lossy.
         starved: Links that looked slow while an end waited for a core most of the time.
         untested: Why no link was measured.
-
     """
 
     measured: int = 0
@@ -268,7 +266,6 @@ class Reduction(Part):
         bus: The lowest of all ranks, as ``idle`` and ``rounds``.
         wrong: The ranks on which gloo failed.
         nccl: None if NCCL was not tested.
-
     """
 
     skipped: str = ""
@@ -377,7 +374,6 @@ class Order(Part):
         patience: Seconds for all stages.
         node_of: The node of each rank.
         soak: Seconds for which the all_reduce over all ranks is repeated.
-
     """
 
     do: wire.Word = ""

@@ -9,7 +9,6 @@ import hashlib
 import os
 import re
 import resource
-import shutil
 import subprocess
 import time
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
@@ -59,7 +58,7 @@ first, 25 in the second to fourth, 50 in the fifth."""
 PCIE_LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 """Bytes per second of one lane, one way, by the PCIe generation."""
 
-_SAYS_ANYTHING = frozenset(
+_VIRTUAL_DRIVERS = frozenset(
     {"hv_netvsc", "virtio_net", "vmxnet3", "xen_netfront", "vif", "gve", "ena", "veth", "tun"}
 )
 """Drivers of virtual network cards, which do not reach the speed that they report."""
@@ -68,13 +67,7 @@ _GIGABIT = 1e9 / 8
 
 
 class LinkCapacity(NamedTuple):
-    """What a link can carry one way.
-
-    Attributes:
-        link: What it is, or why its speed is unknown.
-        speed: Bytes per second; 0 if unknown.
-
-    """
+    """A link, or why its speed is unknown, and the bytes per second it carries one way, or 0."""
 
     link: str
     speed: float = 0.0
@@ -125,26 +118,19 @@ def _fabric_ports(sys: Path) -> Iterator[LinkCapacity]:
 def interface_speed(sys: Path, name: str) -> LinkCapacity:
     """Return the speed that a network interface reports, if a real card reports it."""
     folder = sys / "class" / "net" / name
-    behind = [folder]
+    cards = [folder]
     if (folder / "bonding").is_dir():
-        behind = [folder.parent / each for each in text(folder / "bonding" / "slaves").split()]
-    if not behind or not all(map(_is_real_card, behind)):
+        cards = [folder.parent / each for each in text(folder / "bonding" / "slaves").split()]
+    drivers = [card / "device" / "driver" for card in cards]
+    real = (each.exists() and each.resolve().name not in _VIRTUAL_DRIVERS for each in drivers)
+    if not drivers or not all(real):
         return LinkCapacity(f"{name} is virtual")
-    # The kernel has no answer for an interface that is down, or -1.
+    # For an interface that is down the kernel reports nothing, or -1.
     speed = text(folder / "speed")
     megabits = int(speed) if speed.isdigit() else 0
     if not megabits:
         return LinkCapacity(f"{name} does not report its speed")
     return LinkCapacity(f"{name}, {megabits / 1000:g} Gbit/s", megabits * 1e6 / 8)
-
-
-def _is_real_card(folder: Path) -> bool:
-    """Return whether an interface has a card whose driver is not a virtual machine's."""
-    try:
-        driver = (folder / "device" / "driver").resolve(strict=True).name
-    except OSError:
-        return False
-    return driver not in _SAYS_ANYTHING
 
 
 # -- facts
@@ -215,11 +201,11 @@ def host_of(situation: Situation) -> str:
 def _machine_id(situation: Situation) -> str:
     """Identify the machine's boot and its network namespace, of which containers have their own."""
     boot = text(situation.proc / "sys/kernel/random/boot_id")
-    try:
-        network = os.stat(situation.proc / "self/ns/net")
-    except OSError:
-        return situation.hostname
-    return f"{boot}/{network.st_dev}/{network.st_ino}" if boot else situation.hostname
+    with contextlib.suppress(OSError):
+        namespace = os.stat(situation.proc / "self/ns/net")
+        if boot:
+            return f"{boot}/{namespace.st_dev}/{namespace.st_ino}"
+    return situation.hostname
 
 
 GIT_TIMEOUT = 5.0  # Seconds for git. A large repository on a slow file system is left out.
@@ -246,12 +232,9 @@ def script_and_commit(situation: Situation) -> tuple[str, str, str, str]:
 
 
 def _git(folder: Path, *words: str) -> bytes:
-    git = shutil.which("git")
-    if git is None:
-        return b""
     try:
         done = subprocess.run(
-            [git, "-C", str(folder), *words],
+            ["git", "-C", str(folder), *words],
             capture_output=True,
             stdin=subprocess.DEVNULL,
             timeout=GIT_TIMEOUT,
@@ -283,7 +266,6 @@ class Worker:
         verdicts: The outcomes of this machine's checks.
         index: This node's index; -1 until it is known.
         written: The token of the file that this node has written into the checkpoint directory.
-
     """
 
     call: Call

@@ -43,7 +43,6 @@ def why_no_nccl(situation: Situation, ranks: int, *, nodes: int = 1) -> str:
         situation: This machine.
         ranks: Ranks of this machine.
         nodes: Nodes of the job. NCCL does not connect MIG instances across nodes.
-
     """
     torch = software.installed_torch()
     gpus = situation.shared(visible_gpus)
@@ -123,7 +122,6 @@ def nccl_advice(error: str, otherwise: tuple[str, str]) -> tuple[str, str]:
     Args:
         error: All that is known of the error.
         otherwise: The advice for unknown errors.
-
     """
     for words, fix, paste in _NCCL_ADVICE:
         if any(word in error for word in words):
