@@ -123,15 +123,7 @@ class Skip(Exception):
 
 
 def finding(severity: Severity, message: str, *, fix: str, paste: str, **more: Any) -> Finding:
-    """Return a finding of a check. The registry adds its code.
-
-    Args:
-        severity: How much it matters.
-        message: One sentence.
-        fix: What to change.
-        paste: A line that does it.
-        more: Other fields of :class:`Finding`.
-    """
+    """Return a finding with a line to ``paste`` that does its ``fix``, without its code."""
     return Finding("", severity, message, fix=fix, paste=paste, **more)
 
 
@@ -236,15 +228,9 @@ CLEANUP = 3.0  # Seconds to wait, after Ctrl-C, for checks to end what they star
 def run_checks(
     checks: Iterable[Check], situation: Situation, seen: Callable[[Outcome], None]
 ) -> list[Outcome]:
-    """Run checks in parallel threads, and wait for them.
+    """Run checks in parallel threads, wait for them, and return their outcomes in their order.
 
-    Args:
-        checks: The checks to run.
-        situation: What they are given. Its deadline is that of all of them.
-        seen: Called on this thread with each outcome as it comes.
-
-    Returns:
-        An outcome for each check, in their order.
+    ``seen`` is called on this thread with each outcome as it comes.
 
     Raises:
         KeyboardInterrupt: It was pressed. What the checks had started has been ended.

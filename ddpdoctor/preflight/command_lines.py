@@ -75,10 +75,7 @@ def corrected_line(
 ) -> str:
     """Return the line to go on with: the job's on one machine, the check's with several nodes.
 
-    Args:
-        situation: What was asked for.
-        nproc: Another number of ranks.
-        port: Another port for the rendezvous.
+    It has another number of ranks, or another port for the rendezvous.
     """
     options, endpoint = situation.options, situation.endpoint
     if options.nnodes > 1:
@@ -110,9 +107,7 @@ def meeting_point(place: NodePlace, situation: Situation) -> tuple[str, str]:
 def open_port(port: int, address: str) -> str:
     """Return the line that opens a port in a machine's own firewall.
 
-    Args:
-        port: The port.
-        address: An address of the machine, or of one that has to reach it: IPv6 has its own rules.
+    The address tells IPv4 from IPv6, which has its own rules.
     """
     return typed("sudo {} -I INPUT -p tcp --dport {} -j ACCEPT", _tables(address), port)
 
@@ -120,10 +115,7 @@ def open_port(port: int, address: str) -> str:
 def let_through(chain: str, side: str, addresses: Iterable[str]) -> str:
     """Return the line that lets all of TCP through a machine's own firewall.
 
-    Args:
-        chain: ``INPUT`` or ``OUTPUT``.
-        side: ``-s`` or ``-d``: the end of the connection that has the addresses.
-        addresses: Of the other nodes.
+    The chain is ``INPUT`` or ``OUTPUT``, the side of the addresses ``-s`` or ``-d``.
     """
     by_family: dict[str, list[str]] = {}
     for address in addresses:
@@ -207,11 +199,7 @@ class Arguments:
 
 
 def parse(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> Arguments:
-    """Read the command line.
-
-    Args:
-        words: The words after ``ddpdoctor check``.
-        environ: For torchrun's ``PET_*`` defaults and for what a launcher says about the nodes.
+    """Read the command line, torchrun's ``PET_*`` defaults, and what a launcher says of the nodes.
 
     Raises:
         DoctorError: It is wrong.

@@ -29,9 +29,7 @@ TICK_S = 0.05
 class Deadline:
     """The time by which a check has to end, and whether it was cancelled.
 
-    Args:
-        seconds: From now on.
-        parent: A deadline that also ends this one, and cancels it.
+    A parent also ends this one, and cancels it.
     """
 
     def __init__(self, seconds: float, parent: Deadline | None = None) -> None:
@@ -91,13 +89,10 @@ def bounded(call: Callable[[], T], seconds: float) -> T:
 
 
 def bounded_by_progress(call: Callable[[Callable[[], None]], T], seconds: float) -> T:
-    """Run a call that may take long, but must report progress.
+    """Run a call that has to report progress every so many seconds, and return its result.
 
-    A tick that comes late because other processes have the cores counts as two ticks at most.
-
-    Args:
-        call: Is given a function to call whenever it has made progress.
-        seconds: The longest time between two reports.
+    The call is given a function to report with. A tick that comes late because other processes have
+    the cores counts as two ticks at most.
 
     Raises:
         TimeoutError: The call made no progress for so long.

@@ -322,11 +322,7 @@ def _is_downstream(space: bytes, name: str) -> bool:
 
 
 def acs_control(space: bytes, name: str) -> int | None:
-    """Return the ACS control register of a port; None if it has no ACS.
-
-    Args:
-        space: All bytes of its configuration space that could be read.
-        name: The port, for a message.
+    """Return the ACS control register in a port's configuration space; None if it has no ACS.
 
     Raises:
         Unreadable: The bytes end before the extended capabilities, at byte 256.

@@ -348,14 +348,9 @@ def gloo_choice(
     """Return the interface that torch's gloo binds to.
 
     ``GLOO_SOCKET_IFNAME`` is a comma-separated list of exact names. Without it, gloo uses the first
-    address of the machine's own host name that can be bound, or else the loopback, with a warning.
+    of the host name's addresses that can be bound, or else the loopback, with a warning.
     (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, createDefaultDevice;
     gloo/transport/tcp/device.cc, lookupAddrForIface and lookupAddrForHostname.)
-
-    Args:
-        environ: The job's environment.
-        among: The machine's interfaces.
-        own_addresses: What the host name resolves to, in the resolver's order.
     """
     here = tuple(among)
     chosen = environ.get("GLOO_SOCKET_IFNAME", "")

@@ -68,9 +68,7 @@ class Imports:
 def imports_of(tree: ast.Module, folder: Path) -> Imports:
     """Return the imports that always run, up to where the script changes what is found.
 
-    Args:
-        tree: The script.
-        folder: Where Python looks first, for modules of the script's own that change ``sys.path``.
+    ``folder`` is where Python looks first.
     """
     found: list[Import] = []
     known: set[str] = set()

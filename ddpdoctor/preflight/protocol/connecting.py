@@ -135,14 +135,9 @@ async def connect(
     mss: int = 0,
     clock: ProcessClock | None = None,
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect to a port of a machine.
+    """Connect within so many seconds of this process's time, by a clock that connections may share.
 
-    Args:
-        address: The address of the machine.
-        port: The port.
-        limit: Seconds of this process's time.
-        mss: Largest segment in bytes; 0 for the kernel's default.
-        clock: A clock that several connections share.
+    ``mss`` is the largest segment in bytes, 0 for the kernel's default.
 
     Raises:
         ConnectError: There is no connection.
@@ -315,11 +310,9 @@ _ICMP_HEADER = struct.Struct("!BBHHH")  # Type, code, checksum, identifier, sequ
 
 
 async def echoes(address: str, limit: float) -> bool:
-    """Return whether a machine answers an echo request; False if this process may not send one.
+    """Return whether a machine answers one of two echo requests within so many seconds each.
 
-    Args:
-        address: The address of the machine.
-        limit: Seconds for each of the two tries.
+    Return False if this process may not send them.
     """
     family = family_of(address)
     protocol, request, _ = _ICMP_TYPES[family]

@@ -82,11 +82,7 @@ class Member:
 class Coordinator:
     """The server at the rendezvous port, and the nodes that came.
 
-    Args:
-        listening: A socket bound to the rendezvous port.
-        key: The key of :func:`wire.key_of`.
-        nnodes: How many nodes are expected.
-        scale: The factor by which all times are extended.
+    All times are extended by the factor ``scale``.
     """
 
     def __init__(
@@ -134,8 +130,7 @@ class Coordinator:
     async def gather(self, until: float) -> list[Member]:
         """Wait for all nodes, or for the monotonic time until which they may come.
 
-        Returns:
-            The nodes that came, ordered by node rank. Nodes without one come last.
+        Return the nodes that came, ordered by node rank. Nodes without one come last.
         """
         while time.monotonic() < until and not self._given_up:
             with contextlib.suppress(asyncio.TimeoutError):
@@ -176,12 +171,9 @@ class Coordinator:
     async def ask(
         self, orders: Mapping[int, Order], phase: str, seconds: float
     ) -> dict[int, Answer]:
-        """Send orders to several nodes at once and return the answers that came.
+        """Send orders to several nodes at once. Return the answers that came, by the node's index.
 
-        Args:
-            orders: The orders by the node's index.
-            phase: What is being done, in case a node goes away.
-            seconds: Time for the answers.
+        The phase is reported for a node that goes away.
         """
         answers: dict[int, Answer] = {}
 

@@ -111,13 +111,7 @@ class Call:
 
 
 async def call_once(address: str, port: int, key: bytes, hostname: str) -> Call:
-    """Try once to reach the coordinator.
-
-    Args:
-        address: An address of the endpoint.
-        port: The port of the endpoint, or a side door.
-        key: The key of :func:`wire.key_of`.
-        hostname: This node's name.
+    """Try once to reach the coordinator, at the port of the endpoint or at a side door.
 
     Raises:
         CallError: It failed.
@@ -281,11 +275,8 @@ async def join(
 ) -> Call:
     """Reach the coordinator. Try until it is there, or until it is clear why it is not.
 
-    Args:
-        goal: Whom to reach.
-        until: Monotonic time at which to give up.
-        say: Called once with a line for a person: what is waited for.
-        appears: Whether the name and the address may come with the coordinator, as a container's.
+    ``say`` is called once, with a line about what is waited for. ``appears`` is whether name and
+    address may come with the coordinator, as a container's do.
 
     Raises:
         CallError: It was not reached. The most frequent problem counts.

@@ -78,15 +78,12 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 def unpacked(declared: type[P], message: Mapping[str, object], *, whole: bool = False) -> P:
-    """Decode and validate a message of another node. A missing field has its default.
+    """Decode and validate a message of another node.
 
-    Args:
-        declared: The class of the message.
-        message: What came.
-        whole: Whether no field may be missing or of another type.
+    A missing field, or one of another type, has its default, unless the message has to be whole.
 
     Raises:
-        ValueError: A value is not allowed, or ``whole`` is not met.
+        ValueError: A value is not allowed.
     """
     part = required(declared, message) if whole else decoder(declared)(message)
     _validate(part, declared, declared.__name__.lower())

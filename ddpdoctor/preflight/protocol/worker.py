@@ -278,13 +278,7 @@ class Worker:
     written: str = ""
 
     async def run(self, deadline: float) -> Report:
-        """Carry out orders until the end.
-
-        Args:
-            deadline: Monotonic time at which everything has to be over.
-
-        Returns:
-            The coordinator's report.
+        """Carry out orders until the coordinator sends its report, or until the monotonic deadline.
 
         Raises:
             WireError: The coordinator is gone.

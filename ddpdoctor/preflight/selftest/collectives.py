@@ -37,12 +37,9 @@ one and a half for eight GPUs."""
 
 
 def why_no_nccl(situation: Situation, ranks: int, *, nodes: int = 1) -> str:
-    """Return why NCCL is not tested with one GPU for each rank; empty if it can be.
+    """Return why NCCL is not tested with so many ranks on this machine; empty if it can be.
 
-    Args:
-        situation: This machine.
-        ranks: Ranks of this machine.
-        nodes: Nodes of the job. NCCL does not connect MIG instances across nodes.
+    Each needs a GPU. NCCL does not connect MIG instances across nodes.
     """
     torch = software.installed_torch()
     gpus = situation.shared(visible_gpus)
@@ -117,12 +114,7 @@ _NCCL_ADVICE = (
 
 
 def nccl_advice(error: str, otherwise: tuple[str, str]) -> tuple[str, str]:
-    """Return what to do about an error, and a line to paste.
-
-    Args:
-        error: All that is known of the error.
-        otherwise: The advice for unknown errors.
-    """
+    """Return what to do about an error and a line to paste, or ``otherwise`` if it is unknown."""
     for words, fix, paste in _NCCL_ADVICE:
         if any(word in error for word in words):
             return fix, paste
@@ -284,13 +276,9 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def run_ranks(situation: Situation, backend: str, ranks: int, soak: float = 0.0) -> Answers:
-    """Run the ranks of one backend to their end, or to the deadline of the check.
+    """Run ranks of ``gloo`` or ``nccl`` to their end, or to the deadline of the check.
 
-    Args:
-        situation: The situation of the check.
-        backend: ``gloo`` or ``nccl``.
-        ranks: How many ranks to start.
-        soak: Seconds for which the collectives are repeated.
+    ``soak`` is the seconds for which the collectives are repeated.
     """
     answers = Answers(backend, ranks)
     began = time.monotonic()
@@ -429,11 +417,7 @@ class Ranks:
             )
 
     async def ready(self, limit: float) -> str:
-        """Wait until all processes have imported torch.
-
-        Returns:
-            Empty if they have, :data:`LATE` after ``limit`` seconds, or :data:`BROKEN`.
-        """
+        """Wait for the import of torch. Return nothing if it is done, else `LATE` or `BROKEN`."""
 
         async def imported(process: asyncio.subprocess.Process) -> str:
             assert process.stdout is not None
@@ -446,12 +430,7 @@ class Ranks:
         return next((each for each in (BROKEN, LATE) if each in states), "")
 
     async def reduce(self, orders: Sequence[Mapping[str, Any]], limit: float) -> list[RankResult]:
-        """Give each process its order. Return their results in the same order.
-
-        Args:
-            orders: What each rank has to do.
-            limit: Seconds for the collectives.
-        """
+        """Give each process its order. Return their results within so many seconds, in order."""
         each = zip(self._processes, orders, strict=True)
         return list(await asyncio.gather(*(_reduce(*one, limit) for one in each)))
 

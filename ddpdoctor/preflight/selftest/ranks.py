@@ -246,9 +246,7 @@ SOAKING = {"a large all_reduce": _large_all_reduce}
 def _all_ranks(order: Order) -> int:
     """Fork the ranks of this machine and be rank 0. Return how many ranks failed.
 
-    Args:
-        order: ``backend`` (``gloo`` or ``nccl``), ``ranks``, and in seconds the ``limit`` of a
-            collective and the ``soak`` for which all of them are repeated.
+    Each collective has ``limit`` seconds. All of them are repeated for ``soak`` seconds.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is, since 1.0
 
@@ -301,12 +299,7 @@ def _die_with_parent() -> None:
 
 
 def _follow(children: list[int], statuses: list[int]) -> None:
-    """Collect the exit statuses of the forked ranks, and report at once a rank that was killed.
-
-    Args:
-        children: Process ids, from rank 1 on.
-        statuses: Is filled with their exit statuses.
-    """
+    """Collect the exit statuses of forked ranks, and report at once a rank that was killed."""
     while len(statuses) < len(children):
         pid, status = os.waitpid(-1, 0)
         if os.WIFSIGNALED(status):
