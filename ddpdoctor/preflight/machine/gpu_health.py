@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddpdoctor.core.finding import Finding, Severity
-from ddpdoctor.core.formatting import count, duration
+from ddpdoctor.core.formatting import age, count
 from ddpdoctor.core.opening import whole
 from ddpdoctor.preflight.check import (
     Outcome,
@@ -238,8 +238,7 @@ def _logged(gpus: Iterable[Health], log: Iterable[Xid]) -> list[Finding]:
         if index is None or xid.number not in _HARDWARE or xid.age > RECENT:
             continue
         found[index, xid.number] = warning(
-            f"GPU {index} logged {_HARDWARE[xid.number]} (XID {xid.number}) {duration(xid.age)} "
-            "ago",
+            f"GPU {index} logged {_HARDWARE[xid.number]} (XID {xid.number}) {age(xid.age)} ago",
             fix="Reset it, or reboot; if it comes back, it has to be replaced.",
             paste="sudo dmesg -T | grep -i xid",
             about=f"xid {index} {xid.number}",

@@ -265,6 +265,8 @@ class Admission:
     @contextlib.contextmanager
     def place(self, writer: asyncio.StreamWriter, address: str) -> Iterator[bool]:
         """Hold a place for a connection until it has proved the id; False if it gets none."""
+        # A socket for both families shows IPv4 in the form of IPv6.
+        address = address.removeprefix("::ffff:")
         with contextlib.suppress(ValueError):
             if ipaddress.ip_address(address).version == 6:
                 # One machine may call from any address of its subnet.
