@@ -96,13 +96,9 @@ LOOKUPS_LIMIT = 45.0  # Seconds for a check that waits for several lookups
 
 @dataclass(frozen=True)
 class Lookup:
-    """The answer to a lookup.
+    """The addresses of a name, in the resolver's order, or why there are none.
 
-    Attributes:
-        name: What was asked for.
-        addresses: The addresses, in the resolver's order.
-        seconds: How long it took, without waits for a core.
-        problem: Why there is no answer; empty if there is one.
+    The seconds do not include waits for a core.
     """
 
     name: str

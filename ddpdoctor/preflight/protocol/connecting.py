@@ -60,11 +60,9 @@ _BY_ICMP = 2
 
 
 class ConnectError(Exception):
-    """There is no connection.
+    """There is no connection. It has the kernel's error message.
 
     Attributes:
-        kind: The reason.
-        words: The kernel's error message.
         sender: Who rejected it by ICMP; empty if that is unknown, or was this machine.
     """
 
@@ -249,11 +247,7 @@ PROOF_BYTES = 4096  # Bytes of a message without a proof
 
 
 class Admission:
-    """The connections that are not admitted yet.
-
-    Attributes:
-        turned_away: How many were closed for lack of a place.
-    """
+    """The connections that are not admitted yet, and how many were turned away."""
 
     def __init__(self) -> None:
         self.turned_away = 0

@@ -65,8 +65,7 @@ class Member:
         reached: The address of this machine that it reached.
         offset: Seconds by which the coordinator's clock is ahead of the node's.
         uncertainty: Half a round trip of that estimate, in seconds.
-        lost: The phase in which it went away; empty while it is here.
-        why: What is known of the reason.
+        lost: The phase in which it went away; empty while it is here. ``why`` is the reason.
     """
 
     link: Link
@@ -371,15 +370,7 @@ DialCell = tuple[int, int, str]
 
 @dataclass
 class Phases:
-    """One check of the nodes, as its coordinator runs it.
-
-    Attributes:
-        nnodes: How many nodes are expected.
-        port: The rendezvous port.
-        deadline: Monotonic time at which everything has to be over.
-        scale: The factor by which each stage is extended.
-        soak: Seconds for which the collectives are repeated.
-    """
+    """One check of the nodes, as its coordinator runs it, until the monotonic deadline."""
 
     coordinator: Coordinator
     nnodes: int

@@ -92,10 +92,9 @@ class CallError(Exception):
 
 @dataclass
 class Call:
-    """A connection to the coordinator.
+    """A connection to the coordinator, which has a random ``identity``.
 
     Attributes:
-        identity: The coordinator's random number.
         offset: Seconds by which the coordinator's clock is ahead.
         uncertainty: Half the round trip of that estimate, in seconds.
         address: The address that was called.
@@ -226,13 +225,7 @@ _PROGRESS: dict[Kind, str] = {
 
 @dataclass(frozen=True)
 class Goal:
-    """Whom to reach (host and port of the endpoint), and as whom.
-
-    Attributes:
-        key: The key of :func:`wire.key_of`.
-        hostname: This node's name.
-        rank: This node's rank; None if torchrun is to choose it.
-    """
+    """Whom to reach (host and port of the endpoint), and as whom. For the key see `wire.key_of`."""
 
     host: str
     port: int

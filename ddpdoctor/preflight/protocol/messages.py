@@ -79,11 +79,7 @@ def unpack_facts(message: Mapping[str, object]) -> Facts:
 
 @dataclass(frozen=True, slots=True)
 class Stage(Part):
-    """A stage of the NCCL test on one rank: the nodes that reduced, and an error or none.
-
-    Attributes:
-        bus: Bandwidth of each link; 0 if it was not measured.
-    """
+    """A stage of the NCCL test on one rank. Its bus bandwidth is 0 if it was not measured."""
 
     name: str = ""
     nodes: tuple[wire.Index, ...] = ()
@@ -93,11 +89,7 @@ class Stage(Part):
 
 @dataclass(frozen=True, slots=True)
 class Stages(Part):
-    """The NCCL test on one rank.
-
-    Attributes:
-        untested: The first stage for which no time was left.
-    """
+    """The NCCL test on one rank, and the first stage for which no time was left."""
 
     stages: tuple[Stage, ...] = ()
     ok: bool = False
@@ -113,7 +105,6 @@ class RankResult(Part):
         bus: Bandwidth of each link.
         idle: The share of the time in which its cores were idle.
         rounds: How often gloo's all_reduce was repeated.
-        stages: The NCCL test; None if there was none.
     """
 
     node: wire.Index = -1
@@ -151,14 +142,12 @@ class Verdict(Part):
 
 @dataclass(frozen=True, slots=True)
 class Node(Part):
-    """A node that came.
+    """A node that came, and the address where its connection came from.
 
     Attributes:
-        address: Where its connection came from.
         offset: How far the coordinator's clock is ahead of the node's.
         uncertainty: Half a round trip of that estimate.
-        lost: The phase in which it went away; empty if it stayed.
-        why: What is known of the reason.
+        lost: The phase in which it went away; empty if it stayed. ``why`` is the reason.
     """
 
     facts: Facts
@@ -171,11 +160,7 @@ class Node(Part):
 
 @dataclass(frozen=True, slots=True)
 class Caller(Part):
-    """A node that called and was not admitted.
-
-    Attributes:
-        kind: Why the rendezvous port is closed for it, if it is.
-    """
+    """A node that called and was not admitted. ``kind`` says why the rendezvous port is closed."""
 
     host: wire.Host = ""
     address: wire.Address = ""

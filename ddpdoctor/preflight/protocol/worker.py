@@ -258,12 +258,6 @@ class Worker:
     """A node that carries out the coordinator's orders.
 
     Attributes:
-        call: The connection to the coordinator.
-        place: This node's place in the job.
-        facts: What this node reports about itself.
-        listener: The server that other nodes dial.
-        ranks: This node's processes for the collective test.
-        verdicts: The outcomes of this machine's checks.
         index: This node's index; -1 until it is known.
         written: The token of the file that this node has written into the checkpoint directory.
     """
@@ -364,18 +358,13 @@ class Worker:
         return Answer()
 
     def _of_rank(self, order: Order, local: int) -> dict[str, Any]:
+        same = ("port", "world", "limit", "stage_limit", "patience", "node_of", "soak")
         return {
             "host": self.place.host,
-            "port": self.place.port,
             "rank": order.first + local,
             "local_rank": local,
-            "world": order.world,
-            "limit": order.limit,
-            "stage_limit": order.stage_limit,
-            "patience": order.patience,
             "stages": "nccl" if order.nccl else "",
-            "node_of": order.node_of,
-            "soak": order.soak,
+            **{name: getattr(order, name) for name in same},
         }
 
     def _allows(self, target: Target) -> bool:

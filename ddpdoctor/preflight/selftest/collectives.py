@@ -158,21 +158,24 @@ _NOT_PASSED = frozenset(
 
 @dataclass
 class Answers:
-    """What the ranks of one backend reported."""
+    """What the ranks of one backend reported.
+
+    Attributes:
+        last: What each rank did last.
+        status: Exit status of the process of rank 0; None if it had to be killed.
+        rounds: How often all collectives were run.
+    """
 
     backend: str
     ranks: int
     done: set[int] = field(default_factory=set)
     last: dict[int, str] = field(default_factory=dict)
-    """What each rank did last."""
     wrong: dict[int, list[str]] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
     status: int | None = None
-    """Exit status of the process of rank 0; None if it had to be killed."""
     stderr: str = ""
     seconds: float = 0.0
     rounds: int = 0
-    """How often all collectives were run."""
 
     @property
     def silent(self) -> bool:
@@ -341,51 +344,46 @@ def _read(process: subprocess.Popen[bytes], answers: Answers, deadline: Deadline
 
 
 def _findings(answers: Answers) -> Iterator[Finding]:
-    name = "NCCL" if answers.backend == "nccl" else answers.backend
     if answers.right == answers.ranks:
         return
-    missing = sorted(set(range(answers.ranks)) - answers.done)
+    nccl = answers.backend == "nccl"
+    name = "NCCL" if nccl else answers.backend
+    evidence = []
     if answers.wrong:
-        rank, problems = min(answers.wrong.items())
-        message = f"{name} gives wrong results: rank {rank}, {problems[0]}"
-        evidence = [
-            f"rank {each}: {', '.join(wrong)}" for each, wrong in sorted(answers.wrong.items())[:4]
-        ]
-        ranks = tuple(sorted(answers.wrong))
+        guilty = sorted(answers.wrong.items())
+        message = f"{name} gives wrong results: rank {guilty[0][0]}, {guilty[0][1][0]}"
+        evidence = [f"rank {rank}: {', '.join(wrong)}" for rank, wrong in guilty[:4]]
+        ranks = sorted(answers.wrong)
     elif answers.errors:
         # What other ranks report of a rank that was ended is a consequence.
         rank, error = min(answers.errors.items(), key=lambda each: ENDED_BY not in each[1])
         message = f"{name} fails between ranks of this machine: rank {rank}: {error}"
-        evidence = []
-        ranks = tuple(sorted(answers.errors))
+        ranks = sorted(answers.errors)
     else:
-        message = f"{name} hangs: {len(missing)} of {answers.ranks} ranks did not finish"
+        ranks = sorted(set(range(answers.ranks)) - answers.done)
+        message = f"{name} hangs: {len(ranks)} of {answers.ranks} ranks did not finish"
         evidence = [
             f"the last step of rank {rank}: {answers.last.get(rank, 'it started')}"
-            for rank in missing[:4]
+            for rank in ranks[:4]
         ]
-        ranks = tuple(missing)
-    evidence += _rank_messages(answers.stderr)
-    fix, paste = (
-        nccl_advice(" ".join([message, *evidence]), WITHOUT_PEERS)
-        if name == "NCCL"
-        else (
-            "Fix what the message names; the other checks may have found the cause. For gloo's own "
-            "messages:",
-            GLOO_MESSAGES,
-        )
-    )
-    yield failure(
-        message, ranks=ranks, evidence=tuple(evidence), fix=fix, paste=paste, about=answers.backend
-    )
-
-
-def _rank_messages(stderr: str) -> list[str]:
-    """Return the last lines that the ranks wrote. NCCL's warnings come first."""
-    lines = [line[:200] for line in stderr.splitlines() if line.strip()]
+    # The last lines that the ranks wrote, but no C++ stacks of torch. NCCL's warnings come first.
+    lines = [line[:200] for line in answers.stderr.splitlines() if line.strip()]
     warnings = [line for line in lines if "NCCL WARN" in line]
-    # Leave out torch's C++ stacks.
-    return warnings[-3:] or [line for line in lines if not line.startswith("frame #")][-3:]
+    evidence += warnings[-3:] or [line for line in lines if not line.startswith("frame #")][-3:]
+    advice = (
+        "Fix what the message names; the other checks may have found the cause. For gloo's own "
+    )
+    fix, paste = advice + "messages:", GLOO_MESSAGES
+    if nccl:
+        fix, paste = nccl_advice(" ".join([message, *evidence]), WITHOUT_PEERS)
+    yield failure(
+        message,
+        ranks=tuple(ranks),
+        evidence=tuple(evidence),
+        fix=fix,
+        paste=paste,
+        about=answers.backend,
+    )
 
 
 # -- this node's ranks of the test across nodes
