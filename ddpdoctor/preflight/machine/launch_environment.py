@@ -423,14 +423,12 @@ def port(situation: Situation) -> Outcome:
             paste=_with_port(situation, DEFAULT_PORT),
         )
         return judged(f"{number} is reserved", [reserved])
-    listen_there = {inode for inode, at in listening(situation.proc).items() if at == number}
-    others = listen_there - sockets(situation.proc / "self")
-    holders = [
-        each
-        for each in (listed(situation.proc) if listen_there else ())
-        if each.pid != os.getpid() and listen_there & sockets(each.folder)
-    ]
-    if not problem and not holders and not others:
+    listeners = {inode for inode, at in listening(situation.proc).items() if at == number}
+    processes = listed(situation.proc) if listeners else ()
+    holders = [each for each in processes if listeners & sockets(each.folder)]
+    holders = [each for each in holders if each.pid != os.getpid()]
+    # A process that this user may not see may listen as well.
+    if not problem and not holders and not listeners - sockets(situation.proc / "self"):
         return passed(f"{number} is free")
     return judged(f"{number} is taken", [_taken(situation, number, holders)])
 

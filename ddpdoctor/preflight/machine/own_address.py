@@ -62,50 +62,58 @@ def _name_findings(situation: Situation, found: network.Lookup) -> Iterator[Find
     here, many = situation.shared(network.interfaces), situation.options.nnodes > 1
     interface = network.best(here, network.endpoint_address(situation))
     wanted = interface.addresses[0] if interface else "" if many else "127.0.0.1"
-    unknown = [each for each in (found, situation.shared(network.full_name)) if not each.addresses]
-    own = [each for each in (network.owner(address, here) for address in found.addresses) if each]
-
-    def hosts_line(name: str) -> str:
-        if not wanted:
-            return network.ADDRESSES
-        return typed("echo {} | sudo tee -a /etc/hosts", f"{wanted} {name}")
-
-    if unknown:
-        name = unknown[0]
-        # Older versions of torchrun use 127.0.0.1 on one machine, unless --standalone is given.
-        always = many or software.torchrun_picks_a_port()
+    own = [network.owner(address, here) for address in found.addresses]
+    owners = [each for each in own if each]
+    if not found.addresses or not owners or not situation.shared(network.full_name).addresses:
+        yield _unknown_or_foreign(situation, found, wanted)
+    elif many and owners[0].loopback and not situation.environ.get("GLOO_SOCKET_IFNAME"):
+        # The check gloo-addresses knows the other nodes' addresses, and says whether it matters.
+        judged_there = "gloo-addresses" in (situation.chosen or ())
         yield finding(
-            Severity.ERROR if always else Severity.WARNING,
-            f"this machine's host name {name.name} does not resolve: {name.problem}",
-            evidence=(
-                "torchrun gives it to the ranks as MASTER_ADDR, on one machine as well, and they "
-                "wait for it",
-            ),
-            fix="Put the name into /etc/hosts.",
-            paste=hosts_line(name.name),
+            Severity.WARNING if judged_there else Severity.ERROR,
+            f"this machine's host name {found.name} resolves to "
+            f"{found.addresses[own.index(owners[0])]}: gloo will listen where no other node can "
+            "connect",
+            fix="Choose the interface by its name, or correct the line in /etc/hosts: "
+            f"{wanted or 'ADDRESS'} {found.name}",
+            paste=network.export_line(interface) if interface else network.ADDRESSES,
         )
-    elif not own:
+
+
+def _unknown_or_foreign(situation: Situation, found: network.Lookup, wanted: str) -> Finding:
+    """Report a name that does not resolve, or not to this machine."""
+    many = situation.options.nnodes > 1
+    full = situation.shared(network.full_name)
+    if found.addresses and full.addresses:
+        here = situation.shared(network.interfaces)
         mine = [each for other in here if not other.loopback for each in other.addresses]
-        yield finding(
+        return finding(
             Severity.ERROR if many else Severity.WARNING,
             f"this machine's host name {found.name} resolves to {', '.join(found.addresses[:3])}, "
             "which is not an address of this machine",
             evidence=(f"it has {', '.join(mine) or 'no address'}",),
             fix="Correct the name in /etc/hosts or in the name server.",
-            paste=hosts_line(found.name),
+            paste=_hosts_line(wanted, found.name),
         )
-    elif many and own[0].loopback and not situation.environ.get("GLOO_SOCKET_IFNAME"):
-        loopback = next(each for each in found.addresses if network.owner(each, here) is own[0])
-        # The check gloo-addresses knows the other nodes' addresses, and says whether it matters.
-        judged_there = "gloo-addresses" in (situation.chosen or ())
-        yield finding(
-            Severity.WARNING if judged_there else Severity.ERROR,
-            f"this machine's host name {found.name} resolves to {loopback}: gloo will listen where "
-            "no other node can connect",
-            fix="Choose the interface by its name, or correct the line in /etc/hosts: "
-            f"{wanted or 'ADDRESS'} {found.name}",
-            paste=network.export_line(interface) if interface else network.ADDRESSES,
-        )
+    name = full if found.addresses else found
+    # Older versions of torchrun use 127.0.0.1 on one machine, unless --standalone is given.
+    always = many or software.torchrun_picks_a_port()
+    return finding(
+        Severity.ERROR if always else Severity.WARNING,
+        f"this machine's host name {name.name} does not resolve: {name.problem}",
+        evidence=(
+            "torchrun gives it to the ranks as MASTER_ADDR, on one machine as well, and they wait "
+            "for it",
+        ),
+        fix="Put the name into /etc/hosts.",
+        paste=_hosts_line(wanted, name.name),
+    )
+
+
+def _hosts_line(address: str, name: str) -> str:
+    if not address:
+        return network.ADDRESSES
+    return typed("echo {} | sudo tee -a /etc/hosts", f"{address} {name}")
 
 
 # -- the address

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import statistics
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from ddpdoctor.core.finding import Finding, Severity
@@ -84,6 +84,10 @@ def _option_findings(meeting: Meeting) -> Iterator[Finding]:
             paste=_line(meeting, without[0], rank=free_rank),
             about="ranks",
         )
+    yield from _number_findings(meeting, by_rank)
+
+
+def _number_findings(meeting: Meeting, by_rank: Collection[int]) -> Iterator[Finding]:
     numbers = {node.facts.nnodes for node in meeting.nodes}
     if len(numbers) > 1:
         yield failure(

@@ -330,14 +330,7 @@ class Worker:
             self.index = order.index
             self.listener.admit(order.index, pairs.pair_token(order.token.encode()))
         elif order.do == "dial":
-            allowed = [each for each in order.targets if self._allows(each)]
-            results = iter(await pairs.dial_all(allowed, self.listener.token))
-            refused = Dialled("unreachable", error="no address of another node: not dialled")
-            return Answer(
-                dialled=tuple(
-                    next(results) if self._allows(each) else refused for each in order.targets
-                )
-            )
+            return Answer(dialled=await self._dial(order.targets))
         elif order.do == "verdict":
             until = time.monotonic() + order.limit
             while self.verdicts.so_far()[1] and time.monotonic() < until:
@@ -356,6 +349,12 @@ class Worker:
             orders = [self._of_rank(order, local) for local in range(self.facts.nproc)]
             return Answer(ranks=tuple(await self.ranks.reduce(orders, order.patience)))
         return Answer()
+
+    async def _dial(self, targets: Sequence[Target]) -> tuple[Dialled, ...]:
+        allowed = [each for each in targets if self._allows(each)]
+        results = iter(await pairs.dial_all(allowed, self.listener.token))
+        not_dialled = Dialled("unreachable", error="no address of another node: not dialled")
+        return tuple(next(results) if self._allows(each) else not_dialled for each in targets)
 
     def _of_rank(self, order: Order, local: int) -> dict[str, Any]:
         same = ("port", "world", "limit", "stage_limit", "patience", "node_of", "soak")
