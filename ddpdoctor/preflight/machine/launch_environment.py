@@ -424,9 +424,7 @@ def port(situation: Situation) -> Outcome:
         )
         return judged(f"{number} is reserved", [reserved])
     listeners = {inode for inode, at in listening(situation.proc).items() if at == number}
-    processes = listed(situation.proc) if listeners else ()
-    holders = [each for each in processes if listeners & sockets(each.folder)]
-    holders = [each for each in holders if each.pid != os.getpid()]
+    holders = _others_with(situation, listeners)
     # A process that this user may not see may listen as well.
     if not problem and not holders and not listeners - sockets(situation.proc / "self"):
         return passed(f"{number} is free")
@@ -457,6 +455,12 @@ def _bind_error(number: int) -> int:
             if error.errno in (errno.EADDRINUSE, errno.EACCES):
                 return error.errno
     return 0
+
+
+def _others_with(situation: Situation, inodes: set[int]) -> list[Listed]:
+    """Return the other processes with one of these sockets, as far as this user may see."""
+    others = (each for each in listed(situation.proc) if each.pid != os.getpid())
+    return [each for each in others if inodes & sockets(each.folder)] if inodes else []
 
 
 def _taken(situation: Situation, number: int, holders: list[Listed]) -> Finding:
