@@ -51,11 +51,6 @@ class Deadline:
         """Cancel this deadline and all that share its parent."""
         self._cancelled.set()
 
-    def sleep(self, seconds: float) -> bool:
-        """Sleep, but not past the deadline. Return whether time is left."""
-        self._cancelled.wait(min(seconds, self.left()))
-        return self.left() > 0
-
 
 @contextlib.contextmanager
 def ended(process: subprocess.Popen[bytes]) -> Iterator[None]:

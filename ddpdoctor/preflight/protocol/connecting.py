@@ -120,7 +120,7 @@ class ProcessClock:
                     await task
 
 
-def family_of(address: str) -> socket.AddressFamily:
+def _family_of(address: str) -> socket.AddressFamily:
     """Return whether an address is IPv4 or IPv6."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
@@ -143,7 +143,7 @@ async def connect(
     if clock is None:
         async with ProcessClock() as clock:
             return await connect(address, port, limit, mss=mss, clock=clock)
-    family = family_of(address)
+    family = _family_of(address)
     try:
         made = socket.socket(family, socket.SOCK_STREAM)
     except OSError as error:
@@ -310,7 +310,7 @@ async def echoes(address: str, limit: float) -> bool:
 
     Return False if this process may not send them.
     """
-    family = family_of(address)
+    family = _family_of(address)
     protocol, request, _ = _ICMP_TYPES[family]
     asking = None
     # Linux gives the first kind to the groups of ``net.ipv4.ping_group_range``, macOS to everybody.
