@@ -25,7 +25,7 @@ from ddpdoctor.preflight.nodes.attendance import (
     open_words,
     verdict_records,
 )
-from ddpdoctor.preflight.situation import Deadline, Situation, gpu_facts, places, seat
+from ddpdoctor.preflight.situation import Deadline, Situation, gpu_facts, node_place, places
 from ddpdoctor.render import check_results as render
 from ddpdoctor.render import terminal
 
@@ -145,7 +145,7 @@ def _print(
     line = next_line(situation, outcomes)
     if line:
         print(f"\nstart the job on this node with:\n{shown(line)}")
-    if without and seat(situation).rank in (0, None):
+    if without and node_place(situation).rank in (0, None):
         print(f"\nnodes to exclude:\n{shown(','.join(without))}")
 
 

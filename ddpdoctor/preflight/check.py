@@ -1,10 +1,8 @@
-"""The registry of preflight checks, what a check yields, and how they run.
-
-Findings that say the same of several GPUs become one: "GPUs 0-7 have ...".
-"""
+"""The registry of preflight checks, what a check returns, and how checks run."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import queue
 import re
@@ -21,19 +19,18 @@ from ddpdoctor.core.finding import Finding, Severity, to_record
 from ddpdoctor.core.formatting import spans
 from ddpdoctor.preflight.situation import Situation
 
-# -- findings that say the same of several GPUs become one: "GPUs 0-7 have ..."
+# -- merged findings: "GPUs 0-7 have ..."
 
 
 _GPU = re.compile(r"\bGPU (\d+)\b")
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 _CHOSEN = re.compile(r"(-i) \d+\b")
 
-_PLURAL = {"has": "have", "is": "are", "does": "do", "waits": "wait"}
-"""Verbs behind a GPU's number."""
+_PLURAL = {"has": "have", "is": "are", "does": "do", "waits": "wait"}  # Verbs after a GPU's number
 
 
 def merge_gpu_findings(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """The findings of a check; those that differ in the GPU and in numbers alone are one."""
+    """Merge findings of a check that differ only in the GPU and in numbers."""
     groups: dict[object, list[Finding]] = {}
     for each in findings:
         start = _GPU.match(each.message)
@@ -59,36 +56,35 @@ def _of_several_gpus(group: Sequence[Finding]) -> Finding:
     )
 
 
-# -- what a preflight check is and what it yields, the registry of them all, and how they run
+# -- checks and their outcomes
 
 
-LIMIT = 10.0
-"""Seconds that a check may take unless it says otherwise; never more than ``--timeout``."""
+LIMIT = 10.0  # Seconds that a check may take by default; never more than ``--timeout``
 
 
 class Status(Enum):
-    """How a check ended; the value is the word that is printed."""
+    """How a check ended. The value is the word that is printed."""
 
     PASS = "pass"
     WARN = "warn"
     FAIL = "fail"
     SKIPPED = "skipped"
     COULD_NOT_RUN = "could not run"
-    """The check broke or did not end in time: nothing is known, neither good nor bad."""
+    """The check broke or did not end in time, so nothing is known."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a check found out.
+    """The result of a check.
 
     Attributes:
         status: How it ended.
-        detail: One line: what was really tested ("8 of 8 ranks reduced correctly"), or why it was
-            skipped or could not run.
-        findings: What is wrong, each with its fix and, in `Finding.paste`, a line to type.
-        check: The check's name; `ddpdoctor.preflight.running` fills it in.
-        seconds: How long it took; filled in as well.
-        exclude: The nodes that a job has to do without, by host name.
+        detail: One line: what was tested ("8 of 8 ranks reduced correctly"), or why it was skipped
+            or could not run.
+        findings: What is wrong, each with its fix and a line to paste.
+        check: The check's name. `run_checks` fills it in, and the next one.
+        seconds: How long it took.
+        exclude: The host names of nodes to exclude from a job.
     """
 
     status: Status
@@ -100,22 +96,22 @@ class Outcome:
 
 
 def passed(detail: str) -> Outcome:
-    """Tested, and well."""
+    """Return that the test found nothing wrong."""
     return Outcome(Status.PASS, detail)
 
 
 def skipped(reason: str) -> Outcome:
-    """Not tested, for a reason such as ``no GPU``."""
+    """Return that nothing was tested, for a reason such as ``no GPU``."""
     return Outcome(Status.SKIPPED, reason)
 
 
 def could_not_run(reason: str) -> Outcome:
-    """Not tested, though it should have been."""
+    """Return that nothing was tested, though it should have been."""
     return Outcome(Status.COULD_NOT_RUN, reason)
 
 
 def judged(detail: str, findings: Iterable[Finding], *, exclude: Iterable[str] = ()) -> Outcome:
-    """Tested: the worst finding decides; information alone, or nothing, is a pass."""
+    """Return the result of a test. Its worst finding decides. Information alone is a pass."""
     found = tuple(sorted(findings, key=lambda finding: -finding.severity))
     worst = max((finding.severity for finding in found), default=Severity.INFO)
     status = {Severity.ERROR: Status.FAIL, Severity.WARNING: Status.WARN}.get(worst, Status.PASS)
@@ -123,27 +119,19 @@ def judged(detail: str, findings: Iterable[Finding], *, exclude: Iterable[str] =
 
 
 class Skip(Exception):
-    """What a check needs is not there: it is skipped, for this reason."""
+    """What a check needs is missing. It is skipped for this reason."""
 
 
 def finding(severity: Severity, message: str, *, fix: str, paste: str, **more: Any) -> Finding:
-    """A finding of a check, whose code the registry fills in.
-
-    Args:
-        severity: See :class:`Severity`.
-        message: One sentence.
-        fix: What to change.
-        paste: A line to type that does it.
-        more: Other fields of :class:`Finding`.
-    """
+    """Return a finding with a line to ``paste`` that does its ``fix``, without its code."""
     return Finding("", severity, message, fix=fix, paste=paste, **more)
 
 
 def typed(line: str, *values: object) -> str:
-    """A line to type: each value takes the place of a ``{}``, as one word of a shell.
+    """Return a line to paste. Each value replaces a ``{}`` as one quoted word of a shell.
 
-    The one way by which a value comes into such a line, since a name, a path or a version may be
-    anything, and may be another machine's.
+    No value may come into such a line in another way: a name, a path or a version may be anything,
+    and may come from another machine.
     """
     return line.format(*(shlex.quote(str(value)) for value in values))
 
@@ -159,15 +147,15 @@ Run = Callable[[Situation], Outcome]
 
 @dataclass(frozen=True)
 class Check:
-    """One test of a machine, or of a set of nodes.
+    """A test of a machine, or of a set of nodes.
 
     Attributes:
         name: What ``--only`` and ``--skip`` take.
-        code: The code of its findings; ``ddpdoctor explain`` prints its page. DDP001 to DDP049 are
-            of a machine, DDP050 to DDP099 of several nodes.
-        scope: ``nodes`` checks run when there is more than one node.
+        code: The code of its findings. DDP001 to DDP049 are about a machine, DDP050 to DDP099 about
+            several nodes. ``ddpdoctor explain`` prints its page.
+        scope: ``nodes`` checks run if there is more than one node.
         limit: Seconds it may take.
-        run: The test. It never raises for a fault of the machine; an exception is a fault of the
+        run: The test. It never raises for a fault of the machine. An exception is a defect of the
             check, and is reported as one.
     """
 
@@ -189,13 +177,13 @@ class Check:
 
 
 CHECKS: dict[str, Check] = {}
-"""All registered checks by name, in the order of the table; importing the package fills it."""
+"""All registered checks by name, in the order of the table. Importing the package fills it."""
 
 
 def check(
     name: str, code: str, *, scope: Scope = "machine", limit: float = LIMIT
 ) -> Callable[[Run], Run]:
-    """Register a check. It may raise :class:`Skip`; its findings get its code.
+    """Register a check. It may raise :class:`Skip`. Its findings get its code.
 
     Raises:
         ValueError: The name or the code is taken.
@@ -222,7 +210,7 @@ def check(
 
 
 def outcome_record(outcome: Outcome) -> dict[str, Any]:
-    """An outcome in the words of JSON."""
+    """Return an outcome as JSON."""
     return {
         "check": outcome.check,
         "code": CHECKS[outcome.check].code if outcome.check in CHECKS else None,
@@ -233,47 +221,36 @@ def outcome_record(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-LOOK_EVERY = 1.0
-"""Most seconds between looks at the limits of the checks that run."""
-
-GRACE = 1.0
-"""Seconds that a check has after its limit to say what it found by then."""
-
-CLEANUP = 3.0
-"""Most seconds to wait, after Ctrl-C, for checks to end what they started."""
+GRACE = 1.0  # Seconds after its limit in which a check may still report what it found
+CLEANUP = 3.0  # Seconds to wait, after Ctrl-C, for checks to end what they started
 
 
 def run_checks(
     checks: Iterable[Check], situation: Situation, seen: Callable[[Outcome], None]
 ) -> list[Outcome]:
-    """Run checks in parallel threads, and wait for them.
+    """Run checks in parallel threads, wait for them, and return their outcomes in their order.
 
-    Args:
-        checks: Which.
-        situation: What they go by; its deadline is that of all of them.
-        seen: Called on this thread with each outcome as it comes.
-
-    Returns:
-        An outcome for each check, in their order.
+    ``seen`` is called on this thread with each outcome as it comes.
 
     Raises:
-        KeyboardInterrupt: It was pressed; what the checks had started is ended.
+        KeyboardInterrupt: It was pressed. What the checks had started has been ended.
     """
     wanted = list(checks)
     answers: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-    threads = {}
-    began = time.monotonic()
-    for each in wanted:
-        own = situation.within(each.limit * situation.options.scale)
-        thread = threading.Thread(
-            target=_run, args=(each, own, answers), name=f"check {each.name}", daemon=True
-        )
-        threads[each.name] = thread
     outcomes: dict[str, Outcome] = {}
-    scale = situation.options.scale
+    began, scale = time.monotonic(), situation.options.scale
     limits = {
         each.name: min(each.limit * scale, situation.deadline.left()) + GRACE for each in wanted
     }
+    threads = [
+        threading.Thread(
+            target=_run,
+            args=(each, situation.within(each.limit * scale), answers),
+            name=f"check {each.name}",
+            daemon=True,
+        )
+        for each in wanted
+    ]
     situation.verdicts.expect(each.name for each in wanted if each.scope == "machine")
 
     def ended(outcome: Outcome) -> None:
@@ -282,45 +259,37 @@ def run_checks(
         seen(outcome)
 
     try:
-        for thread in threads.values():
+        for thread in threads:
             thread.start()
         while len(outcomes) < len(wanted):
-            passed = time.monotonic() - began
-            open_limits = [limit for name, limit in limits.items() if name not in outcomes]
-            for outcome in _next(answers, max(0.05, min(open_limits) - passed)):
+            next_limit = min(limit for name, limit in limits.items() if name not in outcomes)
+            left = next_limit - (time.monotonic() - began)
+            with contextlib.suppress(queue.Empty):
+                # In short waits, which a signal can interrupt.
+                outcome = answers.get(timeout=min(max(0.05, left), 1.0))
                 if outcome.check not in outcomes:
                     ended(outcome)
-            passed = time.monotonic() - began
+                continue
+            took = time.monotonic() - began
             for name, limit in limits.items():
-                if name not in outcomes and passed > limit:
+                if name not in outcomes and took > limit:
                     late = could_not_run(f"no answer within {limit - GRACE:.0f} s")
-                    ended(replace(late, check=name, seconds=passed))
+                    ended(replace(late, check=name, seconds=took))
     except BaseException:
         situation.deadline.cancel()
         until = time.monotonic() + CLEANUP
-        for thread in threads.values():
+        for thread in threads:
             if thread.is_alive():
                 thread.join(max(0.0, until - time.monotonic()))
         raise
     return [outcomes[each.name] for each in wanted]
 
 
-def _next(answers: queue.SimpleQueue[Outcome], seconds: float) -> list[Outcome]:
-    """What comes next, within so many seconds; a signal interrupts the waiting."""
-    found = []
-    try:
-        found.append(answers.get(timeout=min(seconds, LOOK_EVERY)))
-        while True:
-            found.append(answers.get_nowait())
-    except queue.Empty:
-        return found
-
-
 def _run(check: Check, situation: Situation, answers: queue.SimpleQueue[Outcome]) -> None:
     began = time.monotonic()
     try:
         outcome = check.run(situation)
-    except Exception as error:  # a fault of the check must not end the others, nor look like a pass
+    except Exception as error:  # a defect must neither end the other checks nor look like a pass
         text = " ".join(str(error).split())
         outcome = could_not_run(f"{type(error).__name__}: {text}" if text else type(error).__name__)
     answers.put(replace(outcome, check=check.name, seconds=time.monotonic() - began))

@@ -1,4 +1,4 @@
-"""Read the command line of ``ddpdoctor check``, and write command lines to type."""
+"""Read the command line of ``ddpdoctor check``, and write command lines to paste."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.options import ALL, CODES, Given, Parser, Selection, Value, seconds, text
@@ -16,28 +17,25 @@ from ddpdoctor.preflight.check import Check, typed
 from ddpdoctor.preflight.machine.network import own_host
 from ddpdoctor.preflight.situation import (
     DEFAULT_PORT,
-    USUAL_TIMEOUT,
+    DEFAULT_TIMEOUT,
+    NodePlace,
     Options,
-    Seat,
     Situation,
     joined_endpoint,
+    node_place,
     places,
-    seat,
     split_endpoint,
 )
 
-# -- the lines to type: those that start the job and the check, and those that open a firewall
+# -- lines to paste: they start the job and the check, and open a firewall
 
 
-NO_ID = "none"
-"""The rendezvous id where none was given, as torchrun has it."""
-
-PLACEHOLDER = "train.py"
-"""Stands for the script where none was named."""
+NO_ID = "none"  # torchrun's rendezvous id if none is given
+PLACEHOLDER = "train.py"  # Stands for the script if none was given
 
 
 def run_line(situation: Situation, *words: str) -> str:
-    """`ddpdoctor run` with these options, and with the script that the check was given."""
+    """Return a `ddpdoctor run` line with these options, and with the script of the check."""
     options = situation.options
     line = ["ddpdoctor", "run", *words]
     if options.module:
@@ -47,8 +45,8 @@ def run_line(situation: Situation, *words: str) -> str:
     return shlex.join([*line, "--", *(options.script or (PLACEHOLDER,))])
 
 
-def words(place: Seat, nproc: int) -> list[str]:
-    """The options that place a node in a job, for `ddpdoctor check` and `ddpdoctor run` alike."""
+def words(place: NodePlace, nproc: int) -> list[str]:
+    """Return the options that place a node in a job, for `ddpdoctor check` and `ddpdoctor run`."""
     found = ["--nnodes", str(place.nnodes)]
     if place.rank is not None:
         found += ["--node-rank", str(place.rank)]
@@ -60,28 +58,14 @@ def words(place: Seat, nproc: int) -> list[str]:
     return found
 
 
-def check_line(
-    place: Seat,
-    nproc: int,
-    *,
-    nnodes: int | None = None,
-    rank: int | None = None,
-    host: str | None = None,
-    rdzv_id: str | None = None,
-) -> str:
-    """The line that starts the check on a node: this one's, with what is changed."""
-    changed = replace(
-        place,
-        nnodes=place.nnodes if nnodes is None else nnodes,
-        rank=place.rank if rank is None else rank,
-        host=place.host if host is None else host,
-        rdzv_id=place.rdzv_id if rdzv_id is None else rdzv_id,
-    )
-    return shlex.join(["ddpdoctor", "check", *words(changed, nproc)])
+def check_line(place: NodePlace, nproc: int, **changed: Any) -> str:
+    """Return the line that starts the check on a node: this one's, with what has to change."""
+    given = {name: value for name, value in changed.items() if value is not None}
+    return shlex.join(["ddpdoctor", "check", *words(replace(place, **given), nproc)])
 
 
-def line_on_node_0(place: Seat, nproc: int) -> str:
-    """The line that starts the check on node 0, typed there, where this node does not know it."""
+def line_on_node_0(place: NodePlace, nproc: int) -> str:
+    """Return the line to type on node 0 if this node does not know its name."""
     line = check_line(place, nproc, rank=0, host="")
     return line + typed(' --rdzv-endpoint "$(hostname):{}"', place.port)
 
@@ -89,69 +73,49 @@ def line_on_node_0(place: Seat, nproc: int) -> str:
 def corrected_line(
     situation: Situation, *, nproc: int | None = None, port: int | None = None
 ) -> str:
-    """The line to go on with: the job's on one machine, and of several nodes the check's.
+    """Return the line to go on with: the job's on one machine, the check's with several nodes.
 
-    Args:
-        situation: What was asked for.
-        nproc: Another number of ranks.
-        port: Another port for the rendezvous.
+    It has another number of ranks, or another port for the rendezvous.
     """
-    if situation.options.nnodes > 1:
-        place = seat(situation)
-        place = place if port is None else replace(place, port=port)
-        return check_line(place, situation.nproc if nproc is None else nproc)
+    options, endpoint = situation.options, situation.endpoint
+    if options.nnodes > 1:
+        return check_line(node_place(situation), nproc or situation.nproc, port=port)
     found = [] if nproc is None else ["--nproc-per-node", str(nproc)]
-    local = situation.options.endpoint.startswith("127.0.0.1:")
-    if port is not None and situation.endpoint and situation.options.endpoint and not local:
-        found += ["--rdzv-endpoint", joined_endpoint(situation.endpoint[0], port)]
+    local = options.endpoint.startswith("127.0.0.1:")
+    if port is not None and endpoint and options.endpoint and not local:
+        found += ["--rdzv-endpoint", joined_endpoint(endpoint[0], port)]
     elif port is not None:
         found += ["--master-port", str(port)]
     return run_line(situation, *found)
 
 
-def meeting_point(place: Seat, situation: Situation) -> tuple[str, str]:
-    """What to do about it, and the line to type."""
-    nproc = situation.nproc
+def meeting_point(place: NodePlace, situation: Situation) -> tuple[str, str]:
+    """Return what to do about a missing or local rendezvous, and the line to paste."""
     if place.names:
-        return (
-            "Name the first node, the same on every node. Here:",
-            check_line(place, nproc, host=place.names[0]),
-        )
-    if place.rank == 0:
-        return (
-            "Name this machine, the same on every node. Here:",
-            check_line(place, nproc, host=own_host(situation)),
-        )
-    if place.rank is None:
-        return (
-            "Name one of the nodes and a free port of it, the same on every node. If it is to be "
-            "this one, on all of them:",
-            check_line(place, nproc, host=own_host(situation)),
-        )
-    return (
-        "Name node 0 and a free port of it, the same on every node. On node 0 this starts the "
-        "check:",
-        line_on_node_0(place, nproc),
-    )
+        fix, host = "Name the first node, the same on every node. Here:", place.names[0]
+    elif place.rank == 0:
+        fix, host = "Name this machine, the same on every node. Here:", own_host(situation)
+    elif place.rank is None:
+        fix = "Name one of the nodes and a free port of it, the same on every node. If it is to be "
+        fix, host = fix + "this one, on all of them:", own_host(situation)
+    else:
+        fix = "Name node 0 and a free port of it, the same on every node. On node 0 this starts "
+        return fix + "the check:", line_on_node_0(place, situation.nproc)
+    return fix, check_line(place, situation.nproc, host=host)
 
 
 def open_port(port: int, address: str) -> str:
-    """The line that opens a port in a machine's own firewall.
+    """Return the line that opens a port in a machine's own firewall.
 
-    Args:
-        port: Which.
-        address: One of the machine, or of one that is to reach it: IPv6 has its own rules.
+    The address tells IPv4 from IPv6, which has its own rules.
     """
     return typed("sudo {} -I INPUT -p tcp --dport {} -j ACCEPT", _tables(address), port)
 
 
 def let_through(chain: str, side: str, addresses: Iterable[str]) -> str:
-    """The line that lets all of TCP through a machine's own firewall.
+    """Return the line that lets all of TCP through a machine's own firewall.
 
-    Args:
-        chain: ``INPUT`` or ``OUTPUT``.
-        side: ``-s`` or ``-d``: which end of the way the addresses are.
-        addresses: Of the other nodes.
+    The chain is ``INPUT`` or ``OUTPUT``, the side of the addresses ``-s`` or ``-d``.
     """
     by_family: dict[str, list[str]] = {}
     for address in addresses:
@@ -166,7 +130,7 @@ def _tables(address: str) -> str:
     return "ip6tables" if ":" in address else "iptables"
 
 
-# -- the command line of ``ddpdoctor check``, and the options of torchrun that it understands
+# -- the command line
 
 
 _ANY = Value(str, "a value")
@@ -223,7 +187,7 @@ be tested (4, 5, 6); 3 the command line is wrong.
 
 @dataclass
 class Arguments:
-    """What was typed."""
+    """The command line."""
 
     options: Options = field(default_factory=Options)
     only: tuple[str, ...] = ()
@@ -235,14 +199,10 @@ class Arguments:
 
 
 def parse(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> Arguments:
-    """Understand the command line.
-
-    Args:
-        words: The words after ``ddpdoctor check``.
-        environ: For torchrun's ``PET_*`` defaults and for what a launcher says about the nodes.
+    """Read the command line, torchrun's ``PET_*`` defaults, and what a launcher says of the nodes.
 
     Raises:
-        DoctorError: It cannot work.
+        DoctorError: It is wrong.
     """
     given = PARSER.read(words, {}, known_options)
     values = {each.name.replace("_", "-"): each.value or "" for each in given.passed}
@@ -263,7 +223,7 @@ def parse(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> Argu
 
 
 def choose(asked: Arguments, checks: Mapping[str, Check]) -> list[Check]:
-    """The checks to run, in their order.
+    """Return the checks to run, in their order.
 
     Raises:
         DoctorError: There is no such check, or none is left.
@@ -296,7 +256,7 @@ def choose(asked: Arguments, checks: Mapping[str, Check]) -> list[Check]:
 
 def _options(values: Mapping[str, str], given: Given, environ: Mapping[str, str]) -> Options:
     launched = next(iter(places(environ)), None)
-    # Of an elastic MIN:MAX all of them.
+    # Of an elastic MIN:MAX the maximum.
     nnodes = _whole("--nnodes", values, "a number of nodes", 1, last=":")
     nnodes = nnodes or (launched.nnodes if launched else None) or 1
     node_rank = _whole("--node-rank", values, "a number", 0)
@@ -314,7 +274,7 @@ def _options(values: Mapping[str, str], given: Given, environ: Mapping[str, str]
         _ = endpoint and split_endpoint(endpoint)
     except ValueError:
         raise DoctorError(
-            f"{endpoint!r} is no HOST:PORT", "for example: --rdzv-endpoint node0:29500"
+            f"{endpoint!r} is not HOST:PORT", "for example: --rdzv-endpoint node0:29500"
         ) from None
     folder = given.get("--checkpoint-dir")
     return Options(
@@ -327,7 +287,7 @@ def _options(values: Mapping[str, str], given: Given, environ: Mapping[str, str]
         module="-m" in values or "--module" in values,
         program="--no-python" in values,
         checkpoint_dir=Path(folder) if folder else None,
-        timeout=given.get("--timeout", USUAL_TIMEOUT),
+        timeout=given.get("--timeout", DEFAULT_TIMEOUT),
         soak=60 * given.get("--soak", 0.0),
         kill_orphans="--kill-orphans" in given,
         yes="--yes" in given,
@@ -335,7 +295,7 @@ def _options(values: Mapping[str, str], given: Given, environ: Mapping[str, str]
 
 
 def _ranks(values: Mapping[str, str]) -> int | None:
-    """Ranks of the node; None for torchrun's ``gpu`` and ``auto``, and without the option."""
+    """Return the ranks of the node; None for torchrun's ``gpu`` and ``auto``, or if not given."""
     text = values.get("--nproc-per-node", "")
     if text in ("gpu", "auto", "xpu"):
         return None
@@ -347,7 +307,7 @@ def _ranks(values: Mapping[str, str]) -> int | None:
 def _whole(
     name: str, values: Mapping[str, str], what: str, least: int, *, last: str = ""
 ) -> int | None:
-    """An option's number, or what is behind the last ``last`` in it; None if it is empty."""
+    """Return an option's number, or the one after the last ``last`` in it; None if empty."""
     given = values.get(name, "")
     text = given.rpartition(last)[2] if last else given
     if given and (not text.isdigit() or int(text) < least):

@@ -1,4 +1,4 @@
-"""What the checks go by: options, environment, machine, time left, and the place of this node."""
+"""What every check is given: options, environment, machine, time left, and this node's place."""
 
 from __future__ import annotations
 
@@ -18,51 +18,45 @@ from typing import Any, TypeVar
 from ddpdoctor.system.gpu_health import GpuFacts, read_health
 from ddpdoctor.system.nvml import Choice, choice
 
-# -- time limits: of a check, and of a call that may never come back
+# -- time limits
 
 
 T = TypeVar("T")
 
+TICK_S = 0.05
+
 
 class Deadline:
-    """Until when a check may run, and whether it has been cancelled.
+    """The time by which a check has to end, and whether it was cancelled.
 
-    Args:
-        seconds: From now on.
-        parent: What also ends this one when it is cancelled.
+    A parent also ends this one, and cancels it.
     """
 
     def __init__(self, seconds: float, parent: Deadline | None = None) -> None:
         self._until = time.monotonic() + seconds
-        self._cancelled: threading.Event
-        self._cancelled = threading.Event() if parent is None else parent._cancelled
-        if parent is not None:
+        self._cancelled: threading.Event = parent._cancelled if parent else threading.Event()
+        if parent:
             self._until = min(self._until, parent._until)
 
     def left(self) -> float:
-        """Seconds that are left; 0 when it is over or cancelled."""
+        """Return the seconds left; 0 if the time is over or the check was cancelled."""
         return 0.0 if self.cancelled else max(0.0, self._until - time.monotonic())
 
     @property
     def cancelled(self) -> bool:
-        """Whether Ctrl-C was pressed, or the like."""
+        """Whether the check was cancelled, for example by Ctrl-C."""
         return self._cancelled.is_set()
 
     def cancel(self) -> None:
-        """Stop: this deadline and all that share its parent are over."""
+        """Cancel this deadline and all that share its parent."""
         self._cancelled.set()
-
-    def sleep(self, seconds: float) -> bool:
-        """Let time pass; False once it is over or cancelled."""
-        self._cancelled.wait(min(seconds, self.left()))
-        return self.left() > 0
 
 
 @contextlib.contextmanager
 def ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """See to it that a process, and all that it started, does not outlive the block.
+    """Kill a process and everything it started when the block ends.
 
-    It must have been started with ``start_new_session=True``.
+    Start it with ``start_new_session=True``.
     """
     try:
         yield
@@ -78,111 +72,91 @@ def ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 def bounded(call: Callable[[], T], seconds: float) -> T:
-    """What a call returns that cannot be interrupted: a name lookup, a file on a dead server.
+    """Run a call that cannot be interrupted, such as a name lookup, and return its result.
 
-    It runs on a thread that is left behind if it does not come back. The seconds are those of the
-    time that this process gets.
+    It runs in a thread, which is left behind if the call does not return in time.
 
     Raises:
-        TimeoutError: It did not come back in time.
-        Exception: Whatever the call raised.
+        TimeoutError: The call did not return within so many seconds.
+        Exception: What the call raised.
     """
-    return while_it_goes_on(lambda _: call(), seconds)
+    return bounded_by_progress(lambda _: call(), seconds)
 
 
-def while_it_goes_on(call: Callable[[Callable[[], None]], T], seconds: float) -> T:
-    """The same for a call that may go on as long as it reports progress.
+def bounded_by_progress(call: Callable[[Callable[[], None]], T], seconds: float) -> T:
+    """Run a call that has to report progress every so many seconds, and return its result.
 
-    Args:
-        call: Takes a function to call whenever it came further.
-        seconds: That may pass between two such calls.
+    The call is given a function to report with. A tick that comes late because other processes have
+    the cores counts as two ticks at most.
+
+    Raises:
+        TimeoutError: The call made no progress for so long.
+        Exception: What the call raised.
     """
-    answers: list[T] = []
+    results: list[T] = []
     errors: list[BaseException] = []
-    further = threading.Event()
+    progress = threading.Event()
 
     def run() -> None:
         try:
-            answers.append(call(further.set))
+            results.append(call(progress.set))
         except BaseException as error:  # handed to the caller
             errors.append(error)
-        further.set()
+        progress.set()
 
     threading.Thread(target=run, daemon=True).start()
-    while _waited(further, seconds):
-        further.clear()
-        if answers:
-            return answers[0]
+    waited = 0.0
+    while waited < seconds:
+        began = time.monotonic()
+        if not progress.wait(min(TICK_S, seconds - waited)):
+            waited += min(time.monotonic() - began, 2 * TICK_S)
+            continue
+        waited = 0.0
+        progress.clear()
+        if results:
+            return results[0]
         if errors:
             raise errors[0]
     raise TimeoutError
 
 
 def waited_for_core() -> float:
-    """For how long this thread has waited for a core so far, in seconds; 0 if nothing says so."""
-    try:
-        with open("/proc/thread-self/schedstat") as file:
-            return int(file.read().split()[1]) / 1e9
-    except (OSError, ValueError, IndexError):
-        return 0.0
+    """Return the seconds this thread has waited for a core; 0 if not known."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    return 0.0
 
 
-TICK_S = 0.05
-
-
-def _waited(event: threading.Event, seconds: float) -> bool:
-    """Wait for an event for so many seconds of the time that this process gets.
-
-    A tick that comes late, because others have the cores, counts as two at most.
-    """
-    had = 0.0
-    while had < seconds:
-        began = time.monotonic()
-        if event.wait(min(TICK_S, seconds - had)):
-            return True
-        had += min(time.monotonic() - began, 2 * TICK_S)
-    return event.is_set()
-
-
-# -- what the checks go by: the options, the environment and the machine, gathered once
+# -- options, environment and machine
 
 
 ATTENDANCE = "nodes"
-"""The check that reports who is absent, and why this node did not meet the others."""
+"""The check that reports absent nodes, and why this node did not meet the others."""
 
-CPU_RANKS = 2
-"""How many ranks `ddpdoctor run` starts where there is no GPU."""
+CPU_RANKS = 2  # Ranks that `ddpdoctor run` starts on a machine without GPUs
 
-DRIVER_PATIENCE = 6.0
-"""Seconds that the NVIDIA driver has for each GPU: without persistence mode it takes one to four to
-wake one up, one after the other."""
+DRIVER_TIMEOUT = 6.0
+"""Seconds for the NVIDIA driver to answer, for each GPU. Without persistence mode it takes one to
+four seconds to wake a GPU, one after the other."""
 
 DEFAULT_PORT = 29500
-"""torchrun's, for ``--rdzv-endpoint HOST`` and for ``MASTER_PORT``."""
+"""torchrun's default port, for ``--rdzv-endpoint HOST`` and for ``MASTER_PORT``."""
 
 
-USUAL_TIMEOUT = 60.0
-"""Seconds for everything, unless ``--timeout`` gives more or less."""
+DEFAULT_TIMEOUT = 60.0  # The default of ``--timeout``, in seconds
 
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for on the command line; None or empty where nothing was.
+    """The options of the command line; None or empty where an option was not given.
 
     Attributes:
-        nproc: Ranks of this node.
-        nnodes: Nodes of the job.
-        node_rank: This node's number.
-        endpoint: ``HOST[:PORT]`` of the rendezvous.
-        rdzv_id: The rendezvous id.
-        script: The script and its arguments.
         module: Whether the script is a module's name (``-m``).
-        program: Whether it is no Python at all (``--no-python``).
-        checkpoint_dir: Where the job writes checkpoints.
-        timeout: Seconds that everything may take.
+        program: Whether it is not a Python script (``--no-python``).
+        timeout: Seconds for everything.
         soak: Seconds for which the collectives are repeated.
-        kill_orphans: Whether orphan ranks are offered to be ended.
-        yes: Whether they are ended without a question.
+        kill_orphans: Whether to offer to end orphan ranks.
+        yes: Whether to end them without asking.
     """
 
     nproc: int | None = None
@@ -194,24 +168,24 @@ class Options:
     module: bool = False
     program: bool = False
     checkpoint_dir: Path | None = None
-    timeout: float = USUAL_TIMEOUT
+    timeout: float = DEFAULT_TIMEOUT
     soak: float = 0.0
     kill_orphans: bool = False
     yes: bool = False
 
     @property
     def most(self) -> float:
-        """Seconds that everything may take, the repeated collectives included."""
+        """Seconds for everything, including the repeated collectives."""
         return self.timeout + self.soak
 
     @property
     def scale(self) -> float:
-        """How much longer than usual every stage may take, by ``--timeout``; 1 at least."""
-        return max(1.0, self.timeout / USUAL_TIMEOUT)
+        """The factor by which ``--timeout`` extends every stage; at least 1."""
+        return max(1.0, self.timeout / DEFAULT_TIMEOUT)
 
 
 class Once:
-    """Values that several checks need and that are gathered once, when the first one asks."""
+    """Values that several checks need. Each is gathered once, when the first check asks."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -219,7 +193,7 @@ class Once:
         self._values: dict[object, Any] = {}
 
     def get(self, gather: Callable[[Situation], T], situation: Situation) -> T:
-        """What ``gather(situation)`` returns, from its first caller."""
+        """Return what ``gather(situation)`` returned to its first caller."""
         with self._lock:
             lock = self._locks.setdefault(gather, threading.Lock())
         with lock:
@@ -229,12 +203,12 @@ class Once:
             return value
 
     def put(self, gather: Callable[[Situation], T], value: T) -> None:
-        """Let ``gather`` have this value: for tests, and for what is known already."""
+        """Set the value of ``gather``."""
         self._values[gather] = value
 
 
 class Verdicts:
-    """What the checks of this machine found so far: the other nodes are shown it."""
+    """The outcomes of this machine's checks so far, which are sent to the other nodes."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -242,39 +216,35 @@ class Verdicts:
         self._outcomes: list[Any] = []
 
     def expect(self, names: Iterable[str]) -> None:
-        """Begin: these checks of the machine run."""
+        """Set the names of the machine's checks that run."""
         with self._lock:
             self._awaited = set(names)
 
     def add(self, name: str, outcome: Any) -> None:
-        """A check ended; one of those across nodes is none of the machine's."""
+        """Add the outcome of a check. Ignore checks across nodes."""
         with self._lock:
             if name in self._awaited:
                 self._awaited.discard(name)
                 self._outcomes.append(outcome)
 
     def so_far(self) -> tuple[list[Any], list[str]]:
-        """The outcomes, and the names of the checks that still run."""
+        """Return the outcomes, and the names of the checks that still run."""
         with self._lock:
             return list(self._outcomes), sorted(self._awaited)
 
 
 @dataclass(frozen=True)
 class Situation:
-    """The facts that all checks share. Sources of facts can be replaced in tests.
+    """The facts that all checks share. Tests replace their sources.
 
     Attributes:
-        options: The command line's.
         environ: The environment that the job would inherit.
-        hostname: As the kernel has it.
-        proc: Root of the process file system.
-        sys: Root of sysfs.
-        shm: Where POSIX shared memory is mounted.
-        deadline: Until when the check that holds this may run.
+        proc: Root of the process file system; likewise ``sys`` and ``shm``.
+        deadline: The deadline of the check that has this object.
         once: Facts that are gathered when they are first needed.
-        verdicts: What the checks of this machine found so far.
+        verdicts: The outcomes of this machine's checks so far.
         chosen: The names of the checks that run; None for all.
-        say: Takes a line for a person who waits; it does not change any outcome.
+        say: Prints a progress line. It does not change any outcome.
     """
 
     options: Options = field(default_factory=Options)
@@ -290,11 +260,11 @@ class Situation:
     say: Callable[[str], None] = lambda _: None
 
     def within(self, seconds: float) -> Situation:
-        """The same for a check that may take so many seconds."""
+        """Return the same situation with a deadline of so many seconds."""
         return replace(self, deadline=Deadline(seconds, self.deadline))
 
     def shared(self, gather: Callable[[Situation], T]) -> T:
-        """What ``gather`` returns of this situation, gathered once for all checks."""
+        """Return what ``gather`` returns for this situation. It is called once for all checks."""
         return self.once.get(gather, self)
 
     @property
@@ -304,69 +274,61 @@ class Situation:
 
     @property
     def nproc(self) -> int:
-        """How many ranks this node will have: as asked for, else as `ddpdoctor run` would start."""
+        """The ranks of this node: as requested, or as many as `ddpdoctor run` would start."""
         if self.options.nproc is not None:
             return self.options.nproc
-        return self.shared(default_ranks)
+        return self.shared(visible_gpus) or CPU_RANKS
 
     @property
     def endpoint(self) -> tuple[str, int] | None:
-        """Host and port of the rendezvous, from the options or ``MASTER_ADDR``; None if neither.
+        """Host and port of the rendezvous, from the options or ``MASTER_ADDR``; None if unknown.
 
-        A port of 0, or none, is torchrun's own default.
+        The port defaults to torchrun's.
         """
         if self.options.endpoint:
             return split_endpoint(self.options.endpoint)
-        address = self.environ.get("MASTER_ADDR", "")
+        address, port = (self.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
         if not address:
             return None
-        port = self.environ.get("MASTER_PORT", "")
         return address, int(port) if port.isdigit() and 0 < int(port) < 65536 else DEFAULT_PORT
 
 
 def text(path: Path) -> str:
-    """A small file of the kernel's, without the white space around it; empty if there is none."""
-    try:
+    """Read a small file and strip it. Return an empty text if it cannot be read."""
+    with contextlib.suppress(OSError):
         return path.read_text("utf-8", "replace").strip()
-    except OSError:
-        return ""
+    return ""
 
 
 def names(folder: Path) -> list[str]:
-    """What is in a folder, sorted; empty if it cannot be listed."""
-    try:
+    """Return the sorted names in a directory; empty if it cannot be listed."""
+    with contextlib.suppress(OSError):
         return sorted(os.listdir(folder))
-    except OSError:
-        return []
+    return []
 
 
 def gpu_facts(situation: Situation) -> GpuFacts:
-    """All that NVML reports about the GPUs of this machine."""
+    """Read everything that NVML reports about the GPUs of this machine."""
     try:
-        return while_it_goes_on(read_health, min(DRIVER_PATIENCE, situation.deadline.left()))
+        return bounded_by_progress(read_health, min(DRIVER_TIMEOUT, situation.deadline.left()))
     except TimeoutError:
-        trouble = f"the NVIDIA driver does not answer within {DRIVER_PATIENCE:.0f} s"
+        trouble = f"the NVIDIA driver does not answer within {DRIVER_TIMEOUT:.0f} s"
         return GpuFacts(trouble=trouble, code=-1)
 
 
 def cuda_choice(situation: Situation) -> Choice:
-    """Which GPUs CUDA would show to a job."""
+    """Return which GPUs CUDA would show to a job."""
     gpus = situation.shared(gpu_facts).gpus
     return choice(situation.environ, [(gpu.device, gpu.instances) for gpu in gpus])
 
 
 def visible_gpus(situation: Situation) -> int:
-    """How many GPUs a process of a job would see."""
+    """Count the GPUs that a process of the job would see."""
     return situation.shared(cuda_choice).count
 
 
-def default_ranks(situation: Situation) -> int:
-    """One rank per GPU that the job would see, or two without a GPU."""
-    return situation.shared(visible_gpus) or CPU_RANKS
-
-
 def split_endpoint(endpoint: str) -> tuple[str, int]:
-    """Host and port of ``HOST``, ``HOST:PORT`` or ``[IPv6]:PORT``, the port torchrun's by default.
+    """Split ``HOST``, ``HOST:PORT`` or ``[IPv6]:PORT``. The port defaults to torchrun's.
 
     Raises:
         ValueError: It is none of these.
@@ -381,20 +343,20 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
 
 
 def joined_endpoint(host: str, port: int) -> str:
-    """``HOST:PORT`` or ``[IPv6]:PORT``: what :func:`split_endpoint` splits."""
+    """Return ``HOST:PORT`` or ``[IPv6]:PORT``, the reverse of :func:`split_endpoint`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-# -- which node of which job this is: by the options, else by the launcher's variables
+# -- the place of this process and this node in the job
 
 
 @dataclass(frozen=True)
 class Place:
-    """What a launcher says of a process; None where it says nothing, or no number.
+    """What a launcher's variables say about this process; None where they say nothing.
 
     Attributes:
         launcher: ``torchrun``, ``Slurm``, ``Open MPI``, ``MPICH`` or ``MVAPICH``.
-        hosts: The nodes' names in the order of their ranks, if they are known.
+        hosts: The nodes' host names by node rank, if they are known.
     """
 
     launcher: str
@@ -407,17 +369,10 @@ class Place:
     hosts: tuple[str, ...] = ()
 
 
-_TORCHRUN_VARIABLES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-)
-
 _LAUNCHER_VARIABLES = {
-    "torchrun": _TORCHRUN_VARIABLES,
+    "torchrun": (
+        "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
+    ),
     "Slurm": (
         "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "", "SLURM_NODEID", "SLURM_NNODES",
     ),
@@ -431,26 +386,26 @@ _LAUNCHER_VARIABLES = {
     ),
     "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "", ""),
 }  # fmt: skip
-"""By launcher: rank, world size, local rank, ranks of the node, node rank, nodes.
+"""Each launcher's variables: rank, world size, local rank, ranks of the node, node rank, nodes.
 
 Sources: torchrun's documentation, "Environment Variables"; srun(1), "OUTPUT ENVIRONMENT VARIABLES";
 Open MPI's FAQ on OMPI_COMM_WORLD_*; MPICH's Hydra and Intel MPI (PMI_*, MPI_LOCALRANKID).
-Open MPI's NODE_RANK is a rank within the node across jobs, so it is not a node's rank.
+Open MPI's NODE_RANK is not a node rank: it is a process's rank within the node.
 """
 
 
 def environment_number(environ: Mapping[str, str], name: str) -> int | None:
-    """A variable as a number; None if it is not there, or is none."""
+    """Return a variable as a number; None if it is missing or not a number."""
     text = environ.get(name, "") if name else ""
     return int(text) if text.strip().isdigit() else None
 
 
 def places(environ: Mapping[str, str]) -> tuple[Place, ...]:
-    """What each launcher that left its variables says, torch's own first."""
+    """Return what each launcher says that left its variables here, torchrun first."""
     return tuple(
         _slurm(environ, place) if launcher == "Slurm" else place
         for launcher, names in _LAUNCHER_VARIABLES.items()
-        # In a batch script or an `salloc` shell there is a job of Slurm, but no task yet.
+        # A batch script or an `salloc` shell belongs to a Slurm job, but is not a task of it.
         if any(name in environ for name in names[:2])
         and (launcher != "Slurm" or {"SLURM_PROCID", "SLURM_STEP_ID"} <= environ.keys())
         for place in [_place(environ, launcher, names)]
@@ -462,41 +417,40 @@ def _place(environ: Mapping[str, str], launcher: str, names: Sequence[str]) -> P
     if launcher == "Open MPI":
         node = None
     if size == 1 and nodes is None and world is not None:
-        # One process on each node: its rank is the node's.
+        # One process per node, so its rank is the node's rank.
         node, nodes = rank, world
     elif nodes is None and launcher != "torchrun" and size and world and world % size == 0:
-        # As many on each node; which of them are on which only the launcher knows.
+        # All nodes have as many processes. Which are where, only the launcher knows.
         nodes = world // size
     return Place(launcher, rank, world, local, size, node, nodes)
 
 
 def _slurm(environ: Mapping[str, str], place: Place) -> Place:
-    """With the step's own numbers, if they are there.
+    """Add the numbers of the Slurm step.
 
     The shell of `salloc` may be a step with one task, whose other variables are the job's.
     """
     world = environment_number(environ, "SLURM_STEP_NUM_TASKS")
-    nodes = [environment_number(environ, "SLURM_STEP_NUM_NODES"), place.nnodes]
-    nodes.append(environment_number(environ, "SLURM_JOB_NUM_NODES"))
+    step_nodes = environment_number(environ, "SLURM_STEP_NUM_NODES")
+    nodes = place.nnodes if step_nodes is None else step_nodes
+    job_nodes = environment_number(environ, "SLURM_JOB_NUM_NODES")
     listed = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
     return replace(
         place,
         world_size=place.world_size if world is None else world,
-        nnodes=next((each for each in nodes if each is not None), None),
+        nnodes=job_nodes if nodes is None else nodes,
         hosts=expand_nodelist(listed),
     )
 
 
 def expand_nodelist(nodelist: str) -> tuple[str, ...]:
-    """The names in a Slurm node list such as ``gpu[01-03,7],login``; empty if it is damaged."""
+    """Expand a Slurm node list such as ``gpu[01-03,7],login``; empty if it is malformed."""
     names: list[str] = []
     if nodelist.count("[") != nodelist.count("]"):
         return ()
     for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist):
         expanded = [""]
         for text, ranges in re.findall(r"([^\[]*)(?:\[([^\]]*)\])?", part):
-            if not text and not ranges:
-                continue
             choices = _choices(ranges) if ranges else [""]
             if choices is None or len(expanded) * len(choices) > 100_000:
                 return ()
@@ -506,29 +460,27 @@ def expand_nodelist(nodelist: str) -> tuple[str, ...]:
 
 
 def _choices(ranges: str) -> list[str] | None:
+    """Expand ``01-03,7``; None if it is malformed or too long."""
     choices: list[str] = []
     for each in ranges.split(","):
         first, dash, last = each.partition("-")
         if not first.isdigit() or (dash and not last.isdigit()):
             return None
-        end = int(last) if dash else int(first)
-        if end - int(first) > 100_000:
+        numbers = range(int(first), int(last if dash else first) + 1)
+        if len(numbers) > 100_000:
             return None
-        choices += [str(value).zfill(len(first)) for value in range(int(first), end + 1)]
+        choices += [str(value).zfill(len(first)) for value in numbers]
     return choices
 
 
 @dataclass(frozen=True)
-class Seat:
-    """A node's place in the job.
+class NodePlace:
+    """A node's place in the job, and the rendezvous.
 
     Attributes:
-        nnodes: Nodes of the job.
-        rank: This node's rank; None if torchrun is to choose.
+        rank: This node's rank; None if torchrun is to choose it.
         host: The rendezvous host; empty if it was not given.
-        port: The rendezvous port.
-        rdzv_id: The rendezvous id.
-        names: The nodes' host names by rank, where the launcher reports them.
+        names: The nodes' host names by rank, if the launcher reports them.
     """
 
     nnodes: int
@@ -544,31 +496,26 @@ class Seat:
         return joined_endpoint(self.host, self.port)
 
     def name(self, rank: int) -> str:
-        """A node by its rank, and by its host name where that is known."""
+        """Name a node by its rank, and by its host name if that is known."""
         if 0 <= rank < len(self.names):
             return f"{self.names[rank]} (node rank {rank})"
         return f"node rank {rank}"
 
 
-def seat(situation: Situation) -> Seat:
-    """This node's place: what was typed counts, then what Slurm or MPI says."""
+def node_place(situation: Situation) -> NodePlace:
+    """Return this node's place: from the options, else from Slurm's or MPI's variables."""
     options = situation.options
     nnodes, rank = options.nnodes, options.node_rank
     names: tuple[str, ...] = ()
-    rdzv_id = options.rdzv_id
     for place in places(situation.environ):
         if place.launcher == "torchrun":
             continue
         if place.nnodes and nnodes == 1:
             nnodes = place.nnodes
-        if rank is None and place.node_rank is not None:
+        if rank is None:
             rank = place.node_rank
         if place.hosts and len(place.hosts) == nnodes:
             names = names or place.hosts
-    if not rdzv_id:
-        rdzv_id = situation.environ.get("SLURM_JOB_ID", "none")
-    endpoint = situation.endpoint
-    if endpoint is None and names:
-        endpoint = (names[0], DEFAULT_PORT)
-    host, port = endpoint or ("", DEFAULT_PORT)
-    return Seat(nnodes, rank, host, port, rdzv_id, names)
+    rdzv_id = options.rdzv_id or situation.environ.get("SLURM_JOB_ID", "none")
+    host, port = situation.endpoint or (names[0] if names else "", DEFAULT_PORT)
+    return NodePlace(nnodes, rank, host, port, rdzv_id, names)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.preflight.selftest.collectives import REDUCTION_PROGRAM
+from ddpdoctor.preflight.selftest.collectives import PROGRAM
 from ddpdoctor.system.gpu_health import read_health
 from tests.conftest import LIMIT, TOKEN, Doctor, Result, marked
 from tests.gpu.machine import (
@@ -166,8 +166,8 @@ def test_the_process_that_ranks_are_forked_from_opens_no_gpu(doctor: Doctor) -> 
     """CUDA does not survive a fork."""
     code = (
         "import os, sys\n"
-        "from ddpdoctor.preflight.selftest import collective_ranks\n"
-        "collective_ranks._prepare(sys.argv[1])\n"
+        "from ddpdoctor.preflight.selftest import ranks\n"
+        "ranks.prepare(sys.argv[1])\n"
         "import torch\n"
         "assert not torch.cuda.is_initialized()\n"
         "pid = os.fork()\n"
@@ -275,7 +275,7 @@ def test_a_fault_between_gpus_is_named(doctor: Doctor, source: str, said: str) -
 def reduced(orders: list[dict[str, Any]], token: str) -> list[dict[str, Any]]:
     running = [
         subprocess.Popen(
-            [sys.executable, str(REDUCTION_PROGRAM)],
+            [sys.executable, str(PROGRAM)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -78,7 +78,7 @@ def test_an_endpoint_that_cannot_be_reached_is_told_where_it_is_not(nodes: Make)
     ]
     assert "does not answer: packets to that port are silently dropped" in told[1]
     assert "cannot be reached: a firewall rejects it (No route to host)" in told[2]
-    assert "10.77.0.254 says so by ICMP" in said[2].findings("nodes")[0]["evidence"]
+    assert "10.77.0.254 rejects it by ICMP" in said[2].findings("nodes")[0]["evidence"]
     assert told[3] == "the name node0 does not resolve on this node"
     assert told[4].startswith("no machine answers at 10.77.0.99")
     pastes = [each.findings("nodes")[0].get("paste", "") for each in said]

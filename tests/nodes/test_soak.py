@@ -13,7 +13,7 @@ SOAK = ("--soak", "0.1", "--skip", "collectives")
 
 WARM = """
 import sys
-if any(word.endswith("reduction.py") for word in sys.orig_argv):
+if any(word.endswith("ranks.py") for word in sys.orig_argv):
     import torch.distributed as dist
     exact, calls = dist.all_reduce, 0
     def all_reduce(tensor, *args, **named):

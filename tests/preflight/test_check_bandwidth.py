@@ -15,7 +15,7 @@ from ddpdoctor.preflight.protocol import worker
 from ddpdoctor.preflight.protocol.joining import Problem
 from ddpdoctor.preflight.protocol.meet import Meeting, meet_or_fail, meeting_of
 from ddpdoctor.preflight.protocol.messages import Facts, Node, Reduction, Report, Speeds
-from ddpdoctor.preflight.situation import Once, Seat, Situation, gpu_facts, visible_gpus
+from ddpdoctor.preflight.situation import NodePlace, Once, Situation, gpu_facts, visible_gpus
 from ddpdoctor.run.records.typed_json import decoder
 from ddpdoctor.system.gpu_health import GpuFacts, Health
 from ddpdoctor.system.nvml import Device
@@ -135,7 +135,7 @@ def meeting(reduction: dict[str, Any], outside: tuple[str, float] = IB) -> Situa
         reduction=decoder(Reduction)({**told, **reduction}),
         speed=Speeds(least=1.1e9, bandwidth=1.2e9),
     )
-    came = Meeting(Seat(2, 0, "node0", 29500, "none"), own=0, report=report)
+    came = Meeting(NodePlace(2, 0, "node0", 29500, "none"), own=0, report=report)
     once = Once()
     result: Meeting | Exception = came
     once.put(meet_or_fail, result)
@@ -165,7 +165,7 @@ def test_torch_that_is_late_on_a_node_blames_no_node() -> None:
 
 def test_a_check_whose_time_is_over_blames_no_node() -> None:
     once = Once()
-    over = Meeting(Seat(2, 0, "node0", 29500, "none"), problem=Problem("time"))
+    over = Meeting(NodePlace(2, 0, "node0", 29500, "none"), problem=Problem("time"))
     result: Meeting | Exception = over
     once.put(meet_or_fail, result)
     outcome = attendance.attendance(Situation(once=once))

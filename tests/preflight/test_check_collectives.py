@@ -79,7 +79,7 @@ TALKS = """
 
 def fault(doctor: Doctor, source: str) -> dict[str, str]:
     """An environment in which torch has a fault, for the ranks that fork from it."""
-    body = f"import sys\nif 'collective_ranks.py' in ' '.join(sys.orig_argv):{source}"
+    body = f"import sys\nif 'ranks.py' in ' '.join(sys.orig_argv):{source}"
     folder = doctor.directory / "fault"
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(body)
@@ -232,7 +232,7 @@ def ranks(token: str) -> list[psutil.Process]:
     found = []
     for process in marked(token):
         try:
-            if any("collective_ranks.py" in word for word in process.cmdline()):
+            if any("ranks.py" in word for word in process.cmdline()):
                 found.append(process)
         except psutil.Error:
             continue

@@ -201,9 +201,9 @@ WITH_CUDA = """
 import sys
 from pathlib import Path
 if "check" in sys.orig_argv:
-    from ddpdoctor.preflight.machine import versions
-    known = versions.installed_torch()
-    versions.installed_torch = lambda: versions.Torch(known.folder, known.version, "12.8")
+    from ddpdoctor.preflight.machine import software
+    known = software.installed_torch()
+    software.installed_torch = lambda: software.Torch(known.folder, known.version, "12.8")
 """
 """The check takes this torch for one that has CUDA; its ranks find out."""
 
@@ -280,8 +280,8 @@ def test_what_a_gpu_does_not_tell_is_no_fault(gpus: Gpus, code: int) -> None:
     told = gpus.check(*(f"nvmlDeviceGet{each} * {code}" for each in asked))
     assert {each["status"] for each in told.values()} <= {"pass", "skipped"}
     assert all(not each["findings"] for each in told.values())
-    assert told["gpu-memory"]["detail"] == "the driver does not say how much is in use"
-    assert told["gpu-peers"]["detail"] == "the driver does not say"
+    assert told["gpu-memory"]["detail"] == "the driver does not report how much memory is in use"
+    assert told["gpu-peers"]["detail"] == "the driver does not report it"
 
 
 @pytest.mark.parametrize(

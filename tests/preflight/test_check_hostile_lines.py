@@ -34,7 +34,7 @@ from ddpdoctor.preflight.protocol.messages import (
     Verdict,
 )
 from ddpdoctor.preflight.protocol.pairs import Dialled
-from ddpdoctor.preflight.situation import Options, Seat, Situation
+from ddpdoctor.preflight.situation import NodePlace, Options, Situation
 from ddpdoctor.render import check_results as render
 from tests.preflight.test_check_meeting import FACTS
 
@@ -74,7 +74,7 @@ def hostile_meeting(text: str, outcome: str) -> Meeting:
     report = Report(
         expected=4,
         nodes=nodes,
-        strangers=(Caller(text, text),),
+        rejected=(Caller(text, text),),
         surplus=(Caller(text, text),),
         blocked=(Caller(text, text, 3, "dropped"),),
         bad=tuple((i, j, kind, Dialled(outcome, 1.0, text)) for i, j in ways[:3]
@@ -84,7 +84,7 @@ def hostile_meeting(text: str, outcome: str) -> Meeting:
         reduction=Reduction(world=3, wrong=(RankResult(1, 1, False, text),)),
         verdicts=(Verdict(), Verdict((Said("limits", "DDP006", "error", text),)), Verdict()),
     )  # fmt: skip
-    return Meeting(Seat(4, 0, text, 29500, text), 0, report=report)
+    return Meeting(NodePlace(4, 0, text, 29500, text), 0, report=report)
 
 
 def found(meeting: Meeting, asked: tuple[ArpAnswer, ...]) -> Iterator[Finding]:

@@ -16,7 +16,7 @@ from ddpdoctor.preflight.machine.network import Interface, Lookup, interfaces, o
 from ddpdoctor.preflight.nodes.attendance import own_problem
 from ddpdoctor.preflight.protocol.joining import Problem
 from ddpdoctor.preflight.protocol.meet import Meeting
-from ddpdoctor.preflight.situation import Options, Seat, Situation
+from ddpdoctor.preflight.situation import NodePlace, Options, Situation
 
 
 def shell(line: str) -> str:
@@ -26,7 +26,7 @@ def shell(line: str) -> str:
 
 
 def unreached(host: str, problem: Problem, rank: int = 1) -> Finding:
-    meeting = Meeting(Seat(2, rank, host, 29500, "none"), problem=problem)
+    meeting = Meeting(NodePlace(2, rank, host, 29500, "none"), problem=problem)
     return own_problem(meeting, problem, Situation(Options(nproc=1), hostname="gpu7"))
 
 
@@ -74,7 +74,7 @@ def test_without_an_endpoint_no_node_is_told_to_wait_for_itself(host: str) -> No
     kind = Problem("refused") if host else Problem("unresolved")
 
     def told(rank: int | None, names: tuple[str, ...] = ()) -> str:
-        meeting = Meeting(Seat(2, rank, host, 29500, "none", names), problem=kind)
+        meeting = Meeting(NodePlace(2, rank, host, 29500, "none", names), problem=kind)
         return own_problem(meeting, kind, gpu7("10.0.0.7")).paste
 
     assert told(0) == f"{start} --node-rank 0 --nproc-per-node 1 --rdzv-endpoint gpu7:29500"

@@ -40,7 +40,7 @@ from ddpdoctor.preflight.protocol.pairs import Listener, Target, dial_all, dial_
 from ddpdoctor.preflight.protocol.wire import WireError
 from ddpdoctor.preflight.protocol.worker import Worker, gather_facts
 from ddpdoctor.preflight.selftest.collectives import Ranks
-from ddpdoctor.preflight.situation import Options, Seat, Situation, seat
+from ddpdoctor.preflight.situation import NodePlace, Options, Situation, node_place
 from ddpdoctor.run.records.base import as_json
 
 
@@ -178,7 +178,7 @@ def test_each_version_is_told_with_the_nodes_that_have_it() -> None:
             for rank, each in enumerate(torches[:count])
         )
         report = Report(expected=count, nodes=nodes)
-        meeting = Meeting(Seat(count, 0, "node0", 29500, "none"), 0, report=report)
+        meeting = Meeting(NodePlace(count, 0, "node0", 29500, "none"), 0, report=report)
         situation = Situation()
         came: Meeting | Exception = meeting
         situation.once.put(meet_or_fail, came)
@@ -219,7 +219,7 @@ def test_a_node_answers_those_of_its_own_check_alone() -> None:
         others += await dial_all([right], b"t" * 16)
         return [result.outcome for result in others]
 
-    assert asyncio.run(talk()) == ["stranger", "stranger", "refused"]
+    assert asyncio.run(talk()) == ["other service", "other service", "refused"]
 
 
 # Joining.
@@ -286,8 +286,10 @@ def test_a_node_does_not_wait_for_its_ranks_when_node_0_is_gone() -> None:
         try:
             call = await call_once("127.0.0.1", port, key, "node1")
             situation = Situation(Options(nproc=1, nnodes=1), environ={})
-            facts = gather_facts(situation, seat(situation), await listener.open(), reduces=True)
-            worker = Worker(call, seat(situation), facts, listener, own)
+            facts = gather_facts(
+                situation, node_place(situation), await listener.open(), reduces=True
+            )
+            worker = Worker(call, node_place(situation), facts, listener, own)
             running = asyncio.ensure_future(worker.run(time.monotonic() + 3600))
             await here.gather(time.monotonic() + 30)
             question = Order("settle", needed=True, limit=3600)
@@ -325,11 +327,11 @@ def test_slurm_fills_in_what_was_not_typed() -> None:
         "SLURM_LOCALID": "0", "SLURM_NODEID": "3", "SLURM_NNODES": "4",
         "SLURM_STEP_NODELIST": "gpu[07-10]",
     }  # fmt: skip
-    found = seat(Situation(Options(nnodes=4), environ=slurm))
+    found = node_place(Situation(Options(nnodes=4), environ=slurm))
     assert (found.nnodes, found.rank, found.host, found.rdzv_id) == (4, 3, "gpu07", "9")
     assert found.name(1) == "gpu08 (node rank 1)"
     typed = Options(nnodes=4, node_rank=1, endpoint="head:1234", rdzv_id="x")
-    found = seat(Situation(typed, environ=slurm))
+    found = node_place(Situation(typed, environ=slurm))
     assert (found.rank, found.host, found.port, found.rdzv_id) == (1, "head", 1234, "x")
 
 
@@ -345,10 +347,10 @@ def test_mpi_with_a_process_on_each_node_says_which_node_it_is(
     rank: str, world: str, local: str, size: str
 ) -> None:
     environ = {rank: "2", world: "3", local: "0", size: "1", "MASTER_ADDR": "head"}
-    found = seat(Situation(Options(nnodes=3), environ=environ))
+    found = node_place(Situation(Options(nnodes=3), environ=environ))
     assert (found.nnodes, found.rank, found.host) == (3, 2, "head")
     several = {**environ, size: "8", world: "24"}
-    assert seat(Situation(Options(nnodes=3), environ=several)).rank is None
-    found = seat(Situation(Options(), environ=several))
+    assert node_place(Situation(Options(nnodes=3), environ=several)).rank is None
+    found = node_place(Situation(Options(), environ=several))
     assert (found.nnodes, found.rank, found.host) == (3, None, "head")
-    assert seat(Situation(Options(), environ={**several, world: "8"})).nnodes == 1
+    assert node_place(Situation(Options(), environ={**several, world: "8"})).nnodes == 1

@@ -43,10 +43,10 @@ def test_a_full_file_system_and_one_without_inodes(
     class Without:
         f_bavail, f_frsize, f_files, f_favail = facts.f_bavail, facts.f_frsize, 1000, 0
 
-    def full(folder: Path) -> str:
+    def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(resources, "_written", full)
+    monkeypatch.setattr(os, "fsync", full)
     situation = Situation(Options(checkpoint_dir=tmp_path), environ={"TMPDIR": str(tmp_path)})
     (finding,) = resources.checkpoint_dir(situation).findings
     assert finding.message.endswith("its file system is full")

@@ -17,8 +17,8 @@ import pytest
 from ddpdoctor.preflight.protocol.coordinator import nccl_report
 from ddpdoctor.preflight.protocol.messages import RankResult
 from ddpdoctor.preflight.selftest import collectives
-from ddpdoctor.preflight.selftest.collectives import REDUCTION_PROGRAM
-from ddpdoctor.preflight.selftest.reduction import _with_others
+from ddpdoctor.preflight.selftest.collectives import PROGRAM
+from ddpdoctor.preflight.selftest.ranks import _with_others
 from ddpdoctor.run.records.typed_json import decoder
 from tests.conftest import TOKEN
 
@@ -27,18 +27,18 @@ from tests.conftest import TOKEN
 
 BROKEN = f"""
 import sys
-sys.path.insert(0, {str(REDUCTION_PROGRAM.parent)!r})
-import reduction
+sys.path.insert(0, {str(PROGRAM.parent)!r})
+import ranks
 
-stage = reduction._stage
+stage = ranks._stage
 
 def broken(name, nodes, *rest):
-    if 1 in nodes and len(nodes) == 2 and (name != reduction.AGAIN or {{again}}):
+    if 1 in nodes and len(nodes) == 2 and (name != ranks.AGAIN or {{again}}):
         return {{{{"name": name, "nodes": nodes, "error": "no such device", "bus": 0.0}}}}
     return stage(name, nodes, *rest)
 
-reduction._stage = broken
-reduction.main()
+ranks._stage = broken
+ranks.main()
 """
 """A rank of node 1 that cannot reduce with a single other node, at first or again, too."""
 
@@ -50,7 +50,7 @@ def reduced(
     programs = {rank: ["-c", BROKEN.format(again=again)] for rank, again in (broken or {}).items()}
     processes = [
         subprocess.Popen(
-            [sys.executable, *programs.get(order["rank"], [str(REDUCTION_PROGRAM)])],
+            [sys.executable, *programs.get(order["rank"], [str(PROGRAM)])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -150,18 +150,18 @@ def test_a_node_is_tried_with_one_that_did_not_fail(
 
 LOST = f"""
 import os, sys, time
-sys.path.insert(0, {str(REDUCTION_PROGRAM.parent)!r})
-import reduction
+sys.path.insert(0, {str(PROGRAM.parent)!r})
+import ranks
 
-stage = reduction._stage
+stage = ranks._stage
 
-def lost(name, nodes, ranks, group, order, limit):
+def lost(name, nodes, these, group, order, limit):
     if order["rank"] == 1 and name != "inside the node":
         {{}}
-    return stage(name, nodes, ranks, group, order, limit)
+    return stage(name, nodes, these, group, order, limit)
 
-reduction._stage = lost
-reduction.main()
+ranks._stage = lost
+ranks.main()
 """
 """Rank 1 is lost at the second stage, in NCCL say."""
 
@@ -175,7 +175,7 @@ reduction.main()
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            "reduction.GRACE_S = 60; reduction.threading.Thread.join = lambda *_: time.sleep(60)",
+            "ranks.GRACE_S = 60; ranks.threading.Thread.join = lambda *_: time.sleep(60)",
             9, "no result within 9 s", marks=pytest.mark.slow,
         ),
     ],
@@ -191,7 +191,7 @@ def test_what_a_rank_knew_before_it_was_lost_counts(
     """That gloo works, and so does NCCL inside the node: neither is blamed for what came then."""
     program = tmp_path / "lost.py"
     program.write_text(LOST.format(how))
-    monkeypatch.setattr(collectives, "REDUCTION_PROGRAM", program)
+    monkeypatch.setattr(collectives, "PROGRAM", program)
     port = free_port()
     more = {"stages": "gloo", "stage_limit": 2, "patience": patience}
     orders = [order(rank, [0, 1], port, **more) for rank in (0, 1)]

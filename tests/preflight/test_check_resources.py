@@ -195,7 +195,7 @@ def test_the_threads_of_a_container(machine: Machine) -> None:
 
 def test_locked_memory_matters_with_infiniband_alone(machine: Machine) -> None:
     here = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    if here == resource.RLIM_INFINITY or here >= resources.PINNED:
+    if here == resource.RLIM_INFINITY or here >= resources.MIN_LOCKED_MEMORY:
         pytest.skip("enough memory may be locked here")
     assert resources.limits(machine.situation()).status is Status.PASS
     (machine.root / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
@@ -284,7 +284,7 @@ def folder_check(folder: Path) -> Outcome:
 
 def test_a_checkpoint_folder_that_works_is_left_as_it_was(tmp_path: Path) -> None:
     outcome = folder_check(tmp_path)
-    if shutil.disk_usage(tmp_path).free > resources.LEAST_CHECKPOINT_SPACE:
+    if shutil.disk_usage(tmp_path).free > resources.MIN_CHECKPOINT_SPACE:
         assert outcome.status is Status.PASS
     assert outcome.detail.startswith("wrote, synchronized and renamed 1 MiB; ")
     assert list(tmp_path.iterdir()) == []

@@ -18,10 +18,10 @@ import pytest
 
 from ddpdoctor.preflight.machine.network import may_be_node
 from ddpdoctor.preflight.protocol import connecting, wire, worker
-from ddpdoctor.preflight.protocol.coordinator import MOST_STRANGERS, Coordinator, listen
+from ddpdoctor.preflight.protocol.coordinator import MAX_REJECTED, Coordinator, listen
 from ddpdoctor.preflight.protocol.joining import Call, CallError, call_once
 from ddpdoctor.preflight.protocol.messages import (
-    Knock,
+    Hello,
     Order,
     unpack_facts,
 )
@@ -29,7 +29,7 @@ from ddpdoctor.preflight.protocol.pairs import Listener, Target
 from ddpdoctor.preflight.protocol.wire import unpacked
 from ddpdoctor.preflight.protocol.worker import Worker
 from ddpdoctor.preflight.selftest.collectives import Ranks
-from ddpdoctor.preflight.situation import Seat
+from ddpdoctor.preflight.situation import NodePlace
 from ddpdoctor.run.records.base import as_json
 from tests.preflight.test_check_meeting import FACTS
 
@@ -99,16 +99,16 @@ def test_slow_connections_of_one_address_leave_room_for_the_nodes() -> None:
         calls(held, port, [STRANGER] * 200)
         for _ in range(600):
             await asyncio.sleep(0.05)
-            if here._admission.turned_away == 200 - connecting.MOST_UNPROVED_OF_ADDRESS:
+            if here._admission.turned_away == 200 - connecting.MAX_UNPROVED_OF_ADDRESS:
                 break
-        assert len(here._admission._waiting) == connecting.MOST_UNPROVED_OF_ADDRESS
+        assert len(here._admission._waiting) == connecting.MAX_UNPROVED_OF_ADDRESS
 
     with contextlib.ExitStack() as held:
         meeting(attack)
 
 
 def test_of_many_addresses_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connecting, "MOST_UNPROVED", 16)
+    monkeypatch.setattr(connecting, "MAX_UNPROVED", 16)
 
     async def attack(here: Coordinator, port: int) -> None:
         calls(held, port, [f"127.0.1.{each}" for each in range(1, 41)])
@@ -137,7 +137,7 @@ def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatc
 def test_wrong_ids_are_counted_and_change_nothing() -> None:
     async def attack(here: Coordinator, port: int) -> None:
         gathering = asyncio.ensure_future(here.gather(asyncio.get_running_loop().time() + 3600))
-        for number in range(MOST_STRANGERS + 8):
+        for number in range(MAX_REJECTED + 8):
             with pytest.raises(CallError) as caught:
                 await call_once("127.0.0.1", port, wire.key_of("other"), f"node{number}")
             assert caught.value.problem.kind == "other id"
@@ -145,20 +145,20 @@ def test_wrong_ids_are_counted_and_change_nothing() -> None:
         gathering.cancel()
 
     here = meeting(attack)
-    assert here.uninvited == MOST_STRANGERS + 8
-    assert len(here.strangers) == MOST_STRANGERS
+    assert here.rejected_calls == MAX_REJECTED + 8
+    assert len(here.rejected) == MAX_REJECTED
 
 
 def test_a_name_that_steers_a_terminal_is_no_name() -> None:
     async def attack(here: Coordinator, port: int) -> None:
         reader, writer = await stranger(port)
         await reader.readexactly(wire.GREETING_BYTES)
-        writer.write(wire.packed(Knock("0" * 64, "0", "\x1b[2Jgpu7")))
+        writer.write(wire.packed(Hello("0" * 64, "0", "\x1b[2Jgpu7")))
         await reader.read()
         writer.close()
 
     here = meeting(attack)
-    assert [(each.host, each.address) for each in here.strangers] == [("", STRANGER)]
+    assert [(each.host, each.address) for each in here.rejected] == [("", STRANGER)]
 
 
 HOSTILE = (
@@ -246,8 +246,8 @@ def obeying(folder: Path, *orders: Order) -> Worker:
         other, theirs = await asyncio.open_connection(sock=right)
         call = Call(wire.Link(reader, writer), "x", 0.0, 0.0, "10.0.0.1", "10.0.0.1")
         facts = replace(FACTS, folder=str(folder))
-        seat = Seat(2, 1, "node0", 29500, "none")
-        made = Worker(call, seat, facts, Listener(), Ranks(os.environ))
+        place = NodePlace(2, 1, "node0", 29500, "none")
+        made = Worker(call, place, facts, Listener(), Ranks(os.environ))
         for order in orders:
             theirs.write(wire.packed(order))
         await theirs.drain()

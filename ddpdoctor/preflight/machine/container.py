@@ -1,4 +1,4 @@
-"""The container that this process is in: whose it is, and what its control groups allow."""
+"""The container around this process: its kind, and what its control groups allow."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Literal
 from ddpdoctor.preflight.situation import Situation, text
 
 DOCKERS_RESOLVER = "127.0.0.11"
-"""The name server of Docker's own networks; a container in the host's has the host's."""
+"""The name server of Docker's own networks. Containers in the host's network have the host's."""
 
 Kind = Literal["", "docker", "podman", "kubernetes"]
 
 
 def kind(situation: Situation) -> Kind:
-    """The kind of container that this process is in; empty if none is known."""
+    """Return the kind of container around this process; empty if none is known."""
     root = situation.proc.parent
     if "KUBERNETES_SERVICE_HOST" in situation.environ:
         return "kubernetes"
@@ -27,7 +27,7 @@ def kind(situation: Situation) -> Kind:
 
 
 def appears_when_started(situation: Situation) -> bool:
-    """Whether another node's name and address may come with its container, and not before."""
+    """Return whether other nodes' names and addresses may appear only when they start."""
     inside = kind(situation)
     if inside != "docker":
         return bool(inside)
@@ -36,20 +36,19 @@ def appears_when_started(situation: Situation) -> bool:
 
 
 def run_line(situation: Situation, option: str) -> str:
-    """The line that starts this container with another option; empty outside of such ones."""
+    """Return the line that starts this container with an option; empty if it is of another kind."""
     inside = kind(situation)
     return f"{inside} run {option} ..." if inside in ("docker", "podman") else ""
 
 
-_UNLIMITED = 1 << 60
-"""Version 1 shows "no limit" as a number near 2**63."""
+_UNLIMITED = 1 << 60  # Version 1 of control groups shows "no limit" as a number near 2**63
 
 
 def _folders(situation: Situation, controller: str) -> Iterator[Path]:
-    """The directories of a controller from this process's own group up to the root.
+    """Yield the directories of a controller, from this process's own group up to the root.
 
-    In a container the paths of /proc/self/cgroup are often those of the host and do not exist:
-    then the root of the mount is the container's own group.
+    In a container the paths of /proc/self/cgroup are often the host's and do not exist. Then the
+    root of the mount is the container's own group.
     """
     root = situation.sys / "fs" / "cgroup"
     for row in text(situation.proc / "self" / "cgroup").splitlines():
@@ -71,14 +70,14 @@ def _folders(situation: Situation, controller: str) -> Iterator[Path]:
 
 
 def _number(path: Path) -> int | None:
-    """The number in a file; None if there is none, or it means "no limit"."""
+    """Read the number in a file; None if there is none, or it means "no limit"."""
     digits = text(path)
     return int(digits) if digits.isdigit() and int(digits) < _UNLIMITED else None
 
 
 def memory(situation: Situation) -> tuple[int, int] | None:
-    """Bytes used and allowed of the tightest group with a limit; None if none has one."""
-    tightest = None
+    """Return the bytes used and allowed of the tightest group; None if none has a limit."""
+    found = []
     for folder in _folders(situation, "memory"):
         for most, used in (
             ("memory.max", "memory.current"),
@@ -87,40 +86,30 @@ def memory(situation: Situation) -> tuple[int, int] | None:
             limit = _number(folder / most)
             if limit is None:
                 continue
-            held = max(0, (_number(folder / used) or 0) - _reclaimable(folder))
-            if tightest is None or limit - held < tightest[1] - tightest[0]:
-                tightest = (held, limit)
-    return tightest
-
-
-def _reclaimable(folder: Path) -> int:
-    """Bytes of the page cache, which the kernel gives back when memory is short."""
-    rows = (row.partition(" ") for row in text(folder / "memory.stat").splitlines())
-    return sum(
-        int(value)
-        for name, _, value in rows
-        if name in ("inactive_file", "active_file") and value.isdigit()
-    )
+            # The kernel gives page cache back when memory is short.
+            rows = (row.partition(" ") for row in text(folder / "memory.stat").splitlines())
+            cache = ("inactive_file", "active_file")
+            free = sum(int(value) for name, _, value in rows if name in cache and value.isdigit())
+            found.append((max(0, (_number(folder / used) or 0) - free), limit))
+    return min(found, key=lambda each: each[1] - each[0], default=None)
 
 
 def cores(situation: Situation) -> float | None:
-    """How many cores' time the groups allow; None if there is no limit."""
+    """Return how many cores the groups allow; None if there is no limit."""
     found = []
     for folder in _folders(situation, "cpu"):
         quota, _, period = text(folder / "cpu.max").partition(" ")
         if quota.isdigit() and period.isdigit():
             found.append(int(quota) / int(period))
-        quota_us, period_us = (
-            _number(folder / "cpu.cfs_quota_us"),
-            _number(folder / "cpu.cfs_period_us"),
-        )
+        quota_us = _number(folder / "cpu.cfs_quota_us")
+        period_us = _number(folder / "cpu.cfs_period_us")
         if quota_us and period_us:
             found.append(quota_us / period_us)
     return min(found, default=None)
 
 
 def pids(situation: Situation) -> tuple[int, int] | None:
-    """Processes and threads now and at most, of the tightest group; None if there is no limit."""
+    """Return the processes and threads now and at most of the tightest group, if there is one."""
     found = []
     for folder in _folders(situation, "pids"):
         most, now = _number(folder / "pids.max"), _number(folder / "pids.current")

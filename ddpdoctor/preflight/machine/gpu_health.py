@@ -1,17 +1,16 @@
-"""Whether the NVIDIA driver answers for every GPU, and what faults the GPUs have.
-
-Faults are memory errors, overheating, and what the driver logged.
-"""
+"""Whether the NVIDIA driver responds for every GPU, and whether the GPUs have faults."""
 
 from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from ddpdoctor.core.finding import Finding, Severity
+from ddpdoctor.core.formatting import age, count
 from ddpdoctor.core.opening import whole
 from ddpdoctor.preflight.check import (
     Outcome,
@@ -30,7 +29,7 @@ from ddpdoctor.preflight.situation import Situation, gpu_facts
 from ddpdoctor.system.gpu_health import GpuFacts, Health
 from ddpdoctor.system.nvml import hides_all
 
-# -- whether the NVIDIA driver answers, and for every GPU of the machine
+# -- the driver
 
 
 _MISMATCH, _NO_PERMISSION = 18, 4
@@ -87,53 +86,45 @@ def _driver_findings(situation: Situation, facts: GpuFacts, on_bus: int) -> Iter
             fix, paste = "Load the driver.", "sudo modprobe nvidia"
         else:
             fix, paste = "See what the kernel says; reboot.", "sudo dmesg | grep -i nvrm"
+        torch = software.installed_torch()
         yield finding(
-            _severity(situation),
+            # A job on the CPU needs no GPU.
+            Severity.INFO
+            if hides_all(situation.environ)
+            else Severity.ERROR
+            if torch is None or torch.cuda
+            else Severity.WARNING,
             f"no GPU can be used: {facts.trouble}",
             evidence=(f"the PCI bus has {on_bus} NVIDIA GPUs",) if on_bus else (),
             fix=fix,
             paste=paste,
             about="driver",
         )
-    for index, why in facts.absent:
-        yield _lost(index, why)
-    for gpu in facts.gpus:
-        if "lost" in gpu.problem or "reset" in gpu.problem or "unknown error" in gpu.problem:
-            yield _lost(gpu.device.index, gpu.problem)
-    off = [gpu.device.index for gpu in facts.gpus if gpu.persistent is False]
+    lost = [*facts.absent, *((gpu.device.index, gpu.problem) for gpu in facts.gpus if gpu.lost)]
+    for index, why in lost:
+        yield failure(
+            f"GPU {index} does not answer: {why}",
+            fix="Reset it, or reboot; if it is lost again, it has to be replaced. Until then "
+            "leave it out by CUDA_VISIBLE_DEVICES.",
+            paste=typed("sudo nvidia-smi --gpu-reset -i {}", index),
+            about=f"gpu {index}",
+        )
+    off = [str(gpu.device.index) for gpu in facts.gpus if gpu.persistent is False]
     if off:
         yield note(
-            f"persistence mode is off on GPU {', '.join(map(str, off))}: after a pause the driver "
-            "takes seconds to come back",
+            f"persistence mode is off on GPU {', '.join(off)}: after a pause the driver takes "
+            "seconds to come back",
             fix="Turn it on.",
             paste="sudo nvidia-smi -pm 1",
             about="persistence",
         )
 
 
-def _severity(situation: Situation) -> Severity:
-    """How bad it is that no GPU can be used: a job on the CPU needs none."""
-    if hides_all(situation.environ):
-        return Severity.INFO
-    torch = software.installed_torch()
-    return Severity.ERROR if torch is None or torch.cuda else Severity.WARNING
-
-
-def _lost(index: int, why: str) -> Finding:
-    return failure(
-        f"GPU {index} does not answer: {why}",
-        fix="Reset it, or reboot; if it comes back lost, it has to be replaced. Until then leave "
-        "it out by CUDA_VISIBLE_DEVICES.",
-        paste=typed("sudo nvidia-smi --gpu-reset -i {}", index),
-        about=f"gpu {index}",
-    )
-
-
-# -- whether the GPUs have faults: memory errors, overheating, what the driver logged
+# -- faults: memory errors, overheating, errors that the driver logged
 
 
 RECENT = 24 * 3600.0
-"""Seconds for which what the driver logged counts; older errors were most likely dealt with."""
+"""Seconds for which the driver's log counts. Older errors were most likely dealt with."""
 
 _HOT = ("hardware slowdown", "software thermal slowdown", "hardware thermal slowdown",
         "power brake")  # fmt: skip
@@ -151,20 +142,19 @@ _HARDWARE = {
     120: "the GPU's system processor failed",
     140: "an unrecovered ECC error",
 }
-"""XIDs that mean hardware, by NVIDIA's list; 13, 31, 43 and 45 are a program's own faults. Of a
-remapped row (63) the GPU itself reports as long as it matters."""
+"""XIDs that mean hardware, by NVIDIA's list. 13, 31, 43 and 45 are a program's own faults. The GPU
+itself reports a remapped row (63) as long as it matters."""
 
 _XID = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+)")
 
 
 @dataclass(frozen=True)
 class Xid:
-    """An error that the driver logged."""
+    """An error that the driver logged. Its age is in seconds."""
 
     bus_id: str
     number: int
     age: float
-    """Seconds."""
 
 
 @check("gpu-health", "DDP023")
@@ -195,7 +185,7 @@ def gpu_health(situation: Situation) -> Outcome:
     gpus = job_gpus(situation)
     log = read_log(situation.proc.parent / "dev" / "kmsg")
     detail = f"{len(gpus)} GPUs: ECC, rows, temperature"
-    detail += ", kernel log" if log is not None else "; the kernel log may not be read"
+    detail += ", kernel log" if log is not None else "; the kernel log is not readable"
     findings = [found for gpu in gpus for found in _memory(gpu)]
     findings += [found for gpu in gpus for found in _throttled(gpu)]
     findings += _logged(gpus, log or ())
@@ -219,10 +209,9 @@ def _memory(gpu: Health) -> Iterator[Finding]:
             about=f"rows {index}",
         )
     if gpu.uncorrected:
-        count = gpu.uncorrected
+        errors = count(gpu.uncorrected, "memory error")
         yield failure(
-            f"GPU {index}: {count} memory error{'s' if count != 1 else ''} that ECC could not "
-            "correct since the driver was loaded",
+            f"GPU {index}: {errors} that ECC could not correct since the driver was loaded",
             fix="Reset it, or reboot; if they come back, it has to be replaced.",
             paste=typed("sudo nvidia-smi --gpu-reset -i {}", index),
             about=f"ecc {index}",
@@ -249,7 +238,7 @@ def _logged(gpus: Iterable[Health], log: Iterable[Xid]) -> list[Finding]:
         if index is None or xid.number not in _HARDWARE or xid.age > RECENT:
             continue
         found[index, xid.number] = warning(
-            f"GPU {index} logged {_HARDWARE[xid.number]} (XID {xid.number}) {_ago(xid.age)} ago",
+            f"GPU {index} logged {_HARDWARE[xid.number]} (XID {xid.number}) {age(xid.age)} ago",
             fix="Reset it, or reboot; if it comes back, it has to be replaced.",
             paste="sudo dmesg -T | grep -i xid",
             about=f"xid {index} {xid.number}",
@@ -258,21 +247,16 @@ def _logged(gpus: Iterable[Health], log: Iterable[Xid]) -> list[Finding]:
 
 
 def _short(bus_id: str) -> str:
-    """A PCI address without its domain's width and its function: ``3b:00`` of 00000000:3B:00.0."""
+    """Shorten a PCI address such as 00000000:3B:00.0 to ``3b:00``."""
     parts = bus_id.lower().split(".")[0].split(":")
     domain = parts[0].lstrip("0") if len(parts) > 2 else ""
     return ":".join([domain, *parts[-2:]])
 
 
-def _ago(seconds: float) -> str:
-    hours, minutes = divmod(int(seconds) // 60, 60)
-    return f"{hours} h" if hours else f"{minutes} min"
-
-
 def read_log(path: Path) -> list[Xid] | None:
-    """The driver's errors in the kernel's log; None if it may not be read.
+    """Return the driver's errors in the kernel's log; None if it may not be read.
 
-    Each record is "priority,sequence,microseconds since the boot,flags;text".
+    A record is "priority,sequence,microseconds since the boot,flags;text".
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -295,7 +279,7 @@ def read_log(path: Path) -> list[Xid] | None:
         return None
     finally:
         os.close(descriptor)
-    return list(_parsed(records, _uptime()))
+    return list(_parsed(records, time.clock_gettime(time.CLOCK_MONOTONIC)))
 
 
 def _parsed(records: Iterable[str], uptime: float) -> Iterator[Xid]:
@@ -304,9 +288,3 @@ def _parsed(records: Iterable[str], uptime: float) -> Iterator[Xid]:
         stamp = record.partition(";")[0].split(",")
         if match and len(stamp) > 2 and stamp[2].isdigit():
             yield Xid(match[1], whole(match[2]), max(0.0, uptime - whole(stamp[2]) / 1e6))
-
-
-def _uptime() -> float:
-    import time
-
-    return time.clock_gettime(time.CLOCK_MONOTONIC)

@@ -9,17 +9,16 @@ from itertools import combinations
 from pathlib import Path
 
 from ddpdoctor.core.finding import Finding
+from ddpdoctor.core.formatting import listed
 from ddpdoctor.preflight.check import Outcome, check, judged, note, skipped, typed, warning
 from ddpdoctor.preflight.machine.gpu_use import bus_gpus, job_gpus, no_gpu
 from ddpdoctor.preflight.situation import Situation, gpu_facts, names, text
-from ddpdoctor.preflight.words import first
 from ddpdoctor.system.gpu_health import Health
 
-# -- whether the GPUs reach each other at full speed: PCIe, NVLink and peer-to-peer access
+# -- PCIe, NVLink and peer-to-peer access
 
 
-FEW = 4
-"""So many times fewer lanes than there could be are no board's design."""
+FEW = 4  # No board is designed with so many times fewer lanes than possible
 
 
 @check("gpu-links", "DDP024")
@@ -53,22 +52,22 @@ def gpu_links(situation: Situation) -> Outcome:
     pcie = f"PCIe x{'/'.join(map(str, widths))}, " if widths else ""
     links = sum(sum(gpu.links) for gpu in gpus)
     detail = f"{len(gpus)} GPUs: {pcie}{f'{links} NVLinks up' if links else 'no NVLink'}"
-    return judged(detail, _link_findings(gpus))
-
-
-def _link_findings(gpus: Sequence[Health]) -> Iterator[Finding]:
+    findings: list[Finding] = []
     for gpu in gpus:
         peers = [other for other in gpus if other.device.name == gpu.device.name]
-        if gpu.fabric_ready is False:
-            yield warning(
-                f"the NVSwitch fabric of GPU {gpu.device.index} is not set up: CUDA may fail with "
-                '"system not yet initialized"',
-                fix="Start the fabric manager, in the same version as the driver.",
-                paste="sudo systemctl restart nvidia-fabricmanager",
-                about=f"fabric {gpu.device.index}",
-            )
-        yield from _pcie(gpu, peers)
-        yield from _nvlink(gpu, peers)
+        findings += [*_fabric(gpu), *_pcie(gpu, peers), *_nvlink(gpu, peers)]
+    return judged(detail, findings)
+
+
+def _fabric(gpu: Health) -> Iterator[Finding]:
+    if gpu.fabric_ready is False:
+        yield warning(
+            f"the NVSwitch fabric of GPU {gpu.device.index} is not set up: CUDA may fail with "
+            '"system not yet initialized"',
+            fix="Start the fabric manager, in the same version as the driver.",
+            paste="sudo systemctl restart nvidia-fabricmanager",
+            about=f"fabric {gpu.device.index}",
+        )
 
 
 def _pcie(gpu: Health, peers: Sequence[Health]) -> Iterator[Finding]:
@@ -101,7 +100,7 @@ def _pcie(gpu: Health, peers: Sequence[Health]) -> Iterator[Finding]:
 def _nvlink(gpu: Health, peers: Sequence[Health]) -> Iterator[Finding]:
     links = [sum(other.links) for other in peers]
     up, most = sum(gpu.links), max(links)
-    # A GPU without any may be one without a bridge; where most have links it is not.
+    # A GPU without links may have no bridge, unless most of its peers have links.
     if up < most and links.count(most) > len(peers) / 2:
         yield warning(
             f"GPU {gpu.device.index} has {up} of {most} NVLinks up, fewer than its peers",
@@ -143,7 +142,7 @@ def gpu_peers(situation: Situation) -> Outcome:
     known = situation.shared(gpu_facts).peers
     pairs = [each for each in known if each[0] in indices and each[1] in indices]
     if not pairs:
-        return skipped("the driver does not say")
+        return skipped("the driver does not report it")
     direct = sum(works for _, _, works in pairs)
     detail = f"{direct} of {len(pairs)} pairs of GPUs have peer-to-peer access"
     return judged(detail, _peers(situation.sys, gpus, pairs))
@@ -156,7 +155,7 @@ def _peers(
     if without and len(without) < len(pairs):
         yield note(
             f"{len(without)} of {len(pairs)} pairs of GPUs have no peer-to-peer access: "
-            f"{first(without)}",
+            f"{listed(without)}",
             fix="Nothing, where they are on different sockets; else check ACS and the IOMMU.",
             paste="nvidia-smi topo -p2p r",
             about="pairs",
@@ -173,32 +172,30 @@ def _peers(
 
 
 def _is_translated(sys: Path, gpu: Health) -> bool:
-    """Whether the kernel maps a GPU's transfers by an IOMMU, page by page."""
+    """Return whether the kernel maps a GPU's transfers by an IOMMU, page by page."""
     domain, _, rest = gpu.device.bus_id.lower().partition(":")
     folder = sys / "bus" / "pci" / "devices" / f"{domain[-4:]}:{rest}"
     return text(folder / "iommu_group" / "type").startswith("DMA")
 
 
-# -- whether PCIe access control (ACS) sends what GPUs say to each other the long way round
+# -- PCIe access control (ACS)
 
 
 _BRIDGE = 0x0604
 _STATUS, _HAS_LIST, _CLASS, _FIRST = 0x06, 0x10, 0x0A, 0x34
-"""Of the standard header: the status register and its bit for a list of capabilities, the class,
-and where the list begins. (PCI Local Bus 3.0, chapter 6; PCI Express Base, chapter 7.)"""
+"""In the standard header: the status register, its bit for a list of capabilities, the class, and
+the start of that list. (PCI Local Bus 3.0, chapter 6; PCI Express Base, chapter 7.)"""
 
 _EXPRESS, _DOWNSTREAM = 0x10, 6
-"""The capability that holds the kind of a port, and the kind of a switch's port to a device."""
+"""The capability with the kind of a port, and the kind of a switch's port to a device."""
 
 _EXTENDED, _ACS = 0x100, 0x000D
-_CONTROL = 6
-"""Where the control register lies in the ACS capability."""
+_CONTROL = 6  # The offset of the control register in the ACS capability
 
 REDIRECTS = 0x04 | 0x08 | 0x20
-"""Request redirect, completion redirect, egress control. "Source validation" alone does no harm."""
+"""Request redirect, completion redirect, egress control. "Source validation" does no harm."""
 
-_MOST_CAPABILITIES = 128
-"""So that a damaged list has an end."""
+_MAX_CAPABILITIES = 128  # So that the loop through a damaged list ends
 
 
 class Unreadable(Exception):
@@ -207,10 +204,9 @@ class Unreadable(Exception):
 
 @dataclass(frozen=True)
 class BridgePort:
-    """A port of a PCIe switch with a GPU below.
+    """A port of a PCIe switch above a GPU, such as ``0000:05:08.0``.
 
     Attributes:
-        address: Such as ``0000:05:08.0``.
         control: Its ACS control register; None without ACS.
     """
 
@@ -251,39 +247,34 @@ def gpu_acs(situation: Situation) -> Outcome:
     gpus = bus_gpus(situation.sys)
     if len(gpus) < 2:
         return skipped("a single GPU" if gpus else no_gpu(situation))
-    if _is_virtual(situation.proc):
+    if "hypervisor" in text(situation.proc / "cpuinfo").split():
         return skipped("a virtual machine: its host decides")
     try:
-        ports = list(_ports(situation.sys, gpus))
+        ports = list(_ports(gpus))
     except Unreadable as error:
         return skipped(str(error))
     if not ports:
         return skipped("no PCIe switch above the GPUs")
     on = [port for port in ports if port.redirects]
     detail = f"{len(ports)} switch ports above {len(gpus)} GPUs, ACS redirects on {len(on)}"
-    return judged(detail, _acs_findings(situation, on, len(ports)))
-
-
-def _acs_findings(situation: Situation, on: list[BridgePort], ports: int) -> Iterator[Finding]:
     if not on or not _uses_pcie(situation):
-        return
-    yield warning(
-        f"PCIe access control (ACS) redirects on {len(on)} of {ports} switch ports above GPUs: "
-        "transfers between GPUs go by way of the processor",
+        return judged(detail, [])
+    line = f"for port in {' '.join(['{}'] * len(on))}; do "
+    line += "sudo setpci -v -s $port ECAP_ACS+0x6.w=0000; done"
+    redirecting = warning(
+        f"PCIe access control (ACS) redirects on {len(on)} of {len(ports)} switch ports above "
+        "GPUs: transfers between GPUs go by way of the processor",
         evidence=tuple(f"{port.address}: ACS control {port.control:#06x}" for port in on[:8]),
         fix="Turn it off until the next boot, or for good in the BIOS; not where virtual machines "
         "get devices of their own:",
-        paste=typed(
-            f"for port in {' '.join(['{}'] * len(on))}; do "
-            "sudo setpci -v -s $port ECAP_ACS+0x6.w=0000; done",
-            *(port.address for port in on),
-        ),
+        paste=typed(line, *(port.address for port in on)),
         about="acs",
     )
+    return judged(detail, [redirecting])
 
 
 def _uses_pcie(situation: Situation) -> bool:
-    """Whether GPUs reach each other, or a fabric, over PCIe."""
+    """Return whether GPUs reach each other, or a fabric, over PCIe."""
     facts = situation.shared(gpu_facts)
     indices = sorted(gpu.device.index for gpu in facts.gpus)
     wired = set(facts.nvlinked)
@@ -292,33 +283,25 @@ def _uses_pcie(situation: Situation) -> bool:
     return bool(names(situation.sys / "class" / "infiniband"))
 
 
-def _is_virtual(proc: Path) -> bool:
-    return "hypervisor" in text(proc / "cpuinfo").split()
-
-
-def _ports(sys: Path, gpus: list[Path]) -> Iterator[BridgePort]:
-    """The downstream ports of switches that lead to a GPU.
+def _ports(gpus: list[Path]) -> Iterator[BridgePort]:
+    """Yield the downstream ports of switches that lead to a GPU.
 
     Raises:
         Unreadable: One of them cannot be read as far as needed.
     """
     seen = set()
     for gpu in gpus:
-        # Every bridge is a folder around those of the devices below.
+        # Every bridge is a directory around those of the devices below it.
         for folder in gpu.resolve().parents:
             if folder in seen or not (folder / "config").exists():
                 continue
             seen.add(folder)
-            space = _space(folder)
+            try:
+                space = (folder / "config").read_bytes()
+            except OSError as error:
+                raise Unreadable(f"PCI {folder.name} cannot be read: {error.strerror}") from None
             if _is_downstream(space, folder.name):
                 yield BridgePort(folder.name, acs_control(space, folder.name))
-
-
-def _space(folder: Path) -> bytes:
-    try:
-        return (folder / "config").read_bytes()
-    except OSError as error:
-        raise Unreadable(f"PCI {folder.name} cannot be read: {error.strerror}") from None
 
 
 def _is_downstream(space: bytes, name: str) -> bool:
@@ -327,7 +310,7 @@ def _is_downstream(space: bytes, name: str) -> bool:
     if not _word(space, _STATUS) & _HAS_LIST:
         return False
     at = space[_FIRST] & ~3
-    for _ in range(_MOST_CAPABILITIES):
+    for _ in range(_MAX_CAPABILITIES):
         if at < 0x40:
             return False
         if at + 4 > len(space):
@@ -339,14 +322,10 @@ def _is_downstream(space: bytes, name: str) -> bool:
 
 
 def acs_control(space: bytes, name: str) -> int | None:
-    """The ACS control register in a port's configuration space; None if it has no ACS.
-
-    Args:
-        space: All bytes that could be read.
-        name: The port, for a message.
+    """Return the ACS control register in a port's configuration space; None if it has no ACS.
 
     Raises:
-        Unreadable: It ends before the extended capabilities, at byte 256.
+        Unreadable: The bytes end before the extended capabilities, at byte 256.
     """
     if len(space) <= _EXTENDED:
         raise Unreadable(
@@ -355,7 +334,7 @@ def acs_control(space: bytes, name: str) -> int | None:
             else f"the kernel shows 256 bytes of PCI {name} and no extended capabilities"
         )
     at = _EXTENDED
-    for _ in range(_MOST_CAPABILITIES):
+    for _ in range(_MAX_CAPABILITIES):
         if at < _EXTENDED or at + 8 > len(space):
             return None
         (head,) = struct.unpack_from("<I", space, at)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ddpdoctor.core.finding import Finding, Severity
+from ddpdoctor.core.formatting import GIB, binary_size, count
 from ddpdoctor.preflight.check import (
     Outcome,
     Skip,
@@ -29,29 +30,26 @@ from ddpdoctor.preflight.situation import (
     text,
     visible_gpus,
 )
-from ddpdoctor.preflight.words import GIB, counted, shown
 from ddpdoctor.system.gpu_health import Health
 from ddpdoctor.system.nvml import hides_all
 from ddpdoctor.system.proc import Listed, named
 
-# -- which GPUs a job would use, and why there are none
+# -- the GPUs of the job
 
 
 NVIDIA = "0x10de"
-NO_DRIVER = (0, 9, 12)
-"""NVML's codes where there is no library, no kernel module, or no driver at all."""
+NO_DRIVER = (0, 9, 12)  # NVML's codes if there is no library, no kernel module, or no driver at all
 
 _GIVEN_AWAY = ("vfio-pci", "pci-stub")
 
-_DISPLAY = "0x03"
-"""The PCI class of graphics cards and of GPUs without an output."""
+_DISPLAY = "0x03"  # The PCI class of graphics cards and of GPUs without an output
 
 
 def chosen(situation: Situation) -> tuple[Health, ...]:
-    """The GPUs that answer and that a job would use, in CUDA's order.
+    """Return the GPUs that respond and that a job would use, in CUDA's order.
 
-    The numbers in ``CUDA_VISIBLE_DEVICES`` are CUDA's; where all GPUs are alike they are those of
-    the PCI bus.
+    The numbers in ``CUDA_VISIBLE_DEVICES`` are CUDA's. If all GPUs are alike they are those of the
+    PCI bus.
     """
     gpus = situation.shared(gpu_facts).gpus
     places = situation.shared(cuda_choice).places
@@ -59,7 +57,7 @@ def chosen(situation: Situation) -> tuple[Health, ...]:
 
 
 def job_gpus(situation: Situation) -> tuple[Health, ...]:
-    """As :func:`chosen`, for a check of them.
+    """Return the same GPUs, for a check of them.
 
     Raises:
         Skip: There are none.
@@ -71,9 +69,9 @@ def job_gpus(situation: Situation) -> tuple[Health, ...]:
 
 
 def bus_gpus(sys: Path) -> list[Path]:
-    """The folders of the NVIDIA GPUs on the PCI bus, whatever the driver says.
+    """Return the directories of the NVIDIA GPUs on the PCI bus, whatever the driver says.
 
-    Less those that the machine keeps for its virtual machines.
+    Leave out those that are reserved for virtual machines.
     """
     folder = sys / "bus" / "pci" / "devices"
     return [
@@ -86,38 +84,38 @@ def bus_gpus(sys: Path) -> list[Path]:
 
 
 def on_the_bus(situation: Situation) -> int:
-    """How many NVIDIA GPUs the PCI bus has, whatever the driver says."""
+    """Count the NVIDIA GPUs on the PCI bus, whatever the driver says."""
     return len(bus_gpus(situation.sys))
 
 
 def none_here(situation: Situation) -> str:
-    """Why GPU checks are skipped; empty if there are GPUs that answer."""
+    """Return why GPU checks are skipped; empty if there are GPUs that respond."""
     facts = situation.shared(gpu_facts)
     if facts.gpus and hides_all(situation.environ):
         return f"CUDA_VISIBLE_DEVICES hides all {len(facts.gpus)} GPUs"
     if facts.gpus:
         return ""
-    return (
-        no_gpu(situation) if driverless(situation) else f"the GPUs cannot be read: {facts.trouble}"
-    )
+    if driverless(situation):
+        return no_gpu(situation)
+    return f"the GPUs cannot be read: {facts.trouble}"
 
 
 def no_gpu(situation: Situation) -> str:
-    """What there is instead, in the words of a skipped check."""
+    """Return why a check without a GPU is skipped."""
     if (situation.sys / "class" / "kfd").exists():
         return "no NVIDIA GPU (AMD's are not tested)"
     return "no GPU"
 
 
 def driverless(situation: Situation) -> bool:
-    """Whether there is no driver because there is no GPU, or neither of it can be seen."""
+    """Return whether there is no driver because there is no GPU, or neither can be seen."""
     facts = situation.shared(gpu_facts)
     if not facts.trouble:
         return not facts.absent and not facts.gpus
     return facts.code in NO_DRIVER and not on_the_bus(situation)
 
 
-# -- whether there is a GPU for each rank of this node, and no other process holds its memory
+# -- a GPU for each rank, and its memory
 
 
 @check("gpu-count", "DDP021")
@@ -152,34 +150,44 @@ def gpu_count(situation: Situation) -> Outcome:
     detail = f"{seen} of {len(gpus)} GPUs visible"
     if seen and any(gpu.device.mig for gpu in mine):
         detail = "one MIG instance visible, all that CUDA shows a process"
-    detail = f"{detail}, for {counted(situation.nproc, 'rank')}"
-    closed = [_closed(gpu) for gpu in mine if gpu.closed]
-    return judged(detail, [*_visible(situation, gpus, mine, seen), *closed])
+    detail = f"{detail}, for {count(situation.nproc, 'rank')}"
+    findings = [
+        *_count_findings(situation, gpus, mine, seen),
+        *_order_findings(situation, gpus),
+        *_mig_findings(situation, mine),
+        *(_closed(gpu) for gpu in mine if gpu.closed),
+    ]
+    return judged(detail, findings)
 
 
-def _visible(
+def _count_findings(
     situation: Situation, gpus: Sequence[Health], mine: Sequence[Health], seen: int
 ) -> Iterator[Finding]:
     wanted = situation.environ.get("CUDA_VISIBLE_DEVICES")
-    entry = situation.shared(cuda_choice).wrong
-    parted = [gpu for gpu in mine if gpu.device.mig]
-    if entry:
+    wrong = situation.shared(cuda_choice).wrong
+    if wrong:
         yield failure(
-            f"CUDA_VISIBLE_DEVICES={wanted}: {entry}, so that CUDA sees {seen} of {len(gpus)} GPUs",
+            f"CUDA_VISIBLE_DEVICES={wanted}: {wrong}, so that CUDA sees {seen} of {len(gpus)} GPUs",
             fix="Correct the entry: CUDA ignores it and all that follow, and everything if one is "
             "listed twice.",
             paste=typed("export CUDA_VISIBLE_DEVICES={}", ",".join(map(str, range(len(gpus))))),
             about="CUDA_VISIBLE_DEVICES",
         )
-    elif situation.nproc > seen and not parted:
+    elif situation.nproc > seen and not any(gpu.device.mig for gpu in mine):
         yield warning(
-            f"{situation.nproc} ranks for {counted(seen, 'visible GPU')}: NCCL "
-            "refuses two ranks on one",
+            f"{situation.nproc} ranks for {count(seen, 'visible GPU')}: NCCL refuses two ranks on "
+            "one",
             fix="Start one rank per GPU, or leave the GPUs out for a job on the CPU.",
             paste=corrected_line(situation, nproc=max(seen, 1)),
             about="ranks",
         )
-    if _numbered_otherwise(situation, gpus):
+
+
+def _order_findings(situation: Situation, gpus: Sequence[Health]) -> Iterator[Finding]:
+    wanted = situation.environ.get("CUDA_VISIBLE_DEVICES", "")
+    by_bus = situation.environ.get("CUDA_DEVICE_ORDER", "") == "PCI_BUS_ID"
+    kinds = {gpu.device.name for gpu in gpus}
+    if wanted.strip()[:1].isdigit() and not by_bus and len(kinds) > 1:
         yield note(
             "the GPUs are of several kinds: CUDA_VISIBLE_DEVICES numbers them with the fastest "
             "first, and nvidia-smi by the PCI bus",
@@ -187,9 +195,13 @@ def _visible(
             paste="export CUDA_DEVICE_ORDER=PCI_BUS_ID",
             about="order",
         )
-    empty = [gpu for gpu in parted if not gpu.instances]
-    if empty or (parted and situation.nproc > 1):
-        indices = ", ".join(str(gpu.device.index) for gpu in empty or parted)
+
+
+def _mig_findings(situation: Situation, mine: Sequence[Health]) -> Iterator[Finding]:
+    partitioned = [gpu for gpu in mine if gpu.device.mig]
+    empty = [gpu for gpu in partitioned if not gpu.instances]
+    if empty or (partitioned and situation.nproc > 1):
+        indices = ", ".join(str(gpu.device.index) for gpu in empty or partitioned)
         yield finding(
             Severity.ERROR if empty else Severity.WARNING,
             f"GPU {indices} is partitioned (MIG) and has no instances: CUDA cannot use it"
@@ -200,14 +212,6 @@ def _visible(
             paste=typed("sudo nvidia-smi -i {} -mig 0", indices.replace(" ", "")),
             about="MIG",
         )
-
-
-def _numbered_otherwise(situation: Situation, gpus: Sequence[Health]) -> bool:
-    """Whether a number in CUDA_VISIBLE_DEVICES may mean another GPU to CUDA than to us."""
-    wanted = situation.environ.get("CUDA_VISIBLE_DEVICES", "")
-    by_bus = situation.environ.get("CUDA_DEVICE_ORDER", "") == "PCI_BUS_ID"
-    kinds = {gpu.device.name for gpu in gpus}
-    return wanted.strip()[:1].isdigit() and not by_bus and len(kinds) > 1
 
 
 def _closed(gpu: Health) -> Finding:
@@ -223,16 +227,14 @@ def _closed(gpu: Health) -> Finding:
     )
 
 
-LEAST_HELD = 2 * GIB
-"""Less than this is a desktop, or a context of a monitoring program."""
+MIN_HELD = 2 * GIB  # A desktop, or a context of a monitoring program, holds less than this
 
-LEAST_HELD_SHARE = 0.05
+MIN_HELD_SHARE = 0.05
 
 _DEVICES = ("/dev/nvidia", "/dev/dxg")
-"""What a process has open that uses a GPU; the second one in WSL."""
+"""Files that a process that uses a GPU has open; the second one in WSL."""
 
-_FIRST_NAMESPACE = 0xEFFFFFFC
-"""The inode of the host's PID namespace (PROC_PID_INIT_INO of Linux)."""
+_FIRST_NAMESPACE = 0xEFFFFFFC  # The inode of the host's PID namespace (PROC_PID_INIT_INO of Linux)
 
 
 @check("gpu-memory", "DDP022")
@@ -258,57 +260,47 @@ def gpu_memory(situation: Situation) -> Outcome:
         For GPUs that CUDA_VISIBLE_DEVICES leaves out, for partitioned GPUs (MIG), and where the
         driver does not report memory.
     """
-    gpus = [gpu for gpu in job_gpus(situation) if not gpu.device.mig]
-    free = [
-        gpu.memory_total - gpu.memory_used
-        for gpu in gpus
-        if gpu.memory_total is not None and gpu.memory_used is not None
+    known = [
+        (gpu, gpu.memory_used, gpu.memory_total)
+        for gpu in job_gpus(situation)
+        if not gpu.device.mig and gpu.memory_used is not None and gpu.memory_total is not None
     ]
-    if not free:
-        return skipped("the driver does not say how much is in use")
-    detail = f"{len(free)} GPUs: {shown(min(free))} free, or more"
-    return judged(detail, (found for gpu in gpus for found in _held(situation, gpu)))
-
-
-def _held(situation: Situation, gpu: Health) -> Iterator[Finding]:
-    used, total = gpu.memory_used, gpu.memory_total
-    if used is None or not total or used < LEAST_HELD or used < LEAST_HELD_SHARE * total:
-        return
-    mine = [each for each in gpu.processes if each.pid != os.getpid()]
-    holders = []
-    for process in mine[:4]:
-        known = _known(situation.proc, process.pid)
-        who = known.described if known else f"pid {process.pid} of another container"
-        held = f" holds {shown(process.memory)}" if process.memory else ""
-        holders.append(f"{who}{held}")
-    yield warning(
-        f"{shown(used)} of {shown(total)} of GPU {gpu.device.index} are in use before the job "
-        "starts",
-        evidence=tuple(holders) or ("by processes that cannot be seen from here",),
-        fix="End what holds it, if it is left over, or choose other GPUs.",
-        paste="nvidia-smi --query-compute-apps=gpu_uuid,pid,used_memory --format=csv",
-        about=f"gpu {gpu.device.index}",
-    )
+    if not known:
+        return skipped("the driver does not report how much memory is in use")
+    least = min(total - used for _, used, total in known)
+    findings = []
+    for gpu, used, total in known:
+        if used < max(MIN_HELD, MIN_HELD_SHARE * total):
+            continue
+        holders = []
+        for process in [each for each in gpu.processes if each.pid != os.getpid()][:4]:
+            found = _known(situation.proc, process.pid)
+            who = found.described if found else f"pid {process.pid} of another container"
+            held = f" holds {binary_size(process.memory)}" if process.memory else ""
+            holders.append(f"{who}{held}")
+        taken = warning(
+            f"{binary_size(used)} of {binary_size(total)} of GPU {gpu.device.index} are in use "
+            "before the job starts",
+            evidence=tuple(holders) or ("by processes that cannot be seen from here",),
+            fix="End what holds it, if it is left over, or choose other GPUs.",
+            paste="nvidia-smi --query-compute-apps=gpu_uuid,pid,used_memory --format=csv",
+            about=f"gpu {gpu.device.index}",
+        )
+        findings.append(taken)
+    return judged(f"{len(known)} GPUs: {binary_size(least)} free, or more", findings)
 
 
 def _known(proc: Path, pid: int) -> Listed | None:
-    """The process of a pid that the driver reports; None if it is not known here.
+    """Return the process of a pid that the driver reports; None if it is not known here.
 
-    To a container it may report the pids of the host, and another process may have that one here.
+    To a container it may report the host's pids, and here another process may have that pid.
     """
     known = named(proc, pid)
-    if known is None or _sees_all_processes(proc):
-        return known
-    for file in names(known.folder / "fd"):
+    with contextlib.suppress(OSError):
+        if known is None or os.stat(proc / "self" / "ns" / "pid").st_ino == _FIRST_NAMESPACE:
+            return known
+    for file in names(known.folder / "fd") if known else ():
         with contextlib.suppress(OSError):
-            if any(each in os.readlink(known.folder / "fd" / file) for each in _DEVICES):
+            if os.readlink(proc / str(pid) / "fd" / file).startswith(_DEVICES):
                 return known
     return None
-
-
-def _sees_all_processes(proc: Path) -> bool:
-    """Whether this process is in the host's own PID namespace."""
-    try:
-        return os.stat(proc / "self" / "ns" / "pid").st_ino == _FIRST_NAMESPACE
-    except OSError:
-        return False

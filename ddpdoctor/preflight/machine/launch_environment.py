@@ -1,4 +1,4 @@
-"""What the job is launched with: the launcher's variables, debug variables, the rendezvous port."""
+"""How the job is launched: the launcher's variables, debug variables, the rendezvous port."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import errno
 import os
 import socket
 import struct
+import sys
 from collections.abc import Iterator, Mapping
+from itertools import product
 from math import inf
 from pathlib import Path
 from typing import NamedTuple
@@ -38,14 +40,14 @@ from ddpdoctor.preflight.situation import (
     Situation,
     environment_number,
     names,
+    node_place,
     places,
-    seat,
     text,
     visible_gpus,
 )
 from ddpdoctor.system.proc import Listed, listed, listening, sockets
 
-# -- whether the launcher's variables are complete and agree with each other
+# -- the launcher's variables
 
 
 _NEEDED_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -81,9 +83,13 @@ def launch_environment(situation: Situation) -> Outcome:
         rendezvous.
     """
     environ = situation.environ
-    findings = list(_launch_findings(situation, environ))
-    found = [name for name in _NEEDED_VARIABLES if environ.get(name)]
     launched = [place for place in places(environ) if place.launcher != "torchrun"]
+    findings = [*_numbers(environ), *_incomplete(environ)]
+    if launched and "TORCHELASTIC_RUN_ID" not in environ:
+        findings += _contradicting(environ, launched[0])
+        findings += _launched_twice(situation, launched[0])
+    findings += _rendezvous(situation)
+    found = [name for name in _NEEDED_VARIABLES if environ.get(name)]
     if not found and not launched and not findings:
         return passed("no launcher's variables: torchrun will set them")
     parts = [f"{name}={environ[name]}" for name in found]
@@ -95,19 +101,10 @@ def launch_environment(situation: Situation) -> Outcome:
     return judged(", ".join(parts) or "no launcher's variables", findings)
 
 
-def _wrong(message: str, fix: str, paste: str, *, about: str, warning: bool = False) -> Finding:
-    severity = Severity.WARNING if warning else Severity.ERROR
+def _wrong(
+    message: str, fix: str, paste: str, *, about: str, severity: Severity = Severity.ERROR
+) -> Finding:
     return finding(severity, message, fix=fix, paste=paste, about=about)
-
-
-def _launch_findings(situation: Situation, environ: Mapping[str, str]) -> Iterator[Finding]:
-    yield from _numbers(environ)
-    yield from _incomplete(environ)
-    mine = [place for place in places(environ) if place.launcher != "torchrun"]
-    if mine and "TORCHELASTIC_RUN_ID" not in environ:
-        yield from _contradicting(environ, mine[0])
-        yield from _launched_twice(situation, mine[0])
-    yield from _rendezvous(situation)
 
 
 def _numbers(environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -147,35 +144,32 @@ def _numbers(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _host_in(address: str) -> str:
-    """The name in what is more than one: ``tcp://node0:29500``, ``node0:29500``, ``node0/``."""
+    """Return the host name in ``tcp://node0:29500``, ``node0:29500`` or ``node0/``."""
     name = address.rpartition("//")[2].partition("/")[0]
     name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
     return name or "NODE0"
 
 
 def _incomplete(environ: Mapping[str, str]) -> Iterator[Finding]:
-    has = {name for name in _NEEDED_VARIABLES if environ.get(name)}
-    placed = {"RANK", "WORLD_SIZE"} & has
-    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-               if name not in has]  # fmt: skip
+    placed = [name for name in ("RANK", "WORLD_SIZE") if environ.get(name)]
+    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in needed if not environ.get(name)]
     if placed and missing:
-        there = " and ".join(sorted(placed))
         yield _wrong(
-            f"{there} {'are' if len(placed) > 1 else 'is'} set, but not {', '.join(missing)}",
+            f"{' and '.join(placed)} {'are' if len(placed) > 1 else 'is'} set, but not "
+            f"{', '.join(missing)}",
             "init_process_group wants all of them. torchrun sets them itself; if a job is started "
-            "without it, set the others, too.",
+            "without it, set the others as well.",
             "unset RANK WORLD_SIZE",
             about="incomplete",
-            warning=True,
+            severity=Severity.WARNING,
         )
 
 
 def _contradicting(environ: Mapping[str, str], place: Place) -> Iterator[Finding]:
     rank, size = environment_number(environ, "RANK"), environment_number(environ, "WORLD_SIZE")
-    several = (place.world_size or 1) > 1
-    if rank is not None and place.rank is not None and rank != place.rank and several:
-        if size is not None and size != place.world_size:
-            return
+    several, same_job = (place.world_size or 1) > 1, size in (None, place.world_size)
+    if several and same_job and None not in (rank, place.rank) and rank != place.rank:
         yield _wrong(
             f"RANK is {rank}, but {place.launcher} says that this is task {place.rank} of "
             f"{place.world_size}",
@@ -205,33 +199,34 @@ def _launched_twice(situation: Situation, place: Place) -> Iterator[Finding]:
 
 
 def _rendezvous(situation: Situation) -> Iterator[Finding]:
-    place = seat(situation)
+    place = node_place(situation)
     if place.nnodes < 2 or situation.attendance_checked:
-        # That check sees whether the nodes meet there all the same.
+        # That check finds out whether the nodes meet there.
         return
     nodes, alone = f"{place.nnodes} nodes", "each would wait for the others on its own"
-    fix, paste = meeting_point(place, situation)
     if not place.host:
         message = f"{nodes}, but no rendezvous endpoint: {alone} localhost"
-        yield _wrong(message, fix, paste, about="rendezvous")
     elif is_local(place.host):
         message = f"the rendezvous of {nodes} is on {place.host}: {alone}"
-        yield _wrong(message, fix, paste, about="rendezvous")
+    else:
+        return
+    fix, paste = meeting_point(place, situation)
+    yield _wrong(message, fix, paste, about="rendezvous")
 
 
-# -- variables that were set to debug something once, and slow down or break every job since
+# -- variables that were set for debugging, and slow down or break every job
 
 
 OFF = frozenset({"", "0", "false", "off", "no"})
 
 
 class _Leftover(NamedTuple):
-    """A variable, what it does, and where that hurts.
+    """A variable, its effect, and where it hurts.
 
     Attributes:
-        gpus: Of how many GPUs on the machine, at least and at most.
-        value: The one that hurts; empty for any that turns it on.
-        fabric: Whether it hurts between nodes with InfiniBand alone.
+        gpus: The least and the most GPUs on the machine.
+        value: The value that hurts; empty for any that turns it on.
+        fabric: Whether it hurts only between nodes with InfiniBand.
     """
 
     name: str
@@ -246,19 +241,17 @@ class _Leftover(NamedTuple):
         return value.upper() == self.value if self.value else value.lower() not in OFF
 
     def elsewhere(self, value: str, situation: Situation) -> bool:
-        """Whether it would hurt on a machine with GPUs, and this one has none."""
+        """Return whether it would hurt on a machine with GPUs, and this one has none."""
         return self.gpus[1] > 0 and self._is_on(value) and not situation.shared(visible_gpus)
 
     def hurts(self, value: str, situation: Situation) -> bool:
-        """Whether a value of it slows down or breaks jobs on this machine."""
-        on = self._is_on(value)
-        fabric = situation.options.nnodes > 1 and names(situation.sys / "class" / "infiniband")
+        """Return whether a value of it slows down or breaks jobs on this machine."""
+        if self.fabric and situation.options.nnodes < 2:
+            return False
+        if self.fabric and not names(situation.sys / "class" / "infiniband"):
+            return False
         least, most = self.gpus
-        return (
-            on
-            and least <= situation.shared(visible_gpus) <= most
-            and bool(fabric or not self.fabric)
-        )
+        return self._is_on(value) and least <= situation.shared(visible_gpus) <= most
 
 
 _HANGS = "a collective that fails or times out hangs forever instead of ending the job"
@@ -335,38 +328,36 @@ def variables(situation: Situation) -> Outcome:
 def _leftover_findings(
     situation: Situation, sources: Mapping[str, Mapping[str, str]]
 ) -> Iterator[Finding]:
-    for each in _LEFTOVERS:
-        for source, values in sources.items():
-            value = values.get(each.name)
-            if value is not None and each.elsewhere(value, situation):
-                yield note(
-                    f"{each.name}={value} is set; where there are GPUs, {each.effect}",
-                    evidence=(f"it is set in {source}",),
-                    about=each.name,
-                )
-            if value is None or not each.hurts(value, situation):
-                continue
-            inside = source == "the environment"
-            yield finding(
-                each.severity,
-                f"{each.name}={value} is set: {each.effect}",
-                evidence=() if inside else (f"it is set in {source}",),
-                fix="Remove it, from the shell's start files and the image as well."
-                if inside
-                else f"Remove the line from {source}.",
-                paste=typed("unset {}", each.name) if inside else _line_without(each.name, source),
-                about=each.name,
-            )
+    for each, (source, values) in product(_LEFTOVERS, sources.items()):
+        value, where = values.get(each.name), (f"it is set in {source}",)
+        if value is None:
+            continue
+        if each.elsewhere(value, situation):
+            message = f"{each.name}={value} is set; where there are GPUs, {each.effect}"
+            yield note(message, evidence=where, about=each.name)
+        if not each.hurts(value, situation):
+            continue
+        inside = source == "the environment"
+        yield finding(
+            each.severity,
+            f"{each.name}={value} is set: {each.effect}",
+            evidence=() if inside else where,
+            fix="Remove it, from the shell's start files and the image as well."
+            if inside
+            else f"Remove the line from {source}.",
+            paste=typed("unset {}", each.name) if inside else _line_without(each.name, source),
+            about=each.name,
+        )
 
 
 def _line_without(name: str, source: str) -> str:
-    """The line that takes a variable out of a file."""
+    """Return the line that removes a variable from a file."""
     sudo = "sudo " if source.startswith("/etc/") else ""
     return typed(f"{sudo}sed -i {{}} {{}}", f"/^ *{name} *=/d", source)
 
 
 def _startup_files(situation: Situation) -> dict[str, dict[str, str]]:
-    """What NCCL reads from files, by path; the environment takes precedence."""
+    """Read NCCL's configuration files, without variables that the environment overrides."""
     home = situation.environ.get("HOME", "")
     paths = [situation.proc.parent / "etc" / "nccl.conf"]
     if home:
@@ -382,7 +373,7 @@ def _startup_files(situation: Situation) -> dict[str, dict[str, str]]:
     return found
 
 
-# -- whether the port of the rendezvous is free, and who holds it
+# -- the rendezvous port
 
 
 _STORE_MAGIC = 0x3C85F7CE
@@ -415,25 +406,33 @@ def port(situation: Situation) -> Outcome:
         given, torch 2.13 and later).
     """
     options, endpoint = situation.options, situation.endpoint
-    if options.nnodes > 1 and not seat(situation).host:
+    if options.nnodes > 1 and not node_place(situation).host:
         return skipped("it is not known where the nodes meet")
     if options.nnodes > 1 and not _is_first_node(situation):
         return skipped("node 0 listens, not this one")
     number = endpoint[1] if endpoint else DEFAULT_PORT
     if endpoint is None and options.nnodes == 1 and software.torchrun_picks_a_port():
         return passed("torchrun takes a free one by itself")
-    # Of several nodes the check itself listens there meanwhile: then only others are looked for.
+    # With several nodes this check listens there itself. Then only look for other processes.
     problem = _bind_error(number) if options.nnodes == 1 else 0
-    holders = [each for each in _holders(situation, number) if each.pid != os.getpid()]
     if problem == errno.EACCES:
-        return judged(f"{number} is reserved", [_reserved(situation, number)])
-    if not problem and not holders and not _others_listen(situation, number):
+        reserved = failure(
+            f"this user may not listen on port {number}",
+            evidence=("ports below 1024 are the superuser's",),
+            fix="Choose a port from 1024 on.",
+            paste=_with_port(situation, DEFAULT_PORT),
+        )
+        return judged(f"{number} is reserved", [reserved])
+    listeners = {inode for inode, at in listening(situation.proc).items() if at == number}
+    holders = _others_with(situation, listeners)
+    # A process that this user may not see may listen as well.
+    if not problem and not holders and not listeners - sockets(situation.proc / "self"):
         return passed(f"{number} is free")
     return judged(f"{number} is taken", [_taken(situation, number, holders)])
 
 
 def _is_first_node(situation: Situation) -> bool:
-    """Whether this is the node of the rendezvous: by its rank, else by the rendezvous' address."""
+    """Return whether this is the node of the rendezvous, by its rank or by its addresses."""
     if situation.options.node_rank is not None:
         return situation.options.node_rank == 0
     found = situation.shared(endpoint_name)
@@ -442,7 +441,7 @@ def _is_first_node(situation: Situation) -> bool:
 
 
 def _bind_error(number: int) -> int:
-    """The error number with which listening as torch's store does fails; 0 if it works."""
+    """Return the error number of listening as torch's store does; 0 if it works."""
     for family, address in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):
         try:
             with socket.socket(family, socket.SOCK_STREAM) as server:
@@ -456,6 +455,12 @@ def _bind_error(number: int) -> int:
             if error.errno in (errno.EADDRINUSE, errno.EACCES):
                 return error.errno
     return 0
+
+
+def _others_with(situation: Situation, inodes: set[int]) -> list[Listed]:
+    """Return the other processes with one of these sockets, as far as this user may see."""
+    others = (each for each in listed(situation.proc) if each.pid != os.getpid())
+    return [each for each in others if inodes & sockets(each.folder)] if inodes else []
 
 
 def _taken(situation: Situation, number: int, holders: list[Listed]) -> Finding:
@@ -482,48 +487,16 @@ def _with_port(situation: Situation, number: int) -> str:
     return typed("export MASTER_PORT={}", number)
 
 
-def _reserved(situation: Situation, number: int) -> Finding:
-    return failure(
-        f"this user may not listen on port {number}",
-        evidence=("ports below 1024 are the superuser's",),
-        fix="Choose a port from 1024 on.",
-        paste=_with_port(situation, DEFAULT_PORT),
-    )
-
-
-def _listening(situation: Situation, number: int) -> set[int]:
-    """The sockets that listen on a port."""
-    found = listening(situation.proc)
-    return {inode for inode, port_of_it in found.items() if port_of_it == number}
-
-
-def _others_listen(situation: Situation, number: int) -> bool:
-    """Whether a process listens there that is not this one, even one that cannot be seen."""
-    return bool(_listening(situation, number) - sockets(situation.proc / "self"))
-
-
-def _holders(situation: Situation, number: int) -> list[Listed]:
-    """The processes that hold a listening socket of that port, as far as this user may see."""
-    inodes = _listening(situation, number)
-    if not inodes:
-        return []
-    return [each for each in listed(situation.proc) if inodes & sockets(each.folder)]
-
-
 def speaks_store(number: int, host: str = "127.0.0.1", seconds: float = 1.0) -> bool:
-    """Whether torch's TCPStore answers at a port: it is asked for the number of its keys."""
+    """Return whether torch's TCPStore answers at a port, if asked for the number of its keys."""
     question = bytes([_VALIDATE]) + struct.pack("=I", _STORE_MAGIC) + bytes([_COUNT_KEYS])
+    answer = b""
     try:
         with socket.create_connection((host, number), seconds) as connection:
             connection.settimeout(seconds)
             connection.sendall(question)
-            answer = b""
-            while len(answer) < 8:
-                part = connection.recv(8 - len(answer))
-                if not part:
-                    return False
+            while len(answer) < 8 and (part := connection.recv(8 - len(answer))):
                 answer += part
     except OSError:
         return False
-    keys: int = struct.unpack("=q", answer)[0]
-    return 0 <= keys < 1 << 40
+    return len(answer) == 8 and 0 <= int.from_bytes(answer, sys.byteorder, signed=True) < 1 << 40

@@ -2,46 +2,50 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import secrets
 import socket
 import struct
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
 
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.preflight.check import Outcome, check, failure, finding, judged, typed, warning
 from ddpdoctor.preflight.protocol.messages import Facts
 from ddpdoctor.preflight.situation import Situation, bounded, text, visible_gpus, waited_for_core
 
-# -- which of this machine's name servers answer: a dead one costs 5 s before the next is asked
+T = TypeVar("T")
+
+# -- name servers
 
 
-MOST_SERVERS = 3
-"""Servers that glibc asks (MAXNS of resolv.h)."""
+MAX_SERVERS = 3  # Name servers that glibc asks (MAXNS of resolv.h)
 
-SERVER_ANSWER_S, SERVER_TRIES = 1.5, 2
+SERVER_TIMEOUT, SERVER_TRIES = 1.5, 2
 
 _DNS_HEADER = struct.Struct("!6H")
 _RECURSION, _ADDRESS, _INTERNET = 0x0100, 1, 1
-"""Of RFC 1035: the flag "recursion desired", the type A, the class IN."""
+"""RFC 1035: the flag "recursion desired", type A, class IN."""
 
 
 @dataclass(frozen=True)
 class NameServer:
-    """A server of /etc/resolv.conf, and whether it answered a question."""
+    """A server of /etc/resolv.conf, and whether it answered."""
 
     address: str
     answers: bool
 
 
 def ask_servers(situation: Situation, name: str) -> list[NameServer]:
-    """The servers in their order, each asked for a name; that it has no such name is an answer."""
+    """Ask each server for a name. That it does not know the name is an answer as well."""
     rows = text(situation.proc.parent / "etc" / "resolv.conf").splitlines()
     words = [row.split() for row in rows]
-    listed = [each[1] for each in words if len(each) > 1 and each[0] == "nameserver"][:MOST_SERVERS]
+    listed = [each[1] for each in words if len(each) > 1 and each[0] == "nameserver"][:MAX_SERVERS]
     if not listed:
         return []
     with ThreadPoolExecutor(len(listed)) as pool:
@@ -49,7 +53,7 @@ def ask_servers(situation: Situation, name: str) -> list[NameServer]:
 
 
 def dead_servers(servers: list[NameServer]) -> str:
-    """Those that do not answer, in a line; empty if all do."""
+    """Name the servers that do not answer; empty if all do."""
     silent = [each.address for each in servers if not each.answers]
     if not silent:
         return ""
@@ -60,54 +64,41 @@ def dead_servers(servers: list[NameServer]) -> str:
 
 
 def server_answers(server: str, name: str, *, port: int = 53) -> bool:
-    """Whether a name server says anything about a name."""
-    question = _dns_question(name)
-    try:
+    """Return whether a name server says anything about a name."""
+    labels = [each.encode("ascii", "replace")[:63] for each in name.strip(".").split(".")]
+    question = _DNS_HEADER.pack(secrets.randbits(16), _RECURSION, 1, 0, 0, 0)
+    question += b"".join(bytes([len(each)]) + each for each in labels if each)
+    question += struct.pack("!BHH", 0, _ADDRESS, _INTERNET)
+    with contextlib.suppress(OSError):
         (family, kind, _, _, address), *_ = socket.getaddrinfo(
             server, port, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST
         )
         with socket.socket(family, kind) as asking:
-            asking.settimeout(SERVER_ANSWER_S)
+            asking.settimeout(SERVER_TIMEOUT)
             asking.connect(address)
             for _ in range(SERVER_TRIES):
                 asking.send(question)
-                try:
+                with contextlib.suppress(TimeoutError):
                     if asking.recv(512)[:2] == question[:2]:
                         return True
-                except TimeoutError:
-                    continue
-    except OSError:
-        pass
     return False
-
-
-def _dns_question(name: str) -> bytes:
-    labels = [each.encode("ascii", "replace")[:63] for each in name.strip(".").split(".")]
-    encoded = b"".join(bytes([len(each)]) + each for each in labels if each)
-    head = _DNS_HEADER.pack(secrets.randbits(16), _RECURSION, 1, 0, 0, 0)
-    return head + encoded + struct.pack("!BHH", 0, _ADDRESS, _INTERNET)
 
 
 # -- lookups
 
 
-LOOKUP_LIMIT = 12.0
-"""Seconds that a lookup may take before it counts as one without an answer: glibc waits 5 s for
-each name server, and the third one may be the first that answers."""
+LOOKUP_TIMEOUT = 12.0
+"""Seconds until a lookup counts as unanswered. glibc waits 5 s for each name server, and the third
+may be the first that answers."""
 
-LOOKUPS_LIMIT = 45.0
-"""Seconds that a check may take which waits for several of them."""
+LOOKUPS_LIMIT = 45.0  # Seconds for a check that waits for several lookups
 
 
 @dataclass(frozen=True)
 class Lookup:
-    """The answer to a name.
+    """The addresses of a name, in the resolver's order, or why there are none.
 
-    Attributes:
-        name: What was asked for.
-        addresses: What it resolves to, in the resolver's order.
-        seconds: How long that took, without the time in which this process waited for a core.
-        problem: Why there is no answer; empty if there is one.
+    The seconds do not include waits for a core.
     """
 
     name: str
@@ -116,68 +107,72 @@ class Lookup:
     problem: str = ""
 
 
-def lookup(name: str, limit: float = LOOKUP_LIMIT) -> Lookup:
-    """Resolve a name as the C library does, IPv4 and IPv6; one that looks slow twice."""
-    found = resolve(name, limit)
+def lookup(name: str) -> Lookup:
+    """Resolve a name as the C library does. Try a slow one again."""
+    found = resolve(name)
     if found.addresses and found.seconds > SLOW:
-        # Other work makes a lookup slow once; a name server does each time.
-        again = resolve(name, limit)
-        found = min(found, again, key=lambda each: (not each.addresses, each.seconds))
+        # Other work makes a lookup slow once, a name server makes it slow each time.
+        found = min(found, resolve(name), key=lambda each: (not each.addresses, each.seconds))
     return found
 
 
-def resolve(name: str, limit: float = LOOKUP_LIMIT) -> Lookup:
-    """Resolve a name as the C library does, IPv4 and IPv6, once: its time is not to be judged."""
+def _timed(call: Callable[[], T]) -> tuple[T, float]:
+    """Return the result of a lookup, and its seconds without waits for a core.
 
-    def ask() -> tuple[list[str], str, float]:
-        began, before = time.monotonic(), waited_for_core()
-        problem, addresses = "", []
+    Raises:
+        TimeoutError: There was no answer in time.
+    """
+
+    def run() -> tuple[T, float]:
+        began, waits = time.monotonic(), waited_for_core()
+        result = call()
+        return result, max(0.0, time.monotonic() - began - (waited_for_core() - waits))
+
+    return bounded(run, LOOKUP_TIMEOUT)
+
+
+def resolve(name: str) -> Lookup:
+    """Resolve a name as the C library does, IPv4 and IPv6, once."""
+
+    def ask() -> tuple[list[str], str]:
         try:
             answer = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-            addresses = [str(each[4][0]).partition("%")[0] for each in answer]
         except (OSError, UnicodeError) as error:
-            words = error.strerror if isinstance(error, OSError) else str(error)
-            problem = words or str(error)
-        took = time.monotonic() - began
-        return addresses, problem, max(0.0, took - (waited_for_core() - before))
+            return [], getattr(error, "strerror", "") or str(error)
+        return [str(each[4][0]).partition("%")[0] for each in answer], ""
 
     try:
-        addresses, problem, seconds = bounded(ask, limit)
+        (addresses, problem), seconds = _timed(ask)
     except TimeoutError:
-        return Lookup(name, (), limit, f"no answer within {limit:.0f} s")
+        return _unanswered(name)
     return Lookup(name, tuple(dict.fromkeys(addresses)), seconds, problem)
 
 
+def _unanswered(name: str) -> Lookup:
+    return Lookup(name, (), LOOKUP_TIMEOUT, f"no answer within {LOOKUP_TIMEOUT:.0f} s")
+
+
 def own_name(situation: Situation) -> Lookup:
-    """This machine's host name, looked up."""
+    """Look up this machine's host name."""
     return lookup(situation.hostname)
 
 
 def full_name(situation: Situation) -> Lookup:
-    """This machine's full name, as torchrun takes it for MASTER_ADDR, looked up again.
+    """Look up this machine's full name, which torchrun uses as MASTER_ADDR.
 
-    It comes from the name server or /etc/hosts by the machine's address, and need not resolve.
-    The time is that of both lookups. Where the host name has no answer, neither has this.
+    It comes from the name server or /etc/hosts by the machine's address, and may not resolve. The
+    time is that of both lookups. Without an answer to the host name there is none to this one.
     """
     own = situation.shared(own_name)
     if not own.addresses:
         return own
-
-    def ask() -> tuple[str, float]:
-        began, before = time.monotonic(), waited_for_core()
-        name = socket.getfqdn(situation.hostname)
-        return name, max(0.0, time.monotonic() - began - (waited_for_core() - before))
-
     try:
-        name, seconds = bounded(ask, LOOKUP_LIMIT)
+        name, seconds = _timed(partial(socket.getfqdn, situation.hostname))
         if seconds > SLOW:
-            name, seconds = min(
-                (name, seconds), bounded(ask, LOOKUP_LIMIT), key=lambda each: each[1]
-            )
+            again = _timed(partial(socket.getfqdn, situation.hostname))
+            name, seconds = min((name, seconds), again, key=lambda each: each[1])
     except TimeoutError:
-        return Lookup(
-            situation.hostname, (), LOOKUP_LIMIT, f"no answer within {LOOKUP_LIMIT:.0f} s"
-        )
+        return _unanswered(situation.hostname)
     except (OSError, UnicodeError) as error:
         return Lookup(situation.hostname, (), 0.0, str(error))
     if name == situation.hostname:
@@ -187,13 +182,18 @@ def full_name(situation: Situation) -> Lookup:
 
 
 def endpoint_name(situation: Situation) -> Lookup | None:
-    """The rendezvous' host, looked up; None if none is known."""
+    """Look up the host of the rendezvous; None if it is unknown."""
     endpoint = situation.endpoint
     return None if endpoint is None else lookup(endpoint[0])
 
 
-SLOW = 1.0
-"""Seconds from which a lookup holds a start up that a person notices."""
+def endpoint_address(situation: Situation) -> str:
+    """Return the first address of the rendezvous; empty if it is unknown."""
+    found = situation.shared(endpoint_name)
+    return found.addresses[0] if found and found.addresses else ""
+
+
+SLOW = 1.0  # Seconds from which a lookup delays a start noticeably
 
 
 @check("lookups", "DDP008", limit=LOOKUPS_LIMIT)
@@ -221,7 +221,7 @@ def lookups(situation: Situation) -> Outcome:
         name that does not resolve is DDP003. If several nodes are checked, a rendezvous host that
         does not resolve is DDP050.
     """
-    # First what the other checks ask for last, so that slow ones are waited for side by side.
+    # Begin with what other checks ask for last, so that slow lookups run side by side.
     endpoint = situation.shared(endpoint_name)
     asked = [situation.shared(own_name)]
     if endpoint is not None and endpoint.name != situation.hostname:
@@ -231,7 +231,6 @@ def lookups(situation: Situation) -> Outcome:
         asked.append(replace(full, name=f"the full name of {situation.hostname}"))
     slowest = max(asked, key=lambda each: each.seconds)
     detail = f"{len(asked)} lookups, the slowest ({slowest.name}) in {slowest.seconds:.2f} s"
-    # The nodes cannot meet without it, as that check says.
     troubled = [each for each in asked if each.seconds > SLOW or not each.addresses]
     silent = dead_servers(ask_servers(situation, troubled[0].name)) if troubled else ""
     elsewhere = situation.attendance_checked
@@ -269,19 +268,18 @@ def _lookup_findings(
         )
 
 
-# -- the network interfaces of this machine, and whether those that gloo and NCCL choose work
+# -- interfaces
 
 
-ADDRESSES = "ip -brief address"
-"""The line to type where there is no address that could be named."""
+ADDRESSES = "ip -brief address"  # The line to paste if no address can be named
 
 VIRTUAL = ("docker", "virbr", "br-", "veth", "cni", "flannel", "podman", "lxcbr", "lxdbr", "vmnet")
-"""How the names of interfaces begin that lead to containers or virtual machines of this host."""
+"""Prefixes of interfaces that lead to containers or virtual machines of this host."""
 
 
 @dataclass(frozen=True)
 class Interface:
-    """One interface; its addresses are in the kernel's order, IPv4 before IPv6."""
+    """A network interface. Its addresses are in the kernel's order, IPv4 before IPv6."""
 
     name: str
     addresses: tuple[str, ...] = ()
@@ -292,7 +290,7 @@ class Interface:
 
     @property
     def virtual(self) -> bool:
-        """Whether it is a bridge or the like that no other machine is reached by."""
+        """Whether it is a bridge or the like, by which no other machine is reached."""
         return self.name.startswith(VIRTUAL)
 
     @property
@@ -303,42 +301,36 @@ class Interface:
 
 
 def interfaces(situation: Situation) -> tuple[Interface, ...]:
-    """All interfaces, in the order in which libraries see those that have an address."""
+    """Return all interfaces, in the order in which libraries see them."""
     import psutil
 
-    stats = psutil.net_if_stats()
-    found = []
+    stats, found = psutil.net_if_stats(), []
     for name, addresses in psutil.net_if_addrs().items():
-        usable = [
+        facts = stats.get(name)
+        usable = tuple(
             each.address.partition("%")[0]
             for each in addresses
             if each.family in (socket.AF_INET, socket.AF_INET6)
-        ]
-        facts = stats.get(name)
-        flags = getattr(facts, "flags", "").split(",")
-        found.append(
-            Interface(
-                name=name,
-                addresses=tuple(usable),
-                running=facts is not None and facts.isup,
-                loopback="loopback" in flags or name == "lo",
-                mtu=facts.mtu if facts is not None else 0,
-            )
         )
+        loopback = name == "lo" or "loopback" in getattr(facts, "flags", "").split(",")
+        running, mtu = (facts.isup, facts.mtu) if facts is not None else (False, 0)
+        found.append(Interface(name, usable, running, loopback, mtu))
     return tuple(found)
 
 
 def owner(address: str, among: Iterable[Interface]) -> Interface | None:
-    """The interface that has an address; all of 127.0.0.0/8 is the loopback's."""
-    for each in among:
-        if address in each.addresses or (each.loopback and address.startswith("127.")):
-            return each
-    return None
+    """Return the interface that has an address. The loopback has all of 127.0.0.0/8."""
+    has = (
+        each
+        for each in among
+        if address in each.addresses or (each.loopback and address.startswith("127."))
+    )
+    return next(has, None)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What a library will take: interfaces in its order, or why it will find none."""
+    """What a library will use: interfaces in its order, or why it will find none."""
 
     interfaces: tuple[Interface, ...] = ()
     problem: str = ""
@@ -349,17 +341,12 @@ class Choice:
 def gloo_choice(
     environ: Mapping[str, str], among: Iterable[Interface], own_addresses: Iterable[str]
 ) -> Choice:
-    """The interface that torch's gloo binds to.
+    """Return the interface that torch's gloo binds to.
 
-    ``GLOO_SOCKET_IFNAME`` is a comma-separated list of exact names. Without it, the first address
-    of the machine's own host name that can be bound; if there is none, the loopback, with a
-    warning. (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, createDefaultDevice;
+    ``GLOO_SOCKET_IFNAME`` is a comma-separated list of exact names. Without it, gloo uses the first
+    of the host name's addresses that can be bound, or else the loopback, with a warning.
+    (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, createDefaultDevice;
     gloo/transport/tcp/device.cc, lookupAddrForIface and lookupAddrForHostname.)
-
-    Args:
-        environ: The job's environment.
-        among: The machine's interfaces.
-        own_addresses: What the host name resolves to, in the resolver's order.
     """
     here = tuple(among)
     chosen = environ.get("GLOO_SOCKET_IFNAME", "")
@@ -381,10 +368,10 @@ def gloo_choice(
 
 
 def nccl_choice(environ: Mapping[str, str], among: Iterable[Interface]) -> Choice:
-    """The interfaces that NCCL uses for its sockets; the first is that of its bootstrap.
+    """Return the interfaces that NCCL uses for its sockets. The first is that of its bootstrap.
 
-    ``NCCL_SOCKET_IFNAME`` is a list of prefixes; with ``=`` before it of exact names, with ``^`` of
-    what to leave out. Without it: ``ib*``; else all but ``docker*``, ``lo*`` and ``virbr*``; else
+    ``NCCL_SOCKET_IFNAME`` is a list of prefixes; after ``=`` of exact names, after ``^`` of what to
+    leave out. Without it: ``ib*``; else all but ``docker*``, ``lo*`` and ``virbr*``; else
     ``docker*``; else ``lo*``; else ``virbr*``. Only running interfaces with an address count.
     (NCCL's src/misc/socket.cc, ncclFindInterfaces, and src/os/linux.cc, ncclOsFindInterfaces.)
     """
@@ -411,14 +398,14 @@ def _matches(name: str, wanted: str) -> bool:
     exclude = wanted.startswith("^")
     wanted = wanted.removeprefix("^")
     exact = wanted.startswith("=")
-    # NCCL takes a port behind a colon, which does not matter here.
+    # NCCL accepts a port after a colon, which does not matter here.
     parts = [each.partition(":")[0] for each in wanted.removeprefix("=").split(",") if each]
     hit = any(name == each if exact else name.startswith(each) for each in parts)
     return hit != exclude
 
 
 def towards(address: str, among: Iterable[Interface]) -> Interface | None:
-    """The interface by which the kernel would send to an address; nothing is sent."""
+    """Return the interface by which the kernel would send to an address. Nothing is sent."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -430,7 +417,7 @@ def towards(address: str, among: Iterable[Interface]) -> Interface | None:
 
 
 def best(among: Iterable[Interface], address: str = "") -> Interface | None:
-    """The interface to name in a fix: that towards ``address``, else the first outward one."""
+    """Return the interface to name in a fix: towards ``address``, else the first outward one."""
     here = tuple(among)
     routed = towards(address, here) if address else None
     if routed is not None and routed.outward:
@@ -439,7 +426,7 @@ def best(among: Iterable[Interface], address: str = "") -> Interface | None:
 
 
 def export_line(interface: Interface) -> str:
-    """The line that makes gloo and NCCL use an interface."""
+    """Return the line that makes gloo and NCCL use an interface."""
     return typed("export GLOO_SOCKET_IFNAME={0} NCCL_SOCKET_IFNAME={0}", interface.name)
 
 
@@ -471,12 +458,12 @@ def network_interface(situation: Situation) -> Outcome:
     here = situation.shared(interfaces)
     gloo = gloo_choice(situation.environ, here, situation.shared(own_name).addresses)
     nccl = nccl_choice(situation.environ, here)
-    detail = f"gloo will use {_named(gloo)} ({gloo.reason}), NCCL {_named(nccl)}"
+
+    def named(choice: Choice) -> str:
+        return ", ".join(each.name for each in choice.interfaces[:4]) or "none"
+
+    detail = f"gloo will use {named(gloo)} ({gloo.reason}), NCCL {named(nccl)}"
     return judged(detail, _findings(situation, here, gloo, nccl))
-
-
-def _named(choice: Choice) -> str:
-    return ", ".join(each.name for each in choice.interfaces[:4]) or "none"
 
 
 def _findings(
@@ -492,8 +479,7 @@ def _findings(
             paste=typed("sudo ip link set {} up", down.name),
             about="loopback",
         )
-    towards = situation.shared(endpoint_name)
-    interface = best(here, towards.addresses[0] if towards and towards.addresses else "")
+    interface = best(here, endpoint_address(situation))
     both = [("gloo", "GLOO_SOCKET_IFNAME", gloo)]
     if situation.shared(visible_gpus):
         both.append(("NCCL", "NCCL_SOCKET_IFNAME", nccl))
@@ -503,7 +489,7 @@ def _findings(
             continue
         severity, message = problem
         listed = ", ".join(each.name for each in here if each.outward) or "none"
-        # Without the variable the library chooses by itself, and may find one.
+        # Without the variable the library chooses itself, and may find one.
         otherwise = typed("unset {}", variable) if choice.reason == variable else ADDRESSES
         yield finding(
             severity,
@@ -533,7 +519,7 @@ def _problem(
     # A loopback that is down has its own finding.
     if not first.running and not first.loopback:
         return Severity.ERROR, f"{library} will use {first.name}, which is down ({choice.reason})"
-    # A host name that leads to the loopback is reported by the check of the host name.
+    # The check of the host name reports a name that leads to the loopback.
     if many and first.loopback and choice.reason == variable:
         return Severity.ERROR, f"{variable} is {first.name}, which reaches no other node"
     if many and first.virtual:
@@ -545,17 +531,17 @@ def _problem(
     return None
 
 
-# -- the addresses that gloo and NCCL give to the other nodes, and whose an address is
+# -- addresses
 
 
 LOCAL_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost", "0.0.0.0", "::")
-"""Names and addresses that are another machine on every machine."""
+"""Names and addresses that mean the machine on which they are used."""
 
 
 def advertised_address(situation: Situation) -> tuple[str, str]:
-    """The address that gloo has the other nodes dial, and how it comes to it.
+    """Return the address at which other nodes dial gloo, and what it was chosen by.
 
-    The address is empty if gloo would not start; then the second is why.
+    The address is empty if gloo would not start. Then the second value is the reason.
     """
     here = situation.shared(interfaces)
     own = situation.shared(own_name)
@@ -574,9 +560,10 @@ def advertised_address(situation: Situation) -> tuple[str, str]:
 
 
 def nccl_address(situation: Situation) -> str:
-    """The address at which NCCL's ranks find each other: of the first interface that it takes.
+    """Return the address at which NCCL's ranks find each other, of the first interface it uses.
 
-    Empty without a GPU, and where it takes none or the loopback, which another check reports.
+    Return nothing without a GPU, and if NCCL finds no interface or only the loopback, which another
+    check reports.
     """
     if not situation.shared(visible_gpus):
         return ""
@@ -592,9 +579,9 @@ def nccl_address(situation: Situation) -> str:
 
 
 def gloo_dials(own: str, other: str) -> bool:
-    """Whether gloo at one address dials the other, or waits to be dialled by it.
+    """Return whether gloo at one address dials the other, or waits to be dialled by it.
 
-    Of two addresses the higher one dials; of equal ones the ports decide, which are not known yet.
+    The higher address dials. If both are equal the ports decide, which are not known yet.
     (gloo/transport/tcp/pair.cc, Pair::connect.)
     """
     try:
@@ -605,9 +592,9 @@ def gloo_dials(own: str, other: str) -> bool:
 
 
 def dialled_at(here: Facts, there: Facts, route: str) -> dict[str, str]:
-    """The addresses of ``there`` at which ``here`` dials it, by kind: the way's, gloo's, NCCL's.
+    """Return the addresses of ``there`` that ``here`` dials: of the route, of gloo, of NCCL.
 
-    What carries most of a job's traffic comes last.
+    The one that carries most of a job's traffic comes last.
     """
     found = {"route": route}
     gloo = there.gloo_address
@@ -620,10 +607,10 @@ def dialled_at(here: Facts, there: Facts, route: str) -> dict[str, str]:
 
 
 def may_be_node(address: str, coordinator: str) -> bool:
-    """Whether an address may be another node's, by the one at which node 0 was reached.
+    """Return whether an address may be another node's, given the one at which node 0 was reached.
 
-    Not this machine itself, the machine's own link (where clouds keep credentials), many at once,
-    nor the Internet where node 0 is in a private network.
+    Exclude this machine, link-local addresses (where clouds keep credentials), multicast, and the
+    Internet if node 0 is in a private network.
     """
     try:
         one, zero = ipaddress.ip_address(address), ipaddress.ip_address(coordinator)
@@ -640,7 +627,7 @@ def may_be_node(address: str, coordinator: str) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address leads only to the machine itself."""
+    """Return whether an address leads only to the machine itself."""
     try:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     except ValueError:
@@ -648,20 +635,21 @@ def is_loopback(address: str) -> bool:
 
 
 def is_own_address(addresses: Iterable[str], here: Iterable[Interface]) -> bool:
-    """Whether one of these addresses is this machine's."""
+    """Return whether one of these addresses is this machine's."""
     known = tuple(here)
     return any(is_loopback(each) or owner(each, known) is not None for each in addresses)
 
 
 def is_local(host: str) -> bool:
-    """Whether a name or an address, as it was typed, means the machine on which it is used."""
+    """Return whether a name or an address means the machine on which it is used."""
     return host.lower() in LOCAL_NAMES or is_loopback(host)
 
 
 def own_host(situation: Situation) -> str:
-    """What the other nodes may call this machine.
+    """Return what the other nodes may call this machine.
 
-    Its name if that is one of its addresses, and not of the loopback only; else such an address.
+    That is its name if it resolves to an address of its own beyond the loopback, else such an
+    address.
     """
     here = situation.shared(interfaces)
     owners = [owner(each, here) for each in situation.shared(own_name).addresses]

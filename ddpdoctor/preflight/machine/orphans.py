@@ -1,4 +1,4 @@
-"""Ranks of an earlier job that live on without their launcher."""
+"""Find ranks of an earlier job that live on without their launcher, and end them."""
 
 from __future__ import annotations
 
@@ -10,39 +10,41 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from ddpdoctor.core.finding import Finding
+from ddpdoctor.core.formatting import binary_size, count, duration
 from ddpdoctor.preflight.check import Outcome, check, judged, skipped, warning
 from ddpdoctor.preflight.situation import Situation, gpu_facts
-from ddpdoctor.preflight.words import shown
 from ddpdoctor.system.proc import Listed, listed, listening, named, sockets
 
-YOUNG = 5.0
-"""Seconds in which a process may have lost its parent because both are just ending."""
+YOUNG = 5.0  # Seconds in which a process may have lost its parent because both are just ending
 
 _MARKS = ("RANK", "WORLD_SIZE", "MASTER_PORT")
 _LAUNCHER = ("TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE", "DDPDOCTOR_RUN_ID")
 
 
 _INITS = ("systemd", "init", "tini", "dumb-init", "docker-init", "catatonit")
-"""Processes other than 1 that take in orphans and start no ranks."""
+"""Processes other than 1 that adopt orphans and start no ranks."""
 
 _LAUNCHERS = ("python", "torchrun", "ddpdoctor", "accelerate", "deepspeed", "mpirun", "srun")
-"""What the command line of a process 1 contains that may itself be a launcher."""
+"""Words in the command line of a process 1 that may itself be a launcher."""
 
 
 @dataclass(frozen=True)
 class Orphan:
-    """A rank without a launcher."""
+    """A rank without a launcher. Memory is in bytes.
+
+    Attributes:
+        started: As `Listed.started`, so that no other process with the same pid is ever meant.
+        age: Seconds since it started.
+        ports: The ports on which it listens.
+    """
 
     process: Listed
     started: int
-    """As `Listed.started`, so that no other process of the same pid is ever meant."""
     rank: str
     memory: int
     gpu_memory: int
     age: float
-    """Seconds since it started."""
     ports: tuple[int, ...] = ()
-    """Those on which it listens."""
 
 
 @check("orphans", "DDP009")
@@ -79,18 +81,21 @@ def orphans(situation: Situation) -> Outcome:
 
 
 def find(situation: Situation) -> list[Orphan]:
-    """All orphan ranks of this user, the largest first."""
+    """Return all orphan ranks of this user, the largest first."""
     on_gpus = situation.shared(gpu_facts).held_by
     ports = listening(situation.proc)
     marked = {each.pid: (each, environ) for each, environ in _marked(situation)}
     alive = {_job(environ) for each, environ in marked.values() if _attached(each, marked)}
     found = []
     for each, environ in marked.values():
-        # What a living job's rank put into the background belongs to it.
+        # A background process of a living job's rank belongs to that job.
         if _job(environ) in alive or not _abandoned(situation, each):
             continue
-        age = _age(situation, each)
-        if age is None or age < YOUNG:
+        age = 0.0
+        with contextlib.suppress(OSError, ValueError):
+            uptime = float((situation.proc / "uptime").read_text().split()[0])
+            age = uptime - each.started / os.sysconf("SC_CLK_TCK")
+        if age < YOUNG:
             continue
         found.append(
             Orphan(
@@ -107,7 +112,7 @@ def find(situation: Situation) -> list[Orphan]:
 
 
 def _marked(situation: Situation) -> Iterator[tuple[Listed, dict[str, str]]]:
-    """This user's processes that were started within a rank of a launcher."""
+    """Yield this user's processes that were started within a rank of a launcher."""
     for each in listed(situation.proc):
         if each.uid != os.getuid() or each.pid == os.getpid() or not each.alive:
             continue
@@ -119,12 +124,12 @@ def _marked(situation: Situation) -> Iterator[tuple[Listed, dict[str, str]]]:
 
 
 def _job(environ: dict[str, str]) -> tuple[str, ...]:
-    """What the ranks of one job on this machine have in common."""
+    """Return what the ranks of one job on this machine have in common."""
     return tuple(environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_PORT"))
 
 
 def _attached(process: Listed, marked: dict[int, tuple[Listed, dict[str, str]]]) -> bool:
-    """Whether a launcher, that is, a parent outside of the ranks, is still there."""
+    """Return whether a launcher, that is a parent outside of the ranks, is still there."""
     top, seen = process, set()
     while top.parent in marked and top.pid not in seen:
         seen.add(top.pid)
@@ -134,12 +139,12 @@ def _attached(process: Listed, marked: dict[int, tuple[Listed, dict[str, str]]])
 
 
 def _abandoned(situation: Situation, process: Listed) -> bool:
-    """Whether the process that started a rank is gone.
+    """Return whether the process that started a rank is gone.
 
-    torchrun's workers are its children and lead sessions of their own. When torchrun ends without
-    them they become children of init, or of a subreaper. The child of a worker (a DataLoader's)
-    leads no session. The child of a Python process may be its worker: in a container torchrun
-    itself can be process 1.
+    torchrun's workers are its children and lead their own sessions. When torchrun ends without
+    them, init or a subreaper becomes their parent. A child of a worker, such as a DataLoader's,
+    leads no session. A child of a Python process may be its worker: in a container torchrun itself
+    can be process 1.
     """
     stat = process.stat
     if stat is None or stat.session != process.pid:
@@ -149,7 +154,7 @@ def _abandoned(situation: Situation, process: Listed) -> bool:
 
 
 def _takes_in(process: Listed) -> bool:
-    """Whether a process is one that orphans become children of."""
+    """Return whether a process is one that adopts orphans."""
     words = process.words
     name = os.path.basename(words[0]) if words else ""
     if process.pid != 1:
@@ -157,25 +162,16 @@ def _takes_in(process: Listed) -> bool:
     return not any(each in word for word in words for each in _LAUNCHERS)
 
 
-def _age(situation: Situation, process: Listed) -> float | None:
-    with contextlib.suppress(OSError, ValueError):
-        uptime = float((situation.proc / "uptime").read_text().split()[0])
-        return uptime - process.started / os.sysconf("SC_CLK_TCK")
-    return None
-
-
 def _findings(found: list[Orphan]) -> Iterator[Finding]:
     if not found:
         return
-    memory = sum(orphan.memory for orphan in found)
     gpu_memory = sum(orphan.gpu_memory for orphan in found)
-    holds = [f"{shown(memory)} of memory"]
+    holds = f"{binary_size(sum(orphan.memory for orphan in found))} of memory"
     if gpu_memory:
-        holds.append(f"{shown(gpu_memory)} of GPU memory")
-    many = len(found) > 1
+        holds += f" and {binary_size(gpu_memory)} of GPU memory"
     yield warning(
-        f"{len(found)} process{'es' if many else ''} of an earlier job "
-        f"{'are' if many else 'is'} still alive without a launcher, with {' and '.join(holds)}",
+        f"{count(len(found), 'process', 'processes')} of an earlier job "
+        f"{'are' if len(found) > 1 else 'is'} still alive without a launcher, with {holds}",
         evidence=tuple(describe(orphan) for orphan in found[:8]),
         fix="End them if they are not needed; this asks first (--yes: it does not).",
         paste="ddpdoctor check --kill-orphans",
@@ -183,21 +179,17 @@ def _findings(found: list[Orphan]) -> Iterator[Finding]:
 
 
 def describe(orphan: Orphan) -> str:
-    """An orphan in a line, for a person."""
-    held = shown(orphan.memory)
+    """Describe an orphan in one line."""
+    held = binary_size(orphan.memory)
     if orphan.gpu_memory:
-        held += f", {shown(orphan.gpu_memory)} on GPUs"
+        held += f", {binary_size(orphan.gpu_memory)} on GPUs"
     if orphan.ports:
         held += f", port {', '.join(map(str, orphan.ports[:4]))}"
-    hours, minutes = divmod(int(orphan.age) // 60, 60)
-    age = f"{hours} h {minutes} min" if hours else f"{minutes} min"
-    if orphan.age < 60:
-        age = f"{orphan.age:.0f} s"
-    return f"rank {orphan.rank}: {orphan.process.described}, {held}, {age} old"
+    return f"rank {orphan.rank}: {orphan.process.described}, {held}, {duration(orphan.age)} old"
 
 
 def kill(chosen: Iterable[Orphan], patience: float = 2.0) -> Collection[Orphan]:
-    """End orphans, and what they started; those that are still alive afterwards.
+    """End orphans and what they started. Return those that are still alive.
 
     Only processes that are still the same ones are signalled.
     """
@@ -206,7 +198,7 @@ def kill(chosen: Iterable[Orphan], patience: float = 2.0) -> Collection[Orphan]:
         for orphan in left:
             if orphan.process.started == orphan.started:
                 with contextlib.suppress(OSError):
-                    # It leads a session, and so a group: its helpers end with it.
+                    # It leads a session, so its helpers end with it.
                     os.killpg(orphan.process.pid, number)
         until = time.monotonic() + patience
         while left and time.monotonic() < until:

@@ -20,27 +20,13 @@ from ddpdoctor.preflight.check import (
     typed,
     warning,
 )
-from ddpdoctor.preflight.machine import software
-from ddpdoctor.preflight.machine.network import (
-    ADDRESSES,
-    LOOKUPS_LIMIT,
-    Interface,
-    Lookup,
-    best,
-    endpoint_name,
-    export_line,
-    full_name,
-    gloo_choice,
-    interfaces,
-    own_name,
-    owner,
-)
+from ddpdoctor.preflight.machine import network, software
 from ddpdoctor.preflight.situation import Situation
 
-# -- whether this machine's own name leads back to it
+# -- the host name
 
 
-@check("host-name", "DDP003", limit=LOOKUPS_LIMIT)
+@check("host-name", "DDP003", limit=network.LOOKUPS_LIMIT)
 def host_name(situation: Situation) -> Outcome:
     """This machine's host name does not resolve to an address that other machines can reach.
 
@@ -67,56 +53,49 @@ def host_name(situation: Situation) -> Outcome:
         For a loopback address in a job on one machine, and where GLOO_SOCKET_IFNAME names the
         interface.
     """
-    found = situation.shared(own_name)
+    found = situation.shared(network.own_name)
     is_ = f" is {', '.join(found.addresses[:3])}" if found.addresses else f": {found.problem}"
-    detail = f"{found.name}{is_}"
-    return judged(detail, _name_findings(situation, found, situation.shared(interfaces)))
+    return judged(f"{found.name}{is_}", _name_findings(situation, found))
 
 
-def _name_findings(
-    situation: Situation, found: Lookup, here: tuple[Interface, ...]
-) -> Iterator[Finding]:
-    many = situation.options.nnodes > 1
-    endpoint = situation.shared(endpoint_name)
-    interface = best(here, endpoint.addresses[0] if endpoint and endpoint.addresses else "")
+def _name_findings(situation: Situation, found: network.Lookup) -> Iterator[Finding]:
+    here, many = situation.shared(network.interfaces), situation.options.nnodes > 1
+    interface = network.best(here, network.endpoint_address(situation))
     wanted = interface.addresses[0] if interface else "" if many else "127.0.0.1"
-    unknown = [each for each in (found, situation.shared(full_name)) if not each.addresses]
-    own = [each for each in (owner(address, here) for address in found.addresses) if each]
-    if unknown:
-        yield _unknown(unknown[0], wanted, many)
-    elif not own:
-        yield _foreign(found, here, wanted, many)
-    elif many and own[0].loopback and not situation.environ.get("GLOO_SOCKET_IFNAME"):
-        loopback = next(each for each in found.addresses if owner(each, here) is own[0])
+    own = [network.owner(address, here) for address in found.addresses]
+    owners = [each for each in own if each]
+    if not found.addresses or not owners or not situation.shared(network.full_name).addresses:
+        yield _unknown_or_foreign(situation, found, wanted)
+    elif many and owners[0].loopback and not situation.environ.get("GLOO_SOCKET_IFNAME"):
+        # The check gloo-addresses knows the other nodes' addresses, and says whether it matters.
+        judged_there = "gloo-addresses" in (situation.chosen or ())
         yield finding(
-            _where_addresses_are_judged(situation),
-            f"this machine's host name {found.name} resolves to {loopback}: gloo will listen where "
-            "no other node can connect",
+            Severity.WARNING if judged_there else Severity.ERROR,
+            f"this machine's host name {found.name} resolves to "
+            f"{found.addresses[own.index(owners[0])]}: gloo will listen where no other node can "
+            "connect",
             fix="Choose the interface by its name, or correct the line in /etc/hosts: "
             f"{wanted or 'ADDRESS'} {found.name}",
-            paste=export_line(interface) if interface else ADDRESSES,
+            paste=network.export_line(interface) if interface else network.ADDRESSES,
         )
 
 
-def _where_addresses_are_judged(situation: Situation) -> Severity:
-    """How bad it is: with the other nodes' addresses known, that check says whether it matters."""
-    judged_together = "gloo-addresses" in (situation.chosen or ())
-    return Severity.WARNING if judged_together else Severity.ERROR
-
-
-def _foreign(found: Lookup, here: tuple[Interface, ...], wanted: str, many: bool) -> Finding:
-    mine = [each for other in here if not other.loopback for each in other.addresses]
-    return finding(
-        Severity.ERROR if many else Severity.WARNING,
-        f"this machine's host name {found.name} resolves to {', '.join(found.addresses[:3])}, "
-        "which is not an address of this machine",
-        evidence=(f"it has {', '.join(mine) or 'no address'}",),
-        fix="Correct the name in /etc/hosts or in the name server.",
-        paste=_hosts_line(wanted, found.name),
-    )
-
-
-def _unknown(name: Lookup, wanted: str, many: bool) -> Finding:
+def _unknown_or_foreign(situation: Situation, found: network.Lookup, wanted: str) -> Finding:
+    """Report a name that does not resolve, or not to this machine."""
+    many = situation.options.nnodes > 1
+    full = situation.shared(network.full_name)
+    if found.addresses and full.addresses:
+        here = situation.shared(network.interfaces)
+        mine = [each for other in here if not other.loopback for each in other.addresses]
+        return finding(
+            Severity.ERROR if many else Severity.WARNING,
+            f"this machine's host name {found.name} resolves to {', '.join(found.addresses[:3])}, "
+            "which is not an address of this machine",
+            evidence=(f"it has {', '.join(mine) or 'no address'}",),
+            fix="Correct the name in /etc/hosts or in the name server.",
+            paste=_hosts_line(wanted, found.name),
+        )
+    name = full if found.addresses else found
     # Older versions of torchrun use 127.0.0.1 on one machine, unless --standalone is given.
     always = many or software.torchrun_picks_a_port()
     return finding(
@@ -133,19 +112,16 @@ def _unknown(name: Lookup, wanted: str, many: bool) -> Finding:
 
 def _hosts_line(address: str, name: str) -> str:
     if not address:
-        return ADDRESSES
+        return network.ADDRESSES
     return typed("echo {} | sudo tee -a /etc/hosts", f"{address} {name}")
 
 
-# -- whether another machine has this machine's address as well
+# -- the address
 
 
 ARP_ATTEMPTS = 3
-ARP_PATIENCE = 0.4
-"""Seconds that an answer to one of them may take; on a local network it takes less than 1 ms."""
-
-MOST_PACKETS = 1000
-"""ARP packets of others that are read between two attempts."""
+ARP_TIMEOUT = 0.4  # Seconds for an answer. On a local network it takes less than 1 ms.
+MAX_PACKETS = 1000  # ARP packets of other machines that are read between two attempts
 
 _ARP = 0x0806
 _BROADCAST = b"\xff" * 6
@@ -154,7 +130,7 @@ _ARP_PACKET = struct.Struct("!HHBBH6s4s6s4s")
 _ARP_REQUEST, _ARP_REPLY = 1, 2
 
 
-@check("own-address", "DDP018", limit=LOOKUPS_LIMIT)
+@check("own-address", "DDP018", limit=network.LOOKUPS_LIMIT)
 def own_address(situation: Situation) -> Outcome:
     """Another machine has this machine's IP address as well.
 
@@ -191,18 +167,28 @@ def own_address(situation: Situation) -> Outcome:
     if not found:
         return skipped("no interface with an IPv4 address on an Ethernet")
     return judged(
-        f"asked by ARP for {', '.join(each.address for each in found)}", _address_findings(found)
+        f"asked by ARP for {', '.join(each.address for each in found)}",
+        [
+            failure(
+                f"another machine has this machine's address, {each.address}: packets for one "
+                "arrive at the other",
+                evidence=(str(each),),
+                fix=SHARED_ADDRESS_FIX,
+                paste=typed(SHARED_ADDRESS_PASTE, each.interface),
+                about=each.interface,
+            )
+            for each in found
+            if each.card
+        ],
     )
 
 
 @dataclass(frozen=True)
 class ArpAnswer:
-    """What came of asking for an address of this machine.
+    """The result of asking for an address of this machine on one of its interfaces.
 
     Attributes:
-        interface: Its name.
-        address: The address.
-        card: The Ethernet address of another machine that answers for it; empty if none does.
+        card: The Ethernet address of another machine that answers; empty if none does.
     """
 
     interface: str
@@ -213,25 +199,12 @@ class ArpAnswer:
         return f"asked by ARP on {self.interface}, {self.card} answers for {self.address}"
 
 
-def _address_findings(found: tuple[ArpAnswer, ...]) -> Iterator[Finding]:
-    for each in found:
-        if each.card:
-            yield failure(
-                f"another machine has this machine's address, {each.address}: packets for one "
-                "arrive at the other",
-                evidence=(str(each),),
-                fix=SHARED_ADDRESS_FIX,
-                paste=typed(SHARED_ADDRESS_PASTE, each.interface),
-                about=each.interface,
-            )
-
-
 SHARED_ADDRESS_FIX = "Give each machine its own address. What this one has:"
 SHARED_ADDRESS_PASTE = "ip address show dev {}"
 
 
 def shared_address(situation: Situation) -> ArpAnswer | None:
-    """The answer of another machine that has this one's address, if one is known to be there."""
+    """Return the answer of another machine that has this one's address, if there is one."""
     try:
         return next((each for each in situation.shared(arp_answers) if each.card), None)
     except (OSError, AttributeError):
@@ -239,63 +212,52 @@ def shared_address(situation: Situation) -> ArpAnswer | None:
 
 
 def arp_answers(situation: Situation) -> tuple[ArpAnswer, ...]:
-    """What came of asking for each address at which the other nodes reach this machine.
+    """Ask for each address at which the other nodes reach this machine.
 
     Raises:
         OSError: Raw sockets are not allowed here.
-        AttributeError: This system has none of this kind.
+        AttributeError: This system has no such sockets.
     """
-    cards = _cards()
-    return tuple(
-        ArpAnswer(interface.name, address, card)
-        for interface, address in _own(situation)
-        if (card := _asked(interface.name, address, cards)) is not None
-    )
-
-
-def _own(situation: Situation) -> list[tuple[Interface, str]]:
-    """The interfaces that the other nodes are reached by, with an IPv4 address of each."""
-    here = situation.shared(interfaces)
-    endpoint = situation.shared(endpoint_name)
-    towards = best(here, endpoint.addresses[0] if endpoint and endpoint.addresses else "")
-    gloo = gloo_choice(situation.environ, here, situation.shared(own_name).addresses).interfaces
-    chosen = {each.name: each for each in (towards, *gloo) if each is not None and each.outward}
-    # What belongs to the link itself (169.254) is chosen with ARP, and is nothing to dial.
-    return [
-        (each, address)
-        for each in chosen.values()
-        for address in each.addresses
-        if ":" not in address and not address.startswith("169.254.")
-    ]
-
-
-def _cards() -> frozenset[bytes]:
-    """The Ethernet addresses of this machine: it answers itself where two cards share a network."""
     import psutil
 
-    return frozenset(
+    # This machine answers itself where two of its cards share a network.
+    cards = frozenset(
         bytes.fromhex(each.address.replace(":", ""))
         for addresses in psutil.net_if_addrs().values()
         for each in addresses
         if each.family == psutil.AF_LINK and len(each.address) == 17
     )
+    here = situation.shared(network.interfaces)
+    towards = network.best(here, network.endpoint_address(situation))
+    gloo = network.gloo_choice(
+        situation.environ, here, situation.shared(network.own_name).addresses
+    ).interfaces
+    chosen = {each.name: each for each in (towards, *gloo) if each is not None and each.outward}
+    # Nobody dials link-local addresses (169.254), which are chosen by ARP anyway.
+    return tuple(
+        ArpAnswer(interface.name, address, card)
+        for interface in chosen.values()
+        for address in interface.addresses
+        if ":" not in address and not address.startswith("169.254.")
+        if (card := _asked(interface.name, address, cards)) is not None
+    )
 
 
 def _asked(name: str, address: str, cards: frozenset[bytes]) -> str | None:
-    """The card of another machine that answers for an address; None on what is no Ethernet."""
+    """Return the card of another machine that answers for an address; None without Ethernet."""
     wanted = socket.inet_aton(address)
     with socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(_ARP)) as line:
         line.bind((name, _ARP))
         own = line.getsockname()[4]
         if len(own) != 6:
             return None
-        # Without a sender's address: no machine learns from the question that it is here.
+        # Without a sender's address, so that no machine learns of this one.
         question = _ARP_PACKET.pack(1, 0x0800, 6, 4, _ARP_REQUEST, own, bytes(4), bytes(6), wanted)
         for _ in range(ARP_ATTEMPTS):
             line.sendto(question, (name, _ARP, 0, 0, _BROADCAST))
-            until = time.monotonic() + ARP_PATIENCE
-            for _ in range(MOST_PACKETS):
-                # What came while this process got no core is read as well.
+            until = time.monotonic() + ARP_TIMEOUT
+            for _ in range(MAX_PACKETS):
+                # Also read what came while this process got no core.
                 line.settimeout(max(0.001, until - time.monotonic()))
                 try:
                     packet = line.recv(_ARP_PACKET.size)
@@ -309,11 +271,10 @@ def _asked(name: str, address: str, cards: frozenset[bytes]) -> str | None:
     return ""
 
 
-# -- whether the kernel's neighbour table has room for the nodes of the job
+# -- the neighbour table
 
 
-NEARLY_FULL = 0.9
-"""The share of the table from which it counts as full."""
+NEARLY_FULL = 0.9  # The share of the table from which it counts as full
 
 
 @check("neighbour-table", "DDP013")
@@ -338,29 +299,23 @@ def neighbour_table(situation: Situation) -> Outcome:
     When it stays silent
         Below these limits, and on systems that do not report the table.
     """
-    thresholds = situation.proc / "sys" / "net" / "ipv4" / "neigh" / "default"
-    entries = 0
+    limit = situation.proc / "sys" / "net" / "ipv4" / "neigh" / "default" / "gc_thresh3"
+    if not limit.exists():
+        return skipped("this kernel does not report it (inside a container's network)")
+    most, entries = int(limit.read_text()), 0
     try:
-        most = int((thresholds / "gc_thresh3").read_text())
         # The second row's first column, in hexadecimal: every row has the same.
         row = (situation.proc / "net" / "stat" / "arp_cache").read_text().splitlines()[1]
         entries = int(row.split()[0], 16)
     except (OSError, ValueError, IndexError):
         with contextlib.suppress(OSError):
             entries = len((situation.proc / "net" / "arp").read_text().splitlines()) - 1
-        if not (thresholds / "gc_thresh3").exists():
-            return skipped("this kernel does not say (inside a container's network)")
-        most = int((thresholds / "gc_thresh3").read_text())
-    return judged(f"{entries} of {most} entries", _neighbour_findings(situation, entries, most))
-
-
-def _neighbour_findings(situation: Situation, entries: int, most: int) -> Iterator[Finding]:
-    nodes = situation.options.nnodes
+    detail, nodes = f"{entries} of {most} entries", situation.options.nnodes
     coming = entries + nodes if nodes > 1 else entries
     if most <= 0 or coming < NEARLY_FULL * most:
-        return
+        return judged(detail, [])
     wanted = 1 << max(12, (4 * coming).bit_length())
-    yield warning(
+    full = warning(
         f"the kernel's neighbour table holds {entries} of {most} entries"
         + (f", and the job has {nodes} nodes" if nodes > 1 else ""),
         fix="Raise its thresholds, on every node.",
@@ -372,3 +327,4 @@ def _neighbour_findings(situation: Situation, entries: int, most: int) -> Iterat
             wanted,
         ),
     )
+    return judged(detail, [full])

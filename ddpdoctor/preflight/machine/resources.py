@@ -14,6 +14,7 @@ from math import inf
 from pathlib import Path
 
 from ddpdoctor.core.finding import Finding, Severity
+from ddpdoctor.core.formatting import GIB, KIB, MIB, binary_size, count
 from ddpdoctor.preflight.check import (
     Outcome,
     check,
@@ -27,10 +28,9 @@ from ddpdoctor.preflight.check import (
 from ddpdoctor.preflight.command_lines import corrected_line
 from ddpdoctor.preflight.machine import container
 from ddpdoctor.preflight.situation import Situation, bounded, names, text, visible_gpus
-from ddpdoctor.preflight.words import GIB, KIB, MIB, counted, shown
-from ddpdoctor.system.proc import Listed, listed
+from ddpdoctor.system.proc import listed
 
-# -- whether there is a core for each rank, and how many threads they will start
+# -- cores
 
 
 @check("cores", "DDP012")
@@ -59,17 +59,16 @@ def cores(situation: Situation) -> Outcome:
         information.
     """
     have, nproc = available_cores(situation), situation.nproc
-    threads = situation.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    detail = f"{counted(have, 'core')} for {counted(nproc, 'rank')}"
-    if not threads.isdigit():
-        return judged(detail, _core_findings(situation, have, 1))
-    return judged(
-        f"{detail}, OMP_NUM_THREADS={threads}", _core_findings(situation, have, int(threads))
-    )
+    given = situation.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    detail = f"{count(have, 'core')} for {count(nproc, 'rank')}"
+    if given.isdigit():
+        detail += f", OMP_NUM_THREADS={given}"
+    threads = int(given) if given.isdigit() else 1
+    return judged(detail, _core_findings(situation, have, threads))
 
 
 def available_cores(situation: Situation) -> float:
-    """How many cores' time this process and its children can have."""
+    """Return how many cores this process and its children can use."""
     try:
         count = float(len(os.sched_getaffinity(0)))
     except (AttributeError, OSError):
@@ -83,14 +82,14 @@ def _core_findings(situation: Situation, have: float, threads: int) -> Iterator[
     quota = container.cores(situation)
     where = "the quota of the container" if quota is not None and quota <= have else "the affinity"
     if have < nproc:
-        # Two ranks are what is started by default, also where there is a single core to try it.
+        # Two ranks are the default, even on a machine with a single core.
         small = (
             nproc == 2 and situation.options.nproc is None and not situation.shared(visible_gpus)
         )
         yield finding(
             Severity.INFO if small else Severity.WARNING,
-            f"{nproc} ranks will share {counted(have, 'core')} and wait for each other",
-            evidence=(f"{counted(have, 'core')} by {where}; this machine has {os.cpu_count()}",),
+            f"{nproc} ranks will share {count(have, 'core')} and wait for each other",
+            evidence=(f"{count(have, 'core')} by {where}; this machine has {os.cpu_count()}",),
             fix="Give the container or the batch job more cores, or start fewer ranks.",
             paste=typed("#SBATCH --cpus-per-task={}", nproc)
             if "SLURM_JOB_ID" in situation.environ
@@ -103,21 +102,20 @@ def _core_findings(situation: Situation, have: float, threads: int) -> Iterator[
         fair = max(1, int(have / nproc))
         yield warning(
             f"OMP_NUM_THREADS={threads} makes {threads * nproc} threads of {nproc} ranks, on "
-            f"{counted(have, 'core')}",
-            fix=f"Give each rank {counted(fair, 'thread')}.",
+            f"{count(have, 'core')}",
+            fix=f"Give each rank {count(fair, 'thread')}.",
             paste=typed("export OMP_NUM_THREADS={}", fair),
             about="threads",
         )
 
 
-# -- whether the ranks of this node have memory to start with, and enough of /dev/shm
+# -- memory
 
 
 MEMORY_PER_RANK = 300 * MIB
-"""What a rank holds once torch is imported and a small model trains on the CPU, measured."""
+"""What a rank holds after importing torch and training a small model on the CPU, measured."""
 
-MEMORY_PER_CUDA_RANK = 2 * GIB
-"""The same with CUDA's libraries and a context."""
+MEMORY_PER_CUDA_RANK = 2 * GIB  # The same with CUDA's libraries and a context
 
 
 @check("memory", "DDP011")
@@ -145,12 +143,30 @@ def memory(situation: Situation) -> Outcome:
     """
     left, limit, source = available_memory(situation)
     each = MEMORY_PER_CUDA_RANK if situation.shared(visible_gpus) else MEMORY_PER_RANK
-    detail = f"{shown(left)} of {shown(limit)} left by {source}"
-    return judged(detail, _memory_findings(situation, left, limit, source, each * situation.nproc))
+    wanted = each * situation.nproc
+    detail = f"{binary_size(left)} of {binary_size(limit)} left by {source}"
+    if left >= wanted:
+        return judged(detail, [])
+    inside = container.kind(situation)
+    paste, gib = "ps aux --sort=-rss | head", max(1, 2 * wanted // GIB)
+    if limit < wanted and source != "the machine":
+        if inside in ("docker", "podman"):
+            paste = typed("{} run --memory {}g ...", inside, gib)
+        elif "SLURM_JOB_ID" in situation.environ:
+            paste = typed("#SBATCH --mem={}G", gib)
+    short = finding(
+        Severity.ERROR if left < wanted // 2 else Severity.WARNING,
+        f"{binary_size(left)} of memory are left by {source}, and {situation.nproc} ranks need "
+        f"{binary_size(wanted)} to start",
+        evidence=(f"the limit is {binary_size(limit)}",),
+        fix="Raise the limit, end what holds the memory, or start fewer ranks.",
+        paste=paste,
+    )
+    return judged(detail, [short])
 
 
 def available_memory(situation: Situation) -> tuple[int, int, str]:
-    """Bytes left, bytes allowed, and what allows them."""
+    """Return the bytes left, the bytes allowed, and what limits them."""
     total = left = 0
     with contextlib.suppress(OSError):
         rows = (situation.proc / "meminfo").read_text().splitlines()
@@ -168,36 +184,10 @@ def available_memory(situation: Situation) -> tuple[int, int, str]:
     return left, total, "the machine"
 
 
-def _memory_findings(
-    situation: Situation, left: int, limit: int, source: str, wanted: int
-) -> Iterator[Finding]:
-    if left >= wanted:
-        return
-    nproc = situation.nproc
-    inside = container.kind(situation)
-    paste = "ps aux --sort=-rss | head"
-    if limit < wanted and source != "the machine":
-        paste = (
-            typed("{} run --memory {}g ...", inside, max(1, 2 * wanted // GIB))
-            if inside in ("docker", "podman")
-            else typed("#SBATCH --mem={}G", max(1, 2 * wanted // GIB))
-            if "SLURM_JOB_ID" in situation.environ
-            else paste
-        )
-    yield finding(
-        Severity.ERROR if left < wanted // 2 else Severity.WARNING,
-        f"{shown(left)} of memory are left by {source}, and {nproc} ranks need {shown(wanted)} to "
-        "start",
-        evidence=(f"the limit is {shown(limit)}",),
-        fix="Raise the limit, end what holds the memory, or start fewer ranks.",
-        paste=paste,
-    )
-
-
 SHARED_MEMORY_PER_RANK = 64 * MIB
-"""Below this the segments of NCCL and a DataLoader's batches do not fit side by side."""
+"""Below this, NCCL's segments and a DataLoader's batches do not fit side by side."""
 
-LEAST_SHARED_MEMORY = 128 * MIB
+MIN_SHARED_MEMORY = 128 * MIB
 
 
 @check("shared-memory", "DDP005")
@@ -225,63 +215,54 @@ def shared_memory(situation: Situation) -> Outcome:
     When it stays silent
         If there is enough space, and on systems without /dev/shm.
     """
-    folder = situation.shm
+    folder, ranks = situation.shm, count(situation.nproc, "rank")
     if not folder.is_dir():
         return skipped(f"no {folder} on this system")
-    problem = _unwritable_shared_memory(folder)
-    if problem:
-        return judged(
-            f"{folder} cannot be written",
-            [
-                failure(
-                    f"{folder} cannot be written: {problem}",
-                    fix="NCCL and DataLoader workers need it: mount a tmpfs there that this user "
-                    "may write.",
-                    paste=typed(
-                        "sudo mount -t tmpfs -o rw,nosuid,nodev,mode=1777,size=8g tmpfs {}", folder
-                    )
-                    if problem != "it is full"
-                    else typed("ls -lS {}", folder),
-                )
-            ],
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(4 * KIB))
+            file.flush()
+    except OSError as error:
+        full = error.errno == errno.ENOSPC
+        problem = "it is full" if full else error.strerror or str(error)
+        mount = "sudo mount -t tmpfs -o rw,nosuid,nodev,mode=1777,size=8g tmpfs {}"
+        wrong = failure(
+            f"{folder} cannot be written: {problem}",
+            fix="NCCL and DataLoader workers need it: mount a tmpfs there that this user may "
+            "write.",
+            paste=typed("ls -lS {}", folder) if full else typed(mount, folder),
         )
+        return judged(f"{folder} cannot be written", [wrong])
     facts = os.statvfs(folder)
     size, free = facts.f_blocks * facts.f_frsize, facts.f_bavail * facts.f_frsize
-    wanted = max(LEAST_SHARED_MEMORY, SHARED_MEMORY_PER_RANK * situation.nproc)
-    detail = f"{shown(free)} of {shown(size)} free in {folder}, for {_ranks(situation.nproc)}"
-    return judged(detail, _short_of_shared_memory(situation, size, free, wanted))
+    detail = f"{binary_size(free)} of {binary_size(size)} free in {folder}, for {ranks}"
+    return judged(detail, _shared_memory_findings(situation, size, free))
 
 
-def _short_of_shared_memory(
-    situation: Situation, size: int, free: int, wanted: int
-) -> Iterator[Finding]:
-    folder = situation.shm
-    ranks = _ranks(situation.nproc)
+def _shared_memory_findings(situation: Situation, size: int, free: int) -> Iterator[Finding]:
+    folder, ranks = situation.shm, count(situation.nproc, "rank")
+    wanted = max(MIN_SHARED_MEMORY, SHARED_MEMORY_PER_RANK * situation.nproc)
     # A file system without a size reports 0.
     if 0 < size < wanted:
         yield warning(
-            f"{folder} has {shown(size)} for {ranks}: too small for DataLoader workers and NCCL",
-            evidence=(f"{shown(wanted)} is the least that {ranks} get by with",),
+            f"{folder} has {binary_size(size)} for {ranks}: too small for DataLoader workers and "
+            "NCCL",
+            evidence=(f"{binary_size(wanted)} is the minimum for {ranks}",),
             fix="Give it more room: what does not fit ends in a bus error during training.",
             paste=_larger_shared_memory(situation),
         )
     elif size and free < wanted:
-        left = sorted(_left_behind(folder), reverse=True)
-        largest = tuple(
-            f"{shown(amount)} in {folder / name}, of user {owner}"
-            for amount, name, owner in left[:3]
-        )
+        largest = sorted(_files_in(folder), reverse=True)[:3]
         yield warning(
-            f"{folder} is nearly full: {shown(free)} of {shown(size)} free for {ranks}",
-            evidence=largest,
+            f"{folder} is nearly full: {binary_size(free)} of {binary_size(size)} free for {ranks}",
+            evidence=tuple(
+                f"{binary_size(amount)} in {folder / name}, of user {owner}"
+                for amount, name, owner in largest
+            ),
             fix="Remove what dead jobs left there (the largest files are named above), or give it "
             "more room.",
             paste=typed("ls -lS {}", folder),
         )
-
-
-def _ranks(count: int) -> str:
-    return f"{count} rank{'s' if count != 1 else ''}"
 
 
 def _larger_shared_memory(situation: Situation) -> str:
@@ -293,21 +274,8 @@ def _larger_shared_memory(situation: Situation) -> str:
     return typed("sudo mount -o remount,size=8g {}", situation.shm)
 
 
-def _unwritable_shared_memory(folder: Path) -> str:
-    """Why a file of a page cannot be made there; empty if it can."""
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(4 * KIB))
-            file.flush()
-    except OSError as error:
-        import errno
-
-        return "it is full" if error.errno == errno.ENOSPC else (error.strerror or str(error))
-    return ""
-
-
-def _left_behind(folder: Path) -> Iterator[tuple[int, str, int]]:
-    """Size in bytes, name and owner of the files there."""
+def _files_in(folder: Path) -> Iterator[tuple[int, str, int]]:
+    """Yield the size in bytes, the name and the owner of each file there."""
     with contextlib.suppress(OSError):
         for entry in os.scandir(folder):
             with contextlib.suppress(OSError):
@@ -316,17 +284,14 @@ def _left_behind(folder: Path) -> Iterator[tuple[int, str, int]]:
                     yield facts.st_blocks * 512, entry.name, facts.st_uid
 
 
-# -- whether the limits of this user and this container let the ranks work
+# -- limits
 
 
 OPEN_FILES = 256
-"""What a rank opens besides its connections: libraries, data files, pipes to DataLoader workers."""
+"""Files that a rank opens besides its connections: libraries, data, pipes to DataLoader workers."""
 
-THREADS = 64
-"""What a rank starts: OpenMP, autograd, gloo, NCCL, DataLoader workers."""
-
-PINNED = 64 * MIB
-"""The least that RDMA has to lock in memory."""
+THREADS = 64  # Threads that a rank starts: OpenMP, autograd, gloo, NCCL, DataLoader workers
+MIN_LOCKED_MEMORY = 64 * MIB  # What RDMA has to lock in memory at least
 
 
 @check("limits", "DDP006")
@@ -369,7 +334,7 @@ def limits(situation: Situation) -> Outcome:
 
 
 def _limit(kind: int) -> tuple[float, float]:
-    """The soft and the hard limit; infinite where there is none."""
+    """Return the soft and the hard limit; infinite if there is none."""
     soft, hard = resource.getrlimit(kind)
     return tuple(inf if each == resource.RLIM_INFINITY else each for each in (soft, hard))  # type: ignore[return-value]
 
@@ -398,11 +363,12 @@ def _open_files(situation: Situation) -> Iterator[Finding]:
 
 def _thread_limit(situation: Situation, left: int | None) -> Iterator[Finding]:
     nproc = situation.nproc
-    if left is not None and left < THREADS * nproc:
+    wanted = THREADS * nproc
+    if left is not None and left < wanted:
         yield finding(
             Severity.ERROR if left < 16 * nproc else Severity.WARNING,
             f"{left} more processes and threads may be started, and {nproc} ranks need about "
-            f"{THREADS * nproc}",
+            f"{wanted}",
             fix="Raise the limit of the container, or of the user.",
             paste=container.run_line(situation, "--pids-limit -1") or "ulimit -u unlimited",
             about="threads",
@@ -411,14 +377,15 @@ def _thread_limit(situation: Situation, left: int | None) -> Iterator[Finding]:
 
 def _locked_memory(situation: Situation) -> Iterator[Finding]:
     locked, most = _limit(resource.RLIMIT_MEMLOCK)
-    if locked < PINNED and names(situation.sys / "class" / "infiniband"):
+    if locked < MIN_LOCKED_MEMORY and names(situation.sys / "class" / "infiniband"):
         by_hand = (
             "ulimit -l unlimited"
             if most == inf
             else "echo '* - memlock unlimited' | sudo tee -a /etc/security/limits.conf"
         )
         yield warning(
-            f"{shown(locked)} may be locked in memory, and RDMA over InfiniBand needs far more",
+            f"{binary_size(locked)} may be locked in memory, and RDMA over InfiniBand needs far "
+            "more",
             fix="Allow unlimited locked memory, for the container or the user.",
             paste=container.run_line(situation, "--ulimit memlock=-1") or by_hand,
             about="locked memory",
@@ -426,16 +393,18 @@ def _locked_memory(situation: Situation) -> Iterator[Finding]:
 
 
 def _sizes() -> Iterator[Finding]:
-    for kind, least, what, effect, flag, about in (
-        (resource.RLIMIT_FSIZE, GIB, "a file may have {}",
-         ": writing a larger checkpoint ends the rank (SIGXFSZ)", "-f", "file size"),
-        (resource.RLIMIT_AS, 16 * GIB, "a process may have {} of address space",
-         "; torch maps more than it uses", "-v", "address space"),
+    for kind, least, message, flag, about in (
+        (resource.RLIMIT_FSIZE, GIB,
+         "a file may have {}: writing a larger checkpoint ends the rank (SIGXFSZ)",
+         "-f", "file size"),
+        (resource.RLIMIT_AS, 16 * GIB,
+         "a process may have {} of address space; torch maps more than it uses",
+         "-v", "address space"),
     ):  # fmt: skip
         size = _limit(kind)[0]
         if size < least:
             yield warning(
-                what.format(shown(size)) + effect,
+                message.format(binary_size(size)),
                 fix="Raise the limit in the shell that starts the job.",
                 paste=typed("ulimit {} unlimited", flag),
                 about=about,
@@ -443,31 +412,24 @@ def _sizes() -> Iterator[Finding]:
 
 
 def _threads_left(situation: Situation) -> int | None:
-    """How many processes and threads may still be started here; None if there is no limit."""
+    """Return how many processes and threads may still be started; None if there is no limit."""
     left = []
     group = container.pids(situation)
     if group is not None:
         left.append(group[1] - group[0])
     most = _limit(resource.RLIMIT_NPROC)[0]
     if most < inf and os.getuid() != 0:
-        mine = (each for each in listed(situation.proc) if each.uid == os.getuid())
-        left.append(int(most) - sum(_threads_of(each) for each in mine))
+        mine = [each for each in listed(situation.proc) if each.uid == os.getuid()]
+        fields = [text(each.folder / "stat").rpartition(")")[2].split() for each in mine]
+        left.append(int(most) - sum(int(each[17]) for each in fields if len(each) > 17))
     return max(0, min(left)) if left else None
 
 
-def _threads_of(process: Listed) -> int:
-    fields = text(process.folder / "stat").rpartition(")")[2].split()
-    return int(fields[17]) if len(fields) > 17 else 0
+# -- room for files
 
 
-# -- whether a checkpoint can be written where the job will write it
-
-
-LEAST_CHECKPOINT_SPACE = 1 * GIB
-"""Free space under which not even a small model's checkpoint is safe."""
-
-DISK_PATIENCE = 6.0
-"""Seconds until a file system counts as one that does not answer."""
+MIN_CHECKPOINT_SPACE = 1 * GIB  # Free space below which not even a small model's checkpoint is safe
+DISK_TIMEOUT = 6.0  # Seconds until a file system counts as one that does not respond
 
 SAMPLE_BYTES = 1 * MIB
 
@@ -500,33 +462,31 @@ def checkpoint_dir(situation: Situation) -> Outcome:
     if folder is None:
         return skipped("no folder named: --checkpoint-dir DIR tests it")
     try:
-        problem, free, inodes = bounded(lambda: written_to(folder), DISK_PATIENCE)
+        problem, free, inodes = bounded(lambda: written_to(folder), DISK_TIMEOUT)
     except TimeoutError:
-        return judged(f"{folder} does not answer", [_hung_file_system(folder)])
-    detail = f"wrote, synchronized and renamed {shown(SAMPLE_BYTES)}; {shown(free)} free"
+        hung = failure(
+            f"{folder} does not answer: nothing came back within {DISK_TIMEOUT:.0f} s",
+            fix="Its file server is down or overloaded: ask its administrator, or choose another "
+            "folder.",
+            paste=typed("mount | grep -F -- {}", [*folder.parts, folder][1]),
+        )
+        return judged(f"{folder} does not answer", [hung])
+    sample = binary_size(SAMPLE_BYTES)
+    detail = f"wrote, synchronized and renamed {sample}; {binary_size(free)} free"
     return judged(problem or detail, _checkpoint_findings(folder, problem, free, inodes))
 
 
 def written_to(folder: Path) -> tuple[str, int, int]:
-    """Write a file and remove it: what went wrong, bytes free, inodes free (-1 if not known)."""
+    """Write a file, rename it over another one, and remove it.
+
+    Returns:
+        What went wrong, if anything, the bytes free, and the inodes free (-1 if unknown).
+    """
     try:
         facts = os.statvfs(folder)
     except OSError as error:
         return _error_words(error), 0, -1
-    try:
-        problem = _written(folder)
-    except FileNotFoundError:
-        # The folder is there: /proc and the like, or a mount that was taken away.
-        problem = "no file can be made there"
-    except OSError as error:
-        problem = _error_words(error)
-        if error.errno == errno.ENOSPC and facts.f_files and not facts.f_favail:
-            problem = "its file system has no inodes left for another file"
-    return problem, facts.f_bavail * facts.f_frsize, facts.f_favail if facts.f_files else -1
-
-
-def _written(folder: Path) -> str:
-    """Write a file, and rename it over another; what was wrong with it, or empty."""
+    problem = ""
     name = folder / f".ddpdoctor-{secrets.token_hex(8)}"
     other = name.with_suffix(".renamed")
     # Not zeros, which some file systems do not store.
@@ -538,11 +498,20 @@ def _written(folder: Path) -> str:
             os.fsync(file.fileno())
         other.write_bytes(b"an older one")
         os.replace(name, other)
-        return "" if other.read_bytes() == content else "what is read back is not what was written"
+        if other.read_bytes() != content:
+            problem = "what is read back is not what was written"
+    except FileNotFoundError:
+        # The directory exists, so this is /proc or the like, or a mount that was taken away.
+        problem = "no file can be made there"
+    except OSError as error:
+        problem = _error_words(error)
+        if error.errno == errno.ENOSPC and facts.f_files and not facts.f_favail:
+            problem = "its file system has no inodes left for another file"
     finally:
         for path in (name, other):
             with contextlib.suppress(OSError):
                 path.unlink()
+    return problem, facts.f_bavail * facts.f_frsize, facts.f_favail if facts.f_files else -1
 
 
 _ERROR_WORDS = {
@@ -561,16 +530,6 @@ def _error_words(error: OSError) -> str:
     return _ERROR_WORDS.get(error.errno or 0, error.strerror or str(error))
 
 
-def _hung_file_system(folder: Path) -> Finding:
-    top = folder.parts[1] if len(folder.parts) > 1 else str(folder)
-    return failure(
-        f"{folder} does not answer: nothing came back within {DISK_PATIENCE:.0f} s",
-        fix="Its file server is down or overloaded: ask its administrator, or choose another "
-        "folder.",
-        paste=typed("mount | grep -F -- {}", top),
-    )
-
-
 def _checkpoint_findings(folder: Path, problem: str, free: int, inodes: int) -> Iterator[Finding]:
     if problem:
         missing = problem == _ERROR_WORDS[errno.ENOENT]
@@ -581,20 +540,17 @@ def _checkpoint_findings(folder: Path, problem: str, free: int, inodes: int) -> 
             if missing
             else typed("ls -ld {0}; df -h {0}; df -i {0}", folder),
         )
-    elif free < LEAST_CHECKPOINT_SPACE or inodes == 0:
+    elif free < MIN_CHECKPOINT_SPACE or inodes == 0:
         without = "" if inodes else ", and no inodes for another file"
         yield warning(
-            f"{folder} has {shown(free)} free{without}",
+            f"{folder} has {binary_size(free)} free{without}",
             fix="Free some space, or choose another folder, before the first checkpoint is due.",
             paste=typed("df -h {0}; df -i {0}", folder),
         )
 
 
-# -- temporary folder
-
-
-LEAST_TEMPORARY_SPACE = 256 * MIB
-"""What torch.compile, Triton and DataLoader workers put there before anything is wrong."""
+MIN_TEMPORARY_SPACE = 256 * MIB
+"""What torch.compile, Triton and DataLoader workers need in any case."""
 
 
 @check("temporary-dir", "DDP017")
@@ -621,35 +577,25 @@ def temporary_dir(situation: Situation) -> Outcome:
         If a file could be written there and there is room.
     """
     named = situation.environ.get("TMPDIR", "")
-    folder = Path(named) if named and Path(named).is_dir() else Path(_default_temporary_dir())
+    exists = bool(named) and Path(named).is_dir()
     try:
-        problem, free, inodes = bounded(lambda: written_to(folder), DISK_PATIENCE)
-    except TimeoutError:
-        problem, free, inodes = f"nothing came back within {DISK_PATIENCE:.0f} s", 0, -1
-    lost = f"; TMPDIR={named} is no folder" if named and not Path(named).is_dir() else ""
-    detail = f"{problem or shown(free) + ' free'} in {folder}{lost}"
-    return judged(detail, _temporary_findings(folder, problem, free, inodes))
-
-
-def _default_temporary_dir() -> str:
-    try:
-        return tempfile.gettempdir()
+        folder = Path(named if exists else tempfile.gettempdir())
     except OSError:
-        return next((each for each in ("/tmp", "/var/tmp") if os.path.isdir(each)), "/tmp")
-
-
-def _temporary_findings(folder: Path, problem: str, free: int, inodes: int) -> Iterator[Finding]:
+        folder = Path("/tmp" if os.path.isdir("/tmp") else "/var/tmp")
+    try:
+        problem, free, inodes = bounded(lambda: written_to(folder), DISK_TIMEOUT)
+    except TimeoutError:
+        problem, free, inodes = f"nothing came back within {DISK_TIMEOUT:.0f} s", 0, -1
+    lost = f"; TMPDIR={named} is not a directory" if named and not exists else ""
+    detail = f"{problem or binary_size(free) + ' free'} in {folder}{lost}"
     paste = typed("df -h {0}; df -i {0}", folder)
+    fix = "Free some space there, or set TMPDIR to another folder, on every node."
+    findings = []
     if problem:
-        yield failure(
-            f"temporary files cannot be written to {folder}: {problem}",
-            fix="Free some space there, or set TMPDIR to another folder, on every node.",
-            paste=paste,
-        )
-    elif free < LEAST_TEMPORARY_SPACE or inodes == 0:
+        message = f"temporary files cannot be written to {folder}: {problem}"
+        findings = [failure(message, fix=fix, paste=paste)]
+    elif free < MIN_TEMPORARY_SPACE or inodes == 0:
         without = "" if inodes else ", and no inodes for another file"
-        yield warning(
-            f"{folder}, where temporary files go, has {shown(free)} free{without}",
-            fix="Free some space there, or set TMPDIR to another folder, on every node.",
-            paste=paste,
-        )
+        message = f"{folder}, where temporary files go, has {binary_size(free)} free{without}"
+        findings = [warning(message, fix=fix, paste=paste)]
+    return judged(detail, findings)

@@ -1,4 +1,4 @@
-"""Whether the script can be run, and what is installed fits together."""
+"""Whether the script can run, and whether the installed software fits together."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ddpdoctor.preflight.check import (
 )
 from ddpdoctor.preflight.situation import Situation, gpu_facts, visible_gpus
 
-# -- whether the script can be read, parsed and would find what it imports. It is not run
+# -- the script: it is parsed, and never run
 
 
 _SEARCHED = frozenset({"path", "modules", "meta_path", "path_hooks"})
@@ -41,16 +41,13 @@ _SEARCHED = frozenset({"path", "modules", "meta_path", "path_hooks"})
 _CHANGING = frozenset({"rootutils", "pyrootutils"})
 """Packages whose purpose is to change ``sys.path``."""
 
-MOST_MODULES = 200
-"""Modules of the project that are read for their imports."""
-
-_LEVELS = 4
-"""How many folders above the script are looked at for a module that is not found."""
+MAX_MODULES = 200  # Modules of the project whose imports are read
+_LEVELS = 4  # How many directories above the script are searched for a missing module
 
 
 @dataclass(frozen=True)
 class Import:
-    """A module that is imported whenever the script runs, by its first name."""
+    """A top-level module that is imported whenever the script runs."""
 
     module: str
     line: int
@@ -58,12 +55,10 @@ class Import:
 
 @dataclass(frozen=True)
 class Imports:
-    """The imports of a script that can be judged.
+    """The imports of a script that always run.
 
     Attributes:
-        certain: Those that always run.
-        cut: Whether more may follow: from where the script changes ``sys.path`` on, what is found
-            is not known.
+        cut: Whether more may follow. Where a script changes ``sys.path``, what is found is unknown.
     """
 
     certain: tuple[Import, ...]
@@ -71,11 +66,9 @@ class Imports:
 
 
 def imports_of(tree: ast.Module, folder: Path) -> Imports:
-    """The imports that a script does for certain, up to where it changes what is found.
+    """Return the imports that always run, up to where the script changes what is found.
 
-    Args:
-        tree: The script.
-        folder: Where Python looks first, for modules of the script's own that change it.
+    ``folder`` is where Python looks first.
     """
     found: list[Import] = []
     known: set[str] = set()
@@ -90,14 +83,14 @@ def imports_of(tree: ast.Module, folder: Path) -> Imports:
 
 
 def exists(module: str, folder: Path) -> bool:
-    """Whether Python would find a top-level module."""
+    """Return whether Python would find a top-level module."""
     if module in sys.builtin_module_names or module in sys.stdlib_module_names:
         return True
     return _top(module, [str(folder)]) is not None
 
 
 def nearby(module: str, folder: Path) -> Path | None:
-    """The folder above the script, or the working one, that has a module Python does not find."""
+    """Return the directory near the script, or the working one, that has a missing module."""
     try:
         here = Path.cwd()
         above = [folder.resolve(), *folder.resolve().parents][:_LEVELS]
@@ -111,14 +104,14 @@ def nearby(module: str, folder: Path) -> Path | None:
 
 
 def module_spec(name: str) -> ModuleSpec | None:
-    """Where ``python -m name`` would find a module; None if nowhere. Its parents are not run."""
+    """Return where ``python -m name`` would find a module, without running its parents."""
     first, *rest = name.split(".")
-    # The working directory comes first for ``-m``.
+    # With ``-m`` the working directory comes first.
     spec = _top(first, [""])
     for part in rest:
         if spec is None or spec.submodule_search_locations is None:
             return None
-        # By its last name: for a dotted one the parent would have to be imported.
+        # Search by the last name. A dotted one would import the parent.
         spec = PathFinder.find_spec(part, list(spec.submodule_search_locations))
     return spec
 
@@ -129,7 +122,7 @@ def _top(module: str, folders: list[str]) -> ModuleSpec | None:
         # An editable installation has its own finder.
         return spec or importlib.util.find_spec(module)
     except (ImportError, ValueError, AttributeError):
-        # Loaded already in an odd way; a job may well import it.
+        # It is loaded already in an unusual way. A job can probably import it.
         return ModuleSpec(module, None)
 
 
@@ -139,22 +132,19 @@ def _imported(node: ast.stmt) -> Iterator[Import]:
             yield Import(alias.name.partition(".")[0], node.lineno)
     elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
         yield Import(node.module.partition(".")[0], node.lineno)
-    elif isinstance(node, (ast.With, ast.AsyncWith)) and not _suppresses(node):
-        for each in node.body:
+    elif isinstance(node, (ast.With, ast.AsyncWith)):
+        # Within contextlib.suppress the script may survive a missing module.
+        survives = any("suppress" in ast.dump(item.context_expr) for item in node.items)
+        for each in () if survives else node.body:
             yield from _imported(each)
 
 
-def _suppresses(node: ast.With | ast.AsyncWith) -> bool:
-    """Whether a ``with`` may be there to survive a missing module."""
-    return any("suppress" in ast.dump(item.context_expr) for item in node.items)
-
-
 def _changes_search(node: ast.stmt) -> bool:
+    """Return whether a statement changes what an import finds."""
     for each in ast.walk(node):
         if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name):
-            if each.value.id == "sys" and each.attr in _SEARCHED:
-                return True
-            if each.attr == "addsitedir":
+            on_sys = each.value.id == "sys" and each.attr in _SEARCHED
+            if on_sys or each.attr == "addsitedir":
                 return True
         if isinstance(each, ast.ImportFrom) and each.module == "sys":
             changed = any(alias.name in _SEARCHED for alias in each.names)
@@ -164,7 +154,7 @@ def _changes_search(node: ast.stmt) -> bool:
 
 
 def _changes_when_imported(module: str, folder: Path) -> bool:
-    """Whether a module of the script's own, or one made for it, changes what is found next."""
+    """Return whether importing a module changes what is found next."""
     if module in _CHANGING:
         return True
     for path in (folder / f"{module}.py", folder / module / "__init__.py"):
@@ -182,14 +172,14 @@ DISTRIBUTIONS = {
     "pkg_resources": "setuptools", "serial": "pyserial", "skimage": "scikit-image",
     "sklearn": "scikit-learn", "yaml": "pyyaml",
 }  # fmt: skip
-"""What pip calls a module whose own name is another package, or none."""
+"""The package that provides a module with another name."""
 
 _OWN = frozenset({
     "clip", "common", "config", "configs", "core", "data", "dataset", "engine",
     "helper", "helpers", "layers", "lib", "loss", "losses", "metrics", "misc", "model", "models",
     "modules", "networks", "nets", "src", "tools", "train", "trainer", "util", "utils",
 })  # fmt: skip
-"""Names that a project gives to its own modules. What pip has under them is something else."""
+"""Names that projects give to their own modules. On PyPI they are something else."""
 
 
 @check("script", "DDP016")
@@ -217,56 +207,45 @@ def script(situation: Situation) -> Outcome:
         submodules of packages that are installed, and if no script is given. The script is parsed,
         never executed.
     """
-    if not situation.options.script:
+    options = situation.options
+    if not options.script:
         return skipped("no script named: ddpdoctor check -- train.py")
-    name = situation.options.script[0]
-    if situation.options.module:
-        return _module(name)
-    if situation.options.program:
-        return skipped(f"{name} is a program, not a Python script")
-    path = Path(name)
-    if path.is_dir():
-        path = path / "__main__.py"
-    if path.suffix != ".py" and path.is_file() and os.access(path, os.X_OK):
-        return skipped(f"{name} is a program, not a Python script")
-    if path.exists() and not path.is_file():
-        return skipped(f"{name} is no file, and can be read only once")
+    name = options.script[0]
+    path, folder = Path(name), Path(name).parent
+    if options.module:
+        spec, problem = module_spec(name), f"there is no module {name}"
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = module_spec(f"{name}.__main__")
+            problem = f"{name} is a package without __main__.py: it cannot be run"
+        if spec is None:
+            missing = failure(
+                problem,
+                fix="Check its name, or start the job where it can be imported.",
+                paste=typed("python -m {} --help", name),
+            )
+            return judged(f"no module {name}", [missing])
+        if spec.origin is None or not spec.origin.endswith(".py"):
+            return skipped(f"{name} is not Python source")
+        path, folder = Path(spec.origin), Path()
+    else:
+        if path.is_dir():
+            path = path / "__main__.py"
+            folder = path.parent
+        executable = path.suffix != ".py" and path.is_file() and os.access(path, os.X_OK)
+        if options.program or executable:
+            return skipped(f"{name} is a program, not a Python script")
+        if path.exists() and not path.is_file():
+            return skipped(f"{name} is not a regular file, and can be read only once")
     try:
         source = path.read_bytes()
     except OSError as error:
-        return judged(f"{name} cannot be read", [_unreadable(name, error)])
+        shown = str(path) if options.module else name
+        return judged(f"{name} cannot be read", [_unreadable(shown, error)])
     if zipfile.is_zipfile(path):
         return skipped(f"{name} is an archive")
     if source.startswith(importlib.util.MAGIC_NUMBER):
         return skipped(f"{name} is compiled")
-    return _examined(path, source, path.parent)
-
-
-def _module(name: str) -> Outcome:
-    spec = module_spec(name)
-    if spec is None:
-        return _no_module(name, f"there is no module {name}")
-    if spec.submodule_search_locations is not None:
-        spec = module_spec(f"{name}.__main__")
-        if spec is None:
-            return _no_module(name, f"{name} is a package without __main__.py: it cannot be run")
-    if spec.origin is None or not spec.origin.endswith(".py"):
-        return skipped(f"{name} is no Python source")
-    path = Path(spec.origin)
-    try:
-        source = path.read_bytes()
-    except OSError as error:
-        return judged(f"{name} cannot be read", [_unreadable(str(path), error)])
-    return _examined(path, source, Path())
-
-
-def _no_module(name: str, message: str) -> Outcome:
-    finding = failure(
-        message,
-        fix="Check its name, or start the job where it can be imported.",
-        paste=typed("python -m {} --help", name),
-    )
-    return judged(f"no module {name}", [finding])
+    return _examined(path, source, folder)
 
 
 def _unreadable(name: str, error: OSError) -> Finding:
@@ -286,7 +265,7 @@ def _unreadable(name: str, error: OSError) -> Finding:
 
 
 def _examined(path: Path, source: bytes, folder: Path) -> Outcome:
-    """Judge a script; ``folder`` is where Python looks first when it runs."""
+    """Judge a script. ``folder`` is where Python looks first when it runs."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -322,13 +301,13 @@ def _examined(path: Path, source: bytes, folder: Path) -> Outcome:
 def _missing_inside(modules: list[str], folder: Path) -> list[tuple[Path, Import]]:
     """What modules of the script's own folder, and those that they import, import in vain."""
     missing, seen, left = [], set(modules), list(modules)
-    while left and len(seen) < MOST_MODULES:
+    while left and len(seen) < MAX_MODULES:
         name = left.pop()
         for path in (folder / f"{name}.py", folder / name / "__init__.py"):
             try:
                 tree = ast.parse(opening.contents(path, opening.MOST_PARSED, links=True))
             except (OSError, SyntaxError, ValueError, RecursionError):
-                # What does not parse here may be made for another Python: it is not judged.
+                # What does not parse here may be written for another Python.
                 continue
             for each in imports_of(tree, folder).certain:
                 if each.module not in seen:
@@ -361,19 +340,12 @@ def _missing(path: Path, folder: Path, each: Import) -> Finding:
     )
 
 
-# -- what is installed, read from files without importing it, and whether it fits together
+# -- the installed software: read from files, without importing it
 
 
 @dataclass(frozen=True)
 class Torch:
-    """The installed torch.
-
-    Attributes:
-        folder: Where it lies.
-        version: Such as ``2.13.0+cpu``.
-        cuda: The CUDA it was built for, such as ``12.8``; empty for one without.
-        hip: The same of ROCm.
-    """
+    """The installed torch, such as ``2.13.0+cpu``, and the CUDA or ROCm it was built for."""
 
     folder: Path
     version: str
@@ -383,7 +355,7 @@ class Torch:
 
 @cache
 def installed_torch() -> Torch | None:
-    """The torch that a job in this interpreter would import; None if there is none."""
+    """Return the torch that a job in this interpreter would import; None if there is none."""
     try:
         spec = importlib.util.find_spec("torch")
     except (ImportError, ValueError):
@@ -391,25 +363,18 @@ def installed_torch() -> Torch | None:
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         with contextlib.suppress(OSError):
             text = (Path(folder) / "version.py").read_text()
-            return Torch(Path(folder), **{name: _value(text, name) for name in _NAMES.values()})
+            pattern = r"^(\w+)\s*(?::[^=\n]*)?=\s*['\"]([^'\"]*)['\"]"
+            found = dict(re.findall(pattern, text, re.MULTILINE))
+            version, cuda, hip = (found.get(name, "") for name in ("__version__", "cuda", "hip"))
+            return Torch(Path(folder), version, cuda, hip)
     return None
-
-
-_NAMES = {"__version__": "version", "cuda": "cuda", "hip": "hip"}
-
-
-def _value(text: str, name: str) -> str:
-    """The string that ``version.py`` assigns to a name; empty for None."""
-    written = next(key for key, value in _NAMES.items() if value == name)
-    match = re.search(rf"^{written}\s*(?::[^=]*)?=\s*['\"]([^'\"]*)['\"]", text, re.MULTILINE)
-    return match[1] if match else ""
 
 
 @cache
 def torchrun_picks_a_port() -> bool:
-    """Whether torchrun takes a free port on one machine when none is given, not 29500.
+    """Return whether torchrun picks a free port on one machine if none is given, and not 29500.
 
-    Since torch 2.13 it then turns its static rendezvous into one at ``localhost:0``.
+    Since torch 2.13 it turns its static rendezvous into one at ``localhost:0``.
     """
     found = installed_torch()
     if found is None:
@@ -422,7 +387,10 @@ def torchrun_picks_a_port() -> bool:
 
 @dataclass(frozen=True)
 class Versions:
-    """What is installed; empty where nothing is. ``cuda_of_driver`` is the newest CUDA it runs."""
+    """The installed versions; empty where nothing is installed.
+
+    ``cuda_of_driver`` is the newest CUDA that the driver supports.
+    """
 
     python: str
     torch: str
@@ -435,7 +403,7 @@ class Versions:
 
 
 def versions(situation: Situation) -> Versions:
-    """What is installed here, read from files and from the driver; torch is not imported."""
+    """Read what is installed from files and from the driver. torch is not imported."""
     torch = installed_torch()
     facts = situation.shared(gpu_facts)
     return Versions(
@@ -451,11 +419,11 @@ def versions(situation: Situation) -> Versions:
 
 
 def _installed(package: str) -> str:
-    """The version of an installed package; empty if it is not there."""
+    """Return the version of an installed package; empty if it is missing."""
     prefix = package.replace("-", "_") + "-"
     if not any(name.startswith(prefix) for name in _folders()):
         return ""
-    # With it comes the parser of e-mail headers, which most machines need not wait for.
+    # Slow to import, and seldom needed.
     from importlib import metadata
 
     try:
@@ -466,7 +434,7 @@ def _installed(package: str) -> str:
 
 @cache
 def _folders() -> frozenset[str]:
-    """The names of what lies in the folders that Python imports from, in lower case."""
+    """Return the lower-case names in all directories that Python imports from."""
     found: set[str] = set()
     for folder in sys.path:
         with contextlib.suppress(OSError):
@@ -499,21 +467,20 @@ def version_fit(situation: Situation) -> Outcome:
         compatibility allows. For a torch without CUDA on a machine without GPUs.
     """
     found = versions(situation)
-    parts = [f"Python {found.python}"]
-    parts.append(f"torch {found.torch}" if found.torch else "no torch")
-    parts.append(
-        f"CUDA {found.cuda}" if found.cuda else f"ROCm {found.hip}" if found.hip else "no CUDA"
+    without = f"ROCm {found.hip}" if found.hip else "no CUDA"
+    supports = f" (CUDA {found.cuda_of_driver})" if found.cuda_of_driver else ""
+    parts = (
+        f"Python {found.python}",
+        f"torch {found.torch}" if found.torch else "no torch",
+        f"CUDA {found.cuda}" if found.cuda else without,
+        f"NCCL {found.nccl}" if found.nccl else "",
+        f"driver {found.driver}{supports}" if found.driver else "",
     )
-    if found.nccl:
-        parts.append(f"NCCL {found.nccl}")
-    if found.driver:
-        parts.append(f"driver {found.driver}" + (f" (CUDA {found.cuda_of_driver})"
-                                                if found.cuda_of_driver else ""))  # fmt: skip
-    return judged(", ".join(parts), judge(found, situation.shared(visible_gpus)))
+    return judged(", ".join(filter(None, parts)), judge(found, situation.shared(visible_gpus)))
 
 
 def judge(found: Versions, gpus: int) -> Iterator[Finding]:
-    """What does not fit, where a job would see so many GPUs."""
+    """Yield what does not fit, if a job would see so many GPUs."""
     if not found.torch:
         yield failure(
             "torch is not installed in this Python",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import statistics
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from ddpdoctor.core.finding import Finding, Severity
@@ -22,9 +22,9 @@ from ddpdoctor.preflight.check import (
 from ddpdoctor.preflight.command_lines import check_line
 from ddpdoctor.preflight.nodes.reductions import across_nodes, grouped, of_all, usual_of
 from ddpdoctor.preflight.protocol.meet import Meeting
-from ddpdoctor.preflight.protocol.messages import Facts, Folder
+from ddpdoctor.preflight.protocol.messages import Folder
 
-# -- whether the options of all nodes agree
+# -- options
 
 
 @across_nodes("same-job", "DDP051")
@@ -59,9 +59,10 @@ def _option_findings(meeting: Meeting) -> Iterator[Finding]:
     for index, node in enumerate(meeting.nodes):
         if node.facts.rank is not None:
             by_rank.setdefault(node.facts.rank, []).append(index)
+    free_rank = next(rank for rank in range(len(by_rank) + 1) if rank not in by_rank)
     for rank, indices in by_rank.items():
         if len(indices) > 1:
-            # Not by who came first: every node says the same, every time.
+            # Sorted by name, so that every node reports the same, every time.
             indices.sort(key=lambda index: meeting.host(index))
             hosts = [meeting.host(index) for index in indices]
             yield failure(
@@ -71,7 +72,7 @@ def _option_findings(meeting: Meeting) -> Iterator[Finding]:
                     for index in indices[:8]
                 ),
                 fix="Give every node its own rank, counted from 0.",
-                paste=_line(meeting, indices[-1], rank=_free_rank(by_rank)),
+                paste=_line(meeting, indices[-1], rank=free_rank),
                 about=f"rank {rank}",
             )
     if by_rank and any(node.facts.rank is None for node in meeting.nodes):
@@ -80,9 +81,13 @@ def _option_findings(meeting: Meeting) -> Iterator[Finding]:
             f"{meeting.hosts(without)} came without --node-rank, the others with one",
             fix="Give --node-rank on every node, or (with --rdzv-backend c10d) on none. On "
             f"{meeting.host(without[0])}:",
-            paste=_line(meeting, without[0], rank=_free_rank(by_rank)),
+            paste=_line(meeting, without[0], rank=free_rank),
             about="ranks",
         )
+    yield from _number_findings(meeting, by_rank)
+
+
+def _number_findings(meeting: Meeting, by_rank: Collection[int]) -> Iterator[Finding]:
     numbers = {node.facts.nnodes for node in meeting.nodes}
     if len(numbers) > 1:
         yield failure(
@@ -109,22 +114,11 @@ def _option_findings(meeting: Meeting) -> Iterator[Finding]:
         )
 
 
-def _free_rank(taken: Collection[int]) -> int:
-    return next(rank for rank in range(len(taken) + 1) if rank not in taken)
-
-
-def _line(
-    meeting: Meeting,
-    index: int,
-    *,
-    nnodes: int | None = None,
-    rank: int | None = None,
-    nproc: int | None = None,
-) -> str:
-    """The line that starts the check on a node, with what is to be changed."""
+def _line(meeting: Meeting, index: int, *, nproc: int | None = None, **changed: int) -> str:
+    """Return the line that starts the check on a node, with what has to be changed."""
     facts = meeting.nodes[index].facts
-    own = replace(meeting.seat, nnodes=facts.nnodes, rank=facts.rank)
-    return check_line(own, nproc or facts.nproc, nnodes=nnodes, rank=rank)
+    own = replace(meeting.place, nnodes=facts.nnodes, rank=facts.rank)
+    return check_line(own, nproc or facts.nproc, **changed)
 
 
 def _each(meeting: Meeting, values: list[int], option: str) -> tuple[str, ...]:
@@ -135,7 +129,7 @@ def _each(meeting: Meeting, values: list[int], option: str) -> tuple[str, ...]:
     )
 
 
-# -- whether the nodes' clocks agree
+# -- clocks
 
 
 CLOCK_WARN_S = 1.0
@@ -166,68 +160,63 @@ def clocks(meeting: Meeting) -> Outcome:
     When it stays silent
         If all clocks are within 1 s.
     """
-    # How far a node's clock is ahead of the coordinator's.
+    # Seconds by which a node's clock is ahead of the coordinator's.
     ahead = [-node.offset for node in meeting.nodes]
-    spread = max(ahead) - min(ahead)
-    detail = f"{of_all(meeting)}, at most {spread:.3f} s apart"
-    findings = list(_clock_findings(meeting, ahead))
-    median = statistics.median(ahead)
-    far = [
-        node.facts.host
-        for node, own in zip(meeting.nodes, ahead, strict=True)
-        if len(ahead) > 2
-        and _clock_severity(abs(own - median) - node.uncertainty) is Severity.ERROR
-    ]
-    return judged(detail, findings, exclude=far)
-
-
-def _clock_findings(meeting: Meeting, ahead: list[float]) -> Iterator[Finding]:
-    fix = "Let a time service run on every node (chrony, systemd-timesyncd)."
-    paste = "sudo timedatectl set-ntp true"
+    detail = f"{of_all(meeting)}, at most {max(ahead) - min(ahead):.3f} s apart"
+    wrong = []
     if len(ahead) == 2:
-        difference = abs(ahead[0] - ahead[1])
-        unsure = sum(node.uncertainty for node in meeting.nodes)
         first, second = (0, 1) if ahead[0] > ahead[1] else (1, 0)
-        severity = _clock_severity(difference - unsure)
-        if severity is not None:
-            yield finding(
-                severity,
+        difference = ahead[first] - ahead[second]
+        wrong.append(
+            (
+                difference - sum(node.uncertainty for node in meeting.nodes),
                 f"the clock of {meeting.name(second)} is {difference:.1f} s behind that of "
                 f"{meeting.name(first)}",
-                evidence=("which of the two is wrong is not visible from here",),
-                fix=fix,
-                paste=paste,
-                about="clocks",
+                "clocks",
             )
-        return
-    median = statistics.median(ahead)
-    for index, node in enumerate(meeting.nodes):
-        away = ahead[index] - median
-        severity = _clock_severity(abs(away) - node.uncertainty)
-        if severity is not None:
+        )
+    else:
+        median = statistics.median(ahead)
+        for index, node in enumerate(meeting.nodes):
+            away = ahead[index] - median
             side = "ahead of" if away > 0 else "behind"
-            yield finding(
-                severity,
-                f"the clock of {meeting.name(index)} is {abs(away):.1f} s {side} the others",
-                fix=fix,
-                paste=paste,
-                about=f"clock {index}",
+            wrong.append(
+                (
+                    abs(away) - node.uncertainty,
+                    f"the clock of {meeting.name(index)} is {abs(away):.1f} s {side} the others",
+                    f"clock {index}",
+                )
             )
+    return judged(
+        detail,
+        [
+            finding(
+                Severity.ERROR if seconds > CLOCK_FAIL_S else Severity.WARNING,
+                message,
+                evidence=("which of the two is wrong is not visible from here",)
+                if len(ahead) == 2
+                else (),
+                fix="Let a time service run on every node (chrony, systemd-timesyncd).",
+                paste="sudo timedatectl set-ntp true",
+                about=about,
+            )
+            for seconds, message, about in wrong
+            if seconds > CLOCK_WARN_S
+        ],
+        exclude=[
+            node.facts.host
+            for node, (seconds, *_) in zip(meeting.nodes, wrong, strict=False)
+            if len(ahead) > 2 and seconds > CLOCK_FAIL_S
+        ],
+    )
 
 
-def _clock_severity(seconds: float) -> Severity | None:
-    if seconds > CLOCK_FAIL_S:
-        return Severity.ERROR
-    return Severity.WARNING if seconds > CLOCK_WARN_S else None
-
-
-# -- whether all nodes have the same software, the same settings of NCCL and the same code
+# -- software, settings and code
 
 
 DRIVER = "nvidia-smi --query-gpu=driver_version --format=csv"
 
-SAID_VERSIONS = 3
-"""Of more than these, besides the usual one, only the number is shown."""
+SAID_VERSIONS = 3  # With more versions than these besides the usual one, only their number is shown
 
 OF_EACH_NODE = (
     "_IFNAME",
@@ -265,12 +254,9 @@ def node_versions(meeting: Meeting) -> Outcome:
     When it stays silent
         If the versions are equal, and where a node does not have the component (no GPU, no driver).
     """
-    detail = f"{of_all(meeting)}, torch {_first(meeting, lambda facts: facts.torch)}"
+    torch = next((node.facts.torch for node in meeting.nodes if node.facts.torch), "not installed")
+    detail = f"{of_all(meeting)}, torch {torch}"
     return judged(detail, [*_version_findings(meeting), *_setting_findings(meeting)])
-
-
-def _first(meeting: Meeting, of: Callable[[Facts], str]) -> str:
-    return next(filter(None, (of(node.facts) for node in meeting.nodes)), "not installed")
 
 
 def _version_findings(meeting: Meeting) -> Iterator[Finding]:
@@ -280,7 +266,7 @@ def _version_findings(meeting: Meeting) -> Iterator[Finding]:
         severity = Severity.ERROR if len(minor) > 1 else Severity.WARNING
         usual = usual_of(torch)
         wanted = usual if usual != "none" else next(each for each in torch if each != "none")
-        # Without the label of its build (+cu126), which an index need not have.
+        # Without the build's label (+cu126), which an index may not have.
         paste = typed("pip install torch=={}", wanted.partition("+")[0])
         yield _differ(meeting, "torch", torch, severity, paste)
     nccl = grouped(meeting, lambda facts: facts.nccl)
@@ -391,21 +377,17 @@ def _code_findings(meeting: Meeting) -> Iterator[Finding]:
         )
     hashes = grouped(meeting, lambda facts: facts.script_hash)
     if len(hashes) > 1:
-        yield _code_differs(
-            meeting, f"{script} is not the same file", hashes, typed("sha256sum {}", script)
-        )
+        what = f"{script} is not the same file"
+        yield _code_differs(meeting, what, hashes, typed("sha256sum {}", script))
     commits = grouped(meeting, lambda facts: facts.commit[:9])
     if len(commits) > 1:
-        usual = usual_of(commits)
-        yield _code_differs(
-            meeting, f"the commit of {script} differs", commits, typed("git checkout {}", usual)
-        )
+        what, paste = f"the commit of {script} differs", typed("git checkout {}", usual_of(commits))
+        yield _code_differs(meeting, what, commits, paste)
         return
     changes = grouped(meeting, lambda facts: (facts.changes or "none") if facts.commit else "")
     if len(changes) > 1:
         yield warning(
-            f"the uncommitted changes are not the same: {meeting.hosts(_odd(changes))} differ"
-            f"{'s' if len(_odd(changes)) == 1 else ''} from the others",
+            f"the uncommitted changes are not the same: {_odd(meeting, changes)} from the others",
             evidence=tuple(
                 f"{'no changes' if value == 'none' else f'changes {value[:9]}'}: "
                 f"{meeting.hosts(indices)}"
@@ -418,24 +400,23 @@ def _code_findings(meeting: Meeting) -> Iterator[Finding]:
 
 
 def _code_differs(meeting: Meeting, what: str, groups: dict[str, list[int]], paste: str) -> Finding:
+    nodes = [f"{value}: {meeting.hosts(indices)}" for value, indices in groups.items()]
     return failure(
-        f"{what}: {meeting.hosts(_odd(groups))} differ"
-        f"{'s' if len(_odd(groups)) == 1 else ''} from {meeting.hosts(groups[usual_of(groups)])}",
-        evidence=tuple(f"{value}: {meeting.hosts(indices)}" for value, indices in groups.items())[
-            :8
-        ],
+        f"{what}: {_odd(meeting, groups)} from {meeting.hosts(groups[usual_of(groups)])}",
+        evidence=tuple(nodes[:8]),
         fix="Bring every node to the same code.",
         paste=paste,
         about=what,
     )
 
 
-def _odd(groups: dict[str, list[int]]) -> list[int]:
+def _odd(meeting: Meeting, groups: dict[str, list[int]]) -> str:
     usual = usual_of(groups)
-    return sorted(i for value, indices in groups.items() if value != usual for i in indices)
+    odd = sorted(i for value, indices in groups.items() if value != usual for i in indices)
+    return f"{meeting.hosts(odd)} differ{'s' if len(odd) == 1 else ''}"
 
 
-# -- whether the checkpoint folder is one folder on all nodes
+# -- the checkpoint directory
 
 
 @across_nodes("shared-folder", "DDP059")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict
+from itertools import chain, repeat
 from typing import Any
 
 from ddpdoctor.core.finding import Finding, Severity
+from ddpdoctor.core.formatting import count, listed
 from ddpdoctor.preflight.check import (
     Outcome,
     Status,
@@ -32,12 +34,11 @@ from ddpdoctor.preflight.machine import own_address
 from ddpdoctor.preflight.machine.network import is_local, own_host
 from ddpdoctor.preflight.nodes.reductions import LIMIT, across_nodes
 from ddpdoctor.preflight.protocol.joining import Problem
-from ddpdoctor.preflight.protocol.meet import LOCAL_LIMIT, Meeting, meeting_of
-from ddpdoctor.preflight.protocol.messages import Caller, Verdict
-from ddpdoctor.preflight.situation import ATTENDANCE, Situation, seat
-from ddpdoctor.preflight.words import counted, first
+from ddpdoctor.preflight.protocol.meet import LOCAL_TIMEOUT, Meeting, meeting_of
+from ddpdoctor.preflight.protocol.messages import Verdict
+from ddpdoctor.preflight.situation import ATTENDANCE, Situation, node_place
 
-# -- unreached
+# -- why this node did not meet the others
 
 
 CLOSED = {
@@ -46,55 +47,56 @@ CLOSED = {
     "prohibited": "a firewall rejects it",
     "unreachable": "it is rejected on the way",
 }
-"""What a node that is blocked reports about the port, by the kind of its problem."""
+"""How a rendezvous port is closed, by the problem that a blocked node reports."""
 
 
 def own_problem(meeting: Meeting, problem: Problem, situation: Situation) -> Finding:
-    """The finding of a node that did not meet the others."""
-    host, port = meeting.seat.host, meeting.seat.port
+    """Return the finding of a node that did not meet the others."""
+    place, nproc = meeting.place, situation.nproc
+    host, port, where = place.host, place.port, place.endpoint
+    at, again = _at(meeting, problem), check_line(place, nproc)
+    holds_port = typed("ss -tlnp {}", f"sport = :{port}")
     if not host:
-        fix, paste = meeting_point(meeting.seat, situation)
-        return _unreached_finding("no rendezvous endpoint is given (--rdzv-endpoint)", fix, paste)
+        fix, paste = meeting_point(place, situation)
+        return _unreached("no rendezvous endpoint is given (--rdzv-endpoint)", fix, paste)
     if problem.kind == "other id":
-        # No line to paste leaves the id out: without one the meeting is open to anybody.
-        return _unreached_finding(
-            f"the check at {_at(meeting, problem)} is of another job: it has another rendezvous id",
+        # No line to paste omits the id: without one the meeting is open to anybody.
+        return _unreached(
+            f"the check at {at} is of another job: it has another rendezvous id",
             "If it is this job's, give --rdzv-id the same value on every node. If it is another "
             "one's, choose another port, on every node; here:",
-            check_line(replace(meeting.seat, port=_other_port(port)), situation.nproc),
-            f"the rendezvous id here is {meeting.seat.rdzv_id!r}",
+            check_line(place, nproc, port=port + 1 if port < 65535 else port - 1),
+            f"the rendezvous id here is {place.rdzv_id!r}",
         )
     if meeting.holder:
-        return _unreached_finding(
+        return _unreached(
             f"port {port} cannot be listened on here: {problem.words}",
             "Node rank 0 needs it: stop what holds the port, or choose another one in "
             "--rdzv-endpoint on every node.",
-            typed("ss -tlnp {}", f"sport = :{port}"),
+            holds_port,
         )
     if problem.kind in ("refused", "dropped", "prohibited", "unreachable", "no route", "no host"):
+        nothing = f"within {problem.waited:.0f} s nothing listened there"
         if is_local(host):
-            fix, paste = meeting_point(meeting.seat, situation)
-            return _unreached_finding(
-                f"node 0 is not at {meeting.seat.endpoint}: on every node that is the node itself",
+            fix, paste = meeting_point(place, situation)
+            return _unreached(
+                f"node 0 is not at {where}: on every node that is the node itself",
                 fix,
                 paste,
-                f"within {problem.waited:.0f} s nothing listened there",
+                nothing,
             )
         if meeting.own_endpoint:
-            return _unreached_finding(
-                f"the endpoint {meeting.seat.endpoint} is this machine, which is node rank "
-                f"{meeting.seat.rank}: node rank 0 is not here",
+            return _unreached(
+                f"the endpoint {where} is this machine, which is node rank {place.rank}: node rank "
+                "0 is not here",
                 "Name the machine of node rank 0 in --rdzv-endpoint, on every node. There, this "
                 "starts the check:",
-                line_on_node_0(meeting.seat, situation.nproc),
-                f"within {problem.waited:.0f} s nothing listened there",
+                line_on_node_0(place, nproc),
+                nothing,
             )
         return _closed_port(meeting, problem, situation)
-    where = meeting.seat.endpoint
-    at = _at(meeting, problem)
-    again = check_line(meeting.seat, situation.nproc)
     if problem.kind == "unresolved":
-        return _unreached_finding(
+        return _unreached(
             f"the name {host} does not resolve on this node",
             "If the name is right, add it to /etc/hosts here: typed on that machine, this prints "
             "the line. Or give its address in --rdzv-endpoint, on every node.",
@@ -102,35 +104,35 @@ def own_problem(meeting: Meeting, problem: Problem, situation: Situation) -> Fin
             problem.words,
         )
     if problem.kind == "no files":
-        return _unreached_finding(
+        return _unreached(
             f"this node may open no more files: the connection to {at} could not be tested",
             "Raise the limit in the shell that starts the check and the job, here:",
             "ulimit -n 65536",
             problem.words,
         )
     if problem.kind == "silent":
-        return _unreached_finding(
+        return _unreached(
             f"a program takes the connection at {at} and says nothing",
             f"Look at {host}: another program that holds port {port} (a job that still runs?), or "
             "a check that may open no more files or gets no CPU. There:",
             typed("ss -tlnp {}; ulimit -n", f"sport = :{port}"),
         )
     if problem.kind == "other service":
-        return _unreached_finding(
+        return _unreached(
             f"another program answers at {at}, not `ddpdoctor check`",
             f"Stop what holds port {port} on {host} (a job that still runs?), or choose another "
             "port in --rdzv-endpoint on every node.",
-            typed("ss -tlnp {}", f"sport = :{port}"),
+            holds_port,
         )
     if problem.kind == "late":
-        return _unreached_finding(
+        return _unreached(
             f"the check at {at} went on without this node",
             "Start it on all nodes at about the same time.",
             again,
             problem.words,
         )
     if problem.kind == "full" and situation.hostname in problem.here:
-        return _unreached_finding(
+        return _unreached(
             f"the check at {at} runs already, with {situation.hostname} among its nodes",
             "If it was started here a second time, wait for the first, or start it again on all "
             "nodes. If two nodes share this host name, give each its own. Then here:",
@@ -138,43 +140,39 @@ def own_problem(meeting: Meeting, problem: Problem, situation: Situation) -> Fin
             problem.words,
         )
     if problem.kind == "full":
-        return _unreached_finding(
+        return _unreached(
             f"the check at {at} had all its nodes already",
             "Give --nnodes the number of all nodes, on each of them:",
-            check_line(meeting.seat, situation.nproc, nnodes=meeting.seat.nnodes + 1),
+            check_line(place, nproc, nnodes=place.nnodes + 1),
             problem.words,
         )
-    return _unreached_finding(
+    return _unreached(
         f"the connection to node 0 at {where} was lost: {problem.words}",
         "See what the check on node 0 says; it may have been interrupted. Then start it again:",
         again,
     )
 
 
-def _other_port(port: int) -> int:
-    return port + 1 if port < 65535 else port - 1
-
-
 def _closed_port(meeting: Meeting, problem: Problem, situation: Situation) -> Finding:
-    """There is no connection to the endpoint."""
-    host, port = meeting.seat.host, meeting.seat.port
+    """Return the finding that there is no connection to the endpoint."""
+    host, port = meeting.place.host, meeting.place.port
     at = _at(meeting, problem)
     opened = open_port(port, problem.address or host)
     door = f"the check runs there: it answers at port {problem.door}" if problem.door else ""
     if problem.behind:
-        return _unreached_finding(
+        return _unreached(
             f"{at} is not the machine of node 0, but leads to it for other ports: {problem.behind}",
             f"An address is translated on the way (NAT, a load balancer, a container): forward TCP "
             f"port {port} as well, or name an address of node 0 itself in --rdzv-endpoint, on "
             "every node. gloo and NCCL need that in any case. Here:",
-            check_line(meeting.seat, situation.nproc, host=problem.behind),
+            check_line(meeting.place, situation.nproc, host=problem.behind),
             door,
         )
-    sender = f"{problem.sender} says so by ICMP" if problem.sender else ""
+    sender = f"{problem.sender} rejects it by ICMP" if problem.sender else ""
     in_firewall = f"Open TCP port {port} in the firewall of {host}, or of the network (a security "
     in_firewall += f"group). On {host}:"
     if problem.kind == "refused" and door:
-        return _unreached_finding(
+        return _unreached(
             f"{at} refuses connections, though the check listens there: a firewall rejects it",
             in_firewall,
             opened,
@@ -182,7 +180,7 @@ def _closed_port(meeting: Meeting, problem: Problem, situation: Situation) -> Fi
             sender,
         )
     if problem.kind == "refused":
-        return _unreached_finding(
+        return _unreached(
             f"{at} refuses connections: within {problem.waited:.0f} s nothing listened there",
             "Start the same command on node 0. If it runs there, a firewall rejects the port: open "
             f"it on {host}:",
@@ -192,7 +190,7 @@ def _closed_port(meeting: Meeting, problem: Problem, situation: Situation) -> Fi
     if problem.kind == "dropped":
         other = own_address.shared_address(situation)
         if other is not None:
-            return _unreached_finding(
+            return _unreached(
                 f"{at} does not answer: another machine has this machine's address, "
                 f"{other.address}, and gets what is sent to it",
                 own_address.SHARED_ADDRESS_FIX,
@@ -202,43 +200,41 @@ def _closed_port(meeting: Meeting, problem: Problem, situation: Situation) -> Fi
         up = f"the machine is up: it answers at port {problem.answering}"
         if door or problem.answering:
             what = "packets to that port are silently dropped"
-            return _unreached_finding(
-                f"{at} does not answer: {what}", in_firewall, opened, door or up
-            )
+            return _unreached(f"{at} does not answer: {what}", in_firewall, opened, door or up)
         everywhere = f"{at} does not answer, at no port that was tried"
         everywhere += ": packets are silently dropped"
         if problem.echoes:
-            return _unreached_finding(
+            return _unreached(
                 everywhere, in_firewall, opened, "the machine is up: it answers a ping"
             )
-        return _unreached_finding(
+        return _unreached(
             everywhere,
             f"See whether {host} is up and has that address. If it is, open TCP port {port} in its "
             "firewall, or in the network's (a security group). There:",
             opened,
         )
     if problem.kind == "no host":
-        return _unreached_finding(
+        return _unreached(
             f"no machine answers at {problem.address}"
             + (f", the address of {host} on this node" if problem.address != host else ""),
             "Check the address: an old line in /etc/hosts, or a machine that is down.",
             typed("getent ahosts {}", host),
         )
     if problem.kind == "no route":
-        return _unreached_finding(
+        return _unreached(
             f"{at} cannot be reached: {problem.words}",
             "This machine has no route to it: name an endpoint in a network that both have.",
             typed("ip route get {}", problem.address),
         )
     if problem.kind == "prohibited":
-        return _unreached_finding(
+        return _unreached(
             f"{at} cannot be reached: a firewall rejects it ({problem.words})",
             in_firewall,
             opened,
             sender or "it is rejected on this machine: see its routes and its outgoing rules",
             door,
         )
-    return _unreached_finding(
+    return _unreached(
         f"{at} cannot be reached: {problem.words}",
         f"A router or a firewall on the way rejects it, or {host} is down. Open TCP port {port} on "
         f"{host}, or choose an endpoint in a network that both have.",
@@ -250,18 +246,18 @@ def _closed_port(meeting: Meeting, problem: Problem, situation: Situation) -> Fi
 
 
 def _at(meeting: Meeting, problem: Problem) -> str:
-    where = meeting.seat.endpoint
-    named = problem.address not in ("", meeting.seat.host)
+    where = meeting.place.endpoint
+    named = problem.address not in ("", meeting.place.host)
     return f"{where} ({problem.address})" if named else where
 
 
-def _unreached_finding(message: str, fix: str, paste: str, *evidence: str) -> Finding:
+def _unreached(message: str, fix: str, paste: str, *evidence: str) -> Finding:
     return failure(
         message, evidence=tuple(filter(None, evidence)), fix=fix, paste=paste, about="own"
     )
 
 
-# -- whether all nodes come together at the rendezvous endpoint
+# -- attendance
 
 
 @check("nodes", "DDP050", scope="nodes", limit=LIMIT)
@@ -299,61 +295,57 @@ def attendance(situation: Situation) -> Outcome:
         )
     if meeting.problem is not None:
         return judged(
-            f"not connected to {meeting.seat.endpoint}",
+            f"not connected to {meeting.place.endpoint}",
             [own_problem(meeting, meeting.problem, situation)],
         )
     here = sum(not node.lost for node in meeting.nodes)
-    seconds = meeting.report.gathered
     detail = f"{here} of {meeting.expected} nodes are here"
-    detail += "".join(f"; {each}" for each in _uninvited(meeting))
-    findings = [*_absent(meeting, seconds, situation), *_uninvited_findings(meeting, situation)]
-    return judged(detail, findings, exclude=_without(meeting))
+    names = meeting.place.names
+    return judged(
+        "; ".join([detail, *_rejected_calls(meeting)]),
+        [*_absent(meeting, situation), *_caller_findings(meeting, situation)],
+        # As far as the names of absent nodes are known.
+        exclude=[
+            *(names[rank] for rank in _absent_ranks(meeting) or () if rank < len(names)),
+            *(node.facts.host for node in meeting.nodes if node.lost),
+            *(each.host for each in meeting.report.blocked if each.host),
+        ],
+    )
 
 
-def _without(meeting: Meeting) -> Iterator[str]:
-    """The nodes that did not come, went away, or are blocked, as far as their names are known."""
-    names = meeting.seat.names
-    for rank in _absent_ranks(meeting) or ():
-        if rank < len(names):
-            yield names[rank]
-    yield from (node.facts.host for node in meeting.nodes if node.lost)
-    yield from (each.host for each in meeting.report.blocked if each.host)
-
-
-def _uninvited(meeting: Meeting) -> list[str]:
-    """A line about callers that did not prove the rendezvous id: they change no verdict."""
-    count, strangers = meeting.report.uninvited, meeting.report.strangers
-    if not strangers:
+def _rejected_calls(meeting: Meeting) -> list[str]:
+    """Return a line about callers without the rendezvous id. They change no verdict."""
+    calls, rejected = meeting.report.rejected_calls, meeting.report.rejected
+    if not rejected:
         return []
-    who = first([f"{each.host} {each.address}".strip() for each in strangers], 3)
-    calls = f"{counted(count, 'call')} with another rendezvous id, or none"
-    return [f"{calls} {'was' if count == 1 else 'were'} turned away: {who}"]
+    who = listed([f"{each.host} {each.address}".strip() for each in rejected], 3)
+    were = "was" if calls == 1 else "were"
+    return [f"{count(calls, 'call')} with another rendezvous id, or none {were} turned away: {who}"]
 
 
-def _absent(meeting: Meeting, seconds: float, situation: Situation) -> Iterator[Finding]:
-    blocked = meeting.report.blocked
-    missing = meeting.expected - len(meeting.nodes) - len(blocked)
+def _absent(meeting: Meeting, situation: Situation) -> Iterator[Finding]:
+    seconds = meeting.report.gathered
+    missing = meeting.expected - len(meeting.nodes) - len(meeting.report.blocked)
     if missing <= 0:
         return
     absent = _absent_ranks(meeting)
     if absent is None or len(absent) != missing:
-        who = f"{missing} of {counted(meeting.expected, 'node')}"
+        who = f"{missing} of {count(meeting.expected, 'node')}"
         if absent is not None and len(absent) < 9:
-            who += f" ({', '.join(map(meeting.seat.name, absent))})"
+            who += f" ({', '.join(map(meeting.place.name, absent))})"
     else:
-        who = ", ".join(map(meeting.seat.name, absent[:8]))
-        who += f" and {len(absent) - 8} more" if len(absent) > 8 else ""
+        who = listed([*map(meeting.place.name, absent)])
     absence = f"{who} did not come within {seconds:.0f} s"
     here = f"here: {meeting.hosts(list(range(len(meeting.nodes))))}"
-    seen = (here, *_uninvited(meeting))
+    seen = (here, *_rejected_calls(meeting))
     if meeting.foreign and len(meeting.nodes) == 1:
         yield _elsewhere(meeting, situation, absence)
         return
-    if is_local(meeting.seat.host):
-        fix, paste = meeting_point(meeting.seat, situation)
+    if is_local(meeting.place.host):
+        fix, paste = meeting_point(meeting.place, situation)
         yield failure(
-            f"{absence}: on every node, {meeting.seat.endpoint} is that node itself",
-            evidence=(*seen, f"nodes that share this machine have {LOCAL_LIMIT:.0f} s to come"),
+            f"{absence}: on every node, {meeting.place.endpoint} is that node itself",
+            evidence=(*seen, f"nodes that share this machine have {LOCAL_TIMEOUT:.0f} s to come"),
             fix=fix,
             paste=paste,
             about="absent",
@@ -362,21 +354,21 @@ def _absent(meeting: Meeting, seconds: float, situation: Situation) -> Iterator[
     numbers = sorted({node.facts.nnodes for node in meeting.nodes})
     severity = Severity.ERROR
     if len(numbers) > 1:
-        # They were not waited for: all have to be started again in any case.
+        # It was not waited for: all nodes have to be started again anyway.
         severity = Severity.WARNING
         absence = f"{who} had not come after {seconds:.0f} s, and was not waited for longer"
         fix = f"Give --nnodes the number of all nodes, on each of them; it is {numbers[0]} on some "
         fix += f"and {numbers[-1]} on others. If that one is missing, start there:"
     else:
         fix = "Start the same command there. If it already runs, its own output says why it does "
-        fix += f"not reach {meeting.seat.endpoint}. On that node:"
+        fix += f"not reach {meeting.place.endpoint}. On that node:"
     yield finding(
         severity,
         absence,
         evidence=seen,
         fix=fix,
         paste=check_line(
-            meeting.seat,
+            meeting.place,
             situation.nproc,
             nnodes=meeting.expected,
             rank=absent[0] if absent else None,
@@ -386,8 +378,8 @@ def _absent(meeting: Meeting, seconds: float, situation: Situation) -> Iterator[
 
 
 def _elsewhere(meeting: Meeting, situation: Situation, absence: str) -> Finding:
-    """Node rank 0 is at another machine than the endpoint says."""
-    host = meeting.seat.host
+    """Return the finding that the endpoint names another machine than node rank 0."""
+    host = meeting.place.host
     addresses = [address for address in meeting.foreign if address != host]
     at = f"{host} ({', '.join(addresses)})" if addresses else host
     return failure(
@@ -395,13 +387,13 @@ def _elsewhere(meeting: Meeting, situation: Situation, absence: str) -> Finding:
         evidence=(absence,),
         fix=f"Start node rank 0 on {host}, or name this machine in --rdzv-endpoint, on every node. "
         "Here:",
-        paste=check_line(meeting.seat, situation.nproc, host=own_host(situation)),
+        paste=check_line(meeting.place, situation.nproc, host=own_host(situation)),
         about="absent",
     )
 
 
 def _absent_ranks(meeting: Meeting) -> list[int] | None:
-    """The node ranks that no node came with; None where some came without one."""
+    """Return the node ranks with which no node came; None if some came without one."""
     ranks = [node.facts.rank for node in meeting.nodes]
     ranks += [each.rank for each in meeting.report.blocked]
     if None in ranks:
@@ -409,18 +401,33 @@ def _absent_ranks(meeting: Meeting) -> list[int] | None:
     return [rank for rank in range(meeting.expected) if rank not in ranks]
 
 
-def _uninvited_findings(meeting: Meeting, situation: Situation) -> Iterator[Finding]:
-    yield from _blocked(meeting)
+def _caller_findings(meeting: Meeting, situation: Situation) -> Iterator[Finding]:
+    blocked, port = meeting.report.blocked, meeting.place.port
+    for kind in dict.fromkeys(each.kind for each in blocked):
+        alike = [each for each in blocked if each.kind == kind]
+        ranks = ["" if each.rank is None else f"node {each.rank}, " for each in alike]
+        who = [
+            f"{each.host} ({rank}{each.address})" for each, rank in zip(alike, ranks, strict=True)
+        ]
+        yield failure(
+            f"{listed(who)} cannot connect to port {port} of node 0: "
+            f"{CLOSED.get(kind, 'it is closed')}",
+            evidence=("the check runs there, and reaches node 0 at another port",),
+            fix=f"Open TCP port {port} in the firewall of node 0, or of the network (a security "
+            "group). On node 0:",
+            paste=open_port(port, alike[0].address),
+            about=f"blocked {kind}",
+        )
     lost = {node.facts.host for node in meeting.nodes if node.lost}
     for extra in meeting.report.surplus:
         if extra.host in lost:
-            # It went away, as is reported below, and was started again too soon.
+            # It went away, as reported below, and was started again too soon.
             continue
         yield failure(
             f"{extra.host} ({extra.address}) came when all "
-            f"{counted(meeting.expected, 'node')} were already here",
+            f"{count(meeting.expected, 'node')} were already here",
             fix="Leave that one out, or raise --nnodes on every node. Here:",
-            paste=check_line(meeting.seat, situation.nproc, nnodes=meeting.expected + 1),
+            paste=check_line(meeting.place, situation.nproc, nnodes=meeting.expected + 1),
             about=f"surplus {extra.address}",
         )
     for index, node in enumerate(meeting.nodes):
@@ -430,43 +437,20 @@ def _uninvited_findings(meeting: Meeting, situation: Situation) -> Iterator[Find
                 evidence=(node.why,) if node.why else (),
                 fix="See what its own check reports, and whether it was interrupted. Then start "
                 "the check again on all nodes; here:",
-                paste=check_line(meeting.seat, situation.nproc),
+                paste=check_line(meeting.place, situation.nproc),
                 about=f"lost {index}",
             )
 
 
-def _blocked(meeting: Meeting) -> Iterator[Finding]:
-    blocked = meeting.report.blocked
-    port = meeting.seat.port
-    for kind in dict.fromkeys(each.kind for each in blocked):
-        alike = [each for each in blocked if each.kind == kind]
-        who = ", ".join(_caller_words(each) for each in alike[:8])
-        who += f" and {len(alike) - 8} more" if len(alike) > 8 else ""
-        yield failure(
-            f"{who} cannot connect to port {port} of node 0: {CLOSED.get(kind, 'it is closed')}",
-            evidence=("the check runs there, and reaches node 0 at another port",),
-            fix=f"Open TCP port {port} in the firewall of node 0, or of the network (a security "
-            "group). On node 0:",
-            paste=open_port(port, alike[0].address),
-            about=f"blocked {kind}",
-        )
-
-
-def _caller_words(caller: Caller) -> str:
-    """A node that was not admitted, for a person."""
-    rank = "" if caller.rank is None else f"node {caller.rank}, "
-    return f"{caller.host} ({rank}{caller.address})"
-
-
 def open_words(situation: Situation, outcomes: Sequence[Outcome]) -> str:
-    """What it means that no rendezvous id was given, and one to give; empty if one was."""
+    """Propose a rendezvous id and say what lacking one means; empty if one was given."""
     here = next((outcome for outcome in outcomes if outcome.check == ATTENDANCE), None)
     if here is None or here.status is Status.COULD_NOT_RUN:
         return ""
-    place = seat(situation)
+    place = node_place(situation)
     if place.rdzv_id != NO_ID or not place.host or is_local(place.host):
         return ""
-    # One node prints an id: those of two nodes differ, and the job would not meet.
+    # Only one node prints an id, because two ids would differ.
     if place.rank == 0 or meeting_of(situation).own == 0:
         give = f"on every node: --rdzv-id {secrets.token_hex(8)}"
     else:
@@ -478,25 +462,22 @@ def open_words(situation: Situation, outcomes: Sequence[Outcome]) -> str:
 
 
 def next_line(situation: Situation, outcomes: Sequence[Outcome]) -> str:
-    """The `ddpdoctor run` line for this node; empty after a failure, or without other nodes."""
+    """Return the `ddpdoctor run` line for this node; empty after a failure or without others."""
     if any(outcome.status in (Status.FAIL, Status.COULD_NOT_RUN) for outcome in outcomes):
         return ""
     if not any(outcome.check == "nodes" for outcome in outcomes):
         return ""
     meeting = meeting_of(situation)
-    seat = meeting.seat
-    if meeting.problem is not None or len(meeting.nodes) != seat.nnodes:
+    place = meeting.place
+    if meeting.problem is not None or len(meeting.nodes) != place.nnodes:
         return ""
-    line = words(seat, situation.nproc)
-    if seat.rank is None:
+    line = words(place, situation.nproc)
+    if place.rank is None:
         line += ["--rdzv-backend", "c10d"]
     return run_line(situation, *line)
 
 
-# -- what the checks of the other machines found, and which nodes a job has to do without
-
-
-ERROR_LABEL = Severity.ERROR.label
+# -- the findings of the other machines, and the nodes to exclude
 
 
 @across_nodes("verdicts", "DDP062")
@@ -523,67 +504,54 @@ def verdicts(meeting: Meeting) -> Outcome:
         If the other machines are healthy. What was found changes the exit status only on the node
         that has the fault.
     """
-    faulty = [
-        index
-        for index, verdict in enumerate(meeting.report.verdicts)
-        if any(said.severity == ERROR_LABEL for said in verdict.findings)
-    ]
-    well = sum(not each.findings for each in meeting.report.verdicts)
-    detail = f"{counted(well, 'node')} of {meeting.expected} without a fault in their own checks"
-    late = [i for i, each in enumerate(meeting.report.verdicts) if each.untested]
+    known = list(enumerate(meeting.report.verdicts))
+    well = sum(not each.findings for _, each in known)
+    detail = f"{count(well, 'node')} of {meeting.expected} without a fault in their own checks"
+    late = [index for index, each in known if each.untested]
     if late:
         detail += f"; not all was tested on {meeting.hosts(late)}"
+    error = Severity.ERROR.label
     return judged(
-        detail, _verdict_findings(meeting), exclude=[meeting.host(index) for index in faulty]
-    )
-
-
-def _verdict_findings(meeting: Meeting) -> Iterator[Finding]:
-    for index, verdict in enumerate(meeting.report.verdicts):
-        if index == meeting.own:
-            continue
-        for said in verdict.findings:
-            yield note(
+        detail,
+        [
+            note(
                 f"{meeting.name(index)}: {said.message}",
                 evidence=(f"its check {said.check} ({said.code}): {said.severity}",),
                 about=f"{index} {said.code} {said.message}",
             )
+            for index, verdict in known
+            if index != meeting.own
+            for said in verdict.findings
+        ],
+        exclude=[
+            meeting.host(index)
+            for index, verdict in known
+            if any(said.severity == error for said in verdict.findings)
+        ],
+    )
 
 
 def excluded_nodes(outcomes: Iterable[Outcome]) -> list[str]:
-    """The nodes that a job has to do without, by host name, each once."""
+    """Return the host names of the nodes to exclude from a job, each once."""
     return list(dict.fromkeys(name for outcome in outcomes for name in outcome.exclude))
 
 
 def verdict_records(situation: Situation, outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
-    """Every node that came, with the verdict on it, in the words of JSON; empty if none met."""
+    """Return every node that came, with its findings, for JSON; empty if none met."""
     if not any(outcome.check == "verdicts" for outcome in outcomes):
         return []
     meeting = meeting_of(situation)
     without = set(excluded_nodes(outcomes))
-    none = Verdict()
-    found = []
-    for index, node in enumerate(meeting.nodes):
-        known = meeting.report.verdicts
-        verdict = known[index] if index < len(known) else none
-        host = node.facts.host
-        found.append(
-            {
-                "host": host,
-                "node_rank": node.facts.rank,
-                "address": node.address,
-                "exclude": host in without,
-                "lost": node.lost or None,
-                "untested": list(verdict.untested),
-                "findings": [
-                    {
-                        "check": said.check,
-                        "code": said.code,
-                        "severity": said.severity,
-                        "message": said.message,
-                    }
-                    for said in verdict.findings
-                ],
-            }
-        )
-    return found
+    verdicts = chain(meeting.report.verdicts, repeat(Verdict()))
+    return [
+        {
+            "host": node.facts.host,
+            "node_rank": node.facts.rank,
+            "address": node.address,
+            "exclude": node.facts.host in without,
+            "lost": node.lost or None,
+            "untested": list(verdict.untested),
+            "findings": [asdict(said) for said in verdict.findings],
+        }
+        for node, verdict in zip(meeting.nodes, verdicts, strict=False)
+    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 
 from ddpdoctor.core.finding import Finding, Severity
+from ddpdoctor.core.formatting import count
 from ddpdoctor.preflight.check import (
     Outcome,
     could_not_run,
@@ -32,13 +33,12 @@ from ddpdoctor.preflight.nodes.reductions import (
 )
 from ddpdoctor.preflight.protocol.meet import Meeting
 from ddpdoctor.preflight.protocol.messages import Speeds
-from ddpdoctor.preflight.protocol.pairs import BANDWIDTH_FLOOR, LEAST_TO_COMPARE, STALLS, Dialled
-from ddpdoctor.preflight.words import counted
+from ddpdoctor.preflight.protocol.pairs import MIN_BANDWIDTH, MIN_TO_COMPARE, STALLS, Dialled
 
-# -- whether every node can open a connection to every other, and packets of full size arrive
+# -- connections between all nodes, and packets of full size
 
 
-MOST_WAYS = 6
+MAX_WAYS = 6
 
 UNUSED = "gloo dials the other way round, from the higher address; NCCL would need this one"
 
@@ -53,8 +53,7 @@ _DIAL_WORDS = {
     "unreachable": "it is rejected on the way",
     "no host": "no machine answers at that address",
     "silent": "the connection opens, and then nothing comes",
-    "stranger": "something else answers there",
-    "lossy": "so many packets are lost that 64 KiB do not arrive in time",
+    "other service": "something else answers there",
 }
 
 LOSS_FIX = (
@@ -99,11 +98,10 @@ def links(meeting: Meeting) -> Outcome:
         node that may open no more files is named as such, and its connections are not judged. It is
         a warning only where no node has a GPU and gloo does not connect in that direction.
     """
-    bad = bad_ways(meeting, "route")
-    failed = {way: result for way, result in bad.items() if result.outcome not in STALLS}
+    failed = bad_ways(meeting, "route")
+    failed = {way: result for way, result in failed.items() if result.outcome not in STALLS}
     ways = all_ways(meeting)
-    good = len([way for way in ways if way not in failed])
-    total = meeting.expected * (meeting.expected - 1)
+    good, total = sum(way not in failed for way in ways), meeting.expected * (meeting.expected - 1)
     detail = f"{good} of {total} directions between nodes are open"
     short = short_of_files(meeting)
     untested = {way for way in failed if short & {*way}}
@@ -119,9 +117,9 @@ def links(meeting: Meeting) -> Outcome:
 
 
 def _out_of_files(meeting: Meeting, node: int, untested: Collection[Way]) -> Finding:
-    count = sum(node in way for way in untested)
+    mine = sum(node in way for way in untested)
     return failure(
-        f"{meeting.name(node)} may open no more files, so {counted(count, 'connection')} to and "
+        f"{meeting.name(node)} may open no more files, so {count(mine, 'connection')} to and "
         "from it could not be tested",
         evidence=("it dialled, and the kernel said: Too many open files",),
         fix=f"Raise the limit in the shell that starts the check and the job, on "
@@ -139,49 +137,54 @@ def _link_findings(
     failed = {way: result for way, result in failed.items() if way not in doubled}
     blames = blame(failed, [way for way in ways if way not in doubled])
     single = [each for each in blames if each.kind in ("way", "between")]
+    more = single[MAX_WAYS:]
     for each in blames:
-        if each in single[MOST_WAYS:]:
-            continue
-        if failed[each.ways[0]].outcome == "lossy":
-            yield _lossy_link(meeting, each, failed, ways)
+        if each in more:
             continue
         hidden = translated(meeting, each.ways[0][1])
-        if hidden:
+        if failed[each.ways[0]].outcome == "lossy":
+            yield _lossy_link(meeting, each, failed, ways)
+        elif hidden:
             yield from _translated(meeting, each, hidden)
-            continue
-        yield _closed_link(meeting, each, failed, ways)
-    if len(single) > MOST_WAYS:
-        yield _more_closed(meeting, single[MOST_WAYS:])
+        else:
+            yield _closed_link(meeting, each, failed, ways)
+    if more:
+        yield failure(
+            f"{len(more)} more directions between nodes are closed",
+            evidence=tuple(
+                f"{meeting.name(each.ways[0][0])} to {meeting.name(each.node)}"
+                for each in more[:16]
+            ),
+            fix="Let the nodes of the job reach each other on all TCP ports. For the first of "
+            f"these, on {meeting.host(more[0].node)}:",
+            paste=_paste(meeting, more[0]),
+            about="more ways",
+        )
 
 
 def _closed_link(
     meeting: Meeting, each: Blame, failed: dict[Way, Dialled], ways: list[Way]
 ) -> Finding:
     outcome = failed[each.ways[0]].outcome
-    closed = outcome not in ("silent", "stranger")
+    node, other = meeting.name(each.node), meeting.name(each.ways[0][0])
+    message = {
+        "both": f"{node} reaches no other node, and none reaches it",
+        "into": f"no other node can open a connection to {node}",
+        "out of": f"{node} can open a connection to no other node",
+        "between": f"{other} and {node} cannot open connections to each other",
+        "way": f"{other} cannot open a connection to {node}",
+    }[each.kind]
+    closed = outcome not in ("silent", "other service")
     used = any(_is_used(meeting, way) for way in each.ways)
     evidence = tuple(_evidence(meeting, each, failed, ways))
     route = typed("ip route get {}", meeting.nodes[each.ways[0][1]].address)
     return finding(
         Severity.ERROR if used else Severity.WARNING,
-        f"{_message(meeting, each)}: {_DIAL_WORDS.get(outcome, 'it fails')}",
+        f"{message}: {_DIAL_WORDS.get(outcome, 'it fails')}",
         evidence=evidence if used else (*evidence, UNUSED),
         fix=_fix(meeting, each) if closed else SILENT_FIX,
         paste=_paste(meeting, each) if closed else route,
         about=each.about,
-    )
-
-
-def _more_closed(meeting: Meeting, more: Sequence[Blame]) -> Finding:
-    return failure(
-        f"{len(more)} more directions between nodes are closed",
-        evidence=tuple(
-            f"{meeting.name(each.ways[0][0])} to {meeting.name(each.node)}" for each in more[:16]
-        ),
-        fix="Let the nodes of the job reach each other on all TCP ports. For the first of "
-        f"these, on {meeting.host(more[0].node)}:",
-        paste=_paste(meeting, more[0]),
-        about="more ways",
     )
 
 
@@ -190,9 +193,9 @@ def _twins(meeting: Meeting, index: int) -> list[int]:
 
 
 def _doubled(meeting: Meeting, nodes: Collection[int]) -> Iterator[Finding]:
-    """Addresses that several machines have: what is sent to one arrives at another."""
-    for address in sorted({meeting.nodes[node].address for node in nodes}):
-        node = next(each for each in sorted(nodes) if meeting.nodes[each].address == address)
+    """Report addresses that several machines have: what is sent to one arrives at another."""
+    first = {meeting.nodes[node].address: node for node in sorted(nodes, reverse=True)}
+    for address, node in sorted(first.items()):
         holders = sorted({node, *_twins(meeting, node)})
         yield failure(
             f"{' and '.join(map(meeting.name, holders))} have the same address, {address}: what is "
@@ -206,16 +209,14 @@ def _doubled(meeting: Meeting, nodes: Collection[int]) -> Iterator[Finding]:
 def _lossy_link(
     meeting: Meeting, each: Blame, failed: dict[Way, Dialled], ways: list[Way]
 ) -> Finding:
-    name = interface(meeting, each.node)[0] or "eth0"
-    where = each.words(meeting, "on the way to", "on the way from", "to and from")
     return failure(
-        f"packets are lost {where}: {_DIAL_WORDS['lossy'].partition(' that ')[2]}",
+        f"packets are lost {each.words(meeting)}: 64 KiB do not arrive in time",
         evidence=(
             *_evidence(meeting, each, failed, ways),
             "a connection opens, and a part of it arrives",
         ),
         fix=LOSS_FIX.format(each.hosts(meeting)),
-        paste=typed("ip -s link show dev {}", name),
+        paste=typed("ip -s link show dev {}", interface(meeting, each.node)[0] or "eth0"),
         about=each.about,
     )
 
@@ -224,14 +225,14 @@ def _translated(meeting: Meeting, each: Blame, own: Sequence[str]) -> Iterator[F
     unreached = bad_ways(meeting, "gloo")
     needed = [way for way in each.ways if way in unreached]
     if not needed and not any(node.facts.gpus for node in meeting.nodes):
-        # gloo's own address is reached: only the way to the endpoint is translated.
+        # gloo's own address is reached. Only the address of the endpoint is translated.
         return
     source, target = (needed or each.ways)[0]
     node = meeting.nodes[target]
     name = next((name for name, _, has in node.facts.interfaces if own[0] in has), "eth0")
     yield failure(
         f"{meeting.name(source)} does not reach {meeting.name(target)}: {node.address}, where it "
-        "comes from, is no address that it has",
+        "comes from, is not one of its addresses",
         evidence=(
             f"{node.facts.host} has {', '.join(own[:4])}",
             "an address is translated on the way: NAT, a tunnel, a load balancer, a container",
@@ -243,22 +244,11 @@ def _translated(meeting: Meeting, each: Blame, own: Sequence[str]) -> Iterator[F
 
 
 def _is_used(meeting: Meeting, way: Way) -> bool:
-    """Whether a job needs a connection in that direction: gloo needs one of two, NCCL both."""
+    """Return whether a job needs this connection. gloo needs one of two directions, NCCL both."""
     if any(node.facts.gpus for node in meeting.nodes):
         return True
     source, target = (meeting.nodes[index].facts for index in way)
     return gloo_dials(source.gloo_address, target.gloo_address)
-
-
-def _message(meeting: Meeting, each: Blame) -> str:
-    node, other = meeting.name(each.node), meeting.name(each.ways[0][0])
-    return {
-        "both": f"{node} reaches no other node, and none reaches it",
-        "into": f"no other node can open a connection to {node}",
-        "out of": f"{node} can open a connection to no other node",
-        "between": f"{other} and {node} cannot open connections to each other",
-        "way": f"{other} cannot open a connection to {node}",
-    }[each.kind]
 
 
 def _evidence(
@@ -278,7 +268,7 @@ def _evidence(
         yield f"the opposite direction, from {meeting.host(target)}, is {state}"
     into = [way[0] for way in ways if way[1] == target and way not in failed]
     if each.kind == "way" and into:
-        yield f"{counted(len(into), 'other node')} can: {meeting.hosts(into)}"
+        yield f"{count(len(into), 'other node')} can: {meeting.hosts(into)}"
 
 
 def _fix(meeting: Meeting, each: Blame) -> str:
@@ -297,7 +287,7 @@ def _fix(meeting: Meeting, each: Blame) -> str:
         )
     outgoing = ""
     if each.kind == "way":
-        # What leaves one end and what reaches the other look the same from here.
+        # A block at the sending end and one at the receiving end look the same.
         outgoing = f", or allow it in the outgoing rules of {meeting.host(each.ways[0][0])}"
     return (
         f"Open {host} for the other nodes on all TCP ports, in its firewall or its security "
@@ -347,38 +337,36 @@ def packet_size(meeting: Meeting) -> Outcome:
         else:
             closed.add(way)
     ways = [way for way in all_ways(meeting) if way not in closed]
-    passed = len([way for way in ways if way not in lossy])
-    total = meeting.expected * (meeting.expected - 1)
-    detail = f"64 KiB arrived in {passed} of {total} directions"
-    without = [meeting.host(each.node) for each in blame(lossy, ways) if each.guilty]
-    findings = [*_losses(meeting, lossy, ways), *_differing(meeting)]
-    return judged(detail, findings, exclude=without)
+    passed, total = sum(way not in lossy for way in ways), meeting.expected * (meeting.expected - 1)
+    blames = blame(lossy, ways)
+    return judged(
+        f"64 KiB arrived in {passed} of {total} directions",
+        [*(_loss(meeting, each, lossy) for each in blames), *_differing(meeting)],
+        exclude=[meeting.host(each.node) for each in blames if each.guilty],
+    )
 
 
-def _losses(meeting: Meeting, lossy: dict[Way, Dialled], ways: list[Way]) -> Iterator[Finding]:
-    for each in blame(lossy, ways):
-        passes = lossy[each.ways[0]].passes
-        mtu = interface(meeting, each.ways[0][0])[1]
-        size = f"packets of {mtu} bytes" if mtu else "packets of full size"
-        between = each.words(meeting, "on the way to", "on the way from", "to and from")
-        hosts = each.hosts(meeting)
-        name = interface(meeting, each.node)[0] or "eth0"
-        yield failure(
-            f"{size} are lost {between}" if passes else f"64 KiB do not arrive {between}",
-            evidence=(
-                "a connection opens there, and small messages pass",
-                f"packets of {passes} bytes pass" if passes else "smaller packets fail as well",
-            ),
-            fix=f"Give the interface of {hosts} a smaller MTU, or let ICMP through on the way. On "
-            f"{hosts}, and on every other node to be equal:"
-            if passes
-            else f"Check the network of {hosts}: its cable, its driver, a rule by packet size. "
-            "Its counters of errors:",
-            paste=typed("sudo ip link set dev {} mtu {}", name, passes)
-            if passes
-            else typed("ip -s link show dev {}", name),
-            about=each.about,
-        )
+def _loss(meeting: Meeting, each: Blame, lossy: dict[Way, Dialled]) -> Finding:
+    passes, mtu = lossy[each.ways[0]].passes, interface(meeting, each.ways[0][0])[1]
+    size = f"packets of {mtu} bytes" if mtu else "packets of full size"
+    between, hosts = each.words(meeting), each.hosts(meeting)
+    name = interface(meeting, each.node)[0] or "eth0"
+    return failure(
+        f"{size} are lost {between}" if passes else f"64 KiB do not arrive {between}",
+        evidence=(
+            "a connection opens there, and small messages pass",
+            f"packets of {passes} bytes pass" if passes else "smaller packets fail as well",
+        ),
+        fix=f"Give the interface of {hosts} a smaller MTU, or let ICMP through on the way. On "
+        f"{hosts}, and on every other node to be equal:"
+        if passes
+        else f"Check the network of {hosts}: its cable, its driver, a rule by packet size. "
+        "Its counters of errors:",
+        paste=typed("sudo ip link set dev {} mtu {}", name, passes)
+        if passes
+        else typed("ip -s link show dev {}", name),
+        about=each.about,
+    )
 
 
 def _differing(meeting: Meeting) -> Iterator[Finding]:
@@ -404,7 +392,7 @@ def _differing(meeting: Meeting) -> Iterator[Finding]:
     )
 
 
-# -- whether the addresses that gloo and NCCL give to the other nodes are ones they can reach
+# -- the addresses that gloo and NCCL give to the other nodes
 
 
 LUCK = (
@@ -457,10 +445,8 @@ def gloo_addresses(meeting: Meeting) -> Outcome:
 
 
 def _gloo_findings(meeting: Meeting) -> Iterator[Finding]:
-    closed, closed_for_nccl = (
-        _unreachable_peers(meeting, "gloo"),
-        _unreachable_peers(meeting, "nccl"),
-    )
+    closed = _unreachable_peers(meeting, "gloo")
+    closed_for_nccl = _unreachable_peers(meeting, "nccl")
     for index, node in enumerate(meeting.nodes):
         address, why = node.facts.gloo_address, node.facts.gloo_why
         name = meeting.name(index)
@@ -486,9 +472,9 @@ def _gloo_findings(meeting: Meeting) -> Iterator[Finding]:
 
 
 def _unreachable_peers(meeting: Meeting, kind: str) -> dict[int, list[int]]:
-    """The nodes that are not reached at an address of theirs, and by which nodes.
+    """Return the nodes that are not reached at an address of theirs, and by whom.
 
-    Those that a node does not reach anyway are left out, and those that may open no more files.
+    Leave out connections that fail at any address, and nodes that may open no more files.
     """
     unreached, short = bad_ways(meeting, "route"), short_of_files(meeting)
     found: dict[int, list[int]] = {}
@@ -533,10 +519,10 @@ def _wrong_address(
     )
 
 
-# -- whether a link between nodes is slower than the others
+# -- slow links
 
 
-MOST_SLOW_LINKS = 6
+MAX_SLOW_LINKS = 6
 
 
 @across_nodes("link-speed", "DDP056")
@@ -573,13 +559,13 @@ def link_speed(meeting: Meeting) -> Outcome:
     if not speed.measured:
         return skipped("no link could be measured")
     detail = (
-        f"{counted(speed.measured, 'link')}: median {bandwidth_shown(speed.bandwidth)}, round trip "
+        f"{count(speed.measured, 'link')}: median {bandwidth_shown(speed.bandwidth)}, round trip "
         f"{1e3 * speed.rtt:.2f} ms"
     )
-    findings = [*_loss_findings(meeting, speed), *_speed_findings(meeting, speed)][:MOST_SLOW_LINKS]
+    findings = [*_loss_findings(meeting, speed), *_speed_findings(meeting, speed)][:MAX_SLOW_LINKS]
     if speed.starved and not findings:
         return could_not_run(
-            f"{detail}; for lack of CPU, {counted(speed.starved, 'link')} could not be judged"
+            f"{detail}; for lack of CPU, {count(speed.starved, 'link')} could not be judged"
         )
     return judged(detail, findings)
 
@@ -589,10 +575,9 @@ def _loss_findings(meeting: Meeting, speed: Speeds) -> Iterator[Finding]:
     for each in blame(lost, speed.cells):
         sent, resent = (sum(lost[way][place] for way in each.ways) for place in (0, 1))
         name, over = _slow_interface(meeting, each)
-        where = each.words(meeting, "on the way to", "on the way from", "to and from")
         yield warning(
-            f"packets are lost {where}: {resent} of {sent} small messages were sent again "
-            f"({100 * resent / sent:.0f} %)",
+            f"packets are lost {each.words(meeting)}: {resent} of {sent} small messages were sent "
+            f"again ({100 * resent / sent:.0f} %)",
             evidence=("they were sent one at a time: no queue on the way was full", *over),
             fix=f"Check the cable, the switch port and the interface of {each.hosts(meeting)}: "
             "its errors and drops. There:",
@@ -602,7 +587,7 @@ def _loss_findings(meeting: Meeting, speed: Speeds) -> Iterator[Finding]:
 
 
 def _slow_interface(meeting: Meeting, bad: Blame) -> tuple[str, tuple[str, ...]]:
-    """The interface of the node to look at, and the evidence for it if gloo or NCCL chose it."""
+    """Return the interface to examine, and the evidence if gloo or NCCL chose it."""
     source, target = (meeting.nodes[index] for index in bad.ways[0])
     kind, address = list(dialled_at(source.facts, target.facts, target.address).items())[-1]
     if kind == "route":
@@ -633,9 +618,9 @@ def _speed_findings(meeting: Meeting, speed: Speeds) -> Iterator[Finding]:
             evidence=(
                 f"the median link has {bandwidth_shown(speed.bandwidth)} "
                 f"and {1e3 * speed.rtt:.2f} ms"
-                if len(speed.cells) >= LEAST_TO_COMPARE
+                if len(speed.cells) >= MIN_TO_COMPARE
                 else "less than a network of 100 Mbit/s carries "
-                f"({bandwidth_shown(BANDWIDTH_FLOOR)})",
+                f"({bandwidth_shown(MIN_BANDWIDTH)})",
                 "it was measured again alone, and the best counts",
                 *over,
             ),
@@ -647,6 +632,6 @@ def _speed_findings(meeting: Meeting, speed: Speeds) -> Iterator[Finding]:
 
 
 def bandwidth_shown(bandwidth: float) -> str:
-    """Bytes per second for a person, in the unit that links are sold in."""
+    """Format bytes per second in bits, the unit of network links."""
     bits = bandwidth * 8
     return f"{bits / 1e9:.1f} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.0f} Mbit/s"

@@ -1,4 +1,4 @@
-"""Judge the meeting of the nodes: what its checks share, and whether all ranks reduce together."""
+"""Judge a meeting: what all checks across nodes share, and whether all ranks reduce together."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import wraps
 from typing import Literal
 
 from ddpdoctor.core.finding import Finding
+from ddpdoctor.core.formatting import count
 from ddpdoctor.preflight.check import (
     Outcome,
     Run,
@@ -25,15 +26,13 @@ from ddpdoctor.preflight.protocol.meet import Meeting, meeting_of
 from ddpdoctor.preflight.protocol.messages import Facts, NcclReport, Reduction
 from ddpdoctor.preflight.protocol.pairs import Dialled
 from ddpdoctor.preflight.selftest.collectives import BROKEN, nccl_advice
-from ddpdoctor.preflight.selftest.reduction import WRONG_SUM, WRONG_VALUES
+from ddpdoctor.preflight.selftest.ranks import WRONG_SUM, WRONG_VALUES
 from ddpdoctor.preflight.situation import ATTENDANCE, Situation
-from ddpdoctor.preflight.words import counted
 
-# -- what all checks across nodes share: the meeting, and words for nodes and ways between them
+# -- what all checks across nodes share
 
 
-LIMIT = 3600.0
-"""Seconds: the meeting has its own limits, and ``--timeout`` above them."""
+LIMIT = 3600.0  # Seconds. The meeting has its own limits, and ``--timeout`` is above them.
 
 
 def across_nodes(name: str, code: str) -> Callable[[Callable[[Meeting], Outcome]], Run]:
@@ -43,61 +42,55 @@ def across_nodes(name: str, code: str) -> Callable[[Callable[[Meeting], Outcome]
         @check(name, code, scope="nodes", limit=LIMIT)
         @wraps(of)
         def run(situation: Situation) -> Outcome:
-            return _judged(situation, of)
+            meeting = meeting_of(situation)
+            checked = situation.chosen is None or ATTENDANCE in situation.chosen
+            # Without that check, a test of nothing would look like a good one.
+            untested = skipped if checked else could_not_run
+            if meeting.problem is not None:
+                return untested("this node did not meet the others")
+            if len(meeting.nodes) < 2:
+                return untested("no other node is here")
+            outcome, absent = of(meeting), len(meeting.nodes) < meeting.expected
+            if absent and not checked and outcome.status is Status.PASS:
+                return could_not_run(f"{of_all(meeting)} are here: {outcome.detail}")
+            return outcome
 
         return run
 
     return register
 
 
-def _judged(situation: Situation, of: Callable[[Meeting], Outcome]) -> Outcome:
-    meeting = meeting_of(situation)
-    checked = situation.chosen is None or ATTENDANCE in situation.chosen
-    # Without that check, a test of nothing would look like a good one.
-    untested = skipped if checked else could_not_run
-    if meeting.problem is not None:
-        return untested("this node did not meet the others")
-    if len(meeting.nodes) < 2:
-        return untested("no other node is here")
-    outcome = of(meeting)
-    if not checked and outcome.status is Status.PASS and len(meeting.nodes) < meeting.expected:
-        return could_not_run(f"{of_all(meeting)} are here: {outcome.detail}")
-    return outcome
-
-
 def of_all(meeting: Meeting) -> str:
-    """How many of the expected nodes something was tested on."""
+    """Say how many of the expected nodes were tested."""
     return f"{len(meeting.nodes)} of {meeting.expected} nodes"
 
 
 def grouped(meeting: Meeting, of: Callable[[Facts], str]) -> dict[str, list[int]]:
-    """The nodes by a value; those for which it is empty are left out."""
+    """Group the nodes by a value. Leave out nodes for which it is empty."""
     found: dict[str, list[int]] = {}
     for index, node in enumerate(meeting.nodes):
-        value = of(node.facts)
-        if value:
+        if value := of(node.facts):
             found.setdefault(value, []).append(index)
     return found
 
 
 def usual_of(groups: Mapping[str, Sequence[int]]) -> str:
-    """The value that most nodes have; of equals, that of the first node."""
+    """Return the most frequent value. Among equals, the first node decides."""
     return min(groups, key=lambda value: (-len(groups[value]), groups[value][0]))
 
 
-Way = tuple[int, int]
-"""From a node to another, by index."""
+Way = tuple[int, int]  # From one node to another, by index
 
 
 @dataclass(frozen=True)
 class Blame:
-    """What a set of bad ways has in common.
+    """What a set of bad connections has in common.
 
     Attributes:
-        kind: ``into``: all ways to the node are bad; ``out of``: all from it; ``both``; or
-            ``way``: one way from a node to another; ``between``: both ways between two nodes.
-        node: The node; for ``way`` and ``between`` where the first way leads to.
-        ways: The bad ways that this explains.
+        kind: ``into``: all connections to the node are bad; ``out of``: all from it; ``both``;
+            ``way``: one connection; ``between``: both directions between two nodes.
+        node: The node; for ``way`` and ``between`` the one that is dialled first.
+        ways: The bad connections that this explains.
     """
 
     kind: Literal["into", "out of", "both", "way", "between"]
@@ -109,15 +102,14 @@ class Blame:
         """What makes it the same finding on every node."""
         return f"{self.kind} {self.ways[0]}"
 
-    def words(self, meeting: Meeting, into: str, out: str, both: str) -> str:
-        """The ways for a person.
-
-        Args:
-            meeting: For the names of the nodes.
-            into: The words before a node that all ways lead to.
-            out: The same for a node that they start from.
-            both: The same for both.
-        """
+    def words(
+        self,
+        meeting: Meeting,
+        into: str = "on the way to",
+        out: str = "on the way from",
+        both: str = "to and from",
+    ) -> str:
+        """Describe the connections. The words stand before a node that they share."""
         node = meeting.name(self.node)
         source, target = (meeting.name(index) for index in self.ways[0])
         return {
@@ -130,20 +122,20 @@ class Blame:
 
     @property
     def guilty(self) -> bool:
-        """Whether it is one node's fault, and not that of a way between two."""
+        """Whether one node is at fault, and not a connection between two."""
         return self.kind in ("into", "out of", "both")
 
     def hosts(self, meeting: Meeting) -> str:
-        """The host names of the nodes to look at."""
+        """Return the host names of the nodes to examine."""
         host = meeting.host(self.node)
         other = meeting.host(self.ways[0][0])
         return f"{other} and {host}" if self.kind == "between" else host
 
 
 def blame(bad: Iterable[Way], tested: Iterable[Way]) -> list[Blame]:
-    """Whom to blame: a node whose whole column or row is bad, else each way by itself.
+    """Find what explains bad connections: a node whose column or row is bad, else each by itself.
 
-    With two nodes a row is a column is a way, so it is reported as a way.
+    With two nodes a row, a column and a connection are the same. It is reported as a connection.
     """
     left = set(bad)
     into: dict[int, set[Way]] = {}
@@ -162,7 +154,7 @@ def blame(bad: Iterable[Way], tested: Iterable[Way]) -> list[Blame]:
 
     for node in sorted(into):
         take("both", node, into[node], out.get(node, set()))
-    # A firewall in front of a node is likelier than one behind it: columns first.
+    # Columns first: a firewall usually blocks what comes in.
     for node in sorted(into):
         take("into", node, into[node])
     for node in sorted(out):
@@ -176,7 +168,7 @@ def blame(bad: Iterable[Way], tested: Iterable[Way]) -> list[Blame]:
 
 
 def translated(meeting: Meeting, index: int) -> tuple[str, ...]:
-    """A node's own addresses, if the one at which the others dial it is none of them; else empty.
+    """Return a node's own addresses if the others dial it at a different one; else nothing.
 
     Then an address is translated between them: NAT, a tunnel, a load balancer, a container.
     """
@@ -186,7 +178,7 @@ def translated(meeting: Meeting, index: int) -> tuple[str, ...]:
 
 
 def with_address(meeting: Meeting, index: int, address: str) -> list[int]:
-    """The other machines that have a node's address as well, as they report."""
+    """Return the other machines that report a node's address as their own."""
     return [
         other
         for other, node in enumerate(meeting.nodes)
@@ -196,25 +188,25 @@ def with_address(meeting: Meeting, index: int, address: str) -> list[int]:
 
 
 def bad_ways(meeting: Meeting, kind: str) -> dict[Way, Dialled]:
-    """The ways that failed twice at the addresses of a kind, with what is known of each."""
+    """Return the connections that failed twice at an address of this kind, with their results."""
     return {(i, j): result for i, j, of, result in meeting.report.bad if of == kind}
 
 
 def short_of_files(meeting: Meeting) -> set[int]:
-    """The nodes that could not dial for want of a file, so that what they accept is no matter."""
+    """Return the nodes that could not dial for lack of files."""
     return {i for i, _, _, result in meeting.report.bad if result.outcome == "no files"}
 
 
 def all_ways(meeting: Meeting) -> list[Way]:
-    """Every ordered pair of nodes that were here."""
+    """Return every ordered pair of nodes that stayed."""
     here = [place for place, node in enumerate(meeting.nodes) if not node.lost]
     return [(i, j) for i in here for j in here if i != j]
 
 
 def interface(meeting: Meeting, index: int, address: str = "") -> tuple[str, int]:
-    """The name and MTU of a node's interface by its address, or by the one that others reach.
+    """Return the name and MTU of a node's interface that has an address; by default the one in use.
 
-    Empty and 0 where none is known.
+    Return an empty name and 0 if it is not known.
     """
     node = meeting.nodes[index]
     for name, mtu, addresses in node.facts.interfaces:
@@ -223,29 +215,23 @@ def interface(meeting: Meeting, index: int, address: str = "") -> tuple[str, int
     return "", 0
 
 
-# -- whether the ranks of all nodes reduce together, by gloo and by NCCL, and how fast
+# -- reductions over all ranks
 
 
 FAR_BELOW = 8
-"""So many times slower than the link is worth a warning. Healthy machines are within two or three;
-what goes by host memory in place of NVLink, or by a socket in place of InfiniBand, is 10 to 40
-times slower."""
+"""How many times slower than its link NCCL has to be for a warning. Healthy machines are within two
+or three. Host memory in place of NVLink, or a socket in place of InfiniBand, is 10 to 40 times
+slower."""
 
-BELOW_TCP = 5
-"""The same for gloo, against one connection of TCP between the same nodes."""
-
-IDLE = 0.5
-"""For which part of the time every rank must neither have run nor waited for a core: else the
-machines were slow, not the network."""
-
-MOST_RANKS = 64
-"""With more ranks an all_reduce of a few MiB waits for the many steps of its ring."""
+BELOW_TCP = 5  # The same for gloo, against one TCP connection between the same nodes
+IDLE = 0.5  # The idle share of all ranks from which slowness is the network's, not the machines'
+MAX_RANKS = 64  # With more ranks an all_reduce of a few MiB waits for the many steps of its ring
 
 
 def capacity(meeting: Meeting, nodes: Sequence[int]) -> tuple[str, float]:
-    """The slowest link that a group of nodes reduces over, and its bytes per second; or 0, and why.
+    """Return the slowest link that a group of nodes reduces over, and its bytes per second.
 
-    Inside a node where it is a single one, else between the nodes.
+    That is within the node for a single one, else between nodes. Return why and 0 if unknown.
     """
     facts = [meeting.nodes[index].facts for index in nodes]
     links = [each.inside if len(facts) == 1 else each.outside for each in facts]
@@ -255,8 +241,8 @@ def capacity(meeting: Meeting, nodes: Sequence[int]) -> tuple[str, float]:
     return min(links, key=lambda link: link[1])
 
 
-def shown(speed: float) -> str:
-    """Bytes per second for a person, in the unit of nccl-tests."""
+def rate(speed: float) -> str:
+    """Format bytes per second in the unit of nccl-tests."""
     return f"{speed / 1e9:.1f} GB/s" if speed >= 1e8 else f"{speed / 1e6:.1f} MB/s"
 
 
@@ -298,16 +284,16 @@ def gloo_reduction(meeting: Meeting) -> Outcome:
         return could_not_run("there were no ranks")
     detail = (
         f"{test.correct_nodes} of {meeting.expected} nodes, {test.correct} of "
-        f"{counted(test.world, 'rank')} reduced correctly"
+        f"{count(test.world, 'rank')} reduced correctly"
     )
     findings = list(_failed_gloo(meeting, test))
     if test.rounds:
-        detail += f", {counted(test.rounds, 'time')}"
+        detail += f", {count(test.rounds, 'time')}"
     least = meeting.report.speed.least
     if test.bus:
         why_not = _why_not_compared(test, least)
-        detail += f"; bus bandwidth {shown(test.bus)}, "
-        detail += f"not compared: {why_not}" if why_not else f"TCP has {shown(least)}"
+        detail += f"; bus bandwidth {rate(test.bus)}, "
+        detail += f"not compared: {why_not}" if why_not else f"TCP has {rate(least)}"
         if not why_not and test.bus < least / BELOW_TCP:
             findings.append(_slow_gloo(meeting, test.bus, least))
     return judged(detail, findings)
@@ -331,11 +317,11 @@ def _unready(meeting: Meeting, test: Reduction) -> Outcome:
 
 
 def _why_not_compared(test: Reduction, least: float) -> str:
-    """Why gloo's speed says nothing about the network; empty if it does."""
+    """Return why gloo's speed says nothing about the network; empty if it does."""
     if not least:
         return "no link was measured"
-    if test.world > MOST_RANKS:
-        return f"over {MOST_RANKS} ranks"
+    if test.world > MAX_RANKS:
+        return f"over {MAX_RANKS} ranks"
     return "" if test.idle >= IDLE else "the cores were busy"
 
 
@@ -347,7 +333,7 @@ def _slow_gloo(meeting: Meeting, bus: float, least: float) -> Finding:
         if node.facts.gloo_address != node.address
     }
     return warning(
-        f"gloo moves {shown(bus)} between the nodes, far less than the {shown(least)} of one "
+        f"gloo moves {rate(bus)} between the nodes, far less than the {rate(least)} of one "
         "connection of TCP",
         evidence=tuple(sorted(addresses))[:8],
         fix="Let gloo use the interface that the nodes reach each other by, in the job's "
@@ -362,8 +348,6 @@ def _failed_gloo(meeting: Meeting, test: Reduction) -> Iterator[Finding]:
         return
     wrong = {result.node for result in test.wrong}
     silent = [index for index, node in enumerate(meeting.nodes) if node.lost and index not in wrong]
-    failed = counted(test.world - test.correct, "rank")
-    message = f"{failed} did not reduce correctly, on {meeting.hosts(sorted({*wrong, *silent}))}"
     evidence = [
         f"rank {result.rank} on {meeting.host(result.node)}: {result.error}"
         for result in test.wrong
@@ -371,28 +355,27 @@ def _failed_gloo(meeting: Meeting, test: Reduction) -> Iterator[Finding]:
     ][:4]
     if silent:
         evidence.append(f"no answer at all from {meeting.hosts(silent)}")
+    errors = {result.error for result in test.wrong}
     for error in (WRONG_SUM, WRONG_VALUES):
-        if any(result.error == error for result in test.wrong):
-            yield _wrong_result(f"{error} on {meeting.hosts(sorted(wrong))}", evidence)
+        if error in errors:
+            yield failure(
+                f"{error} on {meeting.hosts(sorted(wrong))}",
+                evidence=tuple(evidence),
+                fix="One of these nodes computes or copies wrong numbers: its memory, its "
+                "processor, its network card, or a library that was changed. Test each node alone, "
+                "then half of them together, to find which:",
+                paste="ddpdoctor check --soak 10",
+                about="reduction",
+            )
             return
+    failed = count(test.world - test.correct, "rank")
+    message = f"{failed} did not reduce correctly, on {meeting.hosts(sorted({*wrong, *silent}))}"
     yield failure(
         f"{message if test.correct else 'no rank could reduce'} within {test.limit:.0f} s",
         evidence=tuple(evidence),
         fix="See the first error: a job would end with it. The other checks of the nodes found no "
         "reason. For gloo's own messages, try again with:",
         paste="export TORCH_CPP_LOG_LEVEL=INFO TORCH_DISTRIBUTED_DEBUG=INFO",
-        about="reduction",
-    )
-
-
-def _wrong_result(message: str, evidence: Sequence[str]) -> Finding:
-    return failure(
-        message,
-        evidence=tuple(evidence),
-        fix="One of these nodes computes or copies wrong numbers: its memory, its processor, its "
-        "network card, or a library that was changed. Test each node alone, then half of them "
-        "together, to find which:",
-        paste="ddpdoctor check --soak 10",
         about="reduction",
     )
 
@@ -447,8 +430,8 @@ def nccl_reduction(meeting: Meeting) -> Outcome:
     for stage in nccl.stages:
         for nodes, bus in stage.sets[:1]:
             link, speed = capacity(meeting, nodes)
-            of = f" of {shown(speed)} ({link})" if speed else f", not compared: {link}"
-            detail += f"; {stage.name} {shown(bus)}{of}"
+            of = f" of {rate(speed)} ({link})" if speed else f", not compared: {link}"
+            detail += f"; {stage.name} {rate(bus)}{of}"
     found = [*_failed_nccl(meeting, nccl, test.world), *_slow_nccl(meeting, nccl)]
     if nccl.untested and not found:
         return could_not_run(
@@ -458,7 +441,7 @@ def nccl_reduction(meeting: Meeting) -> Outcome:
 
 
 def _slow_nccl(meeting: Meeting, nccl: NcclReport) -> Iterator[Finding]:
-    """The first stage that is far slower than its links; those after it go over the same ones."""
+    """Report the first stage that is far slower than its links. Later ones use the same."""
     for stage in nccl.stages:
         slow = [
             (nodes, bus, link)
@@ -470,10 +453,10 @@ def _slow_nccl(meeting: Meeting, nccl: NcclReport) -> Iterator[Finding]:
         nodes, bus, (what, speed) = slow[0]
         inside = len(nodes) == 1
         yield warning(
-            f"NCCL moves {shown(bus)} {stage.name} ({meeting.hosts(nodes)}), far less than the "
-            f"link's {shown(speed)} ({what})",
+            f"NCCL moves {rate(bus)} {stage.name} ({meeting.hosts(nodes)}), far less than the "
+            f"link's {rate(speed)} ({what})",
             evidence=tuple(
-                f"{meeting.hosts(others)}: {shown(each)}" for others, each, _ in slow[1:9]
+                f"{meeting.hosts(others)}: {rate(each)}" for others, each, _ in slow[1:9]
             ),
             fix="See which transport NCCL uses: where it is not peer-to-peer, an IOMMU or ACS may "
             "be in between. NCCL reports it with:"
@@ -510,7 +493,7 @@ def _failed_nccl(meeting: Meeting, nccl: NcclReport, world: int) -> Iterator[Fin
     fix, paste = nccl_advice(" ".join(words for _, _, words in failed.errors), OWN_WORDS)
     again = [
         f"{meeting.name(suspect)} with {meeting.name(other)}, which had not failed: "
-        f"{'works' if works else 'fails, too'}"
+        f"{'works' if works else 'fails as well'}"
         for suspect, other, works in nccl.again[:6]
     ]
     errors = dict.fromkeys(f"{meeting.host(at)}: {words}" for at, _, words in failed.errors)

@@ -1,4 +1,4 @@
-"""The node at the rendezvous endpoint: gathers the others, leads them through the phases."""
+"""The node at the rendezvous endpoint: gather the other nodes and lead them through the phases."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ import contextlib
 import secrets
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median_high
 from typing import Any
 
 from ddpdoctor.preflight.machine.network import dialled_at, gloo_dials, is_loopback
 from ddpdoctor.preflight.protocol import connecting, pairs, wire
-from ddpdoctor.preflight.protocol.connecting import CONNECT_LIMIT
 from ddpdoctor.preflight.protocol.joining import side_doors
 from ddpdoctor.preflight.protocol.messages import (
     Answer,
     Caller,
     Facts,
     Folder,
-    Knock,
+    Hello,
     NcclReport,
     Node,
     Order,
@@ -30,36 +29,31 @@ from ddpdoctor.preflight.protocol.messages import (
     Report,
     Speeds,
     StageReport,
-    Verdict,
     Welcome,
     unpack_facts,
 )
-from ddpdoctor.preflight.protocol.pairs import STALL_LIMIT, STALLS, Dialled, Target
+from ddpdoctor.preflight.protocol.pairs import STALLS, Dialled, NodePair, Speed, Target
 from ddpdoctor.preflight.protocol.wire import Link, WireError, unpacked
 from ddpdoctor.preflight.selftest.collectives import LATE
-from ddpdoctor.preflight.selftest.reduction import AGAIN
+from ddpdoctor.preflight.selftest.ranks import AGAIN
 from ddpdoctor.run.records.base import as_json
 
-# -- the node at the rendezvous endpoint: gathers the others, and asks them what they find
+# -- the server, and the nodes that came
 
 
-KNOCK_LIMIT = 10.0
-"""Seconds for a caller to show what it is, and for a node to gather its facts."""
+HELLO_TIMEOUT = 10.0  # Seconds for a caller to gather its facts
 
-UNPROVED_LIMIT = 60.0
-"""Seconds for a proof on a machine that does not get further; see `admission.SECONDS`."""
+UNPROVED_TIMEOUT = 60.0
+"""Seconds for a proof on a machine that makes no progress; see `connecting.PROOF_SECONDS`."""
 
-MOST_CLOCK_QUESTIONS = 64
-TOKEN_BYTES = 16
-LOOK_EVERY = 0.5
+MAX_CLOCK_QUESTIONS = 64
+POLL_INTERVAL = 0.5
+
 DISAGREEING_WAIT = 3.0
 """Seconds for more nodes after the last one, once it is known that their options differ."""
 
-MOST_STRANGERS = 32
-"""Callers with another id that are remembered; all are counted."""
-
-SEGMENT = 536
-"""Bytes of payload per packet between the coordinator and the nodes."""
+MAX_REJECTED = 32  # Callers with another id that are remembered. All are counted.
+SEGMENT = 536  # Bytes of payload per packet between the coordinator and the nodes
 
 
 @dataclass
@@ -67,14 +61,11 @@ class Member:
     """A node that is here.
 
     Attributes:
-        link: The connection to it.
-        facts: What it reports of itself.
         address: Where its connection comes from.
         reached: The address of this machine that it reached.
-        offset: How far the coordinator's clock is ahead of the node's, in seconds.
+        offset: Seconds by which the coordinator's clock is ahead of the node's.
         uncertainty: Half a round trip of that estimate, in seconds.
-        lost: In which phase it went away; empty while it is here.
-        why: What was seen of that.
+        lost: The phase in which it went away; empty while it is here. ``why`` is the reason.
     """
 
     link: Link
@@ -88,28 +79,24 @@ class Member:
 
 
 class Coordinator:
-    """Listens on the rendezvous port, and knows the nodes that came.
+    """The server at the rendezvous port, and the nodes that came.
 
-    Args:
-        listening: Bound to the rendezvous port.
-        key: Of :func:`wire.key_of`.
-        nnodes: How many nodes are expected.
-        scale: How much longer than usual everything may take.
+    All times are extended by the factor ``scale``.
     """
 
     def __init__(
         self, listening: socket.socket, key: bytes, nnodes: int, scale: float = 1.0
     ) -> None:
         self.identity = wire.nonce()
-        self.token = secrets.token_bytes(TOKEN_BYTES)
+        self.token = secrets.token_hex(16)
         self.members: list[Member] = []
-        self.strangers: list[Caller] = []
-        self.uninvited = 0
+        self.rejected: list[Caller] = []
+        self.rejected_calls = 0
         """How many calls came without a proof."""
         self.surplus: list[Caller] = []
         self.blocked: list[Caller] = []
         self.callers = False
-        """Whether any other machine has called."""
+        """Whether another machine has called."""
         self._listening = listening
         self._key = key
         self._nnodes = nnodes
@@ -118,13 +105,12 @@ class Coordinator:
         self._gathered = asyncio.Event()
         self._complete = asyncio.Event()
         self._given_up = False
-        self._came = 0.0
-        """When the last one came."""
+        self._last_arrival = 0.0
         self._servers: list[asyncio.Server] = []
         self._watches: list[asyncio.Task[None]] = []
 
     async def open(self) -> None:
-        """Begin to listen, at a side door as well where one is free."""
+        """Begin to listen, at a side door as well if one is free."""
         await self._serve(self._listening)
         for door in side_doors(self._key, self._listening.getsockname()[1]):
             with contextlib.suppress(OSError):
@@ -137,30 +123,30 @@ class Coordinator:
 
     @property
     def gathering(self) -> bool:
-        """Whether nodes are still waited for."""
-        return not self._is_closed()
+        """Whether nodes may still come."""
+        return not self._gathered.is_set() and len(self.members) < self._nnodes
 
     async def gather(self, until: float) -> list[Member]:
-        """Wait for all nodes, or for the time (monotonic) until which they may come.
+        """Wait for all nodes, or for the monotonic time until which they may come.
 
-        Returns:
-            Those that came, ordered by node rank; a node without one comes last.
+        Return the nodes that came, ordered by node rank. Nodes without one come last.
         """
         while time.monotonic() < until and not self._given_up:
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._complete.wait(), LOOK_EVERY)
+                await asyncio.wait_for(self._complete.wait(), POLL_INTERVAL)
             numbers = {self._nnodes, *(member.facts.nnodes for member in self.members)}
             if len(numbers) > 1:
-                # All have to be started again: it is enough to know who is there.
+                # All have to be started again, so it is enough to know who is there.
                 here = len(self.members) + len(self.surplus)
-                if here >= max(numbers) or time.monotonic() > self._came + DISAGREEING_WAIT:
+                late = time.monotonic() > self._last_arrival + DISAGREEING_WAIT
+                if late or here >= max(numbers):
                     break
-                await asyncio.sleep(LOOK_EVERY)
+                await asyncio.sleep(POLL_INTERVAL)
             elif len(self.members) + len(self.blocked) >= self._nnodes:
-                # All are here, or do not get through and have said so.
+                # All are here, or have reported that they do not get through.
                 break
         self._gathered.set()
-        # Until a watch has ended it holds the reading side of its connection.
+        # A watch holds the reading side of its connection until it has ended.
         await asyncio.gather(*self._watches)
         self.members.sort(key=lambda each: (each.facts.rank is None, each.facts.rank or 0))
         return self.members
@@ -170,13 +156,13 @@ class Coordinator:
         self._given_up = True
 
     def free_port(self) -> None:
-        """Stop listening; the nodes that are here stay connected."""
+        """Stop listening. The nodes that are here stay connected."""
         for server in self._servers:
             server.close()
         self._servers.clear()
 
     async def close(self) -> None:
-        """Stop listening, and let all nodes go."""
+        """Stop listening and disconnect all nodes."""
         self.free_port()
         for member in self.members:
             await member.link.close()
@@ -184,15 +170,9 @@ class Coordinator:
     async def ask(
         self, orders: Mapping[int, Order], phase: str, seconds: float
     ) -> dict[int, Answer]:
-        """Ask several nodes at once.
+        """Send orders to several nodes at once. Return the answers that came, by the node's index.
 
-        Args:
-            orders: By the node's index.
-            phase: What is being done, should a node go away.
-            seconds: Time for the answers.
-
-        Returns:
-            The answers that came, by the node's index.
+        The phase is reported for a node that goes away.
         """
         answers: dict[int, Answer] = {}
 
@@ -208,23 +188,27 @@ class Coordinator:
                 return
             if answer.failed:
                 member.lost, member.why = phase, answer.failed
-                return
-            answers[index] = answer
+            else:
+                answers[index] = answer
 
         await asyncio.gather(*(one(*each) for each in orders.items()))
         return answers
 
-    async def send_all(self, order: Order, seconds: float) -> None:
-        """Send the same to all nodes that are still here, and wait until they have it.
+    async def ask_all(self, order: Order, phase: str, seconds: float) -> dict[int, Answer]:
+        """Send the same order to all nodes; see :meth:`ask`."""
+        return await self.ask(dict.fromkeys(range(len(self.members)), order), phase, seconds)
 
-        Where packets are lost it takes a while, and what is not sent when this process ends is lost
-        as well: nodes without the report would say that node 0 went away.
+    async def send_all(self, order: Order, seconds: float) -> None:
+        """Send the last order to all nodes, and wait until they have it.
+
+        If this process ended sooner, what is not sent yet would be lost: nodes without the report
+        would say that node 0 went away.
         """
         data = wire.packed(order)
 
         async def one(member: Member) -> None:
             with contextlib.suppress(WireError):
-                await member.link.send_packed(data)
+                await member.link.send(data)
                 await member.link.receive(seconds)
 
         await asyncio.gather(*(one(member) for member in self.members if not member.lost))
@@ -232,7 +216,7 @@ class Coordinator:
     async def _arrive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         link = Link(reader, writer)
         member = None
-        # A cancellation ends the check, and asyncio would print it.
+        # asyncio would print the cancellation that ends the check.
         with contextlib.suppress(
             WireError, ValueError, OSError, TypeError, TimeoutError, asyncio.CancelledError
         ):
@@ -241,40 +225,40 @@ class Coordinator:
             await link.close()
             return
         own = Caller(member.facts.host, member.address)
-        if self._is_closed():
-            # Another one was quicker while this one gathered its facts.
+        if not self.gathering:
+            # Another node was quicker while this one gathered its facts.
             with contextlib.suppress(WireError):
                 await link.send({"do": "leave", **as_json(self._refusal(own))})
             await link.close()
             return
         self.members.append(member)
-        self._came = time.monotonic()
-        # Whatever it did before, it did it right this time.
+        self._last_arrival = time.monotonic()
+        # This time it got through, whatever happened before.
         self.blocked = _without(self.blocked, own)
-        self.strangers = _without(self.strangers, own)
+        self.rejected = _without(self.rejected, own)
         if len(self.members) >= self._nnodes:
             self._complete.set()
         self._watches.append(asyncio.ensure_future(self._watch(member)))
 
-    async def _proved(self, link: Link, address: str) -> Knock | None:
-        """What a caller says first, if it proves that it knows the rendezvous id."""
+    async def _proved(self, link: Link, address: str) -> Hello | None:
+        """Return the first message of a caller that proves the id; None if it does not."""
         with self._admission.place(link.writer, address) as placed:
             if not placed:
                 link.writer.transport.abort()
                 return None
             challenge = wire.nonce()
             link.writer.write(wire.greeting(challenge))
-            receiving = link.receive(UNPROVED_LIMIT, connecting.PROOF_BYTES)
+            receiving = link.receive(UNPROVED_TIMEOUT, connecting.PROOF_BYTES)
             message = await connecting.proof_in_time(receiving)
             try:
-                knock = unpacked(Knock, message)
+                hello = unpacked(Hello, message)
             except ValueError:
-                knock = Knock()
-            if wire.proves(knock.proof, self._key, "node", challenge):
-                return knock
-            self.uninvited += 1
-            caller = Caller(knock.host, address)
-            self.strangers = [*_without(self.strangers, caller), caller][-MOST_STRANGERS:]
+                hello = Hello()
+            if wire.proves(hello.proof, self._key, "node", challenge):
+                return hello
+            self.rejected_calls += 1
+            caller = Caller(hello.host, address)
+            self.rejected = [*_without(self.rejected, caller), caller][-MAX_REJECTED:]
             await connecting.proof_in_time(link.send(Welcome(refused="id")))
         return None
 
@@ -286,35 +270,26 @@ class Coordinator:
         if first is None:
             return None
         caller = Caller(first.host, address)
-        welcome = self._refusal(caller) if self._is_closed() else Welcome()
+        welcome = Welcome() if self.gathering else self._refusal(caller)
         proof = wire.proof(self._key, "coordinator", first.nonce)
         await link.send(replace(welcome, proof=proof, identity=self.identity, reached=reached))
-        for _ in range(0 if welcome.refused else MOST_CLOCK_QUESTIONS):
-            message = await link.receive(KNOCK_LIMIT * self._scale)
-            knock = unpacked(Knock, message)
-            if knock.blocked:
+        for _ in range(0 if welcome.refused else MAX_CLOCK_QUESTIONS):
+            message = await link.receive(HELLO_TIMEOUT * self._scale)
+            hello = unpacked(Hello, message)
+            if hello.blocked:
                 # It came by the side door, because it finds the rendezvous port closed.
-                caller = replace(caller, rank=knock.rank, kind=knock.blocked)
+                caller = replace(caller, rank=hello.rank, kind=hello.blocked)
                 self.blocked = [*_without(self.blocked, caller), caller]
                 return None
             if "facts" in message:
-                return Member(
-                    link,
-                    unpack_facts(message["facts"]),
-                    address,
-                    reached,
-                    knock.offset,
-                    knock.uncertainty,
-                )
+                facts = unpack_facts(message["facts"])
+                return Member(link, facts, address, reached, hello.offset, hello.uncertainty)
             await link.send(Welcome(time=time.time()))
         return None
 
-    def _is_closed(self) -> bool:
-        return self._gathered.is_set() or len(self.members) >= self._nnodes
-
     def _refusal(self, caller: Caller) -> Welcome:
         self.surplus.append(caller)
-        self._came = time.monotonic()
+        self._last_arrival = time.monotonic()
         return Welcome(
             refused="late" if len(self.members) < self._nnodes else "full",
             here=tuple(member.facts.host for member in self.members[:32]),
@@ -340,7 +315,7 @@ class Coordinator:
 
 
 def _without(callers: list[Caller], caller: Caller) -> list[Caller]:
-    """The callers from other machines than this one: it may be started again."""
+    """Return the callers of other machines than this one's."""
     own = (caller.host, caller.address)
     return [each for each in callers if (each.host, each.address) != own]
 
@@ -349,71 +324,53 @@ def listen(port: int) -> socket.socket:
     """Bind the rendezvous port on all addresses, as torch's store does.
 
     Raises:
-        OSError: It is taken, or not allowed.
+        OSError: The port is taken, or not allowed.
     """
     listening = connecting.listen(port)
     with contextlib.suppress(OSError):
-        # Small packets: reports about a link that loses large ones have to arrive.
+        # Packets are small, so that reports about a link that loses large ones arrive.
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SEGMENT)
     return listening
 
 
 def _plain(name: Any) -> str:
-    """The address of a socket's end, without the IPv6 form of IPv4, and without a zone."""
+    """Return the address of a socket's end as plain IPv4 or IPv6, without a zone."""
     return str(name[0]).removeprefix("::ffff:").partition("%")[0]
 
 
-# -- what the coordinator has the nodes do, one phase after the other, and what comes of it
+# -- the phases
 
 
 SMALL_SEGMENTS = (536, 1160, 1240, 1360, 1410)
-"""Bytes of payload per packet that are tried where 64 KiB stalled: packets of 40 bytes more."""
+"""Bytes of payload per packet that are tried if 64 KiB stalled. Packets have 40 bytes more."""
 
 TIMES_ALONE = 5
 
-MOST_SUSPECTS = 16
-"""Slow links that are measured again, alone."""
+MAX_SUSPECTS = 16  # Slow links that are measured again, alone
+REDUCTION_TIMEOUT = 20.0  # Seconds for gloo to connect all ranks and reduce
 
-REDUCTION_LIMIT = 20.0
-"""Seconds for gloo to connect all ranks and reduce."""
+STAGE_TIMEOUT, STAGE_TIMEOUT_RANK = 20.0, 0.01
+"""Seconds for NCCL to connect a set of ranks and reduce, and more for each rank of the job."""
 
-STAGE_LIMIT = 20.0
-"""Seconds for NCCL to connect a set of ranks and reduce."""
+IMPORT_TIMEOUT = 25.0
 
-STAGE_LIMIT_RANK = 0.01
-"""And so many more for each rank of the job."""
+VERDICT_TIMEOUT = 10.0
+"""Seconds for the checks of all machines to end, once everything else is known."""
 
-IMPORT_LIMIT = 25.0
-
-VERDICT_LIMIT = 10.0
-"""Seconds for the checks of all machines to end, once all else is known."""
-
-END_LIMIT = 10.0
-"""Seconds for the report to reach all nodes."""
+END_TIMEOUT = 10.0  # Seconds for the report to reach all nodes
 
 STARVED_RANKS = "not all ranks could import torch: for lack of CPU, no link can be judged"
 """Importing torch keeps the cores busy, and links look slow."""
 
-MOST_SETS = 64
-"""Sets of nodes of one stage whose bus bandwidth is reported: the slowest."""
+MAX_SETS = 64  # Sets of nodes of one stage whose bus bandwidth is reported: the slowest
 
 DialCell = tuple[int, int, str]
-"""The dialling node, the dialled node, and which of its addresses: ``route``, ``gloo`` or
-``nccl``."""
+"""The dialling node, the dialled node, and which address: ``route``, ``gloo`` or ``nccl``."""
 
 
 @dataclass
 class Phases:
-    """One check of the nodes, as its coordinator runs it.
-
-    Attributes:
-        coordinator: Where the nodes come.
-        nnodes: How many nodes are expected.
-        port: Of the rendezvous.
-        deadline: Monotonic time at which all has to be over.
-        scale: How much longer than usual each stage may take.
-        soak: Seconds for which the collectives are repeated.
-    """
+    """One check of the nodes, as its coordinator runs it, until the monotonic deadline."""
 
     coordinator: Coordinator
     nnodes: int
@@ -422,83 +379,83 @@ class Phases:
     scale: float = 1.0
     soak: float = 0.0
 
+    @property
+    def _members(self) -> list[Member]:
+        return self.coordinator.members
+
+    def _left(self) -> float:
+        return self.deadline - time.monotonic()
+
     async def run(self, gather_until: float) -> None:
         """Gather the nodes, test what lies between them, and send all of them the same report."""
-        began = time.monotonic()
-        members = await self.coordinator.gather(gather_until)
+        here, began = self.coordinator, time.monotonic()
+        members = await here.gather(gather_until)
         gathered = round(time.monotonic() - began, 3)
-        token = self.coordinator.token.hex()
-        rosters = {
-            index: Order("roster", index=index, token=token) for index in range(len(members))
-        }
-        await self.coordinator.ask(rosters, "the roster", 10 * self.scale)
-        dials = await self._dials(members)
-        bad = {(i, j) for i, j, kind in dials if kind == "route"}
-        reason = self._why_no_reduction(members, dials)
+        rosters = {i: Order("roster", index=i, token=here.token) for i in range(len(members))}
+        await here.ask(rosters, "the roster", 10 * self.scale)
+        dials = await self._dials()
+        reason = self._why_no_reduction(dials)
         # Importing torch keeps the cores busy, and would be taken for a slow link.
-        unready = await self._settle(members, needed=not reason)
-        lacks_cpu = any(why == LATE for _, why, _ in unready)
-        speed = Speeds(untested=STARVED_RANKS) if lacks_cpu else await self._speeds(members, bad)
-        folder = await self._folder(members)
-        reason = reason or self._why_no_reduction(members, dials)
+        unready = await self._settle(needed=not reason)
+        if any(why == LATE for _, why, _ in unready):
+            speed = Speeds(untested=STARVED_RANKS)
+        else:
+            speed = await self._speeds({(i, j) for i, j, kind in dials if kind == "route"})
+        folder = await self._folder()
+        reason = reason or self._why_no_reduction(dials)
         if unready:
             reason = reason or "not all ranks have torch"
         reduction = Reduction(skipped=reason, unready=tuple(unready))
         if not reason:
-            reduction = await self._reduction(members, dials)
+            reduction = await self._reduction(dials)
+        # The checks of each machine run beside all of this.
+        limit = max(1.0, min(VERDICT_TIMEOUT * self.scale, self._left() / 2))
+        order = Order("verdict", limit=limit)
+        verdicts = await here.ask_all(order, "the verdicts", limit + 5 * self.scale)
+        none = Answer()
         report = Report(
             expected=self.nnodes,
             nodes=tuple(_node(member, members) for member in members),
-            strangers=tuple(self.coordinator.strangers),
-            uninvited=self.coordinator.uninvited,
-            surplus=tuple(self.coordinator.surplus[:32]),
-            blocked=tuple(self.coordinator.blocked[:256]),
+            rejected=tuple(here.rejected),
+            rejected_calls=here.rejected_calls,
+            surplus=tuple(here.surplus[:32]),
+            blocked=tuple(here.blocked[:256]),
             bad=tuple((*cell, dials[cell]) for cell in sorted(dials)),
             speed=speed,
             folder=folder,
             reduction=reduction,
-            verdicts=await self._verdicts(members),
+            verdicts=tuple(verdicts.get(i, none).verdict for i in range(len(members))),
             gathered=gathered,
         )
-        left = self.deadline - time.monotonic()
-        await self.coordinator.send_all(
-            Order("end", report=report), max(1.0, min(END_LIMIT * self.scale, left))
-        )
+        limit = max(1.0, min(END_TIMEOUT * self.scale, self._left()))
+        await here.send_all(Order("end", report=report), limit)
 
-    async def _verdicts(self, members: Sequence[Member]) -> tuple[Verdict, ...]:
-        """What each machine's own checks found: they run beside all of this."""
-        left = self.deadline - time.monotonic()
-        limit = max(1.0, min(VERDICT_LIMIT * self.scale, left / 2))
-        order = Order("verdict", limit=limit)
-        orders = dict.fromkeys(range(len(members)), order)
-        answers = await self.coordinator.ask(orders, "the verdicts", limit + 5 * self.scale)
-        none = Answer()
-        return tuple(answers.get(index, none).verdict for index in range(len(members)))
-
-    async def _dials(self, members: Sequence[Member]) -> dict[DialCell, Dialled]:
-        """Every node dials every other; what failed twice."""
+    async def _dials(self) -> dict[DialCell, Dialled]:
+        """Let every node dial every other. Return the connections that failed twice."""
+        nodes = range(len(self._members))
         wanted = {
             (i, j, kind): target
-            for i in range(len(members))
-            for j in range(len(members))
+            for i in nodes
+            for j in nodes
             if i != j
-            for kind, target in _targets(members, i, j).items()
+            for kind, target in self._targets(i, j).items()
         }
-        failed = await self._dial(len(members), wanted)
-        again = await self._dial(len(members), {cell: wanted[cell] for cell in failed})
+        failed = await self._dial(wanted)
+        again = await self._dial({cell: wanted[cell] for cell in failed})
         stalled = {cell: wanted[cell] for cell in again if again[cell].outcome in STALLS}
-        # Which packet sizes still pass where 64 KiB stalled.
+        # Which packet sizes still pass where 64 KiB stalled?
         for mss in SMALL_SEGMENTS if stalled else ():
             small = {cell: replace(target, mss=mss) for cell, target in stalled.items()}
-            left = await self._dial(len(members), small)
+            left = await self._dial(small)
             if len(left) == len(stalled):
                 break
             for cell in stalled.keys() - left.keys():
                 again[cell] = replace(again[cell], passes=mss + 40)
         return again
 
-    async def _dial(self, nodes: int, wanted: Mapping[DialCell, Target]) -> dict[DialCell, Dialled]:
-        """Dial, all nodes at once; the cells that failed."""
+    async def _dial(self, wanted: Mapping[DialCell, Target]) -> dict[DialCell, Dialled]:
+        """Let all nodes dial at once. Return the connections that failed."""
+        nodes = len(self._members)
         cells: dict[int, list[DialCell]] = {}
         # Each begins with its neighbour in the ring, so that not all dial the same node first.
         for cell in sorted(wanted, key=lambda cell: (cell[0], (cell[1] - cell[0]) % nodes)):
@@ -507,8 +464,9 @@ class Phases:
             index: Order("dial", targets=tuple(wanted[cell] for cell in listed))
             for index, listed in cells.items()
         }
-        # A busy machine takes longer, and is not to be taken for one that went away.
-        seconds = (3 * (CONNECT_LIMIT + STALL_LIMIT) + 0.2 * nodes) * self.scale
+        # A busy machine takes longer, and must not be mistaken for one that went away.
+        limit = connecting.CONNECT_TIMEOUT + pairs.STALL_TIMEOUT
+        seconds = (3 * limit + 0.2 * nodes) * self.scale
         answers = await self.coordinator.ask(orders, "dialling", seconds)
         return {
             cell: result
@@ -517,88 +475,73 @@ class Phases:
             if result.outcome != "ok"
         }
 
-    async def _settle(
-        self, members: Sequence[Member], *, needed: bool
-    ) -> list[tuple[int, str, float]]:
-        """Wait until the ranks have imported torch; the nodes on which not all have, and why."""
-        left = self.deadline - self.soak - time.monotonic()
-        # Of a short time limit half is for the import, and half for what comes after it.
-        rest = max(left - REDUCTION_LIMIT * self.scale, left / 2)
-        limit = max(1.0, min(IMPORT_LIMIT * self.scale, rest))
+    async def _settle(self, *, needed: bool) -> list[tuple[int, str, float]]:
+        """Wait until the ranks have imported torch. Return the nodes without torch, and why."""
+        left = self._left() - self.soak
+        # Half of a short time limit is for the import, and half for what comes after it.
+        rest = max(left - REDUCTION_TIMEOUT * self.scale, left / 2)
+        limit = max(1.0, min(IMPORT_TIMEOUT * self.scale, rest))
         order = Order("settle", needed=needed, limit=limit)
-        orders = dict.fromkeys(range(len(members)), order)
-        answers = await self.coordinator.ask(orders, "importing torch", limit + 5)
+        answers = await self.coordinator.ask_all(order, "importing torch", limit + 5)
         return [
             (index, answer.unready, round(limit, 1))
             for index, answer in sorted(answers.items())
             if answer.unready
         ]
 
-    async def _speeds(self, members: Sequence[Member], bad: set[pairs.NodePair]) -> Speeds:
-        measured: dict[pairs.NodePair, pairs.Speed] = {}
-        for shift in pairs.ring_shifts(len(members)):
-            cells = [(i, (i + shift) % len(members)) for i in range(len(members))]
-            measured |= await self._measure(members, [cell for cell in cells if cell not in bad])
-        suspects = pairs.links_to_repeat(measured)[:MOST_SUSPECTS]
-        confirmed = {cell for cell in suspects if await self._stays_bad(members, cell, measured)}
+    async def _speeds(self, bad: set[NodePair]) -> Speeds:
+        nodes = len(self._members)
+        measured: dict[NodePair, Speed] = {}
+        for shift in pairs.ring_shifts(nodes):
+            cells = ((i, (i + shift) % nodes) for i in range(nodes))
+            measured |= await self._measure(cell for cell in cells if cell not in bad)
+        suspects = pairs.links_to_repeat(measured)[:MAX_SUSPECTS]
+        confirmed = {cell for cell in suspects if await self._stays_bad(cell, measured)}
         return _judged(measured, confirmed) if measured else Speeds()
 
-    async def _stays_bad(
-        self,
-        members: Sequence[Member],
-        cell: pairs.NodePair,
-        measured: dict[pairs.NodePair, pairs.Speed],
-    ) -> bool:
-        """Whether a link is slow or lossy, too, while the other nodes are idle.
+    async def _stays_bad(self, cell: NodePair, measured: dict[NodePair, Speed]) -> bool:
+        """Return whether a link is slow or lossy even while the other nodes are idle.
 
-        The best of what is ``measured`` counts, since a busy machine makes a link look slow, and
-        nothing makes it look fast.
+        The best of several measurements counts: a busy machine makes a link look slow, and nothing
+        makes it look fast.
         """
         for _ in range(TIMES_ALONE):
-            again = await self._measure(members, [cell])
+            again = await self._measure([cell])
             if cell in again:
                 measured[cell] = pairs.better_speed(measured[cell], again[cell])
             if cell not in pairs.slow_links(measured) and not measured[cell].lossy:
                 return False
         return True
 
-    async def _measure(
-        self, members: Sequence[Member], cells: Sequence[pairs.NodePair]
-    ) -> dict[pairs.NodePair, pairs.Speed]:
-        # Where NCCL or gloo will dial, if that is not on the way to node 0.
-        targets = {(i, j): _targets(members, i, j) for i, j in cells}
-        orders = {i: Order("speed", targets=(list(targets[i, j].values())[-1],)) for i, j in cells}
-        answers = await self.coordinator.ask(
-            orders, "measuring", 3 * pairs.MEASURE_LIMIT * self.scale
-        )
-        return {
-            (i, j): pairs.Speed(each.rtt, each.bandwidth, each.waited, each.sent, each.resent)
-            for i, j in cells
-            if (each := answers.get(i)) is not None and each.bandwidth
-        }
+    async def _measure(self, cells: Iterable[NodePair]) -> dict[NodePair, Speed]:
+        # Use the address that NCCL or gloo will dial, if that is not the one towards node 0.
+        targets = {(i, j): list(self._targets(i, j).values())[-1] for i, j in cells}
+        orders = {i: Order("speed", targets=(target,)) for (i, _), target in targets.items()}
+        limit = 3 * pairs.MEASURE_TIMEOUT * self.scale
+        answers = await self.coordinator.ask(orders, "measuring", limit)
+        speeds = {cell: answers[cell[0]].speed for cell in targets if cell[0] in answers}
+        return {cell: speed for cell, speed in speeds.items() if speed and speed.bandwidth}
 
-    async def _folder(self, members: Sequence[Member]) -> Folder:
+    async def _folder(self) -> Folder:
+        here, members = self.coordinator, self._members
         asked = tuple(index for index, member in enumerate(members) if member.facts.folder)
         if not asked or len(members) < 2:
             return Folder(asked)
         writer, *others = asked
-        look = Order("folder", action="look", token=self.coordinator.token.hex())
+        look = Order("folder", action="look", token=here.token)
         write, remove = replace(look, action="write"), replace(look, action="remove")
-        written = await self.coordinator.ask({writer: write}, "the folder", 10 * self.scale)
+        written = await here.ask({writer: write}, "the folder", 10 * self.scale)
         error = written[writer].error if writer in written else "no answer"
         if error:
             return Folder(asked, error)
-        answers = await self.coordinator.ask(
-            dict.fromkeys(asked, look), "the folder", 15 * self.scale
-        )
-        await self.coordinator.ask({writer: remove}, "the folder", 10 * self.scale)
+        answers = await here.ask(dict.fromkeys(asked, look), "the folder", 15 * self.scale)
+        await here.ask({writer: remove}, "the folder", 10 * self.scale)
         seen = tuple(index for index in others if index in answers and answers[index].seen)
         return Folder(asked, "", seen, tuple(answers[index].listing for index in sorted(answers)))
 
-    def _why_no_reduction(
-        self, members: Sequence[Member], dials: Mapping[DialCell, Dialled]
-    ) -> str:
-        """Why reducing across the nodes would only wait for what is known already."""
+    def _why_no_reduction(self, dials: Mapping[DialCell, Dialled]) -> str:
+        """Return the known reason why a reduction across the nodes would only hang."""
+        members = self._members
         facts = [member.facts for member in members]
         ranks = [each.rank for each in facts if each.rank is not None]
         closed = any(
@@ -617,33 +560,30 @@ class Phases:
         }
         return next((reason for reason, holds in reasons.items() if holds), "")
 
-    async def _reduction(
-        self, members: Sequence[Member], dials: Mapping[DialCell, Dialled]
-    ) -> Reduction:
-        # The store of the test listens where the job's will.
+    async def _reduction(self, dials: Mapping[DialCell, Dialled]) -> Reduction:
+        members = self._members
+        # The store of the test listens where the job's store will.
         self.coordinator.free_port()
         node_of = [index for index, member in enumerate(members) for _ in range(member.facts.nproc)]
         closed = any(kind == "nccl" for _, _, kind in dials)
         nccl = not closed and not any(member.facts.no_nccl for member in members)
-        left = max(4.0, self.deadline - time.monotonic() - 3)
-        # What the ranks know by then has to reach us in time.
-        most = REDUCTION_LIMIT * self.scale
+        left = max(4.0, self._left() - 3)
+        # What the ranks know by then has to arrive here in time.
+        most = REDUCTION_TIMEOUT * self.scale
         patience = left - 2 if nccl else min(most + 3 + self.soak, left - 2)
+        stage_limit = STAGE_TIMEOUT * self.scale + len(node_of) * STAGE_TIMEOUT_RANK
         order = Order(
             "reduce",
             limit=min(most, patience - 1),
             port=self.port,
             world=len(node_of),
-            stage_limit=min(STAGE_LIMIT * self.scale + len(node_of) * STAGE_LIMIT_RANK, patience),
+            stage_limit=min(stage_limit, patience),
             patience=patience,
             nccl=nccl,
             soak=self.soak,
             node_of=tuple(node_of),
         )
-        orders = {
-            index: replace(order, first=sum(each.facts.nproc for each in members[:index]))
-            for index in range(len(members))
-        }
+        orders = {index: replace(order, first=node_of.index(index)) for index in sorted({*node_of})}
         answers = await self.coordinator.ask(orders, "reducing", left)
         results = [
             replace(result, node=index)
@@ -663,9 +603,19 @@ class Phases:
             nccl=nccl_report(results) if nccl else None,
         )
 
+    def _targets(self, source: int, target: int) -> dict[str, Target]:
+        """Return where a node dials another, by the kind of the address."""
+        here, there = self._members[source], self._members[target]
+        address = there.address
+        if is_loopback(address) and not is_loopback(here.address):
+            # The coordinator's own machine: use the address that the dialling node reached.
+            address = here.reached
+        found = dialled_at(here.facts, there.facts, address)
+        return {kind: Target(target, each, there.facts.pair_port) for kind, each in found.items()}
+
 
 def nccl_report(results: Sequence[RankResult]) -> NcclReport:
-    """The stages of the NCCL test over all ranks: errors, and bus bandwidths by set of nodes."""
+    """Combine the stages of all ranks: errors, and bus bandwidths by set of nodes."""
     errors: dict[str, list[tuple[int, tuple[int, ...], str]]] = {}
     bus: dict[str, dict[tuple[int, ...], float]] = {}
     again: dict[tuple[int, int], bool] = {}
@@ -689,7 +639,7 @@ def nccl_report(results: Sequence[RankResult]) -> NcclReport:
             StageReport(
                 name,
                 tuple(failed[:16]),
-                tuple(sorted(bus[name].items(), key=lambda each: each[1])[:MOST_SETS]),
+                tuple(sorted(bus[name].items(), key=lambda each: each[1])[:MAX_SETS]),
             )
             for name, failed in errors.items()
         ),
@@ -698,12 +648,10 @@ def nccl_report(results: Sequence[RankResult]) -> NcclReport:
     )
 
 
-def _judged(
-    measured: Mapping[pairs.NodePair, pairs.Speed], confirmed: set[pairs.NodePair]
-) -> Speeds:
-    """What is reported of links, of which those in ``confirmed`` stayed bad."""
+def _judged(measured: Mapping[NodePair, Speed], confirmed: set[NodePair]) -> Speeds:
+    """Report links, of which those in ``confirmed`` stayed bad."""
     lossy = [cell for cell in measured if cell in confirmed and measured[cell].lossy]
-    # What is lost is sent again, and late: that is one fault.
+    # A lost packet is sent again, and arrives late. Report that as one fault.
     alone = confirmed - set(lossy)
     outliers = [cell for cell in pairs.slow_links(measured) if cell in alone]
     slow = [cell for cell in outliers if measured[cell].waited < pairs.STARVED_SHARE]
@@ -717,17 +665,6 @@ def _judged(
         slow=tuple((*each, measured[each].rtt, measured[each].bandwidth) for each in slow[:256]),
         cells=tuple(measured) if slow or lossy else (),
     )
-
-
-def _targets(members: Sequence[Member], source: int, target: int) -> dict[str, Target]:
-    """Where a node dials another, by the kind of the address."""
-    here, there = members[source], members[target]
-    address = there.address
-    if is_loopback(address) and not is_loopback(here.address):
-        # The coordinator's own machine: as the dialling node reached it.
-        address = here.reached
-    found = dialled_at(here.facts, there.facts, address)
-    return {kind: Target(target, each, there.facts.pair_port) for kind, each in found.items()}
 
 
 def _node(member: Member, members: Sequence[Member]) -> Node:

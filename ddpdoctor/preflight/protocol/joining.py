@@ -1,18 +1,17 @@
-"""A node calls the coordinator until it is there, or until it is known why not.
+"""Call the coordinator until it is there, or until it is clear why it is not.
 
-One call connects, proves the id and compares clocks. Nodes are started seconds apart, so that
-nothing listens at the endpoint is no fault for half a minute; nor is a machine that does not
-answer; nor, among containers, a name or an address that is not there, since it comes with what is
-started. A port that a firewall closes is known sooner:
+One call connects, proves the id and compares the clocks. Nodes are started seconds apart, so for
+half a minute it is normal that nothing listens at the endpoint or that its machine does not answer.
+Among containers a missing name or address is normal as well, since both come with the container. A
+port that a firewall closes is recognized sooner:
 
-- The coordinator also listens at a *side door*, another port that follows from the rendezvous id.
-  A node that reaches it there, and then not at the endpoint, knows that the endpoint's port is
-  closed on the way.
+- The coordinator also listens at a *side door*, another port that follows from the id. A node that
+  reaches it there, and then not at the endpoint, knows that the endpoint's port is closed.
 - A machine on whose port nothing listens refuses at once. If it answers at another port (open or
-  refused), but at the endpoint's not at all, that port is filtered, whether the coordinator has
-  started or not. So is one of a machine that answers a ping, but at no port at all.
-- What answers by ICMP that it is prohibited is a firewall. A plain "port unreachable" proves
-  nothing: Kubernetes answers so for a service that has not started.
+  refused), but not at the endpoint's, that port is filtered, whether the coordinator has started or
+  not. The same holds for a machine that answers a ping, but no port.
+- An ICMP message that says "prohibited" comes from a firewall. A plain "port unreachable" proves
+  nothing: Kubernetes sends it for a service that has not started.
 """
 
 from __future__ import annotations
@@ -29,30 +28,30 @@ from typing import Literal
 from ddpdoctor.preflight.machine.network import resolve
 from ddpdoctor.preflight.protocol import connecting, wire
 from ddpdoctor.preflight.protocol.connecting import Closed, ConnectError, connect, echoes
-from ddpdoctor.preflight.protocol.messages import Knock, Welcome
+from ddpdoctor.preflight.protocol.messages import Hello, Welcome
 from ddpdoctor.preflight.protocol.wire import Link, WireError, unpacked
 from ddpdoctor.preflight.situation import joined_endpoint
 
-# -- A call to the coordinator: connect, prove the id, compare clocks; or know why not
+# -- one call: connect, prove the id, compare clocks
 
 
-GREETING_LIMIT = 3.0
+GREETING_TIMEOUT = 3.0
 CLOCK_QUESTIONS = 8
 
 Kind = Literal[
     Closed,
     "unresolved",  # the endpoint's name is not known here
     "silent",  # connected, but nothing was said
-    "other service",  # connected to something that is no check
-    "other id",  # a check with another rendezvous id, most likely of another job
-    "late",  # a check that went on without this node
-    "full",  # a check that has all its nodes
+    "other service",  # connected to something that is not a coordinator
+    "other id",  # a coordinator with another rendezvous id, most likely of another job
+    "late",  # a coordinator that went on without this node
+    "full",  # a coordinator that has all its nodes
     "gone",  # the connection was lost
-    "time",  # the check's own time was over in the middle
+    "time",  # this check's own time was over
 ]
 
 FINAL_KINDS: frozenset[Kind] = frozenset({"other id", "late", "full"})
-"""What trying again does not change."""
+"""Problems that another try does not change."""
 
 
 @dataclass(frozen=True)
@@ -60,15 +59,15 @@ class Problem:
     """Why a node is not connected to the coordinator.
 
     Attributes:
-        address: Which address of the endpoint it is about; empty if there is none.
-        words: More, for a person: the kernel's words, or who is there already.
-        sender: Who rejects it by ICMP; empty if that is not so.
-        answering: A port at which that machine does answer; 0 if none is known.
-        echoes: Whether it answers a ping.
-        here: The host names of those that are there already.
-        door: The other port at which the coordinator itself answers; 0 if it does not.
-        behind: The coordinator's own address, where that is not the one that was dialled.
-        waited: Seconds until this was settled.
+        address: The address of the endpoint that was called; empty if there is none.
+        words: More for a person: the kernel's message, or who is there already.
+        sender: Who rejected the call by ICMP, if anybody did.
+        answering: A port at which the machine does answer; 0 if none is known.
+        echoes: Whether the machine answers a ping.
+        here: The host names of the nodes that are there already.
+        door: The side door at which the coordinator answers; 0 if it does not.
+        behind: The coordinator's own address, if the call ended at another one.
+        waited: Seconds until this was clear.
     """
 
     kind: Kind
@@ -93,14 +92,13 @@ class CallError(Exception):
 
 @dataclass
 class Call:
-    """A connection to the coordinator.
+    """A connection to the coordinator, which has a random ``identity``.
 
     Attributes:
-        identity: Which coordinator it is.
-        offset: What the coordinator's clock is ahead, in seconds.
+        offset: Seconds by which the coordinator's clock is ahead.
         uncertainty: Half the round trip of that estimate, in seconds.
-        address: Where it was called.
-        reached: Where the call ended: another address if one is translated on the way.
+        address: The address that was called.
+        reached: The address at which the call ended, which differs if it is translated on the way.
     """
 
     link: Link
@@ -112,13 +110,7 @@ class Call:
 
 
 async def call_once(address: str, port: int, key: bytes, hostname: str) -> Call:
-    """One attempt to reach the coordinator at an address and port of the endpoint.
-
-    Args:
-        address: Of the endpoint.
-        port: Of the endpoint.
-        key: Of :func:`wire.key_of`.
-        hostname: This node's.
+    """Try once to reach the coordinator, at the port of the endpoint or at a side door.
 
     Raises:
         CallError: It failed.
@@ -138,93 +130,87 @@ async def call_once(address: str, port: int, key: bytes, hostname: str) -> Call:
 
 
 async def _introduce(link: Link, address: str, key: bytes, hostname: str) -> Call:
+    challenge = None
     try:
-        line = await asyncio.wait_for(link.reader.readexactly(wire.GREETING_BYTES), GREETING_LIMIT)
-        challenge = wire.challenge_in(line)
+        greeting = link.reader.readexactly(wire.GREETING_BYTES)
+        challenge = wire.challenge_in(await asyncio.wait_for(greeting, GREETING_TIMEOUT))
     except asyncio.TimeoutError:
         raise CallError(Problem("silent", address)) from None
     except (OSError, asyncio.IncompleteReadError):
-        challenge = None
+        pass
     if challenge is None:
         raise CallError(Problem("other service", address))
+
+    async def ask(hello: Hello) -> Welcome:
+        await link.send(hello)
+        message = await link.receive(GREETING_TIMEOUT, connecting.PROOF_BYTES)
+        try:
+            return unpacked(Welcome, message)
+        except ValueError as error:
+            raise WireError(str(error)) from None
+
     own = wire.nonce()
-    await link.send(Knock(wire.proof(key, "node", challenge), own, hostname))
-    welcome = await _welcome(link)
+    welcome = await ask(Hello(wire.proof(key, "node", challenge), own, hostname))
     if welcome.refused == "id":
         raise CallError(Problem("other id", address))
     if not wire.proves(welcome.proof, key, "coordinator", own):
         raise CallError(Problem("other service", address))
     if welcome.refused:
         raise refused(welcome, address)
-    # How far the coordinator's clock is ahead, by the fastest of several questions, as in NTP.
+    # The fastest of several questions tells how far the coordinator's clock is ahead, as in NTP.
     uncertainty, offset = float("inf"), 0.0
     for _ in range(CLOCK_QUESTIONS):
         wall, began = time.time(), time.monotonic()
-        await link.send(Knock())
-        answer = await _welcome(link)
+        answer = await ask(Hello())
         half = (time.monotonic() - began) / 2
         if half < uncertainty:
             uncertainty, offset = half, answer.time - (wall + half)
     return Call(link, welcome.identity, offset, uncertainty, address, welcome.reached)
 
 
-async def _welcome(link: Link) -> Welcome:
-    message = await link.receive(GREETING_LIMIT, connecting.PROOF_BYTES)
-    try:
-        return unpacked(Welcome, message)
-    except ValueError as error:
-        raise WireError(str(error)) from None
-
-
 def refused(welcome: Welcome, address: str = "") -> CallError:
-    """That the coordinator goes on without this node."""
+    """Return the error that the coordinator goes on without this node."""
     here = welcome.here
     words = f"{len(here)} of {welcome.nnodes} nodes are there: {', '.join(here)}"
     kind: Kind = "full" if welcome.refused == "full" else "late"
     return CallError(Problem(kind, address, words, here=here))
 
 
-# -- joining
+# -- repeated calls
 
 
 RETRY_AFTER = 0.25
 
 SETTLED_AFTER = 7.0
-"""Seconds of nothing but the same failure after which waiting longer will not change it: two
-connections, each with three lost SYNs."""
+"""Seconds of the same failure after which waiting longer will not help: two connections, each with
+three lost SYNs."""
 
-SPEAK_AFTER = 8.0
-"""Seconds after which a person who waits sees for what."""
-
-DOORS = 3
-"""Side doors that are tried: the first that was free is open."""
-
-DOOR_LIMIT = 1.2
-"""Seconds for a side door to answer: a lost SYN is sent again after 1."""
+SPEAK_AFTER = 8.0  # Seconds after which a person is told what is waited for
+DOORS = 3  # Side doors that are tried. The coordinator listens at the first free one.
+DOOR_TIMEOUT = 1.2  # Seconds for a side door to answer. A lost SYN is sent again after 1 s.
 
 DOORS_EVERY = 2.0
 
-SSH = 22
-"""The port that a machine most likely answers at."""
+SSH = 22  # The port that a machine most likely answers at
 
 SSH_TRIES = 2
 
 _EPHEMERAL = (32768, 60999)
-"""Ports that nodes have to reach each other at anyway (net.ipv4.ip_local_port_range)."""
+"""Ports at which nodes have to reach each other anyway (net.ipv4.ip_local_port_range)."""
 
 _BEHIND: frozenset[Kind] = frozenset({"refused", "dropped", "prohibited", "unreachable"})
 """Problems about which the machine's other ports reveal more."""
 
 _LASTING: frozenset[Kind] = frozenset({"prohibited", "no route"})
-"""Problems that do not end by the coordinator being started."""
+"""Problems that do not go away when the coordinator starts."""
 
 _NOT_THERE: frozenset[Kind] = frozenset({"unresolved", "no host"})
-"""Nor do these, but among containers: there, a name and an address come with what is started."""
+"""The same, except among containers, whose names and addresses come when they start."""
 
 _FAR: dict[Kind, int] = {
     "gone": 0, "other service": 1, "silent": 2, "refused": 3, "dropped": 4, "prohibited": 5
 }  # fmt: skip
-"""How far an attempt came; whatever is not here, no further."""
+"""How far an attempt came. Other kinds came no further."""
 
 _PROGRESS: dict[Kind, str] = {
     "refused": "nothing listens there yet",
@@ -239,15 +225,7 @@ _PROGRESS: dict[Kind, str] = {
 
 @dataclass(frozen=True)
 class Goal:
-    """Whom to reach, and as whom.
-
-    Attributes:
-        host: Of the endpoint.
-        port: Of the endpoint.
-        key: Of :func:`wire.key_of`.
-        hostname: This node's.
-        rank: This node's; None if torchrun is to choose.
-    """
+    """Whom to reach (host and port of the endpoint), and as whom. For the key see `wire.key_of`."""
 
     host: str
     port: int
@@ -257,7 +235,7 @@ class Goal:
 
 
 def side_doors(key: bytes, port: int) -> tuple[int, ...]:
-    """The ports at which the coordinator of an endpoint may also be reached."""
+    """Return the other ports at which the coordinator of an endpoint may listen."""
     first, last = _EPHEMERAL
     digest = hashlib.sha256(key + port.to_bytes(2, "big")).digest()
     numbers = (int.from_bytes(digest[at : at + 4], "big") for at in range(0, 4 * DOORS, 4))
@@ -269,7 +247,7 @@ async def call_any(goal: Goal) -> Call:
     """Try each address of the endpoint once.
 
     Raises:
-        CallError: It was not reached; about the address that got furthest.
+        CallError: None was reached. It is about the address that got furthest.
     """
     found = await asyncio.get_running_loop().run_in_executor(None, resolve, goal.host)
     problems = []
@@ -282,34 +260,26 @@ async def call_any(goal: Goal) -> Call:
             problems.append(error.problem)
     if not problems:
         raise CallError(Problem("unresolved", words=found.problem))
-    raise CallError(_furthest(problems))
-
-
-def _furthest(problems: list[Problem]) -> Problem:
-    """Of the addresses of one name the one that got furthest: the others may be out of reach."""
-    return min(problems, key=lambda problem: _FAR.get(problem.kind, len(_FAR)))
+    raise CallError(min(problems, key=lambda problem: _FAR.get(problem.kind, len(_FAR))))
 
 
 async def join(
     goal: Goal, until: float, say: Callable[[str], None], *, appears: bool = False
 ) -> Call:
-    """Reach the coordinator, trying again until it is there, or until it is clear why it is not.
+    """Reach the coordinator. Try until it is there, or until it is clear why it is not.
 
-    Args:
-        goal: Whom.
-        until: Monotonic time to give up at.
-        say: Called once, with a line for a person: what is being waited for.
-        appears: Whether its name and its address may come with it, as a container's do.
+    ``say`` is called once, with a line about what is waited for. ``appears`` is whether name and
+    address may come with the coordinator, as a container's do.
 
     Raises:
-        CallError: It was not reached; with what it mostly was.
+        CallError: It was not reached. The most frequent problem counts.
     """
     lasting = _LASTING if appears else _LASTING | _NOT_THERE
     return await _Attempts(goal, until, say, lasting).run()
 
 
 class _Attempts:
-    """The attempts of one node, and what they show."""
+    """The attempts of one node, and what they reveal."""
 
     def __init__(
         self, goal: Goal, until: float, say: Callable[[str], None], lasting: frozenset[Kind]
@@ -320,13 +290,13 @@ class _Attempts:
         self._lasting = lasting
         self._began = time.monotonic()
         self._said = False
-        self._looked = float("-inf")
-        self._seen: list[Problem] = []
+        self._tried_doors = float("-inf")
+        self._problems: list[Problem] = []
         self._ssh_tries = 0
         self._answering: dict[str, int] = {}
         """Ports at which the endpoint's machines answer, by address."""
         self._echoing: set[str] = set()
-        """Addresses of those that answer a ping."""
+        """Addresses of machines that answer a ping."""
 
     async def run(self) -> Call:
         while True:
@@ -337,20 +307,27 @@ class _Attempts:
                 problem = error.problem
                 if problem.kind in FINAL_KINDS:
                     raise
-            self._seen.append(problem)
+            self._problems.append(problem)
             took = time.monotonic() - began
-            # Known before this attempt: else it may just have come up.
+            # Ask before the doors are tried: the machine may have come up a moment ago.
             was_up = self._is_up(problem.address)
-            if problem.kind in _BEHIND and time.monotonic() - self._looked > DOORS_EVERY:
-                self._looked = time.monotonic()
+            if problem.kind in _BEHIND and time.monotonic() - self._tried_doors > DOORS_EVERY:
+                self._tried_doors = time.monotonic()
                 call = await self._at_other_ports(problem)
                 if call is not None:
                     return call
             waited = time.monotonic() - self._began
-            if self._is_settled(waited, was_up=was_up):
-                raise CallError(self._usual_problem())
-            if time.monotonic() + RETRY_AFTER + took >= self._until:
-                raise CallError(self._usual_problem())
+            settled = (
+                waited >= SETTLED_AFTER
+                and len(self._problems) > 1
+                and len({each.kind for each in self._problems}) == 1
+                and (problem.kind in self._lasting or (problem.kind == "dropped" and was_up))
+            )
+            if settled or time.monotonic() + RETRY_AFTER + took >= self._until:
+                usual = Counter(reversed(self._problems)).most_common(1)[0][0]
+                answering = self._answering.get(usual.address, 0)
+                echoing = usual.address in self._echoing
+                raise CallError(replace(usual, answering=answering, echoes=echoing, waited=waited))
             if waited > SPEAK_AFTER and not self._said:
                 self._said = True
                 self._say(self._progress(problem))
@@ -358,23 +335,6 @@ class _Attempts:
 
     def _is_up(self, address: str) -> bool:
         return address in self._answering or address in self._echoing
-
-    def _is_settled(self, waited: float, *, was_up: bool) -> bool:
-        kinds = {problem.kind for problem in self._seen}
-        if waited < SETTLED_AFTER or len(self._seen) < 2 or len(kinds) > 1:
-            return False
-        (kind,) = kinds
-        return kind in self._lasting or (kind == "dropped" and was_up)
-
-    def _usual_problem(self) -> Problem:
-        """How it mostly was says more than how it was last."""
-        problem = Counter(reversed(self._seen)).most_common(1)[0][0]
-        return replace(
-            problem,
-            answering=self._answering.get(problem.address, 0),
-            echoes=problem.address in self._echoing,
-            waited=time.monotonic() - self._began,
-        )
 
     def _progress(self, problem: Problem) -> str:
         goal = self._goal
@@ -387,7 +347,7 @@ class _Attempts:
         return f"waiting for {endpoint}{at}: {what}; {left:.0f} s more"
 
     async def _at_other_ports(self, problem: Problem) -> Call | None:
-        """See whether the coordinator, or at least its machine, answers at another port.
+        """Find out whether the coordinator, or at least its machine, answers at another port.
 
         Returns:
             The coordinator, if it came to the endpoint in the meantime.
@@ -397,13 +357,12 @@ class _Attempts:
         """
         goal, address = self._goal, problem.address
         doors = side_doors(goal.key, goal.port)
-        # A machine that refuses is up, and some ban those who come to SSH and say nothing.
-        ports = (
-            doors if problem.kind == "refused" or self._ssh_tries == SSH_TRIES else (*doors, SSH)
-        )
-        self._ssh_tries += SSH in ports
+        # A machine that refuses is up, and some machines ban callers who say nothing to SSH.
+        ssh = problem.kind != "refused" and self._ssh_tries < SSH_TRIES
+        ports = (*doors, SSH) if ssh else doors
+        self._ssh_tries += ssh
         *tried, _ = await asyncio.gather(
-            *(self._try(address, port) for port in ports), self._ping(problem)
+            *(self._answers(address, port) for port in ports), self._ping(problem)
         )
         answering = [port for port, answers in zip(ports, tried, strict=True) if answers]
         if answering and address not in self._answering:
@@ -420,7 +379,7 @@ class _Attempts:
                     # Something else has that port.
                     continue
             try:
-                # It may have begun a moment ago; now that it is there, this one counts.
+                # The coordinator may have started a moment ago. Now that it is there, this counts.
                 return await call_once(address, goal.port, goal.key, goal.hostname)
             except CallError as error:
                 again = error.problem
@@ -430,7 +389,7 @@ class _Attempts:
                     waited = time.monotonic() - self._began
                     if side is not None:
                         with contextlib.suppress(WireError):
-                            await side.link.send({"blocked": again.kind, "rank": goal.rank})
+                            await side.link.send(Hello(rank=goal.rank, blocked=again.kind))
                     behind = "" if side is None or side.reached == address else side.reached
                     settled = replace(again, door=door, behind=behind, waited=waited)
                     raise CallError(settled) from None
@@ -441,15 +400,14 @@ class _Attempts:
 
     async def _ping(self, problem: Problem) -> None:
         address = problem.address
-        if problem.kind != "dropped" or address in self._echoing:
-            return
-        if await echoes(address, DOOR_LIMIT / 2):
+        new = problem.kind == "dropped" and address not in self._echoing
+        if new and await echoes(address, DOOR_TIMEOUT / 2):
             self._echoing.add(address)
 
-    async def _try(self, address: str, port: int) -> bool:
-        """Whether the machine answers at a port: it takes the connection, or refuses it itself."""
+    async def _answers(self, address: str, port: int) -> bool:
+        """Return whether the machine accepts the connection at a port, or refuses it itself."""
         try:
-            _, writer = await connect(address, port, DOOR_LIMIT)
+            _, writer = await connect(address, port, DOOR_TIMEOUT)
         except ConnectError as error:
             return error.kind == "refused" and error.sender in ("", address)
         writer.transport.abort()

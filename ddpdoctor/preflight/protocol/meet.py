@@ -1,7 +1,7 @@
-"""The nodes of a job meet at the rendezvous endpoint; all checks across nodes judge that meeting.
+"""The nodes of a job meet at the rendezvous endpoint. All checks across nodes judge that meeting.
 
-Node rank 0, or without node ranks the machine that the endpoint names, coordinates. The others call
-it until it is there. Everything has a deadline, and Ctrl-C ends all of it at any time.
+The coordinator is node rank 0, or without node ranks the machine that the endpoint names. The
+others call it until it is there. Everything has a deadline, and Ctrl-C ends it at any time.
 """
 
 from __future__ import annotations
@@ -16,65 +16,52 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ddpdoctor.core.formatting import listed
 from ddpdoctor.preflight.machine import container
 from ddpdoctor.preflight.machine.network import interfaces, is_local, is_own_address, resolve
 from ddpdoctor.preflight.protocol import coordinator, joining
 from ddpdoctor.preflight.protocol.connecting import NO_FILES, words_of
 from ddpdoctor.preflight.protocol.coordinator import Coordinator, Phases
-from ddpdoctor.preflight.protocol.joining import (
-    SETTLED_AFTER,
-    SPEAK_AFTER,
-    Call,
-    CallError,
-    Goal,
-    Kind,
-    Problem,
-    call_any,
-    join,
-)
+from ddpdoctor.preflight.protocol.joining import Call, CallError, Goal, Kind, Problem
 from ddpdoctor.preflight.protocol.messages import Facts, Node, Report
 from ddpdoctor.preflight.protocol.pairs import Listener
 from ddpdoctor.preflight.protocol.wire import WireError, key_of
 from ddpdoctor.preflight.protocol.worker import Worker, gather_facts, host_of
 from ddpdoctor.preflight.selftest.collectives import Ranks
-from ddpdoctor.preflight.situation import Seat, Situation, seat
-from ddpdoctor.preflight.words import first
+from ddpdoctor.preflight.situation import NodePlace, Situation, node_place
 
-GATHER_LIMIT = 30.0
-"""Most seconds to wait for nodes that are not there; half of ``--timeout`` at most."""
+GATHER_TIMEOUT = 30.0  # Seconds to wait for absent nodes; half of ``--timeout`` at most
 
-LOCAL_LIMIT = 10.0
-"""The same for an endpoint on localhost: only nodes of this very machine can come there."""
+LOCAL_TIMEOUT = 10.0
+"""The same for an endpoint on localhost, where only nodes of this machine can come."""
 
-CANCEL_LATENCY = 0.2
-SCOUT_EVERY = 1.0
-CALLS_HERE = 5
-NAMED_NODES = 4
-"""Of more absent nodes the number is shown while they are waited for."""
+POLL_INTERVAL = 0.2
+SCOUT_INTERVAL = 1.0
+OWN_CALLS = 5
+NAMED_NODES = 4  # If more nodes are absent, a person who waits is shown their number
 
 ELSEWHERE: frozenset[Kind] = frozenset({"refused", "no host", "silent", "other service"})
-"""What node rank 0 sees at an endpoint that does not lead to it. Lost packets prove nothing: many a
-router does not let a machine reach itself from outside."""
+"""What node rank 0 sees at an endpoint that does not lead to it. Lost packets prove nothing: many
+routers do not let a machine reach itself from outside."""
 
-REDUCING = frozenset({"gloo-nodes", "nccl-nodes"})
-"""The checks that need ranks with torch."""
+REDUCING = frozenset({"gloo-nodes", "nccl-nodes"})  # The checks that need ranks with torch
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """What came of it; the report is the same on every node.
+    """The result of a meeting. The report is the same on every node.
 
     Attributes:
-        seat: This node's place.
-        own: The index of this node in ``nodes``; -1 if it was not among them.
+        place: This node's place in the job.
+        own: The index of this node in ``nodes``; -1 if it is not among them.
         problem: Why this node did not meet the others; None if it did.
-        holder: Whether this node was to coordinate.
-        foreign: The endpoint's addresses, if this node has node rank 0 and they are not its own.
-        own_endpoint: Whether the endpoint is this machine's, and it is not node rank 0.
-        report: Of the coordinator.
+        holder: Whether this node should coordinate.
+        foreign: The endpoint's addresses, if this is node rank 0 and they are not its own.
+        own_endpoint: Whether the endpoint is this machine, and it is not node rank 0.
+        report: The coordinator's report.
     """
 
-    seat: Seat
+    place: NodePlace
     own: int = -1
     problem: Problem | None = None
     holder: bool = False
@@ -84,34 +71,34 @@ class Meeting:
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """Those that came, by node rank."""
+        """The nodes that came, by node rank."""
         return self.report.nodes
 
     @property
     def expected(self) -> int:
-        """How many nodes were to come, by the coordinator's options."""
+        """How many nodes should come, by the coordinator's options."""
         return self.report.expected
 
     def host(self, index: int) -> str:
-        """A node's host name."""
+        """Return a node's host name."""
         return self.nodes[index].facts.host
 
     def name(self, index: int) -> str:
-        """A node for a person: its host name, and its rank where host names are not enough."""
+        """Name a node by its host name and its rank."""
         facts = self.nodes[index].facts
         rank = index if facts.rank is None else facts.rank
         return f"{facts.host} (node {rank}{', this one' if index == self.own else ''})"
 
     def hosts(self, chosen: Sequence[int]) -> str:
-        """Several nodes for a person."""
-        return first([self.name(index) for index in chosen], 4)
+        """Name several nodes."""
+        return listed([self.name(index) for index in chosen], 4)
 
 
 def meeting_of(situation: Situation) -> Meeting:
-    """The meeting of this check, which takes place once, for the first that asks.
+    """Return the meeting. It takes place once, when the first check asks.
 
     Raises:
-        Exception: A fault of the check itself.
+        Exception: A defect of this program.
     """
     came = situation.shared(meet_or_fail)
     if isinstance(came, Exception):
@@ -120,42 +107,34 @@ def meeting_of(situation: Situation) -> Meeting:
 
 
 def meet_or_fail(situation: Situation) -> Meeting | Exception:
-    """The meeting, or the fault of the check that ended it, for every check that asks."""
+    """Return the meeting, or the defect that ended it, for every check that asks."""
     try:
-        _files_for_a_loop()
+        # Open what an event loop opens. A loop that finds no files left prints a traceback.
+        with contextlib.ExitStack() as opened:
+            for end in socket.socketpair():
+                opened.enter_context(end)
+            opened.enter_context(selectors.DefaultSelector())
         return asyncio.run(_until_cancelled(situation))
     except OSError as error:
         if error.errno not in NO_FILES:
             return error
-        return Meeting(seat(situation), problem=Problem("no files", words=words_of(error)))
+        return Meeting(node_place(situation), problem=Problem("no files", words=words_of(error)))
     except Exception as error:
         return error
-
-
-def _files_for_a_loop() -> None:
-    """What an event loop opens, and closes it: a loop that finds none left leaves a traceback.
-
-    Raises:
-        OSError: There are none.
-    """
-    with contextlib.ExitStack() as opened:
-        for end in socket.socketpair():
-            opened.enter_context(end)
-        opened.enter_context(selectors.DefaultSelector())
 
 
 async def _until_cancelled(situation: Situation) -> Meeting:
     said: set[str] = set()
 
     def fault(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """What asyncio would print, each once: connections that no file is left to accept."""
+        """Report once what asyncio would print, such as connections for which no file is left."""
         error = context.get("exception")
         if isinstance(error, OSError) and error.errno in NO_FILES:
             what = "files"
             words = f"{words_of(error)}: not all nodes can connect; raise it with ulimit -n"
         elif "files" in said and isinstance(error, ValueError):
-            # It tries to accept again, one time for each place in the backlog (Python 3.11), also
-            # after the server was closed.
+            # Python 3.11 tries to accept again, once for each place in the backlog, even after the
+            # server was closed.
             return
         else:
             what = words = f"while the nodes met: {error or context.get('message')!r}"
@@ -166,26 +145,22 @@ async def _until_cancelled(situation: Situation) -> Meeting:
     asyncio.get_running_loop().set_exception_handler(fault)
     meeting = asyncio.ensure_future(_meet(situation))
     try:
-        while not meeting.done():
-            await asyncio.wait({meeting}, timeout=CANCEL_LATENCY)
-            if situation.deadline.left() <= 0:
-                break
+        while not meeting.done() and situation.deadline.left() > 0:
+            await asyncio.wait({meeting}, timeout=POLL_INTERVAL)
     finally:
         if not meeting.done():
             meeting.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await meeting
     if meeting.cancelled():
-        return Meeting(seat(situation), problem=Problem("time"))
+        return Meeting(node_place(situation), problem=Problem("time"))
     return meeting.result()
 
 
 async def _meet(situation: Situation) -> Meeting:
     began = time.monotonic()
-    deadline = began + situation.deadline.left()
-    scale = situation.options.scale
-    gather_until = began + min(GATHER_LIMIT * scale, situation.options.timeout / 2)
-    place = seat(situation)
+    options = situation.options
+    place = node_place(situation)
     listener = Listener()
     ranks = Ranks(situation.environ)
     reduces = situation.chosen is None or bool(situation.chosen & REDUCING)
@@ -195,10 +170,10 @@ async def _meet(situation: Situation) -> Meeting:
             await ranks.start(situation.nproc)
         facts = await asyncio.to_thread(gather_facts, situation, place, port, reduces=reduces)
         goal = Goal(place.host, place.port, key_of(place.rdzv_id), host_of(situation), place.rank)
-        participant = Participant(
-            situation, place, goal, facts, listener, ranks, gather_until, deadline
-        )
-        return await participant.meet()
+        gather_until = began + min(GATHER_TIMEOUT * options.scale, options.timeout / 2)
+        deadline = time.monotonic() + situation.deadline.left()
+        node = Participant(situation, place, goal, facts, listener, ranks, gather_until, deadline)
+        return await node.meet()
     finally:
         await listener.close()
         await ranks.stop()
@@ -206,10 +181,10 @@ async def _meet(situation: Situation) -> Meeting:
 
 @dataclass
 class Participant:
-    """This node on its way to the others: as the coordinator, or as a caller."""
+    """This node on its way to the others, as the coordinator or as a caller."""
 
     situation: Situation
-    seat: Seat
+    place: NodePlace
     goal: Goal
     facts: Facts
     listener: Listener
@@ -219,34 +194,36 @@ class Participant:
 
     async def meet(self) -> Meeting:
         """Meet the others in the role that this node has."""
-        if not self.seat.host:
-            return Meeting(self.seat, problem=Problem("unresolved"))
-        if is_local(self.seat.host):
-            self.gather_until = min(self.gather_until, time.monotonic() + LOCAL_LIMIT)
-        addresses = (await asyncio.to_thread(resolve, self.seat.host)).addresses
+        place = self.place
+        if not place.host:
+            return Meeting(place, problem=Problem("unresolved"))
+        if is_local(place.host):
+            self.gather_until = min(self.gather_until, time.monotonic() + LOCAL_TIMEOUT)
+        addresses = (await asyncio.to_thread(resolve, place.host)).addresses
         at_home = is_own_address(addresses, self.situation.shared(interfaces))
-        if self.seat.rank == 0 or (self.seat.rank is None and at_home):
+        if place.rank == 0 or (place.rank is None and at_home):
             return await self._coordinate(at_home, addresses)
         return replace(await self._join(), own_endpoint=at_home)
 
     async def _coordinate(self, at_home: bool, addresses: tuple[str, ...]) -> Meeting:
         try:
-            listening = coordinator.listen(self.seat.port)
+            listening = coordinator.listen(self.place.port)
         except OSError as error:
-            if error.errno == errno.EADDRINUSE and self.seat.rank is None:
-                # As torchrun does: another process of this machine holds the store.
+            if error.errno == errno.EADDRINUSE and self.place.rank is None:
+                # As with torchrun, another process of this machine holds the store.
                 return await self._join()
             if error.errno in NO_FILES:
                 raise
             problem = Problem("refused", words=words_of(error))
             if error.errno == errno.EADDRINUSE:
                 problem = await self._who_listens(problem)
-            return Meeting(self.seat, problem=problem, holder=True)
-        scale = self.situation.options.scale
-        here = Coordinator(listening, self.goal.key, self.seat.nnodes, scale)
+            return Meeting(self.place, problem=problem, holder=True)
+        options = self.situation.options
+        here = Coordinator(listening, self.goal.key, self.place.nnodes, options.scale)
         await here.open()
-        soak = self.situation.options.soak
-        phases = Phases(here, self.seat.nnodes, self.seat.port, self.deadline, scale, soak)
+        phases = Phases(
+            here, self.place.nnodes, self.place.port, self.deadline, options.scale, options.soak
+        )
         lead = asyncio.ensure_future(phases.run(self.gather_until))
         work = asyncio.ensure_future(self._work_here())
         scout = asyncio.ensure_future(self._scout(here, at_home))
@@ -254,7 +231,7 @@ class Participant:
         try:
             await asyncio.wait({work, scout, lead}, return_when=asyncio.FIRST_COMPLETED)
             if lead.done():
-                # Whatever broke there is a fault of the check, and is reported as such.
+                # Raise what broke there. It is a defect, and is reported as such.
                 lead.result()
             if scout.done() and (call := scout.result()) is not None:
                 return await self._work(call)
@@ -267,7 +244,7 @@ class Participant:
             await here.close()
 
     async def _who_listens(self, problem: Problem) -> Problem:
-        """Why the port is taken: a check of another job says that it is one."""
+        """Return why the port is taken: it may be another check, even of another job."""
         try:
             call = await self._call_here()
         except CallError as error:
@@ -280,75 +257,76 @@ class Participant:
         return await joining.call_once("127.0.0.1", goal.port, goal.key, goal.hostname)
 
     async def _work_here(self) -> Meeting:
-        """Take part as any other node."""
-        for _ in range(CALLS_HERE):
-            # Strangers may have all the places for a moment.
+        """Take part like any other node."""
+        for _ in range(OWN_CALLS):
+            # Callers without the id may hold all places for a moment.
             with contextlib.suppress(CallError):
                 return await self._work(await self._call_here())
-            await asyncio.sleep(SCOUT_EVERY)
+            await asyncio.sleep(SCOUT_INTERVAL)
         return await self._work(await self._call_here())
 
     async def _say_who_is_missing(self, here: Coordinator) -> None:
-        """Tell a person who waits, after a while, for whom."""
-        await asyncio.sleep(SPEAK_AFTER)
+        """Tell a person after a while who is waited for."""
+        await asyncio.sleep(joining.SPEAK_AFTER)
         if here.gathering:
             left = max(0.0, self.gather_until - time.monotonic())
-            nnodes, known = self.seat.nnodes, {member.facts.rank for member in here.members}
-            missing = [self.seat.name(rank) for rank in range(nnodes) if rank not in known]
+            nnodes, known = self.place.nnodes, {member.facts.rank for member in here.members}
+            missing = [self.place.name(rank) for rank in range(nnodes) if rank not in known]
             if None in known or len(missing) > NAMED_NODES:
                 missing = [f"{nnodes - len(here.members)} more"]
-            callers = "" if here.callers else f"; no node has called port {self.seat.port} yet"
+            callers = "" if here.callers else f"; no node has called port {self.place.port} yet"
             self.situation.say(
                 f"{len(here.members)} of {nnodes} nodes are here, waiting for "
                 f"{', '.join(missing)}{callers}; {left:.0f} s more"
             )
 
     async def _scout(self, here: Coordinator, at_home: bool) -> Call | None:
-        """Look whether another node coordinates where the endpoint leads; None if it is this one.
+        """Return the coordinator to which the endpoint leads; None if that is this node.
 
         Node rank 0 may be behind a forwarded port, so that the endpoint's address is not its own.
-        If that is not so, and no node coordinates there, none will ever come here.
+        If it is not, and no node coordinates there, no node will ever come here.
         """
         began = time.monotonic()
         seen: set[Kind] = set()
-        # A service of Kubernetes refuses until the container behind it counts as ready.
+        # A service of Kubernetes refuses until the container behind it is ready.
         patient = container.appears_when_started(self.situation)
         while not at_home:
             try:
-                call = await call_any(self.goal)
+                call = await joining.call_any(self.goal)
             except CallError as error:
                 seen.add(error.problem.kind)
                 waited = time.monotonic() - began
                 hopeless = seen <= ELSEWHERE and not here.callers and not patient
-                if waited > SETTLED_AFTER and hopeless:
+                if waited > joining.SETTLED_AFTER and hopeless:
                     here.give_up()
             else:
                 if call.identity != here.identity:
                     return call
                 await call.link.close()
                 at_home = True
-            await asyncio.sleep(SCOUT_EVERY)
+            await asyncio.sleep(SCOUT_INTERVAL)
         await asyncio.Event().wait()
         return None
 
     async def _join(self) -> Meeting:
         appears = container.appears_when_started(self.situation)
+        say = self.situation.say
         try:
-            call = await join(self.goal, self.gather_until, self.situation.say, appears=appears)
+            call = await joining.join(self.goal, self.gather_until, say, appears=appears)
         except CallError as error:
-            return Meeting(self.seat, problem=error.problem)
+            return Meeting(self.place, problem=error.problem)
         return await self._work(call)
 
     async def _work(self, call: Call) -> Meeting:
-        """Do what the coordinator asks for, until it reports what came of it."""
+        """Carry out the coordinator's orders, until it sends its report."""
         own = self.situation.verdicts
-        worker = Worker(call, self.seat, self.facts, self.listener, self.ranks, own)
+        worker = Worker(call, self.place, self.facts, self.listener, self.ranks, own)
         try:
             report = await worker.run(self.deadline)
         except WireError as error:
-            return Meeting(self.seat, problem=Problem("gone", words=str(error)))
+            return Meeting(self.place, problem=Problem("gone", words=str(error)))
         except CallError as error:
-            return Meeting(self.seat, problem=error.problem)
+            return Meeting(self.place, problem=error.problem)
         finally:
             await call.link.close()
-        return Meeting(self.seat, worker.index, report=report)
+        return Meeting(self.place, worker.index, report=report)

@@ -1,12 +1,12 @@
 """Test the link between two nodes: dial as gloo would, measure latency, bandwidth and losses.
 
-gloo's node with the higher address dials the one with the lower; a port of the listening side that
-a firewall closes leaves it waiting without a limit. So every node dials every other, on a port of
-the kernel's choice, with 64 KiB each way.
+gloo's node with the higher address dials the one with the lower. If a firewall closes the port of
+the listening side, that side waits without a limit. So every node dials every other, on a port that
+the kernel chooses, and sends 64 KiB each way.
 
-The speed is measured alone. The time in which either end waited for a core is left out: on a busy
-machine a link looks slow. Losses are counted of small messages, one at a time: those fill no queue,
-so that none of them is lost where a link is merely slower than its sender.
+Speeds are measured one link at a time. Time in which either end waited for a core is left out: on a
+busy machine a link looks slow. Losses are counted on small messages, sent one at a time. Those fill
+no queue, so that none is lost just because a link is slower than its sender.
 """
 
 from __future__ import annotations
@@ -28,34 +28,25 @@ from ddpdoctor.preflight.protocol import connecting
 from ddpdoctor.preflight.protocol.connecting import (
     Closed,
     ConnectError,
-    Patience,
+    ProcessClock,
     connect,
     listen,
-    patient,
     words_of,
 )
 from ddpdoctor.preflight.protocol.wire import Address, Index, Port
 from ddpdoctor.preflight.situation import waited_for_core
 from ddpdoctor.run.records.base import Part
 
-# -- tcp info
+# -- what the kernel counts of a connection
 
 
-_TOTAL_RETRANS = struct.Struct("=I")
-_TCP_BYTES = struct.Struct("=QQ")
-_AT_RETRANS, _AT_BYTES, _TCP_INFO_SIZE = 100, 120, 136
-"""Of Linux's struct tcp_info (uapi/linux/tcp.h), whose fields never move: tcpi_total_retrans, then
+_TCP_INFO = struct.Struct("=100xI16xQQ")
+"""Of Linux's struct tcp_info (uapi/linux/tcp.h), whose fields never move: tcpi_total_retrans,
 tcpi_bytes_acked and tcpi_bytes_received, since Linux 4.1."""
 
 
 class TcpCounts(NamedTuple):
-    """Of one connection so far.
-
-    Attributes:
-        resent: Segments that were sent again.
-        acked: Bytes that the other end has acknowledged.
-        received: Bytes that came.
-    """
+    """Segments sent again, bytes acknowledged by the other end, and bytes received."""
 
     resent: int = 0
     acked: int = 0
@@ -63,76 +54,64 @@ class TcpCounts(NamedTuple):
 
 
 def tcp_counts(writer: asyncio.StreamWriter) -> TcpCounts:
-    """What the kernel counts of a connection; zeros where it does not."""
+    """Return the counts of a connection; zeros if the kernel does not report them."""
     connection = writer.get_extra_info("socket")
-    if sys.platform != "linux" or connection is None:
-        return TcpCounts()
-    try:
-        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_SIZE)
-    except OSError:
-        return TcpCounts()
-    if len(info) < _TCP_INFO_SIZE:
-        return TcpCounts()
-    (resent,) = _TOTAL_RETRANS.unpack_from(info, _AT_RETRANS)
-    return TcpCounts(resent, *_TCP_BYTES.unpack_from(info, _AT_BYTES))
+    if sys.platform == "linux" and connection is not None:
+        with contextlib.suppress(OSError, struct.error):
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+            return TcpCounts(*_TCP_INFO.unpack(info))
+    return TcpCounts()
 
 
 # -- speeds
 
 
-MEASURE_S = 0.05
-"""Seconds of sending for one measurement of the bandwidth."""
+MEASURE_S = 0.05  # Seconds of sending for one measurement of the bandwidth
 
 MEASURE_BYTES = 8 * 2**20
 CHUNK = bytes(256 * 1024)
 
-PINGS, LEAST_PINGS, PINGS_S = 100, 5, 0.3
-"""Small messages forth and back: at most, at least, and the seconds after which none is sent."""
+PINGS, MIN_PINGS, PINGS_S = 100, 5, 0.3
+"""Small messages back and forth: at most, at least, and the seconds after which none is sent."""
 
-MEASURE_LIMIT = 10.0
-"""Seconds for one measurement, after which the link is as slow as can be."""
+MEASURE_TIMEOUT = 10.0  # Seconds for one measurement, after which the link is as slow as can be
+ALL_PAIRS_UP_TO = 8  # With more nodes, each is measured with log2(n) others in either direction
 
-ALL_PAIRS_UP_TO = 8
-"""Nodes; with more, each is measured with log2(n) others, either way."""
+MIN_EXTRA_RTT_S = 0.001
+"""How much longer than the median an outlier's round trip is at least. DDP does not notice less."""
 
-RTT_FLOOR_S = 0.001
-"""A round trip is an outlier only if it is so much longer as well: below, DDP does not feel it."""
+MIN_TO_COMPARE = 3  # Links that have a median. Of two links neither is the usual one.
 
-LEAST_TO_COMPARE = 3
-"""Links that have a median; of two neither is the usual one."""
-
-BANDWIDTH_FLOOR = 100e6 / 8 * 0.8
-"""Bytes per second below which a link is slow whatever the others are: less than a network of
-100 Mbit/s carries."""
+MIN_BANDWIDTH = 100e6 / 8 * 0.8
+"""Bytes per second below which any link is slow: less than 100 Mbit/s carries."""
 
 CPU_BOUND = 10e9 / 8
-"""Bytes per second from which on one connection in Python shows a machine's cores and memory, which
-differ by more than half from one measurement to the next, and not the network."""
+"""Bytes per second from which one connection in Python shows the cores and the memory, and not the
+network. They vary by more than half from one measurement to the next."""
 
-LOSSY, LEAST_LOST = 0.02, 3
-"""The share of small messages that a link has to lose, and how many, to be called lossy."""
+LOSSY, MIN_LOST = 0.02, 3
+"""The share, and the number, of small messages that a lossy link loses at least."""
 
 STARVED_SHARE = 0.5
-"""The share of a measurement from which on waiting for a core leaves nothing to judge."""
+"""The share of waiting for a core from which a measurement says nothing about the link."""
 
 PING, LAST = b"\x01", b"\x02"
-_PONG = struct.Struct("!d")
-"""For how long the dialled node has waited for a core so far."""
+_PONG = struct.Struct("!d")  # How long the dialled node has waited for a core so far
 
 _ANSWER = struct.Struct("!QddQ")
-"""Bytes that came, seconds it took, seconds of waiting for a core, and segments sent again."""
+"""Bytes received, seconds, seconds of waiting for a core, and segments sent again."""
 
 
-@dataclass(frozen=True)
-class Speed:
+@dataclass(frozen=True, slots=True)
+class Speed(Part):
     """A link in one direction.
 
     Attributes:
         rtt: Round trip in seconds.
         bandwidth: Bytes per second.
-        waited: For which part of the measurement either end waited for a core.
-        sent: Small messages, both ways.
-        resent: Segments of these that were sent again.
+        waited: The share of the time in which either end waited for a core.
+        sent: Small messages, in both directions.
+        resent: How many of their segments were sent again.
     """
 
     rtt: float
@@ -144,18 +123,17 @@ class Speed:
     @property
     def lossy(self) -> bool:
         """Whether small messages are lost."""
-        return self.resent >= LEAST_LOST and self.resent >= LOSSY * self.sent
+        return self.resent >= MIN_LOST and self.resent >= LOSSY * self.sent
 
 
-NodePair = tuple[int, int]
-"""The dialling (sending) node and the dialled one, by index."""
+NodePair = tuple[int, int]  # The dialling (sending) node and the dialled one, by index
 
 
 def ring_shifts(nodes: int) -> list[int]:
-    """How far apart in the ring the nodes of each round are.
+    """Return how far apart in the ring the nodes of each round are.
 
-    In a round every node sends to one other and receives from one: none is measured twice at a
-    time.
+    In a round every node sends to one other and receives from one, so that none is measured twice
+    at a time.
     """
     if nodes <= ALL_PAIRS_UP_TO:
         return list(range(1, nodes))
@@ -163,7 +141,7 @@ def ring_shifts(nodes: int) -> list[int]:
 
 
 def better_speed(one: Speed, other: Speed) -> Speed:
-    """The better of two measurements of a link, in each respect; what was lost adds up."""
+    """Combine two measurements of a link: the better of each value, and the sum of the losses."""
     return Speed(
         min(one.rtt, other.rtt),
         max(one.bandwidth, other.bandwidth),
@@ -174,12 +152,12 @@ def better_speed(one: Speed, other: Speed) -> Speed:
 
 
 def slow_links(measured: Mapping[NodePair, Speed]) -> list[NodePair]:
-    """The links under the floor, with half the median bandwidth or twice the median round trip.
+    """Return the slow links, the slowest first.
 
-    Whatever has 10 Gbit/s is fast enough for what one connection can tell. The worst comes first.
+    They have less than the minimum, half the median bandwidth, or twice the median round trip.
     """
     rtt, bandwidth = float("inf"), 0.0
-    if len(measured) >= LEAST_TO_COMPARE:
+    if len(measured) >= MIN_TO_COMPARE:
         rtt = statistics.median(speed.rtt for speed in measured.values())
         bandwidth = statistics.median(speed.bandwidth for speed in measured.values())
     found = [cell for cell, speed in measured.items() if is_slow(speed, rtt, bandwidth)]
@@ -187,21 +165,21 @@ def slow_links(measured: Mapping[NodePair, Speed]) -> list[NodePair]:
 
 
 def is_slow(speed: Speed, rtt: float, bandwidth: float) -> bool:
-    """Whether a link is an outlier, given the medians, or under the floor."""
-    return (speed.rtt > 2 * rtt and speed.rtt > rtt + RTT_FLOOR_S) or (
-        speed.bandwidth < max(BANDWIDTH_FLOOR, min(bandwidth / 2, CPU_BOUND))
+    """Return whether a link is an outlier, given the medians, or below the minimum."""
+    return (speed.rtt > 2 * rtt and speed.rtt > rtt + MIN_EXTRA_RTT_S) or (
+        speed.bandwidth < max(MIN_BANDWIDTH, min(bandwidth / 2, CPU_BOUND))
     )
 
 
 def links_to_repeat(measured: Mapping[NodePair, Speed]) -> list[NodePair]:
-    """The links to measure again: outliers, and those on which anything was sent again."""
+    """Return the links to measure again: outliers, and those on which anything was sent again."""
     resent = [cell for cell, speed in measured.items() if speed.resent]
     resent.sort(key=lambda cell: -measured[cell].resent)
     return list(dict.fromkeys([*slow_links(measured), *resent]))
 
 
 async def measure_link(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Speed:
-    """The sending side, on a connection to a node that :func:`serve` answers on.
+    """Measure as the sending side, on a connection to a node that runs `answer_measurement`.
 
     Raises:
         OSError: The connection broke.
@@ -210,23 +188,23 @@ async def measure_link(reader: asyncio.StreamReader, writer: asyncio.StreamWrite
     """
     before = tcp_counts(writer).resent
     pinging = asyncio.ensure_future(_round_trips(reader, writer))
-    await asyncio.wait({pinging}, timeout=MEASURE_LIMIT)
+    await asyncio.wait({pinging}, timeout=MEASURE_TIMEOUT)
     resent = tcp_counts(writer).resent - before
     if not pinging.done():
         pinging.cancel()
-        return Speed(MEASURE_LIMIT, 0.1, 0.0, max(1, LEAST_PINGS), resent)
+        return Speed(MEASURE_TIMEOUT, 0.1, 0.0, max(1, MIN_PINGS), resent)
     rtt, sent = pinging.result()
     acked, sending, waits = tcp_counts(writer).acked, time.monotonic(), waited_for_core()
     try:
         received, seconds, away, back = await asyncio.wait_for(
-            _send_bulk(reader, writer), MEASURE_LIMIT
+            _send_bulk(reader, writer), MEASURE_TIMEOUT
         )
     except asyncio.TimeoutError:
-        # So much of it came, at least.
+        # At least what was acknowledged arrived.
         passed = time.monotonic() - sending
         came = max(1, tcp_counts(writer).acked - acked)
         return Speed(rtt, came / passed, (waited_for_core() - waits) / passed, 2 * sent, resent)
-    # Both ends may have waited at once; the time of neither is the link's.
+    # Both ends may have waited at once. The link is not to blame for either.
     share = min(1.0, (waited_for_core() - waits + away) / max(seconds, 1e-6))
     own = max(seconds * max(1 - share, 0.1), 1e-6)
     return Speed(rtt, received / own, share, 2 * sent, resent + back)
@@ -235,10 +213,10 @@ async def measure_link(reader: asyncio.StreamReader, writer: asyncio.StreamWrite
 async def _round_trips(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> tuple[float, int]:
-    """The fastest round trip without waits for a core, and how many there were."""
+    """Return the fastest round trip without waits for a core, and the number of round trips."""
     until, rtt, away = time.monotonic() + PINGS_S, float("inf"), 0.0
     for number in range(1, PINGS + 1):
-        last = number == PINGS or (number >= LEAST_PINGS and time.monotonic() > until)
+        last = number == PINGS or (number >= MIN_PINGS and time.monotonic() > until)
         began, waits = time.monotonic(), waited_for_core()
         writer.write(LAST if last else PING)
         (there,) = _PONG.unpack(await reader.readexactly(_PONG.size))
@@ -265,7 +243,7 @@ async def _send_bulk(
 
 
 async def answer_measurement(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """The receiving side: echo the pings, then count what comes and how long it takes."""
+    """Be the receiving side: echo the pings, then count what arrives and how long it takes."""
     for _ in range(PINGS):
         ping = await reader.readexactly(1)
         writer.write(_PONG.pack(waited_for_core()))
@@ -281,24 +259,18 @@ async def answer_measurement(reader: asyncio.StreamReader, writer: asyncio.Strea
     await writer.drain()
 
 
-# -- pairs
+# -- connections between two nodes
 
 
-BLOCK = 64 * 1024
-"""Bytes sent each way: enough for packets of the largest size."""
-
-PART = 8 * 1024
-"""Bytes of it that arrive only where packets of full size do."""
-
-STALL_LIMIT = 3.0
-"""Seconds for 64 KiB that arrive in milliseconds where they arrive at all."""
+BLOCK = 64 * 1024  # Bytes sent each way: enough for packets of the largest size
+PART = 8 * 1024  # If more bytes than this arrived, packets of full size did
+STALL_TIMEOUT = 3.0  # Seconds for 64 KiB, which arrive in milliseconds or not at all
 
 CONNECTIONS_AT_ONCE = 256
-EXCHANGES_AT_ONCE = 8
-HOLD_S = 0.5
-"""Seconds after which an exchange that goes on no longer counts among those."""
+EXCHANGES_AT_ONCE = 8  # Exchanges at a time, so that one core can serve them all
+HOLD_S = 0.5  # Seconds after which an exchange no longer counts among them
 
-_SESSION_LIMIT = 60.0
+_SESSION_TIMEOUT = 60.0
 _HELLO = struct.Struct("!16sIc")
 _EXCHANGE, _SPEED = b"E", b"S"
 _OK, _NOT_ME = b"\x01", b"\x00"
@@ -318,7 +290,7 @@ Outcome = Literal[
     "no host",  # the same, after no machine answered ARP
     "no files",  # the dialling node may open no more files
     "silent",  # connected, and then nothing
-    "stranger",  # connected, to something else
+    "other service",  # connected, to something else
     "forth",  # the 64 KiB from the dialling node did not arrive
     "back",  # the 64 KiB from the dialled node did not arrive
     "lossy",  # they arrived in part: packets of all sizes are lost
@@ -327,10 +299,9 @@ Outcome = Literal[
 _OUTCOMES: dict[Closed, Outcome] = {
     "refused": "refused", "dropped": "dropped", "no host": "no host", "no files": "no files"
 }  # fmt: skip
-"""The outcome by why there is no connection; whatever is not here is `unreachable`."""
+"""The outcome by why there is no connection. Everything else is `unreachable`."""
 
-STALLS = ("forth", "back")
-"""The outcomes of connections that open and lose large packets."""
+STALLS = ("forth", "back")  # The outcomes of connections that open and lose large packets
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,12 +320,12 @@ class Target(Part):
 
 @dataclass(frozen=True, slots=True)
 class Dialled(Part):
-    """What came of dialling a node.
+    """The result of dialling a node.
 
     Attributes:
         outcome: An :data:`Outcome`.
-        seconds: Until the outcome was known.
-        error: The kernel's words, where it said any.
+        seconds: Until the outcome was known. 0 for ``ok``: most of n² results are.
+        error: The kernel's error message.
         passes: Bytes of the largest packets that pass where 64 KiB do not; 0 if none do.
     """
 
@@ -365,15 +336,15 @@ class Dialled(Part):
 
 
 def pair_token(token: bytes) -> bytes:
-    """What the nodes show each other: of a coordinator's token, and no bytes of its choice.
+    """Derive what nodes show each other from a coordinator's token.
 
-    Whoever plays node 0 can have a node dial an address; it cannot have it say anything there.
+    A fake coordinator can make a node dial an address, but cannot choose what it says there.
     """
     return hashlib.sha256(b"ddpdoctor pair\0" + token).digest()[:16]
 
 
 class Listener:
-    """What the other nodes dial: it answers those of this check, and only those."""
+    """The server that the other nodes dial. It answers only nodes of this check."""
 
     def __init__(self) -> None:
         self.token = b""
@@ -382,13 +353,13 @@ class Listener:
         self._admission = connecting.Admission()
 
     async def open(self) -> int:
-        """Listen on a port of the kernel's choice; the port."""
+        """Listen on a port that the kernel chooses. Return the port."""
         listening = listen(0)
         self._server = await asyncio.start_server(self._answer, sock=listening, backlog=1024)
         return int(listening.getsockname()[1])
 
     def admit(self, index: int, token: bytes) -> None:
-        """Answer those that have the token, as the node of this index."""
+        """Begin to answer those that have the token, as the node of this index."""
         self.index, self.token = index, token
 
     async def close(self) -> None:
@@ -397,9 +368,9 @@ class Listener:
             self._server.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # A cancellation ends the check, and asyncio would print it.
+        # asyncio would print the cancellation that ends the check.
         with contextlib.suppress(*_BROKEN, asyncio.CancelledError):
-            await asyncio.wait_for(self._session(reader, writer), _SESSION_LIMIT)
+            await asyncio.wait_for(self._session(reader, writer), _SESSION_TIMEOUT)
         with contextlib.suppress(OSError, RuntimeError):
             writer.close()
 
@@ -426,21 +397,21 @@ class Listener:
 
 
 async def dial_all(targets: Sequence[Target], token: bytes) -> list[Dialled]:
-    """Dial several nodes and exchange 64 KiB each way with each; the results in their order.
+    """Dial several nodes and exchange 64 KiB each way with each. Return the results in their order.
 
     Never raises for what the network does.
     """
-    async with patient() as patience:
-        dialler = _Dialler(token, patience)
-        return list(await asyncio.gather(*(dialler.dial(target) for target in targets)))
+    async with ProcessClock() as clock:
+        dialler = _Dialler(token, clock)
+        return list(await asyncio.gather(*map(dialler.dial, targets)))
 
 
 class _Dialler:
-    """Dials many at once, and exchanges with few, so that one core can serve them all."""
+    """Dials many nodes at once, and exchanges data with few of them."""
 
-    def __init__(self, token: bytes, patience: Patience) -> None:
+    def __init__(self, token: bytes, clock: ProcessClock) -> None:
         self._token = token
-        self._patience = patience
+        self._clock = clock
         self._connecting = asyncio.Semaphore(CONNECTIONS_AT_ONCE)
         self._exchanging = asyncio.Semaphore(EXCHANGES_AT_ONCE)
 
@@ -449,14 +420,15 @@ class _Dialler:
             began = time.monotonic()
             try:
                 reader, writer = await connect(
-                    target.address, target.port, mss=target.mss, patience=self._patience
+                    target.address, target.port, mss=target.mss, clock=self._clock
                 )
             except ConnectError as error:
-                return _dialled(_OUTCOMES.get(error.kind, "unreachable"), began, error.words)
+                outcome = _OUTCOMES.get(error.kind, "unreachable")
+                return Dialled(outcome, round(time.monotonic() - began, 4), error.words)
         try:
             return await self._exchange(target, reader, writer)
         finally:
-            # What is unsent to a node that does not answer must not hold the connection open.
+            # Unsent data to a node that does not answer must not hold the connection open.
             writer.transport.abort()
 
     async def _exchange(
@@ -465,15 +437,15 @@ class _Dialler:
         reached: list[Outcome] = ["silent"]
         await self._exchanging.acquire()
         began = time.monotonic()
-        work = asyncio.ensure_future(_talk(target, self._token, reader, writer, reached))
+        work = asyncio.ensure_future(self._talk(target, reader, writer, reached))
         words = ""
         try:
             try:
                 await asyncio.wait({work}, timeout=HOLD_S)
             finally:
-                # One that stalls makes room for the others, and goes on beside them.
+                # One that stalls makes room for others, and goes on beside them.
                 self._exchanging.release()
-            await self._patience.within(work, STALL_LIMIT)
+            await self._clock.within(work, STALL_TIMEOUT)
         except TimeoutError:
             if reached[-1] in STALLS and max(tcp_counts(writer)[1:]) > PART:
                 reached.append("lossy")
@@ -483,38 +455,29 @@ class _Dialler:
             words = "the connection was closed"
         finally:
             work.cancel()
-        return _dialled(reached[-1], began, words)
+        if reached[-1] == "ok":
+            return Dialled("ok")
+        return Dialled(reached[-1], round(time.monotonic() - began, 4), words)
 
-
-async def _talk(
-    target: Target,
-    token: bytes,
-    reader: asyncio.StreamReader,
-    writer: asyncio.StreamWriter,
-    reached: list[Outcome],
-) -> None:
-    """The dialling side of an exchange; ``reached`` ends in how far it came.
-
-    Raises:
-        OSError: The connection broke.
-        asyncio.IncompleteReadError: It was closed.
-    """
-    writer.write(_HELLO.pack(token, target.index, _EXCHANGE))
-    if await reader.read(1) != _OK:
-        reached.append("stranger")
-        return
-    reached.append("forth")
-    writer.write(bytes(BLOCK))
-    await reader.readexactly(1)
-    reached.append("back")
-    writer.write(_OK)
-    await reader.readexactly(BLOCK)
-    reached.append("ok")
-
-
-def _dialled(outcome: Outcome, began: float, error: str = "") -> Dialled:
-    # Of what went well no more is sent, since it is most of n² results.
-    return Dialled(outcome, 0.0 if outcome == "ok" else round(time.monotonic() - began, 4), error)
+    async def _talk(
+        self,
+        target: Target,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        reached: list[Outcome],
+    ) -> None:
+        """Be the dialling side of an exchange. Append to ``reached`` how far it came."""
+        writer.write(_HELLO.pack(self._token, target.index, _EXCHANGE))
+        if await reader.read(1) != _OK:
+            reached.append("other service")
+            return
+        reached.append("forth")
+        writer.write(bytes(BLOCK))
+        await reader.readexactly(1)
+        reached.append("back")
+        writer.write(_OK)
+        await reader.readexactly(BLOCK)
+        reached.append("ok")
 
 
 async def dial_speed(target: Target, token: bytes) -> Speed | None:
@@ -525,7 +488,7 @@ async def dial_speed(target: Target, token: bytes) -> Speed | None:
         return None
     try:
         writer.write(_HELLO.pack(token, target.index, _SPEED))
-        if await asyncio.wait_for(reader.read(1), STALL_LIMIT) != _OK:
+        if await asyncio.wait_for(reader.read(1), STALL_TIMEOUT) != _OK:
             return None
         return await measure_link(reader, writer)
     except _BROKEN:

@@ -1,11 +1,10 @@
-"""Read and write messages of JSON, after both sides proved the id, and validate their fields.
+"""Exchange JSON messages between nodes: prove a shared id, frame messages, validate their fields.
 
-What another node sends is data, never trusted. The decoder of the records sees to the types.
-Whatever is used as an address, a path or a port, or comes into a line to type, also has an
-alphabet, which `messages` declares beside the type; all other text has a length. A message with a
-value beyond that is refused as a whole, since no node sends it. What is printed is escaped by the
-renderers in any case, and each word of a line to type is quoted
-(`ddpdoctor.preflight.check.typed`).
+What another node sends is never trusted. The decoder of the records checks the types. A text that
+is used as an address, a path or a port, or that appears in a line to paste, also has an alphabet,
+which the message declares beside the type. Any other text has a maximum length. A message with any
+other value is refused as a whole, since no node sends it. The renderers escape what they print, and
+every word of a line to paste is quoted.
 """
 
 from __future__ import annotations
@@ -28,18 +27,17 @@ from ddpdoctor.core import opening
 from ddpdoctor.run.records.base import Part, as_json
 from ddpdoctor.run.records.typed_json import decoder, required
 
+P = TypeVar("P", bound=Part)
+
 # -- validation
 
 
-P = TypeVar("P", bound=Part)
+MAX_TEXT = 4096
+"""Characters of a text without an alphabet: a path, an error message, a variable's value."""
 
-LONGEST = 4096
-"""Characters of a text that has no alphabet: a path, an error's words, a variable's value."""
+MAX_NODES = 1 << 16
 
-MOST_NODES = 1 << 16
-
-_LARGEST = 1e18
-"""Of any number: bytes per second, seconds, a clock."""
+_MAX_NUMBER = 1e18  # The limit of any number: bytes per second, seconds, a clock
 
 
 def _matches(pattern: str) -> Callable[[Any], bool]:
@@ -58,7 +56,7 @@ def _within(least: int, most: int) -> Callable[[Any], bool]:
     return lambda value: value is None or least <= value <= most
 
 
-# An underscore is in many a name of a machine. No word begins with a dash: it would be an option.
+# Host names often have an underscore. No word begins with a dash: it would be an option.
 Host = Annotated[str, _matches(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,252}|")]
 Interface = Annotated[str, _matches(r"[A-Za-z0-9_][A-Za-z0-9_.:@-]{0,14}|")]
 Address = Annotated[str, _is_address]
@@ -69,55 +67,26 @@ Printable = Annotated[str, str.isprintable]
 Word = Annotated[str, _matches(r"[a-z0-9 -]{0,32}")]
 Code = Annotated[str, _matches(r"DDP[0-9]{3}|")]
 Port = Annotated[int, _within(0, 65535)]
-Count = Annotated[int, _within(0, MOST_NODES)]
-Rank = Annotated[int | None, _within(0, MOST_NODES)]
-Index = Annotated[int, _within(-1, MOST_NODES)]
+Count = Annotated[int, _within(0, MAX_NODES)]
+Rank = Annotated[int | None, _within(0, MAX_NODES)]
+Index = Annotated[int, _within(-1, MAX_NODES)]
 
 
-def is_host(name: str) -> bool:
-    """Whether a text is what :data:`Host` allows, and not empty."""
-    return bool(name) and _fits(name, Host)
-
-
-def is_interface(name: str) -> bool:
-    """Whether a text is what :data:`Interface` allows."""
-    return _fits(name, Interface)
-
-
-def is_version(text: str) -> bool:
-    """Whether a text is what :data:`Version` allows."""
-    return _fits(text, Version)
-
-
-def is_variable(name: str) -> bool:
-    """Whether a text is what :data:`Variable` allows."""
-    return _fits(name, Variable)
-
-
-def _fits(value: Any, hint: Any) -> bool:
+def fits(value: Any, hint: Any) -> bool:
+    """Return whether a value is one that an annotated type, such as :data:`Host`, allows."""
     return all(rule(value) for rule in get_args(hint)[1:])
 
 
-def unpacked(declared: type[P], message: Mapping[str, object]) -> P:
-    """A message of another node; a field that it lacks has its default.
+def unpacked(declared: type[P], message: Mapping[str, object], *, whole: bool = False) -> P:
+    """Decode and validate a message of another node.
+
+    A missing field, or one of another type, has its default, unless the message has to be whole.
 
     Raises:
-        ValueError: A value is beyond what its field allows.
+        ValueError: A value is not allowed.
     """
-    return _checked(decoder(declared)(message))
-
-
-def unpacked_whole(declared: type[P], message: Mapping[str, object]) -> P:
-    """The same of a message that has to be whole.
-
-    Raises:
-        ValueError: A field is missing, or a value is not what it may be.
-    """
-    return _checked(required(declared, message))
-
-
-def _checked(part: P) -> P:
-    _part(part, type(part).__name__.lower())
+    part = required(declared, message) if whole else decoder(declared)(message)
+    _validate(part, declared, declared.__name__.lower())
     return part
 
 
@@ -125,58 +94,90 @@ _known: dict[type[Part], list[tuple[str, Any]]] = {}
 
 
 def _hints(declared: type[Part]) -> list[tuple[str, Any]]:
-    """The fields of a class, and what each may hold."""
+    """Return the fields of a class, and what each may hold."""
     if declared not in _known:
         hints = get_type_hints(declared, include_extras=True)
         _known[declared] = [(each.name, hints[each.name]) for each in fields(declared)]
     return _known[declared]
 
 
-def _part(part: Part, where: str) -> None:
-    for name, hint in _hints(type(part)):
-        _value(getattr(part, name), hint, f"{where}.{name}")
-
-
-def _value(value: Any, hint: Any, where: str) -> None:
+def _validate(value: Any, hint: Any, where: str) -> None:
     if isinstance(value, Part):
-        _part(value, where)
-    elif isinstance(value, str):
-        if len(value) > LONGEST:
-            raise ValueError(f"{where} is too long")
-    elif isinstance(value, float) and not (math.isfinite(value) and abs(value) < _LARGEST):
-        raise ValueError(f"{where} is no usable number")
+        for name, of in _hints(type(value)):
+            _validate(getattr(value, name), of, f"{type(value).__name__.lower()}.{name}")
+    elif isinstance(value, str) and len(value) > MAX_TEXT:
+        raise ValueError(f"{where} is too long")
+    elif isinstance(value, float) and not (math.isfinite(value) and abs(value) < _MAX_NUMBER):
+        raise ValueError(f"{where} is not a usable number")
     if get_origin(hint) is Annotated:
-        if not _fits(value, hint):
+        if not fits(value, hint):
             raise ValueError(f"{where} has a value that no node sends")
         return
     arguments = get_args(hint)
     if isinstance(value, tuple):
         every = len(arguments) == 2 and arguments[1] is ...
         for each, of in zip(value, arguments[:1] * len(value) if every else arguments, strict=True):
-            _value(each, of, where)
+            _validate(each, of, where)
     elif isinstance(value, dict):
         for name, each in value.items():
-            _value(name, arguments[0], where)
-            _value(each, arguments[1], where)
+            _validate(name, arguments[0], where)
+            _validate(each, arguments[1], where)
 
 
-# -- wire
+# -- the proof of the id
 
 
-GREETING = b"ddpdoctor check 1 "
-"""What a coordinator says first, before its nonce; the number is the protocol's."""
+GREETING = b"ddpdoctor meeting 1 "
+"""The first words of a server, before its nonce. The number is the version of the protocol."""
 
 GREETING_BYTES = len(GREETING) + 33
 
-LARGEST = 64 << 20
-"""Bytes of a message of the coordinator: the report holds what is known of every two nodes."""
 
-OF_A_NODE = 4 << 20
-"""Bytes of a message of a node, which knows of itself and of its ways to the others."""
+def key_of(identifier: str) -> bytes:
+    """Derive a key from the id that both sides share. The id is never sent."""
+    return hashlib.sha256(b"ddpdoctor meeting\0" + identifier.encode()).digest()
 
-_EXPANDS = 12
-"""So many times its bytes may a message take in memory, as those do that are sent; a list of empty
-lists takes 25 times."""
+
+def nonce() -> str:
+    """Return a random number to be used once, as 32 hexadecimal digits."""
+    return secrets.token_hex(16)
+
+
+def proof(key: bytes, role: str, challenge: str) -> str:
+    """Prove that this side knows the key, in answer to the other side's nonce."""
+    return hmac.new(key, f"{role} {challenge}".encode(), hashlib.sha256).hexdigest()
+
+
+def proves(answer: object, key: bytes, role: str, challenge: str) -> bool:
+    """Return whether an answer is the right proof."""
+    return isinstance(answer, str) and hmac.compare_digest(
+        answer.encode(), proof(key, role, challenge).encode()
+    )
+
+
+def greeting(challenge: str) -> bytes:
+    """Return the line that distinguishes this server from any other service."""
+    return GREETING + challenge.encode() + b"\n"
+
+
+def challenge_in(line: bytes) -> str | None:
+    """Return the nonce in a greeting; None if the line is not a greeting."""
+    text = line.removeprefix(GREETING).rstrip(b"\n")
+    if not line.startswith(GREETING) or len(text) != 32:
+        return None
+    return text.decode("ascii", "replace")
+
+
+# -- messages
+
+
+MAX_OF_NODE = 4 << 20  # Bytes of a message of a node, which knows about itself and its links
+
+MAX_OF_COORDINATOR = 64 << 20
+"""Bytes of a message of the coordinator, which knows about every pair of nodes."""
+
+_EXPANSION = 12
+"""How many times its bytes a message may take in memory. Lists of empty lists take 25 times."""
 
 _HEAD = struct.Struct("!I")
 
@@ -187,43 +188,8 @@ class WireError(Exception):
     """The other side is gone, or does not speak the protocol."""
 
 
-def key_of(rdzv_id: str) -> bytes:
-    """What both sides derive from the rendezvous id; it is never sent."""
-    return hashlib.sha256(b"ddpdoctor check\0" + rdzv_id.encode()).digest()
-
-
-def nonce() -> str:
-    """A number used once, as 32 hexadecimal digits."""
-    return secrets.token_hex(16)
-
-
-def proof(key: bytes, role: str, challenge: str) -> str:
-    """Shows that this side knows the key, in answer to the other side's nonce."""
-    return hmac.new(key, f"{role} {challenge}".encode(), hashlib.sha256).hexdigest()
-
-
-def proves(answer: object, key: bytes, role: str, challenge: str) -> bool:
-    """Whether an answer is the proof that was asked for."""
-    return isinstance(answer, str) and hmac.compare_digest(
-        answer.encode(), proof(key, role, challenge).encode()
-    )
-
-
-def greeting(challenge: str) -> bytes:
-    """The line that distinguishes a coordinator from any other service."""
-    return GREETING + challenge.encode() + b"\n"
-
-
-def challenge_in(line: bytes) -> str | None:
-    """The nonce in a coordinator's greeting; None if it is no such line."""
-    text = line.removeprefix(GREETING).rstrip(b"\n")
-    if not line.startswith(GREETING) or len(text) != 32:
-        return None
-    return text.decode("ascii", "replace")
-
-
 def packed(message: Message) -> bytes:
-    """A message as it goes over the wire."""
+    """Encode a message, with its length in front."""
     data = json.dumps(message, separators=(",", ":"), default=as_json).encode()
     return _HEAD.pack(len(data)) + data
 
@@ -235,31 +201,23 @@ class Link:
         self.reader = reader
         self.writer = writer
 
-    async def send(self, message: Message) -> None:
-        """Send one message.
-
-        Raises:
-            WireError: The other side is gone.
-        """
-        await self.send_packed(packed(message))
-
-    async def send_packed(self, data: bytes) -> None:
-        """Send one message of :func:`packed`.
+    async def send(self, message: Message | bytes) -> None:
+        """Send one message, or what :func:`packed` made of one.
 
         Raises:
             WireError: The other side is gone.
         """
         try:
-            self.writer.write(data)
+            self.writer.write(message if isinstance(message, bytes) else packed(message))
             await self.writer.drain()
         except (OSError, RuntimeError) as error:
             raise WireError(str(error)) from error
 
-    async def receive(self, seconds: float, most: int = OF_A_NODE) -> dict[str, Any]:
-        """The next message, of so many bytes at most.
+    async def receive(self, seconds: float, most: int = MAX_OF_NODE) -> dict[str, Any]:
+        """Return the next message, of at most so many bytes.
 
         Raises:
-            WireError: There is none within so many seconds, or it is damaged.
+            WireError: None came within so many seconds, or it is damaged.
         """
         try:
             return await asyncio.wait_for(self._receive(most), seconds)
@@ -275,15 +233,15 @@ class Link:
         if length > most:
             raise ValueError("a message that is too large")
         data = await self.reader.readexactly(length)
-        if opening.expanded(data) > max(_EXPANDS * most, opening.MOST_EXPANDED):
+        if opening.expanded(data) > max(_EXPANSION * most, opening.MOST_EXPANDED):
             raise ValueError("a message that takes too much memory")
         message = opening.loads(data)
         if not isinstance(message, dict):
-            raise ValueError("a message that is no JSON object")
+            raise ValueError("a message that is not a JSON object")
         return message
 
     async def close(self) -> None:
-        """Close it; never raises."""
+        """Close the connection. Never raises."""
         with contextlib.suppress(OSError, RuntimeError):
             self.writer.close()
         with contextlib.suppress(OSError, RuntimeError, asyncio.TimeoutError):

@@ -1,7 +1,4 @@
-"""The collective self-test: start real ranks, and judge what their collectives give.
-
-On one machine the ranks are of `collective_ranks.py`; across nodes each is a `reduction.py`.
-"""
+"""The collective self-test: start real ranks of `ranks.py`, and judge their results."""
 
 from __future__ import annotations
 
@@ -9,11 +6,11 @@ import asyncio
 import contextlib
 import json
 import os
-import selectors
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,30 +19,27 @@ from typing import Any
 
 from ddpdoctor.core import opening
 from ddpdoctor.core.finding import Finding
+from ddpdoctor.core.formatting import GIB, binary_size, count, duration
 from ddpdoctor.core.opening import whole
 from ddpdoctor.preflight.check import Outcome, check, could_not_run, failure, judged, skipped
 from ddpdoctor.preflight.machine import software
 from ddpdoctor.preflight.machine.gpu_use import chosen, none_here
 from ddpdoctor.preflight.protocol.messages import RankResult, Stage
 from ddpdoctor.preflight.situation import Deadline, Situation, ended, visible_gpus
-from ddpdoctor.preflight.words import GIB, duration, shown
 from ddpdoctor.run.records.typed_json import decoder
 
-# -- NCCL: why it is not tested on this machine, and what to do about its errors
+# -- NCCL
 
 
 NCCL_MEMORY = 3 * GIB
-"""Bytes that have to be free on each GPU: a CUDA context takes half a GiB, NCCL's buffers up to one
-and a half for eight GPUs, and other users of the GPU need some."""
+"""Bytes that have to be free on each GPU. A CUDA context takes half a GiB, and NCCL's buffers up to
+one and a half for eight GPUs."""
 
 
 def why_no_nccl(situation: Situation, ranks: int, *, nodes: int = 1) -> str:
-    """Why NCCL is not tested with so many ranks here, one for each GPU; empty if it can be.
+    """Return why NCCL is not tested with so many ranks on this machine; empty if it can be.
 
-    Args:
-        situation: Of this machine.
-        ranks: Of this machine.
-        nodes: Of the job: NCCL connects no MIG instances.
+    Each needs a GPU. NCCL does not connect MIG instances across nodes.
     """
     torch = software.installed_torch()
     gpus = situation.shared(visible_gpus)
@@ -54,7 +48,7 @@ def why_no_nccl(situation: Situation, ranks: int, *, nodes: int = 1) -> str:
     if torch is None or not torch.cuda:
         return "torch without CUDA"
     if gpus < ranks:
-        return f"{gpus} GPU{'s' if gpus != 1 else ''} for {ranks} ranks"
+        return f"{count(gpus, 'GPU')} for {ranks} ranks"
     for gpu in chosen(situation)[:ranks]:
         name = f"GPU {gpu.device.index}"
         if gpu.device.mig:
@@ -67,7 +61,8 @@ def why_no_nccl(situation: Situation, ranks: int, *, nodes: int = 1) -> str:
             continue
         free = gpu.memory_total - gpu.memory_used
         if free < NCCL_MEMORY:
-            return f"{name} has {shown(free)} free, less than the {shown(NCCL_MEMORY)} it takes"
+            needed = binary_size(NCCL_MEMORY)
+            return f"{name} has {binary_size(free)} free, less than the {needed} it takes"
     return ""
 
 
@@ -115,35 +110,28 @@ _NCCL_ADVICE = (
         "python -c 'import torch.distributed as d; print(d.is_nccl_available())'",
     ),
 )
-"""Words of which one is in the error, what to do, and a line for that."""
+"""Words in an error, what to do about it, and a line to paste."""
 
 
 def nccl_advice(error: str, otherwise: tuple[str, str]) -> tuple[str, str]:
-    """What to do about an error, and a line that can be pasted.
-
-    Args:
-        error: All that is known of it.
-        otherwise: The same for errors of which nothing is known here.
-    """
+    """Return what to do about an error and a line to paste, or ``otherwise`` if it is unknown."""
     for words, fix, paste in _NCCL_ADVICE:
         if any(word in error for word in words):
             return fix, paste
     return otherwise
 
 
-# -- A small job of real ranks: do the collectives give the right results here?
+# -- the ranks of one machine
 
 
-COLLECTIVES_PROGRAM = Path(__file__).with_name("collective_ranks.py")
+PROGRAM = Path(__file__).with_name("ranks.py")
+"""Started by its path. As a module it would import all checks before torch, in every rank."""
 
-MOST_RANKS = 16
-"""More are not started: every rank costs memory and, on few cores, time."""
-
-TIMEOUT = 20.0
-"""Seconds until a collective gives up."""
+MAX_RANKS = 16  # The most ranks to start: each costs memory and, on few cores, time
+TIMEOUT = 20.0  # Seconds until a collective gives up
 
 LIMIT = 3600.0
-"""Seconds: each collective has its own, and ``--timeout`` is above them."""
+"""Seconds for this check. Each collective has its own limit, and ``--timeout`` is above them."""
 
 WITHOUT_PEERS = (
     "Fix what the message names. Where transfers between GPUs are broken, NCCL works without "
@@ -151,8 +139,7 @@ WITHOUT_PEERS = (
     "export NCCL_P2P_DISABLE=1",
 )
 
-ENDED_BY = "the rank was ended by"
-"""How its program begins what it says of a rank that a signal ended."""
+ENDED_BY = "the rank was ended by"  # How the program reports a rank that a signal ended
 
 GLOO_MESSAGES = "TORCH_CPP_LOG_LEVEL=INFO ddpdoctor check --only collectives"
 
@@ -166,30 +153,33 @@ _NOT_PASSED = frozenset(
         "MASTER_PORT", "TORCH_DISTRIBUTED_DEBUG",
     }
 )  # fmt: skip
-"""The place in a job that this is not; and the debug level, which DDP007 covers."""
+"""The variables of a place in a job, and the debug level, which DDP007 checks."""
 
 
 @dataclass
 class Answers:
-    """What the ranks of one backend reported."""
+    """What the ranks of one backend reported.
+
+    Attributes:
+        last: What each rank did last.
+        status: Exit status of the process of rank 0; None if it had to be killed.
+        rounds: How often all collectives were run.
+    """
 
     backend: str
     ranks: int
     done: set[int] = field(default_factory=set)
     last: dict[int, str] = field(default_factory=dict)
-    """The last thing that a rank did."""
     wrong: dict[int, list[str]] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
     status: int | None = None
-    """The exit status of rank 0's process, as `subprocess` has it; None if it had to be ended."""
     stderr: str = ""
     seconds: float = 0.0
     rounds: int = 0
-    """How often all the collectives were run."""
 
     @property
     def silent(self) -> bool:
-        """Whether the time was over before any rank had even begun."""
+        """Whether the time was over before any rank had begun."""
         return self.status is None and not (self.last or self.wrong or self.errors)
 
     @property
@@ -198,7 +188,7 @@ class Answers:
         return len(self.done - self.wrong.keys() - self.errors.keys())
 
     def read(self, line: str) -> None:
-        """Take in a line that a rank wrote; anything else is ignored."""
+        """Take in a line that a rank wrote. Ignore anything else."""
         try:
             message = opening.loads(line)
             rank = int(message["rank"])
@@ -246,8 +236,8 @@ def collectives(situation: Situation) -> Outcome:
     chosen = situation.chosen
     if situation.options.nnodes > 1 and (chosen is None or "gloo-nodes" in chosen):
         return skipped("the ranks of all nodes reduce together: gloo-nodes")
-    wanted = [("gloo", min(situation.nproc, MOST_RANKS))]
-    on_gpus = min(situation.nproc, situation.shared(visible_gpus), MOST_RANKS)
+    wanted = [("gloo", min(situation.nproc, MAX_RANKS))]
+    on_gpus = min(situation.nproc, situation.shared(visible_gpus), MAX_RANKS)
     without = why_no_nccl(situation, on_gpus)
     if not without:
         wanted.append(("nccl", on_gpus))
@@ -267,55 +257,45 @@ def collectives(situation: Situation) -> Outcome:
         parts.append(f"repeated for {duration(situation.options.soak)}: {rounds}")
     if without:
         parts.append(f"NCCL skipped: {without}")
-    if situation.nproc > MOST_RANKS:
-        parts.append(f"the other {situation.nproc - MOST_RANKS} were not started")
+    if situation.nproc > MAX_RANKS:
+        parts.append(f"the other {situation.nproc - MAX_RANKS} were not started")
     return judged("; ".join(parts), (each for backend in answers for each in _findings(backend)))
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """What the ranks inherit: the job's environment, less the place in a job."""
+    """Return the job's environment without the place in a job, for the ranks."""
     kept = {
         name: value
         for name, value in environ.items()
         if name not in _NOT_PASSED and not name.startswith(_LEFT_OUT)
     }
-    # Counting GPUs must not open CUDA in the process that the ranks are forked from.
+    # Counting GPUs must not open CUDA in the process from which ranks are forked.
     kept["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    # NCCL's errors are raised where a rank waits, which can then report them: else a thread of
-    # torch ends the process, or it hangs.
+    # Let NCCL raise its errors where a rank waits, so that it can report them. Otherwise a thread
+    # of torch ends the process, or it hangs.
     kept["TORCH_NCCL_BLOCKING_WAIT"] = "1"
     threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     return {**kept, **threads, "PYTHONWARNINGS": "ignore"}
 
 
 def run_ranks(situation: Situation, backend: str, ranks: int, soak: float = 0.0) -> Answers:
-    """Run the ranks of one backend to their end, or to the deadline of the check.
+    """Run ranks of ``gloo`` or ``nccl`` to their end, or to the deadline of the check.
 
-    Args:
-        situation: Of the check.
-        backend: ``gloo`` or ``nccl``.
-        ranks: How many.
-        soak: Seconds for which the collectives are repeated.
+    ``soak`` is the seconds for which the collectives are repeated.
     """
     answers = Answers(backend, ranks)
     began = time.monotonic()
-    seconds = min(TIMEOUT * situation.options.scale, max(1.0, situation.deadline.left() - soak - 5))
-    # gloo needs no GPU, and must not be held up by one, nor take its memory.
+    limit = min(TIMEOUT * situation.options.scale, max(1.0, situation.deadline.left() - soak - 5))
+    order = {"backend": backend, "ranks": ranks, "limit": limit, "soak": soak}
+    # gloo needs no GPU, and must neither wait for one nor take its memory.
     own = {"CUDA_VISIBLE_DEVICES": ""} if backend == "gloo" else {}
     with (
-        # torch makes folders for its caches, which are not to stay.
+        # torch creates directories for its caches. They go when the ranks have ended.
         tempfile.TemporaryDirectory(prefix="ddpdoctor-check-") as folder,
         tempfile.TemporaryFile() as stderr,
     ):
         process = subprocess.Popen(
-            [
-                sys.executable,
-                str(COLLECTIVES_PROGRAM),
-                backend,
-                str(ranks),
-                str(seconds),
-                str(soak),
-            ],
+            [sys.executable, str(PROGRAM)],
             env={**environment(situation.environ), **own, "TMPDIR": folder},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -323,7 +303,11 @@ def run_ranks(situation: Situation, backend: str, ranks: int, soak: float = 0.0)
             start_new_session=True,
         )
         with ended(process):
-            _listen(process, answers, Deadline(situation.deadline.left() - 1, situation.deadline))
+            assert process.stdin is not None
+            with contextlib.suppress(OSError):
+                process.stdin.write(json.dumps(order).encode() + b"\n")
+                process.stdin.flush()
+            _read(process, answers, Deadline(situation.deadline.left() - 1, situation.deadline))
             answers.status = process.poll()
             if answers.status is not None and answers.status < 0:
                 name = signal.Signals(-answers.status).name
@@ -334,94 +318,79 @@ def run_ranks(situation: Situation, backend: str, ranks: int, soak: float = 0.0)
     return answers
 
 
-def _listen(process: subprocess.Popen[bytes], answers: Answers, deadline: Deadline) -> None:
+def _read(process: subprocess.Popen[bytes], answers: Answers, deadline: Deadline) -> None:
     """Read what the ranks write until they end, one has failed, or the deadline is over."""
     assert process.stdout is not None
-    descriptor = process.stdout.fileno()
-    os.set_blocking(descriptor, False)
-    buffer = b""
-    until = float("inf")
-    with selectors.DefaultSelector() as selector:
-        selector.register(descriptor, selectors.EVENT_READ)
-        while deadline.left() > 0 and time.monotonic() < until:
-            if not selector.select(min(0.1, deadline.left())):
-                continue
-            chunk = os.read(descriptor, 65536)
-            if not chunk:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(max(0.1, min(2.0, deadline.left())))
-                return
-            buffer += chunk
-            *lines, buffer = buffer.split(b"\n")
+    # The thread has its own file, so that closing the process's does not wait for the thread.
+    output = os.dup(process.stdout.fileno())
+
+    def read() -> None:
+        with open(output, encoding="utf-8", errors="replace") as lines:
             for line in lines:
-                answers.read(line.decode("utf-8", "replace"))
-            if answers.errors:
-                # What the others will say a timeout later is a consequence.
-                until = min(until, time.monotonic() + 1.0)
+                answers.read(line)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    until = float("inf")
+    while deadline.left() > 0 and time.monotonic() < until:
+        reader.join(min(0.1, deadline.left()))
+        if not reader.is_alive():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.1, min(2.0, deadline.left())))
+            return
+        if answers.errors:
+            # What the other ranks report a timeout later is a consequence.
+            until = min(until, time.monotonic() + 1.0)
 
 
 def _findings(answers: Answers) -> Iterator[Finding]:
-    name = "NCCL" if answers.backend == "nccl" else answers.backend
     if answers.right == answers.ranks:
         return
-    missing = sorted(set(range(answers.ranks)) - answers.done)
+    nccl = answers.backend == "nccl"
+    name = "NCCL" if nccl else answers.backend
+    evidence = []
     if answers.wrong:
-        rank, problems = min(answers.wrong.items())
-        message = f"{name} gives wrong results: rank {rank}, {problems[0]}"
-        evidence = [
-            f"rank {each}: {', '.join(wrong)}" for each, wrong in sorted(answers.wrong.items())[:4]
-        ]
-        ranks = tuple(sorted(answers.wrong))
+        guilty = sorted(answers.wrong.items())
+        message = f"{name} gives wrong results: rank {guilty[0][0]}, {guilty[0][1][0]}"
+        evidence = [f"rank {rank}: {', '.join(wrong)}" for rank, wrong in guilty[:4]]
+        ranks = sorted(answers.wrong)
     elif answers.errors:
-        # The first one; what the others say of a rank that was ended is a consequence.
+        # What other ranks report of a rank that was ended is a consequence.
         rank, error = min(answers.errors.items(), key=lambda each: ENDED_BY not in each[1])
         message = f"{name} fails between ranks of this machine: rank {rank}: {error}"
-        evidence = []
-        ranks = tuple(sorted(answers.errors))
+        ranks = sorted(answers.errors)
     else:
-        message = f"{name} hangs: {len(missing)} of {answers.ranks} ranks did not finish"
+        ranks = sorted(set(range(answers.ranks)) - answers.done)
+        message = f"{name} hangs: {len(ranks)} of {answers.ranks} ranks did not finish"
         evidence = [
             f"the last step of rank {rank}: {answers.last.get(rank, 'it started')}"
-            for rank in missing[:4]
+            for rank in ranks[:4]
         ]
-        ranks = tuple(missing)
-    evidence += _rank_messages(answers.stderr)
-    fix, paste = (
-        nccl_advice(" ".join([message, *evidence]), WITHOUT_PEERS)
-        if name == "NCCL"
-        else (
-            "Fix what the message names; the other checks may have found the cause. For gloo's own "
-            "messages:",
-            GLOO_MESSAGES,
-        )
-    )
-    yield failure(
-        message, ranks=ranks, evidence=tuple(evidence), fix=fix, paste=paste, about=answers.backend
-    )
-
-
-def _rank_messages(stderr: str) -> list[str]:
-    """The last lines that the ranks wrote, NCCL's warnings before all others."""
-    lines = [line[:200] for line in stderr.splitlines() if line.strip()]
+    # The last lines that the ranks wrote, but no C++ stacks of torch. NCCL's warnings come first.
+    lines = [line[:200] for line in answers.stderr.splitlines() if line.strip()]
     warnings = [line for line in lines if "NCCL WARN" in line]
-    # torch prints C++ stacks.
-    return warnings[-3:] or [line for line in lines if not line.startswith("frame #")][-3:]
+    evidence += warnings[-3:] or [line for line in lines if not line.startswith("frame #")][-3:]
+    advice = (
+        "Fix what the message names; the other checks may have found the cause. For gloo's own "
+    )
+    fix, paste = advice + "messages:", GLOO_MESSAGES
+    if nccl:
+        fix, paste = nccl_advice(" ".join([message, *evidence]), WITHOUT_PEERS)
+    yield failure(
+        message,
+        ranks=tuple(ranks),
+        evidence=tuple(evidence),
+        fix=fix,
+        paste=paste,
+        about=answers.backend,
+    )
 
 
-# -- this node's ranks of the collective test: processes with torch, started early, used once
+# -- this node's ranks of the test across nodes
 
 
-Order = Mapping[str, Any]
-"""What a rank is to do, as its program reads it."""
-
-REDUCTION_PROGRAM = Path(__file__).with_name("reduction.py")
-"""Started by its path: as a module it would import all the checks before torch, in every rank."""
-
-LATE = "late"
-"""Not all ranks had imported torch in time."""
-
-BROKEN = "broken"
-"""A rank ended in importing torch."""
+LATE = "late"  # Not all ranks imported torch in time
+BROKEN = "broken"  # A rank ended while it imported torch
 
 
 class Ranks:
@@ -432,12 +401,12 @@ class Ranks:
         self._processes: list[asyncio.subprocess.Process] = []
 
     async def start(self, count: int) -> None:
-        """Start so many."""
+        """Start so many processes."""
         for _ in range(count):
             self._processes.append(
                 await asyncio.create_subprocess_exec(
                     sys.executable,
-                    str(REDUCTION_PROGRAM),
+                    str(PROGRAM),
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.DEVNULL,
@@ -446,29 +415,25 @@ class Ranks:
             )
 
     async def ready(self, limit: float) -> str:
-        """Wait until all have imported torch, or have failed to.
+        """Wait for the import of torch. Return nothing if it is done, else `LATE` or `BROKEN`."""
 
-        Args:
-            limit: Seconds.
+        async def imported(process: asyncio.subprocess.Process) -> str:
+            assert process.stdout is not None
+            try:
+                return "" if await asyncio.wait_for(process.stdout.readline(), limit) else BROKEN
+            except asyncio.TimeoutError:
+                return LATE
 
-        Returns:
-            What came of it: empty if all have, :data:`LATE` or :data:`BROKEN`.
-        """
-        came = await asyncio.gather(*(_torch_imported(each, limit) for each in self._processes))
-        return next((each for each in (BROKEN, LATE) if each in came), "")
+        states = await asyncio.gather(*map(imported, self._processes))
+        return next((each for each in (BROKEN, LATE) if each in states), "")
 
-    async def reduce(self, orders: Sequence[Order], limit: float) -> list[RankResult]:
-        """Give each its order; what each answered, in their order.
-
-        Args:
-            orders: One for each process.
-            limit: Seconds for the collectives.
-        """
+    async def reduce(self, orders: Sequence[Mapping[str, Any]], limit: float) -> list[RankResult]:
+        """Give each process its order. Return their results within so many seconds, in order."""
         each = zip(self._processes, orders, strict=True)
         return list(await asyncio.gather(*(_reduce(*one, limit) for one in each)))
 
     async def stop(self) -> None:
-        """End them all."""
+        """Kill all processes."""
         for process in self._processes:
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -478,7 +443,10 @@ class Ranks:
         self._processes.clear()
 
 
-async def _reduce(process: asyncio.subprocess.Process, order: Order, limit: float) -> RankResult:
+async def _reduce(
+    process: asyncio.subprocess.Process, order: Mapping[str, Any], limit: float
+) -> RankResult:
+    """Give a rank its order, and return its result as far as it came within so many seconds."""
     assert process.stdin is not None and process.stdout is not None
     ends = time.monotonic() + limit
     answer: dict[str, Any] = {"rank": order["rank"], "more": True}
@@ -488,37 +456,20 @@ async def _reduce(process: asyncio.subprocess.Process, order: Order, limit: floa
         await process.stdin.drain()
         while answer.get("more"):
             left = max(0.0, ends - time.monotonic())
-            line = await asyncio.wait_for(process.stdout.readline(), left)
-            # Of an empty line it is known how the rank ended.
-            answer = opening.loads(line)
+            # An empty line, at the end of the output, raises ValueError.
+            answer = opening.loads(await asyncio.wait_for(process.stdout.readline(), left))
     except asyncio.TimeoutError:
         why = f"no result within {limit:.0f} s"
     except (OSError, ValueError):
-        why = await _how_it_ended(process)
+        why = "the rank ended without a result"
+        with contextlib.suppress(asyncio.TimeoutError):
+            status = await asyncio.wait_for(process.wait(), 1)
+            if status < 0:
+                why = f"{ENDED_BY} {signal.Signals(-status).name}"
     result = decoder(RankResult)(answer)
-    return _cut_off(result, answer, why) if why else result
-
-
-async def _torch_imported(process: asyncio.subprocess.Process, limit: float) -> str:
-    assert process.stdout is not None
-    try:
-        line = await asyncio.wait_for(process.stdout.readline(), limit)
-    except asyncio.TimeoutError:
-        return LATE
-    return "" if line else BROKEN
-
-
-async def _how_it_ended(process: asyncio.subprocess.Process) -> str:
-    """In words, of a rank that says no more."""
-    with contextlib.suppress(asyncio.TimeoutError):
-        status = await asyncio.wait_for(process.wait(), 1)
-        if status < 0:
-            return f"the rank was ended by {signal.Signals(-status).name}"
-    return "the rank ended without a result"
-
-
-def _cut_off(result: RankResult, answer: Mapping[str, Any], why: str) -> RankResult:
-    """What a rank knew before it ended, or hung: that counts, and what it was doing failed."""
+    if not why:
+        return result
+    # What the rank knew before it ended or hung still counts. Only what it was doing failed.
     stages = result.stages
     if stages is None:
         return replace(result, ok=False, error=result.error or why)
