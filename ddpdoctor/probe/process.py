@@ -1,4 +1,4 @@
-"""Start the probe in a process: install hooks that wait for the modules they wrap."""
+"""Start the probe in a process: install hooks once the modules that they wrap are imported."""
 
 from __future__ import annotations
 
@@ -17,36 +17,28 @@ _INSTALL: tuple[tuple[str, Callable[[ModuleType], None]], ...] = (
     ("torch.distributed.distributed_c10d", collectives.install_collectives),
     ("torch.distributed.distributed_c10d", collective_calls.install_flight_recorder),
     ("torch.nn.parallel.distributed", ddp.install),
-    ("torch.nn.parallel.distributed", training.install_verification),
     ("torch.nn.parallel.distributed", overrides.install_ddp),
-    ("torch.utils.data.dataloader", training.install_batches),
-    ("torch.utils.data.dataloader", training.install_loaders),
+    ("torch.utils.data.dataloader", training.install_dataloader),
     ("torch.utils.data.dataloader", overrides.install_loader),
     ("torch.utils.data.dataset", training.install_subset),
     ("torch.utils.data.distributed", training.install_distributed_sampler),
     ("torch.autograd", training.install_backward),
-    ("torch.distributed.pipelining.stage", training.install_stages),
     ("torch.distributed.pipelining.stage", ddp.install_stage_forwards),
-    # Where it is in 2.6 and later, and where in 2.4 and 2.5.
+    # The first is that of torch 2.6 and later, the second that of 2.4 and 2.5.
     ("torch.distributed.fsdp._fully_shard._fully_shard", ddp.install_sharded),
     ("torch.distributed._composable.fsdp.fully_shard", ddp.install_sharded),
     ("torch.distributed.checkpoint.state_dict", training.install_state_dict),
-    ("torch.distributed.algorithms.join", training.install_join),
     ("torch.optim.optimizer", training.install_optimizer),
     ("torch.amp.grad_scaler", training.install_scaler),
-    ("torch.nn.modules.module", training.install_module),
     ("torch.nn.utils.clip_grad", training.install_clipping),
-    ("torch.optim.lr_scheduler", training.install_schedulers),
     ("torch.serialization", training.install_serialization),
-    ("argparse", training.install_argparse),
-    ("torch.nn.parallel.data_parallel", training.install_data_parallel),
     ("torch.multiprocessing.spawn", exits.install_spawn),
 )
-"""What is installed once a module is imported."""
+"""Hooks that are installed once a module is imported."""
 
 
 def start() -> None:
-    """Called once per process, before it imports torch."""
+    """Install the probe, once per process and before it imports torch."""
     for forget in (rank.forget, stacks.forget, debugger.forget, ddp_modules.forget_loads):
         os.register_at_fork(after_in_child=forget)
     events.group_joined.append(shield.shielded(joining.become))
@@ -55,5 +47,7 @@ def start() -> None:
     exits.install()
     for name, install in _INSTALL:
         when_imported(name, install)
+    for name in dict.fromkeys(row[0] for row in training.WRAPPED):
+        when_imported(name, training.install_wrapped)
     # Last, since this may wait for a debugger before the user's first line.
     debugger.install()
