@@ -9,7 +9,7 @@ typedef struct {
     PyObject_HEAD
     long most;
     int count, enough;
-    Place places[MOST_FRAMES];
+    Place places[MAX_FRAMES];
     PyObject *found;
 } Chain;
 
@@ -59,7 +59,7 @@ static PyObject *chain_walk(Chain *self)
     }
     chain_forget(self);
     Py_ssize_t count = PyTuple_GET_SIZE(frames);
-    if (count <= MOST_FRAMES) {
+    if (count <= MAX_FRAMES) {
         for (Py_ssize_t i = 0; i < count; i++) {
             PyObject *place = PyTuple_GET_ITEM(frames, i);
             self->places[i].code = Py_NewRef(PyTuple_GET_ITEM(place, 0));

@@ -204,7 +204,7 @@ static PyObject *step_ended(PyObject *module, PyObject *optimizer)
         Py_RETURN_TRUE;
     if (!is_light(rank) || rank->phase != OPTIMIZER || rank->closer != (long long)(intptr_t)optimizer)
         Py_RETURN_FALSE;
-    int nested = rank->depth > 0 && rank->depth <= MOST_NESTED &&
+    int nested = rank->depth > 0 && rank->depth <= MAX_NESTED &&
                  rank->stack[rank->depth - 1] == OPTIMIZER;
     /* Where a line of the journal ends there is more to do. */
     if (nested || !((rank->steps + 1) & rank->line))

@@ -17,7 +17,7 @@ typedef struct {
     int64_t times[PHASES], kept[PHASES];
     Py_buffer memory;
     char *bytes;
-    unsigned char stack[MOST_NESTED];
+    unsigned char stack[MAX_NESTED];
     int depth;
     char reduces, clocked, aside;
     PyObject *page, *site, *device, *collective, *failed, *optimizer_code;
@@ -236,7 +236,7 @@ static int do_enter(Phases *self, int phase, PyObject *site)
     self->mark = now;
     if (charge_device(self, current) < 0)
         return -1;
-    if (self->depth < MOST_NESTED)
+    if (self->depth < MAX_NESTED)
         self->stack[self->depth] = (unsigned char)current;
     self->depth++;
     self->phase = phase;
@@ -262,7 +262,7 @@ static int do_leave(Phases *self, PyObject *error)
     }
     if (self->depth > 0) {
         self->depth--;
-        self->phase = self->depth < MOST_NESTED ? self->stack[self->depth] : OTHER;
+        self->phase = self->depth < MAX_NESTED ? self->stack[self->depth] : OTHER;
     } else
         self->phase = OTHER;
     show(self, now);
