@@ -1,7 +1,7 @@
-"""Turn a process into a rank: open its files and wake its hooks.
+"""Turn a process into a rank: open its files and enable its hooks.
 
 That happens when ``init_process_group`` has succeeded, however the process was started. DataLoader
-workers and other forked children inherit the hooks, asleep; a child that makes a process group
+workers and other forked children inherit the hooks, disabled. A child that makes a process group
 becomes another rank.
 """
 
@@ -32,18 +32,10 @@ from ddpdoctor.probe.observers.overhead import Pacing
 from ddpdoctor.probe.observers.samples import Samples
 from ddpdoctor.probe.observers.stack_sampling import Profiles
 from ddpdoctor.probe.observers.steps import StepTracker
-from ddpdoctor.probe.runtime import events, hot, shield, torch_groups, watch
+from ddpdoctor.probe.runtime import events, hot, rank, shield, torch_groups, watch
 from ddpdoctor.probe.runtime.budget import clock
 from ddpdoctor.probe.runtime.events import subscribe
-from ddpdoctor.probe.runtime.rank import (
-    RankState,
-    current,
-    end,
-    enter,
-    environment_int,
-    run_directory,
-    warn,
-)
+from ddpdoctor.probe.runtime.rank import RankState, environment_int, run_directory
 from ddpdoctor.probe.runtime.recorder import Recorder
 from ddpdoctor.run.journal import Journal
 from ddpdoctor.run.names import FORMAT, namespace, rank_stem
@@ -55,18 +47,18 @@ MAX_ATTEMPTS = 1000
 
 
 def become(torch: Any) -> None:
-    """Open this rank's files and start recording; does nothing if that happened before."""
-    if current() is not None:
+    """Open this rank's files and start recording, unless that happened before."""
+    if rank.current() is not None:
         return
     distributed = torch.distributed
-    rank, world_size = distributed.get_rank(), distributed.get_world_size()
+    number, world_size = distributed.get_rank(), distributed.get_world_size()
     local_rank = environment_int("LOCAL_RANK")
     restart = environment_int("TORCHELASTIC_RESTART_COUNT") or 0
     started = time.time_ns()
     try:
-        page, journal, restart = _open(rank, world_size, local_rank, restart, started)
+        page, journal, restart = _open(number, world_size, local_rank, restart, started)
     except OSError as error:
-        warn(f"rank {rank} cannot write to the run directory: {error}")
+        rank.warn(f"rank {number} cannot write to the run directory: {error}")
         return
     hot.use_torch(torch)
     recorder = Recorder(page, journal)
@@ -78,7 +70,7 @@ def become(torch: Any) -> None:
         OpenRecord(
             format=FORMAT,
             time=started,
-            rank=rank,
+            rank=number,
             world_size=world_size,
             local_rank=local_rank,
             restart=restart,
@@ -97,16 +89,22 @@ def become(torch: Any) -> None:
             },
         )
     )
-    enter(state, torch.compiler.is_dynamo_compiling)
-    recorder.each_second.append(lambda: _account(state))
-    stem = os.path.join(run_directory(), rank_stem(rank, restart))
+    rank.enter(state, torch.compiler.is_dynamo_compiling)
+
+    def show_cost() -> None:
+        if recorder.is_writing:
+            state.budget.writing = clock()
+        page.set_cost(state.budget.taken())
+
+    recorder.each_second.append(show_cost)
+    stem = os.path.join(run_directory(), rank_stem(number, restart))
     ring = stem + ".collectives"
     try:
         state.ledger = tracker.calls = Ledger(RingWriter(ring), lambda: tracker.steps)
         recorder.each_second.append(state.ledger.look)
     except OSError as error:
         shield.fault("ring", error)
-    # In a run directory of another version, nothing asks.
+    # The supervisor of another version does not ask.
     with contextlib.suppress(OSError, ValueError):
         flight = Flight(run_directory(), stem + ".flight.json", ring, tracker)
         recorder.each_round.append(flight.look)
@@ -115,27 +113,20 @@ def become(torch: Any) -> None:
     tracker.page_phase(Phase.STARTING)
     recorder.start()
     watch.start()
-    atexit.register(end)
-
-
-def _account(state: RankState) -> None:
-    """Show what this rank takes; the writing thread's own part counts, too."""
-    if state.recorder.is_writing:
-        state.budget.writing = clock()
-    state.recorder.page.set_cost(state.budget.taken())
+    atexit.register(rank.end)
 
 
 @shield.shielded
 def observe(state: RankState) -> None:
-    """Let observers follow the rank; at each moment they are called in the order made here."""
+    """Let observers follow the rank. For each event they are called in this order."""
     replicas = Replicas(state)
     pacing = Pacing(state)
-    # A loss is written before the fingerprint of its step.
+    # A loss is recorded before the fingerprint of its step.
     losses = Losses(state, replicas)
     subscribe(Exits(state))
     subscribe(Stages(state))
     subscribe(replicas)
-    pacing.follow(Gradients(state, replicas, pacing, optimizers.owned))
+    pacing.follow(Gradients(state, replicas, pacing))
     subscribe(optimizers.Optimizers(state, replicas))
     subscribe(Edits(state, replicas))
     subscribe(losses)
@@ -158,21 +149,21 @@ def observe(state: RankState) -> None:
     subscribe(Checkpoints(state))
     subscribe(Schedulers(state, replicas))
     subscribe(LaunchOptions(state))
-    # Whatever is paced at a moment comes before this.
+    # It comes after the observers that it paces.
     subscribe(pacing)
 
 
 def _open(
-    rank: int, world_size: int, local_rank: int | None, restart: int, started: int
+    number: int, world_size: int, local_rank: int | None, restart: int, started: int
 ) -> tuple[StatusPage, Journal, int]:
-    """The files of the first free attempt: two jobs in a row may share a run directory."""
+    """Open the files of the first free attempt, since two jobs may share a run directory."""
     megabytes = environment_int("DDPDOCTOR_JOURNAL_MB") or 64
     while True:
-        stem = os.path.join(run_directory(), rank_stem(rank, restart))
+        stem = os.path.join(run_directory(), rank_stem(number, restart))
         try:
             page = StatusPage(
                 stem + ".status",
-                rank=rank,
+                rank=number,
                 world_size=world_size,
                 local_rank=-1 if local_rank is None else local_rank,
                 restart=restart,
