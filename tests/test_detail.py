@@ -229,6 +229,17 @@ def test_a_line_for_four_steps_holds_their_mean(clock: Clock) -> None:
     assert expanded([first, last]) == [*((n, 6, 1) for n in range(4)), (4, 8, 1), (5, 8, 1)]
 
 
+def test_a_line_with_several_full_steps_has_the_samples_of_one(clock: Clock) -> None:
+    clock.tracker.line = clock.tracker.detail.line = 7
+    clock.tracker.sparse = clock.tracker.detail.sparse = 3
+    clock.tracker.detail.choose = lambda *_: None  # type: ignore[method-assign]
+    for _ in range(16):
+        if not clock.tracker.light:
+            clock.tracker.step.fetched += 32
+        clock.step()
+    assert [(each["steps"], each["samples"]) for each in clock.lines()] == [(8, 32), (8, 32)]
+
+
 def test_backwards_that_differ_are_all_known(clock: Clock) -> None:
     clock.tracker.line = clock.tracker.detail.line = 7
     clock.tracker.detail.choose = lambda *_: None  # type: ignore[method-assign]

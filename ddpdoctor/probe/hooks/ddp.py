@@ -18,6 +18,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType, ModuleType, TracebackType
 from typing import Any
 
@@ -57,17 +58,15 @@ SHORT_STRIDE = 4
 """One in so many short steps is split, chosen by number, so that all ranks split the same ones."""
 
 
+@dataclass(eq=False)
 class _Timed:
     """What was read of the logger of one DDP module, and the step that its next iteration is in."""
 
-    __slots__ = ("iteration", "number", "sampled", "sparse", "step")
-
-    def __init__(self, sampled: bool) -> None:
-        self.sampled = sampled  # we choose which iterations are timed: those of full steps
-        self.sparse = 0
-        self.iteration = 0
-        self.step: OpenStep | None = None
-        self.number = 0
+    sampled: bool  # we choose which iterations are timed: those of full steps
+    sparse: int = 0
+    iteration: int = 0
+    step: OpenStep | None = None
+    number: int = 0
 
 
 _lines = Chain(1)

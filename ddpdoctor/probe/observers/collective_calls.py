@@ -24,6 +24,7 @@ import pickle
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -150,13 +151,11 @@ NARROW_TENSOR = 64  # elements up to which a tensor is a number or a metric, and
 _now = time.time_ns
 
 
+@dataclass(eq=False)
 class _GroupCalls:
-    __slots__ = ("calls", "name", "text")
-
-    def __init__(self, name: str, text: int) -> None:
-        self.name = name
-        self.text = text
-        self.calls = 0
+    name: str
+    text: int
+    calls: int = 0
 
 
 class _Alike(NamedTuple):
@@ -173,12 +172,7 @@ class _Alike(NamedTuple):
 
 
 class Ledger(Calls):
-    """The calls of one rank.
-
-    Args:
-        ring: Where they are written.
-        steps: Returns how many training steps have ended.
-    """
+    """The calls of one rank. ``steps`` returns how many training steps have ended."""
 
     def __init__(self, ring: RingWriter, steps: Callable[[], int]) -> None:
         super().__init__(ring.memory)
@@ -199,12 +193,7 @@ class Ledger(Calls):
         self._when_carried: Callable[[int], None] | None = None
 
     def watch(self, elements: int, moved: Callable[[int], None]) -> None:
-        """Call ``moved`` once, with their number, when collectives carried that many in one step.
-
-        Args:
-            elements: How many elements are enough, or 0 to not call it.
-            moved: The function.
-        """
+        """Call ``moved`` once collectives carried so many elements in a step, or never if 0."""
         self.enough, self._when_carried = elements, moved
 
     def _carry(self, elements: int) -> None:
@@ -224,12 +213,9 @@ class Ledger(Calls):
             self._when_carried(self.carried)
 
     def begin(self, name: str, call: Call, chain: tuple[Site, ...]) -> int:
-        """Record a call that begins. Return its order, or 0 if this rank is not in its group.
+        """Record a call that begins, and the lines that led to it, innermost first.
 
-        Args:
-            name: The collective.
-            call: Its arguments.
-            chain: The lines that led to it, innermost first.
+        Return its order, or 0 if this rank is not in its group.
         """
         tensor, op, root, group_root, group, flags = call
         if tensor is None:
@@ -272,14 +258,7 @@ class Ledger(Calls):
     ) -> tuple[_GroupCalls, bytes, Any, tuple[int, ...], int] | None:
         """Return how the last call is stored, so that compiled code can store equal ones.
 
-        Args:
-            name: The collective.
-            tensor: Its arguments, None if left out.
-            op: The reduce operation.
-            root: The global rank of source or destination.
-            group_root: The rank in its group.
-            group: The process group.
-            later: It is asynchronous.
+        The arguments are those of the call, None if left out.
 
         Returns:
             Its group, the end of its entry, dtype, shape and number of elements. None if the last
@@ -549,9 +528,7 @@ def _read_dump(dump: bytes) -> list[dict[str, Any]]:
 def callers_of(collectives: Sequence[Collective], backwards: Sequence[Backward]) -> Caller:
     """Return what finds the callers of recorded collectives, by the time of the calls.
 
-    Args:
-        collectives: Calls from Python, oldest first.
-        backwards: Backward passes, in which DDP calls its own.
+    They were called from Python, oldest first, or by DDP in backward passes.
     """
     begins = [each.began for each in collectives]
     begun: set[int] = set()
@@ -579,7 +556,8 @@ def reported_calls(entries: list[dict[str, Any]], place: Caller) -> list[dict[st
     """Return the collectives of the groups used last, of all recorders, in the order of calls."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     # Recorders count separately.
-    for order, entry in enumerate(sorted(entries, key=_created)[-RECORDED_CALLS:]):
+    in_order = sorted(entries, key=lambda entry: entry.get("time_created_ns") or 0)
+    for order, entry in enumerate(in_order[-RECORDED_CALLS:]):
         each = _reported_call(order, entry, place)
         key = each["group"], each["backend"]
         calls = groups.pop(key, [])
@@ -587,10 +565,6 @@ def reported_calls(entries: list[dict[str, Any]], place: Caller) -> list[dict[st
         # Keep groups in the order of use.
         groups[key] = calls
     return [each for last in list(groups.values())[-MAX_GROUPS:] for each in last]
-
-
-def _created(entry: dict[str, Any]) -> int:
-    return entry.get("time_created_ns") or 0
 
 
 def _reported_call(order: int, entry: dict[str, Any], place: Caller) -> dict[str, Any]:

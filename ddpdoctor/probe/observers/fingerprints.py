@@ -307,6 +307,10 @@ class Fingerprints(Observer):
             return
         if closely is not None and closely.step == number:
             self._write_elements(closely)
+        self._pay_and_take(number, closely is not None)
+
+    def _pay_and_take(self, number: int, closely: bool) -> None:
+        """Take the fingerprint of a step, as rich as the budget allows."""
         budget = self.state.budget
         left = budget.left()
         cost = self._cost or self._guess()

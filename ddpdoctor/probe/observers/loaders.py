@@ -14,6 +14,7 @@ import functools
 import sys
 import time
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 from ddpdoctor.core.user_code import Location
@@ -29,16 +30,14 @@ MAX_BUILT = 64  # objects of a class that are remembered with the line that buil
 _SAMPLER_FACTS = ("rank", "num_replicas", "seed", "epoch", "shuffle", "drop_last", "replacement")
 
 
+@dataclass(eq=False)
 class Built:
     """A loader or sampler, the line that built it, and its number."""
 
-    __slots__ = ("number", "site", "thing", "used")
-
-    def __init__(self, thing: Any, site: Site, number: int) -> None:
-        self.thing = weakref.ref(thing)
-        self.site = site
-        self.number = number
-        self.used = False
+    thing: weakref.ref[Any]
+    site: Site
+    number: int
+    used: bool = False
 
 
 class Book:
@@ -55,7 +54,7 @@ class Book:
                 -MAX_BUILT:
             ]
         self._count += 1
-        built = Built(thing, site, self._count)
+        built = Built(weakref.ref(thing), site, self._count)
         self._entries.append(built)
         return built
 
@@ -84,11 +83,7 @@ def loader_of(dataset: Any, index_sampler: Any) -> Built | None:
 
 
 def sampler_facts(mine: list[Any]) -> SamplerFacts:
-    """Describe a pass's samplers, without running any code of theirs.
-
-    Args:
-        mine: The sampler and, if there is one, the batch sampler around it.
-    """
+    """Describe the sampler of a pass and its batch sampler, without running any code of theirs."""
     known: dict[str, Any] = {}
     for sampler in mine:
         attributes = getattr(sampler, "__dict__", {})
@@ -190,11 +185,6 @@ MAX_FRAMES = 6  # user's lines that are recorded, outwards: the loop may be that
 
 class _Loop:
     """One pass over a loader."""
-
-    __slots__ = (
-        "after", "backwards", "before", "fetched", "forwards", "idle",
-        "idled", "joins", "number", "ref", "sites",
-    )  # fmt: skip
 
     def __init__(self, sites: list[Site], reduced: int) -> None:
         self.sites = sites

@@ -95,12 +95,7 @@ class Losses(Observer):
         self._traced += cost
 
     def gradient(self, value: Any, names: Names) -> None:
-        """Keep the sum of a gradient before the all-reduce, if it may not be finite.
-
-        Args:
-            value: The sum, or what reads it.
-            names: Returns the parameters to name.
-        """
+        """Keep the sum of a gradient, or what reads it, if it may not be finite."""
         self._take(self.state.tracker.steps, value, names)
 
     def _take(self, step: int, value: Any, names: Names | None) -> None:
@@ -195,9 +190,7 @@ _SEARCH = "local_gradients.search"
 class _Watched:
     """Call a function before the gradient of a parameter is accumulated.
 
-    Args:
-        parameter: The parameter. It is not kept alive, as its node of autograd would.
-        call: The function.
+    The parameter is not kept alive, as its node of autograd would.
     """
 
     def __init__(self, parameter: Any, call: Callable[[Any], None]) -> None:

@@ -46,17 +46,15 @@ MAX_GROUPS = 4  # parameter groups of an optimizer whose options are recorded
 any_made = False  # this process ever made an optimizer, or we cannot know
 
 
+@dataclass(eq=False)
 class MadeOptimizer:
     """An optimizer as it was made."""
 
-    __slots__ = ("groups", "ids", "name", "site", "steps")
-
-    def __init__(self, name: str, site: Site) -> None:
-        self.name = name
-        self.site = site
-        self.steps = 0
-        self.groups = (0, 0)  # parameter groups, and the parameters in them, when `ids` was taken
-        self.ids: frozenset[int] = frozenset()
+    name: str
+    site: Site
+    steps: int = 0
+    groups: tuple[int, int] = (0, 0)  # parameter groups, and parameters, when `ids` was taken
+    ids: frozenset[int] = frozenset()
 
 
 _made: weakref.WeakKeyDictionary[Any, MadeOptimizer] = weakref.WeakKeyDictionary()
@@ -334,17 +332,13 @@ _VARIES = ("last_epoch", "_step_count", "_last_lr")
 class MadeScheduler:
     """The newest scheduler that a line made, and how many in a row before it were cut short."""
 
-    __slots__ = (
-        "end", "epoch", "gone", "position", "restored", "row",
-        "scheduler", "shape", "since", "step",
-    )  # fmt: skip
-
     def __init__(self, scheduler: Any, end: float, step: int, epoch: int) -> None:
         self.scheduler = weakref.ref(scheduler)
         self.end = end
         self.step = step
         self.epoch = epoch
-        self.shape = _schedule_shape(scheduler)
+        kept = {name: value for name, value in vars(scheduler).items() if name not in _VARIES}
+        self.shape = repr({name: _plain_value(value) for name, value in kept.items()})
         self.position = 0
         self.gone = False  # its last step may have come after its position was read
         self.restored = False  # it does not begin at the beginning
@@ -439,12 +433,6 @@ def _schedule_end(scheduler: Any) -> float | None:
     end = getattr(scheduler, _SCHEDULE_ENDS.get(name, ""), None)
     # StepLR of one step multiplies at each.
     return float(end) if isinstance(end, (int, float)) and end > 1 else None
-
-
-def _schedule_shape(scheduler: Any) -> str:
-    """Describe a scheduler's options."""
-    kept = {name: value for name, value in vars(scheduler).items() if name not in _VARIES}
-    return repr({name: _plain_value(value) for name, value in kept.items()})
 
 
 def _plain_value(value: Any) -> object:

@@ -171,16 +171,7 @@ _WORD_BREAK = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
 def origin(loss: Any, value: float, replicas: Sequence[Replica]) -> Origin | None:
-    """Find where a loss on the CPU stopped being finite.
-
-    Args:
-        loss: The tensor that backward begins with.
-        value: Its value, which is not finite.
-        replicas: The modules whose parameters are named.
-
-    Returns:
-        None if the graph does not show it.
-    """
+    """Find where a loss on the CPU stopped being finite. None if the graph does not show it."""
     with sys.modules["torch"].no_grad():
         found = read_graph(loss, _names(replicas), MAX_OPERATIONS)
         if found is None:
@@ -193,10 +184,6 @@ class Trace:
     """The sizes of everything that a loss was computed from, while a device computes them.
 
     Holds only names and numbers of the graph.
-
-    Args:
-        operations: The operations of the graph.
-        readback: The sizes of what they keep.
     """
 
     def __init__(self, operations: list[Operation], readback: Readback) -> None:

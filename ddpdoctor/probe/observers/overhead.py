@@ -68,11 +68,7 @@ class Clocked(Protocol):
 
 
 class Detail:
-    """Choose how closely the steps of one rank are followed.
-
-    Args:
-        hooks: Counts the time that hooks take.
-    """
+    """Choose how closely the steps of one rank are followed. ``hooks`` clocks the rank's hooks."""
 
     def __init__(self, hooks: Clocked) -> None:
         self._hooks = hooks
@@ -143,11 +139,9 @@ class Detail:
         return self._budget.spent if self._budget is not None else 0
 
     def choose(self, number: int, total: int) -> None:
-        """Choose how closely to follow the steps of the next line.
+        """Choose how closely to follow the steps of the next line, which begins with that number.
 
-        Args:
-            number: Of the step that begins.
-            total: Nanoseconds of the last one.
+        ``total`` are the nanoseconds of the last step.
         """
         now = _now()
         if now >= self._clock_at:
@@ -281,11 +275,7 @@ LONGEST_INTERVAL = 1 << 20
 
 
 class Pace:
-    """Choose the steps whose fingerprint a rank takes.
-
-    Args:
-        dense: Fingerprints until the interval doubles.
-    """
+    """Choose the steps whose fingerprint a rank takes. After ``dense`` the interval doubles."""
 
     def __init__(self, dense: int = DENSE_SAMPLES) -> None:
         self.interval = 1
@@ -338,9 +328,7 @@ class Suspected:
     def at(self, step: int, cost: int) -> Suspicion | None:
         """Return the suspicion that wants the fingerprint of a step that has ended.
 
-        Args:
-            step: The step's number.
-            cost: Nanoseconds that a rich fingerprint takes.
+        ``cost`` are the nanoseconds that a rich fingerprint takes.
         """
         news = self._reader.news() if self._reader is not None else None
         if (

@@ -144,8 +144,6 @@ Rows = Callable[[], list[int]]
 class Sketch:
     """The smallest hashes of the samples of one pass, for the writing thread."""
 
-    __slots__ = ("_limit", "_times", "count")
-
     def __init__(self) -> None:
         self.count = 0  # samples that were hashed
         self._times: dict[int, int] = {}
@@ -278,11 +276,9 @@ def _attribute(dataset: Any, name: str) -> Any:
 
 
 def bottom_of(dataset: Any, left: int) -> Bottom | None:
-    """Return what is under a data set, or None if it contains no subset.
+    """Return what is under a map-style data set, or None if it contains no subset.
 
-    Args:
-        dataset: A map-style data set.
-        left: Nanoseconds that it may take.
+    This may take ``left`` nanoseconds.
     """
     if not _holds_subset(dataset, MAX_NESTED):
         return None

@@ -80,19 +80,13 @@ class Pass:
 
     The training thread calls :meth:`draw` and :meth:`see`. The function that :meth:`as_it_is`
     returns does the rest in the writing thread.
+
     Args:
         record: What is known when the pass begins.
         followed: By index as it is drawn, the index in the space that all ranks share.
         share_at: Draws at which the pass has drawn more than its share.
         lookup: By index as it is drawn, the index in that space. None if they are the same.
     """
-
-    __slots__ = (
-        "_awaited", "_contents", "_digested", "_drawn", "_falls", "_head", "_hits",
-        "_keys", "_opaque", "_order", "_pending", "_repeats", "_rows", "_seen", "_sketch",
-        "batches", "collectives", "draws", "fetched", "followed", "joins", "lookup",
-        "marks", "over", "record", "share_at",
-    )  # fmt: skip
 
     def __init__(
         self,
@@ -487,11 +481,7 @@ class Samples(Observer):
 def _opened(iterator: Any, dataset: Any, record: PassRecord, left: int) -> Pass:
     """Begin the pass of an iterator, with the facts about its samplers and data set.
 
-    Args:
-        iterator: The loader's iterator.
-        dataset: Its data set.
-        record: What is known of the pass.
-        left: Nanoseconds that this may take.
+    This may take ``left`` nanoseconds.
     """
     if record.iterable:
         return Pass(record)

@@ -79,19 +79,23 @@ class Sampler:
         """Take and record the samples, in a thread of ours."""
         interval = SPAN * self._state.tracker.last_total / 1e9 / SAMPLES
         interval = min(max(interval, QUICKEST), SLOWEST)
+        status = -1
+        with contextlib.suppress(OSError):
+            status = os.open(f"{self._task}/stat", os.O_RDONLY | os.O_CLOEXEC)
         gc.callbacks.append(self._collects)
         try:
-            with _opened(f"{self._task}/stat") as status:
-                for _ in range(ATTEMPTS):
-                    # Wait until a step ends, since samples of a pause do not explain the steps.
-                    tracker = self._state.tracker
-                    steps, until = tracker.steps, time.monotonic() + PAUSE
-                    while tracker.steps == steps and time.monotonic() < until:
-                        if self._stop.wait(interval):
-                            break
-                    if self._take(status, interval):
+            for _ in range(ATTEMPTS):
+                # Wait until a step ends, since samples of a pause do not explain the steps.
+                tracker = self._state.tracker
+                steps, until = tracker.steps, time.monotonic() + PAUSE
+                while tracker.steps == steps and time.monotonic() < until:
+                    if self._stop.wait(interval):
                         break
+                if self._take(status, interval):
+                    break
         finally:
+            if status >= 0:
+                os.close(status)
             self.finish()
 
     def _take(self, status: int, interval: float) -> bool:
@@ -192,6 +196,9 @@ class Sampler:
             sum(each[at] - self._children.get(pid, (0, 0))[at] for pid, each in children.items())
             for at in (0, 1)
         )
+        affinity: tuple[int, ...] = ()
+        with contextlib.suppress(OSError, AttributeError):
+            affinity = tuple(sorted(os.sched_getaffinity(self._state.tracker.native)))
         paths = {each: os.path.abspath(each) for each in self._files()}
         stacks: Counter[tuple[tuple[CodeFrame, ...], tuple[str, str], str, int]] = Counter()
         for lines, innermost, letter, phase in self._samples:
@@ -211,7 +218,7 @@ class Sampler:
             children_waited=max(waited, 0),
             gc=self._collected,
             collections=self._collections,
-            affinity=_affinity(self._state.tracker.native),
+            affinity=affinity,
             threads=self.threads,
             cost=self._cost,
             stacks=tuple(SampledStack(count, *key) for key, count in stacks.items()),
@@ -248,27 +255,6 @@ def _children() -> dict[int, tuple[int, int]]:
             ran, waited = _numbers(f"/proc/{child}/schedstat")[:2]
             counts[child] = ran, waited
     return counts
-
-
-def _affinity(task: int) -> tuple[int, ...]:
-    """Return the cores that a thread may run on, or nothing if unknown."""
-    try:
-        return tuple(sorted(os.sched_getaffinity(task)))
-    except (OSError, AttributeError):
-        return ()
-
-
-@contextlib.contextmanager
-def _opened(path: str) -> Any:
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        yield -1
-        return
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 class Profiles(Observer):

@@ -96,13 +96,7 @@ class OpenStep:
         count, number, backwards = len(self.passes), "", ""
         if count > 1:
             times, ran = _means(times, count), ran and _means(ran, count)
-            number = f',"steps":{count}'
-            each = [b - a for a, b in itertools.pairwise((0, *self.passes))]
-            if min(each) != max(each):
-                runs = [f"{passed},{len([*same])}" for passed, same in itertools.groupby(each)]
-                backwards = f',"each":[{",".join(runs[:MAX_RUNS])}]'
-            elif each[0] != 1:
-                backwards = f',"backwards":{each[0]}'
+            number, backwards = f',"steps":{count}', _backwards_of_each(self.passes)
         elif self.passes[0] != 1:
             backwards = f',"backwards":{self.passes[0]}'
         _, other, data, forward, backward, optimizer, wait, _ = times
@@ -168,6 +162,15 @@ class OpenStep:
         return scaled
 
 
+def _backwards_of_each(passes: Sequence[int]) -> str:
+    """Return the field with the number of backwards, unless each of several steps has one."""
+    counts = [b - a for a, b in itertools.pairwise((0, *passes))]
+    if min(counts) == max(counts):
+        return f',"backwards":{counts[0]}' if counts[0] != 1 else ""
+    runs = [f"{passed},{len([*same])}" for passed, same in itertools.groupby(counts)]
+    return f',"each":[{",".join(runs[:MAX_RUNS])}]'
+
+
 def _means(sums: Sequence[int], count: int) -> list[int]:
     return [each // count for each in sums]
 
@@ -180,9 +183,7 @@ SKIPPED = 24  # newest skipped steps that are remembered
 class StepTracker(Phases):
     """Follow the training thread of one rank through its steps.
 
-    Args:
-        recorder: Where steps are written.
-        optimizers: Returns whether there ever was an optimizer: then only optimizers end a step.
+    ``optimizers`` returns whether there ever was an optimizer: then only optimizers end a step.
     """
 
     def __init__(self, recorder: Recorder, optimizers: Callable[[], bool]) -> None:
@@ -348,11 +349,9 @@ class StepTracker(Phases):
             events.ring(number)
 
     def _end_line(self, number: int, whole: bool = True) -> None:
-        """Begin another line of the journal.
+        """Begin another line of the journal with the step of that number.
 
-        Args:
-            number: Of its first step.
-            whole: Whether all that was measured since the last line belongs to steps.
+        ``whole``: all that was measured since the last line belongs to steps.
         """
         step, now = self.step, self.began
         step.times = self.take(kept=not whole)

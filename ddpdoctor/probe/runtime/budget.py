@@ -83,9 +83,7 @@ class Budget:
     def spend_first(self, nanoseconds: int, usual: int) -> None:
         """Charge for the first diagnosis of its kind on a GPU, which loaded its kernels.
 
-        Args:
-            nanoseconds: What it took.
-            usual: What one takes otherwise. The rest is counted, but need not be earned.
+        What it took beyond the usual is counted, but need not be earned.
         """
         self.spend(nanoseconds)
         self.grant(min(max(nanoseconds - usual, 0), LOADING))

@@ -13,6 +13,7 @@ import contextlib
 import heapq
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
@@ -126,16 +127,14 @@ def emit(event: Callable[Concatenate[Any, P], None], /, *args: P.args, **kwargs:
         subscriber(*args, **kwargs)
 
 
+@dataclass(eq=False)
 class _Subscription:
     """A method of an observer, and whether it is called now."""
 
-    __slots__ = ("awake", "function", "observer", "paused")
-
-    def __init__(self, observer: Observer, function: Callable[..., None]) -> None:
-        self.observer = observer
-        self.function = function
-        self.awake = True
-        self.paused = False
+    observer: Observer
+    function: Callable[..., None]
+    awake: bool = True
+    paused: bool = False
 
 
 _subscriptions: dict[str, list[_Subscription]] = {name: [] for name in _EVENTS}

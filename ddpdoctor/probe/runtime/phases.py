@@ -20,6 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
 
@@ -32,10 +33,7 @@ from ddpdoctor.run.status import NO_EPOCH, Phase, StatusPage
 
 
 def waited_for_core(descriptor: int) -> int:
-    """Return the nanoseconds that a thread was ready to run and had to wait.
-
-    Args:
-        descriptor: Its ``schedstat``.
+    """Return from a thread's ``schedstat`` for how many nanoseconds it was ready and had to wait.
 
     Raises:
         OSError: It is gone.
@@ -102,15 +100,13 @@ SETTLE_TIME = 50_000_000  # nanoseconds that a device has at the end of a rank t
 _now = time.perf_counter_ns
 
 
+@dataclass(eq=False)
 class _Pending:
     """A closed step whose events the device has not passed yet."""
 
-    __slots__ = ("first", "marks", "times")
-
-    def __init__(self, first: Any, marks: list[Mark]) -> None:
-        self.first = first
-        self.marks = marks
-        self.times: Times | None = None
+    first: Any
+    marks: list[Mark]
+    times: Times | None = None
 
     def measured(self) -> Times | None:
         return self.times
@@ -123,6 +119,7 @@ class CudaClock:
     synchronizes. All of it happens in the training thread, and nothing while a CUDA graph is being
     captured: a marker would become part of the graph, and a query would break the capture. Light
     steps have no markers except the one at their end (`Phases.light`).
+
     Args:
         cuda: ``torch.cuda``.
         device: The device that DDP's module is on, which need not be the current one.
@@ -215,11 +212,7 @@ class CudaClock:
 
 
 class Calls:
-    """The counts of one rank (`ddpdoctor.probe.observers.collective_calls.Ledger`).
-
-    Args:
-        memory: The rank's ring, which compiled code writes into itself.
-    """
+    """The counts of one rank (`ddpdoctor.probe.observers.collective_calls.Ledger`) and its ring."""
 
     def __init__(self, memory: Any) -> None:
         self.count = 0  # calls so far
@@ -251,9 +244,6 @@ class Phases:
 
     Hooks call :meth:`enter` and :meth:`leave` in pairs. A nested phase is not charged to
     the outer one, so that the parts of a step add up to its total.
-
-    Args:
-        page: The rank's status page.
     """
 
     def __init__(self, page: StatusPage) -> None:

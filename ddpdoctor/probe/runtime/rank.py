@@ -1,4 +1,4 @@
-"""The state of this process as a rank, if it is one (`ddpdoctor.probe.joining`), and its end."""
+"""The state of this process as a rank, if it is one (`ddpdoctor.probe.process`), and its end."""
 
 from __future__ import annotations
 
@@ -69,12 +69,7 @@ def current() -> RankState | None:
 
 
 def enter(state: RankState, tracing: Callable[[], bool]) -> None:
-    """Make this process a rank.
-
-    Args:
-        state: Its state.
-        tracing: ``torch.compiler.is_dynamo_compiling``.
-    """
+    """Make this process a rank. ``tracing`` is ``torch.compiler.is_dynamo_compiling``."""
     global _state, active, is_tracing
     _state, active, is_tracing = state, state.tracker, tracing
     shield.report_to(_report)

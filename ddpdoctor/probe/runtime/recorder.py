@@ -86,11 +86,8 @@ class Vitals:
 def _resident() -> int | None:
     """Return the bytes of memory of this process."""
     try:
-        file = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            return int(os.read(file, 256).split()[1]) * _PAGE_SIZE
-        finally:
-            os.close(file)
+        with open("/proc/self/statm", "rb", buffering=0) as file:
+            return int(file.read(256).split()[1]) * _PAGE_SIZE
     except (OSError, ValueError, IndexError):
         return None
 

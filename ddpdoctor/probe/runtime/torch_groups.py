@@ -101,10 +101,6 @@ def flight_recorder_switch(c10d: Any, version: str) -> str:
 
     ``TORCH_FR_BUFFER_SIZE`` from ``_dump_fr_trace`` on (2.8), which warns of the older name,
     ``TORCH_NCCL_TRACE_BUFFER_SIZE``. Only the version shows whether it is on by default.
-
-    Args:
-        c10d: ``torch._C._distributed_c10d``.
-        version: torch's.
     """
     words = version.split(".")
     if [int(word) if word.isdigit() else 0 for word in words[:2]] >= [2, 12]:

@@ -68,11 +68,9 @@ def _wait_for(pid: int) -> None:
     """
     try:
         descriptor = os.pidfd_open(pid)
-    except AttributeError:
-        descriptor = -1
     except ProcessLookupError:
         return
-    except OSError:
+    except (AttributeError, OSError):
         descriptor = -1
     if descriptor >= 0:
         poller = select.poll()

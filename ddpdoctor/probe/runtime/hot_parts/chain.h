@@ -1,4 +1,4 @@
-/* The user lines that lead to a hook, as sites.py has them. */
+/* The user lines that lead to a hook, as in sites.py. */
 
 typedef struct {
     PyObject *code;
@@ -39,7 +39,7 @@ static int Chain_init(Chain *self, PyObject *args, PyObject *kwargs)
     return memos != NULL ? PyList_Append(memos, (PyObject *)self) : 0;
 }
 
-/* A new reference to the lines that led here, by a walk; NULL with an exception. */
+/* Walk the stack. Return a new reference to the lines that led here, or NULL with an exception. */
 static PyObject *chain_walk(Chain *self)
 {
     PyFrameObject *frame = PyEval_GetFrame();
@@ -74,7 +74,7 @@ static PyObject *chain_walk(Chain *self)
     return found;
 }
 
-/* A new reference to the lines that led here; NULL with an exception. */
+/* Return a new reference to the lines that led here, or NULL with an exception. */
 static PyObject *chain_sites(Chain *self)
 {
     if (self->found == NULL)
@@ -84,7 +84,7 @@ static PyObject *chain_sites(Chain *self)
     while (i < self->count && frame != NULL && frame_code(frame) == self->places[i].code &&
            frame_at(frame) == self->places[i].at) {
         i++;
-        /* Who called the last one need not be known. */
+        /* The caller of the last one does not matter. */
         if (i == self->count && self->enough)
             break;
         frame = frame_back(frame);
