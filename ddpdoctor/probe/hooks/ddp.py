@@ -231,7 +231,8 @@ def _before(ddp: Any, frame: FrameType) -> StepTracker | None:
             tracker.forward(armed)
             if armed:
                 _listen(ddp, tracker)
-            emit(Observer.forward_begins, ddp, armed)
+            for subscriber in events.forward_begins:
+                subscriber(ddp, armed)
         else:
             tracker.evaluating()
             emit(Observer.evaluation_begins, ddp)
@@ -312,7 +313,8 @@ def _order_ended(ddp: Any, result: object, error: BaseException | None) -> None:
 
 def _sync_begins(ddp: Any) -> bool | None:
     _order_ended(ddp, None, None)
-    emit(Observer.buffers_begin, ddp)
+    for subscriber in events.buffers_begin:
+        subscriber(ddp)
     return collectives.enter(BUFFERS) or None
 
 

@@ -25,7 +25,7 @@ from ddpdoctor.probe.observers import (
     sample_contents,
     steps,
 )
-from ddpdoctor.probe.runtime import debugger, hot, rank, shield, torch_private
+from ddpdoctor.probe.runtime import debugger, events, hot, rank, shield, torch_private
 from ddpdoctor.probe.runtime.budget import clock
 from ddpdoctor.probe.runtime.events import Observer, emit
 from ddpdoctor.probe.runtime.hot import Chain
@@ -77,14 +77,16 @@ def _batch_came(iterator: Any, data: Any, error: BaseException | None) -> None:
     if error is None:
         if not tracker.light:
             tracker.step.fetched += sample_contents.batch_size(data)
-        emit(Observer.batch_fetched, iterator, data)
+        for subscriber in events.batch_fetched:
+            subscriber(iterator, data)
     elif ended:
         tracker.outside()
         emit(Observer.loader_exhausted, iterator)
 
 
 def _indices_drawn(index: Any, iterator: Any) -> None:
-    emit(Observer.indices_drawn, index, iterator)
+    for subscriber in events.indices_drawn:
+        subscriber(index, iterator)
 
 
 def _attribute_set(result: None, loader: Any, attr: str, val: Any) -> None:
@@ -151,7 +153,8 @@ def _backward_begins(tensors: Any, *args: Any, accumulate_grad: bool = False, **
         # Only a finite number less itself is 0.
         if callable(loss) or loss - loss != 0.0:
             emit(Observer.loss_began, tensors[0], loss)
-    emit(Observer.backward_begins)
+    for subscriber in events.backward_begins:
+        subscriber()
     if began:
         tracker.spent += clock() - began
     return tracker
@@ -162,7 +165,8 @@ def _backward_ended(tracker: Any, result: Any, error: BaseException | None) -> N
     tracker.leave(error)
     tracker.backward_ended()
     if error is None:
-        emit(Observer.backward_ended)
+        for subscriber in events.backward_ended:
+            subscriber()
     if began:
         tracker.spent += clock() - began
 
@@ -223,7 +227,8 @@ def _begin_step(optimizer: Any, frame: FrameType) -> None:
     try:
         if tracker.enter(_OPTIMIZER, _opts.sites()[0]):
             tracker.optimizer_code = frame.f_code
-        emit(Observer.step_begins, optimizer)
+        for subscriber in events.step_begins:
+            subscriber(optimizer)
     except Exception as error:
         shield.fault("optimizer", error)
     if began:
@@ -242,7 +247,8 @@ def _end_step(optimizer: Any) -> None:
         if tracker.phase != _OPTIMIZER:
             number = tracker.steps
             tracker.stepped(optimizer)
-            emit(Observer.step_ended, optimizer, number)
+            for subscriber in events.step_ended:
+                subscriber(optimizer, number)
     except Exception as error:
         shield.fault("optimizer", error)
     if began:

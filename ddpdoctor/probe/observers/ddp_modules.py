@@ -133,7 +133,7 @@ class Replicas(Observer):
         self.alive[:] = [*(other for other in self.alive if other.ddp() is not None), each]
 
     def number_of(self, ddp: Any) -> int | None:
-        """The number of a DDP module."""
+        """Return the number of a DDP module."""
         return next((each.number for each in self.alive if each.ddp() is ddp), None)
 
     def holds(self, parameter: Any) -> bool:

@@ -357,7 +357,7 @@ class Fingerprints(Observer):
         ledger.watch(min((size for size in sizes if size), default=0), moved)
 
     def _look_together(self, step: int) -> None:
-        """After collectives that may have carried all parameters, hash them to compare ranks.
+        """Hash all parameters after collectives that may have carried them, to compare ranks.
 
         Replicas of a local SGD are equal after their averaging and never after a step.
         """

@@ -227,7 +227,7 @@ def trace(loss: Any, replicas: Sequence[Replica]) -> tuple[Trace, int] | None:
 
 
 def _names(replicas: Sequence[Replica]) -> dict[int, str]:
-    """The names of DDP's parameters by their ``id``."""
+    """Return the names of DDP's parameters by their ``id``."""
     return {
         id(parameter): name
         for each in replicas

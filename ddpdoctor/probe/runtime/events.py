@@ -122,7 +122,10 @@ globals().update(dict.fromkeys(_EVENTS, ()))
 
 
 def emit(event: Callable[Concatenate[Any, P], None], /, *args: P.args, **kwargs: P.kwargs) -> None:
-    """Call the subscribers of an event, which is a method of `Observer`."""
+    """Call the subscribers of an event, which is a method of `Observer`.
+
+    Hooks of every step loop over the tuple of this module themselves, which takes less time.
+    """
     for subscriber in globals()[event.__name__]:
         subscriber(*args, **kwargs)
 
