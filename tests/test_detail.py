@@ -234,6 +234,7 @@ def test_a_line_with_several_full_steps_has_the_samples_of_one(clock: Clock) -> 
     clock.tracker.sparse = clock.tracker.detail.sparse = 3
     clock.tracker.detail.choose = lambda *_: None  # type: ignore[method-assign]
     for _ in range(16):
+        clock.tracker.fetch(1, first=False)
         if not clock.tracker.light:
             clock.tracker.step.fetched += 32
         clock.step()

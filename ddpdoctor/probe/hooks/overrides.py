@@ -154,7 +154,7 @@ def _replace(ddp_class: Any, name: str) -> None:
 
 @shield.shielded
 def _time(wrapped: Any) -> None:
-    """Time the forward of a module that is not torch's DDP, and has no timers of its own."""
+    """Time the forward of a module that is not torch's DDP, and has no timers."""
     state = rank.current()
     if state is None:
         return

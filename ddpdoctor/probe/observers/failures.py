@@ -394,7 +394,7 @@ def _values(record: ErrorRecord) -> dict[str, Any]:
 
 
 def write_stray(record: EndOfProcess) -> None:
-    """Write a record of a process that is not a rank (yet) into a file of its own."""
+    """Write a record of a process that is not a rank (yet) into its own file."""
     path = os.path.join(rank.run_directory(), f"process-{os.getpid()}.jsonl")
     record = replace(
         record,

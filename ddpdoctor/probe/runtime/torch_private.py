@@ -493,7 +493,7 @@ def samplers_of(iterator: Any) -> list[Any]:
 
 
 def pass_of(iterator: Any) -> Any:
-    """Return an object that each pass has of its own: ``_sampler_iter`` (2.4 to 2.15), or None.
+    """Return an object that differs in each pass: ``_sampler_iter`` (2.4 to 2.15), or None.
 
     Without it the passes of persistent workers count as one.
     """
