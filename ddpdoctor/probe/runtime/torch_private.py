@@ -246,7 +246,7 @@ def saved_tensors(node: Any) -> tuple[list[tuple[bool, Any]], bool]:
     """
     found = []
     complete = True
-    for name in _saved_names(type(node)):
+    for name in _saved_names(node.__class__):
         raw = getattr(node, name)
         many = isinstance(raw, (tuple, list))
         if any(getattr(each, "unpack_hook", raw) is not None for each in (raw if many else (raw,))):
