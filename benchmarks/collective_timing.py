@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.intervals import interval
 from ddpdoctor.probe.observers.collective_calls import _read_dump, reported_calls
 from ddpdoctor.probe.runtime import torch_groups
-from ddpdoctor.probe.runtime.phases import MOST_PENDING, CudaClock
+from ddpdoctor.probe.runtime.phases import MAX_PENDING, CudaClock
 from ddpdoctor.run.status import Phase
 
 MICRO = 1e-3
@@ -65,7 +65,7 @@ def job(steps: int) -> None:
 def answer(device: torch.device) -> dict[str, float]:
     """Nanoseconds of what an examination asks of a rank."""
     clock = CudaClock(torch.cuda, device)
-    for _ in range(MOST_PENDING):
+    for _ in range(MAX_PENDING):
         for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.OTHER):
             clock.charge(phase)
         clock.cut()

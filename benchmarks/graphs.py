@@ -45,7 +45,7 @@ def main() -> None:
         loss = model(batch).sum()
         forwards.append(since(began))
         began = time.thread_time_ns()
-        found = origins.read_graph(loss, names, origins.MOST_TRACED)
+        found = origins.read_graph(loss, names, origins.MAX_TRACED)
         readings.append(since(began))
         began = time.thread_time_ns()
         traced = origins.trace(loss, ())

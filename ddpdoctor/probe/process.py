@@ -1,59 +1,228 @@
-"""Start the probe in a process: install hooks that wait for the modules they wrap."""
+"""Start the probe in a process, and turn the process into a rank.
+
+Hooks are installed once the modules that they wrap are imported. The process becomes a rank when
+``init_process_group`` has succeeded, however the process was started. DataLoader workers and other
+forked children inherit the hooks, disabled. A child that makes a process group becomes a rank, too.
+"""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
+import platform
+import socket
+import sys
+import time
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
-from ddpdoctor.probe import joining
 from ddpdoctor.probe.hooks import collectives, ddp, exits, overrides, training
-from ddpdoctor.probe.observers import collective_calls, ddp_modules
-from ddpdoctor.probe.runtime import debugger, events, rank, shield, stacks
+from ddpdoctor.probe.hooks.exits import Exits
+from ddpdoctor.probe.observers import buffers, collective_calls, ddp_modules, optimizers
+from ddpdoctor.probe.observers.collective_calls import Flight, Ledger
+from ddpdoctor.probe.observers.ddp_modules import Changes, Models, Replicas, Stages
+from ddpdoctor.probe.observers.failures import Checkpoints
+from ddpdoctor.probe.observers.fingerprints import Fingerprints, Independent
+from ddpdoctor.probe.observers.gradients import Edits, Gradients
+from ddpdoctor.probe.observers.job_launch import LaunchOptions
+from ddpdoctor.probe.observers.loaders import Loops
+from ddpdoctor.probe.observers.nonfinite import LocalGradients, Losses
+from ddpdoctor.probe.observers.optimizers import Schedulers, Zeroing
+from ddpdoctor.probe.observers.overhead import Pacing
+from ddpdoctor.probe.observers.samples import Samples
+from ddpdoctor.probe.observers.stack_sampling import Profiles
+from ddpdoctor.probe.observers.steps import StepTracker
+from ddpdoctor.probe.runtime import (
+    debugger,
+    events,
+    hot,
+    rank,
+    shield,
+    stacks,
+    torch_groups,
+    watch,
+)
+from ddpdoctor.probe.runtime.budget import clock
+from ddpdoctor.probe.runtime.events import subscribe
+from ddpdoctor.probe.runtime.rank import RankState, environment_int, run_directory
+from ddpdoctor.probe.runtime.recorder import Recorder
 from ddpdoctor.probe.runtime.wrapping import when_imported
+from ddpdoctor.run.journal import Journal
+from ddpdoctor.run.names import FORMAT, namespace, rank_stem
+from ddpdoctor.run.records.process import OpenRecord
+from ddpdoctor.run.ring import RingWriter
+from ddpdoctor.run.status import Phase, StatusPage
+
+MAX_ATTEMPTS = 1000
 
 _INSTALL: tuple[tuple[str, Callable[[ModuleType], None]], ...] = (
     ("torch.distributed.distributed_c10d", collectives.install_groups),
     ("torch.distributed.distributed_c10d", collectives.install_collectives),
     ("torch.distributed.distributed_c10d", collective_calls.install_flight_recorder),
     ("torch.nn.parallel.distributed", ddp.install),
-    ("torch.nn.parallel.distributed", training.install_verification),
     ("torch.nn.parallel.distributed", overrides.install_ddp),
-    ("torch.utils.data.dataloader", training.install_batches),
-    ("torch.utils.data.dataloader", training.install_loaders),
+    ("torch.utils.data.dataloader", training.install_dataloader),
     ("torch.utils.data.dataloader", overrides.install_loader),
     ("torch.utils.data.dataset", training.install_subset),
     ("torch.utils.data.distributed", training.install_distributed_sampler),
     ("torch.autograd", training.install_backward),
-    ("torch.distributed.pipelining.stage", training.install_stages),
     ("torch.distributed.pipelining.stage", ddp.install_stage_forwards),
-    # Where it is in 2.6 and later, and where in 2.4 and 2.5.
+    # The first is that of torch 2.6 and later, the second that of 2.4 and 2.5.
     ("torch.distributed.fsdp._fully_shard._fully_shard", ddp.install_sharded),
     ("torch.distributed._composable.fsdp.fully_shard", ddp.install_sharded),
     ("torch.distributed.checkpoint.state_dict", training.install_state_dict),
-    ("torch.distributed.algorithms.join", training.install_join),
     ("torch.optim.optimizer", training.install_optimizer),
     ("torch.amp.grad_scaler", training.install_scaler),
-    ("torch.nn.modules.module", training.install_module),
     ("torch.nn.utils.clip_grad", training.install_clipping),
-    ("torch.optim.lr_scheduler", training.install_schedulers),
     ("torch.serialization", training.install_serialization),
-    ("argparse", training.install_argparse),
-    ("torch.nn.parallel.data_parallel", training.install_data_parallel),
     ("torch.multiprocessing.spawn", exits.install_spawn),
 )
-"""What is installed once a module is imported."""
+"""Hooks that are installed once a module is imported."""
 
 
 def start() -> None:
-    """Called once per process, before it imports torch."""
+    """Install the probe, once per process and before it imports torch."""
     for forget in (rank.forget, stacks.forget, debugger.forget, ddp_modules.forget_loads):
         os.register_at_fork(after_in_child=forget)
-    events.group_joined.append(shield.shielded(joining.become))
+    events.group_joined.append(shield.shielded(become))
     shield.watch_forks()
     stacks.declare_worker()
     exits.install()
     for name, install in _INSTALL:
         when_imported(name, install)
+    for name in dict.fromkeys(row[0] for row in training.WRAPPED):
+        when_imported(name, training.install_wrapped)
     # Last, since this may wait for a debugger before the user's first line.
     debugger.install()
+
+
+def become(torch: Any) -> None:
+    """Open this rank's files and start recording, unless that happened before."""
+    if rank.current() is not None:
+        return
+    distributed = torch.distributed
+    number, world_size = distributed.get_rank(), distributed.get_world_size()
+    local_rank = environment_int("LOCAL_RANK")
+    restart = environment_int("TORCHELASTIC_RESTART_COUNT") or 0
+    started = time.time_ns()
+    try:
+        page, journal, restart = _open(number, world_size, local_rank, restart, started)
+    except OSError as error:
+        rank.warn(f"rank {number} cannot write to the run directory: {error}")
+        return
+    hot.use_torch(torch)
+    recorder = Recorder(page, journal)
+    tracker = StepTracker(recorder, optimizers.were_made)
+    state = RankState(recorder, tracker, restart)
+    tracker.detail.follow(state.budget)
+    events.spending = state.budget.spending
+    recorder.add(
+        OpenRecord(
+            format=FORMAT,
+            time=started,
+            rank=number,
+            world_size=world_size,
+            local_rank=local_rank,
+            restart=restart,
+            pid=os.getpid(),
+            parent=os.getppid(),
+            host=socket.gethostname(),
+            namespace=namespace(),
+            backend=str(distributed.get_backend()),
+            kept_timeout=torch_groups.kept_timeout(),
+            argv=tuple(sys.argv),
+            launcher="torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "other",
+            versions={
+                "python": platform.python_version(),
+                "torch": str(torch.__version__),
+                "cuda": str(torch.version.cuda or ""),
+            },
+        )
+    )
+    rank.enter(state, torch.compiler.is_dynamo_compiling)
+
+    def show_cost() -> None:
+        if recorder.is_writing:
+            state.budget.writing = clock()
+        page.set_cost(state.budget.taken())
+
+    recorder.each_second.append(show_cost)
+    stem = os.path.join(run_directory(), rank_stem(number, restart))
+    ring = stem + ".collectives"
+    try:
+        state.ledger = tracker.calls = Ledger(RingWriter(ring), lambda: tracker.steps)
+        recorder.each_second.append(state.ledger.look)
+    except OSError as error:
+        shield.fault("ring", error)
+    # The supervisor of another version does not ask.
+    with contextlib.suppress(OSError, ValueError):
+        flight = Flight(run_directory(), stem + ".flight.json", ring, tracker)
+        recorder.each_round.append(flight.look)
+    observe(state)
+    exits.watch_fatal_signals(stem + ".fault")
+    tracker.page_phase(Phase.STARTING)
+    recorder.start()
+    watch.start()
+    atexit.register(rank.end)
+
+
+@shield.shielded
+def observe(state: RankState) -> None:
+    """Let observers follow the rank. For each event they are called in this order."""
+    replicas = Replicas(state)
+    pacing = Pacing(state)
+    # A loss is recorded before the fingerprint of its step.
+    losses = Losses(state, replicas)
+    subscribe(Exits(state))
+    subscribe(Stages(state))
+    subscribe(replicas)
+    pacing.follow(Gradients(state, replicas, pacing))
+    subscribe(optimizers.Optimizers(state, replicas))
+    subscribe(Edits(state, replicas))
+    subscribe(losses)
+    if state.budget.enabled:
+        subscribe(Zeroing(state))
+        subscribe(LocalGradients(state, losses))
+        subscribe(Fingerprints(state, replicas))
+        pacing.follow(buffers.Buffers(state, replicas))
+        subscribe(buffers.Statistics(state, replicas))
+        subscribe(Independent(state))
+    subscribe(buffers.Evaluations(state))
+    subscribe(Loops(state))
+    with contextlib.suppress(OSError, ValueError):
+        profiles = Profiles(state, run_directory())
+        subscribe(profiles)
+        state.recorder.each_round.append(profiles.look)
+    subscribe(Samples(state))
+    subscribe(Models(state))
+    subscribe(Changes(state, replicas))
+    subscribe(Checkpoints(state))
+    subscribe(Schedulers(state, replicas))
+    subscribe(LaunchOptions(state))
+    # It comes after the observers that it paces.
+    subscribe(pacing)
+
+
+def _open(
+    number: int, world_size: int, local_rank: int | None, restart: int, started: int
+) -> tuple[StatusPage, Journal, int]:
+    """Open the files of the first free attempt, since two jobs may share a run directory."""
+    megabytes = environment_int("DDPDOCTOR_JOURNAL_MB") or 64
+    while True:
+        stem = os.path.join(run_directory(), rank_stem(number, restart))
+        try:
+            page = StatusPage(
+                stem + ".status",
+                rank=number,
+                world_size=world_size,
+                local_rank=-1 if local_rank is None else local_rank,
+                restart=restart,
+                started=started,
+            )
+            return page, Journal(stem + ".jsonl", megabytes << 20), restart
+        except FileExistsError:
+            restart += 1
+            if restart >= MAX_ATTEMPTS:
+                raise

@@ -43,7 +43,7 @@ def followed(number: int, step: int, full: int, light: int, percent: float = 0.5
 
 
 def test_the_first_steps_are_all_seen() -> None:
-    one = followed(overhead.CLOSELY - 1, MILLISECOND, 40_000, 8_000)
+    one = followed(overhead.DENSE_STEPS - 1, MILLISECOND, 40_000, 8_000)
     assert (one.line, one.sparse) == (0, 0)
 
 
@@ -56,27 +56,27 @@ def test_steps_are_thinned_until_they_keep_to_half_of_the_budget() -> None:
     # 40 us are 0.4 % of 10 ms; of every second step, with 8 us of the others, 0.24 %.
     assert followed(5000, 10 * MILLISECOND, 40_000, 8_000).sparse == 1
     assert followed(5000, 10 * MILLISECOND, 40_000, 8_000, percent=0.2).sparse == 15
-    assert followed(1000, MILLISECOND, 40_000, 8_000).sparse == overhead.RARE_FULL - 1
-    assert followed(5000, MILLISECOND, 40_000, 8_000).sparse == overhead.RAREST_FULL - 1
+    assert followed(1000, MILLISECOND, 40_000, 8_000).sparse == overhead.EARLY_FULL - 1
+    assert followed(5000, MILLISECOND, 40_000, 8_000).sparse == overhead.LATE_FULL - 1
 
 
 def test_a_line_stands_for_a_third_of_a_second_later_on() -> None:
     assert followed(500, MILLISECOND, 4_000, 2_000).line == 7
     assert followed(5000, MILLISECOND, 4_000, 2_000).line == 511
     assert followed(5000, 20 * MILLISECOND, 4_000, 2_000).line == 15
-    assert followed(5000, 1000, 4_000, 2_000).line == overhead.MOST_STEPS - 1
+    assert followed(5000, 1000, 4_000, 2_000).line == overhead.MAX_STEPS - 1
 
 
 def test_a_line_stands_for_longer_where_steps_cannot_be_thinned_out_any_more() -> None:
     assert followed(5000, 5 * MILLISECOND, 200_000, 8_000).line == 63
     assert followed(5000, 5 * MILLISECOND, 200_000, 14_000).line == 127
-    assert followed(1000, MILLISECOND, 40_000, 8_000).line == overhead.RARE_FULL - 1
+    assert followed(1000, MILLISECOND, 40_000, 8_000).line == overhead.EARLY_FULL - 1
 
 
 @pytest.mark.parametrize("percent", [0, 0.01])
 def test_long_steps_are_not_thinned_out_further_by_a_small_budget(percent: float) -> None:
     one = followed(5000, 100 * MILLISECOND, 200_000, 8_000, percent)
-    assert (one.sparse, one.line) == (overhead.RARE_FULL - 1, overhead.RARE_FULL - 1)
+    assert (one.sparse, one.line) == (overhead.EARLY_FULL - 1, overhead.EARLY_FULL - 1)
 
 
 def test_what_diagnoses_take_of_a_clocked_step_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,6 +227,18 @@ def test_a_line_for_four_steps_holds_their_mean(clock: Clock) -> None:
     assert (first["step"], first["steps"], first["forward"], first["total"]) == (3, 4, 5, 6)
     assert (last["step"], last["steps"], last["forward"]) == (5, 2, 7)
     assert expanded([first, last]) == [*((n, 6, 1) for n in range(4)), (4, 8, 1), (5, 8, 1)]
+
+
+def test_a_line_with_several_full_steps_has_the_samples_of_one(clock: Clock) -> None:
+    clock.tracker.line = clock.tracker.detail.line = 7
+    clock.tracker.sparse = clock.tracker.detail.sparse = 3
+    clock.tracker.detail.choose = lambda *_: None  # type: ignore[method-assign]
+    for _ in range(16):
+        clock.tracker.fetch(1, first=False)
+        if not clock.tracker.light:
+            clock.tracker.step.fetched += 32
+        clock.step()
+    assert [(each["steps"], each["samples"]) for each in clock.lines()] == [(8, 32), (8, 32)]
 
 
 def test_backwards_that_differ_are_all_known(clock: Clock) -> None:

@@ -189,7 +189,7 @@ def test_what_several_operations_keep_is_read_once() -> None:
 
 
 def test_a_large_graph_is_not_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(origins, "MOST_TRACED", 4)
+    monkeypatch.setattr(origins, "MAX_TRACED", 4)
     assert origins.trace(Net(torch.tanh)(BATCH).mean(), WATCHED) is None
 
 

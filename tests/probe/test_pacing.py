@@ -92,11 +92,11 @@ def test_a_light_step_that_seemed_dear_once_is_no_reason_to_follow_all(
 
 def test_of_short_steps_some_windows_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, unjudged, budget = followed(monkeypatch, step=MILLISECOND, cost=20_000)
-    assert seen[: overhead.CLOSELY] == list(range(overhead.CLOSELY))
-    windows = {number // overhead.WINDOW for number in seen if number >= overhead.CLOSELY}
+    assert seen[: overhead.DENSE_STEPS] == list(range(overhead.DENSE_STEPS))
+    windows = {number // overhead.WINDOW for number in seen if number >= overhead.DENSE_STEPS}
     # 20 us of a step of 1 ms are 2 %, and of the 0.5 % that are allowed a half at most is for it.
     assert windows == {*range(16, 64, 4), *range(64, 256, 16)}
-    assert len(seen) == overhead.CLOSELY + len(windows) * overhead.WINDOW
+    assert len(seen) == overhead.DENSE_STEPS + len(windows) * overhead.WINDOW
     assert unjudged[:4] == [320, 321, 384, 385]
     assert budget.followed == pytest.approx(20_000 * len(seen), rel=0.05)
 

@@ -99,7 +99,7 @@ def test_a_line_of_several_short_steps_counts_as_many(written: Written) -> None:
     for passes, forward, loss in (([1], 100, 2.0), ([1, 2, 3, 4], 4 * 200, 1.0)):
         step = OpenStep(0, T0, without, passes)
         step.last, step.loss, step.norm = 7 + len(passes), loss, 3.0 + loss
-        step.times, step.fetched, step.looked = [0, 0, 0, forward, 0, 0, 0, 0], 8, 1
+        step.times, step.fetched, step.full = [0, 0, 0, forward, 0, 0, 0, 0], 8, 1
         lines.append(step.line())
     written.rank(0, lines)
     assert written.findings() == [], "it writes the rest of the run"

@@ -34,7 +34,7 @@ def watching(told: list[JsonObject], monkeypatch: pytest.MonkeyPatch) -> Iterato
     watching = Schedulers(state, Replicas(state))
     monkeypatch.setattr(events, "scheduler_made", [watching.scheduler_made])
     originals = {each: each.__init__ for each in (lr.LRScheduler, lr.ReduceLROnPlateau)}
-    training.install_schedulers(lr)
+    training.install_wrapped(lr)
     # Torch and the tests are many objects, which each collection would go through.
     gc.freeze()
     yield watching

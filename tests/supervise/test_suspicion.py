@@ -129,7 +129,7 @@ def test_a_suspicion_brings_its_own_credit_twice(directory: Path) -> None:
     purse = Purse(-10)
     told = [(when, writer, Suspicion(0, when + 1, 1, 0, ())) for when in (1, 3, 5)]
     assert looked_at(steps(purse, *told)) == [2, 4]
-    assert 0 < purse.granted <= 2 * overhead.MOST_GRANTED
+    assert 0 < purse.granted <= 2 * overhead.MAX_GRANTED
 
 
 @pytest.mark.parametrize(

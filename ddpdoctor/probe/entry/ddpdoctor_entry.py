@@ -1,15 +1,15 @@
 """Load the probe in a process that may become a rank, and nothing in any other.
 
-A worker of torchrun loads it at once, another process when it imports torch. Both learn of that,
-and of an exception that ends them, by an audit hook (PEP 578): ``sys.excepthook`` and
-``sys.meta_path`` stay as they are for code that asks whether they are Python's own.
+A worker of torchrun loads it at once, another process when it imports torch. An audit hook
+(PEP 578) notices that, and an exception that ends the process. ``sys.excepthook`` and
+``sys.meta_path`` stay as they are for code that checks whether they are Python's own.
 """
 
 import os
 import sys
 
 TYPE_CHECKING = False
-"""As `typing` has it, which takes milliseconds to import."""
+"""As in `typing`, which takes milliseconds to import."""
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
@@ -37,8 +37,8 @@ def _start() -> None:
 def _audit_hook(loaded: bool) -> "Callable[[str, tuple[Any, ...]], None]":
     """Return the audit hook of this process.
 
-    Whatever it needs is bound here: it stays until the interpreter has cleared its modules, and an
-    error in it would be one of the operation that Python is auditing.
+    It binds what it needs here, since it stays until the interpreter has cleared its modules. An
+    error in it would be raised by the operation that Python is auditing.
     """
     modules, safely, load, fails = sys.modules, _safely, _load, _fails
 
@@ -60,12 +60,12 @@ def _fails(args: "tuple[Any, ...]", loaded: bool) -> None:
 
     Args:
         args: The hook that is about to be called, and the exception's type, value and traceback.
-        loaded: Whether the probe is in this process.
+        loaded: The probe is in this process.
 
     Raises:
-        RuntimeError: The exception was printed already; Python does not call the hook then.
+        RuntimeError: The exception was printed already, so Python does not call the hook.
     """
-    # Ctrl-C needs no record, and Python dies of it as long as nothing is imported meanwhile.
+    # Ctrl-C needs no record, and an import now could stop Python from exiting with its signal.
     if not loaded and (args[1] is KeyboardInterrupt or not _safely(_load_failures)):
         return
     sys.modules["ddpdoctor.probe.observers.failures"].uncaught(args[2])
@@ -89,10 +89,9 @@ def _load() -> None:
 
 
 class _FromLibrary:
-    """Finds modules of Python's library there, whatever else the job has under their names.
+    """Find modules of Python's library there, even if the job has files of their names.
 
-    A script's folder comes before the library in ``sys.path``: what the probe imports is not to be
-    a file of the job. Other threads import as ever.
+    A script's folder comes before the library in ``sys.path``. Other threads import as usual.
     """
 
     def __init__(self) -> None:
@@ -137,8 +136,8 @@ def _load_package() -> None:
 def _is_worker() -> bool:
     """Return whether torchrun has started this process as a rank.
 
-    It makes each a session leader; what a rank starts in turn inherits the environment, but leads
-    no session. A debugger's options may have to hold a rank that was started otherwise.
+    It makes each a session leader. What a rank starts inherits the environment, but leads no
+    session. With options of the debugger, a rank that was started otherwise counts, too.
     """
     if os.environ.get("DDPDOCTOR_DEBUG", "attach") not in ("", "attach"):
         return True
@@ -155,7 +154,7 @@ def _is_launcher() -> bool:
 
 
 def _safely(step: "Callable[[], None]") -> bool:
-    """Call ``step``. Returns False, and says so, if it raised."""
+    """Call ``step``. Return False, and print it, if it raised."""
     try:
         step()
     except Exception as error:

@@ -1,1 +1,1 @@
-"""What is wrapped, and whom it calls: patches alone. What is made of it is in ``observers``."""
+"""Patches of torch and Python, which call the observers of `ddpdoctor.probe.observers`."""

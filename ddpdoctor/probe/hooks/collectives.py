@@ -1,9 +1,9 @@
 """Wrap what makes process groups, and the collectives called from Python.
 
-``init_process_group`` is the moment a process becomes a rank. Of a collective it is recorded which
-one it is, what it is about and how long the rank waits. DDP's own all-reduces run in C++: DDP's
-logger has them (see ``hooks.ddp``), and torch's Flight Recorder. A collective that is made of
-others (``all_gather_object``) counts as one.
+``init_process_group`` is the moment a process becomes a rank. Of a collective we record its name,
+its arguments and how long the rank waits. DDP's own all-reduces run in C++. DDP's logger (see
+``hooks.ddp``) and torch's Flight Recorder have them. A collective that consists of others
+(``all_gather_object``) counts as one.
 """
 
 from __future__ import annotations
@@ -19,18 +19,15 @@ from typing import Any
 
 from ddpdoctor.probe.observers import collective_calls, failures, job_launch
 from ddpdoctor.probe.observers.collective_calls import Call, Ledger
-from ddpdoctor.probe.observers.steps import StepTracker
 from ddpdoctor.probe.runtime import debugger, events, hot, rank, shield, stacks, torch_groups
 from ddpdoctor.probe.runtime.hot import Chain
 from ddpdoctor.probe.runtime.sites import Site, caller
 from ddpdoctor.probe.runtime.wrapping import around
 from ddpdoctor.run.status import Phase, page_name
 
-# -- how process groups are made: ``init_process_group`` is the moment a process becomes a rank
-
 
 def install_groups(c10d: ModuleType) -> None:
-    """Wrap what makes process groups in ``torch.distributed.distributed_c10d``.
+    """Wrap the functions of ``torch.distributed.distributed_c10d`` that make process groups.
 
     Runs before ``torch.distributed`` copies the names, so every way to reach them is wrapped.
     """
@@ -41,7 +38,7 @@ def install_groups(c10d: ModuleType) -> None:
 
 @shield.shielded
 def _declare(kwargs: dict[str, Any]) -> None:
-    """``init_process_group`` is called; for how many ranks, as far as it is easy to see."""
+    """Declare that ``init_process_group`` is called, and for how many ranks if that is plain."""
     stacks.declare()
     asked = kwargs.get("world_size", -1)
     elsewhere = kwargs.get("init_method") not in (None, "env://") or "store" in kwargs
@@ -59,7 +56,7 @@ def _joined() -> None:
 
 @shield.shielded
 def _offer(distributed: Any) -> None:
-    """This rank may be debugged."""
+    """Offer this rank to debuggers."""
     debugger.joined(
         {
             "rank": distributed.get_rank(),
@@ -71,10 +68,10 @@ def _offer(distributed: Any) -> None:
 
 @shield.shielded
 def _note_store(arguments: dict[str, Any]) -> None:
-    """Write down the address of a store that no process will open: the call may never return."""
+    """Record the address of a store that no process will open, as the call may never return."""
     record = job_launch.unopened_store(arguments, caller()) if rank.current() is None else None
     if record is not None:
-        failures.stray(record)
+        failures.write_stray(record)
 
 
 def _wrap_constructor(c10d: ModuleType, name: str, joins: bool) -> None:
@@ -86,7 +83,7 @@ def _wrap_constructor(c10d: ModuleType, name: str, joins: bool) -> None:
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError:
-            # torch says so.
+            # torch reports it.
             bound = None
         if joins:
             arguments = dict(bound.arguments) if bound is not None else {}
@@ -94,7 +91,7 @@ def _wrap_constructor(c10d: ModuleType, name: str, joins: bool) -> None:
             _note_store(arguments)
         asked = bound.arguments.get("timeout") if bound is not None else None
         if bound is not None and isinstance(asked, timedelta) and torch_groups.least_timeout():
-            # Whoever is in the debugger comes late.
+            # A rank that is stopped in the debugger comes late.
             bound.arguments["timeout"] = max(asked, torch_groups.least_timeout())
             args, kwargs = bound.args, bound.kwargs
         try:
@@ -120,14 +117,12 @@ def _lift_timeout(c10d: ModuleType, asked: object) -> None:
 
 # -- collectives
 
-
 _WAIT = int(Phase.WAIT)
 _HOOK = "collectives"
 _RING = "collectives.ring"
-_pages: dict[str, bytes] = {}
+_cached_page_name = functools.cache(page_name)
 
-Noted = tuple[Ledger, int]
-"""A call as it was written down: where, and its order there."""
+Noted = tuple[Ledger, int]  # a recorded call: its ledger, and its order there
 
 
 def install_collectives(c10d: ModuleType) -> None:
@@ -136,14 +131,14 @@ def install_collectives(c10d: ModuleType) -> None:
         if hasattr(c10d, name) and not _install_compiled(c10d, name):
             begin = _begin(name, collective_calls.binder(name, getattr(c10d, name)))
             around(c10d, name, _HOOK, begin, _end, compiled=True)
-    # What an asynchronous collective returns: here the rank waits for it.
+    # An asynchronous collective returns a Work. The rank waits in its `wait`.
     around(getattr(c10d, "Work", None), "wait", _HOOK, _wait_begins, _wait_ended, waits=True)
 
 
 def _install_compiled(c10d: ModuleType, name: str) -> bool:
-    """Wrap a collective by compiled code, if there is any; whether it was.
+    """Wrap a collective in compiled code. Returns False if there is none for it.
 
-    Dynamo puts its own functions in place of those that it knows, and these have to be Python's.
+    The outer function is Python, since Dynamo replaces the collectives that it knows by functions.
     """
     original = getattr(c10d, name)
     places = collective_calls.parameter_places(name, original) if hot.core is not None else None
@@ -169,20 +164,13 @@ def _install_compiled(c10d: ModuleType, name: str) -> bool:
     return True
 
 
-def _show(tracker: StepTracker, name: str) -> None:
-    tracker.collective = name
-    page = _pages.get(name)
-    if page is None:
-        page = _pages[name] = page_name(name)
-    tracker.page.set_collective(page)
-
-
-def enter(name: str, site: Site | None = None) -> bool:
-    """Begin to wait; False if this call is not to be followed (nested, other thread, no rank)."""
+def enter(name: str) -> bool:
+    """Begin to wait. Return False if the call is not followed (nested, other thread, no rank)."""
     tracker = rank.active
-    if tracker is None or tracker.phase == _WAIT or not tracker.enter(_WAIT, site or caller()):
+    if tracker is None or tracker.phase == _WAIT or not tracker.enter(_WAIT, caller()):
         return False
-    _show(tracker, name)
+    tracker.collective = name
+    tracker.page.set_collective(_cached_page_name(name))
     return True
 
 
@@ -196,7 +184,7 @@ def leave(error: BaseException | None) -> None:
 
 
 def waited(begun: object, result: object, error: BaseException | None) -> None:
-    """The same as the end of a call (`ddpdoctor.probe.runtime.wrapping.around`)."""
+    """End the wait of a call that `wrapping.around` has wrapped."""
     leave(error)
 
 
@@ -213,21 +201,17 @@ def _begin(name: str, bind: Callable[..., Call]) -> Callable[..., object]:
             if tracker.enter(_WAIT, chain[0]):
                 tracker.collective = name
                 tracker.page.set_collective(shown)
-                _count(tracker, name)
+                tracker.collectives += 1
+                if "reduce" in name:
+                    tracker.reductions += 1
+                elif "gather" in name:
+                    tracker.gathers += 1
                 return _note_call(name, bind, chain, args, kwargs) or True
         if not tracker.is_here():
             _note_elsewhere(bind, args, kwargs)
         return None
 
     return begin
-
-
-def _count(tracker: StepTracker, name: str) -> None:
-    tracker.collectives += 1
-    if "reduce" in name:
-        tracker.reductions += 1
-    elif "gather" in name:
-        tracker.gathers += 1
 
 
 def _end(begun: Noted | bool, result: object, error: BaseException | None) -> None:
@@ -248,14 +232,14 @@ def _ledger() -> Ledger | None:
 def _note_call(
     name: str, bind: Callable[..., Call], chain: tuple[Site, ...], args: Any, kwargs: Any
 ) -> Noted | None:
-    """Write the call down; where, or None if nothing was written."""
+    """Record a call. Return where, or None if nothing was written."""
     ledger = _ledger()
     if ledger is None:
         return None
     try:
         order = ledger.begin(name, bind(*args, **kwargs), chain)
     except (TypeError, IndexError, AttributeError):
-        # No such arguments: torch will say so itself.
+        # torch reports wrong arguments itself.
         return None
     except Exception as error:
         shield.fault(_RING, error)
@@ -265,19 +249,16 @@ def _note_call(
 
 
 def _note_elsewhere(bind: Callable[..., Call], args: Any, kwargs: Any) -> None:
-    """Another thread calls a collective, which has no place in the order that is known."""
+    """Record that another thread calls a collective, whose place in the order is unknown."""
     ledger = _ledger()
     try:
         if ledger is not None:
             ledger.begin_elsewhere(bind(*args, **kwargs))
     except (TypeError, IndexError, AttributeError):
-        # No such arguments: torch will say so itself.
+        # torch reports wrong arguments itself.
         return
     except Exception as error:
         shield.fault(_RING, error)
-
-
-# -- waits for asynchronous ones
 
 
 def _wait_begins(work: object, *args: Any, **kwargs: Any) -> object:

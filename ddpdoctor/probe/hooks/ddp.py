@@ -1,12 +1,12 @@
-"""Wrap DistributedDataParallel and other forward passes: construction, forward, buffer broadcast.
+"""Wrap DistributedDataParallel (construction, forward, buffer broadcast) and other forwards.
 
 The split of a backward into compute and exposed all-reduce comes from DDP's logger
-(``_get_ddp_logging_data``). It has an iteration when the next one begins, and a wall-clock around
-``backward()`` cannot: the all-reduce makes every rank as slow as the slowest.
+(``_get_ddp_logging_data``), which has the times of an iteration when the next one begins. A clock
+around ``backward()`` cannot split it: the all-reduce makes every rank as slow as the slowest.
 
-Forward passes of what is no DDP module are those of ``fully_shard`` (FSDP2) and of pipeline stages.
-The outermost counts: blocks that are sharded by themselves, and what activation checkpointing runs
-again in backward, are part of what they run in.
+Forwards without DDP are those of ``fully_shard`` (FSDP2) and of pipeline stages. The outermost one
+counts: blocks that are sharded on their own, and what activation checkpointing runs again in
+backward, are part of it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType, ModuleType, TracebackType
 from typing import Any
 
@@ -36,42 +37,36 @@ from ddpdoctor.probe.runtime import (
     torch_private,
 )
 from ddpdoctor.probe.runtime.budget import clock
+from ddpdoctor.probe.runtime.events import Observer, emit
 from ddpdoctor.probe.runtime.hot import Chain
 from ddpdoctor.probe.runtime.phases import CudaClock
-from ddpdoctor.probe.runtime.sites import caller
 from ddpdoctor.probe.runtime.wrapping import CODES, after, around
 from ddpdoctor.run import status
 from ddpdoctor.run.names import BUCKETS, BUFFERS
 from ddpdoctor.run.records.model import DdpRecord, Parameter
 from ddpdoctor.run.status import Phase
 
-# -- ddp
-
+# -- DDP modules
 
 _FORWARD = int(Phase.FORWARD)
 _DDP_HOOK = "ddp.forward"
 FINALIZE = "DDP's finalize_backward"
-"""The same of the wait at the end of a backward that the job finishes itself (2.15)."""
+"""Name of the wait at the end of a backward that the job finalizes itself (2.15)."""
 
-SHORT = 5_000_000
-"""Nanoseconds below which a step is too short to ask DDP's logger (10 us) every time."""
-
+SHORT_STEP = 5_000_000  # nanoseconds below which a step is too short to ask DDP's logger (10 us)
 SHORT_STRIDE = 4
-"""Of short steps, every fourth is split; by number, so that all ranks split the same ones."""
+"""One in so many short steps is split, chosen by number, so that all ranks split the same ones."""
 
 
+@dataclass(eq=False)
 class _Timed:
-    """What was read of one DDP module's logger, and the step that it has next."""
+    """What was read of the logger of one DDP module, and the step that its next iteration is in."""
 
-    __slots__ = ("iteration", "number", "sampled", "sparse", "step")
-
-    def __init__(self, sampled: bool) -> None:
-        self.sampled = sampled
-        """Whether it is said which iterations are timed; they are as sparse as steps are seen."""
-        self.sparse = 0
-        self.iteration = 0
-        self.step: OpenStep | None = None
-        self.number = 0
+    sampled: bool  # we choose which iterations are timed: those of full steps
+    sparse: int = 0
+    iteration: int = 0
+    step: OpenStep | None = None
+    number: int = 0
 
 
 _lines = Chain(1)
@@ -96,25 +91,11 @@ def install(module: ModuleType) -> None:
         compiled=True,
         idle=torch_private.REBUILT,
     )
-    around(
-        ddp_class,
-        torch_private.SYNC_BUFFERS,
-        "ddp.buffers",
-        _sync_begins,
-        collectives.waited,
-        compiled=True,
-    )
-    around(
-        ddp_class,
-        "finalize_backward",
-        "ddp.finalize",
-        _finalize_begins,
-        collectives.waited,
-        compiled=True,
-    )
-
-
-# -- construction
+    for name, hook, begin in (
+        (torch_private.SYNC_BUFFERS, "ddp.buffers", _sync_begins),
+        ("finalize_backward", "ddp.finalize", _finalize_begins),
+    ):
+        around(ddp_class, name, hook, begin, collectives.waited, compiled=True)
 
 
 def _constructed(result: None, ddp: Any, *args: Any, **kwargs: Any) -> None:
@@ -123,8 +104,7 @@ def _constructed(result: None, ddp: Any, *args: Any, **kwargs: Any) -> None:
         return
     state.tracker.here()
     _built(ddp, bool(kwargs.get("static_graph", args[3] if len(args) > 3 else False)))
-    for subscriber in events.ddp_built:
-        subscriber(ddp)
+    emit(Observer.ddp_built, ddp)
 
 
 @shield.shielded
@@ -168,7 +148,7 @@ def _built(ddp: Any, static_graph: bool) -> None:
 
 
 def _uuids(torch: Any, module: Any) -> tuple[str, ...]:
-    """The GPUs that a module lies on, which are several where it is parallel itself."""
+    """Return the GPUs of a module. There are several if it is model-parallel itself."""
     devices = {each.device for each in (*module.parameters(), *module.buffers())}
     uuids = (torch_private.device_uuid(torch, each) for each in devices if each.type == "cuda")
     return tuple(sorted(uuid for uuid in uuids if uuid))
@@ -176,20 +156,19 @@ def _uuids(torch: Any, module: Any) -> tuple[str, ...]:
 
 # -- forward
 
-
 Before = Callable[[Any, FrameType], "StepTracker | None"]
 
 
 class _Forward:
-    """DDP's own context around the wrapped module's forward, with ours around it.
+    """Wrap DDP's own context around the wrapped module's forward.
 
-    Where it is compiled, light steps do without `_before`.
+    The compiled one does light steps without calling `_before`.
 
     Args:
         ddp: The module.
         context: DDP's own.
-        before: Called first, with the module and the frame whose forward it is; what it returns is
-            whose phase is to be left.
+        before: Called first, with the module and the frame of the forward. Returns the tracker
+            whose phase has to be left.
     """
 
     __slots__ = ("_before", "_context", "_ddp", "_entered")
@@ -225,27 +204,14 @@ def _wrap_inside(torch: Any, ddp_class: Any) -> None:
     if original is None:
         return
     torch_private.skip_wrappers(torch, CODES)
-    torch_private.skip_frames(
-        torch,
-        (
-            sys.modules[__name__],
-            sample_contents,
-            collectives,
-            phases,
-            status,
-            recorder,
-            sites,
-            steps,
-            torch_private,
-        ),
-    )
-    # Bare, without its own shield from Dynamo: ours is outside of it.
+    here = sys.modules[__name__]
+    ours = (collectives, events, phases, recorder, sample_contents, sites, status, steps)
+    torch_private.skip_frames(torch, (here, torch_private, *ours))
+    # Unwrapped: torch has disabled Dynamo for it, and we do that outside.
     bare = contextmanager(inspect.unwrap(original))
-    forward: Any = _Forward
-    if hot.core is not None:
-        forward = hot.core.Forward
+    forward: Any = _Forward if hot.core is None else hot.core.Forward
 
-    # Its attributes stay behind: Dynamo would find the original by them.
+    # Without its attributes: Dynamo would find the original by them.
     @functools.wraps(original, updated=())
     def _inside_ddp_forward(self: Any) -> Any:
         context = bare(self)
@@ -269,12 +235,11 @@ def _before(ddp: Any, frame: FrameType) -> StepTracker | None:
                 subscriber(ddp, armed)
         else:
             tracker.evaluating()
-            for each in events.evaluation_begins:
-                each(ddp)
+            emit(Observer.evaluation_begins, ddp)
         if not tracker.enter(_FORWARD, _lines.sites()[0]):
             return None
         if not tracker.light and not tracker.step.fetched:
-            # It is that of DDP's _run_ddp_forward, which holds the inputs.
+            # The frame is DDP's _run_ddp_forward, which holds the inputs.
             inputs = frame.f_locals
             size = sample_contents.batch_size
             tracker.step.fed += size(inputs.get("inputs")) or size(inputs.get("kwargs"))
@@ -287,7 +252,7 @@ def _before(ddp: Any, frame: FrameType) -> StepTracker | None:
 
 
 def _listen(ddp: Any, tracker: StepTracker) -> None:
-    """Attribute what DDP's logger has, which is the last iteration, to that one's step."""
+    """Add the times of DDP's logger to the step of the iteration that they are of: the last one."""
     timed = _modules.get(ddp)
     if timed is None:
         return
@@ -298,9 +263,9 @@ def _listen(ddp: Any, tracker: StepTracker) -> None:
         timed.sparse = sparse
         if timed.sampled:
             torch_private.sample(ddp, sparse + 1)
-    if 0 < tracker.last_total < SHORT:
+    if 0 < tracker.last_total < SHORT_STEP:
         sparse |= SHORT_STRIDE - 1
-    # Light steps between them may have passed unseen.
+    # Light steps may have passed in between.
     if step is None or (number + 1) & sparse or now > number + 1:
         return
     numbers = torch_private.logging_ints(ddp)
@@ -310,23 +275,22 @@ def _listen(ddp: Any, tracker: StepTracker) -> None:
     if iteration != timed.iteration:
         timed.iteration = iteration
         step.timed += 1
-        # One that the job finalizes is waited for outside of backward.
+        # The wait of an iteration that the job finalizes is outside of its backward.
         if not getattr(ddp, "require_manual_backward_finalization", False):
             hidden = numbers.get("backward_compute_comm_overlap_time", 0)
             step.exposed += max(0, numbers.get("backward_comm_time", 0) - hidden)
 
 
-# -- the order of buckets
-
+# -- the order of buckets, and buffers
 
 _ordering: Any = None
-"""The DDP module that is about to broadcast, or to be given, the order of its buckets."""
+"""The DDP module that is about to broadcast or receive the order of its buckets."""
 
 
 def _order_begins(ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
-    """Whether a forward may broadcast the order in which gradients became ready, once in a job.
+    """Wait if a forward may broadcast the order in which gradients became ready, once in a job.
 
-    It does so by itself also where its own backward is not reduced (``no_sync``).
+    A forward within ``no_sync`` does so, too.
     """
     global _ordering
     if not _grad_enabled():
@@ -341,21 +305,14 @@ def _order_begins(ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
 
 
 def _order_ended(ddp: Any, result: object, error: BaseException | None) -> None:
-    _ordered(ddp, error)
-
-
-def _ordered(ddp: Any, error: BaseException | None) -> None:
     global _ordering
     if _ordering is ddp:
         _ordering = None
         collectives.leave(error)
 
 
-# -- buffers
-
-
 def _sync_begins(ddp: Any) -> bool | None:
-    _ordered(ddp, None)
+    _order_ended(ddp, None, None)
     for subscriber in events.buffers_begin:
         subscriber(ddp)
     return collectives.enter(BUFFERS) or None
@@ -365,15 +322,14 @@ def _finalize_begins(ddp: Any) -> bool | None:
     return collectives.enter(FINALIZE) or None
 
 
-# -- forward passes of what is no DDP module: ``fully_shard`` (FSDP2), and stages of pipelines
-
+# -- forwards without DDP: ``fully_shard`` (FSDP2), and stages of pipelines
 
 _BETWEEN = (int(Phase.STARTING), int(Phase.OTHER))
 _FORWARD_HOOK = "forward"
 
 
 def install_stage_forwards(module: ModuleType) -> None:
-    """Forward passes of micro-batches; DDP's own are followed by its hook."""
+    """Follow forwards of micro-batches, except those of DDP modules."""
     stage_class = getattr(module, torch_private.STAGE, None)
     around(
         stage_class, torch_private.STAGE_FORWARD, _FORWARD_HOOK, _micro_batch_begins, _forward_ended
@@ -384,14 +340,14 @@ def _micro_batch_begins(stage: Any, *args: Any, **kwargs: Any) -> bool | None:
     tracker = rank.active
     if tracker is None or tracker.phase not in _BETWEEN or torch_private.is_ddp(stage.submod):
         return None
-    return tracker.enter(_FORWARD, caller()) or None
+    return tracker.enter(_FORWARD, sites.caller()) or None
 
 
 def install_sharded(module: ModuleType) -> None:
-    """``FSDPModule``, the class that ``fully_shard`` gives a module as its first base.
+    """Wrap ``FSDPModule.__call__``, the class that ``fully_shard`` makes a module's first base.
 
-    Its ``__call__`` alone: a hook in a module would be pickled with it, and one around FSDP's own
-    hooks would not notice that a forward raised.
+    A hook in the module would be pickled with it, and one around FSDP's own hooks would not notice
+    that a forward raised.
     """
     sharded = getattr(module, "FSDPModule", None)
     if sharded is None or "__call__" in vars(sharded):
@@ -425,7 +381,7 @@ def _sharded_begins() -> bool:
             tracker.forward(False)
         else:
             tracker.evaluating()
-        return tracker.enter(_FORWARD, caller())
+        return tracker.enter(_FORWARD, sites.caller())
     except Exception as error:
         shield.fault(_FORWARD_HOOK, error)
     return False

@@ -1,7 +1,7 @@
 """Wrap the ways a process ends: ``sys.exit``, ``os._exit``, fatal signals, exceptions in threads.
 
-What is printed, and the exit status, stay as they are. An uncaught exception is reported by the
-entry (`probe/entry/ddpdoctor_entry.py`).
+Printed text and exit status stay as they are. The entry (`probe/entry/ddpdoctor_entry.py`) reports
+uncaught exceptions.
 """
 
 from __future__ import annotations
@@ -26,15 +26,14 @@ from ddpdoctor.run.journal import move_up
 from ddpdoctor.run.records.process import ErrorRecord, ExitRecord
 
 _SAID = 300
-_NEAR = 8
-"""Frames above ``sys.exit`` in which its reason is looked for."""
+_NEAR = 8  # frames above ``sys.exit`` that are searched for its reason
 
 _last: tuple[ExitRecord, ErrorRecord | None] | None = None
 """The last call of ``sys.exit``, and the exception behind it."""
 
 
 def install() -> None:
-    """Hook this process; modules it has not imported yet are hooked when it does."""
+    """Hook this process, and modules that it has not imported yet when it does."""
     _watch_threads()
     # `print_exc`, `format_exc` and `logging` all end in these two.
     for name in ("print_exception", "format_exception"):
@@ -85,13 +84,13 @@ def _wrap_exits() -> None:
 
     @functools.wraps(os_exit)
     def _exit(status: int) -> NoReturn:
-        # Forked children (multiprocessing's among them) always end this way, ranks or not.
+        # Forked children, as those of multiprocessing, always end this way, whether ranks or not.
         own = os.getpid() == failures.owner
         if own or rank.current() is not None:
             _hard_exit(status, own)
         os_exit(status)
 
-    # By the name of the module that it is found in it can be pickled.
+    # pickle looks for it in that module.
     _exit.__module__ = "os"
     sys.exit = exit
     os._exit = _exit
@@ -100,7 +99,7 @@ def _wrap_exits() -> None:
 
 @shield.shielded
 def _note_exit(status: Any) -> None:
-    """Remember the call; only the end of the process tells whether it was not caught."""
+    """Note the call. Only the end of the process shows that it was not caught."""
     global _last
     if threading.current_thread() is not threading.main_thread():
         return
@@ -112,7 +111,7 @@ def _note_exit(status: Any) -> None:
 
 
 def _refusal() -> str:
-    """What ``ArgumentParser.error`` was given, if that is what leaves."""
+    """Return the message of ``ArgumentParser.error`` if that makes the process exit."""
     frame: FrameType | None = sys._getframe()
     for _ in range(_NEAR):
         if frame is None:
@@ -126,12 +125,12 @@ def _refusal() -> str:
 
 @shield.shielded
 def _hard_exit(status: int, own: bool) -> None:
-    """``os._exit``: no ``atexit`` comes after it. ``own``: not the end of a forked child."""
+    """Record an ``os._exit``, after which no ``atexit`` runs. ``own``: not of a forked child."""
     state = rank.current()
     if state is None:
         if status:
             call = failures.exit_record("os._exit", status, caller())
-            failures.stray(failures.with_reason(call, failures.behind()))
+            failures.write_stray(failures.with_reason(call, failures.behind()))
         return
     failures.unseen()
     if own and not state.has_error:
@@ -154,11 +153,11 @@ class Exits(Observer):
         failures.unseen()
         if state.has_error:
             return
-        # A call with steps after it was caught.
+        # If a step ended after the call, it was caught.
         if _last is not None and _last[0].time > state.tracker.last_change:
             state.recorder.add(failures.with_reason(*_last))
             return
-        # The status tells whether it mattered.
+        # The exit status shows whether it mattered.
         shown = failures.shown_last()
         if shown is not None:
             state.recorder.add(shown)
@@ -166,14 +165,12 @@ class Exits(Observer):
 
 @shield.shielded
 def _stray_at_exit() -> None:
-    """At the end of a process that never became a rank: a ``sys.exit`` with a status."""
+    """Record a ``sys.exit`` with a status at the end of a process that never became a rank."""
     if rank.current() is None and _last and _last[0].status and _last[0].pid == os.getpid():
-        failures.stray(failures.with_reason(*_last))
+        failures.write_stray(failures.with_reason(*_last))
 
 
-# -- processes made by multiprocessing, whose exceptions never reach an excepthook
-
-
+# -- processes of multiprocessing, whose exceptions never reach an excepthook
 def _recording(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -194,7 +191,7 @@ def _recording(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @shield.shielded
 def _leaves(error: SystemExit) -> None:
-    """Record what ends a process of multiprocessing, which exits once more by itself afterwards."""
+    """Record what ends a process of multiprocessing, which exits again by itself afterwards."""
     state, frames = rank.current(), failures.frames_of(error)
     if state is None or state.has_error or not frames:
         return
@@ -209,13 +206,13 @@ def _leaves(error: SystemExit) -> None:
 
 
 def _wrap_process_run(module: ModuleType) -> None:
-    """``multiprocessing.Process.run``: its errors are printed by multiprocessing itself."""
+    """Wrap ``multiprocessing.Process.run``, as multiprocessing prints the errors itself."""
     process_class = module.BaseProcess
     process_class.run = _recording(process_class.run)
 
 
 def install_spawn(module: ModuleType) -> None:
-    """``torch.multiprocessing.spawn``: its errors travel to the parent as text."""
+    """Wrap ``torch.multiprocessing.spawn``, whose errors travel to the parent as text."""
     original = getattr(module, "_wrap", None)
     if original is None:
         return
@@ -233,7 +230,7 @@ def install_spawn(module: ModuleType) -> None:
 def watch_fatal_signals(path: str) -> None:
     """Let ``faulthandler`` write to ``path``, unless the job uses it itself.
 
-    Its handlers chain to those that were there before, and a job that enables it later gets it.
+    Its handlers call those that were there before. A job that enables it later gets it.
     """
     if faulthandler.is_enabled():
         return
@@ -248,7 +245,7 @@ def watch_fatal_signals(path: str) -> None:
 
 
 def _hide_faulthandler() -> None:
-    """Until the job enables ``faulthandler`` itself, it looks as if it were not."""
+    """Let ``faulthandler`` look disabled until the job enables it."""
     enable, is_enabled = faulthandler.enable, faulthandler.is_enabled
     ours = True
 

@@ -1,8 +1,8 @@
-"""Override arguments of the job, only where `ddpdoctor scale` was asked to try others.
+"""Override arguments of the job, only if `ddpdoctor scale` was asked to try others.
 
-The one hook that changes what a job does. Without the environment variable it installs nothing;
-each override is recorded with the line of the script. One that cannot be made is a recorded fault,
-and the job then runs as it is.
+This hook alone changes what a job does. Without the environment variable it installs nothing. Each
+override is recorded with the line of the script. An override that fails is recorded as a fault, and
+the job then runs as it is.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ from ddpdoctor.run.overrides import DDP, KNOWN, LOADER, VARIABLE, Value, parse
 from ddpdoctor.run.records.process import OverrideRecord
 from ddpdoctor.run.status import Phase
 
-_BEHAVIOUR = ("accumulation", "comm_hook", "ddp")
-"""Those that are no arguments of a constructor."""
-
+_BEHAVIOUR = ("accumulation", "comm_hook", "ddp")  # overrides that are no constructor arguments
 _NEED_WORKERS = ("persistent_workers", "prefetch_factor", "multiprocessing_context", "timeout")
 _MOST = 64
 
@@ -36,7 +34,7 @@ def _wanted(owner: str) -> dict[str, Value]:
 
 
 def install_ddp(module: ModuleType) -> None:
-    """``torch.nn.parallel.DistributedDataParallel``."""
+    """Override arguments and behaviour of ``torch.nn.parallel.DistributedDataParallel``."""
     wanted = _wanted(DDP)
     behaviour = {name: wanted.pop(name) for name in _BEHAVIOUR if name in wanted}
     ddp_class = module.DistributedDataParallel
@@ -51,7 +49,7 @@ def install_ddp(module: ModuleType) -> None:
 
 
 def install_loader(module: ModuleType) -> None:
-    """``torch.utils.data.DataLoader``."""
+    """Override arguments of ``torch.utils.data.DataLoader``."""
     wanted = _wanted(LOADER)
     if wanted:
         _override(module.DataLoader, wanted)
@@ -79,7 +77,7 @@ def _override(owner: Any, wanted: dict[str, Value]) -> None:
             _change(owner, bound.arguments, wanted)
             args, kwargs = bound.args[1:], bound.kwargs
         except Exception as error:
-            # Torch itself says what is wrong with the script's own arguments.
+            # torch itself reports what is wrong with the script's own arguments.
             shield.fault(f"override of {owner.__name__}", error)
         try:
             original(self, *args, **kwargs)
@@ -104,7 +102,7 @@ def _change(owner: Any, arguments: dict[str, Any], wanted: dict[str, Value]) -> 
 
 
 def _register(ddp_class: Any, name: str) -> None:
-    """Register a communication hook of torch's; one that the script registers has no effect."""
+    """Register a communication hook of torch. One that the script registers has no effect."""
     build, register = ddp_class.__init__, ddp_class.register_comm_hook
 
     @functools.wraps(build)
@@ -119,11 +117,11 @@ def _register(ddp_class: Any, name: str) -> None:
 
 
 def _ignored(*args: object, **kwargs: object) -> None:
-    """What the script calls to register another one."""
+    """Ignore the script's call that would register another one."""
 
 
 def _accumulate(ddp_class: Any, every: int) -> None:
-    """All-reduce after every n-th backward alone, as ``no_sync`` does around the others."""
+    """All-reduce only after every n-th backward, as ``no_sync`` does around the others."""
     forward = ddp_class.forward
     passes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
@@ -143,7 +141,7 @@ def _accumulate(ddp_class: Any, every: int) -> None:
 
 
 def _replace(ddp_class: Any, name: str) -> None:
-    """Let the constructor return apex's class: Python calls no ``__init__`` of ours on that."""
+    """Let the constructor return apex's class, on which Python does not call our ``__init__``."""
 
     def __new__(cls: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
         wrapped = importlib.import_module("apex.parallel").DistributedDataParallel(module)
@@ -156,7 +154,7 @@ def _replace(ddp_class: Any, name: str) -> None:
 
 @shield.shielded
 def _time(wrapped: Any) -> None:
-    """Time the forward of a module that is not torch's DDP, whose all-reduce has no timers."""
+    """Time the forward of a module that is not torch's DDP, and has no timers."""
     state = rank.current()
     if state is None:
         return

@@ -1,9 +1,9 @@
-"""Wrap the loop of training, and what scripts call around it.
+"""Wrap the training loop, and what scripts call around it.
 
 The loop is batches, backward passes, steps of optimizers and GradScaler. Around it are options,
-models, samplers, schedulers and files: each a row that says what is wrapped, and who hears of it
-before or after the call. What raises warnings by stack level is wrapped below, so that these still
-blame the user's line.
+models, samplers, schedulers and files. `WRAPPED` lists the functions where an observer is called
+before or after. Functions that raise warnings by stack level are wrapped further down the stack, so
+that these still point to the user's line.
 """
 
 from __future__ import annotations
@@ -27,26 +27,27 @@ from ddpdoctor.probe.observers import (
 )
 from ddpdoctor.probe.runtime import debugger, events, hot, rank, shield, torch_private
 from ddpdoctor.probe.runtime.budget import clock
+from ddpdoctor.probe.runtime.events import Observer, emit
 from ddpdoctor.probe.runtime.hot import Chain
 from ddpdoctor.probe.runtime.sites import site_of
 from ddpdoctor.probe.runtime.wrapping import after, around, before
 from ddpdoctor.run.status import NO_EPOCH, Phase
 
-# -- the loop of training: batches, backward passes, steps of optimizers, GradScaler
-
-
 _fetches, _backs, _opts = Chain(1), Chain(1), Chain(1)
 _light_begins, _light_ended = hot.step_begins, hot.step_ended
 _DATA, _BACKWARD, _OPTIMIZER = int(Phase.DATA), int(Phase.BACKWARD), int(Phase.OPTIMIZER)
 
-
 # -- batches
 
 
-def install_batches(dataloader: ModuleType) -> None:
-    """Time the training thread's waits for a batch."""
+def install_dataloader(dataloader: ModuleType) -> None:
+    """Time the training thread's waits for a batch, and notice loaders and what they draw."""
     for iterator_class in torch_private.loader_iterator_classes(dataloader):
         around(iterator_class, "_next_data", "dataloader", _batch_wanted, _batch_came)
+    base = torch_private.loader_iterator_base(dataloader)
+    if base is not None:
+        after(base, "_next_index", _indices_drawn)
+        after(dataloader.DataLoader, "__setattr__", _attribute_set)
 
 
 def _batch_wanted(iterator: Any) -> Any:
@@ -56,7 +57,7 @@ def _batch_wanted(iterator: Any) -> Any:
     first = torch_private.is_first_batch(iterator)
     if first:
         epoch = getattr(torch_private.sampler_of(iterator), "epoch", None)
-        # Some seed with it: what has no place in eight bytes is no number of an epoch.
+        # Some jobs store a seed there: a number of more than eight bytes is no epoch.
         known = type(epoch) is int and abs(epoch) < 1 << 63
         iterator._ddpdoctor_epoch = epoch if known else NO_EPOCH
         debugger.note_worker_code(iterator)
@@ -80,8 +81,48 @@ def _batch_came(iterator: Any, data: Any, error: BaseException | None) -> None:
             subscriber(iterator, data)
     elif ended:
         tracker.outside()
-        for each in events.loader_exhausted:
-            each(iterator)
+        emit(Observer.loader_exhausted, iterator)
+
+
+def _indices_drawn(index: Any, iterator: Any) -> None:
+    for subscriber in events.indices_drawn:
+        subscriber(index, iterator)
+
+
+def _attribute_set(result: None, loader: Any, attr: str, val: Any) -> None:
+    if attr == torch_private.LOADER_BUILT:
+        loaders.built_loaders.add(loader, site_of(sys._getframe(3)))
+
+
+def install_distributed_sampler(module: ModuleType) -> None:
+    """Notice each ``DistributedSampler`` that is made."""
+    _notice_built(module.DistributedSampler, "dataset", loaders.built_samplers)
+
+
+def install_subset(module: ModuleType) -> None:
+    """Notice each ``Subset`` that is made."""
+    _notice_built(module.Subset, "indices", loaders.built_subsets)
+
+
+def _notice_built(made: Any, first: str, book: loaders.Book) -> None:
+    """Note objects of a class when their ``__init__`` sets the attribute ``first``.
+
+    So no frame of ours is around any part of theirs, and the class looks as it did before.
+    """
+    if "__setattr__" in vars(made):
+        return
+
+    def __setattr__(self: Any, attr: str, val: Any) -> None:
+        super(made, self).__setattr__(attr, val)
+        if attr == first:
+            _note_built(book, self)
+
+    made.__setattr__ = __setattr__
+
+
+@shield.shielded
+def _note_built(book: loaders.Book, thing: Any) -> None:
+    book.add(thing, site_of(sys._getframe(3)))
 
 
 # -- backward
@@ -89,20 +130,14 @@ def _batch_came(iterator: Any, data: Any, error: BaseException | None) -> None:
 
 def install_backward(autograd: ModuleType) -> None:
     """Wrap the engine's call in ``torch.autograd.backward``."""
-    around(
-        autograd,
-        torch_private.ENGINE,
-        "backward",
-        _backward_begins,
-        _backward_ended,
-        backward=True,
-    )
+    name = torch_private.ENGINE
+    around(autograd, name, "backward", _backward_begins, _backward_ended, backward=True)
 
 
 def _backward_begins(tensors: Any, *args: Any, accumulate_grad: bool = False, **kwargs: Any) -> Any:
     tracker = rank.active
-    # autograd.grad calls the engine as well, without accumulating: no backward pass. Reentrant
-    # checkpointing calls backward within backward: one phase, one count.
+    # autograd.grad calls the engine without accumulating: that is no backward pass. Reentrant
+    # checkpointing calls backward within backward: that is one phase and one count.
     if not accumulate_grad or tracker is None or tracker.phase == _BACKWARD:
         return None
     began = clock() if tracker.clocked else 0
@@ -115,10 +150,9 @@ def _backward_begins(tensors: Any, *args: Any, accumulate_grad: bool = False, **
     tracker.backward_begins(site)
     if loss is not None:
         tracker.step.loss = loss
-        # What is finite is nothing, less itself.
+        # Only a finite number less itself is 0.
         if callable(loss) or loss - loss != 0.0:
-            for each in events.loss_began:
-                each(tensors[0], loss)
+            emit(Observer.loss_began, tensors[0], loss)
     for subscriber in events.backward_begins:
         subscriber()
     if began:
@@ -144,18 +178,18 @@ def install_optimizer(module: ModuleType) -> None:
     """Register torch's public global step hooks (2.0 on), and notice optimizers that are made."""
     module.register_optimizer_step_pre_hook(_step_begins)
     module.register_optimizer_step_post_hook(_step_ended)
-    # Without it every job is taken to have an optimizer.
+    # Without it we assume that every job has an optimizer.
     optimizers.any_made = not hasattr(module.Optimizer, torch_private.PATCH_STEP)
     before(module.Optimizer, torch_private.PATCH_STEP, optimizers.made)
     after(module.Optimizer, "load_state_dict", _optimizer_loaded)
 
 
 _initializing = 0
-"""How many calls of torch's own are under way that step an optimizer to have its state made."""
+"""Calls of torch under way that step an optimizer only to create its state."""
 
 
 def install_state_dict(module: ModuleType) -> None:
-    """``get_state_dict`` and its kin step an optimizer that has no state yet, without training."""
+    """Ignore the step that ``get_state_dict`` and others make with an optimizer without state."""
     around(module, torch_private.INIT_OPTIMIZER, "optimizer", _initializes, _initialized)
 
 
@@ -172,12 +206,17 @@ def _initialized(begun: bool, result: Any, error: BaseException | None) -> None:
     hot.initializes(-1)
 
 
-# Dynamo may come here, with the step of an optimizer that it compiles: it knows `is_tracing`.
+# Dynamo traces these two when it compiles the step of an optimizer. It knows `is_tracing`.
 
 
 def _step_begins(optimizer: Any, args: Any, kwargs: Any) -> None:
     if not rank.is_tracing() and not _light_begins(optimizer):
         _begin_step(optimizer, sys._getframe(1))
+
+
+def _step_ended(optimizer: Any, args: Any, kwargs: Any) -> None:
+    if not rank.is_tracing() and not _light_ended(optimizer):
+        _end_step(optimizer)
 
 
 def _begin_step(optimizer: Any, frame: FrameType) -> None:
@@ -196,11 +235,6 @@ def _begin_step(optimizer: Any, frame: FrameType) -> None:
         tracker.spent += clock() - began
 
 
-def _step_ended(optimizer: Any, args: Any, kwargs: Any) -> None:
-    if not rank.is_tracing() and not _light_ended(optimizer):
-        _end_step(optimizer)
-
-
 def _end_step(optimizer: Any) -> None:
     tracker = rank.active
     if tracker is None or tracker.phase != _OPTIMIZER:
@@ -209,7 +243,7 @@ def _end_step(optimizer: Any) -> None:
     light = tracker.light
     try:
         tracker.leave()
-        # A subclass whose step calls its parent's is still one step.
+        # A subclass whose step calls its parent's makes one step.
         if tracker.phase != _OPTIMIZER:
             number = tracker.steps
             tracker.stepped(optimizer)
@@ -223,23 +257,22 @@ def _end_step(optimizer: Any) -> None:
 
 
 def _optimizer_loaded(result: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-    for subscriber in events.optimizer_loaded:
-        subscriber(optimizer)
+    emit(Observer.optimizer_loaded, optimizer)
 
 
-# -- GradScaler: steps that it skips still count, and the loss is the one before scaling
+# -- GradScaler: steps that it skips count, and the recorded loss is the one before scaling
 
 _last_scaled: tuple[weakref.ref[Any], weakref.ref[Any]] | None = None
 
 
 def install_scaler(module: ModuleType) -> None:
-    """Wrap ``torch.amp.GradScaler``; that of ``torch.cuda.amp`` inherits from it."""
+    """Wrap ``torch.amp.GradScaler``. That of ``torch.cuda.amp`` inherits from it."""
     after(module.GradScaler, "scale", _note_scaled)
     around(module.GradScaler, "step", "amp", _scaler_steps, _scaler_stepped)
 
 
 def unscaled(loss: Any) -> Any:
-    """The tensor that was scaled into ``loss``, or ``loss`` itself."""
+    """Return the tensor that was scaled into ``loss``, or ``loss`` itself."""
     if _last_scaled is not None and _last_scaled[0]() is loss:
         original = _last_scaled[1]()
         if original is not None:
@@ -264,83 +297,88 @@ def _scaler_steps(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any
 
 
 def _scaler_stepped(begun: Any, result: Any, error: BaseException | None) -> None:
-    tracker, optimizer, before_it = begun
-    if error is None and tracker.optimizer_steps == before_it:
+    tracker, optimizer, steps_before = begun
+    if error is None and tracker.optimizer_steps == steps_before:
         tracker.stepped(optimizer, skipped=True)
 
 
-# -- setup
-
+# -- what scripts call around the loop
 
 CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
 
 
-def install_argparse(argparse: ModuleType) -> None:
-    """``parse_known_args`` is what ``parse_args`` calls, too."""
-    before(argparse._ActionsContainer, "add_argument", job_launch.argument_added)
-    after(argparse.ArgumentParser, "parse_known_args", job_launch.arguments_parsed)
-
-
-def install_data_parallel(module: ModuleType) -> None:
-    """``torch.nn.DataParallel`` is built."""
-    before(module.DataParallel, "__init__", job_launch.data_parallel_built)
-
-
-def install_join(module: ModuleType) -> None:
-    """``torch.distributed.algorithms.join.Join``, which DDP's own ``join`` returns."""
-    before(module.Join, "__enter__", steps.join_entered)
-
-
-def install_module(module: ModuleType) -> None:
-    """Weights are loaded into a module; that raises and warns nothing by stack level."""
-    after(module.Module, "load_state_dict", _weights_loaded)
-
-
 def _weights_loaded(result: Any, module: Any, state_dict: Any, *args: Any, **kwargs: Any) -> None:
     ddp_modules.state_dict_loaded(module, state_dict, result)
-    for subscriber in events.weights_loaded:
-        subscriber(module)
-
-
-def install_verification(module: ModuleType) -> None:
-    """The comparison of shapes that comes first in DDP's constructor."""
-    before(module, torch_private.VERIFY_PARAMETERS, _model_given)
+    emit(Observer.weights_loaded, module)
 
 
 def _model_given(process_group: Any, tensors: Any, *args: Any, **kwargs: Any) -> None:
-    # Above us are what shields this and what wraps the comparison.
+    # The two frames between belong to the shield and to the wrapper.
     ddp = sys._getframe(3).f_locals.get("self")
-    for subscriber in events.model_given:
-        subscriber(ddp, process_group, tensors)
-
-
-def install_stages(module: ModuleType) -> None:
-    """Each stage of a pipeline that is built."""
-    after(getattr(module, torch_private.STAGE, None), "__init__", _stage_built)
+    emit(Observer.model_given, ddp, process_group, tensors)
 
 
 def _stage_built(result: None, stage: Any, *args: Any, **kwargs: Any) -> None:
-    for subscriber in events.stage_built:
-        subscriber(stage)
+    emit(Observer.stage_built, stage)
+
+
+def _scheduler_made(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    emit(Observer.scheduler_made, scheduler)
+
+
+def _rate_cut(*args: Any, **kwargs: Any) -> None:
+    emit(Observer.rate_cut)
+
+
+def _saves(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+    emit(Observer.saves, obj, f)
+
+
+Wrap = Callable[[Any, str, Callable[..., object]], None]
+
+WRAPPED: tuple[tuple[str, str, str, Wrap, Callable[..., object]], ...] = (
+    # `parse_args` calls it, too.
+    ("argparse", "ArgumentParser", "parse_known_args", after, job_launch.arguments_parsed),
+    ("argparse", "_ActionsContainer", "add_argument", before, job_launch.argument_added),
+    ("torch.nn.parallel.data_parallel", "DataParallel", "__init__", before,
+     job_launch.data_parallel_built),
+    # DDP's own ``join`` returns one.
+    ("torch.distributed.algorithms.join", "Join", "__enter__", before, steps.join_entered),
+    # It raises and warns nothing by stack level.
+    ("torch.nn.modules.module", "Module", "load_state_dict", after, _weights_loaded),
+    # The comparison of shapes that comes first in DDP's constructor.
+    ("torch.nn.parallel.distributed", "", torch_private.VERIFY_PARAMETERS, before, _model_given),
+    ("torch.distributed.pipelining.stage", torch_private.STAGE, "__init__", after, _stage_built),
+    ("torch.optim.lr_scheduler", "LRScheduler", "__init__", after, _scheduler_made),
+    # Its constructor does not call that of the base class.
+    ("torch.optim.lr_scheduler", "ReduceLROnPlateau", "__init__", after, _scheduler_made),
+    ("torch.optim.lr_scheduler", "ReduceLROnPlateau", torch_private.REDUCE_LR, after, _rate_cut),
+    # Before ``torch`` copies the name.
+    ("torch.serialization", "", "save", before, _saves),
+)  # fmt: skip
+"""A module, its class (empty for the module itself), its function, and who is called by what."""
+
+
+def install_wrapped(module: ModuleType) -> None:
+    """Wrap the functions of a module that `WRAPPED` lists."""
+    for name, owner, function, wrap, observer in WRAPPED:
+        if name == module.__name__:
+            wrap(getattr(module, owner, None) if owner else module, function, observer)
 
 
 def install_clipping(module: ModuleType) -> None:
-    """Functions that clip gradients, before ``torch.nn.utils`` copies their names."""
+    """Wrap functions that clip gradients, before ``torch.nn.utils`` copies their names."""
     for name in CLIPPING:
-        around(module, name, "clipping", _clips(name), _clipped, compiled=True)
 
+        def begins(*args: Any, clipping: str = name, **kwargs: Any) -> Any:
+            emit(Observer.clips, clipping, sys._getframe(2))
+            return rank.active
 
-def _clips(name: str) -> Callable[..., Any]:
-    def clips(*args: Any, **kwargs: Any) -> Any:
-        for subscriber in events.clips:
-            subscriber(name, sys._getframe(2))
-        return rank.active
-
-    return clips
+        around(module, name, "clipping", begins, _clipped, compiled=True)
 
 
 def _clipped(tracker: Any, result: Any, error: BaseException | None) -> None:
-    """Keep the norm that came back."""
+    """Keep the norm that was returned."""
     if tracker.light:
         return
     # A tensor of another class may be spread over ranks: to read it would be a collective.
@@ -348,29 +386,11 @@ def _clipped(tracker: Any, result: Any, error: BaseException | None) -> None:
         tracker.step.norm = readback.loss_reader(result)
 
 
-def install_schedulers(module: ModuleType) -> None:
-    """Schedulers are built; the constructor of ``ReduceLROnPlateau`` does not call its base's."""
-    for name in ("LRScheduler", "ReduceLROnPlateau"):
-        after(getattr(module, name, None), "__init__", _scheduler_made)
-    after(getattr(module, "ReduceLROnPlateau", None), torch_private.REDUCE_LR, _rate_cut)
-
-
-def _scheduler_made(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    for subscriber in events.scheduler_made:
-        subscriber(scheduler)
-
-
-def _rate_cut(*args: Any, **kwargs: Any) -> None:
-    for subscriber in events.rate_cut:
-        subscriber()
-
-
 def install_serialization(serialization: ModuleType) -> None:
-    """``torch.save``, before ``torch`` copies the name, and where loaded storages go.
+    """Notice where loaded storages go.
 
-    That is below ``torch.load``, whose warnings blame its caller.
+    That is below ``torch.load``, whose warnings point to its caller.
     """
-    before(serialization, "save", _saves)
     original = getattr(serialization, torch_private.RESTORE_LOCATION, None)
     if original is None:
         return
@@ -380,11 +400,6 @@ def install_serialization(serialization: ModuleType) -> None:
         return _watched(original(map_location), map_location is not None)
 
     setattr(serialization, torch_private.RESTORE_LOCATION, _get_restore_location)
-
-
-def _saves(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-    for subscriber in events.saves:
-        subscriber(obj, f)
 
 
 def _watched(restore: Callable[[Any, Any], Any], mapped: bool) -> Callable[[Any, Any], Any]:
@@ -402,56 +417,3 @@ def _watched(restore: Callable[[Any, Any], Any], mapped: bool) -> Callable[[Any,
         return result
 
     return restore_location
-
-
-# -- what was built where
-
-
-def install_loaders(dataloader: ModuleType) -> None:
-    """Loaders are built, and their samplers asked."""
-    base = torch_private.loader_iterator_base(dataloader)
-    if base is None:
-        return
-    after(base, "_next_index", _indices_drawn)
-    after(dataloader.DataLoader, "__setattr__", _attribute_set)
-
-
-def _indices_drawn(index: Any, iterator: Any) -> None:
-    for subscriber in events.indices_drawn:
-        subscriber(index, iterator)
-
-
-def _attribute_set(result: None, loader: Any, attr: str, val: Any) -> None:
-    if attr == torch_private.LOADER_BUILT:
-        loaders.built_loaders.add(loader, site_of(sys._getframe(3)))
-
-
-def install_distributed_sampler(module: ModuleType) -> None:
-    """Each ``DistributedSampler`` that is made."""
-    _notice_built(module.DistributedSampler, "dataset", loaders.built_samplers)
-
-
-def install_subset(module: ModuleType) -> None:
-    """Each ``Subset`` that is made."""
-    _notice_built(module.Subset, "indices", loaders.built_subsets)
-
-
-def _notice_built(made: Any, first: str, book: loaders.Book) -> None:
-    """Note things of a class when their ``__init__`` sets the attribute ``first``.
-
-    So no frame of ours is around any part of theirs, and what the class looks like stays the same.
-    """
-    if "__setattr__" in vars(made):
-        return
-
-    def __setattr__(self: Any, attr: str, val: Any) -> None:
-        super(made, self).__setattr__(attr, val)
-        if attr == first:
-            _note_built(book, self)
-
-    made.__setattr__ = __setattr__
-
-
-@shield.shielded
-def _note_built(book: loaders.Book, thing: Any) -> None:
-    book.add(thing, site_of(sys._getframe(3)))

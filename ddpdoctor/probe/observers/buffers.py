@@ -1,12 +1,12 @@
-"""Look at buffers that DDP leaves to each rank, where a broadcast would have made them equal.
+"""Hash buffers that DDP leaves to each rank, where a broadcast would have made them equal.
 
-Before a forward DDP broadcasts all buffers of rank 0, those that were replaced since included: then
-there is nothing to look at, but that all ranks have to take part: without gradients it does so
-before the first forward after a training step only. It does not where the user turned that off, and
-where the module had no buffers when DDP was built.
+Before a forward DDP broadcasts all buffers of rank 0, those that were replaced since included. Then
+there is nothing to compare, but all ranks have to take part: without gradients DDP broadcasts only
+before the first forward after a training step. It does not broadcast if the user turned that off,
+or if the module had no buffers when DDP was built.
 
-Integers (counters, positions, states of generators) and what is no part of the state dict are never
-looked at. Running statistics of normalizing layers are, in evaluations, which normalize with them.
+Integers (counters, positions, states of generators) and buffers outside the state dict are never
+hashed. Running statistics of normalizing layers are, in evaluations, which normalize with them.
 """
 
 from __future__ import annotations
@@ -34,32 +34,15 @@ from ddpdoctor.probe.runtime.rank import RankState
 from ddpdoctor.run.records.model import BuffersRecord, StatisticsRecord
 from ddpdoctor.run.records.training import EvaluationRecord
 
-DENSE = 8
-"""Steps at the beginning that are looked at one by one; later the powers of two, with the next."""
-
-EVERY = 1024
-"""Once the powers of two are further apart, every so many steps, with the next."""
-
-MOST = 8
-"""Buffers in a record."""
-
-MOST_EVALUATIONS = 64
-"""Evaluations that one rank records."""
-
-TRIES = 2
-"""Batches of an evaluation at which a model is looked for in evaluation mode."""
-
-LAYERS = 64
-"""Layers whose statistics are hashed."""
-
-NAMED = 4
-"""Layers of which elements are written."""
-
-SAMPLE = 32
-"""Elements of a buffer that are written."""
-
-STATISTICS = ("running_", "moving_")
-"""Beginnings of the names of statistics, of whatever class the layer is."""
+DENSE = 8  # steps at the beginning that are hashed; later powers of two, each with the next step
+EVERY = 1024  # once powers of two are further apart, every so many steps, with the next
+MOST = 8  # buffers in a record
+MAX_EVALUATIONS = 64  # evaluations that a rank records
+MAX_TRIES = 2  # batches of an evaluation at which models are checked for evaluation mode
+LAYERS = 64  # layers whose statistics are hashed
+NAMED = 4  # layers of which elements are written
+SAMPLE = 32  # elements of a buffer that are written
+STATISTICS = ("running_", "moving_")  # prefixes of the names of statistics of any class of layer
 
 
 class Buffers(Observer):
@@ -68,14 +51,13 @@ class Buffers(Observer):
     def __init__(self, state: RankState, replicas: Replicas) -> None:
         super().__init__(state)
         self._replicas = replicas
-        self._last: dict[int, int] = {}
-        """The last step that was looked at, by module."""
+        self._last: dict[int, int] = {}  # by module, the last step that was hashed
         self._cost = 0
 
     def forward_begins(self, ddp: Any, armed: bool) -> None:
-        """Look at a module's buffers, of a step that all ranks look at."""
+        """Hash a module's buffers in a step that all ranks choose."""
         step = self.state.tracker.steps
-        # Of two steps in a row it is seen how fast a buffer changes.
+        # Two steps in a row show how fast a buffer changes.
         before = step & ~1
         if not armed or (step >= DENSE and before & (before - 1) and before % EVERY):
             return
@@ -113,7 +95,7 @@ class Evaluations(Observer):
     """Broadcasts of buffers that an evaluation through the DDP wrapper begins."""
 
     def buffers_begin(self, ddp: Any) -> None:
-        """Record them, of the first evaluations."""
+        """Record them in the first evaluations."""
         torch: Any = sys.modules["torch"]
         if not torch.is_grad_enabled():
             record = EvaluationRecord(
@@ -124,40 +106,40 @@ class Evaluations(Observer):
                 buffers=sum(1 for _ in ddp.module.buffers()),
                 **sites.caller().place,
             )
-            self.state.add(record, MOST_EVALUATIONS)
+            self.state.add(record, MAX_EVALUATIONS)
 
 
 class Statistics(Observer):
     """Running statistics that an evaluation normalizes with, where each rank keeps its own.
 
-    They are looked at once in each evaluation: at a forward through the DDP object without
-    gradients, or as a loader gives a batch without them while the model is in evaluation mode.
+    They are hashed once per evaluation: at a forward of the DDP module without gradients, or when a
+    loader returns a batch without gradients while the model is in evaluation mode.
     """
 
     def __init__(self, state: RankState, replicas: Replicas) -> None:
         super().__init__(state)
         self._replicas = replicas
-        self._looked: dict[int, int] = {}
-        """By module, the synchronized forwards before its last evaluation that was looked at."""
+        self._hashed: dict[int, int] = {}
+        """By module, the synchronized forwards before the last evaluation that was hashed."""
         self._tried = (-1, 0)
-        """Synchronized forwards before the evaluation under way, and its batches looked at."""
+        """Synchronized forwards before the evaluation under way, and its batches so far."""
         self._count = 0
 
     def evaluation_begins(self, ddp: Any) -> None:
-        """Look at the module that evaluates."""
+        """Hash the statistics of the module that evaluates."""
         number = self._replicas.number_of(ddp)
         if number is not None:
             self._look(number, ddp)
 
     def batch_fetched(self, iterator: Any, data: Any) -> None:
-        """Look at all modules, as one may be evaluated without DDP."""
+        """Hash the statistics of all modules, since one may be evaluated without DDP."""
         if sys.modules["torch"].is_grad_enabled():
             return
         armed = self.state.tracker.armed
         before, tries = self._tried
         if before != armed:
             tries = 0
-        elif tries >= TRIES:
+        elif tries >= MAX_TRIES:
             return
         self._tried = armed, tries + 1
         for each in self._replicas.alive:
@@ -169,8 +151,8 @@ class Statistics(Observer):
         armed = self.state.tracker.armed
         if (
             not armed
-            or self._looked.get(number) == armed
-            or self._count >= MOST_EVALUATIONS
+            or self._hashed.get(number) == armed
+            or self._count >= MAX_EVALUATIONS
             or torch_private.broadcasts_buffers(ddp) is not False
             or self.state.budget.left() < 0
             or capturing(sys.modules["torch"])
@@ -187,7 +169,7 @@ class Statistics(Observer):
                 and hashable(module.running_var)
             }
             if layers:
-                self._looked[number] = armed
+                self._hashed[number] = armed
                 self._count += 1
                 record = StatisticsRecord(
                     time=time.time_ns(),
@@ -221,7 +203,7 @@ def _write(
 
 
 def _unnormalized(ddp: Any) -> Iterator[tuple[str, Any]]:
-    """Names and buffers that a checkpoint holds and no layer normalizes with, the first few."""
+    """Yield the first buffers, with names, that are in the state dict and are no statistics."""
     ignored: set[str] = getattr(ddp, "parameters_to_ignore", None) or set()
     found = 0
     for prefix, module in ddp.module.named_modules():

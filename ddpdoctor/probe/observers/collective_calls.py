@@ -1,15 +1,15 @@
 """Record the rank's collectives: calls from Python in its ring, DDP's own by the Flight Recorder.
 
-All ranks of a group call its collectives in one order, so the same number has to be the same call
-on each of them. For each function of ``torch.distributed`` a small one with the same parameters is
-made when it is wrapped, so that Python itself binds the arguments: at every call,
-``Signature.bind`` would take several times as long.
+All ranks of a group call its collectives in the same order, so the same number has to be the same
+call on each of them. For each function of ``torch.distributed`` we make a small one with the same
+parameters, so that Python itself binds the arguments. ``Signature.bind`` would take several times
+as long at every call.
 
-torch's Flight Recorder is read when asked, in the writing thread, which needs the GIL and nothing
-of the training thread: 15 ms of a full recorder, of 2,000 calls. A rank whose GIL is held by native
-code does not answer. It is read without its stack traces: to put names to them torch imports its
-compiler, 822 modules (73 MB) in torch 2.13, and a job that imports these at the same moment dies of
-it. Which line called what is known from the rank's own ring and from its backward passes.
+The writing thread reads torch's Flight Recorder when the supervisor asks. It needs the GIL and
+nothing of the training thread: 15 ms for a full recorder of 2,000 calls. A rank whose GIL is held
+by native code does not answer. It is read without its stack traces. To name their functions torch
+imports its compiler, 822 modules (73 MB) in torch 2.13, and a job that imports these at the same
+moment crashes. The rank's own ring and its backward passes show which line called what.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import pickle
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -49,13 +50,12 @@ if TYPE_CHECKING:
     from ddpdoctor.probe.observers.steps import StepTracker
 
 
-# -- what a call of a collective is about: tensor, reduce operation, root and group
-
+# -- the arguments of a call: tensor, reduce operation, root and group
 
 Call: TypeAlias = "tuple[Any, Any, int | None, int | None, Any, int]"
-"""What all ranks have to agree on; a plain tuple, for it is made at every call.
+"""What all ranks have to agree on, a plain tuple, since each call makes one.
 
-The tensor (None where there is none, or where ranks may differ in it), the reduce operation, the
+The tensor (None if there is none, or if ranks may differ in it), the reduce operation, the
 root as a global rank, the root as a rank of the group, the group, and flags as in the ring.
 """
 
@@ -87,25 +87,24 @@ TENSORS: dict[str, str] = {
     "scatter_object_list": "None",
     "send": "tensor",
 }
-"""The functions of ``torch.distributed`` that wait for other ranks, of all versions, and the tensor
+"""Functions of ``torch.distributed`` that wait for other ranks, in any version, with the tensor
 whose shape and dtype all ranks share.
 
-``all_gather_single`` and ``reduce_scatter_single`` are what ``all_gather_into_tensor`` and
-``reduce_scatter_tensor`` call from 2.13 on; ``gather_single`` is in 2.15.
+From 2.13 on ``all_gather_into_tensor`` and ``reduce_scatter_tensor`` call ``all_gather_single`` and
+``reduce_scatter_single``. 2.15 has ``gather_single``.
 """
 
-
 PARAMETERS = (("op",), ("src", "dst"), ("group_src", "group_dst"), ("group",), ("async_op",))
-"""Of the arguments but the tensor, what functions call them."""
+"""Names that functions have for the other arguments."""
 
 
 def parameter_places(
     name: str, function: Callable[..., Any]
 ) -> tuple[tuple[str, ...], tuple[int, ...]] | None:
-    """Names and positions of the tensor's parameter and those of `PARAMETERS`.
+    """Return names and positions of the tensor's parameter and those of `PARAMETERS`.
 
-    The position is -1, and the name empty, where the function has none. None if the calls of that
-    function are more than their tensor tells.
+    A parameter that the function lacks has the name "" and the position -1. None if a tensor does
+    not tell calls of the function apart.
     """
     tensor = TENSORS[name].removesuffix("[0]")
     if tensor == "None" and not name.endswith("barrier"):
@@ -117,10 +116,9 @@ def parameter_places(
 
 
 def binder(name: str, function: Callable[..., Any]) -> Callable[..., Call]:
-    """What makes a `Call` of the arguments of a call of ``function``, one of `TENSORS`.
+    """Return what makes a `Call` of the arguments of a call of ``function``, one of `TENSORS`.
 
-    It raises what such a call raises where the arguments are none of the function's: TypeError,
-    and IndexError for an empty list.
+    For wrong arguments it raises TypeError, as the function does, and IndexError for an empty list.
     """
     parameters = inspect.signature(function).parameters.values()
     bare = [
@@ -131,13 +129,10 @@ def binder(name: str, function: Callable[..., Any]) -> Callable[..., Call]:
     ]
     names = {each.name for each in bare}
 
-    def first_of(*wanted: str) -> str:
-        return next((each for each in wanted if each in names), "None")
-
     flags = f"{ASYNC} if async_op else 0" if "async_op" in names else "0"
     call = [
         TENSORS[name],
-        *(first_of(*wanted) for wanted in PARAMETERS[:-1]),
+        *(next((each for each in wanted if each in names), "None") for wanted in PARAMETERS[:-1]),
         str(POINT_TO_POINT) if name in ("send", "recv") else flags,
     ]
     made: Callable[..., Call] = eval(  # as `dataclasses` makes an `__init__`
@@ -146,33 +141,25 @@ def binder(name: str, function: Callable[..., Any]) -> Callable[..., Call]:
     return made
 
 
-# -- ledger
-
+# -- calls from Python
 
 DEFAULT_GROUP = ""
-OBJECT_ELEMENTS = 1 << 50
-"""Elements that an object counts as, whose size is not known."""
-
-_MOST_WORKS = 256
-"""Asynchronous calls that are not waited for yet, of which is known which they are."""
-
-NARROW_TENSOR = 64
-"""Elements below which a tensor is a number or a metric, and no gradient."""
+OBJECT_ELEMENTS = 1 << 50  # elements that an object of unknown size counts as
+_MAX_WORKS = 256  # asynchronous calls that were not waited for yet
+NARROW_TENSOR = 64  # elements up to which a tensor is a number or a metric, and no gradient
 
 _now = time.time_ns
 
 
+@dataclass(eq=False)
 class _GroupCalls:
-    __slots__ = ("calls", "name", "text")
-
-    def __init__(self, name: str, text: int) -> None:
-        self.name = name
-        self.text = text
-        self.calls = 0
+    name: str
+    text: int
+    calls: int = 0
 
 
 class _Alike(NamedTuple):
-    """What the calls of one place have in common, and what is stored of that."""
+    """What equal calls have in common, and how that is stored."""
 
     chain: tuple[Site, ...]
     group: Any
@@ -185,12 +172,7 @@ class _Alike(NamedTuple):
 
 
 class Ledger(Calls):
-    """The calls of one rank.
-
-    Args:
-        ring: Where they are written.
-        steps: How many training steps have ended.
-    """
+    """The calls of one rank. ``steps`` returns how many training steps have ended."""
 
     def __init__(self, ring: RingWriter, steps: Callable[[], int]) -> None:
         super().__init__(ring.memory)
@@ -200,25 +182,18 @@ class Ledger(Calls):
         self._sum = ring.text("SUM")
         self._groups: dict[str, _GroupCalls] = {}
         self._names: dict[str, int] = {}
-        self._last: dict[str, _Alike] = {}
-        """By the name of a collective, its last call: a loop calls it alike again and again."""
+        self._last: dict[str, _Alike] = {}  # by name, the last call, which a loop often repeats
         self._dtypes: dict[Any, int] = {None: 0}
         self._ops: dict[Any, int] = {}
         self._sites: dict[Site, int] = {}
         self._chains: dict[tuple[Site, ...], int] = {}
         self._works: dict[int, int] = {}
-        self._elsewhere: set[str] = set()
-        """Groups in which other threads call collectives, too."""
+        self._elsewhere: set[str] = set()  # groups in which other threads call collectives, too
         self._waited = 0
         self._when_carried: Callable[[int], None] | None = None
 
     def watch(self, elements: int, moved: Callable[[int], None]) -> None:
-        """Call ``moved``, once, when collectives have carried so many elements within one step.
-
-        Args:
-            elements: How many are enough; 0: it is not to be called.
-            moved: Gets how many there were.
-        """
+        """Call ``moved`` once collectives carried so many elements in a step, or never if 0."""
         self.enough, self._when_carried = elements, moved
 
     def _carry(self, elements: int) -> None:
@@ -232,18 +207,15 @@ class Ledger(Calls):
             self.carried_enough()
 
     def carried_enough(self) -> None:
-        """Collectives have carried as much as is waited for."""
+        """Call the function of `watch`, as collectives have carried enough."""
         self.enough = 0
         if self._when_carried is not None:
             self._when_carried(self.carried)
 
     def begin(self, name: str, call: Call, chain: tuple[Site, ...]) -> int:
-        """Write down a call that begins; its order, 0 if this rank is not in its group.
+        """Record a call that begins, and the lines that led to it, innermost first.
 
-        Args:
-            name: Of the collective.
-            call: What it is about.
-            chain: The lines that led to it, innermost first.
+        Return its order, or 0 if this rank is not in its group.
         """
         tensor, op, root, group_root, group, flags = call
         if tensor is None:
@@ -272,7 +244,7 @@ class Ledger(Calls):
             if self._elsewhere and known.name in self._elsewhere:
                 self.set_partial()
             sequence = known.calls = known.calls + 1
-            # An object may hold a whole model.
+            # An object may contain a whole model.
             if numel > 0:
                 self._carry(numel)
             elif numel < 0 and "object" in name:
@@ -284,19 +256,12 @@ class Ledger(Calls):
     def like(
         self, name: str, tensor: Any, op: Any, root: Any, group_root: Any, group: Any, later: Any
     ) -> tuple[_GroupCalls, bytes, Any, tuple[int, ...], int] | None:
-        """What is stored of a call that was just written down, for those that are like it.
+        """Return how the last call is stored, so that compiled code can store equal ones.
 
-        Args:
-            name: Of the collective.
-            tensor: And so on: what it was called with, None where it is left out.
-            op: Of a reduction.
-            root: The global rank of source or destination.
-            group_root: The rank in its group.
-            group: The process group.
-            later: Whether it is asynchronous.
+        The arguments are those of the call, None if left out.
 
         Returns:
-            Its group, the end of its entry, dtype, shape and number of elements; None if the last
+            Its group, the end of its entry, dtype, shape and number of elements. None if the last
             call of that name was another one.
         """
         last = self._last.get(name)
@@ -314,9 +279,9 @@ class Ledger(Calls):
     def _met(
         self, name: str, call: Call, chain: tuple[Site, ...], shape: tuple[int, ...], dtype: Any
     ) -> _Alike | None:
-        """What a call has in common with those like it; None if this rank is not in its group."""
+        """Store what equal calls have in common. Return None if this rank is not in their group."""
         _, op, root, group_root, group, flags = call
-        # The default group's name is looked up once: it may be re-created, but not renamed.
+        # The default group may be re-created, but not renamed.
         known = self._groups.get(DEFAULT_GROUP if group is None else group.group_name)
         if known is None:
             known = self._meet(group)
@@ -340,11 +305,11 @@ class Ledger(Calls):
         return made
 
     def begin_elsewhere(self, call: Call) -> None:
-        """Another thread than the training one calls a collective.
+        """Note that another thread than the training thread calls a collective.
 
         A communication hook may call its next collective in the thread that ended the one before,
-        or in the training thread if that was quick. So the calls that are seen have other numbers
-        on each rank, unless that group is the other thread's alone.
+        or in the training thread if that was quick. So the numbers of the calls that we see differ
+        between ranks, unless only the other thread uses that group.
         """
         group = self._distributed.group.WORLD if call[4] is None else call[4]
         name = getattr(group, "group_name", None)
@@ -356,7 +321,7 @@ class Ledger(Calls):
             self.set_partial()
 
     def _place(self, chain: tuple[Site, ...]) -> int:
-        """The number of a text for lines that were not met before."""
+        """Store the text of lines that are new. Return its number."""
         numbers = []
         for site in chain:
             number = self._sites.get(site)
@@ -366,7 +331,7 @@ class Ledger(Calls):
         place = self._ring.text(chain_text(numbers)) if len(numbers) > 1 else numbers[0]
         if place:
             self._chains[chain] = place
-        # Where there is no room left for the callers, the line itself may be known.
+        # If there is no room left for the callers, the line itself may be stored.
         return place or numbers[0]
 
     def _reduce(self, name: str, op: Any) -> int:
@@ -375,7 +340,7 @@ class Ledger(Calls):
         try:
             return self._ops[op]
         except (KeyError, TypeError):
-            # Operations with a factor of their own are no keys.
+            # Operations with a factor are not hashable.
             text = str(op)
         number = self._ops.get(text)
         if number is None:
@@ -385,7 +350,7 @@ class Ledger(Calls):
         return number
 
     def _meet(self, group: Any) -> _GroupCalls | None:
-        """A group that is used for the first time; None if this rank is not in it."""
+        """Store a group that is used for the first time. Return None if this rank is not in it."""
         world = self._distributed.group.WORLD
         actual = world if group is None else group
         name = getattr(actual, "group_name", None)
@@ -396,21 +361,21 @@ class Ledger(Calls):
         if made is None:
             made = self._groups[name] = _GroupCalls(name, self._ring.text(f"{name}|{ranks}"))
         if actual is world:
-            # Under both names it is one group.
+            # Both names mean one group.
             self._groups[DEFAULT_GROUP] = made
         return made
 
     def returned(self, order: int, result: object) -> None:
-        """The call returned; an asynchronous one goes on."""
+        """Record that a call returned. An asynchronous one goes on."""
         if result is None or not hasattr(result, "is_completed"):
             self._end(order, _now())
             return
-        if len(self._works) >= _MOST_WORKS:
+        if len(self._works) >= _MAX_WORKS:
             self._works.clear()
         self._works[id(result)] = order
 
     def waits_for(self, work: object) -> bool:
-        """Somebody waits for an asynchronous call; False if it is none of these."""
+        """Record a wait for an asynchronous call. Return False if the call is unknown."""
         self._waited = self._works.pop(id(work), 0)
         if self._waited:
             self._ring.waits_for(self._waited)
@@ -419,7 +384,7 @@ class Ledger(Calls):
         return bool(self._waited)
 
     def waited(self, now: int) -> None:
-        """The wait is over."""
+        """Record that the wait is over."""
         self._ring.waits_for(0)
         self._end(self._waited, now)
 
@@ -428,36 +393,31 @@ class Ledger(Calls):
             self._ring.end(order, now)
 
     def set_partial(self) -> None:
-        """Say that calls may be missing."""
+        """Record that calls may be missing."""
         self._ring.set_partial()
 
     def look(self) -> None:
-        """From the writing thread: compiled code calls its collectives itself."""
+        """Note calls of compiled code, which are not seen. Called by the writing thread."""
         if torch_private.has_compiled():
             self._ring.set_partial()
 
 
-# -- flight
+# -- the Flight Recorder
 
-
-MOST_GROUPS = 16
-"""Groups that are reported, those used last."""
-
-RECORDED_CALLS = 2000
-"""Collectives that torch's Flight Recorder keeps, as later versions do by themselves, and that are
-reported."""
+MAX_GROUPS = 16  # groups that are reported, those used last
+RECORDED_CALLS = 2000  # collectives that it keeps, as later versions do by default
 
 LOOK_SECONDS, RAN_SECONDS = 0.25, 0.01
-"""Seconds in which the training thread may show that it goes on, and for how many of them it has to
-run, unless it sleeps: without a core it stays where it is, too."""
+"""Seconds in which the training thread may move on, and seconds that it has to run in this time
+unless it sleeps: a thread without a core does not move either."""
 
 Caller = Callable[["int | None"], tuple[str, ...]]
-"""The user's lines, ``path:line``, that called the collective made at a Unix time in nanoseconds:
-its own and those that led to it, innermost first; empty where that is not known."""
+"""Returns the user's lines, ``path:line``, that called the collective of a Unix time in
+nanoseconds, innermost first. Empty if unknown."""
 
 
 def install_flight_recorder(distributed: ModuleType) -> None:
-    """Turn the Flight Recorder on, unless the job has decided itself; torch reads this later."""
+    """Turn the Flight Recorder on, unless the job has set it. torch reads the variable later."""
     if not {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"} & os.environ.keys():
         torch: Any = sys.modules["torch"]
         c10d = torch._C._distributed_c10d
@@ -467,10 +427,10 @@ def install_flight_recorder(distributed: ModuleType) -> None:
 
 
 class Flight:
-    """Answers with the Flight Recorder's entries, in a file of the run directory.
+    """Answer the supervisor with the Flight Recorder's entries, in a file of the run directory.
 
-    With all of them: which one matters shows only beside those of the other ranks, and this rank
-    may be many calls ahead of it.
+    All of them: only a comparison with other ranks shows which one matters, and this rank may be
+    many calls ahead of it.
 
     Args:
         directory: The run directory.
@@ -480,7 +440,7 @@ class Flight:
 
     Raises:
         OSError: Nothing asks in that run directory.
-        ValueError: Nothing does.
+        ValueError: Nothing asks in that run directory.
     """
 
     def __init__(self, directory: str, path: str, ring: str, tracker: StepTracker) -> None:
@@ -490,13 +450,13 @@ class Flight:
         self._tracker = tracker
 
     def look(self) -> None:
-        """Answer if there is a new request; runs in the writing thread."""
+        """Answer a new request, in the writing thread."""
         number = self._asked.news()
         if number:
             answer = {"asked": number, "time": time.time_ns(), **self._entries()}
             fresh = f"{self._path}.new"
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-            # `dumps`, not `dump`, which would encode in Python.
+            # `dump` would encode in Python.
             text = json.dumps(answer, separators=(",", ":"), default=str)
             with open(os.open(fresh, flags, 0o600), "w") as file:
                 file.write(text)
@@ -508,7 +468,7 @@ class Flight:
             return {"trouble": "this torch has no Flight Recorder"}
         entries = [entry for dump in dumps for entry in _read_dump(dump())]
         if not entries:
-            # Off, or NCCL's alone: whether a collective of gloo is stuck it does not say.
+            # It is off, or only NCCL's, and gloo may be stuck.
             return {"trouble": "the Flight Recorder recorded nothing"}
         answer: dict[str, Any] = {"entries": reported_calls(entries, self._place())}
         clock = self._tracker.device
@@ -519,7 +479,7 @@ class Flight:
     def _stands(self) -> bool:
         """Return whether the training thread stays in one native call.
 
-        It captures no graph then, which a query from this thread could break: a capture goes on.
+        It then captures no graph, which a query from this thread could break.
         """
 
         def at() -> tuple[FrameType | None, int]:
@@ -530,7 +490,7 @@ class Flight:
         before = at()
         if before[0] is None:
             return False
-        # Of a thread that has a frame: of one that has ended to ask would crash.
+        # The thread has a frame, so it has not ended, which would crash this call.
         clock = time.pthread_getcpuclockid(thread)
         ran = time.clock_gettime(clock)
         time.sleep(LOOK_SECONDS)
@@ -547,14 +507,14 @@ class Flight:
 
 
 def _sleeps(thread: int) -> bool:
-    """Whether a thread of this process, by the kernel's number, waits for something but a core."""
+    """Return whether a thread of this process, by native id, waits for something but a core."""
     with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/stat") as file:
         return file.read().rpartition(")")[2].split()[0] == "S"
     return False
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Reads what is made of Python's own types, as a dump is: nothing else has to be imported."""
+    """Read only Python's own types, of which a dump consists. Import nothing else."""
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         raise pickle.UnpicklingError(f"{module_name}.{global_name} in a Flight Recorder's dump")
@@ -566,11 +526,9 @@ def _read_dump(dump: bytes) -> list[dict[str, Any]]:
 
 
 def callers_of(collectives: Sequence[Collective], backwards: Sequence[Backward]) -> Caller:
-    """Who called the collectives of a Flight Recorder, which are made while their callers run.
+    """Return what finds the callers of recorded collectives, by the time of the calls.
 
-    Args:
-        collectives: Those that were called from Python, oldest first.
-        backwards: Backward passes, in which DDP calls its own.
+    They were called from Python, oldest first, or by DDP in backward passes.
     """
     begins = [each.began for each in collectives]
     begun: set[int] = set()
@@ -581,7 +539,7 @@ def callers_of(collectives: Sequence[Collective], backwards: Sequence[Backward])
         at = bisect.bisect_right(begins, created) - 1
         if at >= 0:
             call = collectives[at]
-            # One that is waited for may be made of several; one that goes on is itself alone.
+            # A blocking call may consist of several. An asynchronous one is a single one.
             if at not in begun if call.asynchronous else created <= (call.ended or created):
                 begun.add(at)
                 return call.site, *call.callers
@@ -595,21 +553,18 @@ def callers_of(collectives: Sequence[Collective], backwards: Sequence[Backward])
 
 
 def reported_calls(entries: list[dict[str, Any]], place: Caller) -> list[dict[str, Any]]:
-    """The collectives of the groups used last, of all recorders, in the order of calls."""
+    """Return the collectives of the groups used last, of all recorders, in the order of calls."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    # Each recorder counts for itself.
-    for order, entry in enumerate(sorted(entries, key=_created)[-RECORDED_CALLS:]):
+    # Recorders count separately.
+    in_order = sorted(entries, key=lambda entry: entry.get("time_created_ns") or 0)
+    for order, entry in enumerate(in_order[-RECORDED_CALLS:]):
         each = _reported_call(order, entry, place)
         key = each["group"], each["backend"]
         calls = groups.pop(key, [])
         calls.append(each)
-        # In the order of use, the last one at the end.
+        # Keep groups in the order of use.
         groups[key] = calls
-    return [each for last in list(groups.values())[-MOST_GROUPS:] for each in last]
-
-
-def _created(entry: dict[str, Any]) -> int:
-    return entry.get("time_created_ns") or 0
+    return [each for last in list(groups.values())[-MAX_GROUPS:] for each in last]
 
 
 def _reported_call(order: int, entry: dict[str, Any], place: Caller) -> dict[str, Any]:
@@ -626,7 +581,7 @@ def _reported_call(order: int, entry: dict[str, Any], place: Caller) -> dict[str
         "created": entry.get("time_created_ns"),
         "retired": bool(entry.get("retired")),
         "state": entry.get("state"),
-        # Known only where the starts of collectives are recorded, too.
+        # Only known if the starts of collectives are recorded, too.
         "duration": entry.get("duration_ms"),
         "lines": list(place(entry.get("time_created_ns"))),
     }

@@ -9,10 +9,9 @@ import resource
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from threading import Thread
-from types import CodeType
 from typing import Any, NamedTuple
 
 from ddpdoctor.core.user_code import user_file
@@ -35,16 +34,14 @@ from ddpdoctor.run.status import Phase
 
 # -- files that ``torch.save`` writes, and GPUs that ``torch.load`` puts tensors on
 
-
-MOST_FILES = 50
-"""Different paths, and loads, that a rank records; a job may give each file a new name."""
+MAX_FILES = 50  # paths, and loads, that a rank records: a job may give each file a new name
 
 _CONTENT_DEPTH = 3
 _WRAPPER_PREFIX = "module."
 
 
 def tensors_loaded(device: Any, mapped: bool) -> None:
-    """``torch.load`` put a storage on a GPU; ``mapped``: it was given a ``map_location``."""
+    """Record that ``torch.load`` put a storage on a GPU. ``mapped``: it had a ``map_location``."""
     site = caller()
     record = GpuLoadRecord(
         time=time.time_ns(),
@@ -53,14 +50,14 @@ def tensors_loaded(device: Any, mapped: bool) -> None:
         mapped=mapped,
         **site.place,
     )
-    rank.add(record, MOST_FILES, once=("load", site.path, site.line, str(device)))
+    rank.add(record, MAX_FILES, once=("load", site.path, site.line, str(device)))
 
 
 class Checkpoints(Observer):
     """The checkpoints that a rank saves."""
 
     def saves(self, content: Any, file: Any) -> None:
-        """Record the file, once for each kind of content."""
+        """Record the file once per kind of content."""
         path = regular_file(file)
         if path:
             kind = _content(content)
@@ -71,30 +68,30 @@ class Checkpoints(Observer):
                 step=self.state.tracker.steps,
                 **caller().place,
             )
-            self.state.add(record, MOST_FILES, once=("save", path, kind))
+            self.state.add(record, MAX_FILES, once=("save", path, kind))
 
 
 def path_of(file: Any) -> str:
-    """The path, through links, of what was given to ``torch.save`` or ``torch.load``, or empty."""
+    """Return the resolved path of what was given to ``torch.save`` or ``torch.load``, or ""."""
     name = file if isinstance(file, (str, os.PathLike)) else getattr(file, "name", None)
     path = os.fspath(name) if isinstance(name, (str, os.PathLike)) else ""
     return os.path.realpath(path) if isinstance(path, str) and path else ""
 
 
 def regular_file(file: Any) -> str:
-    """The same of a regular file; empty for a buffer or a device."""
+    """Return the path of a regular file, and "" for a buffer or a device."""
     path = path_of(file)
     return "" if os.path.exists(path) and not os.path.isfile(path) else path
 
 
 def _content(obj: Any, depth: int = _CONTENT_DEPTH) -> str:
-    """What a checkpoint holds, as DDP502 judges it.
+    """Classify a checkpoint's content as DDP502 judges it.
 
-    ``module`` is a pickled model, ``wrapper`` a pickled DDP module, ``wrapped`` are keys with the
-    wrapper's prefix, ``data`` is anything else, modules without parameters (a loss) among it.
-
-    A wrapper within the wrapped model gives some of the keys the prefix; all of them have it only
-    if they are the outermost wrapper's.
+    Returns:
+        ``module`` for a pickled model, ``wrapper`` for a pickled DDP module, ``wrapped`` for keys
+        with the wrapper's prefix, and ``data`` for anything else, as modules without parameters.
+        A wrapper within the wrapped model gives some of the keys the prefix. All of them have it
+        only if they come from the outermost wrapper.
     """
     torch = sys.modules["torch"]
     if isinstance(obj, torch.nn.parallel.DistributedDataParallel):
@@ -112,49 +109,49 @@ def _content(obj: Any, depth: int = _CONTENT_DEPTH) -> str:
     )
 
 
-# -- the file or address that an exception is about, and the room there was; words name neither
-
+# -- the file or address that an exception is about, and the room there was
 
 _SERIALIZATION = os.path.join("torch", "serialization.py")
 _DOWNLOADERS = (
     (os.path.join("urllib", "request.py"), "urlopen", "url"),
     (os.path.join("requests", "sessions.py"), "request", "url"),
 )
-"""Functions that download, and their argument that says what."""
+"""Functions that download, and the argument that names the address."""
 
 _ACCESS = {"save": "write", "load": "read"}
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_MOST_CHAINED = 8
-"""Exceptions of a chain that are looked at."""
+_MAX_CHAINED = 8  # exceptions of a chain that are examined
 
 
 def file_facts(error: BaseException) -> ResourceFacts | None:
-    """What is known of the file that ``torch.save`` or ``torch.load`` failed on, or of a download.
+    """Describe the file that ``torch.save`` or ``torch.load`` failed on, or the download.
 
-    None if the exception is about neither.
+    Return None if the exception is about neither.
     """
-    for each in _chain(error):
-        trace = each.__traceback__
-        while trace is not None:
-            code = trace.tb_frame.f_code
-            if code.co_name in _ACCESS and code.co_filename.endswith(_SERIALIZATION):
-                path = path_of(trace.tb_frame.f_locals.get("f"))
-                if path:
-                    return _facts_of(path, _ACCESS[code.co_name])
+    current: BaseException | None = error
+    for _ in range(_MAX_CHAINED):
+        if current is None:
+            return None
+        for frame, _line in traceback.walk_tb(current.__traceback__):
+            name, path = frame.f_code.co_name, frame.f_code.co_filename
+            if name in _ACCESS and path.endswith(_SERIALIZATION):
+                saved = path_of(frame.f_locals.get("f"))
+                if saved:
+                    return _facts_of(saved, _ACCESS[name])
             for file, function, argument in _DOWNLOADERS:
-                if code.co_name == function and code.co_filename.endswith(file):
-                    url = _address(trace.tb_frame.f_locals.get(argument))
+                if name == function and path.endswith(file):
+                    url = _address(frame.f_locals.get(argument))
                     if url:
                         return ResourceFacts(url=url)
-            trace = trace.tb_next
-        if isinstance(each, OSError) and each.errno in _NO_ROOM:
-            return _facts_of(path_of(each.filename), "write")
+        if isinstance(current, OSError) and current.errno in _NO_ROOM:
+            return _facts_of(path_of(current.filename), "write")
+        current = current.__cause__ or current.__context__
     return None
 
 
 def _address(url: Any) -> str:
-    """Server and path of a URL or of a request for it."""
-    # Imported only here: a start must not pay for it.
+    """Return server and path of a URL or of a request for it."""
+    # Imported only here, since it would delay the start.
     from urllib.parse import urlsplit
 
     url = url if isinstance(url, str) else getattr(url, "full_url", "")
@@ -163,15 +160,6 @@ def _address(url: Any) -> str:
     except ValueError:
         return ""
     return f"{parts.scheme}://{parts.hostname}{parts.path}"[:200] if parts.hostname else ""
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    current: BaseException | None = error
-    for _ in range(_MOST_CHAINED):
-        if current is None:
-            return
-        yield current
-        current = current.__cause__ or current.__context__
 
 
 def _facts_of(path: str, access: str) -> ResourceFacts:
@@ -188,8 +176,7 @@ def _facts_of(path: str, access: str) -> ResourceFacts:
         return found
 
 
-# -- the exception that another one wraps, where it says more: a cause, a part, a worker's text
-
+# -- the inner exception, where it says more: a cause, a part of a group, a worker's text
 
 Frames = list[tuple[str, int, str]]
 """Path, line and function of the user's frames, the innermost last."""
@@ -209,27 +196,30 @@ class Raised(NamedTuple):
 
 
 def unwrapped(error: BaseException) -> tuple[Raised, Raised | None]:
-    """What to report of an exception, and what it was wrapped in, if it was.
+    """Return the exception to report, and the one that it was wrapped in, if any.
 
-    An inner exception counts if it came through the user's own code and says something: what a
-    library catches and rewords is better known by the library's words.
+    An inner exception counts if it came through the user's own code and has a message. What a
+    library catches and raises as another exception is better explained by the library's message.
     """
     outer = _raised(error)
     current = error
-    for _ in range(_MOST_CHAINED):
+    for _ in range(_MAX_CHAINED):
         part = _first_part(current) or current.__cause__
         if part is None or not frames_of(part) or not text_of(part):
             break
         current = part
     inner = _of_worker(current) or _raised(current)
-    remote = _remote(current)
-    if remote:
-        inner = inner._replace(path=remote[0], line=remote[1])
+    # The traceback of a process of a pool travels as text.
+    cause = current.__cause__
+    if cause is not None and type(cause).__name__ in ("_RemoteTraceback", "RemoteTraceback"):
+        remote = _last_user_line(text_of(cause))
+        if remote:
+            inner = inner._replace(path=remote[0], line=remote[1])
     return inner, None if inner[:2] == outer[:2] else outer
 
 
 def text_of(error: object) -> str:
-    """A message, mostly that of an exception; never raises."""
+    """Return a message, mostly that of an exception. Never raises."""
     try:
         return str(error)
     except Exception:
@@ -237,14 +227,14 @@ def text_of(error: object) -> str:
 
 
 def name_of(kind: type[BaseException]) -> str:
-    """The class as Python prints it."""
+    """Return the class name as Python prints it."""
     if kind.__module__ in ("builtins", "__main__"):
         return kind.__qualname__
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def frames_of(error: BaseException) -> Frames:
-    """The user's frames that it flew through."""
+    """Return the user's frames in the exception's traceback."""
     return [
         (os.path.abspath(frame.f_code.co_filename), number, frame.f_code.co_name)
         for frame, number in traceback.walk_tb(error.__traceback__)
@@ -262,7 +252,7 @@ def _raised(error: BaseException) -> Raised:
 
 
 def _first_part(error: BaseException) -> BaseException | None:
-    """The first exception of a group; groups exist from Python 3.11 on."""
+    """Return the first exception of a group. Groups exist from Python 3.11 on."""
     parts = getattr(error, "exceptions", None)
     is_group = any(each.__name__ == "BaseExceptionGroup" for each in type(error).__mro__)
     if not is_group or not isinstance(parts, tuple) or not parts:
@@ -271,7 +261,7 @@ def _first_part(error: BaseException) -> BaseException | None:
 
 
 def _of_worker(error: BaseException) -> Raised | None:
-    """The exception of a DataLoader's worker, which is raised again in the rank with its text."""
+    """Return the exception of a DataLoader worker, which the rank raises again with its text."""
     _, head, rest = text_of(error).partition(_WORKER_TRACEBACK)
     if not head:
         return None
@@ -285,44 +275,28 @@ def _of_worker(error: BaseException) -> Raised | None:
     return Raised(name.rstrip(":"), message, path, line)
 
 
-def _remote(error: BaseException) -> tuple[str, int] | None:
-    """The line in the process of a pool, whose traceback travels as text."""
-    cause = error.__cause__
-    if cause is None or type(cause).__name__ not in ("_RemoteTraceback", "RemoteTraceback"):
-        return None
-    return _last_user_line(text_of(cause))
-
-
 def _last_user_line(printed: str) -> tuple[str, int] | None:
     found = [each for each in _FILE_LINE.findall(printed) if user_file(each[0])]
     return (os.path.abspath(found[-1][0]), int(found[-1][1])) if found else None
 
 
-# -- what a process ends of, as records
-
+# -- records of what ends a process
 
 _MESSAGE = 4_000
 _LINE = 1_500
 _TRACEBACK = 60_000
 
-_SAME = 1_000_000_000
-"""Nanoseconds within which an exception of the same id is the same one."""
-
-_FRESH = 60_000_000_000
-"""Nanoseconds after which an exception that was printed explains no exit."""
-
+_SAME = 1_000_000_000  # nanoseconds within which an exception of the same id is the same one
+_FRESH = 60_000_000_000  # nanoseconds after which a printed exception does not explain an exit
 _NO_FAILURE = ("SystemExit", "GeneratorExit", "Exit", "Abort")
-"""Exceptions by which a script, or click, leaves on purpose."""
+"""Exceptions by which a script, or click, exits on purpose."""
 
 _format_exception = traceback.format_exception
 owner = os.getpid()
-"""The process that loaded the probe: forked children (of multiprocessing, say) end otherwise."""
+"""The process that loaded the probe. Forked children (of multiprocessing, say) end otherwise."""
 
 _shown: tuple[int, ErrorRecord] | None = None
-"""The exception that was printed last, with its id: the process may end of it without raising."""
-
-
-# -- exceptions
+"""The exception that was printed last, with its id: the process may exit because of it."""
 
 
 @shield.shielded
@@ -333,18 +307,17 @@ def uncaught(error: BaseException) -> None:
         return
     record = describe(error)
     if state is None:
-        stray(record)
+        write_stray(record)
         return
     state.has_error = True
     record = _placed(record, error)
-    for subscriber in events.rank_fails:
-        subscriber(error)
+    events.emit(Observer.rank_fails, error)
     rank.write_now(record)
 
 
 def unseen() -> None:
     """Record the exception that ended the main thread if an excepthook of the job hid it."""
-    # The interpreter keeps it here before it calls any hook.
+    # The interpreter stores it here before it calls any hook.
     last = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if isinstance(last, BaseException):
         uncaught(last)
@@ -352,7 +325,7 @@ def unseen() -> None:
 
 @shield.shielded
 def thread_failed(thread: Thread, error: BaseException | None) -> None:
-    """Record an exception in a thread, of which the main one learns nothing."""
+    """Record an exception in a thread, which the main thread does not see."""
     state = rank.current()
     if state is not None and error is not None and not isinstance(error, SystemExit):
         record = _placed(_in_words(error), error)
@@ -360,7 +333,7 @@ def thread_failed(thread: Thread, error: BaseException | None) -> None:
 
 
 def _placed(record: ErrorRecord, error: BaseException) -> ErrorRecord:
-    """The record with what the rank did at that moment, if this process is one."""
+    """Add what this process was doing as a rank, if it is one."""
     state = rank.current()
     if state is None:
         return record
@@ -368,20 +341,15 @@ def _placed(record: ErrorRecord, error: BaseException) -> ErrorRecord:
     record = replace(record, step=tracker.steps, armed=tracker.armed)
     if tracker.failed is not None and tracker.failed[0] == id(error):
         return replace(record, phase=Phase(tracker.failed[1]).label, collective=tracker.failed[2])
-    if _raised_in(error, tracker.optimizer_code):
+    code = tracker.optimizer_code
+    frames = traceback.walk_tb(error.__traceback__)
+    if code is not None and any(frame.f_code is code for frame, _ in frames):
         return replace(record, phase=Phase.OPTIMIZER.label)
     return record
 
 
-def _raised_in(error: BaseException, code: CodeType | None) -> bool:
-    """Whether the exception flew through that code."""
-    return code is not None and any(
-        each.f_code is code for each, _ in traceback.walk_tb(error.__traceback__)
-    )
-
-
 def describe(error: BaseException) -> ErrorRecord:
-    """An exception as a record, with what the system knows of its file or port."""
+    """Make the record of an exception, with what the system knows of its file or port."""
     record = _in_words(error)
     try:
         file = file_facts(error) or job_launch.port_facts(text_of(error))
@@ -414,10 +382,10 @@ def _in_words(error: BaseException) -> ErrorRecord:
 
 
 def _shortened(message: str) -> str:
-    """A message that is not too long, with the beginning of each line of it."""
+    """Shorten a long message. Keep the beginning of each of its lines."""
     if len(message) <= _MESSAGE:
         return message
-    # A load_state_dict has missing keys in one line, and unexpected ones in the next.
+        # load_state_dict lists missing keys in one line, and unexpected ones in the next.
     return "\n".join(line[:_LINE] for line in message[: 1 << 20].splitlines()[:100])[:_MESSAGE]
 
 
@@ -425,15 +393,15 @@ def _values(record: ErrorRecord) -> dict[str, Any]:
     return {each.name: getattr(record, each.name) for each in fields(record)}
 
 
-def stray(record: EndOfProcess) -> None:
-    """Write a record of a process that is no rank (yet): the file is made only now."""
+def write_stray(record: EndOfProcess) -> None:
+    """Write a record of a process that is not a rank (yet) into its own file."""
     path = os.path.join(rank.run_directory(), f"process-{os.getpid()}.jsonl")
     record = replace(
         record,
         rank=rank.environment_int("RANK"),
         restart=rank.environment_int("TORCHELASTIC_RESTART_COUNT") or 0,
-        # torchrun makes its workers session leaders; a helper program of a worker is none.
-        # The job's own command leads none where it keeps its terminal.
+        # torchrun makes its workers session leaders. A helper program of a worker is none. The
+        # job's own command leads no session if it keeps its terminal.
         leads_session=os.getsid(0) == os.getpid() or watch.is_command(),
         argv=tuple(getattr(sys, "argv", [])),
     )
@@ -450,7 +418,7 @@ def stray(record: EndOfProcess) -> None:
 
 @shield.shielded
 def printed(*args: Any, **kwargs: Any) -> None:
-    """Remember what is printed; the exception itself would keep its frames alive."""
+    """Remember a printed exception as a record. The exception would keep its frames alive."""
     global _shown
     error = kwargs.get("value", args[1] if len(args) > 1 else args[0] if args else None)
     if not isinstance(error, BaseException) or not _is_failure(error):
@@ -466,9 +434,9 @@ def _is_failure(error: BaseException) -> bool:
 
 
 def behind() -> ErrorRecord | None:
-    """The exception for which the process is being left: it is being handled, or was printed.
+    """Return the exception because of which the process exits: being handled, or just printed.
 
-    One after which a step went on had been dealt with.
+    An exception after which a step went on does not count.
     """
     error = sys.exc_info()[1]
     if error is not None and _is_failure(error):
@@ -485,18 +453,15 @@ def _shown_in_step() -> ErrorRecord | None:
 
 
 def shown_last() -> ShownErrorRecord | None:
-    """The exception that was printed in the rank's last step."""
+    """Return the exception that was printed in the rank's last step."""
     record = _shown_in_step()
     return None if record is None else ShownErrorRecord(**_values(record))
-
-
-# -- exits without an exception
 
 
 def exit_record(
     how: str, status: int, site: Site, said: str | None = None, refused: str = ""
 ) -> ExitRecord:
-    """The record of a call that ends the process."""
+    """Make the record of a call that ends the process."""
     state = rank.current()
     return ExitRecord(
         time=time.time_ns(),
@@ -512,10 +477,10 @@ def exit_record(
 
 
 def with_reason(call: ExitRecord, reason: ErrorRecord | None) -> ExitRecord | ErrorRecord:
-    """What an exit is recorded as: the exception behind it, where there is one."""
+    """Return the record of the exception behind an exit, or of the exit if there is none."""
     return call if reason is None else replace(reason, left=call)
 
 
 def status_of(code: object) -> int:
-    """The status with which ``sys.exit(code)`` ends a process."""
+    """Return the status with which ``sys.exit(code)`` ends a process."""
     return 0 if code is None else code if isinstance(code, int) else 1

@@ -1,13 +1,12 @@
 """Fingerprint models after a training step: what differs between ranks, and since when.
 
 Ranks compare nothing among themselves: each writes its own hashes, and a rule compares the files.
-Now and then a fingerprint of a DDP module is *rich*: one hash and norm per tensor, and hashes of
-the gradients and of the optimizer's state, at several times the price. At steps that are suspected
-all are, and after the first of these elements of the tensors that differ are written.
+Some fingerprints are *rich*: one hash and norm per tensor, and hashes of the gradients and of the
+optimizer's state, at several times the cost. At steps that the supervisor suspects all are. After
+the first of these, elements of the tensors that differ are written.
 
-Without DDP (`Independent`) the norms of a few gradients and of their parameters are written down
-before some steps of the optimizer; by comparing the ranks a rule sees whether anything was
-exchanged.
+Without DDP (`Independent`) the norms of a few gradients and of their parameters are recorded before
+some steps of the optimizer. By comparing the ranks a rule sees whether anything was exchanged.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from typing import Any
 
 from ddpdoctor.probe.observers import readback, steps
 from ddpdoctor.probe.observers.collective_calls import Ledger
-from ddpdoctor.probe.observers.ddp_modules import Replica, Replicas
+from ddpdoctor.probe.observers.ddp_modules import Replicas
 from ddpdoctor.probe.observers.optimizers import options_of, parameters_of
 from ddpdoctor.probe.observers.overhead import LONGEST_INTERVAL, Pace, Suspected
 from ddpdoctor.probe.observers.readback import (
@@ -55,23 +54,19 @@ from ddpdoctor.run.records.model import (
     TogetherRecord,
 )
 
-# -- hashes of a module's tensors as fingerprints have them
+# -- hashes of a module's tensors
 
-
-MOST_TENSORS = 4096
-"""Tensors of a module of which a rich fingerprint has a hash each."""
-
-LARGEST_NORM = 3.4e38
-"""Norms from here on are written as infinite: in single precision they are."""
+MAX_TENSORS = 4096  # tensors of a module of which a rich fingerprint has a hash each
+LARGEST_NORM = 3.4e38  # from here on norms are written as infinite, as in single precision
 
 
 class ModuleHashes:
-    """The hashes of one module, on their way; to be made with gradients off.
+    """The hashes of one module, while a device computes them. Made with gradients off.
 
     Args:
         number: The module's.
         parameters: Those that DDP keeps equal.
-        rich: Whether gradients are hashed, too, and each tensor has a hash and a norm.
+        rich: Whether to hash gradients, too, and to give each tensor its own hash and norm.
     """
 
     def __init__(self, number: int, parameters: list[Any], rich: bool) -> None:
@@ -82,15 +77,15 @@ class ModuleHashes:
         if rich:
             gradients = [each.grad for each in parameters]
             self._gradients = hashes_of(g for g in gradients if g is not None and hashable(g))
-            self._norms = tensor_norms(parameters[:MOST_TENSORS])
+            self._norms = tensor_norms(parameters[:MAX_TENSORS])
 
     def reads(self) -> list[Readback]:
-        """What has to be ready."""
+        """Return what the record waits for."""
         reads = (self._parameters, self._gradients, self._norms)
         return [each for each in reads if each is not None]
 
     def record(self, step: int, armed: int) -> FingerprintRecord:
-        """The record, once they are."""
+        """Return the record once `reads` are ready."""
         hashes, gradients, norms = self._parameters.numbers(), self._gradients, self._norms
         return FingerprintRecord(
             step=step,
@@ -103,22 +98,17 @@ class ModuleHashes:
 
 
 def compared_tensors(ddp: Any) -> list[tuple[str, Any]]:
-    """Names and parameters that DDP keeps equal, trained or not."""
-    ignored: set[str] = getattr(ddp, "parameters_to_ignore", None) or set()
-    return [
-        (name, parameter)
-        for name, parameter in ddp.module.named_parameters()
-        if name not in ignored and hashable(parameter)
-    ]
+    """Return names and parameters that DDP keeps equal, trained or not."""
+    return [(name, each) for name, each in torch_private.synced_parameters(ddp) if hashable(each)]
 
 
 def hashes_of(tensors: Iterable[Any]) -> Readback:
-    """The hashes of tensors, on their way; with gradients off."""
+    """Start to hash tensors, with gradients off."""
     return Readback([hash_of(each) for each in tensors])
 
 
 def packed(hashes: Iterable[int], norms: Iterable[float]) -> str:
-    """Per tensor, four bytes of its hash and its norm, as text."""
+    """Encode four bytes of its hash and the norm of each tensor as text."""
     data = b"".join(
         # The upper half: it depends on all bits.
         struct.pack(
@@ -130,13 +120,13 @@ def packed(hashes: Iterable[int], norms: Iterable[float]) -> str:
 
 
 def combined(hashes: Sequence[int]) -> str:
-    """One hash of many; of an empty sequence, too."""
+    """Return one hash of many. There may be none."""
     data = struct.pack(f"<{len(hashes)}q", *hashes)
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 def tensor_norms(tensors: Sequence[Any]) -> Readback:
-    """A norm per tensor, in double precision as no other fits all; 0 for what has none."""
+    """Compute each tensor's norm in double precision, which fits all. Without a norm it is 0."""
     torch: Any = sys.modules["torch"]
     found = [
         torch.linalg.vector_norm(each.detach(), dtype=torch.float64)
@@ -148,7 +138,7 @@ def tensor_norms(tensors: Sequence[Any]) -> Readback:
 
 
 def state_hashes(optimizers: Iterable[Any]) -> Readback | None:
-    """The hashes of the tensors of the optimizers' states, in the order of their parameters."""
+    """Hash the tensors of the optimizers' states, in the order of their parameters."""
     tensor: Any = sys.modules["torch"].Tensor
     found = []
     for optimizer in optimizers:
@@ -162,18 +152,16 @@ def state_hashes(optimizers: Iterable[Any]) -> Readback | None:
     return hashes_of(found) if found else None
 
 
-# -- versions
+# -- changes of parameters between steps
 
-
-NAMED_CHANGED = 8
-"""Parameters that a record names; it counts the rest."""
+NAMED_CHANGED = 8  # parameters that a record names, while it counts all of them
 
 
 class Versions:
-    """How often parameters had been written, and where they lay, after a step.
+    """How often parameters had been written after a step, and their addresses then.
 
     Args:
-        step: Its number; -1 before the first one.
+        step: The step's number, or -1 before the first one.
     """
 
     def __init__(self, step: int = -1) -> None:
@@ -184,14 +172,14 @@ class Versions:
         return bool(self._noted)
 
     def note(self, module: int, named: list[tuple[str, Any]]) -> None:
-        """Note the parameters of a module as they are now."""
+        """Note the current state of a module's parameters."""
         self._noted += [
             (module, name, weakref.ref(each), each._version, each.data_ptr())
-            for name, each in named[:MOST_TENSORS]
+            for name, each in named[:MAX_TENSORS]
         ]
 
     def changed(self) -> Iterator[OutsideRecord]:
-        """What has been changed since, by module; all is forgotten."""
+        """Return what has changed since, by module, and forget all."""
         noted, self._noted = self._noted, []
         changed: dict[int, list[str]] = {}
         for module, name, ref, *before in noted:
@@ -206,36 +194,20 @@ class Versions:
 
 # -- fingerprints
 
-
-RICH_STEPS = 16
-"""Steps at the beginning whose fingerprints are rich."""
-
-RICH_PRICE = 4
-"""Times the price of a plain fingerprint that a rich one costs, as long as only one is known."""
-
-KERNEL_COST = 20_000
-"""Nanoseconds that it takes to ask for the hash of a tensor, or on a GPU of a piece of one."""
-
+RICH_STEPS = 16  # steps at the beginning whose fingerprints are rich
+RICH_PRICE = 4  # a rich fingerprint costs so many plain ones, as long as only one cost is known
+KERNEL_COST = 20_000  # nanoseconds to launch the hash of a tensor, or on a GPU of a piece of one
 NEXT_STEP_COST = 100_000
-"""Nanoseconds that the step behind a fingerprint takes more, since the caches hold other things.
+"""Nanoseconds that a fingerprint slows down the next step by evicting its data from the caches.
 
-Charged where not every step has one: at the beginning a credit pays.
+Charged if not every step has a fingerprint. At the beginning a credit pays.
 """
 
-RICH_EVERY = 8
-"""Of later fingerprints, every eighth is rich."""
-
-RICH_BYTES = 1 << 18
-"""Bytes of rich fingerprints, after which they are written half as often."""
-
-MOST_OPTIMIZERS = 8
-"""Optimizers of a rank that are looked at."""
-
-MOST_PENDING = 8
-"""Fingerprints that wait for a device; no more are taken until it has passed them."""
-
-DENSE_AVERAGES = 8
-"""Times that parameters may have been averaged that are looked at; later the powers of two."""
+RICH_EVERY = 8  # one in so many later fingerprints is rich
+RICH_BYTES = 1 << 18  # bytes of rich fingerprints after which they are taken half as often
+MAX_OPTIMIZERS = 8  # optimizers of a rank whose state is hashed
+MAX_PENDING = 8  # fingerprints that wait for a device, after which no more are taken
+DENSE_AVERAGES = 8  # times that parameters may have been averaged that all are compared
 
 
 @dataclass
@@ -254,29 +226,24 @@ class Fingerprints(Observer):
         self.pace = Pace()
         self._replicas = replicas
         self._names: dict[int, list[str]] = {}
-        self._trained: dict[int, int] = {}
-        """Elements of the parameters that are trained, by module."""
+        self._trained: dict[int, int] = {}  # elements of the parameters that are trained, by module
         self._optimizers: list[weakref.ref[Any]] = []
         self._cost = 0
         self._rich_cost = 0
         self._loaded: set[bool] = set()
-        """Whether plain fingerprints, and rich ones, have had their kernels loaded by a GPU."""
+        """Whether a GPU has loaded the kernels of plain (False) and rich (True) fingerprints."""
         self._rich_stride = RICH_EVERY
         self._rich_bytes = 0
         self._pending: deque[_Pending] = deque()
         self._versions = Versions()
-        self._moved = 0
-        """Elements that collectives were called with, enough of them to carry all parameters."""
+        self._moved = 0  # elements of collectives that may have carried all parameters
         self._together = 0
-        self._alarm = -1
-        """The step before which this is woken, if that was asked for already."""
+        self._alarm = -1  # the step for which an alarm is set to wake this observer
         self._suspected = Suspected(state)
         self._suspected.watch(lambda: self.wake("step_ended"))
 
-    # -- moments
-
     def ddp_built(self, ddp: Any) -> None:
-        """A DDP module was built, and has its number."""
+        """Note the new module's parameters."""
         number = self._replicas.number_of(ddp)
         if number is None:
             return
@@ -289,11 +256,11 @@ class Fingerprints(Observer):
         self.wake("step_begins", "step_ended")
 
     def optimizer_made(self) -> None:
-        """It is to be remembered."""
+        """Watch for its first step."""
         self.wake("step_ended")
 
     def step_begins(self, optimizer: Any) -> None:
-        """Were parameters changed since the last fingerprint, which the step before took?"""
+        """Record parameters that changed since the last fingerprint."""
         with self.state.budget.spending():
             if self._moved:
                 self._look_together(self.state.tracker.steps - 1)
@@ -305,28 +272,25 @@ class Fingerprints(Observer):
             self.state.budget.spend_behind(NEXT_STEP_COST)
 
     def step_ended(self, optimizer: Any, number: int) -> None:
-        """An optimizer's step ended: take a fingerprint if it closed a training step."""
+        """Take a fingerprint if a training step ended."""
         with self.state.budget.spending():
             self._follow(optimizer, number)
 
     def _follow(self, optimizer: Any, number: int) -> None:
-        last = self._optimizers[-1]() if self._optimizers else None
-        if last is not optimizer:
-            self._remember(optimizer)
+        known = any(each() is optimizer for each in reversed(self._optimizers))
+        if not known and len(self._optimizers) < MAX_OPTIMIZERS:
+            self._optimizers.append(weakref.ref(optimizer))
         if self._moved:
             self._look_together(number)
         if self._pending:
             self._drain()
         if self.state.tracker.steps == number:
             return
-        # After join() a rank may have taken fewer steps than others: numbers tell nothing any more.
+        # After join() a rank may have taken fewer steps than others: their numbers do not match.
         if not steps.uneven_inputs:
             self._look_at(number)
-        if not self._pending and not self._suspected.active:
-            self._rest_until_due(number)
-
-    def _rest_until_due(self, number: int) -> None:
-        """Nothing is to be done until the next step whose fingerprint is due."""
+        if self._pending or self._suspected.active:
+            return
         due = number + self.pace.interval & -self.pace.interval
         if due > number + 1:
             if self._alarm <= number:
@@ -339,7 +303,7 @@ class Fingerprints(Observer):
         closely = self._suspected.at(number, self._rich_cost)
         if not (closely or self.pace.due(number)) or not self._replicas.alive:
             return
-        if len(self._pending) >= MOST_PENDING or capturing(sys.modules["torch"]):
+        if len(self._pending) >= MAX_PENDING or capturing(sys.modules["torch"]):
             return
         if closely is not None and closely.step == number:
             self._write_elements(closely)
@@ -354,17 +318,14 @@ class Fingerprints(Observer):
             if not closely:
                 self.pace.spare()
             return
-        wanted = (
-            closely
-            or number < RICH_STEPS
-            or not number & (self.pace.interval * self._rich_stride - 1)
-        )
+        every = self.pace.interval * self._rich_stride
+        wanted = closely or number < RICH_STEPS or not number & (every - 1)
         rich = wanted and left >= (self._rich_cost or RICH_PRICE * cost)
         start = clock()
         with sys.modules["torch"].no_grad():
             self._take(number, rich)
         spent = clock() - start
-        if rich not in self._loaded and self._on_gpu():
+        if rich not in self._loaded and any(each.is_cuda for each in self._parameters()):
             usual = (RICH_PRICE if rich else 1) * self._guess()
             budget.spend_first(spent, usual)
             spent = min(spent, usual)
@@ -380,7 +341,7 @@ class Fingerprints(Observer):
             self.pace.took(surplus=budget.left() > 4 * self._cost)
 
     def rank_ends(self) -> None:
-        """Write what is still on its way, if it came."""
+        """Write the fingerprints that are ready."""
         self._drain()
 
     # -- averaging
@@ -396,7 +357,7 @@ class Fingerprints(Observer):
         ledger.watch(min((size for size in sizes if size), default=0), moved)
 
     def _look_together(self, step: int) -> None:
-        """After collectives that may have carried all parameters: are the ranks equal now?
+        """Hash all parameters after collectives that may have carried them, to compare ranks.
 
         Replicas of a local SGD are equal after their averaging and never after a step.
         """
@@ -414,27 +375,28 @@ class Fingerprints(Observer):
             return
         torch: Any = sys.modules["torch"]
         paid = self.state.budget.left() >= (self._cost or self._guess())
-        paid = paid and len(self._pending) < MOST_PENDING and not capturing(torch)
+        paid = paid and len(self._pending) < MAX_PENDING and not capturing(torch)
         for each in modules:
             ddp = each.ddp()
             if ddp is None:
                 continue
             armed = self.state.tracker.armed
             record = TogetherRecord(step=step, module=each.number, armed=armed)
-            if paid:
-                with torch.no_grad():
-                    self._add_together(
-                        record, hashes_of(tensor for _, tensor in compared_tensors(ddp))
-                    )
-            else:
+            if not paid:
                 self.state.recorder.add(record)
+                continue
+            with torch.no_grad():
+                read = hashes_of(tensor for _, tensor in compared_tensors(ddp))
+
+            def make(
+                record: TogetherRecord = record, read: Readback = read
+            ) -> list[TogetherRecord]:
+                return [replace(record, parameters=combined(read.numbers()))]
+
+            self._pending.append(_Pending([read], make))
         self._drain()
 
-    def _add_together(self, record: TogetherRecord, read: Readback) -> None:
-        self._pending.append(
-            _Pending([read], lambda: [replace(record, parameters=combined(read.numbers()))])
-        )
-
+    # -- parts
     # -- parts
 
     def _write_elements(self, suspicion: Suspicion) -> None:
@@ -462,7 +424,7 @@ class Fingerprints(Observer):
         self._drain()
 
     def _guess(self) -> int:
-        """Nanoseconds that the first fingerprint will cost, without loading a GPU's kernels."""
+        """Estimate the cost of the first fingerprint, without loading a GPU's kernels."""
         return sum(
             KERNEL_COST * hash_pieces(parameter)
             if parameter.is_cuda
@@ -476,16 +438,6 @@ class Fingerprints(Observer):
             if ddp is not None:
                 yield from (parameter for _, parameter in compared_tensors(ddp))
 
-    def _on_gpu(self) -> bool:
-        return any(parameter.is_cuda for parameter in self._parameters())
-
-    def _remember(self, optimizer: Any) -> None:
-        for each in self._optimizers:
-            if each() is optimizer:
-                return
-        if len(self._optimizers) < MOST_OPTIMIZERS:
-            self._optimizers.append(weakref.ref(optimizer))
-
     def _take(self, number: int, rich: bool) -> None:
         modules: list[ModuleHashes] = []
         self._versions = Versions(number)
@@ -495,7 +447,18 @@ class Fingerprints(Observer):
             if ddp is None:
                 continue
             named = compared_tensors(ddp)
-            self._record_names(each, ddp, [name for name, _ in named])
+            names = [name for name, _ in named]
+            if names != self._names.get(each.number, []):
+                self._names[each.number] = names
+                self.state.recorder.add(
+                    TensorsRecord(
+                        module=each.number,
+                        type=type(ddp.module).__name__,
+                        group=tuple(torch_groups.group_ranks(ddp)),
+                        hook=torch_private.comm_hook(ddp),
+                        names=tuple(names[:MAX_TENSORS]),
+                    )
+                )
             self._versions.note(each.number, named)
             modules.append(ModuleHashes(each.number, [tensor for _, tensor in named], rich))
         if not modules:
@@ -510,7 +473,7 @@ class Fingerprints(Observer):
 
         def make() -> list[FingerprintRecord]:
             found = [each.record(number, armed) for each in modules]
-            # Of optimizers and scaler there are as many, whatever the number of modules.
+            # Optimizers and scaler do not belong to a module: the first record has them.
             found[0] = replace(
                 found[0],
                 hyper=hyper,
@@ -522,22 +485,8 @@ class Fingerprints(Observer):
         self._pending.append(_Pending(reads, make))
         self._drain()
 
-    def _record_names(self, each: Replica, ddp: Any, names: list[str]) -> None:
-        if names == self._names.get(each.number, []):
-            return
-        self._names[each.number] = names
-        self.state.recorder.add(
-            TensorsRecord(
-                module=each.number,
-                type=type(ddp.module).__name__,
-                group=tuple(torch_groups.group_ranks(ddp)),
-                hook=torch_private.comm_hook(ddp),
-                names=tuple(names[:MOST_TENSORS]),
-            )
-        )
-
     def _drain(self) -> None:
-        """Write the fingerprints that the device has passed; on the training thread, as any query.
+        """Write the fingerprints that are ready, on the training thread.
 
         A query from another thread would break the capture of a CUDA graph.
         """
@@ -554,7 +503,6 @@ class Fingerprints(Observer):
 
 
 def _scale() -> Readback | None:
-    """The GradScaler's scale."""
     scale = torch_private.scale_of(steps.current_scaler())
     if scale is None or not hashable(scale):
         return None
@@ -563,15 +511,9 @@ def _scale() -> Readback | None:
 
 # -- training without DDP: whether the ranks of a group still train one model
 
-
-DENSE_STEPS = 8
-"""Steps at the beginning that are looked at one by one; later the powers of two."""
-
-SOLO_WITNESSES = 3
-"""Parameters that are looked at."""
-
-LARGEST_WITNESS = 1 << 20
-"""Elements of a parameter that is looked at, if there are smaller ones than the larger."""
+DENSE_STEPS = 8  # steps at the beginning that are all measured; later the powers of two
+SOLO_PARAMETERS = 3  # parameters that are measured
+MAX_SOLO_ELEMENTS = 1 << 20  # elements of a measured parameter, unless all are larger
 
 
 class Independent(Observer):
@@ -580,22 +522,19 @@ class Independent(Observer):
     def __init__(self, state: RankState) -> None:
         super().__init__(state)
         self._begun = False
-        self._last = -1
-        """The last training step that was looked at."""
-        self._before = 0
-        """Calls that may have moved parameters before the first step."""
-        self._outside = False
-        """Whether parameters were changed between steps of the optimizer."""
+        self._last = -1  # the last training step that was measured
+        self._before = 0  # calls before the first step that may have moved parameters
+        self._outside = False  # parameters were changed between steps of the optimizer
         self._versions: list[tuple[weakref.ref[Any], int]] = []
         self._wrapped = False
 
     def ddp_built(self, ddp: Any) -> None:
-        """From now on DDP has the say."""
+        """Leave the rest to the observers of DDP modules."""
         self._wrapped = True
         self.rest("step_begins", "step_ended")
 
     def step_begins(self, optimizer: Any) -> None:
-        """Look at the gradients of some steps."""
+        """Measure the gradients of some steps."""
         if self._wrapped:
             return
         ledger, budget = self.state.ledger, self.state.budget
@@ -619,9 +558,9 @@ class Independent(Observer):
     def _look(self, optimizer: Any, number: int) -> None:
         parameters = parameters_of(optimizer)
         reached = [each for each in parameters if readback.has_plain_gradient(each)]
-        small = [each for each in reached if 0 < each.numel() <= LARGEST_WITNESS] or reached
-        looked = sorted(small, key=lambda each: -each.numel())[:SOLO_WITNESSES]
-        read = readback.gradients_and_values(looked)
+        small = [each for each in reached if 0 < each.numel() <= MAX_SOLO_ELEMENTS] or reached
+        measured = sorted(small, key=lambda each: -each.numel())[:SOLO_PARAMETERS]
+        read = readback.gradients_and_values(measured)
         if read is None:
             return
         ledger = self.state.ledger
@@ -629,10 +568,10 @@ class Independent(Observer):
             time=time.time_ns(),
             step=number,
             optimizer=type(optimizer).__name__,
-            shapes=tuple(tuple(each.shape) for each in looked),
+            shapes=tuple(tuple(each.shape) for each in measured),
             parameters=len(parameters),
             elements=sum(each.numel() for each in parameters),
-            # Where it differs, the ranks are meant to.
+            # Ranks whose options differ are meant to differ.
             hyper=options_of(optimizer),
             calls=ledger.count if ledger is not None else None,
             before=self._before,
@@ -646,7 +585,7 @@ class Independent(Observer):
         self.state.recorder.add(when_ready([read], with_norms))
 
     def step_ended(self, optimizer: Any, number: int) -> None:
-        """Remember the parameters as the step has left them."""
+        """Note the first parameter as the step left it."""
         if not self._begun or self._outside or self._wrapped:
             return
         first = next(iter(parameters_of(optimizer)), None)
@@ -654,7 +593,7 @@ class Independent(Observer):
             self._versions.append((weakref.ref(first), first._version))
 
     def rank_ends(self) -> None:
-        """Record what was exchanged up to the end."""
+        """Record what was exchanged in all."""
         if self._last < 0:
             return
         ledger = self.state.ledger

@@ -1,12 +1,13 @@
-"""Observe how a script takes its place in the launch: local rank, ``nn.DataParallel``, store ports.
+"""Observe how a script uses the launch: local rank, ``nn.DataParallel``, ports of the store.
 
-torchrun gives each worker its local rank in ``LOCAL_RANK``, never on the command line: a script
-that reads it from an option has the option's default on every rank. Of the ports of the job's store
-it records who holds one that is taken, and which one no rank will open.
+torchrun gives each worker its local rank in ``LOCAL_RANK``, never on the command line. A script
+that reads it from an option has the option's default on every rank. For the ports of the job's
+store we find the process that holds one already, and the port that no rank will open.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
@@ -31,38 +32,36 @@ from ddpdoctor.run.records.process import (
 
 # -- launch options
 
-
 _USES_LOCAL_RANK = re.compile(r"\.local_rank\b(?!\s*=[^=])")
 _LOCAL_RANK_OPTION = re.compile(r"--?local[-_]rank$")
 
-_option: Site | None = None
-"""Where the option was added."""
+_option: Site | None = None  # the line that added the option
 _parsed_options: tuple[weakref.ref[Any], Site] | None = None
 _parallel: Site | None = None
 
 
 def argument_added(parser: Any, *names: Any, **kwargs: Any) -> None:
-    """``ArgumentParser.add_argument`` is called."""
+    """Note the option of a call of ``ArgumentParser.add_argument``."""
     global _option
     if any(isinstance(name, str) and _LOCAL_RANK_OPTION.match(name) for name in names):
         _option = caller()
 
 
 def arguments_parsed(result: Any, parser: Any, *args: Any, **kwargs: Any) -> None:
-    """``ArgumentParser.parse_known_args`` returned."""
+    """Note the result of ``ArgumentParser.parse_known_args``."""
     global _parsed_options
     if _parsed_options is None and hasattr(result[0], "local_rank"):
         _parsed_options = weakref.ref(result[0]), caller()
 
 
 def data_parallel_built(*args: Any, **kwargs: Any) -> None:
-    """An ``nn.DataParallel`` is built."""
+    """Note an ``nn.DataParallel`` that is built."""
     global _parallel
     _parallel = _parallel or caller()
 
 
 class LaunchOptions(Observer):
-    """What a rank made of the launch."""
+    """Record how a rank used the launch."""
 
     def __init__(self, state: RankState) -> None:
         super().__init__(state)
@@ -70,7 +69,7 @@ class LaunchOptions(Observer):
         events.before_step(DATA_PARALLEL_AFTER, self._parallel_trains)
 
     def ddp_built(self, ddp: Any) -> None:
-        """By now the script has had its chance to put the environment's local rank there."""
+        """Compare the option with the environment, which the script could have copied by now."""
         global _parsed_options
         if _parsed_options is None:
             return
@@ -78,7 +77,14 @@ class LaunchOptions(Observer):
         number, here = getattr(reference(), "local_rank", None), rank.environment_int("LOCAL_RANK")
         if here is None or not isinstance(number, int) or number == here:
             return
-        use = _first_use(site)
+        # Find the first line of that file that does anything with the option.
+        use = 0
+        with (
+            contextlib.suppress(OSError),
+            open(site.path, encoding="utf-8", errors="replace") as file,
+        ):
+            uses = (_USES_LOCAL_RANK.search(line.partition("#")[0]) for line in file)
+            use = next((number for number, found in enumerate(uses, 1) if found), 0)
         if use:
             at = _option if _option is not None and _option.path else site
             used = Location(site.path, use)
@@ -87,7 +93,7 @@ class LaunchOptions(Observer):
             )
 
     def rank_ends(self) -> None:
-        """Whatever became of it, there is one."""
+        """Record an ``nn.DataParallel`` of a short job, too."""
         self._parallel_trains()
 
     def _parallel_trains(self) -> None:
@@ -96,33 +102,19 @@ class LaunchOptions(Observer):
             self.state.recorder.add(DataParallelRecord(**_parallel.place))
 
 
-def _first_use(site: Site) -> int:
-    """The first line of the file that parsed the option which does anything with it; 0 if none."""
-    try:
-        with open(site.path, encoding="utf-8", errors="replace") as file:
-            lines = enumerate(file, 1)
-            return next(
-                (n for n, line in lines if _USES_LOCAL_RANK.search(line.partition("#")[0])), 0
-            )
-    except OSError:
-        return 0
-
-
-# -- ports of the job's store: who holds one that is taken, and which one no rank will open
-
+# -- ports of the job's store
 
 _LISTEN_FAILED = re.compile(
     r"server socket has failed to (?:listen|bind)[^\n]*?(?:port: |\]:)(?P<port>\d+)"
 )
 _TCP_LISTEN = "0A"
-_SEARCH_SECONDS = 0.3
-"""How long the holder is looked for among all processes."""
+_SEARCH_SECONDS = 0.3  # for a search of all processes for the holder
 
 
 def port_facts(message: str) -> ResourceFacts | None:
-    """The holder of the port that torch's store could not listen on, looked for at that moment.
+    """Return the holder of the port that torch's store could not listen on, as it is now.
 
-    None for other messages.
+    Return None for other messages.
     """
     refused = _LISTEN_FAILED.search(message)
     if refused is None:
@@ -132,15 +124,15 @@ def port_facts(message: str) -> ResourceFacts | None:
 
 
 def is_spawned() -> bool:
-    """Whether a worker of torchrun's has started this process."""
+    """Return whether a worker of torchrun has started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ and os.getsid(0) != os.getpid()
 
 
 def unopened_store(arguments: dict[str, Any], site: Site) -> OwnStoreRecord | None:
-    """The address that ``init_process_group`` is given, if no rank will open its port.
+    """Return the address that ``init_process_group`` is given, if no rank will open its port.
 
-    Under torchrun every rank connects to the store of its agent, rank 0 as well: at another address
-    no process listens.
+    Under torchrun every rank, rank 0 included, connects to the store of its agent. At another
+    address no process listens.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or arguments.get("store"):
         return None
@@ -149,7 +141,7 @@ def unopened_store(arguments: dict[str, Any], site: Site) -> OwnStoreRecord | No
     method = arguments.get("init_method")
     wanted: tuple[str | None, str | None]
     if isinstance(method, str) and method.startswith("tcp://"):
-        # Imported only here: a start must not pay for it.
+        # Imported only here, since it would delay the start.
         from urllib.parse import urlsplit
 
         parts = urlsplit(method)
@@ -171,7 +163,7 @@ def unopened_store(arguments: dict[str, Any], site: Site) -> OwnStoreRecord | No
 
 
 def _initial_environment() -> dict[str, str]:
-    """What the launcher gave this process, whatever the script made of it since."""
+    """Return the environment that the launcher gave this process."""
     try:
         with open("/proc/self/environ", "rb") as file:
             return _environment_of(file.read())
@@ -191,15 +183,18 @@ def _port_holder(port: int) -> PortHolder | None:
     deadline = time.monotonic() + _SEARCH_SECONDS
     others = (int(name) for name in os.listdir("/proc") if name.isdigit())
     for pid in (os.getpid(), *sorted(others, reverse=True)):
-        if _holds_socket(pid, inodes):
-            return _describe_holder(pid)
+        folder = f"/proc/{pid}/fd"
+        # A process that has ended, or is another user's, cannot be read.
+        with contextlib.suppress(OSError):
+            if any(os.readlink(f"{folder}/{name}") in inodes for name in os.listdir(folder)):
+                return _describe_holder(pid)
         if time.monotonic() > deadline:
             break
     return None
 
 
 def _listening_sockets(port: int) -> Iterator[str]:
-    """The inodes of the sockets that listen on a port."""
+    """Yield the sockets that listen on a port, as links in ``/proc`` name them."""
     for name in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
         try:
             with open(name) as file:
@@ -210,15 +205,6 @@ def _listening_sockets(port: int) -> Iterator[str]:
             words = line.split()
             if words[3] == _TCP_LISTEN and int(words[1].rpartition(":")[2], 16) == port:
                 yield f"socket:[{words[9]}]"
-
-
-def _holds_socket(pid: int, inodes: set[str]) -> bool:
-    folder = f"/proc/{pid}/fd"
-    try:
-        return any(os.readlink(f"{folder}/{name}") in inodes for name in os.listdir(folder))
-    except OSError:
-        # It has ended, or is another user's.
-        return False
 
 
 def _describe_holder(pid: int) -> PortHolder:

@@ -1,10 +1,9 @@
-"""Follow loaders and the loops over them: who built them, and what becomes of their batches.
+"""Follow loaders and the loops over them: who built them, and what happens to their batches.
 
-Loaders, samplers and subsets are remembered with the lines that built them. A loop here is one pass
-over a loader. It is recorded when it begins to train, when a batch was passed over without a
-backward, and when it is over; a rule compares the ranks. Whether a loop was left before its
-loader's end shows when the iterator is let go: the frame that does so is at the very statement that
-left it.
+Loaders, samplers and subsets are remembered with the lines that built them. A loop is one pass
+over a loader. It is recorded when it begins to train, if a batch had no backward, and at its end. A
+rule compares the ranks. When the loop drops its iterator, the current frame shows the statement at
+which it was left before its loader's end.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import functools
 import sys
 import time
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 from ddpdoctor.core.user_code import Location
@@ -24,51 +24,46 @@ from ddpdoctor.probe.runtime.rank import RankState
 from ddpdoctor.probe.runtime.sites import NOWHERE, Site, sites_of
 from ddpdoctor.run.records.training import IdleBatch, LoopRecord, SamplerFacts
 
-# -- loaders, samplers and subsets, the lines that built them, and what they say of themselves
+# -- loaders, samplers and subsets
 
-
-MOST_BUILT = 64
-"""Loaders and samplers that are remembered with the line that built them."""
-
+MAX_BUILT = 64  # objects of a class that are remembered with the line that built them
 _SAMPLER_FACTS = ("rank", "num_replicas", "seed", "epoch", "shuffle", "drop_last", "replacement")
 
 
+@dataclass(eq=False)
 class Built:
     """A loader or sampler, the line that built it, and its number."""
 
-    __slots__ = ("number", "site", "thing", "used")
-
-    def __init__(self, thing: Any, site: Site, number: int) -> None:
-        self.thing = weakref.ref(thing)
-        self.site = site
-        self.number = number
-        self.used = False
+    thing: weakref.ref[Any]
+    site: Site
+    number: int
+    used: bool = False
 
 
 class Book:
-    """What a class built, newest last."""
+    """The objects of a class, newest last."""
 
     def __init__(self) -> None:
         self._entries: list[Built] = []
         self._count = 0
 
     def add(self, thing: Any, site: Site) -> Built:
-        """Remember a thing that was just built."""
-        if len(self._entries) >= MOST_BUILT:
+        """Remember an object that was just built."""
+        if len(self._entries) >= MAX_BUILT:
             self._entries = [each for each in self._entries if each.thing() is not None][
-                -MOST_BUILT:
+                -MAX_BUILT:
             ]
         self._count += 1
-        built = Built(thing, site, self._count)
+        built = Built(weakref.ref(thing), site, self._count)
         self._entries.append(built)
         return built
 
     def find(self, thing: Any) -> Built | None:
-        """The entry of a thing that is still there."""
+        """Return the entry of an object that still exists."""
         return next((each for each in reversed(self._entries) if each.thing() is thing), None)
 
     def living(self) -> list[tuple[Any, Built]]:
-        """The things that are still there, newest first."""
+        """Return the objects that still exist, newest first."""
         pairs = ((each.thing(), each) for each in reversed(self._entries))
         return [(thing, each) for thing, each in pairs if thing is not None]
 
@@ -79,7 +74,7 @@ built_subsets = Book()
 
 
 def loader_of(dataset: Any, index_sampler: Any) -> Built | None:
-    """The loader whose iterator has that data set and sampler."""
+    """Return the loader whose iterator has that data set and sampler."""
     for loader, built in built_loaders.living():
         mine = (loader.batch_sampler, loader.sampler)
         if loader.dataset is dataset and any(each is index_sampler for each in mine):
@@ -88,11 +83,7 @@ def loader_of(dataset: Any, index_sampler: Any) -> Built | None:
 
 
 def sampler_facts(mine: list[Any]) -> SamplerFacts:
-    """What a pass's samplers say of themselves, without running any code of theirs.
-
-    Args:
-        mine: The sampler and, if there is one, the batch sampler around it.
-    """
+    """Describe the sampler of a pass and its batch sampler, without running any code of theirs."""
     known: dict[str, Any] = {}
     for sampler in mine:
         attributes = getattr(sampler, "__dict__", {})
@@ -102,7 +93,7 @@ def sampler_facts(mine: list[Any]) -> SamplerFacts:
     inner = mine[0] if mine else None
     built = built_samplers.find(inner)
     if built is None and inner is not None:
-        # There may be no weak reference to it.
+        # Some objects have no weak references.
         with contextlib.suppress(TypeError):
             built = built_samplers.add(inner, NOWHERE)
     if built is not None:
@@ -118,7 +109,7 @@ def sampler_facts(mine: list[Any]) -> SamplerFacts:
 
 
 def idle_samplers(dataset: Any) -> tuple[Location, ...]:
-    """Lines that built samplers of a data set that no loader was given, the newest two."""
+    """Return lines that built samplers of a data set that no loader uses, the newest two."""
     idle = [
         each.site.location
         for thing, each in built_samplers.living()
@@ -128,7 +119,7 @@ def idle_samplers(dataset: Any) -> tuple[Location, ...]:
 
 
 def batch_count(mine: list[Any]) -> int | None:
-    """How many batches a pass will have; None if only code of the job's could tell."""
+    """Return how many batches a pass will have. None if only code of the job can tell."""
     if not mine:
         return None
     lengths = (getattr(type(each), "__len__", None) for each in mine)
@@ -140,19 +131,16 @@ def batch_count(mine: list[Any]) -> int | None:
         return None
 
 
-# -- whether a loop over a loader goes on until the loader ends, as its source says
+# -- whether a loop takes all batches, by its source
 
-
-LARGEST_SOURCE = 300_000
-"""Bytes of a source file that is read at most."""
-
+LARGEST_SOURCE = 300_000  # bytes of a source file that is read
 _PLAIN_ITERABLES = (ast.Name, ast.Attribute, ast.Subscript)
 _WRAPPERS = ("enumerate", "tqdm")
 
 
 @functools.lru_cache(maxsize=32)
 def runs_to_end(path: str, line: int) -> bool:
-    """Whether a ``for`` at that line takes every batch; False also where that is not known."""
+    """Return whether a ``for`` at that line is known to take every batch."""
     try:
         with open(path, "rb") as file:
             source = file.read(LARGEST_SOURCE + 1)
@@ -163,22 +151,21 @@ def runs_to_end(path: str, line: int) -> bool:
         return False
     for node in ast.walk(tree):
         if isinstance(node, ast.For) and node.lineno <= line <= (node.iter.end_lineno or 0):
-            return _takes_all(node.iter) and not any(map(_leaves_loop, node.body))
+            iterated = node.iter
+            while isinstance(iterated, ast.Call):
+                called = iterated.func
+                name = (
+                    called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+                )
+                if name not in _WRAPPERS or not iterated.args:
+                    return False
+                iterated = iterated.args[0]
+            return isinstance(iterated, _PLAIN_ITERABLES) and not any(map(_leaves_loop, node.body))
     return False
 
 
-def _takes_all(iterated: ast.expr) -> bool:
-    while isinstance(iterated, ast.Call):
-        called = iterated.func
-        name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
-        if name not in _WRAPPERS or not iterated.args:
-            return False
-        iterated = iterated.args[0]
-    return isinstance(iterated, _PLAIN_ITERABLES)
-
-
 def _leaves_loop(node: ast.AST, inner: bool = False) -> bool:
-    """Whether a statement of the loop's body may leave it, or hand control to a caller."""
+    """Return whether a statement of the loop's body may leave it, or yield to a caller."""
     if isinstance(node, (ast.Return, ast.Yield, ast.YieldFrom)):
         return True
     if isinstance(node, ast.Break):
@@ -189,36 +176,23 @@ def _leaves_loop(node: ast.AST, inner: bool = False) -> bool:
     return any(_leaves_loop(child, inner) for child in ast.iter_child_nodes(node))
 
 
-# -- batches
+# -- loops
 
-
-MOST_LOOPS = 2048
-"""Loops that one rank records."""
-
-MOST_IDLE = 8
-"""Batches without a backward that a loop records one by one."""
-
-MOST_FRAMES = 6
-"""Lines of the user's code that are recorded, outwards: the loop may be that of a caller."""
+MAX_LOOPS = 2048  # loops that a rank records
+MAX_IDLE = 8  # batches without a backward that a loop records one by one
+MAX_FRAMES = 6  # user's lines that are recorded, outwards: the loop may be that of a caller
 
 
 class _Loop:
     """One pass over a loader."""
 
-    __slots__ = (
-        "after", "backwards", "before", "fetched", "forwards", "idle",
-        "idled", "joins", "number", "ref", "sites",
-    )  # fmt: skip
-
     def __init__(self, sites: list[Site], reduced: int) -> None:
         self.sites = sites
-        self.number = -1
-        """The loop's number among those that were recorded, -1 as long as it was not."""
+        self.number = -1  # among the recorded loops, or -1
         self.before = self.after = reduced
-        """Reduced backwards begun before the loop, and by now, those of other loops left out."""
+        """Reduced backwards begun before the loop, and by now, without those of other loops."""
         self.fetched = 0
-        self.forwards = 0
-        """Forwards before the last fetch; ``backwards`` likewise."""
+        self.forwards = 0  # before the last fetch, as ``backwards``
         self.backwards = 0
         self.idle: list[IdleBatch] = []
         self.idled = 0
@@ -232,57 +206,54 @@ class Loops(Observer):
     def __init__(self, state: RankState) -> None:
         super().__init__(state)
         self._tracker = state.tracker
-        self._reduced = 0
-        """Reduced backwards when the current loop was last looked at."""
+        self._reduced = 0  # reduced backwards when the current loop last became current
         self._recorded = 0
         self._current: _Loop | None = None
         self._open: set[_Loop] = set()
 
-    # -- batches
-
     def batch_fetched(self, iterator: Any, data: Any) -> None:
-        """A loop begins, or goes on."""
+        """Begin a loop, or go on with it."""
         if not sys.modules["torch"].is_grad_enabled():
             return
         loop: _Loop | None = getattr(iterator, "_ddpdoctor_loop", None)
         if loop is None or torch_private.is_first_batch(iterator):
-            # Persistent workers go on with the same iterator.
+            # Persistent workers use the same iterator again.
             if loop is not None:
                 self._close(loop, "left")
             loop = iterator._ddpdoctor_loop = self._begin(iterator)
         else:
-            self._look_back(loop)
+            self._count_idle(loop)
         loop.fetched += 1
         loop.forwards, loop.backwards = self._tracker.forwards, self._tracker.backward_count
         self._go_on(loop)
-        if loop.number < 0 and self._recorded < MOST_LOOPS:
-            # Another loop may have trained since this one began.
+        if loop.number < 0 and self._recorded < MAX_LOOPS:
+            # Another loop may have trained since it began.
             self.wake("forward_begins", "buffers_begin")
 
     def _begin(self, iterator: Any) -> _Loop:
-        loop = _Loop(sites_of(sys._getframe(2), MOST_FRAMES), self._tracker.reduced)
+        loop = _Loop(sites_of(sys._getframe(2), MAX_FRAMES), self._tracker.reduced)
         self._open.add(loop)
 
         @shield.shielded
         def let_go(_: Any) -> None:
-            self._close(loop, "left", sites_of(sys._getframe(1), MOST_FRAMES))
+            self._close(loop, "left", sites_of(sys._getframe(1), MAX_FRAMES))
 
         loop.ref = weakref.ref(iterator, let_go)
         return loop
 
     def _go_on(self, loop: _Loop | None) -> None:
-        """Backwards belong to this loop from now on."""
+        """Count backwards for this loop from now on."""
         reduced = self._tracker.reduced
         if self._current is not None and reduced != self._reduced:
             self._current.after = reduced
         self._current, self._reduced = loop, reduced
 
-    def _look_back(self, loop: _Loop) -> None:
-        """Another batch is taken: was there a backward since the last one?"""
+    def _count_idle(self, loop: _Loop) -> None:
+        """Note the last batch if there was no backward since, as another one is taken."""
         if loop.backwards != self._tracker.backward_count:
             return
         loop.idled += 1
-        if len(loop.idle) >= MOST_IDLE:
+        if len(loop.idle) >= MAX_IDLE:
             return
         forward = loop.forwards != self._tracker.forwards
         loop.idle.append(IdleBatch(loop.fetched - 1, self.state.tracker.steps, forward))
@@ -290,27 +261,25 @@ class Loops(Observer):
             self._record(loop, "skips")
 
     def loader_exhausted(self, iterator: Any) -> None:
-        """Its loop is over."""
+        """End its loop."""
         loop: _Loop | None = getattr(iterator, "_ddpdoctor_loop", None)
         if loop is None or loop not in self._open:
             return
-        self._look_back(loop)
+        self._count_idle(loop)
         partner = self._current
         self._close(loop, "ended")
-        # Of loaders in one zip the first that ends is the end of the loop, known by the last.
+        # A loop over zipped loaders ends when the first of them does, as the last one shows.
         if partner is not None and partner is not loop and loop.sites == partner.sites:
-            self._look_back(partner)
+            self._count_idle(partner)
             self._close(partner, "ended")
 
-    # -- passes
-
     def buffers_begin(self, ddp: Any) -> None:
-        """DDP's broadcast in front of a forward: ranks that left are missed here already."""
+        """Record a loop at DDP's broadcast before a forward, where ranks that left are missing."""
         if sys.modules["torch"].is_grad_enabled():
             self._trains(ddp)
 
     def forward_begins(self, ddp: Any, armed: bool) -> None:
-        """A loop trains once one of its forwards is to be reduced."""
+        """Record that a loop trains: one of its forwards is to be reduced."""
         if armed:
             self._trains(ddp)
             self.rest("forward_begins", "buffers_begin")
@@ -319,15 +288,13 @@ class Loops(Observer):
         loop = self._current
         if loop is not None and loop.number < 0:
             loop.joins = torch_private.joins(ddp)
-            if self._recorded < MOST_LOOPS:
+            if self._recorded < MAX_LOOPS:
                 loop.number = self._recorded
                 self._recorded += 1
                 self._record(loop, "trains")
 
-    # -- records
-
     def _close(self, loop: _Loop, how: str, sites: list[Site] | None = None) -> None:
-        """Record a loop for the last time."""
+        """Record the end of a loop."""
         if loop not in self._open:
             return
         self._open.discard(loop)
@@ -340,7 +307,7 @@ class Loops(Observer):
         if self.state.closed:
             return
         begins, over = how == "trains", how not in ("trains", "skips")
-        # The next collective may meet another one, and gloo then aborts the process at once.
+        # The next collective may find another rank's, and gloo then aborts the process at once.
         self.state.recorder.add_now(
             LoopRecord(
                 time=time.time_ns(),
@@ -359,12 +326,12 @@ class Loops(Observer):
         )
 
     def rank_fails(self, error: BaseException) -> None:
-        """All loops are over."""
+        """Record the end of all loops."""
         for loop in list(self._open):
             self._close(loop, "failed")
 
     def rank_ends(self) -> None:
-        """All loops are over."""
+        """Record the end of all loops."""
         for loop in list(self._open):
             self._close(loop, "left")
 

@@ -1,14 +1,14 @@
 """Find losses and gradients that are NaN or infinite and yet were stepped with, the first few.
 
-A step that a GradScaler skipped has done no harm and is passed over. A loss on a GPU is looked at
-some steps later, when it has come into pinned memory by itself; what it came out of is asked for
+A step that a GradScaler skipped does no harm and is ignored. A loss on a GPU is read some steps
+later, when it has arrived in pinned memory. The sizes of what it was computed from are requested
 before, as often as the budget allows (`origins`).
 
-Gradients of the rank's own are seen before the all-reduce spreads them. One small parameter of each
-DDP module is watched, the first one: its gradient comes out of nearly all of the backward pass, so
-what is not finite anywhere in it arrives there. Its sum is looked at just before autograd
-accumulates it, and only then are the other parameters searched. On a GPU the sum comes later: there
-the others are asked for as often as the budget allows.
+A rank's own gradients are checked before the all-reduce spreads them. One small parameter of each
+DDP module is watched, the first one: its gradient depends on nearly all of the backward pass, so
+non-finite values anywhere in it reach it. Its sum is checked just before autograd accumulates it,
+and only if it is not finite the other parameters are searched. On a GPU the sum arrives later, so
+the others are requested at once, as often as the budget allows.
 """
 
 from __future__ import annotations
@@ -31,80 +31,56 @@ from ddpdoctor.probe.runtime.rank import RankState
 from ddpdoctor.run.records.base import Record
 from ddpdoctor.run.records.model import NonfiniteGradientRecord, NonfiniteRecord, Origin
 
-# -- finite
+# -- losses
 
-
-MOST_RECORDS = 8
-"""Records that one rank writes."""
-
-LARGEST_STEPPED = 1 << 16
-"""Elements of a parameter that is looked at after the step."""
-
-MOST_ORIGINS = 2
-"""Losses whose origin is looked for: the second one in case that the step was skipped."""
-
-READ_LATER = 16
-"""Steps after which a GPU's loss is looked at; its slot of memory is used again after 64."""
-
-MOST_TRACES = 4
-"""Traces of losses that are on their way or hold a value that is not finite."""
-
-TRACES_SHARE = 4
-"""Of what diagnosis may cost, a quarter at most goes into traces of losses that are mostly fine."""
-
-FIRST_TRACE = 5_000_000
-"""Nanoseconds that the first one may cost."""
-
-GPU_BANDWIDTH = 1_000
-"""Bytes in a nanosecond that a GPU reads, at least while it is needed for something."""
+MAX_RECORDS = 8  # records that a rank writes
+LARGEST_STEPPED = 1 << 16  # elements of a parameter that is checked after the step
+MAX_ORIGINS = 2  # losses whose origin is searched: the step of the first one may be skipped
+READ_LATER = 16  # steps after which a GPU's loss is read; its memory is used again after 64
+MAX_TRACES = 4  # traces that are not ready, or whose sizes are not finite
+TRACES_SHARE = 4  # one part in so many of the budget goes into traces, which are mostly fine
+FIRST_TRACE = 5_000_000  # nanoseconds that the first one may cost
+GPU_BANDWIDTH = 1_000  # bytes that a busy GPU reads in a nanosecond
 
 Names = Callable[[], "list[str]"]
 _Waiting = deque[tuple[int, Any, "Names | None"]]
-"""The step, the number or what reads it, and whose gradient it is; None for a loss."""
+"""A step, a number or what reads it, and the names of a gradient's parameters."""
 
 
 class Losses(Observer):
-    """The losses of one rank, and sums of its gradients, on their way."""
+    """The losses of one rank, and sums of its gradients, that are not read yet."""
 
     def __init__(self, state: RankState, replicas: Replicas) -> None:
         super().__init__(state)
         self._replicas = replicas
         self.waiting: _Waiting = deque(maxlen=64)
-        self._recorded = {True: 0, False: 0}
-        """Records so far, of gradients and of losses."""
-        self._origins: dict[int, Origin | None] = {}
-        """By step, where its loss became what it is."""
+        self._recorded = {True: 0, False: 0}  # records of gradients, and of losses
+        self._origins: dict[int, Origin | None] = {}  # by step
         self._traces: dict[int, origins.Trace] = {}
-        self._traced = 0
-        """Nanoseconds spent on traces."""
-        # It goes through all kinds of graphs: if that fails, losses are still recorded.
+        self._traced = 0  # nanoseconds spent on traces
+        # It handles graphs of any kind. If that fails, losses are still recorded.
         self._look_safely = shield.shielded(self._look_into)
 
     def loss_began(self, loss: Any, value: Loss | float) -> None:
-        """Take a loss that may not be finite."""
+        """Keep a loss that may not be finite."""
         self._take(self.state.tracker.steps, value, None)
         if self.state.budget.enabled:
             self._look_safely(loss, value)
 
     def _look_into(self, loss: Any, value: Loss | float) -> None:
-        """Look where such a loss became what it is, before backward frees its graph."""
-        step = self.state.tracker.steps
-        if callable(value):
-            self._trace(step, loss)
-        elif step not in self._origins and len(self._origins) < MOST_ORIGINS:
-            self._origins[step] = None
-            with self.state.budget.spending():
-                self._origins[step] = origins.origin(loss, value, self._replicas.alive)
-
-    def _trace(self, step: int, loss: Any) -> None:
-        """Ask the device for what a loss came out of, if it can be paid for."""
-        budget = self.state.budget
-        paid = (
-            budget.left() >= FIRST_TRACE
-            if not self._traced
-            else TRACES_SHARE * self._traced <= budget.earned()
-        )
-        if not paid or step in self._traces or len(self._traces) >= MOST_TRACES:
+        """Search the origin of such a loss before backward frees its graph."""
+        step, budget = self.state.tracker.steps, self.state.budget
+        if not callable(value):
+            if step not in self._origins and len(self._origins) < MAX_ORIGINS:
+                self._origins[step] = None
+                with budget.spending():
+                    self._origins[step] = origins.origin(loss, value, self._replicas.alive)
+            return
+        if self._traced:
+            paid = TRACES_SHARE * self._traced <= budget.earned()
+        else:
+            paid = budget.left() >= FIRST_TRACE
+        if not paid or step in self._traces or len(self._traces) >= MAX_TRACES:
             return
         began = clock()
         found = origins.trace(loss, self._replicas.alive)
@@ -119,22 +95,17 @@ class Losses(Observer):
         self._traced += cost
 
     def gradient(self, value: Any, names: Names) -> None:
-        """Take the sum of a gradient before the all-reduce, if it is to be looked at.
-
-        Args:
-            value: The sum, or what reads it.
-            names: Gives the parameters to name.
-        """
+        """Keep the sum of a gradient, or what reads it, if it may not be finite."""
         self._take(self.state.tracker.steps, value, names)
 
     def _take(self, step: int, value: Any, names: Names | None) -> None:
         wanted = callable(value) or not math.isfinite(value)
-        if wanted and self._recorded[names is not None] < MOST_RECORDS:
+        if wanted and self._recorded[names is not None] < MAX_RECORDS:
             self.waiting.append((step, value, names))
             self.wake("step_ended")
 
     def step_ended(self, optimizer: Any, number: int) -> None:
-        """Look at what has arrived."""
+        """Read what has arrived."""
         if not self.waiting:
             self.rest("step_ended")
             return
@@ -150,7 +121,7 @@ class Losses(Observer):
                     del self._traces[step_number]
 
     def rank_ends(self) -> None:
-        """Look at the rest: the job has waited for its devices, or does not care any more."""
+        """Read the rest: the job has waited for its devices, or does not care any more."""
         while self.waiting:
             self._look(*self.waiting.popleft())
 
@@ -162,12 +133,12 @@ class Losses(Observer):
             value is None
             or math.isfinite(value)
             or step in self.state.tracker.skipped
-            or self._recorded[of_gradient] >= MOST_RECORDS
+            or self._recorded[of_gradient] >= MAX_RECORDS
         ):
             return
         self._recorded[of_gradient] += 1
         named = tuple(names()) if names is not None else ()
-        # Whether the optimizer has just stepped with it.
+        # Check whether the optimizer has just stepped with it.
         spread = step == self.state.tracker.steps - 1 and self._spread(named)
         now = time.time_ns()
         record: Record
@@ -183,54 +154,43 @@ class Losses(Observer):
         self.state.recorder.add(record)
 
     def _spread(self, names: Sequence[str]) -> bool:
-        """Whether small parameters, those of these names if any, are not finite now.
+        """Return whether small parameters, or those of these names, are not finite now.
 
-        A GPU is asked if it has nothing left to do, as at the end of a job: it is not waited for.
+        A GPU is asked only if it is idle, as at the end of a job: we do not wait for it.
         """
         torch: Any = sys.modules["torch"]
-        looked_at = [
+        small = [
             parameter
             for each in self._replicas.alive
             for index in (
-                map(each.names.index, set(names) & set(each.names)) if names else each.witnesses
+                map(each.names.index, set(names) & set(each.names)) if names else each.spread
             )
             if (parameter := each.parameter(index)) is not None
             and readback.is_plain(parameter)
             and parameter.numel() <= LARGEST_STEPPED
-            and (parameter.device.type == "cpu" or _idle(torch, parameter.device))
+            and (
+                parameter.device.type == "cpu"
+                or (not capturing(torch) and torch.cuda.current_stream(parameter.device).query())
+            )
         ]
         with torch.no_grad():
-            return any(not parameter.isfinite().all() for parameter in looked_at)
+            return any(not parameter.isfinite().all() for parameter in small)
 
 
-def _idle(torch: Any, device: Any) -> bool:
-    return bool(not capturing(torch) and torch.cuda.current_stream(device).query())
+# -- a rank's own gradients, before the all-reduce spreads what is not finite
 
-
-# -- gradients of a rank's own that are not finite, seen before the all-reduce spreads them
-
-
-LARGEST_WATCHED = 1 << 16
-"""Elements of a parameter that is watched, at most."""
-
-MOST_SEARCHES = 8
-"""Gradients that are looked into; a job that goes on with NaN has them in every step."""
-
-GRADIENTS_SHARE = 4
-"""Of what diagnosis may cost, a quarter at most goes here: the others have to have their turn."""
-
-NAMED_GRADIENTS = 4
-"""Parameters that are named: the last ones, through which the backward came first."""
+LARGEST_WATCHED = 1 << 16  # elements of a parameter that is watched
+MAX_SEARCHES = 8  # searches for gradients: a job that goes on with NaN has them in every step
+GRADIENTS_SHARE = 4  # one part in so many of the budget goes here
+NAMED_GRADIENTS = 4  # parameters that are named, those that backward reached first
 
 _SEARCH = "local_gradients.search"
 
 
 class _Watched:
-    """A parameter, and what is to be called before its gradient is accumulated.
+    """Call a function before the gradient of a parameter is accumulated.
 
-    Args:
-        parameter: The parameter; the node of autograd that does it would keep it alive.
-        call: What is called.
+    The parameter is not kept alive, as its node of autograd would.
     """
 
     def __init__(self, parameter: Any, call: Callable[[Any], None]) -> None:
@@ -240,7 +200,7 @@ class _Watched:
         self._watching = False
 
     def watch(self) -> None:
-        """Call it from now on."""
+        """Call the function from now on."""
         parameter = self._parameter()
         if self._watching or parameter is None or torch_private.compiles_autograd():
             return
@@ -254,14 +214,14 @@ class _Watched:
                 self._watching = True
 
     def let_go(self) -> None:
-        """Call it no more."""
+        """Stop calling it."""
         if self._watching:
             self._handle.remove()
             self._watching = False
 
 
 class LocalGradients(Observer):
-    """Those of one rank."""
+    """The gradients of one rank before their all-reduce."""
 
     def __init__(self, state: RankState, losses: Losses) -> None:
         super().__init__(state)
@@ -289,27 +249,25 @@ class LocalGradients(Observer):
         return hot.deferring(before_accumulation)
 
     def backward_begins(self) -> None:
-        """Watch in steps that are seen in full: in the others autograd is to call nothing."""
+        """Watch in full steps only. In light ones autograd has nothing to call."""
         for each in self._watched:
             each.watch()
         self.rest("backward_begins")
 
     def step_ended(self, optimizer: Any, number: int) -> None:
-        """Watch no longer, until the next step that is seen in full."""
+        """Stop watching until the next full step."""
         sparse = self.state.tracker.sparse
         if not self.state.tracker.light:
             return
         for each in self._watched:
             each.let_go()
         self.rest("step_ended")
-        events.before_step((number + 2 + sparse & ~sparse) - 1, self._watch_again)
-
-    def _watch_again(self) -> None:
-        self.wake("backward_begins", "step_ended")
+        full = (number + 2 + sparse & ~sparse) - 1
+        events.before_step(full, lambda: self.wake("backward_begins", "step_ended"))
 
     def _look(self, module: weakref.ref[Any], name: str, gradient: Any) -> None:
         budget = self.state.budget
-        if self._found >= MOST_SEARCHES or GRADIENTS_SHARE * self._spent > budget.earned():
+        if self._found >= MAX_SEARCHES or GRADIENTS_SHARE * self._spent > budget.earned():
             return
         if not readback.is_plain(gradient):
             return
@@ -318,27 +276,22 @@ class LocalGradients(Observer):
         with torch.no_grad():
             value = readback.loss_reader(gradient.sum(dtype=torch.float32))
             if callable(value):
-                # To search costs more than to look: it is done half as often.
+                # A search costs more than a sum: it is made half as often.
                 search = 2 * GRADIENTS_SHARE * self._spent <= budget.earned()
                 self._losses.gradient(value, _ask(module, name, search))
             elif value is not None and not math.isfinite(value):
                 self._found += 1
-                names = _search(module, name)
+                found = _arrived(module)
+                sizes = origins.sizes_at_once([each for _, each in found])
+                names = _named([(each, sizes(at)) for at, (each, _) in enumerate(found)], name)
                 self._losses.gradient(value, lambda: names)
         cost = clock() - began
         self._spent += cost
         budget.spend(cost)
 
 
-def _search(module: weakref.ref[Any], name: str) -> list[str]:
-    """The parameters on the CPU whose gradient so far is not finite."""
-    named = _arrived(module)
-    sizes = origins.sizes_at_once([gradient for _, gradient in named])
-    return _named([(each, sizes(place)) for place, (each, _) in enumerate(named)], name)
-
-
 def _ask(module: weakref.ref[Any], name: str, search: bool) -> Names:
-    """Ask the devices which gradients so far are not finite; what names them when they answered."""
+    """Ask the devices which gradients so far are not finite. Return what names them later."""
     found, names = None, []
     if search and _SEARCH not in shield.off:
         try:
@@ -346,7 +299,7 @@ def _ask(module: weakref.ref[Any], name: str, search: bool) -> Names:
             names = [each for each, _ in named]
             found = readback.largest_magnitudes([gradient for _, gradient in named])
         except Exception as error:
-            # The sum is recorded without it.
+            # Record the sum without it.
             shield.fault(_SEARCH, error)
 
     def answer() -> list[str]:
@@ -358,16 +311,16 @@ def _ask(module: weakref.ref[Any], name: str, search: bool) -> Names:
 
 
 def _named(sizes: list[tuple[str, float]], name: str) -> list[str]:
-    """The parameters whose gradients are not finite, those that backward came to first."""
+    """Return the parameters whose gradients are not finite, those that backward reached first."""
     return [each for each, size in sizes if not math.isfinite(size)][
         : -NAMED_GRADIENTS - 1 : -1
     ] or [name]
 
 
 def _arrived(module: weakref.ref[Any]) -> list[tuple[str, Any]]:
-    """The gradients of this rank's own that have arrived so far, with their parameters' names."""
+    """Return the gradients that this rank has accumulated so far, with their parameters' names."""
     ddp = module()
-    # In a view of a bucket there may already be what the all-reduce left.
+    # A view of a bucket may already hold what the all-reduce wrote.
     if ddp is None or ddp.gradient_as_bucket_view:
         return []
     return [

@@ -1,15 +1,14 @@
-"""Follow optimizers and schedulers: which parameters they step, made again, gradients never zeroed.
+"""Follow optimizers and schedulers: their parameters, re-created ones, gradients never zeroed.
 
 Parameters that no optimizer steps do not learn. Whether something else trains them (an update by
-hand, an optimizer that is not torch's) shows in their values: these are compared over some steps.
+hand, an optimizer that is not torch's) shows in their values, which are compared over some steps.
 
-Which position of its schedule a scheduler reaches is read at the steps of optimizers: wrapping
-``scheduler.step`` would stand in the way of a step that the job compiles.
+A scheduler's position in its schedule is read at the steps of optimizers: a wrapper around
+``scheduler.step`` would prevent the job from compiling that step.
 
-Where gradients are never set to zero the next backward adds to those of the last. One parameter of
-each optimizer is watched, and only until its gradient was set to zero or to None once: in most jobs
-that is the first step. A change that the counter of versions does not see, as one through `.data`,
-is seen by the norm.
+If gradients are never zeroed, a backward adds to those of the last one. One parameter of each
+optimizer is watched until its gradient was zeroed or set to None once: in most jobs that is the
+first step. Its norm shows changes that the version counter misses, as through `.data`.
 """
 
 from __future__ import annotations
@@ -30,76 +29,58 @@ from ddpdoctor.probe.runtime.rank import RankState
 from ddpdoctor.probe.runtime.sites import NOWHERE, Site
 from ddpdoctor.run.records.model import Hyper, RemadeRecord, UnownedRecord, UnzeroedRecord
 
-# -- which optimizer steps which parameters, and where each was made
-
+# -- optimizers: which parameters each steps, and where it was made
 
 COMPARED_FROM, COMPARED_TO = 2, 12
-"""Synchronized backwards of a DDP module between which a parameter without optimizer is watched."""
+"""Synchronized backwards after which a parameter without optimizer is measured, and compared."""
 
-REMADE = 5
-"""Optimizers in a row, each made at the same line and stepped once, that make a habit."""
-
-REMADE_BY_EPOCH = 3
-"""The same of optimizers that stepped for one epoch each."""
-
-COMPARED_PARAMETERS = 4
-"""Parameters whose values are compared."""
-
-NAMED_PARAMETERS = 8
-"""Parameters that a record names; it counts the rest."""
-
-MOST_OPTIMIZERS = 256
-"""Optimizers that are remembered; a job that makes ever new ones is known well before."""
-
+REMADE = 5  # optimizers in a row, each made at the same line and stepped once, that are reported
+REMADE_BY_EPOCH = 3  # the same for optimizers that stepped for one epoch each
+COMPARED_PARAMETERS = 4  # parameters whose values are compared
+NAMED_PARAMETERS = 8  # parameters that a record names, while it counts all of them
+MAX_OPTIMIZERS = 256  # optimizers that are remembered, far more than it takes to report a habit
 HYPERPARAMETERS = ("lr", "momentum", "betas", "weight_decay")
-"""What is recorded of the options of a parameter group, in this order."""
+"""Options of a parameter group that are recorded, in this order."""
 
-MOST_GROUPS = 4
-"""Parameter groups of an optimizer whose options are recorded."""
-
-any_made = False
-"""Whether this process ever made an optimizer, or may have without being seen."""
+MAX_GROUPS = 4  # parameter groups of an optimizer whose options are recorded
+any_made = False  # this process ever made an optimizer, or we cannot know
 
 
+@dataclass(eq=False)
 class MadeOptimizer:
     """An optimizer as it was made."""
 
-    __slots__ = ("groups", "ids", "name", "site", "steps")
-
-    def __init__(self, name: str, site: Site) -> None:
-        self.name = name
-        self.site = site
-        self.steps = 0
-        self.groups = (0, 0)
-        """Number of parameter groups, and of the parameters in them, when ``ids`` was taken."""
-        self.ids: frozenset[int] = frozenset()
+    name: str
+    site: Site
+    steps: int = 0
+    groups: tuple[int, int] = (0, 0)  # parameter groups, and parameters, when `ids` was taken
+    ids: frozenset[int] = frozenset()
 
 
 _made: weakref.WeakKeyDictionary[Any, MadeOptimizer] = weakref.WeakKeyDictionary()
 
 
 def made(optimizer: Any) -> None:
-    """An optimizer is being made, its parameters not yet in it; the process may be no rank yet."""
+    """Note an optimizer that is being made. The process may not be a rank yet."""
     global any_made
     any_made = True
-    if len(_made) < MOST_OPTIMIZERS and optimizer not in _made:
+    if len(_made) < MAX_OPTIMIZERS and optimizer not in _made:
         _made[optimizer] = MadeOptimizer(type(optimizer).__name__, sites.caller())
-    for subscriber in events.optimizer_made:
-        subscriber()
+    events.emit(Observer.optimizer_made)
 
 
 def count() -> int:
-    """How many optimizers there are, as far as they are remembered."""
+    """Return how many optimizers are remembered."""
     return len(_made)
 
 
 def were_made() -> bool:
-    """Whether this process ever made an optimizer."""
+    """Return whether this process ever made an optimizer."""
     return any_made
 
 
 def owned(optimizer: Any) -> frozenset[int]:
-    """The ids of the parameters that an optimizer steps."""
+    """Return the ids of the parameters that an optimizer steps."""
     each = _made.get(optimizer)
     if each is None:
         return _ids(optimizer)
@@ -115,15 +96,15 @@ def _ids(optimizer: Any) -> frozenset[int]:
 
 
 def parameters_of(optimizer: Any) -> list[Any]:
-    """The parameters of all groups of an optimizer."""
+    """Return the parameters of all groups of an optimizer."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def options_of(optimizer: Any) -> tuple[tuple[Hyper, ...], ...]:
-    """`HYPERPARAMETERS` of each parameter group, as far as it is on the CPU."""
+    """Return the `HYPERPARAMETERS` of each parameter group, if they are on the CPU."""
     return tuple(
         tuple(_plain_option(group.get(name)) for name in HYPERPARAMETERS)
-        for group in optimizer.param_groups[:MOST_GROUPS]
+        for group in optimizer.param_groups[:MAX_GROUPS]
     )
 
 
@@ -132,7 +113,7 @@ def _plain_option(value: Any) -> Any:
         return value
     if isinstance(value, (tuple, list)):
         return tuple(_plain_option(each) for each in value)
-    # A tensor on a GPU would have to be waited for.
+    # We would have to wait for a tensor on a GPU.
     device = getattr(value, "device", None)
     if device is not None and device.type == "cpu" and value.numel() == 1:
         return float(value)
@@ -144,21 +125,17 @@ class _Habit:
     """The optimizers that one line has made for one parameter."""
 
     last: MadeOptimizer
-    began: int
-    """The step at which the last one began."""
-    since: int
-    """That at which the first one of the row did."""
-    epoch: int
-    """The epoch in which the last one began."""
+    began: int  # the first step of the last one
+    since: int  # the first step of the first one in the row
+    epoch: int  # the epoch in which the last one began
     shape: object
     row: int = 0
-    epochs: int = 0
-    """Optimizers in a row before the last one that stepped for one epoch each."""
+    epochs: int = 0  # optimizers in a row before the last one that stepped for one epoch each
 
 
 @dataclass
 class _Unowned:
-    """Parameters of a DDP module that were in no optimizer, and how they were then."""
+    """Parameters of a DDP module that were in no optimizer, and their norms then."""
 
     indices: list[int]
     orphans: int
@@ -174,47 +151,47 @@ class Optimizers(Observer):
         self._replicas = replicas
         self._habits: dict[tuple[Site, int], _Habit] = {}
         self._unowned: dict[int, _Unowned] = {}
-        self._settled: weakref.ref[Any] | None = None
-        """The last optimizer that was seen to step more than once."""
+        self._settled: weakref.ref[Any] | None = None  # the last optimizer that stepped twice
 
     def ddp_built(self, ddp: Any) -> None:
-        """Its parameters are to be looked for."""
+        """Search for its parameters."""
         self.wake("step_begins")
 
     def optimizer_made(self) -> None:
-        """Its steps are to be counted."""
+        """Count its steps."""
         self.wake("step_ended")
 
     # -- parameters without an optimizer
 
     def step_begins(self, optimizer: Any) -> None:
-        """Look, at two moments of its training, for parameters that are in no optimizer."""
-        if not self.state.budget.enabled or all(each.looks > 1 for each in self._replicas.alive):
+        """Search twice in its training for parameters of a module that are in no optimizer."""
+        alive = self._replicas.alive
+        if not self.state.budget.enabled or all(each.searches > 1 for each in alive):
             self.rest("step_begins")
             return
-        for each in self._replicas.alive:
-            looks = each.looks
-            if (
-                looks > 1
-                or each.reduced < (COMPARED_FROM, COMPARED_TO)[looks]
-                or not _concerns(optimizer, each)
-            ):
+        for each in alive:
+            searches = each.searches
+            if searches > 1 or each.reduced < (COMPARED_FROM, COMPARED_TO)[searches]:
                 continue
-            each.looks += 1
+            # Wait for an optimizer of the module, if there is one.
+            mine = [other for other in list(_made) if not each.ids.isdisjoint(owned(other))]
+            if mine and each.ids.isdisjoint(owned(optimizer)):
+                continue
+            each.searches += 1
             with self.state.budget.spending():
-                if looks:
-                    self._second_look(each)
+                if searches:
+                    self._compare(each)
                 else:
-                    self._first_look(each)
+                    self._measure(each)
 
-    def _first_look(self, each: Replica) -> None:
+    def _measure(self, each: Replica) -> None:
         indices = _without(each)
         read = readback.norms_of([each.parameter(index) for index in indices[:COMPARED_PARAMETERS]])
         if read is not None:
             orphans = sum(self._orphans(optimizer) for optimizer in list(_made))
             self._unowned[each.number] = _Unowned(indices, orphans, read, self.state.tracker.steps)
 
-    def _second_look(self, each: Replica) -> None:
+    def _compare(self, each: Replica) -> None:
         before = self._unowned.pop(each.number, None)
         if before is None:
             return
@@ -250,7 +227,7 @@ class Optimizers(Observer):
         self.state.recorder.add(when_ready([before.read, read], with_norms))
 
     def _orphans(self, optimizer: Any) -> int:
-        """How many parameters of an optimizer never get a gradient and are in no DDP module."""
+        """Count an optimizer's parameters that never get a gradient and are in no DDP module."""
         known: set[int] = set()
         for each in self._replicas.alive:
             ddp = each.ddp()
@@ -264,7 +241,7 @@ class Optimizers(Observer):
     # -- optimizers that are re-created
 
     def step_ended(self, optimizer: Any, number: int) -> None:
-        """Count an optimizer's steps, and notice one that is re-created for each."""
+        """Count an optimizer's steps. Record one that is re-created again and again."""
         if self._settled is not None and self._settled() is optimizer:
             if len(_made) == 1:
                 self.rest("step_ended")
@@ -275,7 +252,7 @@ class Optimizers(Observer):
         each.steps += 1
         if each.steps > 1:
             self._settled = weakref.ref(optimizer)
-        elif len(self._habits) < MOST_OPTIMIZERS:
+        elif len(self._habits) < MAX_OPTIMIZERS:
             self._first_step(optimizer, each, number)
 
     def _first_step(self, optimizer: Any, each: MadeOptimizer, number: int) -> None:
@@ -283,13 +260,18 @@ class Optimizers(Observer):
         if first is None:
             return
         epoch = self.state.tracker.epoch
-        # With other parameters or options it is the next phase of a training.
+        # With other parameters or options it is the next phase of the training.
         shape = (len(owned(optimizer)), repr(optimizer.defaults))
         habit = self._habits.get((each.site, id(first)))
         if habit is None:
             self._habits[each.site, id(first)] = _Habit(each, number, number, epoch, shape)
             return
-        remembers = _remembers(optimizer, first)
+        kept = optimizer.state.get(first)
+        # The optimizer has state that its next step would need.
+        remembers = isinstance(kept, dict) and any(
+            isinstance(value, sys.modules["torch"].Tensor) and value.shape == first.shape
+            for value in kept.values()
+        )
         one = habit.last.steps > 1 and epoch == habit.epoch + 1 and shape == habit.shape
         habit.epochs = habit.epochs + 1 if one and remembers else 0
         habit.epoch, habit.shape = epoch, shape
@@ -312,15 +294,8 @@ class Optimizers(Observer):
             )
 
 
-def _concerns(optimizer: Any, each: Replica) -> bool:
-    """Whether an optimizer steps a module's parameters, or none does."""
-    return not each.ids.isdisjoint(owned(optimizer)) or all(
-        each.ids.isdisjoint(owned(other)) for other in list(_made)
-    )
-
-
 def _without(each: Replica) -> list[int]:
-    """Parameters with a gradient that no optimizer holds."""
+    """Return the parameters with a gradient that are in no optimizer."""
     everything = frozenset[int]().union(*(owned(optimizer) for optimizer in list(_made)))
     return [
         index
@@ -333,18 +308,7 @@ def _without(each: Replica) -> list[int]:
     ]
 
 
-def _remembers(optimizer: Any, parameter: Any) -> bool:
-    """Whether an optimizer keeps of a parameter what its next step would need."""
-    torch: Any = sys.modules["torch"]
-    kept = optimizer.state.get(parameter)
-    return isinstance(kept, dict) and any(
-        isinstance(value, torch.Tensor) and value.shape == parameter.shape
-        for value in kept.values()
-    )
-
-
-# -- schedulers that are re-created before their schedule has come to its end
-
+# -- schedulers that are re-created before their schedule ends
 
 _SCHEDULERS = "torch.optim.lr_scheduler"
 
@@ -358,41 +322,30 @@ _SCHEDULE_ENDS = {
     "PolynomialLR": "total_iters",
     "StepLR": "step_size",
 }
-"""Where a class keeps the number of positions after which it ends, begins again, or first cuts."""
+"""Attributes with the number of positions after which a schedule ends, restarts or first cuts."""
 
-NEARLY_COMPLETE = 0.9
-"""The part of a schedule after which it counts as complete."""
-
-MOST_SCHEDULERS = 16
-"""Places that make schedulers which are remembered."""
-
+NEARLY_COMPLETE = 0.9  # the part of a schedule after which it counts as complete
+MAX_SCHEDULERS = 16  # lines that make schedulers
 _VARIES = ("last_epoch", "_step_count", "_last_lr")
 
 
 class MadeScheduler:
-    """The newest scheduler of a place, and how many in a row before it were cut short."""
-
-    __slots__ = (
-        "end", "epoch", "gone", "position", "restored", "row",
-        "scheduler", "shape", "since", "step",
-    )  # fmt: skip
+    """The newest scheduler that a line made, and how many in a row before it were cut short."""
 
     def __init__(self, scheduler: Any, end: float, step: int, epoch: int) -> None:
         self.scheduler = weakref.ref(scheduler)
         self.end = end
         self.step = step
         self.epoch = epoch
-        self.shape = _schedule_shape(scheduler)
+        kept = {name: value for name, value in vars(scheduler).items() if name not in _VARIES}
+        self.shape = repr({name: _plain_value(value) for name, value in kept.items()})
         self.position = 0
-        self.gone = False
-        """Its last step may have come after the last look."""
-        self.restored = False
-        """It does not begin at the beginning."""
+        self.gone = False  # its last step may have come after its position was read
+        self.restored = False  # it does not begin at the beginning
         self.row = 0
-        self.since = step
-        """The step at which the first one of the row was made."""
+        self.since = step  # the step at which the first one of the row was made
 
-    def look(self) -> None:
+    def read(self) -> None:
         """Read the position."""
         scheduler = self.scheduler()
         if scheduler is None:
@@ -402,7 +355,7 @@ class MadeScheduler:
 
     @property
     def cut_short(self) -> bool:
-        """Whether it ends before its schedule does."""
+        """Return whether it ends before its schedule does."""
         return not self.restored and self.position + self.gone < NEARLY_COMPLETE * self.end
 
 
@@ -415,17 +368,17 @@ class Schedulers(Observer):
         self._made: dict[tuple[Site, str, int], MadeScheduler] = {}
 
     def step_begins(self, optimizer: Any) -> None:
-        """Read where the schedulers are."""
+        """Read the positions of the schedulers."""
         if not self._made:
             self.rest("step_begins")
         for each in self._made.values():
-            each.look()
+            each.read()
             if each.position and self.state.tracker.steps == each.step:
-                # It was brought there by a loaded state, or by steps to catch up.
+                # A loaded state set the position, or steps to catch up.
                 each.restored = True
 
     def scheduler_made(self, scheduler: Any) -> None:
-        """See whether it takes the place of one whose schedule has not come to its end."""
+        """Check whether it replaces one whose schedule was not complete."""
         end = _schedule_end(scheduler)
         first = next(iter(parameters_of(scheduler.optimizer)), None)
         if end is None or first is None:
@@ -433,7 +386,7 @@ class Schedulers(Observer):
         site, name = sites.caller(), type(scheduler).__name__
         key = (site, name, id(first))
         before = self._made.get(key)
-        if before is None and len(self._made) >= MOST_SCHEDULERS:
+        if before is None and len(self._made) >= MAX_SCHEDULERS:
             return
         tracker = self.state.tracker
         self.wake("step_begins")
@@ -441,10 +394,10 @@ class Schedulers(Observer):
         now.restored = scheduler.last_epoch != 0
         if before is None:
             return
-        before.look()
+        before.read()
         steps = now.step - before.step
         by_epoch = now.epoch == before.epoch + 1 and steps > 1
-        # With other options it is the next phase of a training.
+        # With other options it is the next phase of the training.
         if before.cut_short and now.shape == before.shape and (by_epoch or steps == 1):
             now.row, now.since = before.row + 1, before.since
         enough = REMADE_BY_EPOCH - 1 if by_epoch else REMADE
@@ -465,7 +418,7 @@ class Schedulers(Observer):
 
 
 def _schedule_end(scheduler: Any) -> float | None:
-    """The position at which a schedule ends; None if it is the same at each, or is not known."""
+    """Return the position at which a schedule ends, or None if it is constant or unknown."""
     name = type(scheduler).__name__
     if type(scheduler).__module__ != _SCHEDULERS:
         return None
@@ -473,7 +426,7 @@ def _schedule_end(scheduler: Any) -> float | None:
         # The first value is the best one so far.
         return float(scheduler.patience + 2)
     if name == "LambdaLR":
-        # A function may well end with an epoch; but not where it is stepped once.
+        # A function often depends on the epoch. It ends only if it is stepped more than once.
         return 2.0
     if name == "MultiStepLR":
         return float(max(scheduler.milestones, default=0))
@@ -482,74 +435,46 @@ def _schedule_end(scheduler: Any) -> float | None:
     return float(end) if isinstance(end, (int, float)) and end > 1 else None
 
 
-def _schedule_shape(scheduler: Any) -> str:
-    """A scheduler's options."""
-    kept = {name: value for name, value in vars(scheduler).items() if name not in _VARIES}
-    return repr({name: _plain_value(value) for name, value in kept.items()})
-
-
 def _plain_value(value: Any) -> object:
     if isinstance(value, (int, float, str)):
         return value
     if isinstance(value, FunctionType):
-        # What it reads may be the epoch.
+        # It may read the epoch.
         read = [value.__globals__.get(name) for name in value.__code__.co_names]
         read += [getattr(cell, "cell_contents", None) for cell in value.__closure__ or ()]
         return [each for each in read if isinstance(each, (int, float, str))]
     return [_plain_value(each) for each in value] if isinstance(value, (list, tuple)) else None
 
 
-# -- zeroing
+# -- gradients that are never zeroed
 
+LARGEST_WATCHED = 1 << 16  # elements of a parameter that is watched
+MAX_WATCHED = 8  # optimizers that are watched
+COMPARED_STEPS = 3  # steps after which the norm is taken, and again before the next backward
+MAX_EDITS = 4
+"""Changes of a gradient between two steps that are measured, as by a GradScaler that skips one.
 
-LARGEST_WATCHED = 1 << 16
-"""Elements of a parameter that is watched."""
-
-MOST_WATCHED = 8
-"""Optimizers that are watched."""
-
-COMPARED_STEPS = 3
-"""Steps after which the norm is taken twice: after the step, and before the next backward."""
-
-MOST_EDITS = 4
-"""Changes of a gradient between two steps, as by a GradScaler that skips one, that are looked at.
-
-An optimizer whose gradients are changed more often is not watched any more.
+An optimizer whose gradients are changed more often is no longer watched.
 """
 
-LEAST_UNZEROED = 5
-"""Steps with gradients of the step before that are written at the end of a rank."""
-
-ENOUGH_UNZEROED = 100
-"""The same while it goes on: gradients may be set to zero each so many steps on purpose."""
+MIN_UNZEROED = 5  # steps with gradients of the step before that are recorded at the end of a rank
+ENOUGH_UNZEROED = 100  # the same before the end: gradients may be zeroed rarely on purpose
 
 
 class _WatchedOptimizer:
-    """One optimizer, and the parameter that speaks for its gradients."""
+    """One optimizer, and the parameter whose gradient is watched."""
 
     def __init__(self, optimizer: Any, parameter: Any) -> None:
         self.optimizer = weakref.ref(optimizer)
         self.name = type(optimizer).__name__
         self.parameter = weakref.ref(parameter)
-        self.mark: Mark | None = None
-        """The gradient as it was left; None until the first step has ended."""
-        self.grew = False
-        """Whether a backward has added to it since the last step."""
-        self.kept = False
-        """Whether what it held after the last step was there then."""
-        self.carried = 0
-        """Steps whose gradient held that of the step before."""
+        self.mark: Mark | None = None  # the last state of the gradient, None before a step ended
+        self.grew = False  # a backward has added to it since the last step
+        self.kept = False  # that backward began with what the last step had left
+        self.carried = 0  # steps whose gradient contained that of the step before
         self.pairs: list[Readback] = []
         self.edits: list[Readback] = []
         self.site: Site = NOWHERE
-
-    def keep(self, parameter: Any) -> None:
-        """At the begin of a backward the gradient is still there."""
-        self.kept = True
-        if len(self.pairs) % 2:
-            _measure_gradient(self.pairs, parameter)
-        if not self.carried:
-            self.site = sites.caller()
 
 
 class Zeroing(Observer):
@@ -558,17 +483,16 @@ class Zeroing(Observer):
     def __init__(self, state: RankState) -> None:
         super().__init__(state)
         self._watches: list[_WatchedOptimizer] = []
-        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
-        """The optimizers that are watched, or were."""
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that are or were watched
 
     def step_begins(self, optimizer: Any) -> None:
-        """Count a step; meet an optimizer."""
+        """Count a step, or begin to watch an optimizer."""
         if optimizer not in self._known:
             self._meet(optimizer)
             return
         each = self._of(optimizer)
         if each is None:
-            if not self._watches and len(self._known) >= min(MOST_WATCHED, count()):
+            if not self._watches and len(self._known) >= min(MAX_WATCHED, count()):
                 # Most jobs come here in their second step.
                 self.rest("step_begins", "step_ended", "backward_begins", "backward_ended")
             return
@@ -579,14 +503,14 @@ class Zeroing(Observer):
             self._record(each)
 
     def optimizer_made(self) -> None:
-        """It is to be met."""
+        """Watch for its first step."""
         self.wake("step_begins", "step_ended", "backward_begins", "backward_ended")
 
     def _of(self, optimizer: Any) -> _WatchedOptimizer | None:
         return next((each for each in self._watches if each.optimizer() is optimizer), None)
 
     def _meet(self, optimizer: Any) -> None:
-        if len(self._known) >= MOST_WATCHED:
+        if len(self._known) >= MAX_WATCHED:
             return
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -601,35 +525,39 @@ class Zeroing(Observer):
                     return
 
     def step_ended(self, optimizer: Any, number: int) -> None:
-        """Remember the gradient that a step leaves behind."""
+        """Note the gradient that a step leaves."""
         each = self._of(optimizer) if self._watches else None
         parameter = each.parameter() if each is not None else None
         if each is None or parameter is None:
             return
         each.mark = mark_of(parameter)
         if len(each.pairs) < 2 * COMPARED_STEPS:
-            # The one after a step without a backward is not needed.
+            # Drop a norm that had no backward after it.
             del each.pairs[len(each.pairs) // 2 * 2 :]
             _measure_gradient(each.pairs, parameter)
 
     def backward_begins(self) -> None:
-        """See whether the gradient is still there."""
+        """Check whether the gradient is still there."""
         for each in tuple(self._watches):
             parameter = each.parameter()
             if parameter is None or parameter.grad is None or each.optimizer() is None:
                 self._watches.remove(each)
             elif each.mark is None or mark_of(parameter) == each.mark:
                 if each.mark is not None and not each.grew:
-                    each.keep(parameter)
-            elif len(each.edits) < MOST_EDITS:
-                # Whatever is added from now on is not added to what the step has left.
+                    each.kept = True
+                    if len(each.pairs) % 2:
+                        _measure_gradient(each.pairs, parameter)
+                    if not each.carried:
+                        each.site = sites.caller()
+            elif len(each.edits) < MAX_EDITS:
+                # From now on backwards do not add to what the step has left.
                 each.kept, each.grew = False, True
                 _measure_gradient(each.edits, parameter)
             else:
                 self._watches.remove(each)
 
     def backward_ended(self) -> None:
-        """See whether a backward has added to it."""
+        """Check whether a backward has added to it."""
         for each in self._watches:
             parameter = each.parameter()
             if each.mark is not None and parameter is not None:
@@ -638,9 +566,9 @@ class Zeroing(Observer):
                 each.mark = mark
 
     def rank_ends(self) -> None:
-        """Write what was carried all along."""
+        """Record gradients that were never zeroed."""
         for each in self._watches:
-            if each.carried >= LEAST_UNZEROED:
+            if each.carried >= MIN_UNZEROED:
                 self._record(each)
 
     def _record(self, each: _WatchedOptimizer) -> None:

@@ -1,10 +1,10 @@
 """Find where in the forward pass a loss stopped being finite, in the graph of its backward.
 
-From the loss downwards those results that are not finite are followed to the first one. Autograd
-keeps what an operation needs for its backward, mostly its inputs or its result: that is read before
-backward frees it, only numbers and names are kept of it, and nothing is computed again. A loss on
-the CPU is followed when it is not finite; that of a GPU is read some steps later, when its graph is
-gone, so that all sizes are asked for beforehand. No hook of the job is called.
+The search follows results that are not finite from the loss down to the first one. Autograd keeps
+what an operation needs for its backward, mostly its inputs or its result. We read that before
+backward frees it, keep only numbers and names, and compute nothing again. A loss on the CPU is
+traced when it is not finite. The loss of a GPU is read some steps later, when its graph is gone, so
+all sizes are requested beforehand. No hook of the job is called.
 """
 
 from __future__ import annotations
@@ -23,14 +23,12 @@ from ddpdoctor.probe.observers.readback import Readback
 from ddpdoctor.probe.runtime import torch_private
 from ddpdoctor.run.records.model import Origin
 
-# -- the operations behind a loss, and how large what they keep for backward is
+# -- the operations behind a loss, and the magnitudes of what they keep for backward
 
-
-UNKNOWN = -1
-"""In place of a number: no such operation, or no size."""
+UNKNOWN = -1  # in place of a number: no such operation, or no size
 
 Sizes = Callable[[int], float]
-"""By place, the greatest magnitude in a tensor: NaN if any element is; 0 where it is unknown."""
+"""By place, the greatest magnitude in a tensor: NaN if any element is, and 0 if unknown."""
 
 _Key = tuple[int, Any, tuple[tuple[int, int], ...]]
 
@@ -38,37 +36,28 @@ _Key = tuple[int, Any, tuple[tuple[int, int], ...]]
 class Kept(NamedTuple):
     """A tensor that an operation keeps for its backward."""
 
-    own: bool
-    """Whether it is the operation's own result."""
-    maker: int
-    """The operation that it came out of, or `UNKNOWN`."""
-    trained: bool
-    """Whether gradients flow into it."""
-    size: int
-    """The place of its size, or `UNKNOWN` where it has none."""
+    own: bool  # the operation's own result
+    maker: int  # the operation that computed it, or `UNKNOWN`
+    trained: bool  # gradients flow into it
+    size: int  # the place of its size, or `UNKNOWN` if it has none
 
 
 class Operation(NamedTuple):
     """One operation of the forward, as its backward knows it."""
 
     name: str
-    below: tuple[int, ...]
-    """The operations whose results entered it."""
+    below: tuple[int, ...]  # the operations whose results were its inputs
     kept: tuple[Kept, ...]
-    complete: bool
-    """Whether all that it keeps could be looked at."""
-    parameter: str | None
-    """The name of the parameter that is here, where one does that is known."""
-    size: int
-    """The place of that parameter's size, of any parameter."""
-    ran: int
-    """Operations that ran later have greater numbers; -1 where that is not known."""
+    complete: bool  # all that it keeps could be read
+    parameter: str | None  # the name of the parameter that is here, if it has a name
+    size: int  # the place of that parameter's size, with or without a name
+    ran: int  # greater for operations that ran later, -1 if unknown
 
 
 def read_graph(
     loss: Any, names: dict[int, str], most: int
 ) -> tuple[list[Operation], list[Any]] | None:
-    """The operations behind a loss, and the tensors whose sizes they speak of.
+    """Return the operations behind a loss, and the tensors whose sizes they refer to.
 
     Args:
         loss: The tensor that backward begins with.
@@ -102,7 +91,7 @@ def read_graph(
     def place(tensor: Any) -> int:
         if not measurable(tensor):
             return UNKNOWN
-        # What one operation gave, another one took, transposed perhaps: it is looked at once.
+        # The result of one operation is the input of another, transposed perhaps: measure it once.
         laid = tuple(sorted(zip(tensor.stride(), tensor.shape, strict=True)))
         key = (tensor.data_ptr(), tensor.dtype, laid)
         found = places.get(key)
@@ -138,7 +127,7 @@ def read_graph(
 
 
 def measurable(tensor: Any) -> bool:
-    """Whether a tensor has a size that its device can compute."""
+    """Return whether a tensor has a magnitude that its device can compute."""
     return bool(
         readback.is_plain(tensor)
         and tensor.layout is sys.modules["torch"].strided
@@ -148,7 +137,7 @@ def measurable(tensor: Any) -> bool:
 
 
 def sizes_at_once(tensors: Sequence[Any]) -> Sizes:
-    """The sizes of tensors on the CPU, each computed when it is asked for."""
+    """Return the sizes of tensors on the CPU. Each is computed when it is needed."""
     known: dict[int, float] = {UNKNOWN: 0.0}
 
     def size(place: int) -> float:
@@ -156,7 +145,7 @@ def sizes_at_once(tensors: Sequence[Any]) -> Sizes:
         if found is None:
             tensor = tensors[place].detach()
             found = 0.0
-            # Any other device would have to be waited for.
+            # We would have to wait for any other device.
             if tensor.device.type == "cpu":
                 least, most = (each.item() for each in tensor.aminmax())
                 found = math.nan if math.isnan(most) else max(-least, most)
@@ -166,46 +155,25 @@ def sizes_at_once(tensors: Sequence[Any]) -> Sizes:
     return size
 
 
-def computed_sizes(numbers: Sequence[float]) -> Sizes:
-    """Sizes that were computed already."""
-    return lambda place: 0.0 if place == UNKNOWN else numbers[place]
+# -- the search
 
-
-# -- where in the forward pass a loss stopped being finite, read from the graph of its backward
-
-
-MOST_OPERATIONS = 20_000
-"""Operations that are looked at; a larger graph is given up."""
-
-MOST_TRACED = 4096
-"""The same where nothing is known to be wrong yet."""
-
-NAMED_OPERATIONS = 4
-"""Operations that are named where what they gave was not kept."""
-
+MAX_OPERATIONS = 20_000  # operations of a graph, after which the search is given up
+MAX_TRACED = 4096  # the same for a loss that may turn out to be finite
+NAMED_OPERATIONS = 4  # operations that are named if their results were not kept
 SINGULAR = frozenset(
     {"acos", "acosh", "asin", "atanh", "digamma", "div", "erfinv", "exp", "lgamma"}
     | {"linalg_vector_norm", "log", "log10", "log1p", "log2", "logsumexp", "norm", "pow"}
     | {"reciprocal", "rsqrt", "sqrt", "std", "tan", "var", "xlogy"}
 )
-"""Operations that make numbers of no size out of small ones; others have to overflow for it."""
+"""Operations that turn small numbers into NaN or infinity. Others have to overflow."""
 
 _WORD_BREAK = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
 def origin(loss: Any, value: float, replicas: Sequence[Replica]) -> Origin | None:
-    """Where a loss on the CPU became what it is.
-
-    Args:
-        loss: The tensor that backward begins with.
-        value: Its value, which is not finite.
-        replicas: The modules whose parameters are named.
-
-    Returns:
-        None if the graph does not show it.
-    """
+    """Find where a loss on the CPU stopped being finite. None if the graph does not show it."""
     with sys.modules["torch"].no_grad():
-        found = read_graph(loss, _names(replicas), MOST_OPERATIONS)
+        found = read_graph(loss, _names(replicas), MAX_OPERATIONS)
         if found is None:
             return None
         operations, tensors = found
@@ -213,13 +181,9 @@ def origin(loss: Any, value: float, replicas: Sequence[Replica]) -> Origin | Non
 
 
 class Trace:
-    """The sizes of all that a loss came out of, on their way from a device.
+    """The sizes of everything that a loss was computed from, while a device computes them.
 
-    Nothing of the graph is held: only names and numbers.
-
-    Args:
-        operations: The operations of the graph.
-        readback: The sizes of what they keep.
+    Holds only names and numbers of the graph.
     """
 
     def __init__(self, operations: list[Operation], readback: Readback) -> None:
@@ -228,28 +192,32 @@ class Trace:
 
     @property
     def ready(self) -> bool:
-        """Whether the device has computed all sizes; never waits."""
+        """Return whether the device has computed all sizes. Never waits."""
         return self._readback.ready
 
     @property
     def finite(self) -> bool:
-        """Whether all of them are finite, once they are there."""
+        """Return whether all of them are finite, once they are ready."""
         return all(map(math.isfinite, self._readback.numbers()))
 
     def origin(self, value: float) -> Origin | None:
-        """Where the loss became what it is, once the sizes are there; as `origin` gives it."""
-        sizes = computed_sizes(self._readback.numbers())
+        """Find where the loss stopped being finite, once they are ready, as `origin` does."""
+        numbers = self._readback.numbers()
+
+        def sizes(place: int) -> float:
+            return 0.0 if place == UNKNOWN else float(numbers[place])
+
         return _Search(self._operations, sizes, math.isnan(value)).run()
 
 
 def trace(loss: Any, replicas: Sequence[Replica]) -> tuple[Trace, int] | None:
-    """Ask the device for the sizes of what a loss came out of.
+    """Ask the device for the sizes of what a loss was computed from.
 
     Returns:
-        The trace, and how many bytes the device reads for it; None if the graph shows nothing.
+        The trace, and how many bytes the device reads for it. None if the graph shows nothing.
     """
     with sys.modules["torch"].no_grad():
-        found = read_graph(loss, _names(replicas), MOST_TRACED)
+        found = read_graph(loss, _names(replicas), MAX_TRACED)
         if found is None or not found[1]:
             return None
         operations, tensors = found
@@ -259,7 +227,7 @@ def trace(loss: Any, replicas: Sequence[Replica]) -> tuple[Trace, int] | None:
 
 
 def _names(replicas: Sequence[Replica]) -> dict[int, str]:
-    """The names of DDP's parameters by their ``id``."""
+    """Return the names of DDP's parameters by their ``id``."""
     return {
         id(parameter): name
         for each in replicas
@@ -273,8 +241,8 @@ class _Search:
 
     Args:
         operations: The operations behind the loss, its own one first.
-        sizes: How large what they keep is.
-        nan: Whether NaN is looked for, or infinite values as well: those may be meant as a mask.
+        sizes: The magnitudes of what they keep.
+        nan: Search for NaN only. Else for infinite values, too, which may be meant as a mask.
     """
 
     def __init__(self, operations: Sequence[Operation], sizes: Sizes, nan: bool) -> None:
@@ -291,9 +259,9 @@ class _Search:
         return None
 
     def _region(self, bad: int) -> tuple[int | None, Origin | None]:
-        """From one whose result is bad to the next one below it; or what is found instead.
+        """Go from a bad result to the next one below it, or return what was found instead.
 
-        Operations that keep nothing of their result make one region with those below them.
+        Operations that do not keep their result form one region with those below them.
         """
         queue, known = [bad], {bad}
         tellers: list[int] = []
@@ -314,22 +282,21 @@ class _Search:
             further = self._judge_results(number, children)
             if further is not None:
                 return further
-            # Of what neither is a parameter nor keeps its result nothing is known.
-            queue += filter(self._is_blank, children)
+            # Go on below what is no parameter and does not keep its result: it is unknown.
+            for child in children:
+                operation = self._operations[child]
+                if operation.size == UNKNOWN and not any(each.own for each in operation.kept):
+                    queue.append(child)
         if not all(self._operations[number].complete for number in queue):
             return None, None
         suspects = [each for each in (*tellers, bad) if self._word(each) in SINGULAR]
         numbers = (suspects or [*tellers, bad])[-NAMED_OPERATIONS:]
         return None, self._origin("operation", numbers, numbers[0])
 
-    def _is_blank(self, number: int) -> bool:
-        operation = self._operations[number]
-        return operation.size == UNKNOWN and not any(each.own for each in operation.kept)
-
     def _judge_results(
         self, number: int, children: list[int]
     ) -> tuple[int | None, Origin | None] | None:
-        """What the results of the operations below one show; None if these are fine."""
+        """Judge the results of the operations below one. Return None if they are fine."""
         for child in children:
             below = self._operations[child]
             if below.size != UNKNOWN:
@@ -340,7 +307,7 @@ class _Search:
         return None
 
     def _judge_inputs(self, number: int) -> tuple[int | None, Origin | None] | None:
-        """What the inputs that an operation keeps show; None where all of them are fine."""
+        """Judge the inputs that an operation keeps. Return None if all of them are fine."""
         operation = self._operations[number]
         inputs = [kept for kept in operation.kept if not kept.own]
         for kept in inputs:
@@ -349,10 +316,12 @@ class _Search:
                     return kept.maker, None
                 if not kept.trained:
                     return None, self._origin("input", [number], number)
-        infinite = next((each for each in inputs if self._nan and self._infinite(each)), None)
+        infinite = next(
+            (each for each in inputs if self._nan and math.isinf(self._sizes(each.size))), None
+        )
         if infinite is None:
             return None
-        # NaN came out of an operation that an infinite value went into: where did that begin?
+        # An infinite input made this operation's result NaN. Find where that began.
         before: Origin | None = None
         if infinite.maker != UNKNOWN:
             before = _Search(self._operations, self._sizes, nan=False).run(infinite.maker)
@@ -361,9 +330,6 @@ class _Search:
     def _bad(self, place: int) -> bool:
         size = self._sizes(place)
         return math.isnan(size) if self._nan else not math.isfinite(size)
-
-    def _infinite(self, kept: Kept) -> bool:
-        return math.isinf(self._sizes(kept.size))
 
     def _word(self, number: int) -> str:
         return _words(self._operations[number].name)
@@ -380,7 +346,7 @@ class _Search:
         )
 
     def _order(self, number: int) -> tuple[int, int] | None:
-        """The place of an operation among those of its name that ran after the model's layers."""
+        """Rank an operation among those of its name that ran after the model's layers."""
         operations = self._operations
         if any(each.ran < 0 for each in operations):
             return None
@@ -397,7 +363,7 @@ class _Search:
         return (sum(each < mine for each in alike), len(alike)) if mine in alike else None
 
     def _parameters(self, number: int) -> Iterator[tuple[int, list[str]]]:
-        """The named parameters nearest to an operation, with their distance."""
+        """Yield the named parameters nearest to an operation, with their distance."""
         level, known, distance = [number], {number}, 0
         while level:
             below = []
@@ -416,6 +382,6 @@ class _Search:
 
 
 def _words(name: str) -> str:
-    """``NllLossBackward0`` as ``nll_loss``."""
+    """Turn ``NllLossBackward0`` into ``nll_loss``."""
     bare = re.sub(r"Backward\d*$", "", name.rpartition("::")[2])
     return _WORD_BREAK.sub("_", bare).lower()

@@ -1,18 +1,21 @@
 """Keep the probe's overhead within its budget: which steps are followed, and how closely.
 
-Of every step it is known that it was, where it is, how often gradients were reduced and which
-collectives were called: hangs and divergence need that, and it is the cheap part. The rest is
-thinned out where steps are short (`Detail`): losses, batch sizes and DDP's timers are read in every
-so many steps, and one line of the journal stands for several. Gradients are followed in all steps
-unless that costs more than its share, then in some windows of steps (`Pacing`). Fingerprints are
-taken at the multiples of an interval (`Pace`), and at each step that the supervisor suspects
-(`Suspected`, see `ddpdoctor.run.mapped.Suspicion`), which a separate credit pays for.
+Of every step we record that it happened, its phase, how often gradients were reduced and which
+collectives were called. Hangs and divergence need that, and it is cheap. The rest is sampled if
+steps are short:
+
+- `Detail`: losses, batch sizes and DDP's timers are read in one of so many steps ("full" steps, as
+  opposed to "light" ones), and one line of the journal stands for several.
+- `Pacing`: gradients are followed in all steps, or in some windows of steps if that costs more than
+  its share.
+- `Pace`: fingerprints are taken at the multiples of an interval, and at each step that the
+  supervisor suspects (`Suspected`), which a separate credit pays for.
 
 Ranks compare nothing among themselves. All these numbers are powers of two and count from step 0,
-so two ranks always share the steps of the one that thins out more.
+so two ranks always share the steps of the one that samples less.
 
-What a rank spends is clocked in a step now and then, full ones and light ones in turn, and those
-whose gradients are followed for themselves.
+The cost is clocked in a step now and then, full and light ones in turn, and separately in steps
+whose gradients are followed.
 """
 
 from __future__ import annotations
@@ -32,75 +35,49 @@ from ddpdoctor.run.mapped import SUSPICION, Suspicion, SuspicionReader, Unreadab
 if TYPE_CHECKING:
     from ddpdoctor.probe.runtime.budget import Budget
 
+DENSE_STEPS = 256  # steps at the beginning that are all full, each with its own line
+BEGINNING = 1024  # steps at the beginning with more lines, full steps and windows than later ones
 
-# -- detail
+# -- how closely a step is followed
 
+EARLY_LINE, LATE_LINE, LONGEST_LINE = 8_000_000, 300_000_000, 600_000_000
+"""Nanoseconds that a line of the journal stands for at least: at the beginning, later (50 KB a
+minute), and where steps are so short that no more of them can be light."""
 
-CLOSELY = 256
-"""Steps at the beginning of which everything is seen, each with its own line."""
+MAX_STEPS = 1024  # steps that a line stands for at most
+EARLY_FULL, LATE_FULL = 64, 128
+"""At least one in so many steps is full: at the beginning or if steps take 9 ms, and otherwise."""
 
-BEGINNING = 1024
-"""Steps at the beginning in which a line stands for `SHORT` nanoseconds, not `LONG`, and more steps
-are seen in full, and more gradients followed, than later on."""
+STEPS_SHARE, MIN_STEPS_SHARE = 2, 4
+"""Of the budget, a half at most and a quarter at least goes here. The thread that writes takes its
+part of that."""
 
-SHORT, LONG, LONGEST = 8_000_000, 300_000_000, 600_000_000
-"""Nanoseconds that a line of the journal stands for at least: 50 KB a minute later on, and half of
-that where steps are so short that they cannot be thinned out any more."""
-
-MOST_STEPS = 1024
-"""Steps that a line stands for at most."""
-
-RARE_FULL, RAREST_FULL = 64, 128
-"""Of so many steps at least one is seen in full: at the beginning of a job, or where steps are
-longer than 9 ms, and otherwise."""
-
-STEPS_SHARE = 2
-"""Of what may be spent, a half at most goes here; what is left is for diagnoses."""
-
-LEAST_STEPS_SHARE = 4
-"""Of what may be spent, a quarter at least goes here, whatever the writing thread takes."""
-
-WINDOW = 16
-"""Steps whose gradients are followed, or not, together."""
-
-CLOCKED_EVERY = 500_000_000
-"""Nanoseconds between two steps that are clocked."""
-
-CLOCKED_AT_FIRST = 10_000_000
-"""The same at the beginning."""
+WINDOW = 16  # steps whose gradients are followed, or not, together
+CLOCKED_EVERY, CLOCKED_AT_FIRST = 500_000_000, 10_000_000
+"""Nanoseconds between two steps that are clocked: later, and at the beginning."""
 
 _SMOOTH = 8
-
 _now = time.perf_counter_ns
 
 
 class Clocked(Protocol):
-    """Whose hooks are clocked (`ddpdoctor.probe.runtime.phases.Phases`)."""
+    """The hooks that are clocked (`ddpdoctor.probe.runtime.phases.Phases`)."""
 
     clocked: bool
     spent: int
 
 
 class Detail:
-    """How closely the steps of one rank are followed.
-
-    Args:
-        hooks: What counts the time that hooks take.
-    """
+    """Choose how closely the steps of one rank are followed. ``hooks`` clocks the rank's hooks."""
 
     def __init__(self, hooks: Clocked) -> None:
         self._hooks = hooks
-        self.line = 0
-        """A line of the journal ends before a step whose number has none of these bits."""
-        self.sparse = 0
-        """A step is seen in full if the number of the next one has none of these bits."""
-        self.most = MOST_STEPS
-        self.full = self.light = 0.0
-        """Nanoseconds that a step takes which is seen in full, and one that is not."""
-        self.paced = 0.0
-        """Nanoseconds that a light step takes whose gradients are followed."""
-        self.pacing = False
-        """Whether those of the step under way are."""
+        self.line = 0  # a journal line ends before a step whose number has none of these bits
+        self.sparse = 0  # a step is full if the number of the next one has none of these bits
+        self.most = MAX_STEPS
+        self.full = self.light = 0.0  # nanoseconds of the hooks of a full step, and of a light one
+        self.paced = 0.0  # nanoseconds that they take in a light step whose gradients are followed
+        self.pacing = False  # the gradients of the step under way are followed
         self._budget: Budget | None = None
         self._step = 0.0
         self._clock_at = 0
@@ -113,10 +90,10 @@ class Detail:
         self._budget = budget
 
     def _usual(self, number: int) -> int:
-        """The next step of the kind whose turn it is.
+        """Return the next step of the kind that is to be clocked.
 
-        Of light ones not the first: diagnoses choose the multiples of powers of two, and windows of
-        steps whose gradients are followed begin there.
+        It is not the first light one: diagnoses choose the multiples of powers of two, and windows
+        of steps whose gradients are followed begin there.
         """
         if not self._clocks_light:
             return number | self.sparse
@@ -124,29 +101,27 @@ class Detail:
         return number if (number + 1) & self.sparse else number + 1
 
     def clock_next(self) -> None:
-        """Clock the hooks of the step that begins, unless the one that ends is clocked."""
+        """Clock the hooks of the step that begins."""
         if self._hooks.clocked:
-            # The hook that ends it is still under way.
+            # The hook that ends the clocked step before it is still running.
             return
         self._hooks.clocked, self._hooks.spent = True, 0
         self._before = self._diagnosed
 
     def clock(self, was_light: bool) -> None:
-        """The step that was clocked has ended."""
-        # What diagnoses took they have counted themselves.
+        """Note the cost of the clocked step, which has ended."""
+        # Diagnoses charge their own cost.
         diagnosed = self._diagnosed - self._before
         spent = self._hooks.spent - diagnosed
         self._hooks.clocked = False
         if spent <= 0:
-            # They were elsewhere: in the loader's hooks, in autograd's thread.
+            # They ran elsewhere: in the loader's hooks, in autograd's thread.
             return
-        follow = _mean if diagnosed else _cost
-        if not was_light:
-            self.full = follow(self.full, spent)
-        elif self.pacing:
-            self.paced = follow(self.paced, spent)
-        else:
-            self.light = follow(self.light, spent)
+        name = "full" if not was_light else "paced" if self.pacing else "light"
+        before = getattr(self, name)
+        # A step may cost much by accident, but hardly little.
+        less = spent < before / 2 and not diagnosed
+        setattr(self, name, spent if less else _mean(before, spent))
 
     @property
     def surplus(self) -> float:
@@ -164,11 +139,9 @@ class Detail:
         return self._budget.spent if self._budget is not None else 0
 
     def choose(self, number: int, total: int) -> None:
-        """A line has ended: how closely to follow the steps of the next one.
+        """Choose how closely to follow the steps of the next line, which begins with that number.
 
-        Args:
-            number: Of the step that begins.
-            total: Nanoseconds of the last one.
+        ``total`` are the nanoseconds of the last step.
         """
         now = _now()
         if now >= self._clock_at:
@@ -177,71 +150,59 @@ class Detail:
             events.before_step(self._usual(number), self.clock_next, last=True)
         self._step = _mean(self._step, total)
         budget = self._budget
-        # Where the gradients of all are followed, what they take is all surplus.
+        # If all gradients are followed, `surplus` accounts for the light steps.
         light = self.light or (0.0 if self.paced else self.full)
+        share = written = 0.0
         if budget is not None:
             steps, self._charged = number - self._charged, number
             seen = -(-steps // (self.sparse + 1))
             took = int(seen * self.full + (steps - seen) * light)
-            budget.follow(took, granted=number <= CLOSELY)
-        if number < CLOSELY:
+            budget.follow(took, granted=number <= DENSE_STEPS)
+            share, written = budget.share, budget.written
+        if number < DENSE_STEPS:
             return
-        share = budget.share if budget is not None else 0.0
-        written = budget.written if budget is not None else 0.0
-        allowed = max(share / STEPS_SHARE - written, share / LEAST_STEPS_SHARE) * self._step
-        every, rarest, period = 1, RARE_FULL, SHORT if number < BEGINNING else LONG
-        # Long steps that a small budget thins out are seen in full no more rarely for it.
-        if number >= BEGINNING and RARE_FULL * self._step < LONGEST:
-            rarest = RAREST_FULL
+        allowed = max(share / STEPS_SHARE - written, share / MIN_STEPS_SHARE) * self._step
+        every, most, period = 1, EARLY_FULL, EARLY_LINE if number < BEGINNING else LATE_LINE
+        # A small budget makes long steps no sparser than that.
+        if number >= BEGINNING and EARLY_FULL * self._step < LONGEST_LINE:
+            most = LATE_FULL
         light = min(light, self.full)
-        while every < rarest and light + (self.full - light) / every > allowed:
+        while every < most and light + (self.full - light) / every > allowed:
             every *= 2
-        if every == RAREST_FULL:
-            period = LONGEST
+        if every == LATE_FULL:
+            period = LONGEST_LINE
         count = every
         while count < self.most and count * self._step < period:
             count *= 2
         self.sparse, self.line = every - 1, count - 1
 
 
-def _cost(before: float, value: float) -> float:
-    """A mean of what is clocked, where a step may seem dear by accident, but hardly cheap."""
-    return value if value < before / 2 else _mean(before, value)
-
-
 def _mean(before: float, value: float) -> float:
-    """A mean that follows what is measured; the first value begins it."""
+    """Return a running mean, which begins with the first value."""
     return value if not before else before + (value - before) / _SMOOTH
 
 
-# -- in which steps the gradients are followed: all, unless that would cost more than its share
-
+# -- in which steps gradients are followed
 
 SETTLING_STEPS = 2
-"""Steps at the beginning of a window that are counted, but not judged: a forward may have been
+"""Steps at the beginning of a window that are counted, but not judged: their forward may have been
 before it."""
 
-RARE_WINDOW, RAREST_WINDOW = 4, 64
-"""Of so many windows at least one is followed: at the beginning of a job, and later on."""
+EARLY_WINDOW, LATE_WINDOW = 4, 64
+"""At least one in so many windows is followed: at the beginning, and later."""
 
-GRADIENTS_SHARE = 2
-"""Of what diagnosis may cost, a half at most goes here, and no more than hooks leave."""
+GRADIENTS_SHARE, MIN_GRADIENTS_SHARE = 2, 16
+"""Of the budget, a half at most goes here, but no more than the hooks leave, and a sixteenth at
+least."""
 
-LEAST_GRADIENTS_SHARE = 16
-"""Of that, a sixteenth at least, whatever they leave."""
-
-RECHECKS = 4
-"""How often it is looked, from one window that is followed to the next, whether more may be."""
-
-CLOCKED_WINDOWS = 4
-"""Of so many windows that are followed, a step of one is clocked."""
-
+RECHECKS = 4  # checks between two followed windows of whether more can be followed
+CLOCKED_WINDOWS = 4  # in one of so many followed windows a step is clocked
 LEFT_OUT = 64
-"""Where all windows are followed, one of so many is not: to see what the others cost more."""
+"""If all windows are followed, one in so many is not, to measure the difference."""
 
 
 class Pacing(Observer):
-    """Which steps of a rank are followed."""
+    """Choose the windows of steps in which some observers are called."""
 
     def __init__(self, state: RankState) -> None:
         super().__init__(state)
@@ -249,95 +210,72 @@ class Pacing(Observer):
         self._detail = state.tracker.detail
         self._detail.pacing = True
         self._settled_at = 0
-        self._turned: tuple[int, int] | None = None
-        """When it was last looked at which windows to follow, and before which step."""
+        self._turned: tuple[int, int] | None = None  # when windows were last chosen, and the step
         self._rarity = 1
         self._paced: list[Observer] = []
         events.before_step(1, self._go_on)
 
     def follow(self, observer: Observer) -> None:
-        """Call an observer at the moments of those steps alone that are followed."""
+        """Call an observer only for the events of the chosen steps."""
         self._paced.append(observer)
         events.subscribe(observer)
 
     def _go_on(self) -> None:
-        """Between two training steps: turn to the next window, or judge from now on."""
+        """Turn to the next window, or judge from now on. Called between two training steps."""
         number = self.state.tracker.steps
         if self.settling and number >= self._settled_at:
             self.settling = False
         if not number % WINDOW:
             self._turn(number)
-        # In between nothing changes, and nothing is called.
         ahead = WINDOW * (1 if self._detail.pacing else max(1, self._rarity // RECHECKS))
         following = number + ahead - number % ahead
         events.before_step(self._settled_at if self.settling else following, self._go_on)
 
     def _turn(self, number: int) -> None:
-        """Windows ended: pay for one that was followed, and see whether the next one is."""
+        """Charge for the windows that ended, and decide whether to follow the next one."""
         now = _now()
         last, self._turned = self._turned, (now, number)
-        budget, before = self.state.budget, self._detail.pacing
-        cost = WINDOW * self._detail.surplus
+        budget, detail, before = self.state.budget, self._detail, self._detail.pacing
+        cost = WINDOW * detail.surplus
         if before:
             budget.follow(int(cost), granted=number <= BEGINNING)
         if last is None:
             return
-        rarity, rarest = (
-            1,
-            RAREST_WINDOW if number >= BEGINNING else RARE_WINDOW if number >= CLOSELY else 1,
-        )
-        may_cost = self._may_cost((now - last[0]) * WINDOW / max(number - last[1], 1))
-        while rarity < rarest and (cost > rarity * may_cost or not budget.enabled):
+        # What a window may cost: the hooks of all steps, and what is reserved, come first.
+        elapsed = (now - last[0]) * WINDOW / max(number - last[1], 1)
+        share = budget.share * elapsed
+        reserved = budget.share / RESERVED + budget.share / UNSEEN + budget.written
+        left = (budget.share - reserved) * elapsed - WINDOW * detail.taken
+        may_cost = min(share / GRADIENTS_SHARE, max(left, share / MIN_GRADIENTS_SHARE))
+        rarity, most = 1, 1
+        if number >= DENSE_STEPS:
+            most = LATE_WINDOW if number >= BEGINNING else EARLY_WINDOW
+        while rarity < most and (cost > rarity * may_cost or not budget.enabled):
             rarity *= 2
         self._rarity = rarity
         window = number // WINDOW
-        left_out = rarity == 1 and self._detail.sparse and not (window + 1) % LEFT_OUT
-        awake = self._detail.pacing = not window % rarity and not left_out
+        left_out = rarity == 1 and detail.sparse and not (window + 1) % LEFT_OUT
+        awake = detail.pacing = not window % rarity and not left_out
         if before is not awake:
             for each in self._paced:
                 events.pause(each, not awake)
         if awake and not before:
             self.settling, self._settled_at = True, number + SETTLING_STEPS
         if left_out or (awake and not window // rarity % CLOCKED_WINDOWS):
-            events.before_step(number + SETTLING_STEPS, self._detail.clock_next, last=True)
-
-    def _may_cost(self, nanoseconds: float) -> float:
-        """What following may cost in a window that takes so long.
-
-        The hooks of all steps, and what is kept for diagnoses, leave it.
-        """
-        budget = self.state.budget
-        kept = budget.share / RESERVED + budget.share / UNSEEN + budget.written
-        left = (budget.share - kept) * nanoseconds
-        left -= WINDOW * self._detail.taken
-        share = budget.share * nanoseconds
-        return min(share / GRADIENTS_SHARE, max(left, share / LEAST_GRADIENTS_SHARE))
+            events.before_step(number + SETTLING_STEPS, detail.clock_next, last=True)
 
 
-# -- at which steps the fingerprints of a rank are taken
+# -- at which steps fingerprints are taken
 
-
-DENSE_SAMPLES = 64
-"""Steps at the beginning that are looked at one by one; later this many per doubling."""
-
-MOST_SUSPICIONS = 2
-"""Suspicions that this rank pays for: the first may not know yet which tensors to write."""
-
-GRANT = 50_000_000
-"""Nanoseconds that a suspicion may cost, unless two rich fingerprints cost more."""
-
-MOST_GRANTED = 1_000_000_000
-"""Nanoseconds that a suspicion may cost at most."""
-
+DENSE_SAMPLES = 64  # steps at the beginning with a fingerprint each, and fingerprints per doubling
+MAX_SUSPICIONS = 2  # suspicions that are paid for: the first may not know which tensors to write
+GRANT = 50_000_000  # nanoseconds that a suspicion may cost, unless two rich fingerprints cost more
+MAX_GRANTED = 1_000_000_000  # nanoseconds that a suspicion may cost at most
 LONGEST_INTERVAL = 1 << 20
 
 
 class Pace:
-    """Which steps this rank looks at.
-
-    Args:
-        dense: Looks per doubling of the interval.
-    """
+    """Choose the steps whose fingerprint a rank takes. After ``dense`` the interval doubles."""
 
     def __init__(self, dense: int = DENSE_SAMPLES) -> None:
         self.interval = 1
@@ -346,15 +284,15 @@ class Pace:
         self._taken = 0
 
     def due(self, step: int) -> bool:
-        """Whether the step is one of this rank's."""
+        """Return whether the fingerprint of a step is due."""
         return not step & (self.interval - 1)
 
     def spare(self) -> None:
-        """What was due could not be paid for."""
+        """Take fewer, since the one that was due was too expensive."""
         self.interval = min(self.interval * 2, LONGEST_INTERVAL)
 
     def took(self, surplus: bool) -> None:
-        """What was due was done; ``surplus`` if several more could be paid for."""
+        """Note that one was taken. ``surplus``: the budget has enough left for several more."""
         self._taken += 1
         if self._taken >= self._dense:
             self._taken = 0
@@ -365,52 +303,46 @@ class Pace:
 
 
 class Suspected:
-    """The steps that the supervisor wants to be looked at closely.
-
-    Args:
-        state: The rank.
-    """
+    """The steps whose fingerprints the supervisor wants."""
 
     def __init__(self, state: RankState) -> None:
         self._state = state
         self._suspicion: Suspicion | None = None
         self._count = 0
         self._reader: SuspicionReader | None = None
-        # There may be no supervisor, or one that is too new.
+        # There may be no supervisor, or one of a newer version.
         with contextlib.suppress(KeyError, OSError, ValueError, UnreadableError):
             self._reader = SuspicionReader(os.path.join(rank.run_directory(), SUSPICION))
 
     @property
     def active(self) -> bool:
-        """Whether steps are looked at closely, or are to be."""
+        """Return whether a suspicion is not done yet."""
         return self._suspicion is not None
 
     def watch(self, noticing: Callable[[], None]) -> None:
-        """Have the step tracker look, at each step, whether anything is suspected."""
+        """Have the step tracker check at each step for a new suspicion."""
         if self._reader is not None:
             self._state.tracker.watch(*self._reader.sequence)
             self._state.tracker.noticing = noticing
 
     def at(self, step: int, cost: int) -> Suspicion | None:
-        """The suspicion for which a step is looked at, whatever the pace says.
+        """Return the suspicion that wants the fingerprint of a step that has ended.
 
-        Args:
-            step: The step that has ended.
-            cost: Nanoseconds that a rich fingerprint takes.
+        ``cost`` are the nanoseconds that a rich fingerprint takes.
         """
         news = self._reader.news() if self._reader is not None else None
         if (
             news is not None
             and news.restart == self._state.restart
-            and self._count < MOST_SUSPICIONS
-            # Else it is too late for the step that all ranks share.
+            and self._count < MAX_SUSPICIONS
+            # Otherwise it is too late for the step that all ranks share.
             and step <= news.step
         ):
             self._count += 1
             self._suspicion = news
             budget = self._state.budget
             needed = max(GRANT, 2 * cost) - budget.left()
-            budget.grant(max(0, min(needed, MOST_GRANTED)))
+            budget.grant(max(0, min(needed, MAX_GRANTED)))
         suspicion = self._suspicion
         if suspicion is None or step < suspicion.step:
             return None

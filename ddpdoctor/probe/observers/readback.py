@@ -1,9 +1,9 @@
 """Compute hashes and norms of tensors on their device, and read them without waiting for it.
 
 Hashes are sums of a tensor's bits, weighted by position, modulo 2**64. ``torch.hash_tensor`` (2.9
-and later) is an exclusive or, which neither order nor an even number of changed signs changes; this
-one shows both, on every version of torch, at the same price. Integer sums are exact: no order of
-summation and no device gives another result. Nothing is drawn from a random number generator.
+on) is an exclusive or, which stays the same if elements change places or an even number of signs
+changes. This hash shows both, on every version of torch, at the same cost. Integer sums are exact,
+in any order and on any device. No random number generator is used.
 """
 
 from __future__ import annotations
@@ -20,24 +20,18 @@ from ddpdoctor.probe.runtime.recorder import Lazy, NotYet
 from ddpdoctor.run.records.base import Record
 from ddpdoctor.run.records.model import PackedTensor
 
-# -- bitwise hashes of tensors: sums of their bits, weighted by position, modulo 2**64
+# -- bitwise hashes of tensors
 
-
-PIECE = 1 << 20
-"""Elements hashed at once: what a hash needs in memory stays below 17 MiB."""
-
-GPU_PIECE = 1 << 18
-"""The same on a GPU, whose memory may be all but full: below 5 MiB."""
-
-MANY_PIECES = 64
-"""Pieces of a tensor from which on larger ones are taken on a GPU, too: their kernels cost."""
+PIECE = 1 << 20  # elements hashed at once: a hash takes less than 17 MiB of memory
+GPU_PIECE = 1 << 18  # the same on a GPU, whose memory may be nearly full: less than 5 MiB
+MANY_PIECES = 64  # pieces from which on a GPU uses larger ones, as each launches kernels
 
 _SMALL_TENSOR = 1 << 12
 _hash_weights: dict[Any, Any] = {}
 
 
 def hashable(tensor: Any) -> bool:
-    """Whether the tensor's bits lie in one plain block of memory; a subclass may hold anything."""
+    """Return whether a tensor's bits are in one plain block of memory, not those of a subclass."""
     torch: Any = sys.modules["torch"]
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
@@ -48,9 +42,9 @@ def hashable(tensor: Any) -> bool:
 
 
 def hash_of(tensor: Any) -> Any:
-    """The hash of a tensor's bits, a 0-dimensional int64 tensor on its device; without gradients.
+    """Return the hash of a tensor's bits, a 0-dimensional int64 tensor on its device.
 
-    To be called with gradients off.
+    Call it with gradients off.
     """
     torch: Any = sys.modules["torch"]
     tensor = tensor.detach()
@@ -63,20 +57,26 @@ def hash_of(tensor: Any) -> Any:
     on_cpu = flat.device.type == "cpu"
     most = _piece_size(count, on_cpu)
     weights = _weights_for(torch, min(count, most), flat.device)
-    if count <= _SMALL_TENSOR:
-        return _dot(torch, parts.to(torch.int64), weights[:count])
+    numbers = parts.to(torch.int64) if count <= _SMALL_TENSOR else None
+    if numbers is not None:
+        # Only the CPU has torch.dot for integers.
+        weights = weights[:count]
+        return torch.dot(numbers, weights) if on_cpu else (numbers * weights).sum()
     total = None
     for index, start in enumerate(range(0, count, most)):
         piece = parts[start : start + most]
-        found = (_hash_words if on_cpu else _hash_elements)(torch, piece, weights)
-        # Each piece has the same weights; another odd factor for each makes them differ.
+        if on_cpu:
+            found = _hash_words(torch, piece, weights)
+        else:
+            found = (piece * weights[: piece.numel()]).sum()
+        # Each piece has the same weights. Another odd factor for each tells them apart.
         found = found * (2 * index + 1)
         total = found if total is None else total + found
     return total
 
 
 def hash_pieces(tensor: Any) -> int:
-    """In how many pieces a tensor on a GPU is hashed."""
+    """Return in how many pieces a tensor on a GPU is hashed."""
     count = tensor.numel()
     return -(-count // _piece_size(count, False)) or 1
 
@@ -86,7 +86,7 @@ def _piece_size(count: int, on_cpu: bool) -> int:
 
 
 def flattened(tensor: Any) -> Any:
-    """All elements in one dimension, in the order of memory where that needs no copy."""
+    """Return all elements in one dimension, in the order of memory where that needs no copy."""
     torch: Any = sys.modules["torch"]
     if tensor.is_contiguous():
         return tensor.view(-1)
@@ -95,19 +95,8 @@ def flattened(tensor: Any) -> Any:
     return tensor.reshape(-1)
 
 
-def _dot(torch: Any, numbers: Any, weights: Any) -> Any:
-    # Of integers, torch.dot is there for the CPU only.
-    if numbers.device.type == "cpu":
-        return torch.dot(numbers, weights)
-    return (numbers * weights).sum()
-
-
-def _hash_elements(torch: Any, piece: Any, weights: Any) -> Any:
-    return (piece * weights[: piece.numel()]).sum()
-
-
 def _hash_words(torch: Any, piece: Any, weights: Any) -> Any:
-    """On the CPU: eight bytes at a time, and what the weights do not see of them."""
+    """Hash eight bytes at a time on the CPU, and what the weights miss of them."""
     each = 8 // piece.element_size()
     if piece.storage_offset() % each:
         piece = piece.clone()
@@ -115,7 +104,7 @@ def _hash_words(torch: Any, piece: Any, weights: Any) -> Any:
     words = piece[:whole].view(torch.int64)
     count = words.numel()
     found = torch.dot(words, weights[:count])
-    # A word's first bit, a sign, counts the same under each odd weight: hash these bits separately.
+    # A word's sign bit counts the same under each odd weight: hash these bits separately.
     signs = words < 0
     eighths = count // 8
     if eighths:
@@ -128,19 +117,25 @@ def _hash_words(torch: Any, piece: Any, weights: Any) -> Any:
 
 
 def hash_weights(count: int) -> Any:
-    """A few of the weights, on the CPU: for sums of the caller's own."""
+    """Return a few of the weights, on the CPU."""
     torch: Any = sys.modules["torch"]
     return _weights_for(torch, count, torch.device("cpu"))[:count]
 
 
 def _weights_for(torch: Any, count: int, device: Any) -> Any:
-    """At least that many weights, up to a piece's, kept for the next time."""
+    """Return at least that many weights, up to a piece's. They are kept."""
     weights = _hash_weights.get(device)
     if weights is None or len(weights) < count:
         size = next((each for each in (_SMALL_TENSOR, GPU_PIECE) if count <= each), PIECE)
-        weights = _make_weights(torch, size)
+        weights = torch.arange(1, size + 1, dtype=torch.int64, device="cpu")
+        # Odd weights without a pattern, the same on every version (splitmix64).
+        weights.mul_(0x9E3779B97F4A7C15 - (1 << 64))
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+            high = weights.bitwise_right_shift(shift).bitwise_and_((1 << (64 - shift)) - 1)
+            weights.bitwise_xor_(high).mul_(factor - (1 << 64) if factor >> 63 else factor)
+        weights.bitwise_or_(1)
         if device.type == "cuda":
-            # Made there they would take half a dozen kernels, each of which is loaded first.
+            # Computing them there would load half a dozen kernels.
             weights = weights.pin_memory().to(device, non_blocking=True)
         elif device.type != "cpu":
             weights = weights.to(device)
@@ -148,28 +143,16 @@ def _weights_for(torch: Any, count: int, device: Any) -> Any:
     return weights
 
 
-def _make_weights(torch: Any, count: int) -> Any:
-    """Odd weights without a pattern, the same on every version (splitmix64)."""
-    weights = torch.arange(1, count + 1, dtype=torch.int64, device="cpu")
-    weights.mul_(0x9E3779B97F4A7C15 - (1 << 64))
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
-        high = weights.bitwise_right_shift(shift).bitwise_and_((1 << (64 - shift)) - 1)
-        weights.bitwise_xor_(high).mul_(factor - (1 << 64) if factor >> 63 else factor)
-    return weights.bitwise_or_(1)
-
-
 # -- numbers that were computed on a device, without waiting for it
 
-
-MOST_ELEMENTS = 4096
-"""Elements of a tensor that are written."""
+MAX_ELEMENTS = 4096  # elements of a tensor that are written
 
 
 class Readback:
-    """0-dimensional tensors of one dtype as numbers, as soon as their devices have computed them.
+    """Read 0-dimensional tensors of one dtype once their devices have computed them.
 
-    Only the numbers are kept, never the tensors that they were computed from. On the CPU they are
-    there at once; from a GPU they come into pinned memory, and an event says when.
+    Only the numbers are kept, not the tensors that they were computed from. On the CPU they are
+    read at once. From a GPU they are copied into pinned memory, and an event shows when.
     """
 
     def __init__(self, scalars: Sequence[Any]) -> None:
@@ -184,7 +167,7 @@ class Readback:
 
     @classmethod
     def gathered(cls, count: int, parts: Iterable[tuple[list[int], Any]]) -> Readback:
-        """The numbers of 1-dimensional tensors, each with its place among so many."""
+        """Read the numbers of 1-dimensional tensors, each with its place among ``count``."""
         made = cls([])
         made._count = count
         for indices, vector in parts:
@@ -193,11 +176,11 @@ class Readback:
 
     @classmethod
     def of(cls, vector: Any) -> Readback:
-        """The numbers of a 1-dimensional tensor."""
+        """Read the numbers of a 1-dimensional tensor."""
         return cls.gathered(len(vector), [(list(range(len(vector))), vector)])
 
     def _take(self, indices: list[int], found: Any) -> None:
-        """Fetch the numbers of a 1-dimensional tensor, each with its place."""
+        """Copy the numbers of a 1-dimensional tensor, each with its place."""
         torch: Any = sys.modules["torch"]
         device = found.device
         if device.type != "cuda":
@@ -211,11 +194,11 @@ class Readback:
 
     @property
     def ready(self) -> bool:
-        """Whether all devices have passed; never waits."""
+        """Return whether all devices are done. Never waits."""
         return all(passed is None or passed.query() for _, _, passed in self._parts)
 
     def numbers(self) -> list[Any]:
-        """The numbers, in the order of the tensors; once it is ready."""
+        """Return the numbers in the order of the tensors, once they are ready."""
         found: list[Any] = [None] * self._count
         for indices, values, passed in self._parts:
             listed = values if passed is None else values.tolist()
@@ -225,51 +208,51 @@ class Readback:
 
 
 class Elements:
-    """Some elements of one tensor, evenly spaced, on their way; to be made with gradients off.
+    """Some elements of one tensor, evenly spaced. Made with gradients off.
 
     Args:
-        tensor: A tensor whose bits lie in one plain block of memory.
-        most: How many elements; all, if it has no more.
+        tensor: A tensor whose bits are in one plain block of memory.
+        most: How many elements. All, if it has no more.
     """
 
-    def __init__(self, tensor: Any, most: int = MOST_ELEMENTS) -> None:
+    def __init__(self, tensor: Any, most: int = MAX_ELEMENTS) -> None:
         torch: Any = sys.modules["torch"]
         self.count: int = tensor.numel()
         every = max(1, -(-self.count // most))
         some = flattened(tensor.detach())[::every]
         if some.is_complex():
-            # Real and imaginary parts, each an element.
+            # Real and imaginary parts are an element each.
             some = torch.view_as_real(some.resolve_conj()).reshape(-1)
             self.count *= 2
-        # In single precision all shorter ones are exact.
+        # Single precision holds all shorter types exactly.
         short = some.is_floating_point() and some.element_size() < 8
         self.format = "f" if short else "d"
         self.read = Readback.of(some.to(torch.float32 if short else torch.float64))
 
     def packed(self) -> PackedTensor:
-        """How many elements the tensor has, and those looked at, once they are ready."""
+        """Return the tensor's number of elements, and the read ones, once they are ready."""
         numbers = self.read.numbers()
         data = struct.pack(f"<{len(numbers)}{self.format}", *numbers)
         return PackedTensor(self.count, self.format, base64.b64encode(data).decode())
 
 
 def when_ready(reads: Sequence[Readback], record: Callable[[list[Any]], Record]) -> Lazy:
-    """A record that the writing thread makes of the numbers of all, as soon as these are there."""
+    """Return what the writing thread makes a record of, once all numbers are ready."""
 
     def make(last: bool) -> bytes | Record:
         if all(each.ready for each in reads):
             return record([number for each in reads for number in each.numbers()])
         if not last:
             raise NotYet
-        # A device that never came so far: nothing is known.
+        # The device never came so far.
         return b""
 
     return make
 
 
 def capturing(torch: Any) -> bool:
-    """Whether a CUDA graph is being captured on this thread."""
-    # Not is_available(), which would initialize the driver before the job forks its workers.
+    """Return whether a CUDA graph is being captured on this thread."""
+    # is_available() would initialize the driver before the job forks its workers.
     return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
@@ -278,15 +261,14 @@ def capturing(torch: Any) -> bool:
 Loss = Callable[[], "float | None"]
 
 _LOSS_SLOTS = 64
-_loss_rings: dict[Any, Iterator[Any]] = {}
-"""By dtype, slots of pinned memory that go round."""
+_loss_rings: dict[Any, Iterator[Any]] = {}  # by dtype, slots of pinned memory that are reused
 
 
 def loss_reader(loss: Any) -> Loss | float | None:
-    """The loss, or for one on a GPU a function that reads it after the step's events passed.
+    """Return the loss, or for one on a GPU a function that reads it after the step's events passed.
 
-    A GPU's loss is copied into a slot of pinned memory without blocking; the slots go round, so a
-    reading that comes more than a few dozen steps late would see a later loss, never a wrong wait.
+    A GPU's loss is copied into a slot of pinned memory without blocking. Slots are reused, so a
+    reading that comes more than a few dozen steps late sees a later loss, and never waits.
     """
     if loss.device.type == "cpu":
         value = loss.item()
@@ -298,7 +280,7 @@ def loss_reader(loss: Any) -> Loss | float | None:
         return None
     ring = _loss_rings.get(loss.dtype)
     if ring is None:
-        # Of the same dtype: else a kernel would convert it first.
+        # With the same dtype no kernel has to convert it first.
         slots = torch.empty(_LOSS_SLOTS, dtype=loss.dtype, device="cpu", pin_memory=True)
         ring = _loss_rings[loss.dtype] = itertools.cycle(slots.unbind())
     slot = next(ring)
@@ -311,18 +293,18 @@ def loss_reader(loss: Any) -> Loss | float | None:
 
 
 def is_plain(tensor: Any) -> bool:
-    """Whether looking at a tensor is a matter of this rank alone: a DTensor's may not be."""
+    """Return whether this rank alone can read a tensor. A DTensor may be spread over ranks."""
     torch: Any = sys.modules["torch"]
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        # To put the pieces of a sparse one together, a GPU would have to be waited for.
+        # For a sparse tensor we would have to wait for the GPU.
         and (tensor.device.type == "cpu" or (tensor.is_cuda and tensor.layout is torch.strided))
         and tensor.is_floating_point()
     )
 
 
 def norms_of(tensors: Sequence[Any]) -> Readback | None:
-    """The 2-norms of plain tensors, in double precision; None if they cannot be had now."""
+    """Return the 2-norms of plain tensors in double precision. None while a graph is captured."""
     torch: Any = sys.modules["torch"]
     if not tensors or capturing(torch):
         return None
@@ -335,19 +317,19 @@ def norms_of(tensors: Sequence[Any]) -> Readback | None:
 
 
 def gradients_and_values(parameters: Sequence[Any]) -> Readback | None:
-    """The norms of gradient and value of each parameter in turn; None if they cannot be had now."""
+    """Return the norms of gradient and value of each parameter in turn, as `norms_of` does."""
     return norms_of([tensor for each in parameters for tensor in (each.grad, each)])
 
 
 def has_plain_gradient(parameter: Any) -> bool:
-    """Whether a parameter and its gradient are plain."""
+    """Return whether a parameter and its gradient are plain."""
     return parameter.grad is not None and is_plain(parameter) and is_plain(parameter.grad)
 
 
 def largest_magnitudes(tensors: Sequence[Any]) -> Readback | None:
-    """The greatest magnitude in each of strided tensors that are plain and not empty.
+    """Return the greatest magnitude in each of some strided, plain tensors that are not empty.
 
-    In double precision: NaN where an element is. None if they cannot be had now.
+    It is in double precision, and NaN if an element is. None while a graph is captured.
     """
     torch: Any = sys.modules["torch"]
     if not tensors or capturing(torch):

@@ -1,12 +1,12 @@
 """Tell samples apart: by hashes of their elements, by sketches of a pass, by the data set below.
 
-Of a batch a few elements of a few samples are copied at once, since the batch is the job's to
-change; the copies are a few bytes and are hashed later. What lies on a device is left alone.
+A few elements of a few samples of a batch are copied at once, since the job may change the batch.
+The copies are a few bytes and are hashed later. Tensors on a device are skipped.
 
-Whatever a rank calls a sample, and in whatever order it draws them, equal samples have equal
-hashes: of two ranks the smallest hashes (`Sketch`) show how much of their data is the same. Two
-ranks that draw index 7 from different subsets draw different samples, so that draws are compared in
-the numbers of the data at the bottom (`bottom_of`).
+Equal samples have equal hashes, whatever their index and order: the smallest hashes of two ranks
+(`Sketch`) show how much of their data is the same. Two ranks that draw index 7 from different
+subsets draw different samples, so draws are compared by the index in the data set at the bottom
+(`bottom_of`).
 """
 
 from __future__ import annotations
@@ -20,25 +20,19 @@ from zlib import crc32
 from ddpdoctor.probe.observers import readback
 from ddpdoctor.run.records import training as records
 
-# -- A look into a batch: its size, and hashes of a few elements of a few of its samples
+# -- the size of a batch, and hashes of a few elements of a few of its samples
 
-
-MOST_LEAVES = 3
-"""Tensors, or lists of strings, of a batch that are looked at."""
-
-WIDE = 16
-"""Elements spread over a sample that are hashed."""
-
-NARROW = 8
-"""Elements at a sample's beginning, which stay the same however far its batch is padded."""
-
+MAX_LEAVES = 3  # tensors, or lists of strings, of a batch that are hashed
+WIDE = 16  # elements spread over a sample that are hashed
+NARROW = 8  # elements at a sample's beginning, which do not depend on how its batch is padded
 _BATCH_DEPTH = 3
+_PLAIN_TYPES = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 Hashes = Callable[[], list[list[int]]]
 
 
 def batch_size(batch: Any, depth: int = _BATCH_DEPTH) -> int:
-    """The first dimension of the first tensor in a batch; 0 if there is none within reach."""
+    """Return the first dimension of the first tensor in a batch, or 0 if none is found."""
     try:
         return _size(batch, depth)
     except Exception:
@@ -62,7 +56,7 @@ def _size(batch: Any, depth: int) -> int:
 
 
 def leaves(data: Any, depth: int = 2) -> list[Any]:
-    """The tensors and lists of strings of a batch, the first few."""
+    """Return the first few tensors and lists of strings of a batch."""
     torch: Any = sys.modules["torch"]
     if type(data) is torch.Tensor:
         return [data] if data.dim() and data.is_cpu and data.numel() else []
@@ -76,18 +70,18 @@ def leaves(data: Any, depth: int = 2) -> list[Any]:
     if isinstance(data, (list, tuple)):
         for item in data[:8]:
             found += leaves(item, depth - 1)
-            if len(found) >= MOST_LEAVES:
+            if len(found) >= MAX_LEAVES:
                 break
-    return found[:MOST_LEAVES]
+    return found[:MAX_LEAVES]
 
 
 def sample_hashes(data: Any, places: list[int], size: int | None) -> Hashes | None:
-    """What makes the hashes of the samples at ``places``, a list for each; None if there are none.
+    """Return a function that hashes the samples at ``places``, or None if there are none.
 
     Args:
         data: The batch.
         places: Positions in the batch.
-        size: How many samples it has; None if the batch is one sample as a whole.
+        size: How many samples it has. None if the batch is one sample as a whole.
     """
     copies = [
         copy
@@ -120,56 +114,44 @@ def _row_hashes(leaf: Any, places: list[int], size: int | None) -> Callable[[], 
     if not leaf.is_contiguous() or leaf.layout is not torch.strided:
         return None
     if size is None:
+        size, places = 1, [0]
         flat = leaf.detach().view(1, -1)
     elif leaf.shape[0] != size:
         return None
     else:
         flat = leaf.detach().view(size, -1)
     with torch.no_grad():
-        begin = flat[:, :NARROW]
         stride = max(1, flat.shape[1] // WIDE)
-        spread = flat[:, ::stride][:, :WIDE]
-        if size is not None:
-            begin, spread = begin[places], spread[places]
-        begin, spread = begin.clone(), spread.clone()
+        begin = flat[:, :NARROW][places].clone()
+        spread = flat[:, ::stride][:, :WIDE][places].clone()
     return lambda: [_hash_rows(begin), _hash_rows(spread)]
 
 
 def _hash_rows(copy: Any) -> list[int]:
-    torch: Any = sys.modules["torch"]
-    plain = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[copy.element_size()]
+    plain = getattr(sys.modules["torch"], _PLAIN_TYPES[copy.element_size()])
     return [crc32(repr(row).encode()) for row in copy.contiguous().view(plain).tolist()]
 
 
 # -- sketches
 
-
-SKETCH_SIZE = 256
-"""Hashes that are kept."""
-
-
-MOST_SKETCHED = 1024
-"""Samples of a batch that are looked at, at most."""
-
+SKETCH_SIZE = 256  # hashes that are kept
+MAX_SKETCHED = 1024  # samples of a batch that are hashed
 _SKETCH_MASK = (1 << 48) - 1
 
 Rows = Callable[[], list[int]]
 
 
 class Sketch:
-    """The smallest hashes of the samples of one pass; for the writing thread."""
-
-    __slots__ = ("_limit", "_times", "looked")
+    """The smallest hashes of the samples of one pass, for the writing thread."""
 
     def __init__(self) -> None:
-        self.looked = 0
-        """Samples that were hashed."""
+        self.count = 0  # samples that were hashed
         self._times: dict[int, int] = {}
         self._limit = _SKETCH_MASK + 1
 
     def add(self, hashes: list[int]) -> None:
-        """Some more samples."""
-        self.looked += len(hashes)
+        """Add some samples."""
+        self.count += len(hashes)
         limit, times = self._limit, self._times
         for each in hashes:
             if each < limit:
@@ -179,69 +161,58 @@ class Sketch:
             self._limit = max(self._times)
 
     def summary(self) -> records.Sketch:
-        """Samples hashed, how often one of those kept came again, and the smallest hashes."""
+        """Return the number of samples, the repeats among the kept ones, and the hashes."""
         kept = tuple(sorted(self._times)[:SKETCH_SIZE])
-        return records.Sketch(self.looked, sum(self._times[each] - 1 for each in kept), kept)
+        return records.Sketch(self.count, sum(self._times[each] - 1 for each in kept), kept)
 
 
 def sketch_rows(data: Any) -> Rows | None:
-    """What hashes each sample of a batch, later: of the copies of a few elements of each.
+    """Return a function that hashes each sample of a batch later, by copies of a few elements.
 
-    None where there is nothing to look at: the batch's widest part is not made of samples side by
-    side, or lies on a device.
+    Return None if the batch's widest part does not consist of samples, or is on a device.
     """
     torch: Any = sys.modules["torch"]
     found = leaves(data)
     tensors = [each for each in found if type(each) is not list]
     if not tensors:
-        return _sketch_texts(found[0]) if found else None
+        if not found:
+            return None
+        texts = [text[:4096] for text in found[0][:MAX_SKETCHED]]
+        return lambda: [crc32(text.encode("utf-8", "replace")) << 16 for text in texts]
     leaf = max(tensors, key=lambda each: each.numel())
     if not leaf.is_contiguous() or leaf.layout is not torch.strided:
         return None
     with torch.no_grad():
-        flat = leaf.detach().view(leaf.shape[0], -1)[:MOST_SKETCHED]
+        flat = leaf.detach().view(leaf.shape[0], -1)[:MAX_SKETCHED]
         width = flat.shape[1]
-        # Words are padded at the end, as far as their batch needs it.
+        # Tokens are padded at the end, as far as their batch needs it.
         words = leaf.dtype in (torch.int64, torch.int32)
         stride = 1 if words else max(1, width // WIDE)
         copy = flat[:, : stride * WIDE : stride].clone()
-    return lambda: _sketch_hashes(copy)
 
+    def hashes() -> list[int]:
+        numbers = copy.view(getattr(torch, _PLAIN_TYPES[copy.element_size()])).to(torch.int64)
+        weights = readback.hash_weights(numbers.shape[1])
+        # The upper bits depend on all of the lower ones, and not the other way round.
+        found: list[int] = ((numbers * weights).sum(1) >> 16).bitwise_and_(_SKETCH_MASK).tolist()
+        return found
 
-def _sketch_texts(leaf: list[str]) -> Rows:
-    kept = [text[:4096] for text in leaf[:MOST_SKETCHED]]
-    return lambda: [crc32(text.encode("utf-8", "replace")) << 16 for text in kept]
-
-
-def _sketch_hashes(copy: Any) -> list[int]:
-    torch: Any = sys.modules["torch"]
-    plain = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[copy.element_size()]
-    numbers = copy.view(plain).to(torch.int64)
-    weights = readback.hash_weights(numbers.shape[1])
-    # The upper bits depend on all of the lower ones, and not the other way round.
-    found: list[int] = ((numbers * weights).sum(1) >> 16).bitwise_and_(_SKETCH_MASK).tolist()
-    return found
+    return hashes
 
 
 # -- the data under a data set: subsets, concatenations and wrappers, down to the bottom
 
-
-MOST_NESTED = 6
-"""Data sets within data sets that are followed."""
-
-INDEX_COST = 150
-"""Nanoseconds that an index takes to be followed."""
+MAX_NESTED = 6  # data sets within data sets that are followed
+INDEX_COST = 150  # nanoseconds that it takes to follow an index
 
 
 class Bottom(NamedTuple):
-    """A data set that is a part of others, and what it is in their numbers."""
+    """The data set under subsets, and what each index is there."""
 
     lookup: list[int] | None
-    """By index, the number of the sample at the bottom; None if it would take too long to know."""
-    length: int
-    """Samples at the bottom."""
-    subset: Any
-    """The outermost subset."""
+    """By index, the index at the bottom. None if it would take too long to know."""
+    length: int  # samples at the bottom
+    subset: Any  # the outermost subset
 
 
 class _TooDear(Exception):
@@ -249,7 +220,7 @@ class _TooDear(Exception):
 
 
 class _Walk:
-    """One way down."""
+    """One way down through nested data sets."""
 
     def __init__(self, left: int) -> None:
         self.subset: Any = None
@@ -258,7 +229,7 @@ class _Walk:
         self._spaces: dict[int, range] = {}
 
     def numbers(self, dataset: Any, depth: int) -> Sequence[int]:
-        """By index, the number of the sample at the bottom."""
+        """Return for each index the index at the bottom."""
         if depth:
             if is_subset(dataset):
                 if self.subset is None:
@@ -266,13 +237,13 @@ class _Walk:
                 return self._chosen(dataset, depth)
             parts = _attribute(dataset, "datasets")
             if isinstance(parts, (list, tuple)) and _attribute(dataset, "cumulative_sizes"):
-                # A ConcatDataset.
+                # torch's ConcatDataset
                 each = [self.numbers(part, depth - 1) for part in parts]
                 self._pay(sum(map(len, each)))
                 return list(chain.from_iterable(each))
             inner = _attribute(dataset, "dataset")
             if inner is not None and len(inner) == len(dataset):
-                # A wrapper that maps each sample to one: of a transform, say.
+                # A wrapper that maps each sample to one, such as a transform.
                 return self.numbers(inner, depth - 1)
         space = self._spaces.get(id(dataset))
         if space is None:
@@ -295,27 +266,25 @@ class _Walk:
 
 
 def is_subset(dataset: Any) -> bool:
-    """Whether it is torch's own Subset, or one that looks like it."""
+    """Return whether it is torch's own Subset, or one that looks like it."""
     return hasattr(dataset, "indices") and hasattr(dataset, "dataset")
 
 
 def _attribute(dataset: Any, name: str) -> Any:
-    # Not getattr, which may be code of the job's.
+    # `getattr` may run code of the job.
     return getattr(dataset, "__dict__", {}).get(name)
 
 
 def bottom_of(dataset: Any, left: int) -> Bottom | None:
-    """What lies under a data set; None if there is no subset in it, so that it is itself all.
+    """Return what is under a map-style data set, or None if it contains no subset.
 
-    Args:
-        dataset: A map-style data set.
-        left: Nanoseconds that it may take.
+    This may take ``left`` nanoseconds.
     """
-    if not _holds_subset(dataset, MOST_NESTED):
+    if not _holds_subset(dataset, MAX_NESTED):
         return None
     walk = _Walk(left)
     try:
-        numbers = walk.numbers(dataset, MOST_NESTED)
+        numbers = walk.numbers(dataset, MAX_NESTED)
     except _TooDear:
         return Bottom(None, 0, walk.subset)
     return Bottom(list(numbers), walk.length, walk.subset)

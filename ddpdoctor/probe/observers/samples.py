@@ -1,10 +1,10 @@
 """Record what each rank draws from its data: indices of map-style data sets, content of others.
 
 A pass over a loader is recorded when it has begun to train, when it has drawn more than its share,
-and when it is over, or when the budget is spent and the rest of it is not followed; the first few
-passes of a loader are followed, later ones now and then. Indices are hashed and counted in the
-writing thread. Of every index space all ranks keep the same small pseudo-random part, so that what
-two ranks drew of it tells exactly whether they overlap.
+and when it is over. When the budget is spent, the rest of it is not followed. The first few passes
+of a loader are followed, later ones now and then. Indices are hashed and counted in the writing
+thread. Of every index space all ranks follow the same small pseudo-random part, so that what two
+ranks drew of it tells exactly whether they overlap.
 """
 
 from __future__ import annotations
@@ -31,23 +31,13 @@ from ddpdoctor.probe.runtime.recorder import Lazy
 from ddpdoctor.probe.runtime.sites import Site, caller
 from ddpdoctor.run.records.training import Head, PassRecord
 
-# -- one pass over a data loader: which samples it drew, and what some of them held
+# -- one pass over a data loader: which samples it drew, and the content of some of them
 
-
-FOLLOWED_INDICES = 128
-"""Indices of an index space that are followed one by one."""
-
-HASHED_CONTENTS = 64
-"""Those of them whose content is hashed, too."""
-
-CLOSED = ("ended", "left")
-"""States of a pass that draws no more."""
-
-HEAD_DRAWS = 64
-"""Draws at the beginning whose order has its own hash."""
-
-FIRST_CONTENTS = 16
-"""Samples of the first batch whose content is hashed in any case."""
+FOLLOWED_INDICES = 128  # indices of an index space that are followed one by one
+HASHED_CONTENTS = 64  # those of them whose content is hashed, too
+CLOSED = ("ended", "left")  # states of a pass that draws no more
+HEAD_DRAWS = 64  # draws at the beginning whose order has its own hash
+FIRST_CONTENTS = 16  # samples of the first batch whose content is always hashed
 
 _UINT64 = (1 << 64) - 1
 _JSON_BITS = (1 << 53) - 1
@@ -57,7 +47,7 @@ Draw = tuple[Any, ...]
 
 @functools.lru_cache(maxsize=16)
 def sample_of(length: int) -> tuple[int, ...]:
-    """The indices below ``length`` that every rank follows, in an order that is no one's."""
+    """Return the indices below ``length`` that every rank follows, in pseudo-random order."""
     if length <= FOLLOWED_INDICES:
         return tuple(range(length))
     found: dict[int, None] = {}
@@ -72,46 +62,31 @@ def sample_of(length: int) -> tuple[int, ...]:
 
 
 def digest_of(numbers: Iterable[Any]) -> int:
-    """A hash of whole numbers in their order, the same in every process."""
+    """Return a hash of whole numbers in their order. It is the same in every process."""
     return hash(tuple(map(operator.index, numbers))) & _JSON_BITS
 
 
 def _whole_numbers(indices: Draw) -> tuple[int, ...]:
-    """Indices as whole numbers, whatever they are."""
+    """Return indices as whole numbers, whatever their type."""
     try:
         return tuple(map(operator.index, indices))
     except Exception:
-        # Words, tuples with a size, tensors of several elements: no index space.
+        # Strings, tuples with a size, tensors of several elements.
         return tuple(crc32(repr(index).encode()) for index in indices)
-
-
-def _meets(wanted: frozenset[int], indices: tuple[Any, ...]) -> bool:
-    try:
-        return not wanted.isdisjoint(indices)
-    except TypeError:
-        # Indices of a kind of their own, lists say.
-        return False
 
 
 class Pass:
     """What one pass over a loader drew.
 
-    The training thread calls :meth:`draw` and :meth:`see`; what :meth:`as_it_is` returns does the
-    rest in the writing thread.
+    The training thread calls :meth:`draw` and :meth:`see`. The function that :meth:`as_it_is`
+    returns does the rest in the writing thread.
 
     Args:
         record: What is known when the pass begins.
         followed: By index as it is drawn, the index in the space that all ranks share.
         share_at: Draws at which the pass has drawn more than its share.
-        lookup: By index as it is drawn, the index in that space, for each; None if they are one.
+        lookup: By index as it is drawn, the index in that space. None if they are the same.
     """
-
-    __slots__ = (
-        "_awaited", "_contents", "_digested", "_drawn", "_falls", "_head", "_hits",
-        "_keys", "_opaque", "_order", "_pending", "_repeats", "_rows", "_seen", "_sketch",
-        "batches", "collectives", "draws", "fetched", "followed", "joins", "lookup",
-        "marks", "over", "record", "share_at",
-    )  # fmt: skip
 
     def __init__(
         self,
@@ -125,25 +100,17 @@ class Pass:
         self.share_at = share_at
         self.lookup = lookup
         self.collectives = 0, 0, 0
-        """Collectives that the rank had called when the pass began; reductions and gathers of them.
-        """
-        self.batches = 0
-        """Batches of indices drawn so far."""
-        self.draws = 0
-        """Samples drawn so far, prefetched ones included."""
-        self.fetched = 0
-        """Batches that the training loop got."""
-        self.marks = 0
-        """Batches after which a backward pass came."""
+        """Collectives of the rank when the pass began, reductions and gathers among them."""
+        self.batches = 0  # batches of indices drawn so far
+        self.draws = 0  # samples drawn so far, prefetched ones included
+        self.fetched = 0  # batches that the training loop received
+        self.marks = 0  # batches that were followed by a backward pass
         self.joins = False
         self.over = False
         self._keys = frozenset(self.followed)
         length = record.length or 0
-        inside = frozenset(
-            sample_of(length)[
-                :: 1 if length <= HASHED_CONTENTS else FOLLOWED_INDICES // HASHED_CONTENTS
-            ]
-        )
+        every = 1 if length <= HASHED_CONTENTS else FOLLOWED_INDICES // HASHED_CONTENTS
+        inside = frozenset(sample_of(length)[::every])
         self._contents = frozenset(index for index, name in self.followed.items() if name in inside)
         self._awaited: deque[list[tuple[int, int, int]]] = deque(maxlen=4096)
         self._pending: deque[Draw | Rows | list[tuple[Any, Hashes]]] = deque()
@@ -160,7 +127,7 @@ class Pass:
     # -- in the training thread
 
     def draw(self, batch: Any) -> bool:
-        """The sampler gave a batch of indices; whether the pass now exceeds its share."""
+        """Add a batch of indices. Return whether the pass now exceeds its share."""
         indices = tuple(batch) if isinstance(batch, (list, tuple)) else (batch,)
         self._pending.append(indices)
         self._drawn += 1
@@ -169,20 +136,25 @@ class Pass:
         if before < HEAD_DRAWS:
             self._begin(indices[: HEAD_DRAWS - before])
         wanted = self._contents
-        looked: list[tuple[int, int, int]] = []
-        if before == 0 or _meets(wanted, indices):
+        chosen: list[tuple[int, int, int]] = []
+        try:
+            some = before == 0 or not wanted.isdisjoint(indices)
+        except TypeError:
+            # Indices of another type, such as lists.
+            some = False
+        if some:
             size, lookup = len(indices), self.lookup
-            looked = [
+            chosen = [
                 (place, index if lookup is None else lookup[index], size)
                 for place, index in enumerate(indices)
                 if type(index) is int
                 and (index in wanted or (before == 0 and place < FIRST_CONTENTS))
             ]
-        self._awaited.append(looked)
+        self._awaited.append(chosen)
         return before < self.share_at <= self.draws
 
     def _begin(self, indices: Draw) -> None:
-        """Keep the names of the first draws."""
+        """Keep the shared indices of the first draws."""
         lookup = self.lookup
         if lookup is not None:
             with contextlib.suppress(TypeError, IndexError):
@@ -190,21 +162,21 @@ class Pass:
         self._head.extend(indices)
 
     def arrived(self) -> list[tuple[int, int, int]]:
-        """A batch arrived, in the order drawn: what to look at, as position, index, batch size."""
+        """Return position, index and batch size of the samples to hash in the next batch."""
         return self._awaited.popleft() if self._awaited else []
 
     def see(self, names: list[int | None], contents: Hashes) -> None:
-        """Keep what samples held; ``contents`` hashes them later, and holds copies only."""
+        """Keep the content of samples. ``contents`` hashes it later, and holds copies only."""
         self._pending.append([(names, contents)])
         self._drawn += 1
 
     def gave(self, rows: Rows) -> None:
-        """A batch arrived; ``rows`` hashes its samples later, and holds copies only."""
+        """Keep a batch. ``rows`` hashes its samples later, and holds copies only."""
         self._pending.append(rows)
         self._drawn += 1
 
     def as_it_is(self, state: str) -> Lazy:
-        """The record of the pass as it stands now."""
+        """Return what makes the record of the pass as it is now."""
         upto = self._drawn
         head = tuple(self._head)
         record = replace(
@@ -213,12 +185,12 @@ class Pass:
 
         def made(last: bool) -> PassRecord:
             self._digest(upto)
-            return self._summed_up(record, head)
+            return self._summary(record, head)
 
         return made
 
     def digested(self) -> Lazy:
-        """No record, but what was drawn up to now is hashed, and let go."""
+        """Return what hashes and frees the draws up to now, and makes no record."""
         upto = self._drawn
 
         def nothing(last: bool) -> bytes:
@@ -236,18 +208,16 @@ class Pass:
             if isinstance(item, tuple):
                 self._count(item)
                 continue
-            if callable(item):
-                # A tensor of a kind that has no plain bits.
-                with contextlib.suppress(Exception):
+            try:
+                if callable(item):
                     self._sketch.add(item())
-                continue
-            for names, contents in item:
-                try:
-                    hashes = contents()
-                except Exception:
-                    # A tensor of a kind that has no plain bits.
                     continue
-                self._rows += [(name, *row) for name, row in zip(names, hashes, strict=False)]
+                for names, contents in item:
+                    rows = zip(names, contents(), strict=False)
+                    self._rows += [(name, *row) for name, row in rows]
+            except Exception:
+                # A tensor of a type without plain bits.
+                continue
 
     def _count(self, indices: Draw) -> None:
         if set(map(type, indices)) != {int}:
@@ -268,9 +238,9 @@ class Pass:
                     self._repeats += name in known
                     known[name] = None
 
-    def _summed_up(self, record: PassRecord, head: Draw) -> PassRecord:
+    def _summary(self, record: PassRecord, head: Draw) -> PassRecord:
         trained = record.marks > 0
-        looked = record.state in CLOSED and self._sketch.looked and trained
+        sketched = record.state in CLOSED and self._sketch.count and trained
         return replace(
             record,
             draws=self._seen,
@@ -278,11 +248,11 @@ class Pass:
             falls=self._falls,
             repeats=self._repeats,
             opaque=self._opaque,
-            # Of an evaluation nothing depends on which samples they were.
+            # Which samples an evaluation used does not matter.
             hits=tuple(self._hits) if trained and not self._opaque else (),
             rows=tuple(self._rows) if trained else (),
             head=Head(len(head), digest_of(_whole_numbers(head))),
-            sketch=self._sketch.summary() if looked else None,
+            sketch=self._sketch.summary() if sketched else None,
             to_end=(
                 record.state == "trains"
                 and record.batches is not None
@@ -291,29 +261,15 @@ class Pass:
         )
 
 
-# -- samples
+# -- all passes of a rank
 
-
-MOST_PASSES = 32
-"""Passes that are followed, of all loaders together."""
-
-MOST_BATCHES = 24
-"""Batches of a pass over an iterable-style data set that are looked at."""
-
-MOST_ROWS = 8
-"""Samples of a batch that are looked at."""
-
-CHUNK_BATCHES = 32
-"""Batches of indices that wait for the writing thread at most."""
-
-SKETCHED_PASSES = 2
-"""Passes over a loader whose samples are all looked at, the first ones."""
-
-IDLE_FORWARDS = 16
-"""Forwards without a batch after which forwards are not looked at, until a batch comes."""
-
-SKETCH_AHEAD = 10_000_000
-"""Nanoseconds that this may take in advance of the eighth of the budget that it has."""
+MAX_PASSES = 32  # passes that are followed, of all loaders together
+MAX_BATCHES = 24  # batches that are hashed of a pass over an iterable-style data set
+MAX_ROWS = 8  # samples of such a batch that are hashed
+CHUNK_BATCHES = 32  # batches of indices that wait for the writing thread at most
+SKETCHED_PASSES = 2  # first passes over a loader of which all samples are sketched
+IDLE_FORWARDS = 16  # forwards without a batch after which we stop following forwards
+SKETCH_AHEAD = 10_000_000  # nanoseconds that sketches may use before an eighth of the budget
 
 
 class Samples(Observer):
@@ -323,19 +279,14 @@ class Samples(Observer):
         super().__init__(state)
         self._passes: dict[tuple[Site, Site | None], int] = {}
         self._open: dict[tuple[Site, Site | None], Pass] = {}
-        self._waiting: list[Pass] = []
-        """Those that gave a batch for which there was no backward yet."""
-        self._idle = 0
-        """Forwards in a row before which no batch was fetched."""
+        self._waiting: list[Pass] = []  # passes whose batch had no backward yet
+        self._idle = 0  # forwards in a row before which no batch was fetched
         self._evaluated: list[Pass] = []
         self._followed = 0
-        self._sketched = 0
-        """Nanoseconds that it took to look at all samples."""
-
-    # -- passes
+        self._sketched = 0  # nanoseconds that sketches took
 
     def indices_drawn(self, index: Any, iterator: Any) -> None:
-        """Follow what the sampler gives; a pass begins with it."""
+        """Follow what the sampler returns. A pass begins with it."""
         begun = torch_private.pass_of(iterator)
         known = getattr(iterator, "_ddpdoctor_pass", None)
         if known is None or known[0] is not begun:
@@ -353,13 +304,13 @@ class Samples(Observer):
             recorder.add(drawn.digested())
         budget.spend(clock() - began)
         if budget.left() < 0:
-            # What was recorded of the pass stays; the rest of it is not followed.
+            # Keep what was recorded of the pass, and stop following it.
             drawn.over = True
             recorder.add(drawn.as_it_is("unfollowed"))
             iterator._ddpdoctor_pass = (begun, None)
 
     def _begin(self, iterator: Any) -> Pass | None:
-        """A pass begins; None if it is not to be followed."""
+        """Begin a pass. Return None if it is not to be followed."""
         if self.state.closed:
             return None
         site = caller()
@@ -371,15 +322,10 @@ class Samples(Observer):
         if before is not None:
             self._close(before, "left")
         iterable = torch_private.is_iterable_style(iterator)
-        often = number < (2 if iterable else 4)
-        often = often or number & (number - 1) == 0
+        often = number < (2 if iterable else 4) or number & (number - 1) == 0
         left = self.state.budget.left()
-        if (
-            not often
-            or self._followed >= MOST_PASSES
-            or len(self._passes) > MOST_PASSES
-            or left <= 0
-        ):
+        too_many = self._followed >= MAX_PASSES or len(self._passes) > MAX_PASSES
+        if not often or too_many or left <= 0:
             return None
         with self.state.budget.spending():
             record = PassRecord(
@@ -403,10 +349,8 @@ class Samples(Observer):
         self._open[key] = drawn
         return drawn
 
-    # -- what becomes of a pass
-
     def batch_fetched(self, iterator: Any, data: Any) -> None:
-        """Look at some samples of the batch."""
+        """Hash some samples of the batch."""
         known = getattr(iterator, "_ddpdoctor_pass", None)
         drawn: Pass | None = known[1] if known is not None else None
         if drawn is None:
@@ -417,7 +361,7 @@ class Samples(Observer):
         drawn.fetched += 1
         record = drawn.record
         if not drawn.over and sys.modules["torch"].is_grad_enabled():
-            # A pass that begins takes the place of those that were left before their end.
+            # A pass that begins replaces those that were left before their end.
             if first:
                 self._waiting.clear()
             elif drawn in self._waiting:
@@ -429,9 +373,9 @@ class Samples(Observer):
             if record.number < SKETCHED_PASSES and record.collates:
                 self._sketch(drawn, data)
         if record.iterable:
-            if drawn.fetched <= MOST_BATCHES:
+            if drawn.fetched <= MAX_BATCHES:
                 self._look(drawn, data)
-                if drawn.fetched == MOST_BATCHES:
+                if drawn.fetched == MAX_BATCHES:
                     self.state.recorder.add(drawn.as_it_is("seen"))
             return
         places = drawn.arrived()
@@ -443,18 +387,18 @@ class Samples(Observer):
                     drawn.see([index for _, index, _ in places], hashes)
 
     def _look(self, drawn: Pass, data: Any) -> None:
-        """Look at the samples of a batch that has no indices."""
+        """Hash samples of a batch that has no indices."""
         with self.state.budget.spending():
             leaves = sample_contents.leaves(data)
             if leaves:
                 size = len(leaves[0]) if drawn.record.collates else None
-                places = [0] if size is None else list(range(min(size, MOST_ROWS)))
+                places = [0] if size is None else list(range(min(size, MAX_ROWS)))
                 hashes = sample_contents.sample_hashes(data, places, size)
                 if hashes is not None:
                     drawn.see([drawn.fetched - 1] * len(places), hashes)
 
     def _sketch(self, drawn: Pass, data: Any) -> None:
-        """Look at all samples of a batch, whatever they are called."""
+        """Hash all samples of a batch, whatever their indices."""
         budget = self.state.budget
         if self._sketched > SKETCH_AHEAD + budget.earned() // 8:
             return
@@ -469,7 +413,7 @@ class Samples(Observer):
         budget.spend(spent)
 
     def forward_begins(self, ddp: Any, armed: bool) -> None:
-        """See whether uneven inputs are meant."""
+        """Note whether uneven inputs are intended."""
         if not self._waiting:
             self._idle += 1
             if self._idle > IDLE_FORWARDS:
@@ -479,12 +423,12 @@ class Samples(Observer):
                 drawn.joins = torch_private.joins(ddp)
 
     def backward_ended(self) -> None:
-        """The batches that wait were trained on."""
+        """Count the waiting batches as trained on."""
         if not self._waiting:
             return
         last = self._waiting[-1]
         for drawn in self._waiting:
-            # Loaders that train together are read in step; one that evaluates in between is not.
+            # Loaders that train together are read in step. One that evaluates in between is not.
             if drawn.fetched == last.fetched:
                 drawn.marks += 1
                 if drawn.marks == 2:
@@ -493,7 +437,7 @@ class Samples(Observer):
         self._judge_evaluations()
 
     def _judge_evaluations(self) -> None:
-        """By the next step, ranks have exchanged what they had to of an evaluation."""
+        """Record evaluations at the next step, when ranks have exchanged their results."""
         tracker = self.state.tracker
         for drawn in self._evaluated:
             every, reductions, gathers = drawn.collectives
@@ -507,7 +451,7 @@ class Samples(Observer):
         self._evaluated.clear()
 
     def loader_exhausted(self, iterator: Any) -> None:
-        """The pass is over."""
+        """Record the pass."""
         known = getattr(iterator, "_ddpdoctor_pass", None)
         if known is not None and known[1] is not None:
             self._close(known[1], "ended")
@@ -527,7 +471,7 @@ class Samples(Observer):
             self._evaluated.append(drawn)
 
     def rank_ends(self) -> None:
-        """All passes are over."""
+        """Record all passes that are open."""
         for drawn in list(self._open.values()):
             self._close(drawn, "left")
         self._open.clear()
@@ -535,13 +479,9 @@ class Samples(Observer):
 
 
 def _opened(iterator: Any, dataset: Any, record: PassRecord, left: int) -> Pass:
-    """The pass of an iterator, with the facts about its samplers and data set.
+    """Begin the pass of an iterator, with the facts about its samplers and data set.
 
-    Args:
-        iterator: The loader's iterator.
-        dataset: Its data set.
-        record: What is known of the pass.
-        left: Nanoseconds that this may take.
+    This may take ``left`` nanoseconds.
     """
     if record.iterable:
         return Pass(record)
@@ -553,7 +493,7 @@ def _opened(iterator: Any, dataset: Any, record: PassRecord, left: int) -> Pass:
         found = sample_contents.bottom_of(dataset, left)
         length = len(dataset) if found is None else found.length
     except Exception:
-        # Lengths and indices are the job's own code, and may be anything.
+        # Lengths and indices come from the job's own code and may be anything.
         return Pass(record)
     lookup = None if found is None else found.lookup
     if found is not None:

@@ -1,13 +1,12 @@
-"""Sample the training thread's stack when asked: where it spends its time, a few dozen times.
+"""Sample the training thread's stack when the supervisor asks for it.
 
-The supervisor asks all ranks of its node once one of them is slow; a rule compares what they saw. A
-thread of ours takes the samples, through ``sys._current_frames()`` and without signals, and ends
-afterwards. A sample is a walk up the stack, 10 to 40 us with the GIL held; code and line are kept,
-no frame, so no tensor lives longer for it. With the samples goes what the kernel counts for the
-thread in that time: a line says where, the counters say why.
+It asks all ranks of its node once one of them is slow, and a rule compares the samples. A thread of
+ours takes a few dozen samples by ``sys._current_frames()``, without signals, and ends. A sample
+walks up the stack, 10 to 40 us with the GIL held. It keeps code and line but no frame, so no tensor
+lives longer for it. The kernel's counters of the thread are recorded with the samples: lines show
+where time is spent, counters why.
 
-Where the GIL is held by native code a sample waits until it is given up, which is at the line that
-called it.
+If native code holds the GIL, a sample waits until it is released, at the line that called the code.
 """
 
 from __future__ import annotations
@@ -32,45 +31,29 @@ from ddpdoctor.run.mapped import MOST_PROFILES, PROFILE, Asked
 from ddpdoctor.run.records.base import CodeFrame
 from ddpdoctor.run.records.training import ProfileRecord, SampledStack
 
-SAMPLES = 48
-"""Samples of one profile."""
-
-QUICKEST, SLOWEST = 0.03, 1.0
-"""Seconds between two samples, on average: at least and at most."""
-
-SPAN = 6
-"""Steps that a profile is to span."""
-
-ATTEMPTS = 3
-"""Times that samples are taken until some steps were among them: not a loader that starts."""
-
-PAUSE = 60.0
-"""Seconds in which no step ends, as between two epochs, that samples are put off for."""
-
-MOST_FRAMES = 32
-"""Frames of the user's code that are kept of a sample, the innermost ones."""
-
-DEEPEST = 400
-"""Frames that are walked at most."""
-
-MOST_CHILDREN = 64
-"""Child processes that are counted."""
-
+SAMPLES = 48  # of a profile
+QUICKEST, SLOWEST = 0.03, 1.0  # limits of the average time between two samples, in seconds
+SPAN = 6  # steps that a profile should span
+ATTEMPTS = 3  # series of samples that are taken until a step ends within one
+PAUSE = 60.0  # seconds without the end of a step, as between two epochs, that sampling waits
+MAX_FRAMES = 32  # innermost frames of the user's code that are kept of a sample
+DEEPEST = 400  # frames that are walked
+MAX_CHILDREN = 64  # child processes that are counted
 _GOLDEN = 0.6180339887498949
 
 _TICK = 1_000_000_000 // os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 10_000_000
 
 _Line = tuple[CodeType, int]
 _Sample = tuple[tuple[_Line, ...], CodeType, str, int]
-"""The user's frames, innermost first; the innermost of all; the thread's state; the phase."""
+"""The user's frames, innermost first, the innermost frame, the thread's state, and the phase."""
 
 
 class Sampler:
-    """Takes one profile of the training thread.
+    """Take one profile of the training thread.
 
     Args:
         state: The rank.
-        number: What the supervisor asked by.
+        number: The number of the supervisor's request.
     """
 
     def __init__(self, state: RankState, number: int) -> None:
@@ -90,43 +73,44 @@ class Sampler:
         self._collected = 0
         self._collections = 0
         self.over = False
-        self.threads = 0
-        """Of torch's, for one operation; 0 as long as it is not known."""
+        self.threads = 0  # that torch uses for one operation, or 0 if not known yet
 
     def run(self) -> None:
-        """Take the samples and write them down; runs in a thread of ours."""
+        """Take and record the samples, in a thread of ours."""
         interval = SPAN * self._state.tracker.last_total / 1e9 / SAMPLES
         interval = min(max(interval, QUICKEST), SLOWEST)
+        status = -1
+        with contextlib.suppress(OSError):
+            status = os.open(f"{self._task}/stat", os.O_RDONLY | os.O_CLOEXEC)
         gc.callbacks.append(self._collects)
         try:
-            with _opened(f"{self._task}/stat") as status:
-                for _ in range(ATTEMPTS):
-                    self._await_step(interval)
-                    if self._take(status, interval):
+            for _ in range(ATTEMPTS):
+                # Wait until a step ends, since samples of a pause do not explain the steps.
+                tracker = self._state.tracker
+                steps, until = tracker.steps, time.monotonic() + PAUSE
+                while tracker.steps == steps and time.monotonic() < until:
+                    if self._stop.wait(interval):
                         break
+                if self._take(status, interval):
+                    break
         finally:
+            if status >= 0:
+                os.close(status)
             self.finish()
 
-    def _await_step(self, interval: float) -> None:
-        """Wait until a step ends: samples of a pause say nothing of the steps."""
-        steps, until = self._state.tracker.steps, time.monotonic() + PAUSE
-        while self._state.tracker.steps == steps and time.monotonic() < until:
-            if self._stop.wait(interval):
-                return
-
     def _take(self, status: int, interval: float) -> bool:
-        """Take all samples; False if no step was closed meanwhile."""
+        """Take all samples. Return False if no step ended meanwhile."""
         self._before, self._children = self._counters(), _children()
         self._samples = []
         self._collected = self._collections = 0
         for number in range(SAMPLES):
-            # Neither drawn nor in step with the training: from a half to one and a half.
+            # Between a half and one and a half, without a random number, nor in step with training.
             if self._stop.wait(interval * (0.5 + number * _GOLDEN % 1.0)) or self._sample(status):
                 return True
         return self._state.tracker.steps > self._before["steps"] + 1
 
     def finish(self) -> None:
-        """Write what there is; once, from whichever thread comes first."""
+        """Record the samples, once, in whichever thread comes first."""
         self._stop.set()
         if not self._writing.acquire(blocking=False):
             return
@@ -137,7 +121,7 @@ class Sampler:
         self._state.recorder.add(self._record())
 
     def _sample(self, status: int) -> bool:
-        """Take one sample; whether the thread is gone."""
+        """Take one sample. Return whether the thread is gone."""
         began = clock()
         frame = sys._current_frames().get(self._thread)
         if frame is None:
@@ -145,9 +129,9 @@ class Sampler:
         innermost = frame.f_code
         phase = self._state.tracker.phase
         lines = self._lines(frame)
-        # A frame that is held would hold tensors.
+        # A reference to the frame would keep tensors alive.
         del frame
-        # While the file is read the GIL is free: a thread that only waits for it is seen to run.
+        # Reading the file releases the GIL, so a thread that only waits for it is seen running.
         self._samples.append((lines, innermost, _letter(status), phase))
         self._cost += clock() - began
         return False
@@ -156,7 +140,7 @@ class Sampler:
         found: list[_Line] = []
         known = self._known
         for _ in range(DEEPEST):
-            if frame is None or len(found) >= MOST_FRAMES:
+            if frame is None or len(found) >= MAX_FRAMES:
                 break
             code = frame.f_code
             mine = known.get(id(code))
@@ -182,7 +166,7 @@ class Sampler:
             self._collecting = 0
 
     def _counters(self) -> dict[str, int]:
-        """What the kernel has counted for the training thread so far, as far as it can be read."""
+        """Return the kernel's counters of the training thread, as far as they can be read."""
         counted = {"wall": time.perf_counter_ns(), "steps": self._state.tracker.steps}
         with contextlib.suppress(OSError, ValueError, IndexError):
             ran, waited = _numbers(f"{self._task}/schedstat")[:2]
@@ -207,11 +191,14 @@ class Sampler:
             for name, before in self._before.items()
             if name in after
         }
-        # Workers of a new epoch are other processes: each is counted by itself.
+        # Workers of a new epoch are other processes, so each is counted on its own.
         ran, waited = (
             sum(each[at] - self._children.get(pid, (0, 0))[at] for pid, each in children.items())
             for at in (0, 1)
         )
+        affinity: tuple[int, ...] = ()
+        with contextlib.suppress(OSError, AttributeError):
+            affinity = tuple(sorted(os.sched_getaffinity(self._state.tracker.native)))
         paths = {each: os.path.abspath(each) for each in self._files()}
         stacks: Counter[tuple[tuple[CodeFrame, ...], tuple[str, str], str, int]] = Counter()
         for lines, innermost, letter, phase in self._samples:
@@ -231,7 +218,7 @@ class Sampler:
             children_waited=max(waited, 0),
             gc=self._collected,
             collections=self._collections,
-            affinity=_affinity(self._state.tracker.native),
+            affinity=affinity,
             threads=self.threads,
             cost=self._cost,
             stacks=tuple(SampledStack(count, *key) for key, count in stacks.items()),
@@ -239,9 +226,9 @@ class Sampler:
 
 
 def _letter(status: int) -> str:
-    """The state of a thread as in its ``stat``; empty if that cannot be read."""
+    """Return the state of a thread as in its ``stat``, or "" if that cannot be read."""
     try:
-        # The name in it may hold anything, a parenthesis included; it is short.
+        # The thread's name before it may contain a parenthesis. It is short.
         return os.pread(status, 128, 0).rpartition(b") ")[2][:1].decode("ascii", "replace")
     except OSError:
         return ""
@@ -257,46 +244,25 @@ def _numbers(path: str) -> list[int]:
 
 
 def _children() -> dict[int, tuple[int, int]]:
-    """For how long each child process ran, and waited for a core, by its pid."""
+    """Return by pid for how long each child process ran, and waited for a core."""
     found: list[int] = []
     with contextlib.suppress(OSError, ValueError):
         for task in os.listdir("/proc/self/task"):
             found += _numbers(f"/proc/self/task/{task}/children")
     counts: dict[int, tuple[int, int]] = {}
-    for child in found[:MOST_CHILDREN]:
+    for child in found[:MAX_CHILDREN]:
         with contextlib.suppress(OSError, ValueError):
             ran, waited = _numbers(f"/proc/{child}/schedstat")[:2]
             counts[child] = ran, waited
     return counts
 
 
-def _affinity(task: int) -> tuple[int, ...]:
-    """The cores that a thread may run on; none if that is not known."""
-    try:
-        return tuple(sorted(os.sched_getaffinity(task)))
-    except (OSError, AttributeError):
-        return ()
-
-
-@contextlib.contextmanager
-def _opened(path: str) -> Any:
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        yield -1
-        return
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
 class Profiles(Observer):
-    """Takes a profile whenever the supervisor asks for one.
+    """Take a profile whenever the supervisor asks for one.
 
     Raises:
         OSError: Nothing asks in the run directory.
-        ValueError: Nothing does.
+        ValueError: Nothing asks in the run directory.
     """
 
     def __init__(self, state: RankState, directory: str) -> None:
@@ -306,7 +272,7 @@ class Profiles(Observer):
         self._running: Sampler | None = None
 
     def look(self) -> None:
-        """Begin if the supervisor has asked; runs in the writing thread."""
+        """Begin a profile if the supervisor has asked, in the writing thread."""
         number = self._asked.news()
         idle = self._running is None or self._running.over
         if number and idle and self._taken < MOST_PROFILES and self.state.budget.enabled:
@@ -316,12 +282,12 @@ class Profiles(Observer):
             background("profile", self._running.run).start()
 
     def step_ended(self, optimizer: Any, number: int) -> None:
-        """Ask how many threads torch computes with: the number differs by thread."""
+        """Ask for the number of torch's threads, which differs by calling thread."""
         self.rest("step_ended")
         if self._running is not None and not self._running.threads:
             self._running.threads = int(sys.modules["torch"].get_num_threads())
 
     def rank_ends(self) -> None:
-        """Write what there is."""
+        """Record the samples taken so far."""
         if self._running is not None:
             self._running.finish()

@@ -1,11 +1,11 @@
 """Follow the steps of training: where they begin and end, their phases, their journal line.
 
-A step ends with the first optimizer's ``step()``. Several backwards before it are accumulation; a
-second optimizer belongs to the same cycle; where no optimizer exists, DDP's forward counts.
-Whatever happens between a loader's end and the next batch (evaluation, checkpoints) is kept as
-``outside``, so that it weighs on no step.
+A step ends with the first optimizer's ``step()``. Several backwards before it are accumulation. A
+second optimizer belongs to the same step. Without optimizers, DDP's forward counts. What happens
+between a loader's end and the next batch (evaluation, checkpoints) is recorded as ``outside`` and
+belongs to no step.
 
-Everything here runs in the training loop, several times a step: it is written to be short.
+Everything here runs in the training loop, several times a step, and has to be short.
 """
 
 from __future__ import annotations
@@ -27,80 +27,66 @@ from ddpdoctor.probe.runtime.sites import Site
 from ddpdoctor.run.records.training import SiteRecord
 from ddpdoctor.run.status import NO_EPOCH, Parts, Phase
 
-# -- what the job has switched on that changes how its steps are read; the hooks set it
-
+# -- what the job has switched on that changes how its steps are read; hooks set it
 
 uneven_inputs = False
-"""Whether this process ever was within a ``join()`` that is not switched off: from then on ranks
-may have taken different numbers of steps."""
+"""Whether this process ever was within an enabled ``join()``: since then ranks may have taken
+different numbers of steps."""
 
-last_scaler: weakref.ref[Any] | None = None
-"""The GradScaler whose ``step`` was called last."""
+last_scaler: weakref.ref[Any] | None = None  # the GradScaler whose ``step`` was called last
 
 
 def current_scaler() -> Any:
-    """The GradScaler whose ``step`` was called last, if it still lives."""
+    """Return the GradScaler whose ``step`` was called last, if it still exists."""
     return None if last_scaler is None else last_scaler()
 
 
 def join_entered(join: Any) -> None:
-    """A ``join()`` is entered."""
+    """Note that a ``join()`` is entered."""
     global uneven_inputs
     uneven_inputs = uneven_inputs or torch_private.is_enabled(join)
 
 
-# -- one step of training: what is known of it, and its line in the journal
+# -- a line of the journal: one step, or several short ones
 
-
-MOST_RUNS = 32
-"""Numbers of backwards that are written of the steps of one line, one for those that are alike."""
-
+MAX_RUNS = 32  # runs of steps with equal numbers of backwards that a line lists
 ZERO: Times = [0] * len(Phase)
 
 
 class OpenStep:
-    """The step under way, and for one step longer, until DDP has its waits.
+    """The steps of one line, until the step after them, when DDP has their waits.
 
-    Where steps are short it is several of them (`ddpdoctor.probe.observers.overhead`), in one line.
+    There are several if steps are short (`ddpdoctor.probe.observers.overhead`).
     """
 
-    # What a step has not is not stored either: one is made for each, and these are a dozen.
+    # Defaults are not stored in the instance: there is one for each step, and these are a dozen.
     epoch = NO_EPOCH
-    armed = 0
-    """Forwards whose backward is all-reduced."""
-    timed = 0
-    """Of how many of the armed iterations DDP's logger gave the timing."""
-    exposed = 0
-    """Nanoseconds of all-reduce that no compute hid, as DDP's logger has it."""
-    looked = 0
-    """Steps whose batches were looked at."""
-    fetched = 0
-    """Samples that loaders gave."""
-    fed = 0
-    """Samples that went into forwards, counted if no loader gave any."""
+    armed = 0  # forwards whose backward is all-reduced
+    timed = 0  # armed iterations whose times DDP's logger gave
+    exposed = 0  # nanoseconds of all-reduce that did not overlap compute, by DDP's logger
+    full = 0  # full steps, whose batches and losses were read
+    fetched = 0  # samples that loaders returned
+    fed = 0  # samples that entered forwards, counted if no loader returned any
     loss: Any = None
     norm: Any = None
     skipped = False
     outside = 0
-    last = 0
-    """The number of the last of its steps."""
+    last = 0  # the number of the last of its steps
     times = ZERO
     measured: Measured | None = None
-    cores: tuple[int, int] | None = None
-    """Nanoseconds for which the training thread ran, and waited for a core."""
+    cores: tuple[int, int] | None = None  # nanoseconds that the thread ran, and waited for a core
 
     def __init__(self, number: int, start: int, vitals: Vitals, passes: list[int]) -> None:
         self.number = number
         self.vitals = vitals
         self.start = start
-        self.passes = passes
-        """For each step that has ended, how many backwards there were until then."""
+        self.passes = passes  # for each step that has ended, all backwards until then
 
     def line(self, last: bool = False) -> bytes:
-        """The line of its `ddpdoctor.run.records.training.StepRecord`; in the writing thread.
+        """Return the line of its `ddpdoctor.run.records.training.StepRecord`.
 
-        Written out, as it is made for every step: to encode that record would take three times as
-        long, in which the training thread may have to wait for the GIL.
+        The writing thread calls it for every step. To encode a record would take three times as
+        long, while the training thread may wait for the GIL.
 
         Raises:
             NotYet: The device is still busy with the step, and this is not the ``last`` call.
@@ -114,11 +100,11 @@ class OpenStep:
         elif self.passes[0] != 1:
             backwards = f',"backwards":{self.passes[0]}'
         _, other, data, forward, backward, optimizer, wait, _ = times
-        # DDP's timers are those of some of the reduced backwards.
+        # DDP has timed some of the reduced backwards.
         exposed = self.exposed * self.armed // (self.timed * count) if self.timed else 0
         exposed = min(exposed, backward)
         split = self.timed >= self.armed or (count > 1 and self.timed > 0)
-        # Waits of the host say nothing of times that a device took.
+        # The host's waits for a core do not explain times on a device.
         cores = ran if ran is not None and self.measured is None else (0, 0)
         backward, wait = backward - exposed, wait + exposed
         self.vitals.wrote(
@@ -138,11 +124,11 @@ class OpenStep:
         text += number
         samples = self.fetched or self.fed
         if samples:
-            text += f',"samples":{samples // max(1, self.looked)}'
-        if self.loss is not None:
-            text += _scalar("loss", self.loss)
-        if self.norm is not None:
-            text += _scalar("norm", self.norm)
+            text += f',"samples":{samples // max(1, self.full)}'
+        for name, given in (("loss", self.loss), ("norm", self.norm)):
+            value = given() if callable(given) else given
+            if value is not None:
+                text += f',"{name}":{json.dumps(value)}'
         text += backwards
         if self.skipped:
             text += ',"skipped":true'
@@ -151,10 +137,10 @@ class OpenStep:
         return text.encode() + b"}\n"
 
     def _on_device(self, measured: Measured, last: bool) -> Times:
-        """What the device took; what the host saw, if it has not come to the step's end.
+        """Return the times on the device, or on the host if the device did not finish the step.
 
-        The phases of the steps that were not seen in full are taken to be like those of the others;
-        but a device waits no longer for data than the host does, which is known of all of them.
+        Light steps are assumed to have the phases of full ones. But a device waits no longer for
+        data than the host does, whose times cover all steps.
         """
         times = measured()
         if times is None and not last:
@@ -176,38 +162,28 @@ class OpenStep:
         return scaled
 
 
-def _means(sums: Sequence[int], count: int) -> list[int]:
-    return [each // count for each in sums]
-
-
-def _scalar(name: str, given: Any) -> str:
-    """The field of a loss or a norm, or of what gives it when it is due; empty without one."""
-    value = given() if callable(given) else given
-    return "" if value is None else f',"{name}":{json.dumps(value)}'
-
-
 def _backwards_of_each(passes: Sequence[int]) -> str:
-    """The field with the number of backwards, if it is not one in each of several steps."""
+    """Return the field with the number of backwards, unless each of several steps has one."""
     counts = [b - a for a, b in itertools.pairwise((0, *passes))]
     if min(counts) == max(counts):
         return f',"backwards":{counts[0]}' if counts[0] != 1 else ""
     runs = [f"{passed},{len([*same])}" for passed, same in itertools.groupby(counts)]
-    return f',"each":[{",".join(runs[:MOST_RUNS])}]'
+    return f',"each":[{",".join(runs[:MAX_RUNS])}]'
 
 
-# -- where steps begin and end, and which phase the training thread is in
+def _means(sums: Sequence[int], count: int) -> list[int]:
+    return [each // count for each in sums]
 
 
-SKIPPED = 24
-"""Steps that were not taken, of which the newest are remembered."""
+# -- steps and phases
+
+SKIPPED = 24  # newest skipped steps that are remembered
 
 
 class StepTracker(Phases):
-    """Follows the training thread of one rank through its steps.
+    """Follow the training thread of one rank through its steps.
 
-    Args:
-        recorder: Where steps are written.
-        optimizers: Whether any optimizer was ever made: then only an optimizer ends a step.
+    ``optimizers`` returns whether there ever was an optimizer: then only optimizers end a step.
     """
 
     def __init__(self, recorder: Recorder, optimizers: Callable[[], bool]) -> None:
@@ -216,31 +192,28 @@ class StepTracker(Phases):
         self._totals = recorder.page.totals
         self._optimizers = optimizers
         self.native = threading.get_native_id()
-        """The training thread, as the kernel numbers it."""
         self._cores = CoreClock()
         self._closer: weakref.ref[object] | None = None
         self._resting: set[int] = set()
         self._closed: OpenStep | None = None
         self.detail = Detail(self)
-        self.skipped: deque[int] = deque(maxlen=SKIPPED)
-        """The newest steps that the job, or a GradScaler, did not take."""
+        self.skipped: deque[int] = deque(maxlen=SKIPPED)  # by the job, or by a GradScaler
         self._vitals = Vitals(recorder.page)
         recorder.each_round.append(self._vitals.store)
         self.step = OpenStep(0, self.began + self.unix, self._vitals, self.passes)
-        self.noticing: Callable[[], None] | None = None
-        """Called where what is watched has changed (`Phases.watch`)."""
+        self.noticing: Callable[[], None] | None = None  # called if watched memory has changed
         self._fresh = True
 
     # -- phases
 
     def site_met(self, phase: int, site: Site) -> None:
-        """The first time that a phase is entered at a line: write it down."""
+        """Record a line at which a phase is entered for the first time."""
         super().site_met(phase, site)
         if site.path:
             self._recorder.add(SiteRecord(phase=Phase(phase).label, **site.place))
 
     def here(self) -> bool:
-        """Make the calling thread the training thread; whether it was another one."""
+        """Make the calling thread the training thread. Return whether another one was it before."""
         changed = super().here()
         if changed:
             self.native = threading.get_native_id()
@@ -255,21 +228,21 @@ class StepTracker(Phases):
         self._restart()
 
     def _cut_device(self) -> Measured | None:
-        """What the device took since the last cut, where steps are timed on one."""
+        """End the times of a line on the device, if there is one. Return what reads them."""
         if self.device is None:
             return None
         self.device.charge(Phase.STARTING if self.light else self.phase)
         return self.device.cut()
 
     def page_phase(self, phase: int) -> None:
-        """Show a phase that is no part of a step (starting, ended)."""
+        """Show a phase that is not part of a step (starting, ended)."""
         super().page_phase(phase)
         self._totals(self.steps, self.epoch, 0, self._recorder.dropped)
 
     # -- steps
 
     def forward(self, armed: bool) -> None:
-        """DDP's forward begins in grad mode; ``armed`` if its backward will be all-reduced."""
+        """Begin DDP's forward in grad mode. ``armed``: its backward will be all-reduced."""
         if self.begun:
             if not self._optimizers():
                 self.close()
@@ -280,12 +253,12 @@ class StepTracker(Phases):
         self.forward_begins(armed)
 
     def evaluating(self) -> None:
-        """A forward without gradients begins."""
+        """Begin a forward without gradients."""
         if self.begun and not self._optimizers():
             self.close()
 
     def evaluated(self) -> None:
-        """A forward without gradients ended: nothing since the last step belongs to a step."""
+        """End a forward without gradients. The time since the last step belongs to no step."""
         if not self._optimizers():
             self.begun += 1
             self.close()
@@ -293,12 +266,12 @@ class StepTracker(Phases):
             self.outside()
 
     def fetch(self, iterator: int, first: bool) -> None:
-        """A batch is asked of the loader's iterator with that id; ``first`` of a pass over it."""
+        """Ask the loader's iterator with that id for a batch. ``first``: of a pass over it."""
         self._fresh = False
         if not self.begun:
             known = iterator in self.trained
             if first or (known and self.aside):
-                # Back from another loader, which may have been left before its end.
+                # The job is back from another loader, which it may have left before its end.
                 self.outside()
             self.aside = not known
         elif not self._optimizers():
@@ -306,7 +279,7 @@ class StepTracker(Phases):
         self.iterators.add(iterator)
 
     def outside(self) -> None:
-        """What was charged since the last step belongs to no step, unless one has begun."""
+        """Charge the time since the last step to no step, unless one has begun."""
         if self.begun:
             return
         if self.step.passes:
@@ -314,7 +287,7 @@ class StepTracker(Phases):
         began = self.began
         self._restart()
         self.step.outside += self.began - began
-        self.step.fetched = self.step.looked = 0
+        self.step.fetched = self.step.full = 0
         self.iterators.clear()
         self.step.start = self.began + self.unix
 
@@ -325,7 +298,7 @@ class StepTracker(Phases):
         self._cut_device()
 
     def stepped(self, optimizer: object, skipped: bool = False) -> None:
-        """An optimizer's step ended, or was ``skipped`` by a GradScaler that saw an overflow."""
+        """End an optimizer's step, or one that a GradScaler ``skipped`` after an overflow."""
         self.optimizer_steps += 1
         closer = self._closer() if self._closer is not None else None
         if closer is optimizer:
@@ -333,7 +306,7 @@ class StepTracker(Phases):
         elif closer is None:
             self._closer = weakref.ref(optimizer)
         else:
-            # The first optimizer rests while another one works on: that one counts from now on.
+            # A second step of another optimizer, while the first rests: that one counts now.
             if id(optimizer) not in self._resting:
                 self._resting.add(id(optimizer))
                 self.closer = 0
@@ -346,7 +319,7 @@ class StepTracker(Phases):
         self.close(skipped)
 
     def close(self, skipped: bool = False) -> None:
-        """End the step; its line is written when the next one ends, once DDP has its waits."""
+        """End the step. Its line is written when the next one ends, once DDP has its waits."""
         step = self.step
         now = self.charge()
         self.last_total = total = now - self.began
@@ -354,6 +327,7 @@ class StepTracker(Phases):
         self.steps = number = self.steps + 1
         self.begun = 0
         self.passes.append(self.step_backwards)
+        step.full += not self.light
         if skipped:
             step.skipped = True
             self.skipped.append(number - 1)
@@ -367,7 +341,7 @@ class StepTracker(Phases):
         self._totals(number, self.epoch, total, self._recorder.dropped)
         light, self.light = self.light, (number + 1) & self.sparse
         if (not light) != (not self.light) and self.device is not None:
-            # Of the phases of light steps nothing is known.
+            # The phases of light steps are unknown.
             self.device.charge(Phase.STARTING if light else self.phase)
         if self.noticing is not None and self.noticed():
             self.noticing()
@@ -375,11 +349,9 @@ class StepTracker(Phases):
             events.ring(number)
 
     def _end_line(self, number: int, whole: bool = True) -> None:
-        """What comes from the step of that number on is in another line of the journal.
+        """Begin another line of the journal with the step of that number.
 
-        Args:
-            number: Of the step that begins.
-            whole: Whether all that was measured since the last line was in these steps.
+        ``whole``: all that was measured since the last line belongs to steps.
         """
         step, now = self.step, self.began
         step.times = self.take(kept=not whole)
@@ -402,7 +374,7 @@ class StepTracker(Phases):
         self.line, self.sparse = self.detail.line, self.detail.sparse
 
     def finish(self) -> int:
-        """Write the last step; the number of steps closed."""
+        """Write the last step. Return the number of steps."""
         if self.begun and not self._optimizers():
             self.close()
         if self.step.passes:

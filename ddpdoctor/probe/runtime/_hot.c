@@ -1,10 +1,9 @@
-/* The part of the probe that runs in every step: phases, call sites, calls around torch's functions.
+/* The part of the probe that runs in every step: phases, call sites, wrappers of torch's functions.
  *
- * Each type here is a type of the same name in Python (phases.py, sites.py, wrapping.py), with the
- * same attributes, and is tested by the same tests. Where this file is not compiled the Python ones
- * are taken. Beside them stand the ways through a step of which only that is seen which must not be
- * missed ("light", see probe/observers/overhead.py): they do without any Python code what the hooks do
- * otherwise, and hand over to these wherever anything more is to be done.
+ * Each type here has a Python type of the same name (phases.py, sites.py, wrapping.py), with the same
+ * attributes, which passes the same tests and is used if this file is not compiled. In light steps
+ * (see probe/observers/overhead.py) the functions of hot_parts/light.h replace the Python hooks, and
+ * call them only if there is more to do.
  *
  * Nothing here raises into the job, blocks, or calls torch. The GIL is held throughout.
  */
@@ -69,13 +68,13 @@ static PyObject *set_clock(PyObject *module, PyObject *clock)
 
 static PyMethodDef methods[] = {
     {"bind", (PyCFunction)(void (*)(void))bind, METH_VARARGS | METH_KEYWORDS,
-     "What other modules of the probe hold."},
-    {"use_torch", use_torch, METH_VARARGS, "torch.is_grad_enabled, and what torch.compiler holds."},
-    {"set_clock", set_clock, METH_O, "For tests: read the time from a function; None: the clock."},
-    {"initializes", initializes, METH_O, "How many more states of optimizers are being made."},
-    {"step_begins", step_begins, METH_O, "An optimizer's step begins; whether all is done."},
-    {"step_ended", step_ended, METH_O, "An optimizer's step ended; whether all is done."},
-    {"deferring", deferring, METH_O, "A hook during which Ctrl-C waits for what calls it."},
+     "Give it the names of other modules of the probe."},
+    {"use_torch", use_torch, METH_VARARGS, "Give it torch.is_grad_enabled, and the names of torch.compiler."},
+    {"set_clock", set_clock, METH_O, "For tests: read the time from a function, or from the clock if None."},
+    {"initializes", initializes, METH_O, "Add to the number of optimizers whose state is being made."},
+    {"step_begins", step_begins, METH_O, "Begin an optimizer's step. Return whether all is done."},
+    {"step_ended", step_ended, METH_O, "End an optimizer's step. Return whether all is done."},
+    {"deferring", deferring, METH_O, "Wrap a hook so that Ctrl-C waits for its caller."},
     {NULL},
 };
 

@@ -1,16 +1,14 @@
 """Account for what diagnosis may cost: a share of the time that the rank has trained.
 
-Looks at parameters, gradients and buffers count, and what it takes to follow the steps: the hooks
-of each (`ddpdoctor.probe.observers.overhead`) with the thread that writes their records, and its
-gradients (`ddpdoctor.probe.observers.overhead`). Either is thinned out to take no more than a half,
-and both together to leave a fifth for diagnoses. What cannot be thinned out may take more where
-steps are very short; the fifth is left for diagnoses in any case. A quarter is left for what no
-clock sees.
+Diagnoses (hashes of parameters, gradients and buffers) count, and so does following the steps: the
+hooks of each with the thread that writes their records, and gradients
+(`ddpdoctor.probe.observers.overhead`). Each of these two is sampled to take a half at most, and
+both together leave a fifth for diagnoses, even if steps are so short that following takes more. A
+quarter is left for costs that no clock shows.
 
-It starts with a credit, so that the first steps are looked at closely; afterwards a diagnosis has
-to wait until enough has been earned. To follow the first steps, which are not thinned out, costs no
-diagnosis its turn: a job of seconds has no others. A suspicion may add to the credit, so often and
-so much as its diagnosis says.
+A credit pays for the dense samples of the first steps. Later a diagnosis waits until enough is
+earned. Following the first steps, which are not sampled, delays no diagnosis: a job of seconds has
+no others. A suspicion may add to the credit.
 """
 
 from __future__ import annotations
@@ -24,105 +22,81 @@ from ddpdoctor.run.names import BUDGET
 
 DEFAULT = 0.5
 AHEAD = 10_000_000_000
-"""Nanoseconds whose earnings may be spent in advance: with the default budget, 50 ms."""
+"""Nanoseconds of training whose earnings may be spent in advance: 50 ms with the default budget."""
 
-LEAST_AHEAD = 40_000_000
-"""Nanoseconds that may be spent in advance, however small the budget: the first steps of a short
-job are all that tells of it."""
-
-SETTLED_EVERY = 1_000_000_000
-"""Nanoseconds after which what diagnoses have earned is theirs."""
-
-LOADING = 200_000_000
-"""Nanoseconds that a GPU may take to load the kernels of a diagnosis, which it does once."""
-
-RESERVED = 5
-"""One part in so many is for diagnoses, whatever it takes to follow the steps."""
-
+MIN_AHEAD = 40_000_000  # nanoseconds that may be spent in advance, however small the budget
+SETTLED_EVERY = 1_000_000_000  # nanoseconds after which what diagnoses have earned is fixed
+LOADING = 200_000_000  # nanoseconds that a GPU may take once to load the kernels of a diagnosis
+RESERVED = 5  # one part in so many is for diagnoses
 UNSEEN = 4
-"""One part in so many is left for what no clock here sees, as what is pushed out of the caches: a
-step behind a fingerprint takes 0.1 ms more."""
+"""One part in so many is left for costs that no clock here shows, such as evicted caches: a step
+after a fingerprint takes 0.1 ms more."""
 
 _now = time.perf_counter_ns
 
 clock = time.thread_time_ns
-"""What diagnoses measure their cost with: on a crowded machine a thread waits for a core, and that
-would have to be earned again for minutes. On a GPU it is the time to ask for the work."""
+"""Measures diagnoses: CPU time, since on a crowded machine a thread waits for a core, which would
+take minutes to earn. On a GPU it is the time to launch the work."""
 
 
 class Budget:
-    """The account of one rank."""
+    """The account of one rank, in nanoseconds."""
 
     def __init__(self, percent: float) -> None:
         self._share = percent / 100
         self._start = _now()
-        self._credit = max(int(self._share * AHEAD), LEAST_AHEAD) if self._share else 0
-        self.spent = 0
-        """Nanoseconds that diagnoses took, by their clocks."""
+        self._credit = max(int(self._share * AHEAD), MIN_AHEAD) if self._share else 0
+        self.spent = 0  # by diagnoses
         self._behind = 0
-        self.followed = 0
-        """Nanoseconds that it took to follow the steps, as far as is known."""
-        self.writing = 0
-        """Nanoseconds that the writing thread has taken so far, which sets it."""
-        self.written = 0.0
-        """What it takes of the time, as far as is known."""
+        self.followed = 0  # by following the steps, as far as is known
+        self.writing = 0  # CPU time of the writing thread, which sets it
+        self.written = 0.0  # the part of all time that the writing thread takes
         self._written_before = 0
         self._settled_at = self._start
-        self._settled = 0
-        """What was earned until then: whatever following takes later, it stays."""
-        self._charged = 0
-        """Nanoseconds that following took since, but for what was granted."""
+        self._settled = 0  # earned until then, whatever following takes later
+        self._charged = 0  # by following since then, without what was granted
 
     @property
     def enabled(self) -> bool:
-        """Whether anything may be spent at all."""
+        """Return whether anything may be spent at all."""
         return self._share > 0
 
     @property
     def share(self) -> float:
-        """What may be spent, as a part of the time."""
+        """Return what may be spent, as a part of the time."""
         return self._share
 
     def left(self) -> int:
-        """Nanoseconds that may be spent now; negative after a diagnosis that was too dear."""
+        """Return what may be spent now. It is negative after a diagnosis that cost too much."""
         if not self._share:
             return -1
         return self._credit + self.earned() - self.spent - self._behind
 
     def spend(self, nanoseconds: int) -> None:
-        """Note what a diagnosis has cost."""
+        """Charge for a diagnosis."""
         self.spent += nanoseconds
 
     def spend_behind(self, nanoseconds: int) -> None:
-        """Note what a diagnosis has cost the step behind it, which no clock shows."""
+        """Charge for what a diagnosis costs the next step, which no clock shows."""
         self._behind += nanoseconds
 
     def spend_first(self, nanoseconds: int, usual: int) -> None:
-        """Note what the first diagnosis of its kind on a GPU has cost.
+        """Charge for the first diagnosis of its kind on a GPU, which loaded its kernels.
 
-        Its kernels were loaded: what that took is counted, but need not be earned again.
-
-        Args:
-            nanoseconds: What it took.
-            usual: What one takes otherwise.
+        What it took beyond the usual is counted, but need not be earned.
         """
         self.spend(nanoseconds)
         self.grant(min(max(nanoseconds - usual, 0), LOADING))
 
     @contextlib.contextmanager
     def spending(self) -> Iterator[None]:
-        """Note what runs within, but for what it notes itself; a diagnosis that raises is over."""
+        """Charge for what runs within, except for what it charges itself. Do not catch errors."""
         began, before = clock(), self.spent
         yield
         self.spent = max(self.spent, before + clock() - began)
 
     def follow(self, nanoseconds: int, granted: bool = False) -> None:
-        """Note what the hooks of some steps have cost.
-
-        Args:
-            nanoseconds: What they took.
-            granted: They cannot be thinned out: what is left for diagnoses stays as it is.
-        """
+        """Charge for following some steps, and if ``granted``, not at the cost of diagnoses."""
         self.followed += nanoseconds
         if not granted:
             self._charged += nanoseconds
@@ -136,7 +110,7 @@ class Budget:
             self._settled, self._settled_at, self._charged = self._earned(now), now, 0
 
     def earned(self) -> int:
-        """Nanoseconds that the time so far allows, without what may be spent in advance."""
+        """Return what the time so far allows diagnoses, without the credit."""
         return self._earned(_now())
 
     def _earned(self, now: int) -> int:
@@ -145,21 +119,21 @@ class Budget:
         return self._settled + max(allowed - unseen - self._charged, reserved)
 
     def grant(self, nanoseconds: int) -> None:
-        """Let that much more be spent than is earned."""
+        """Add to the credit."""
         self._credit += nanoseconds
 
     def taken(self) -> float:
-        """What all of it took, as a part of the time so far."""
+        """Return the part of the time so far that all of it took."""
         spent, over = self.account()
         return (spent + self.followed) / max(over, 1)
 
     def account(self) -> tuple[int, int]:
-        """Nanoseconds spent so far, and since when they were counted."""
+        """Return what was spent so far, and over how much time."""
         return self.spent + self._behind, _now() - self._start
 
 
 def from_environment() -> Budget:
-    """The budget that the supervisor named."""
+    """Return the budget that the supervisor set."""
     try:
         return Budget(float(os.environ[BUDGET]))
     except (KeyError, ValueError):

@@ -1,6 +1,6 @@
-"""Serve the rank's end of the control socket: the supervisor asks, a thread of this process acts.
+"""Serve the rank's end of the control socket, on which the supervisor makes requests.
 
-The thread sleeps in ``recv`` until something is asked. In a run without a debugger there is none.
+A thread of this process sleeps in ``recv`` until there is one. Runs without a debugger have none.
 """
 
 from __future__ import annotations
@@ -20,42 +20,41 @@ from ddpdoctor.run.journal import move_up
 from ddpdoctor.run.names import CONTROL, namespace, short_path
 
 _CLAIM = "DDPDOCTOR_RANK_PID"
-"""Set by the process that is the rank, so that its children know that they are not."""
+"""Environment variable with the process that is the rank, so that its children know better."""
 
 Message = dict[str, Any]
 Action = Callable[[Message], Message | None]
 
 actions: dict[str, Action] = {}
-"""What the supervisor may ask for, by name; what an action returns is the answer."""
+"""The supervisor's requests by name. What an action returns is the answer."""
 
 _socket: socket.socket | None = None
 _path = ""
 _sending = threading.Lock()
-ended = threading.Event()
-"""The supervisor is gone: nothing waits for it any more."""
+ended = threading.Event()  # the supervisor is gone
 
 
 def is_joined() -> bool:
-    """Whether this process has a debug port."""
+    """Return whether this process has a debug port."""
     return _socket is not None
 
 
 def is_worker() -> bool:
-    """Whether this process was started by torchrun as a rank, which is known without torch."""
+    """Return whether torchrun started this process as a rank, which is known without torch."""
     worker = {"TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK"} <= os.environ.keys()
     return worker and os.environ.get(_CLAIM, str(os.getpid())) == str(os.getpid())
 
 
 def claim() -> None:
-    """This process is the rank that its environment speaks of; its children are not."""
+    """Note that this process, and not its children, is the rank that the environment names."""
     os.environ[_CLAIM] = str(os.getpid())
 
 
 def join(hello: Message) -> None:
-    """Say hello to the supervisor, or more about this process once more is known.
+    """Introduce this process to the supervisor, or tell it more once more is known.
 
     Raises:
-        OSError: There is no supervisor to be reached: a container, or another machine.
+        OSError: The supervisor cannot be reached, as from a container or another machine.
     """
     if _socket is None:
         _, _, place = os.environ.get("DDPDOCTOR_SUPERVISOR", "").partition("@")
@@ -68,7 +67,7 @@ def join(hello: Message) -> None:
 
 
 def join_at(path: str, hello: Message) -> None:
-    """Say hello to whoever has its control socket at ``path``, and do what it asks for.
+    """Introduce this process at a control socket, and serve the requests that come from there.
 
     Raises:
         OSError: It cannot be reached, or is another user's.
@@ -89,10 +88,10 @@ def leave() -> None:
 
 
 def session(key: str) -> socket.socket:
-    """One more connection to the supervisor, for the debugger session that it knows by ``key``.
+    """Connect to the supervisor once more, for the debugger session that it knows by ``key``.
 
     Raises:
-        OSError: The supervisor cannot be reached any more.
+        OSError: The supervisor can no longer be reached.
     """
     connection = _connect(_path)
     try:
@@ -109,29 +108,21 @@ def _connect(path: str) -> socket.socket:
     try:
         with short_path(path) as short:
             connection.connect(short)
-        _check_supervisor(connection)
+        if hasattr(socket, "SO_PEERCRED"):
+            # Its listener may run code in this process: it has to be this user, or root.
+            size = struct.calcsize("3i")
+            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+            uid = struct.unpack("3i", credentials)[1]
+            if uid not in (0, os.geteuid()):
+                raise PermissionError(f"the control socket belongs to uid {uid}")
     except OSError:
         connection.close()
         raise
     return connection
 
 
-def _check_supervisor(connection: socket.socket) -> None:
-    """Whoever listens there may run code in this process: it has to be this user, or root.
-
-    Raises:
-        PermissionError: It is another user, in whose reach the run directory is.
-    """
-    if hasattr(socket, "SO_PEERCRED"):
-        size = struct.calcsize("3i")
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-        uid = struct.unpack("3i", credentials)[1]
-        if uid not in (0, os.geteuid()):
-            raise PermissionError(f"the control socket belongs to uid {uid}")
-
-
 def say(what: str, **values: object) -> None:
-    """Send the supervisor something; never blocks for long, never raises."""
+    """Send the supervisor a message. Never blocks for long and never raises."""
     _send({"say": what, **values})
 
 
@@ -161,10 +152,10 @@ def _act(line: bytes) -> None:
 
 
 def forget() -> None:
-    """In a forked child: the connection is its parent's."""
+    """Drop the parent's connection in a forked child."""
     global _socket, _sending
     if _socket is not None:
-        # Not `close`: the thread that is not in this process would keep it open.
+        # `close` would leave it open for the thread that is not in this process.
         os.close(_socket.detach())
     _socket = None
     _sending = threading.Lock()

@@ -1,12 +1,12 @@
-"""Run the debugger in a rank: started when somebody attaches, silent again after they left.
+"""Run the debugger in a rank: started when a client attaches, silent again after it left.
 
-debugpy is imported by the first client's request, on the control thread. It listens nowhere: each
+debugpy is imported at the first client's request, on the control thread. It does not listen: each
 session is a connection that the rank makes to the supervisor, which passes the client's bytes. A
 rank waits for a client at three places: before its first user line if asked to, at
 ``breakpoint()``, and after an uncaught exception if asked to.
 
-DataLoader workers have no debugger, so a breakpoint in code that only they run is not hit, although
-debugpy answers it as verified: the file and the line are right.
+DataLoader workers have no debugger, so a breakpoint in code that only they run is not hit. debugpy
+still reports it as verified, since file and line are right.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from types import CodeType, FrameType, FunctionType, MethodType, TracebackType
+from types import CodeType, FunctionType, MethodType, TracebackType
 from typing import Any
 
 from ddpdoctor.core.user_code import user_file
@@ -37,26 +38,23 @@ from ddpdoctor.probe.runtime import (
 from ddpdoctor.probe.runtime.control import Message
 from ddpdoctor.run.names import DEBUG
 
-# -- code that DataLoader workers run: no debugger is in them, so a breakpoint there is not hit
-
+# -- code that DataLoader workers run, where breakpoints are not hit
 
 _WORKER_ENTRIES = ("__getitem__", "__getitems__", "__iter__", "__next__", "__call__")
-"""The methods of a data set, and of a transform, that workers call by themselves."""
+"""The methods of a data set, and of a transform, that workers call."""
 
-_MOST_PARTS = 64
-_MOST_ITEMS = 64
-"""A longer list holds data, not data sets or transforms."""
+_MAX_PARTS = 64
+_MAX_ITEMS = 64  # a longer list holds data, not data sets or transforms
 
 _in_workers: set[CodeType] = set()
-_in_this_process: set[CodeType] = set()
-"""What this process runs itself, for a loader without workers."""
+_in_this_process: set[CodeType] = set()  # for a loader without workers
 
 worker_code_found: list[Callable[[], None]] = []
-"""Called when code has become known that workers run."""
+"""Called when more code is known that workers run."""
 
 
 def note_worker_code(iterator: Any) -> None:
-    """Take in whose code a loader's iterator runs; called once per pass over the data."""
+    """Note the code that a loader's iterator runs. Called once per pass over the data."""
     known = _in_workers if torch_private.workers_of(iterator) else _in_this_process
     found = set(_codes(iterator)) - known
     if found:
@@ -67,7 +65,7 @@ def note_worker_code(iterator: Any) -> None:
 
 
 def lines_in_workers(path: str, lines: Iterable[int]) -> list[int]:
-    """Those of ``lines`` of a file that only workers run."""
+    """Return those of ``lines`` of a file that only workers run."""
     file = os.path.realpath(path)
     spans = [
         _span(code)
@@ -88,19 +86,19 @@ def _codes(iterator: Any) -> Iterator[CodeType]:
 
 
 def _parts(roots: list[Any]) -> list[Any]:
-    """What workers call: ``roots``, and what hangs on these, such as wrapped data sets, transforms.
+    """Return what workers call: ``roots``, and their attributes, such as transforms.
 
-    Attributes are read as they lie there, so that no code of the user runs.
+    Attributes are read from ``__dict__``, so that no code of the user runs.
     """
     found: list[Any] = []
     waiting, seen = list(roots), set[int]()
-    while waiting and len(found) < _MOST_PARTS:
+    while waiting and len(found) < _MAX_PARTS:
         part = waiting.pop(0)
         if id(part) in seen:
             continue
         seen.add(id(part))
         if isinstance(part, (list, tuple, dict)):
-            if len(part) <= _MOST_ITEMS:
+            if len(part) <= _MAX_ITEMS:
                 waiting += part.values() if isinstance(part, dict) else part
         elif isinstance(part, partial):
             waiting.append(part.func)
@@ -114,7 +112,7 @@ def _parts(roots: list[Any]) -> list[Any]:
 
 
 def _methods(kind: type) -> Iterator[CodeType]:
-    """The methods of a class that workers enter at, and those that no other method calls."""
+    """Yield the methods of a class that workers call, and those that no other method calls."""
     members = {
         name: code
         for name, member in _members(kind).items()
@@ -128,7 +126,7 @@ def _methods(kind: type) -> Iterator[CodeType]:
 
 
 def _called(members: dict[str, CodeType], names: Iterable[str]) -> set[str]:
-    """These methods of a class, and the methods of it that these call."""
+    """Return these methods of a class, and the methods of it that they call."""
     found: set[str] = set()
     waiting = list(names)
     while waiting:
@@ -140,7 +138,7 @@ def _called(members: dict[str, CodeType], names: Iterable[str]) -> set[str]:
 
 
 def _names(code: CodeType) -> set[str]:
-    """The attributes and globals that a function names, functions within it included."""
+    """Return the attributes and globals that a function names, with functions within it."""
     found = set(code.co_names)
     for each in code.co_consts:
         if isinstance(each, CodeType):
@@ -153,63 +151,54 @@ def _members(kind: type) -> dict[str, Any]:
 
 
 def _function(member: Any) -> CodeType | None:
-    """The code of a function, a method or a property; None for anything else."""
+    """Return the code of a function, a method or a property, or None for anything else."""
     if isinstance(member, (MethodType, staticmethod, classmethod)):
         member = member.__func__
     elif isinstance(member, property):
         member = member.fget
     if not isinstance(member, FunctionType):
         return None
-    # Behind its decorators, such as torch.no_grad().
+    # Look behind decorators, such as torch.no_grad().
     inner = inspect.unwrap(member)
     return inner.__code__ if isinstance(inner, FunctionType) else member.__code__
 
 
 def _span(code: CodeType) -> tuple[int, int]:
-    """The first line of a function's body and its last one, functions within it included."""
+    """Return the first and the last line of a function's body, with functions within it."""
     last = max((line for _, _, line in code.co_lines() if line), default=code.co_firstlineno)
     inner = [_span(each)[1] for each in code.co_consts if isinstance(each, CodeType)]
-    # The line of `def` itself is run where the module is imported.
+    # The line of `def` itself runs where the module is imported.
     return code.co_firstlineno + 1, max([last, *inner])
 
 
-# -- the debugger in a rank: started when somebody attaches, silent again after they left
-
+# -- the debugger
 
 _MAIN_PROGRAM = frozenset({"cpython.run_file", "cpython.run_module", "cpython.run_command"})
-_MOST_SOURCE = 1 << 20
+_MAX_SOURCE = 1 << 20
 
 PATIENCE = datetime.timedelta(hours=1)
-"""The least timeout in a job whose code calls ``breakpoint()``: a person has to get there."""
+"""The least timeout in a job whose code calls ``breakpoint()``, so that a person can get there."""
 
-_CHECK = 1.0
-"""Seconds between two looks whether the supervisor is still there, while waiting for a client."""
+_CHECK = 1.0  # seconds between two checks, while waiting for a client, that the supervisor is there
 
-_attached = False
-"""A client is attached and has set its breakpoints."""
-
-_held = False
-"""An exception of this process was held once."""
-
-_wake = threading.Event()
-"""Whoever waits for a client may go on: one is attached, or none is needed."""
-
-_go = threading.Event()
-"""The gate is open."""
+_attached = False  # a client is attached and has set its breakpoints
+_held = False  # an exception of this process was held once
+_wake = threading.Event()  # a client is attached, or none is needed
+_go = threading.Event()  # the gate is open
 
 
 def options() -> frozenset[str]:
-    """What this run wants of the debugger; empty for none."""
+    """Return what this run wants of the debugger, or nothing."""
     return frozenset(filter(None, os.environ.get(DEBUG, "").split(",")))
 
 
 def install() -> None:
-    """Called once per process, before the user's first line."""
+    """Prepare this process, before the user's first line."""
     wanted = options()
     if not wanted:
         return
     control.actions.update(
-        # That this is answered at all says that Python runs here.
+        # The answer alone shows that Python runs here.
         answer=lambda _: None,
         debug=_debug,
         attached=_client_came,
@@ -217,7 +206,7 @@ def install() -> None:
         release=lambda _: _wake.set(),
         go=lambda _: _go.set(),
         lift=lambda _: torch_groups.lift_timeouts(),
-        restore=lambda _: torch_groups.restore_timeouts(),
+        restore=lambda _: torch_groups.lift_timeouts(False),
         workers=_workers,
     )
     worker_code_found.append(lambda: control.say("workers"))
@@ -229,12 +218,12 @@ def install() -> None:
         names = ("rank", "local_rank", "world_size", "local_world_size")
         _join({name: rank.environment_int(name.upper()) for name in names})
         if "gate" in wanted:
-            # Not here: while `site` is being imported, debugpy cannot be.
+            # Later: debugpy cannot be imported while `site` is.
             sys.addaudithook(_before_user_code)
 
 
 def joined(hello: Message) -> None:
-    """This process has become a rank: it gets a port if it has none, and waits at the gate."""
+    """Get a port for this process if it has none, and wait at the gate: it has become a rank."""
     wanted = options()
     if not wanted:
         return
@@ -245,24 +234,26 @@ def joined(hello: Message) -> None:
 
 
 def _join(hello: Message) -> None:
-    # In another container, say, it is a rank that cannot be debugged.
+    # In another container, say, it cannot be debugged.
     with contextlib.suppress(OSError):
         control.join(hello)
-    if control.is_joined() and "PYTHONBREAKPOINT" not in os.environ:
-        _wrap_breakpoint()
+    # A job may have its own hook.
+    default = sys.breakpointhook is sys.__breakpointhook__
+    if control.is_joined() and default and "PYTHONBREAKPOINT" not in os.environ:
+        sys.breakpointhook = breakpointhook
 
 
-# -- what the supervisor asks for
+# -- requests of the supervisor
 
 
 def _debug(message: Message) -> Message:
-    """Start debugpy, or wake it, and connect it to the supervisor; the answer may have an error."""
+    """Start debugpy, or wake it, and connect it to the supervisor. The answer may have an error."""
     error = debugpy_private.serve_safely(str(message["key"]))
     return {"compiled": torch_private.has_compiled()} if error is None else {"error": error}
 
 
 def _workers(message: Message) -> Message:
-    """Which of these lines of a file only DataLoader workers run."""
+    """Return which of these lines of a file only DataLoader workers run."""
     return {"lines": lines_in_workers(str(message["path"]), message["lines"])}
 
 
@@ -279,7 +270,7 @@ def _client_left(message: Message) -> None:
 
 
 def forget() -> None:
-    """In a forked child: it cannot be debugged, and must not stop where its parent would."""
+    """Leave a forked child alone. It cannot be debugged, and must not stop at breakpoints."""
     global _attached
     if control.is_joined():
         control.forget()
@@ -293,7 +284,7 @@ def forget() -> None:
 
 
 def _before_user_code(event: str, args: tuple[Any, ...]) -> None:
-    """Audit hook: Python raises one of these right before it runs the main program."""
+    """Wait right before Python runs the main program, which raises one of these audit events."""
     if event in _MAIN_PROGRAM and not _go.is_set():
         _gate()
 
@@ -304,7 +295,7 @@ def _gate() -> None:
     try:
         _wait(_go)
     except KeyboardInterrupt:
-        # Ended as Python ends of it, without a traceback of ours.
+        # End as Python would, without a traceback of ours.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -326,19 +317,12 @@ def _wait_for_client(why: str, path: str, line: int) -> None:
 
 # -- breakpoint()
 
-
 _pythons = sys.breakpointhook
 _one_at_a_time = threading.Lock()
 
 
-def _wrap_breakpoint() -> None:
-    # The job may have its own hook, which then is what it wants.
-    if sys.breakpointhook is sys.__breakpointhook__:
-        sys.breakpointhook = breakpointhook
-
-
 def breakpointhook(*args: Any, **kwargs: Any) -> None:
-    """``breakpoint()``: wait for a client if there is none, and stop at the caller's next line."""
+    """Wait for a client if there is none, and stop at the caller's next line."""
     frame = sys._getframe(1)
     try:
         with _one_at_a_time:
@@ -347,7 +331,7 @@ def breakpointhook(*args: Any, **kwargs: Any) -> None:
             if _attached:
                 _stop_at(frame)
     except KeyboardInterrupt as error:
-        # Ctrl-C at the line of the user; where we waited is no concern of theirs.
+        # Ctrl-C is raised at the line of the user, not where we waited.
         error.__traceback__ = None
         raise
 
@@ -359,7 +343,7 @@ _stop_at = shield.shielded(debugpy_private.stop_at)
 def _expect_breakpoint() -> None:
     """Lengthen the timeouts at once in a job whose code calls ``breakpoint()``.
 
-    When the first rank gets there it is too late: its peers may be waiting for it already, and a
+    When the first rank gets there it is too late: its peers may already be waiting for it, and a
     collective keeps the timeout it began with.
     """
     if sys.breakpointhook is not breakpointhook:
@@ -375,10 +359,10 @@ def _expect_breakpoint() -> None:
 
 
 def _first_breakpoint(path: str) -> int:
-    """The line of a file's first call of ``breakpoint()``; 0 without one."""
+    """Return the line of a file's first call of ``breakpoint()``, or 0."""
     try:
         with open(path, "rb") as file:
-            source = file.read(_MOST_SOURCE)
+            source = file.read(_MAX_SOURCE)
         if b"breakpoint(" not in source:
             return 0
         calls = [
@@ -402,7 +386,7 @@ def excepthook_runs(
     error: BaseException,
     trace: TracebackType | None,
 ) -> None:
-    """Call ``hook`` and hold the rank after it, where ``--debug-on-error`` asks for that.
+    """Call ``hook``, and hold the rank after it if ``--debug-on-error`` asks for that.
 
     Called while Python audits ``sys.excepthook``, which it is about to call.
 
@@ -417,15 +401,15 @@ def excepthook_runs(
 
 
 def _hold_unseen() -> None:
-    """At the interpreter's end: the exception that ended it, if the job's own hook kept it."""
-    # The interpreter keeps it here before it calls any hook.
+    """Hold the rank at its end for an exception that an excepthook of the job hid."""
+    # The interpreter stores it here before it calls any hook.
     last = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if isinstance(last, BaseException):
         hold(last)
 
 
 def hold(error: BaseException) -> None:
-    """With ``--debug-on-error``: hold this rank at the exception until it has been looked at."""
+    """Hold this rank at an exception until a client has examined it (``--debug-on-error``)."""
     global _held
     if not _holds(error):
         return
@@ -443,20 +427,12 @@ def _holds(error: BaseException) -> bool:
 
 @shield.shielded
 def _hold(error: BaseException) -> None:
-    frame, line = _guilty_frame(error)
-    if frame is None:
+    # Stop at the innermost frame of the user's code, or at the outermost one without any.
+    frames = list(traceback.walk_tb(error.__traceback__))
+    if not frames:
         return
+    mine = [each for each in frames if user_file(each[0].f_code.co_filename)]
+    frame, line = mine[-1] if mine else frames[0]
     _wait_for_client("error", frame.f_code.co_filename, line)
     if _attached:
         debugpy_private.stop_at_exception(error)
-
-
-def _guilty_frame(error: BaseException) -> tuple[FrameType | None, int]:
-    """The innermost frame of the user's code in the traceback, and its line."""
-    found: tuple[FrameType | None, int] = (None, 0)
-    trace = error.__traceback__
-    while trace is not None:
-        if found[0] is None or user_file(trace.tb_frame.f_code.co_filename):
-            found = trace.tb_frame, trace.tb_lineno
-        trace = trace.tb_next
-    return found

@@ -22,20 +22,18 @@ from ddpdoctor.probe.runtime import control
 _VALIDATION = "PYDEVD_DISABLE_FILE_VALIDATION"
 
 _NOWHERE = ("127.0.0.1", 1)
-"""The address that debugpy is made to believe in; nothing listens there for it."""
+"""The address that debugpy believes it listens at. Nothing listens there."""
 
 _PACKAGE = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
 
-_THREAD_STARTS = 30.0
-"""Seconds for a thread of pydevd to start, on a machine that is busy."""
+_THREAD_STARTS = 30.0  # seconds for a thread of pydevd to start on a busy machine
 
 _arrivals: _Arrivals | None = None
-_jobs_trace: Any = None
-"""What the job itself traces new threads with (coverage, say)."""
+_jobs_trace: Any = None  # the job's own trace function for new threads (coverage, say)
 
 
 class _Arrivals:
-    """What pydevd accepts connections from, in place of a listening socket.
+    """Replaces the listening socket from which pydevd accepts connections.
 
     A socket that listens could be reached by every user of the machine; here the sessions are
     handed in by :func:`serve`. It has the methods of a socket that pydevd calls.
@@ -45,18 +43,18 @@ class _Arrivals:
         self._waiting: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()
 
     def put(self, connection: socket.socket) -> None:
-        """Hand a session in."""
+        """Add a session."""
         self._waiting.put(connection)
 
     def getsockname(self) -> tuple[str, int]:
-        """No address that anybody could connect to."""
+        """Return an address that nothing can connect to."""
         return _NOWHERE
 
     def listen(self, backlog: int) -> None:
-        """Called before each ``accept``."""
+        """Do nothing. pydevd calls it before each ``accept``."""
 
     def accept(self) -> tuple[socket.socket, str]:
-        """The next session.
+        """Return the next session.
 
         Raises:
             OSError: pydevd ends.
@@ -72,7 +70,7 @@ class _Arrivals:
 
 
 def serve(connection: socket.socket) -> None:
-    """Have debugpy serve one session; starts it, or wakes it after :func:`silence`.
+    """Let debugpy serve one session. Start it, or wake it after :func:`silence`.
 
     Raises:
         ImportError: This interpreter has no debugpy.
@@ -98,7 +96,7 @@ def serve(connection: socket.socket) -> None:
 
 
 def serve_safely(key: str) -> str | None:
-    """Have debugpy serve the session that the supervisor knows by ``key``; what went wrong."""
+    """Let debugpy serve the session that the supervisor knows by ``key``. Return an error."""
     hook = sys.breakpointhook
     try:
         serve(control.session(key))
@@ -107,7 +105,7 @@ def serve_safely(key: str) -> str | None:
     except Exception as error:
         return repr(error)
     finally:
-        # pydevd puts its own there, which ignores a breakpoint() while no client is attached.
+        # pydevd's own hook ignores a breakpoint() while no client is attached.
         sys.breakpointhook = hook
     return None
 
@@ -118,7 +116,7 @@ def load() -> None:
     Raises:
         ImportError: This interpreter has none.
     """
-    # Without it, Python's frozen modules draw a warning on the job's stderr.
+    # Otherwise it warns of Python's frozen modules on the job's stderr.
     with _environment(_VALIDATION, "1"):
         import debugpy.server  # noqa: F401 (puts pydevd on sys.path)
 
@@ -129,10 +127,10 @@ def _start() -> _Arrivals:
     with _environment(_VALIDATION, "1"):
         import debugpy
 
-        # Else DataLoader workers are dragged in, whatever the client says (debugpy#1168).
+        # Otherwise DataLoader workers are debugged, whatever the client says (debugpy#1168).
         debugpy.configure(subProcess=False)
         with _accepting_from(arrivals):
-            # In this process: a separate adapter process would hold the rank's stdout open.
+            # A separate adapter process would hold the rank's stdout open.
             debugpy.listen(_NOWHERE, in_process_debug_adapter=True)
     with contextlib.suppress(Exception):
         _count_as_library()
@@ -143,9 +141,9 @@ def _start() -> _Arrivals:
 
 
 def _count_as_library() -> None:
-    """Show our frames in a stack as those of a library: a client opens the first one that is not.
+    """Show our frames in a stack as those of a library, which a client does not open.
 
-    What is in site-packages is taken for one anyway; an editable installation, say, is elsewhere.
+    Files in site-packages count as one anyway, but not those of an editable installation.
     """
     import pydevd
 
@@ -155,7 +153,7 @@ def _count_as_library() -> None:
 
 @contextlib.contextmanager
 def _accepting_from(arrivals: _Arrivals) -> Iterator[None]:
-    """Have pydevd's thread that waits for connections take ``arrivals`` for its listening socket.
+    """Let pydevd's thread that waits for connections use ``arrivals`` as its listening socket.
 
     Raises:
         RuntimeError: This debugpy makes its socket in another way.
@@ -182,9 +180,9 @@ def _accepting_from(arrivals: _Arrivals) -> Iterator[None]:
 
 
 def _let_go() -> None:
-    """Before the interpreter joins its threads: end the one of pydevd's that might not end.
+    """End a thread of pydevd that might not end, before the interpreter joins its threads.
 
-    ``CheckAliveThread`` is no daemon and waits for an answer to a client that has gone. Callbacks
+    ``CheckAliveThread`` is no daemon and waits for an answer to a client that has left. Callbacks
     of ``threading._register_atexit`` (3.9 to 3.14) run before that join, those of ``atexit`` after.
     """
     with contextlib.suppress(Exception):
@@ -209,7 +207,7 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 
 def silence() -> None:
-    """Stop tracing in all threads: debugpy leaves it on after a disconnect."""
+    """Stop tracing in all threads, which debugpy leaves on after a disconnect."""
     if _arrivals is None:
         return
     import pydevd
@@ -218,7 +216,7 @@ def silence() -> None:
 
     debugger = pydevd.get_global_debugger()
     if debugger is not None:
-        # A thread that was just about to stop for the client that has gone.
+        # A thread was just about to stop for the client that has left.
         pydevd_api.PyDevdAPI().request_disconnect(debugger, resume_threads=True)
     threading.settrace(_jobs_trace)
     # pydevd starts new threads traced.
@@ -231,7 +229,7 @@ def silence() -> None:
     settrace = _original_settrace()
 
     def uninstall(frame: FrameType, event: str, arg: Any) -> None:
-        """At its next call each thread takes its own trace function out."""
+        """Remove the trace function of each thread at its next call."""
         settrace(None)
         frame.f_trace = None
 
@@ -272,9 +270,9 @@ def stop_at(frame: FrameType) -> None:
 
 
 def stop_at_exception(error: BaseException) -> None:
-    """Stop at the frame that raised, locals readable, whatever exceptions the client asked for.
+    """Stop at the frame that raised, with readable locals, whatever the client asked for.
 
-    What ``debugpy.trigger_exception_handler`` does, which only 1.8.22 has.
+    ``debugpy.trigger_exception_handler`` does the same, but only 1.8.22 has it.
     """
     import pydevd
 
@@ -299,8 +297,8 @@ def stop_at_exception(error: BaseException) -> None:
 def _unmonitored() -> Iterator[None]:
     """Keep ``sys.monitoring`` out of this thread, which ``is_tracing`` does not keep out.
 
-    Else pydevd, about to stop at a frame, stops at the first line of the library that it calls to
-    do so. Only outside its callbacks, where Python itself sees to it.
+    Otherwise pydevd, about to stop at a frame, stops at the first line of the library that it calls
+    to do so. Within its callbacks Python itself prevents that.
     """
     if not _uses_monitoring():
         yield
@@ -308,7 +306,7 @@ def _unmonitored() -> Iterator[None]:
     import pydevd
 
     monitoring = pydevd.pydevd_sys_monitoring
-    # A thread that it does not know yet would be watched from its first event on.
+    # It would begin to monitor a new thread at its first event.
     monitoring.start_monitoring()
     monitoring.stop_monitoring()
     try:
@@ -318,7 +316,7 @@ def _unmonitored() -> Iterator[None]:
 
 
 def leave_child_alone() -> None:
-    """In a forked child: neither tracing nor connections, for what serves a stop is not in it."""
+    """Stop tracing and close connections in a forked child, which could not serve a stop."""
     if _arrivals is None:
         return
     import pydevd
@@ -343,6 +341,6 @@ def leave_child_alone() -> None:
     ):
         connection = getattr(owner, name, None)
         if isinstance(connection, socket.socket):
-            # Closed, not shut down: it is the parent's, too.
+            # Close it, but do not shut it down: it is the parent's, too.
             connection.close()
     pydevd_constants.set_global_debugger(None)

@@ -1,8 +1,8 @@
-"""Run what happens in every step as compiled code, where it was compiled for this Python.
+"""Run what happens in every step as compiled code, if it was compiled for this Python.
 
 ``_hot.c`` is compiled when ddpdoctor is installed, if there is a C compiler, and fits one version
-of Python alone: that of the job may be another one. Then, and with ``DDPDOCTOR_PURE_PYTHON`` set in
-the environment, the same is done in Python.
+of Python only. If the job's Python is another one, or with ``DDPDOCTOR_PURE_PYTHON`` set in the
+environment, the same is done in Python.
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ from ddpdoctor.probe.runtime import events, rank, shield, sites
 
 P = ParamSpec("P")
 
-core: Any = None
-"""The compiled module, None without."""
-
+core: Any = None  # the compiled module, if there is one
 CONTRACT = 4
-"""What this Python expects of it: of another version's, left in a checkout, nothing is taken."""
+"""The version of its interface. A module of another version, left in a checkout, is ignored."""
 
 if not os.environ.get("DDPDOCTOR_PURE_PYTHON"):
     with contextlib.suppress(ImportError):
@@ -42,28 +40,28 @@ def _for_python(optimizer: Any) -> bool:
 
 
 step_begins: Callable[[Any], bool] = _for_python if core is None else core.step_begins
-"""An optimizer's step begins; whether all is done, as in a light step. False: nothing was."""
+"""Begin an optimizer's step. Return True if that is done, as in a light step, else do nothing."""
 
 step_ended: Callable[[Any], bool] = _for_python if core is None else core.step_ended
-"""The same of one that has ended."""
+"""End an optimizer's step, likewise."""
 
 
 def deferring(hook: Callable[P, None]) -> Callable[P, None]:
-    """A hook that C++ calls in the middle of other work: Ctrl-C comes when that is done.
+    """Defer Ctrl-C in a hook that C++ calls until the work of C++ is done, as without the hook.
 
-    As it does without the hook, where no Python code runs. In Python that cannot be had.
+    Python cannot do that: without the compiled module return the hook.
     """
     return hook if core is None else core.deferring(hook)
 
 
 def initializes(more: int) -> None:
-    """So many more calls are under way that step an optimizer without training."""
+    """Add to the number of calls under way that step an optimizer without training."""
     if core is not None:
         core.initializes(more)
 
 
 def use_torch(torch: Any) -> None:
-    """Give the core what it asks of torch, once torch is there."""
+    """Give the core what it needs of torch."""
     if core is not None:
         core.use_torch(torch.is_grad_enabled, vars(torch.compiler))
 

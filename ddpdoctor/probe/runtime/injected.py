@@ -1,6 +1,6 @@
-"""Serve the debugger that gdb has brought into a process which was started without ddpdoctor.
+"""Serve the debugger in a process that was started without ddpdoctor, brought there by gdb.
 
-It has no probe. What the gateway asks of a rank is answered here as far as a debugger needs it.
+It has no probe. The gateway's requests are answered as far as a debugger needs it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _forks = False
 
 
 def join(directory: str) -> None:
-    """Connect to the gateway that has its sockets in ``directory``; it may start debugpy then.
+    """Connect to the gateway that has its sockets in ``directory``, which may start debugpy then.
 
     Called on the thread that gdb has stopped, with debugpy on the path.
 
@@ -29,8 +29,8 @@ def join(directory: str) -> None:
         debug=_debug,
         detached=lambda _: debugpy_private.silence(),
         lift=lambda _: torch_groups.lift_timeouts(),
-        restore=lambda _: torch_groups.restore_timeouts(),
-        # Nothing in this process waits for these.
+        restore=lambda _: torch_groups.lift_timeouts(False),
+        # Nothing in this process waits for them.
         **dict.fromkeys(("answer", "attached", "release", "go", "workers"), lambda _: None),
     )
     control.leave()

@@ -1,13 +1,12 @@
 """Follow the phase that the training thread is in, and the time of each on host, cores and GPU.
 
-This is what runs most often in a rank, several times a step. `Phases` and `Calls` exist twice:
-here, and as the types of the same names in ``_hot.c``, which are taken where it could be compiled
-(`runtime.hot`). Both keep the same attributes and are tested by the same tests.
+This runs most often in a rank, several times a step. `Phases` and `Calls` exist twice: here, and as
+types of the same names in ``_hot.c``, which are used if it was compiled (`runtime.hot`). Both have
+the same attributes and pass the same tests.
 
-Times on a GPU are by events that are read later. On a machine that runs more than it has cores for,
-a rank may be slow without any fault in the job: the kernel counts by thread how long it was ready
-and had to wait (``schedstat``, Linux). It is read once a step, in 2 us, from a file that is kept
-open.
+Times on a GPU come from events that are read later. On a machine with too few cores a rank may be
+slow without any fault in the job. Linux counts how long a thread was ready and waited for a core
+(``schedstat``). We read that once a step, in 2 us, from a file that stays open.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
 
@@ -33,25 +33,22 @@ from ddpdoctor.run.status import NO_EPOCH, Phase, StatusPage
 
 
 def waited_for_core(descriptor: int) -> int:
-    """Nanoseconds that a thread, or a process's first one, was ready to run and had to wait.
-
-    Args:
-        descriptor: Its ``schedstat``.
+    """Return from a thread's ``schedstat`` for how many nanoseconds it was ready and had to wait.
 
     Raises:
         OSError: It is gone.
-        ValueError: This is no such file.
-        IndexError: Likewise.
+        ValueError: It is another file.
+        IndexError: It is another file.
     """
     return int(os.pread(descriptor, 64, 0).split()[1])
 
 
 class CoreClock:
-    """The CPU time and the core waits of the thread that makes it, from one cut to the next."""
+    """The CPU time and the core waits of the thread that makes it, between two calls of `cut`."""
 
     def __init__(self) -> None:
         self._descriptor = -1
-        # No Linux, or a kernel that does not count, or a sandbox: nothing is known then.
+        # Without Linux, or in some sandboxes, there is no such file.
         with contextlib.suppress(OSError):
             self._descriptor = move_up(
                 os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
@@ -60,64 +57,56 @@ class CoreClock:
         self.cut()
 
     def cut(self) -> tuple[int, int] | None:
-        """Nanoseconds run and waited since the last cut; None if they cannot be known."""
+        """Return the nanoseconds run and waited since the last cut, or None if unknown."""
         if self._descriptor < 0:
             return None
         try:
             waited = waited_for_core(self._descriptor)
         except (OSError, ValueError, IndexError):
-            # The job has closed what is not its own. The number may be one of its files now.
+            # The job has closed our file. The number may belong to one of its files now.
             self._descriptor = -1
             return None
         ran = time.thread_time_ns()
         counted = ran - self._ran, waited - self._waited
         self._ran, self._waited = ran, waited
-        # Of another thread, which closes a last step, they say nothing.
+        # Another thread, which closes a last step, has other counts.
         return counted if min(counted) >= 0 else None
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file, if it is still ours."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             with contextlib.suppress(OSError, ValueError, IndexError):
-                # Only if it is still ours.
+                # It raises if the number belongs to another file.
                 waited_for_core(descriptor)
                 os.close(descriptor)
 
 
-# -- how long each phase took on a GPU, by events that are read later
-
+# -- the phases on a GPU, by events that are read later
 
 Times = list[int]
-"""Nanoseconds by `Phase`; the first, of no step, is what passed in steps not seen in full."""
+"""Nanoseconds by `Phase`. The first is not part of a step: it counts the time in light steps."""
 
 Measured = Callable[[], "Times | None"]
-"""The phases of a closed step; None while the device is still busy with it."""
+"""The phases of a closed step, or None while the device is still busy with it."""
 
 Mark = tuple[int, Any, int]
 """The phase that a marker ends, its event, and when the host put it there (Unix nanoseconds)."""
 
-MOST_MARKS = 256
-"""Phase boundaries of one step that are marked; what comes after them is one stretch."""
-
-MOST_PENDING = 64
-"""Steps that wait for the device at most; those before them are given up."""
-
-SETTLE_TIME = 50_000_000
-"""Nanoseconds that a device has at the end of a rank to come to what it was asked for."""
+MAX_MARKS = 256  # phase boundaries of a step that are marked, after which the rest is one stretch
+MAX_PENDING = 64  # steps that wait for the device, after which the oldest is given up
+SETTLE_TIME = 50_000_000  # nanoseconds that a device has at the end of a rank to finish its work
 
 _now = time.perf_counter_ns
 
 
+@dataclass(eq=False)
 class _Pending:
     """A closed step whose events the device has not passed yet."""
 
-    __slots__ = ("first", "marks", "times")
-
-    def __init__(self, first: Any, marks: list[Mark]) -> None:
-        self.first = first
-        self.marks = marks
-        self.times: Times | None = None
+    first: Any
+    marks: list[Mark]
+    times: Times | None = None
 
     def measured(self) -> Times | None:
         return self.times
@@ -126,10 +115,10 @@ class _Pending:
 class CudaClock:
     """The phases of a rank on a GPU: an event per phase boundary, read once it has passed.
 
-    ``torch.cuda.Event.record`` enqueues a marker and returns; ``query`` asks without waiting.
-    Neither synchronizes. All of it happens in the training thread, and nothing while a CUDA graph
-    is being captured: a marker would become part of the graph, and a query would break the capture.
-    Steps that are not seen in full have no markers but the one at their end (`Phases.light`).
+    ``torch.cuda.Event.record`` enqueues a marker and returns. ``query`` does not wait. Neither
+    synchronizes. All of it happens in the training thread, and nothing while a CUDA graph is being
+    captured: a marker would become part of the graph, and a query would break the capture. Light
+    steps have no markers except the one at their end (`Phases.light`).
 
     Args:
         cuda: ``torch.cuda``.
@@ -144,10 +133,8 @@ class CudaClock:
         self._pending: deque[_Pending] = deque()
         self._last = self._record()
         self._marks: list[Mark] = []
-        self._passed: list[Mark] = []
-        """The last one of the steps that were read."""
-        self.captures = False
-        """Whether a graph was being captured at the last boundary."""
+        self._passed: list[Mark] = []  # the last one of the steps that were read
+        self.captures = False  # a graph was being captured at the last boundary
 
     def _record(self) -> Any:
         event = self._free.pop() if self._free else self._cuda.Event(enable_timing=True)
@@ -155,13 +142,13 @@ class CudaClock:
         return event
 
     def charge(self, phase: int) -> None:
-        """Put a marker into the device's stream: what came before it belongs to ``phase``."""
+        """Put a marker into the device's stream. What came before it belongs to ``phase``."""
         self.captures = self._cuda.is_current_stream_capturing()
-        if len(self._marks) < MOST_MARKS and not self.captures:
+        if len(self._marks) < MAX_MARKS and not self.captures:
             self._marks.append((phase, self._record(), time.time_ns()))
 
     def cut(self) -> Measured:
-        """End a step: its times, once the device has passed its last marker."""
+        """End a step. Return what reads its times, once the device has passed its last marker."""
         pending = _Pending(self._last, self._marks)
         if self._marks:
             self._last = self._marks[-1][1]
@@ -172,17 +159,17 @@ class CudaClock:
         if not self._cuda.is_current_stream_capturing():
             while self._pending and self._read(self._pending[0]):
                 self._pending.popleft()
-        if len(self._pending) > MOST_PENDING:
+        if len(self._pending) > MAX_PENDING:
             self._pending.popleft().times = [0] * len(Phase)
         return pending.measured
 
     def standing(self) -> list[tuple[str, int, bool]]:
-        """How far the device has come: the last marker that it passed, and the three behind it.
+        """Return the last marker that the device has passed, and the three after it.
 
-        Asked by the writing thread, of a rank that makes no progress.
+        The writing thread calls it in a rank that makes no progress.
 
         Returns:
-            Of each the phase that it ends, when it was put there (Unix nanoseconds), and whether
+            For each the phase that it ends, when it was put there (Unix nanoseconds), and whether
             the device has passed it.
         """
         steps = [self._passed, *(step.marks for step in list(self._pending)), self._marks]
@@ -194,10 +181,10 @@ class CudaClock:
         ]
 
     def settle(self) -> None:
-        """Before a rank ends: give the device a moment to come to what it was asked for.
+        """Give the device a moment to finish before the rank ends.
 
-        Without it what was computed last is not known: losses, NaN, hashes. Nothing waits for a
-        device that has more to do than that.
+        Otherwise its last results are unknown: losses, NaN, hashes. A device that has more to do
+        is not waited for.
         """
         if self._cuda.is_current_stream_capturing():
             return
@@ -221,33 +208,22 @@ class CudaClock:
         return True
 
 
-# -- what a rank has called so far: counts that the compiled core keeps, where there is one
+# -- counts of collectives
 
 
 class Calls:
-    """The counts of one rank (`ddpdoctor.probe.observers.collective_calls.Ledger`).
-
-    Args:
-        memory: The rank's ring, which compiled code writes into by itself.
-    """
+    """The counts of one rank (`ddpdoctor.probe.observers.collective_calls.Ledger`) and its ring."""
 
     def __init__(self, memory: Any) -> None:
-        self.count = 0
-        """Calls so far."""
-        self.wide = 0
-        """Calls that may have moved gradients or parameters, unknown ones among them."""
-        self.carried = 0
-        """Elements that collectives were called with since the step `carried_in` began, none of
-        them point to point."""
+        self.count = 0  # calls so far
+        self.wide = 0  # calls that may have moved gradients or parameters, or that are unknown
+        self.carried = 0  # elements of collectives since the step `carried_in`, not point to point
         self.carried_in = 0
-        self.enough = 0
-        """So many of them are waited for; 0: none are."""
-        self.elsewhere = False
-        """Whether other threads than the training one call collectives, too."""
+        self.enough = 0  # call `carried_enough` after so many of them, or never if 0
+        self.elsewhere = False  # other threads than the training thread call collectives, too
 
 
 # -- phases
-
 
 _thread = threading.get_ident
 
@@ -256,22 +232,18 @@ _OPTIMIZER = int(Phase.OPTIMIZER)
 _WAIT = int(Phase.WAIT)
 _PHASES = len(Phase)
 
-BACKWARDS = 64
-"""Backward passes that are remembered."""
+BACKWARDS = 64  # backward passes that are remembered
 
 Backward = tuple[int, int, Site]
-"""A backward pass of the training thread: its begin and its end in Unix nanoseconds, 0 while it is
-under way, and the line that called it."""
+"""Begin and end of a backward pass of the training thread in Unix nanoseconds, the end 0 while it
+runs, and the line that called it."""
 
 
 class Phases:
     """The training thread of one rank, and what it is doing.
 
-    Hooks call :meth:`enter` and :meth:`leave` in pairs; nested phases are charged exclusively, so
-    the parts of a step always add up to its total.
-
-    Args:
-        page: The rank's status page.
+    Hooks call :meth:`enter` and :meth:`leave` in pairs. A nested phase is not charged to
+    the outer one, so that the parts of a step add up to its total.
     """
 
     def __init__(self, page: StatusPage) -> None:
@@ -288,73 +260,48 @@ class Phases:
         self._reduces = False
         self._watched: Any = None
         self.device: CudaClock | None = None
-        """Measures by the events of a GPU, if the rank computes on one."""
-        self.began = self._mark
-        """When the step under way began, on the clock of the steps."""
-        self.passes: list[int] = []
-        """For each step since the last line, how many backwards there were until then."""
-        self.closer = 0
-        """The ``id`` of the optimizer that alone ends steps; 0 if several may, or none is known."""
-        self.optimizer_steps = 0
-        """Steps of any optimizer, skipped ones included."""
-        self.iterators: set[int] = set()
-        """Loaders that were asked for a batch in the step under way."""
-        self.trained: set[int] = set()
-        """The same of the last step that asked one."""
-        self.aside = False
-        """Whether the last batch came from another loader than those."""
+        self.began = self._mark  # of the step under way, on the clock of the steps
+        self.passes: list[int] = []  # backwards until the end of each step since the last line
+        self.closer = 0  # `id` of the only optimizer that ends steps, 0 if there may be others
+        self.optimizer_steps = 0  # of any optimizer, skipped ones included
+        self.iterators: set[int] = set()  # loaders that were asked for a batch in this step
+        self.trained: set[int] = set()  # the same of the last step that asked one
+        self.aside = False  # the last batch came from another loader than those
         self.phase = int(Phase.STARTING)
-        self.steps = 0
-        """Steps closed so far."""
-        self.last_total = 0
-        """Nanoseconds of the last of them, as the host saw it."""
+        self.steps = 0  # closed so far
+        self.last_total = 0  # nanoseconds of the last of them, on the host
         self.epoch = NO_EPOCH
-        self.armed = 0
-        """Forwards so far whose backward is all-reduced."""
-        self.forwards = 0
-        """Forwards of DDP modules in grad mode so far."""
-        self.backward_count = 0
-        """Backward passes begun so far."""
-        self.reduced = 0
-        """Those of them that are all-reduced."""
-        self.begun = 0
-        """Forwards of the step under way."""
-        self.step_armed = 0
-        """Those since the last line of the journal whose backward is all-reduced."""
-        self.step_backwards = 0
-        """Backwards since then."""
-        self.light = 0
-        """Not 0 if of the step under way only that is seen which must not be missed."""
-        self.line = 0
-        """A line of the journal ends before a step whose number has none of these bits."""
-        self.sparse = 0
-        """A step is seen in full if the number of the next one has none of these bits."""
-        self.clocked = False
-        """Whether hooks add what they take to `spent` in the step under way."""
-        self.spent = 0
-        """Nanoseconds of the step that is clocked, so far."""
-        self.calls: Any = None
-        """Where collectives are written down, for compiled code."""
-        self.collectives = self.reductions = self.gathers = 0
-        """Collectives called so far, and those of them that reduce and that gather."""
-        self.collective = ""
-        """Name of the collective under way."""
+        self.armed = 0  # forwards so far whose backward is all-reduced
+        self.forwards = 0  # forwards of DDP modules in grad mode so far
+        self.backward_count = 0  # begun so far
+        self.reduced = 0  # backwards begun so far that are all-reduced
+        self.begun = 0  # forwards of this step
+        self.step_armed = 0  # armed forwards since the last line of the journal
+        self.step_backwards = 0  # backwards since then
+        self.light = 0  # not 0 in a light step (see `ddpdoctor.probe.observers.overhead`)
+        self.line = 0  # a journal line ends before a step whose number has none of these bits
+        self.sparse = 0  # a step is full if the number of the next one has none of these bits
+        self.clocked = False  # hooks add what they take to `spent` in this step
+        self.spent = 0  # nanoseconds
+        self.calls: Any = None  # the ledger of collectives, for compiled code
+        self.collectives = self.reductions = self.gathers = 0  # all calls, and those of two kinds
+        self.collective = ""  # the one that the rank waits in
         self.failed: tuple[int, int, str] | None = None
-        """``id`` of the exception that last flew through a hook, with phase and collective.
+        """``id`` of the exception that last passed through a hook, with phase and collective.
 
-        Not the exception: it would keep the frames alive, and with them the step's tensors.
+        The exception itself would keep its frames alive, and with them the step's tensors.
         """
         self.optimizer_code: CodeType | None = None
-        """What torch runs around the step of an optimizer, once one was seen."""
+        """The code of torch's wrapper around an optimizer's step, once there was one."""
 
     # -- phases
 
     def is_here(self) -> bool:
-        """Whether the calling thread is the training one."""
+        """Return whether the calling thread is the training thread."""
         return _thread() == self._thread
 
     def here(self) -> bool:
-        """Make the calling thread the training thread; whether it was another one."""
+        """Make the calling thread the training thread. Return whether another one was it before."""
         if _thread() == self._thread:
             return False
         self._thread = _thread()
@@ -363,10 +310,10 @@ class Phases:
         return True
 
     def enter(self, phase: int, site: Site) -> bool:
-        """Begin a phase; False (and nothing done) on any thread but the training one."""
+        """Begin a phase. On any other thread than the training thread return False."""
         if _thread() != self._thread:
             return False
-        # A rank that does anything we know is no longer starting (which is phase 0).
+        # Now the rank is no longer starting, which is phase 0.
         current = self.phase or _OTHER
         if current == _OPTIMIZER and phase != _WAIT and not self._optimizer_runs():
             self.reset()
@@ -390,7 +337,7 @@ class Phases:
         return True
 
     def leave(self, error: BaseException | None = None) -> None:
-        """End the phase begun last, remembering the exception that ended it, if one did."""
+        """End the phase begun last. Remember the exception that ended it, if one did."""
         phase, stack = self.phase, self._stack
         now = self.charge()
         if self.device is not None and not self.light:
@@ -401,26 +348,26 @@ class Phases:
         self._show(back, now + self._unix, self.armed)
 
     def charge(self) -> int:
-        """Charge the host's time until now to the phase; now, on the clock of the steps."""
+        """Charge the host's time until now to the phase. Return the time on the steps' clock."""
         now = _now()
         self._times[self.phase] += now - self._mark
         self._mark = now
         return now
 
     def reset(self) -> None:
-        """After a fault of ours: no phase is under way that we know of."""
+        """Forget all phases after a fault of ours."""
         self._stack.clear()
         self.phase = _OTHER
 
     def page_phase(self, phase: int) -> None:
-        """Show a phase that is no part of a step (starting, ended)."""
+        """Show a phase that is not part of a step (starting, ended)."""
         self.phase = int(phase)
         self._show(self.phase, _now() + self._unix, self.armed)
 
     def _optimizer_runs(self) -> bool:
-        """Whether the optimizer's step has not raised, for which torch calls no hook.
+        """Return whether the optimizer's step is still running.
 
-        Within a closure (LBFGS) its frame still runs.
+        If it raises, torch calls no hook. A closure (LBFGS) runs within it.
         """
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
@@ -430,13 +377,13 @@ class Phases:
         return False
 
     def site_met(self, phase: int, site: Site) -> None:
-        """The first time that a phase is entered at a line."""
+        """Note that a phase is entered at a line for the first time."""
         site.recorded |= 1 << phase
 
     # -- passes
 
     def forward_begins(self, armed: bool) -> None:
-        """A forward in grad mode; ``armed`` if its backward will be all-reduced."""
+        """Begin a forward in grad mode. ``armed``: its backward will be all-reduced."""
         self.begun += 1
         self.forwards += 1
         if armed:
@@ -445,7 +392,7 @@ class Phases:
             self._reduces = True
 
     def backward_begins(self, site: Site) -> None:
-        """A backward, whose phase has begun at that line."""
+        """Note a backward whose phase has begun at that line."""
         self._backwards.append((self._mark + self._unix, 0, site))
         self.step_backwards += 1
         self.backward_count += 1
@@ -455,61 +402,61 @@ class Phases:
             self.page.reduced(self.reduced)
 
     def backward_ended(self) -> None:
-        """That backward's phase has ended."""
+        """Note the end of that backward, whose phase has ended."""
         if self._backwards:
             began, _, site = self._backwards[-1]
             self._backwards[-1] = began, self._mark + self._unix, site
 
     @property
     def backwards(self) -> list[Backward]:
-        """The newest backwards, the last of them at the end."""
+        """Return the newest backwards, oldest first."""
         return list(self._backwards)
 
     # -- times
 
     @property
     def now(self) -> int:
-        """The last change of phase, on the clock of the steps."""
+        """Return the time of the last change of phase, on the clock of the steps."""
         return self._mark
 
     @property
     def last_change(self) -> int:
-        """The same in Unix nanoseconds."""
+        """Return the same in Unix nanoseconds."""
         return self._mark + self._unix
 
     @property
     def thread(self) -> int:
-        """The training thread, as Python numbers it."""
+        """Return the identifier of the training thread, as `threading.get_ident` gives it."""
         return self._thread
 
     @property
     def unix(self) -> int:
-        """What turns the clock of the steps into Unix nanoseconds."""
+        """Return what to add to the clock of the steps to get Unix nanoseconds."""
         return self._unix
 
     def keep(self) -> None:
-        """The steps so far are whole."""
+        """Keep the times of the steps so far, all of which have ended."""
         self._kept = self._times.copy()
 
     def take(self, kept: bool = False) -> Times:
-        """The nanoseconds of each phase since the last call; ``kept``: as they were then."""
+        """Return and clear the nanoseconds of each phase, or with ``kept`` those at `keep`."""
         times = self._kept if kept else self._times
         self._times, self._kept = [0] * _PHASES, [0] * _PHASES
         return times
 
     def start(self) -> int:
-        """Begin to measure now; now, on the clock of the steps."""
+        """Begin to measure now. Return the time on the clock of the steps."""
         self._mark = _now()
         self._times = [0] * _PHASES
         return self._mark
 
     def watch(self, memory: Any, at: int) -> None:
-        """Look at every step whether the eight bytes at that place are still the same."""
+        """Watch eight bytes of memory for a change."""
         view = memoryview(memory)[at : at + 8].cast("q")
         self._watched = view, view[0]
 
     def noticed(self) -> bool:
-        """Whether they have changed since the last call."""
+        """Return whether they have changed since the last call."""
         if self._watched is None:
             return False
         view, before = self._watched

@@ -1,4 +1,4 @@
-"""Hold what this process is as a rank, if it is one (`ddpdoctor.probe.joining`), and end it."""
+"""The state of this process as a rank, if it is one (`ddpdoctor.probe.process`), and its end."""
 
 from __future__ import annotations
 
@@ -20,29 +20,26 @@ if TYPE_CHECKING:
 
 
 class RankState:
-    """What this process writes to, once it is a rank."""
+    """The files, tracker and budget of this process, once it is a rank."""
 
     def __init__(self, recorder: Recorder, tracker: StepTracker, restart: int = 0) -> None:
         self.recorder = recorder
         self.tracker = tracker
-        self.restart = restart
-        """The attempt that this rank's files belong to."""
+        self.restart = restart  # the attempt that this rank's files belong to
         self.budget = budget.from_environment()
-        self.ledger: Ledger | None = None
-        """Where collectives are written down; None if the disk refused the file."""
-        self.has_error = False
-        """The record of what ends the process was written."""
+        self.ledger: Ledger | None = None  # of collectives; None if its file could not be made
+        self.has_error = False  # what ends the process was recorded
         self.closed = False
         self._written: dict[type[Record], int] = {}
         self._known: set[object] = set()
 
     def add(self, record: Record, most: int, once: object = None) -> bool:
-        """Queue a record, unless there were too many of its kind; whether it was queued.
+        """Queue a record, unless there were too many of its kind. Return whether it was queued.
 
         Args:
             record: The record.
             most: How many of its kind are written, the first ones.
-            once: What it is about, of which it is written once.
+            once: Its subject, for which only one record is written.
         """
         count = self._written.get(type(record), 0)
         if count >= most or (once is not None and once in self._known):
@@ -53,32 +50,26 @@ class RankState:
         return True
 
 
-_early: list[tuple[Record, int, object]] = []
-"""Records from before this process was a rank."""
+_early: list[tuple[Record, int, object]] = []  # records from before this process was a rank
 
 _state: RankState | None = None
 active: StepTracker | None = None
-"""The step tracker of this process if it is a rank, else None; hooks read it at every call."""
+"""The step tracker of this process if it is a rank, which hooks read at every call."""
 
 is_tracing: Callable[[], bool] = bool
-"""``torch.compiler.is_dynamo_compiling``, once this process is a rank; Dynamo knows its answer."""
+"""``torch.compiler.is_dynamo_compiling`` once this process is a rank. Dynamo knows its result."""
 
 _warned = False
-_MOST_EARLY = 256
+_MAX_EARLY = 256
 
 
 def current() -> RankState | None:
-    """The state of this process if it is a rank, else None."""
+    """Return the state of this process if it is a rank."""
     return _state
 
 
 def enter(state: RankState, tracing: Callable[[], bool]) -> None:
-    """From now on this process is a rank.
-
-    Args:
-        state: What it writes to.
-        tracing: ``torch.compiler.is_dynamo_compiling``.
-    """
+    """Make this process a rank. ``tracing`` is ``torch.compiler.is_dynamo_compiling``."""
     global _state, active, is_tracing
     _state, active, is_tracing = state, state.tracker, tracing
     shield.report_to(_report)
@@ -90,17 +81,17 @@ def add(record: Record, most: int, once: object = None) -> None:
     """Queue a record as `RankState.add` does, or keep it until the process is a rank."""
     if _state is not None:
         _state.add(record, most, once)
-    elif len(_early) < _MOST_EARLY:
+    elif len(_early) < _MAX_EARLY:
         _early.append((record, most, once))
 
 
 def run_directory() -> str:
-    """The run directory the supervisor named in the environment."""
+    """Return the run directory that the supervisor has set in the environment."""
     return os.environ["DDPDOCTOR_RUN_DIR"]
 
 
 def warn(message: str) -> None:
-    """One line on stderr, once per process and from one rank of each node."""
+    """Print one line on stderr, once per process and on one rank of each node."""
     global _warned
     if not _warned and (environment_int("LOCAL_RANK") or 0) == 0:
         _warned = True
@@ -108,7 +99,7 @@ def warn(message: str) -> None:
 
 
 def environment_int(name: str) -> int | None:
-    """An integer from the environment, None if absent or no integer."""
+    """Return an integer from the environment, or None."""
     try:
         return int(os.environ[name])
     except (KeyError, ValueError):
@@ -122,7 +113,7 @@ def _report(hook: str, error: str) -> None:
 
 
 def write_now(record: Record) -> None:
-    """Write a record now rather than soon: the process may end the next moment."""
+    """Write a record now, since the process may end the next moment."""
     if _state is not None:
         _state.recorder.add_now(record)
         _state.recorder.flush(0.2, last=True)
@@ -135,8 +126,7 @@ def end() -> None:
     if state is None or state.closed:
         return
     _settle(state)
-    for subscriber in events.rank_ends:
-        subscriber()
+    events.emit(events.Observer.rank_ends)
     _settle(state)
     state.closed = True
     steps = state.tracker.finish()
@@ -157,17 +147,17 @@ def end() -> None:
 
 
 def _settle(state: RankState) -> None:
-    # A device that an error has broken says so at every call.
+    # A device that an error has broken raises at every call.
     with contextlib.suppress(RuntimeError):
         if state.tracker.device is not None:
             state.tracker.device.settle()
 
 
 def forget() -> None:
-    """In a forked child: the parent's files are the parent's, this process is no rank."""
+    """Leave the parent's files to the parent in a forked child, which is not a rank."""
     global _state, _warned, active
     if _state is not None:
-        # Not garbage-collected: closing the map or the file here is not this process's business.
+        # Keep it from being collected, which would close the files.
         _inherited.append(_state)
         _state.closed = True
     _state = active = None

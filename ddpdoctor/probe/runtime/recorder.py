@@ -1,12 +1,12 @@
 """Write what the hooks saw: the status page at once, the journal from another thread.
 
-A hook appends to a bounded queue and returns; a full queue drops and counts. The thread drains it a
-few times a second, so a slow or full disk costs the job nothing but the record. It also puts vital
-signs on the status page: the last step, the memory.
+A hook appends to a bounded queue and returns. A full queue drops records and counts them. The
+thread drains it a few times a second, so a slow or full disk costs the job only records. It also
+puts vital signs on the status page: the last step, the memory.
 
-torch's allocator is asked on the training thread, between two steps: it is guarded by a lock that a
-thread may hold while it waits for the GPU, and a second thread that waits for that lock would keep
-Python's from all others, in the very hang that somebody wants to look into.
+torch's allocator is asked on the training thread, between two steps. A lock guards it, which a
+thread may hold while it waits for the GPU. Another thread that waits for that lock would hold the
+GIL, in the very hang that is being examined.
 """
 
 from __future__ import annotations
@@ -27,22 +27,15 @@ from ddpdoctor.run.records.base import Record, encode
 from ddpdoctor.run.records.process import FaultRecord
 from ddpdoctor.run.status import Parts, StatusPage
 
-# -- what the writing thread puts on the status page for who watches: the last step, the memory
+# -- vital signs
 
-
-MEMORY_EVERY = 1_000_000_000
-"""Nanoseconds between two looks at the memory."""
-
+MEMORY_EVERY = 1_000_000_000  # nanoseconds between two readings of the memory
 _NEVER = 1 << 62
 _PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Vitals:
-    """The vital signs of one rank.
-
-    Args:
-        page: The rank's status page.
-    """
+    """The vital signs of one rank, written to its status page."""
 
     def __init__(self, page: StatusPage) -> None:
         self._page = page
@@ -51,13 +44,12 @@ class Vitals:
         self._allocator: tuple[int, int, int] | None = None
         self._device: Any = None
         self._looked = 0
-        self.due = _NEVER
-        """When :meth:`ask` is wanted, on the clock of the steps; never without a GPU."""
+        self.due = _NEVER  # when to call `ask`, on the clock of the steps; never without a GPU
 
-    # -- the training thread
+    # -- in the training thread
 
     def use_device(self, device: Any) -> None:
-        """The rank computes on this CUDA device."""
+        """Note the CUDA device that the rank computes on."""
         self._device = device
         self.due = 0
         self._page.set_gpu(torch_private.device_uuid(sys.modules["torch"], device))
@@ -70,17 +62,17 @@ class Vitals:
             given, taken = counters["allocated_bytes"]["all"], counters["reserved_bytes"]["all"]
             self._allocator = (int(given["current"]), int(taken["current"]), int(given["peak"]))
         except Exception:
-            # Another allocator was plugged in, which counts nothing.
+            # Another allocator was plugged in, which has no counters.
             self._allocator, self.due = None, _NEVER
 
-    # -- the writing thread
+    # -- in the writing thread
 
     def wrote(self, parts: Parts) -> None:
-        """A step was written to the journal."""
+        """Note a step that was written to the journal."""
         self._parts = parts
 
     def store(self) -> None:
-        """Put on the page what is new."""
+        """Put news on the page."""
         now = time.time_ns()
         self._page.set_beat(now)
         if self._parts is not None and self._parts is not self._shown:
@@ -92,62 +84,45 @@ class Vitals:
 
 
 def _resident() -> int | None:
-    """Bytes of memory of this process."""
+    """Return the bytes of memory of this process."""
     try:
-        file = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            return int(os.read(file, 256).split()[1]) * _PAGE_SIZE
-        finally:
-            os.close(file)
+        with open("/proc/self/statm", "rb", buffering=0) as file:
+            return int(file.read(256).split()[1]) * _PAGE_SIZE
     except (OSError, ValueError, IndexError):
         return None
 
 
-# -- writes what the hooks saw: the status page at once, the journal from another thread
+# -- the journal
 
-
-FLUSH_EVERY = 0.25
-"""Seconds between two writes of the journal."""
-
+FLUSH_EVERY = 0.25  # seconds between two writes of the journal
 ROUNDS_PER_SECOND = round(1 / FLUSH_EVERY)
-"""How often the writing thread wakes in a second."""
-
-QUEUE_SIZE = 20_000
-"""Records that wait at most; a step every 12.5 microseconds would fill it."""
-
-AT_ONCE = 32
-"""Records that are made before the GIL is offered to other threads: half a millisecond."""
+QUEUE_SIZE = 20_000  # records that wait at most; a step every 12.5 microseconds would fill it
+AT_ONCE = 32  # records (half a millisecond) after which other threads are offered the GIL
 
 Lazy = Callable[[bool], "bytes | Record"]
-"""Makes a line, or a record, in the writing thread; the argument says: this is the last chance."""
+"""Makes a line or a record in the writing thread. Its argument is True for the last chance."""
 
 
 class NotYet(Exception):
-    """A lazy record cannot be made yet; it and the lazy ones behind it wait for the next round.
+    """A lazy record cannot be made yet. It and the lazy ones after it wait for the next round.
 
-    What a host knows does not: a GPU that hangs comes to nothing any more.
+    Other records do not wait, since a GPU that hangs may never finish.
     """
 
 
 class Recorder:
-    """The recorder of one rank.
-
-    Args:
-        page: The rank's status page.
-        journal: The rank's journal.
-    """
+    """The recorder of one rank, with its status page and its journal."""
 
     def __init__(self, page: StatusPage, journal: Journal) -> None:
         self.page = page
         self.dropped = 0
         self.each_round: list[Callable[[], None]] = []
         """Called by the writing thread every `FLUSH_EVERY` seconds, and once at the end."""
-        self.each_second: list[Callable[[], None]] = []
-        """The same, once a second."""
+        self.each_second: list[Callable[[], None]] = []  # the same, once a second
         self._journal = journal
         self._queue: deque[Record | Lazy] = deque()
         self._writing = threading.Lock()
-        # Held until the end: to wait for an Event takes Python code, four times a second.
+        # Held until the end. Waiting for an Event would run Python code four times a second.
         self._running = threading.Lock()
         self._running.acquire()
         self._failed = False
@@ -158,28 +133,28 @@ class Recorder:
         self._thread.start()
 
     def add(self, record: Record | Lazy) -> None:
-        """Queue a record; never blocks, never raises."""
+        """Queue a record. Never blocks and never raises."""
         if len(self._queue) >= QUEUE_SIZE:
             self.dropped += 1
         else:
             self._queue.append(record)
 
     def add_now(self, record: Record) -> None:
-        """Write a record, and what is queued if the writing thread is not at it: no waiting.
+        """Write a record now, and the queue if the writing thread is not writing.
 
-        For why a process ends that native code may end the next moment. It takes a
-        system call, so it is not for what happens at every step.
+        For the reasons of an end, as native code may end the process the next moment. It takes a
+        system call, too much for every step.
         """
         line = encode(record)
         try:
             self._journal.write_now(line)
         except (OSError, ValueError):
-            # Should some of the disk be free again, the writing thread finds out.
+            # If the disk has room again, the writing thread will write it.
             self.add(record)
         self.flush(0.0)
 
     def flush(self, timeout: float, last: bool = False) -> None:
-        """Write what is queued, waiting at most ``timeout`` seconds for the writing thread."""
+        """Write the queue. Wait at most ``timeout`` seconds for the writing thread."""
         if not self._writing.acquire(timeout=timeout):
             return
         try:
@@ -189,11 +164,11 @@ class Recorder:
 
     @property
     def is_writing(self) -> bool:
-        """Whether this is the writing thread."""
+        """Return whether this is the writing thread."""
         return threading.current_thread() is self._thread
 
     def close(self, timeout: float) -> None:
-        """Stop the thread and write the rest."""
+        """Stop the writing thread and write the rest."""
         with contextlib.suppress(RuntimeError):
             self._running.release()
         if not self.is_writing and self._thread.is_alive():
@@ -243,7 +218,7 @@ class Recorder:
                 except Exception as error:
                     batch.append(FaultRecord(hook="journal", error=type(error).__name__))
         finally:
-            # Also if Ctrl-C comes meanwhile.
+            # Even if Ctrl-C comes now.
             self._queue.extendleft(reversed(held))
         if not batch:
             return
@@ -253,7 +228,7 @@ class Recorder:
         try:
             self._journal.write(batch)
         except (OSError, ValueError):
-            # The supervisor sees the flag and says it, once for all ranks.
+            # The supervisor sees the flag and reports it once for all ranks.
             self._failed = True
             self.dropped += len(batch)
             self.page.set_unwritten()

@@ -1,9 +1,11 @@
-"""End the processes of a job whose supervisor and guards were killed; run as a script, bare.
+"""End the processes of a job whose supervisor and keepers were killed.
+
+Run as a script, without the probe:
 
     python -I -S rescue.py RUN_ID PID
 
-They are those whose environment carries the run's mark, and the descendants of the rank ``PID``
-that called. Linux only: elsewhere there is no ``/proc`` to find them in.
+It ends those with the run's id in their environment, and the descendants of the rank ``PID`` that
+called it. On Linux only, as it needs ``/proc``.
 """
 
 from __future__ import annotations
@@ -14,12 +16,11 @@ import signal
 import sys
 import time
 
-GRACE = 3.0
-"""Seconds between SIGTERM and SIGKILL."""
+GRACE = 3.0  # seconds between SIGTERM and SIGKILL
 
 
 def _marked(run_id: str, rank: int) -> list[int]:
-    """The pids to end."""
+    """Return the pids to end."""
     wanted = b"DDPDOCTOR_RUN_ID=" + os.fsencode(run_id)
     parents: dict[int, int] = {}
     marked: set[int] = set()
@@ -49,7 +50,7 @@ def _marked(run_id: str, rank: int) -> list[int]:
 
 
 def main(run_id: str, rank: int) -> None:
-    """SIGTERM to all, a grace period, SIGKILL to the rest."""
+    """Send SIGTERM to all, and SIGKILL to those that are left after a grace period."""
     known = set(_marked(run_id, rank))
     for number, wait in ((signal.SIGTERM, GRACE), (signal.SIGKILL, 1.0)):
         for pid in known:

@@ -1,8 +1,8 @@
-"""Keep what is ours from the job: faults of hooks, and background threads.
+"""Protect the job from faults of hooks, and from the probe's threads.
 
-A hook that raises is switched off, and the job goes on. Threads of ours are no business of a
-debugger's or a fork's: from Python 3.12 on ``os.fork`` warns in a process of several threads, which
-a rank that has not joined its group yet is by us alone.
+A hook that raises is switched off, and the job goes on. Debuggers and forks ignore the probe's
+threads. From Python 3.12 on ``os.fork`` warns in a process of several threads, which a rank that
+has not joined its group yet is only because of the probe.
 """
 
 from __future__ import annotations
@@ -12,25 +12,23 @@ import os
 import signal
 import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec
 
-# -- A fault of ours stays ours: a hook that raises is switched off, and the job goes on
-
+# -- faults of hooks
 
 P = ParamSpec("P")
 
-off: set[str] = set()
-"""The hooks that failed once; they do nothing any more."""
+off: set[str] = set()  # hooks that failed once and do nothing any more
 
 _report: Callable[[str, str], None] | None = None
-faults: list[tuple[str, str]] = []
-"""Faults from before there was a place to write them."""
+faults: list[tuple[str, str]] = []  # from before there was a place to write them
 
 
 def report_to(report: Callable[[str, str], None] | None) -> None:
-    """Where faults go from now on; those that waited go there first."""
+    """Report faults to a function from now on, and those that waited for it."""
     global _report
     _report = report
     if report is not None:
@@ -39,11 +37,11 @@ def report_to(report: Callable[[str, str], None] | None) -> None:
 
 
 def fault(hook: str, error: BaseException) -> None:
-    """Note a fault of ours in ``hook``, which goes off.
+    """Note a fault of ours in ``hook`` and switch it off.
 
     Raises:
-        Exception: ``error``, if a signal handler of the job's raised it: a DataLoader's, whose
-            worker died, or a time limit's. Python runs it in whatever code the main thread is in.
+        Exception: ``error``, if a signal handler of the job raised it, as that of a DataLoader
+            whose worker died, or of a time limit. Python runs it in any code of the main thread.
     """
     if _is_of_handler(error):
         raise error
@@ -60,15 +58,11 @@ def fault(hook: str, error: BaseException) -> None:
 
 
 def _is_of_handler(error: BaseException) -> bool:
-    """Whether the code of a signal handler is among what the exception went through."""
+    """Return whether the exception passed through the code of a signal handler."""
     try:
         handlers = map(signal.getsignal, signal.valid_signals())
         codes = {_code_of(each) for each in handlers if callable(each)}
-        trace = error.__traceback__
-        while trace is not None:
-            if trace.tb_frame.f_code in codes:
-                return True
-            trace = trace.tb_next
+        return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
     except Exception:
         pass
     return False
@@ -82,22 +76,22 @@ def _code_of(handler: Any) -> object:
 
 
 def hide_frame(error: BaseException) -> None:
-    """Take the caller's own frame, a wrapper's, out of an exception that flies through it.
+    """Remove the frame of the wrapper that calls this from an exception that passes through it.
 
-    Before a bare ``raise``: from Python 3.11 on the user's traceback then looks as it would without
-    us. On 3.10 the frame stays, since there a bare ``raise`` restores the traceback it caught.
+    Call it before a bare ``raise``. From Python 3.11 on the user's traceback then looks as it would
+    without us. On 3.10 the frame stays, since a bare ``raise`` restores the traceback it caught.
     """
     if error.__traceback__ is not None:
         error.__traceback__ = error.__traceback__.tb_next
 
 
 def name_of(function: Callable[..., object]) -> str:
-    """What faults in a function are recorded as."""
+    """Return the name of faults in a function."""
     return f"{function.__module__}.{function.__qualname__}"
 
 
 def call(function: Callable[[], object]) -> None:
-    """Call a function once, without its exceptions, as `shielded` does."""
+    """Call a function once without letting it raise, as `shielded` does."""
     if off and name_of(function) in off:
         return
     try:
@@ -107,10 +101,10 @@ def call(function: Callable[[], object]) -> None:
 
 
 def shielded(function: Callable[P, object]) -> Callable[P, None]:
-    """``function`` without its exceptions: after the first one it does nothing any more.
+    """Wrap a function so that it does not raise. After its first exception it does nothing.
 
-    KeyboardInterrupt and SystemExit are the job's own and pass, and so does what one of its
-    signal handlers raises.
+    KeyboardInterrupt and SystemExit are the job's own and pass, as do exceptions of its signal
+    handlers.
     """
     name = name_of(function)
 
@@ -128,20 +122,17 @@ def shielded(function: Callable[P, object]) -> Callable[P, None]:
 
 # -- threads
 
-
-THREAD_PREFIX = "ddpdoctor-"
-"""What the names of our threads begin with."""
-
+THREAD_PREFIX = "ddpdoctor-"  # of the names of our threads
 _TASKS = "/proc/self/task"
 _FORK_WARNING = "is multi-threaded, use of fork"
 
 
 def background(name: str, target: Callable[..., None], *args: Any) -> threading.Thread:
-    """A daemon thread, not started yet, that debugpy neither shows nor stops with the others.
+    """Make a daemon thread, not started yet, that debugpy neither shows nor stops.
 
     A rank that is stopped at a breakpoint still has to answer and to write its records. debugpy
-    leaves its own threads alone, which it knows by these two attributes. An exception ends the
-    thread, is recorded as a fault, and prints nothing.
+    knows its own threads by these two attributes. An exception ends the thread, is recorded as a
+    fault, and prints nothing.
     """
 
     def run() -> None:
@@ -157,18 +148,18 @@ def background(name: str, target: Callable[..., None], *args: Any) -> threading.
 
 
 def watch_forks() -> None:
-    """Look at every fork of this process before it happens."""
+    """Prepare for forks of this process."""
     if sys.version_info >= (3, 12):
         os.register_at_fork(before=_before_fork)
 
 
 @shielded
 def _before_fork() -> None:
-    """Keep the warning of this fork back if without us there would be none.
+    """Suppress the warning of this fork if there would be none without us.
 
-    Python shows it only after the hooks that run after a fork, so what keeps it back stays until
-    then, or until it is in the way of nothing. Filters are left alone: to change them makes Python
-    forget which warnings it has shown already.
+    Python shows it only after the hooks that run after a fork, so the replacement stays until then,
+    or until the next warning. Filters are left alone: changing them makes Python forget which
+    warnings it has shown.
     """
     show: Any = getattr(warnings, "_showwarnmsg", None)
     if show is None or isinstance(show, _SilentOnce) or not _is_alone():
@@ -177,13 +168,13 @@ def _before_fork() -> None:
 
 
 def _is_alone() -> bool:
-    """Whether this process would have one thread if it were not for us."""
+    """Return whether this process would have one thread without us."""
     ours = sum(thread.name.startswith(THREAD_PREFIX) for thread in threading.enumerate())
     return 0 < ours == len(os.listdir(_TASKS)) - 1
 
 
 class _SilentOnce:
-    """In place of what shows warnings, until the next of them."""
+    """Replaces what shows warnings, until the next warning."""
 
     def __init__(self, show: Any) -> None:
         self._show = show

@@ -13,26 +13,25 @@ from ddpdoctor.run.status import page_text
 _getframe = sys._getframe
 _MAX_CACHED = 4096
 
-CHAIN = 8
-"""Lines of the user's code, innermost first, that are kept of what led to a call."""
+CHAIN = 8  # lines of the user's code that are kept of the calls that led to a hook
 
-# By id, since hashing a code object hashes all that is in it; `_codes` keeps the ids valid.
+# By id, since hashing a code object hashes all that is in it. `_codes` keeps the ids valid.
 _codes: list[CodeType] = []
 _is_user: dict[int, bool] = {}
 _sites: dict[tuple[int, int], Site] = {}
 memos: list[Any] = []
-"""Those that remember lines, of this module or of ``_hot.c``: they are to `forget` in a child."""
+"""Objects of this module, or of ``_hot.c``, that remember lines. A child calls their `forget`."""
 
 
 class Place(TypedDict):
-    """A line of the user's code, as records have it."""
+    """A line of the user's code, as fields of a record."""
 
     path: str
     line: int
 
 
 class Site:
-    """A line of the user's code, ready for the status page."""
+    """A line of the user's code, with its text for the status page."""
 
     __slots__ = ("line", "page", "path", "recorded", "text")
 
@@ -41,17 +40,16 @@ class Site:
         self.line = line
         self.text = f"{path}:{line}" if path else ""
         self.page = page_text(self.text)
-        self.recorded = 0
-        """The phases, as bits, that were recorded as entered here."""
+        self.recorded = 0  # the phases, as bits, that were recorded as entered here
 
     @property
     def place(self) -> Place:
-        """The line as a part of a record's fields."""
+        """Return the line as fields of a record."""
         return {"path": self.path, "line": self.line}
 
     @property
     def location(self) -> Location:
-        """The line as a field of a record."""
+        """Return the line as one field of a record."""
         return Location(self.path, self.line)
 
 
@@ -59,54 +57,36 @@ NOWHERE = Site("", 0)
 
 
 def forget() -> None:
-    """In a forked child: nothing has been recorded yet."""
+    """Forget what was recorded, in a forked child."""
     _sites.clear()
     NOWHERE.recorded = 0
     for each in memos:
         each.forget()
 
 
-def _classify(code: CodeType) -> bool:
-    if len(_codes) >= _MAX_CACHED:
-        _is_user.clear()
-        _sites.clear()
-        _codes.clear()
-    _codes.append(code)
-    mine = _is_user[id(code)] = user_file(code.co_filename)
-    return mine
-
-
 def site_of(frame: FrameType | None) -> Site:
-    """The innermost user line at or above ``frame``."""
+    """Return the innermost user line at or above ``frame``."""
     return walk(frame, 1)[2][0]
 
 
-def _site_at(code: CodeType, line: int) -> Site:
-    key = (id(code), line)
-    site = _sites.get(key)
-    if site is None:
-        site = _sites[key] = Site(os.path.abspath(code.co_filename), line)
-    return site
-
-
 def sites_of(frame: FrameType | None, most: int) -> list[Site]:
-    """The user lines at and above ``frame``, innermost first, ``most`` of them."""
+    """Return the user lines at and above ``frame``, innermost first, at most ``most``."""
     return [site for site in walk(frame, most)[2] if site is not NOWHERE]
 
 
 _Known = tuple[tuple[tuple[CodeType, int], ...], bool, tuple[Site, ...]]
-"""Frames with their instructions, whether those further out do not matter, and the lines."""
+"""Frames with their instructions, whether outer frames do not matter, and the user lines."""
 
 
 class Chain:
-    """The user lines that lead to one hook, found again if all frames are where they were.
+    """The user lines that lead to one hook, kept as long as all frames are the same.
 
-    Hooks take the one of `ddpdoctor.probe.runtime.hot`, which may be compiled. A loop calls a hook
-    through the same functions, from the same instructions, step after step.
-    Each of the frames is compared, since a function of the user's may have come in between.
+    Hooks use the class of `ddpdoctor.probe.runtime.hot`, which may be compiled. A loop calls a hook
+    through the same functions, from the same instructions, step after step. Each frame is compared,
+    since another function of the user's may have called.
 
     Args:
-        most: How many lines are wanted.
+        most: How many lines to keep.
     """
 
     __slots__ = ("_known", "_most")
@@ -117,12 +97,12 @@ class Chain:
         self.forget()
 
     def forget(self) -> None:
-        """Begin again, with a walk."""
-        # In one piece: hooks are called in several threads.
+        """Forget the frames."""
+        # One assignment, since hooks are called in several threads.
         self._known: _Known = (), False, ()
 
     def sites(self) -> tuple[Site, ...]:
-        """The user lines that led to the caller, innermost first; `NOWHERE` if there are none."""
+        """Return the user lines that led to the caller, innermost first, or `NOWHERE`."""
         frames, enough, found = self._known
         frame: FrameType | None = _getframe(1)
         for code, at in frames:
@@ -130,7 +110,7 @@ class Chain:
                 break
             frame = frame.f_back
         else:
-            # Either all of the stack, or as much of it as is wanted.
+            # The frames were the whole stack, or all that matters of it.
             if enough or frame is None:
                 return found
         self._known = walk(_getframe(1), self._most)
@@ -138,19 +118,30 @@ class Chain:
 
 
 def walk(frame: FrameType | None, most: int) -> _Known:
-    """The frames from ``frame`` outwards, and the user lines among them, ``most`` of these."""
+    """Return the frames from ``frame`` outwards, and at most ``most`` user lines among them."""
     frames: list[tuple[CodeType, int]] = []
     found: list[Site] = []
     while frame is not None and len(found) < most:
         code = frame.f_code
         mine = _is_user.get(id(code))
-        if _classify(code) if mine is None else mine:
-            found.append(_site_at(code, frame.f_lineno))
+        if mine is None:
+            if len(_codes) >= _MAX_CACHED:
+                _is_user.clear()
+                _sites.clear()
+                _codes.clear()
+            _codes.append(code)
+            mine = _is_user[id(code)] = user_file(code.co_filename)
+        if mine:
+            key = (id(code), frame.f_lineno)
+            site = _sites.get(key)
+            if site is None:
+                site = _sites[key] = Site(os.path.abspath(code.co_filename), frame.f_lineno)
+            found.append(site)
         frames.append((code, frame.f_lasti))
         frame = frame.f_back
     return tuple(frames), len(found) == most, tuple(found) or (NOWHERE,)
 
 
 def caller() -> Site:
-    """The user line that led here."""
+    """Return the user line that led here."""
     return site_of(sys._getframe(1))

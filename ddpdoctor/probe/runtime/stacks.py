@@ -1,15 +1,14 @@
 """Write the stacks of this process when asked, from a thread of ours.
 
-The thread sleeps until somebody writes into its pipe, and then writes the stacks of all threads to
-a file of the run directory. It needs the GIL for that, as all of Python does, so nothing runs
-meanwhile that it looks at.
+The thread sleeps until its pipe is written to, and then writes the stacks of all threads to a file
+of the run directory. It holds the GIL for that, so the threads that it examines do not run.
 
-Where native code holds the GIL it cannot answer, and whoever asks sees it wait for the GIL, the
-request still in the pipe. Then, and only then, is ``faulthandler`` asked, by a signal: it works in
-C, without the GIL. Not before, because a stack that it reads while Python runs may be half-made: a
-process whose threads run ordinary Python code ended with SIGSEGV after 4 to 2,820 signals to write
+If native code holds the GIL, the thread cannot answer. The request then stays in the pipe, and the
+supervisor sees the thread wait for the GIL. Only then it sends a signal to ``faulthandler``, which
+works in C, without the GIL. It is the last resort because a stack may be half-made while Python
+runs: processes with ordinary Python threads ended with SIGSEGV after 4 to 2,820 signals to write
 all stacks (Python 3.10 to 3.13), and after 18 to 7,045 to write that of the signalled thread alone
-(3.10, 3.12 and 3.13). ``python benchmarks/stacks.py survive`` does it again.
+(3.10, 3.12 and 3.13). ``python benchmarks/stacks.py survive`` repeats that.
 """
 
 from __future__ import annotations
@@ -31,49 +30,42 @@ from ddpdoctor.run.journal import move_up
 from ddpdoctor.run.names import STACKS_SUFFIX, namespace, stacks_stem
 from ddpdoctor.run.records.base import JsonObject, json_line
 
-MOST_FRAMES = 200
-"""Frames of one thread that are reported, the innermost ones."""
-
-_FIRST = 9
-"""How far below the highest real-time signal the search begins; the ends are popular."""
-
-joining = 0
-"""The world size of the ``init_process_group`` that the process is in, 0 outside of it."""
+MAX_FRAMES = 200  # innermost frames of a thread that are reported
+_FIRST = 9  # how far below the highest real-time signal to begin: others use the ends
+joining = 0  # the world size while the process is in ``init_process_group``, otherwise 0
 
 _declared: _Declared | None = None
 
 
 class _Declared:
-    """What this process has declared of itself."""
+    """The file, pipe and signal by which this process can be asked."""
 
     def __init__(self, path: str, file: int, ends: tuple[int, int], number: int) -> None:
         self.path = path
         self.file = file
-        self.ends = ends
-        """Of the pipe; the writing one is kept open, so that reading never comes to an end."""
-        self.signal = number
-        """The one that ``faulthandler`` answers; 0 for none."""
+        self.ends = ends  # of the pipe; the writing one stays open, so that it never ends
+        self.signal = number  # for ``faulthandler``, or 0
         self._files = {file: os.fstat(file).st_ino, ends[0]: os.fstat(ends[0]).st_ino}
 
     def is_whole(self) -> bool:
-        """Whether these descriptors are still ours: a job may close them, and have others then."""
+        """Return whether the descriptors are still ours. A job may close and reuse them."""
         return all(os.fstat(number).st_ino == inode for number, inode in self._files.items())
 
 
 @shield.shielded
 def declare() -> None:
-    """This process is a rank, or is to become one: it can be asked from now on."""
+    """Let others ask for the stacks of this process, which is a rank or is to become one."""
     global _declared
     if _declared is not None or sys.platform != "linux":
         return
     pid = os.getpid()
     path = os.path.join(rank.run_directory(), stacks_stem(pid, start_time()) + STACKS_SUFFIX)
     try:
-        # Emptied, since a process that has called `exec` is the same one to the kernel.
+        # Empty it: a process that has called `exec` is the same one to the kernel.
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
         file = move_up(os.open(path, flags | os.O_NOFOLLOW, 0o600))
     except OSError:
-        # It cannot be asked; that the directory cannot be written is reported elsewhere.
+        # The unwritable directory is reported elsewhere.
         return
     reading, writing = os.pipe()
     ends = move_up(reading), move_up(writing)
@@ -105,14 +97,14 @@ def declare() -> None:
 
 
 def declare_worker() -> None:
-    """At the start of a process: if torchrun started it, it is to become a rank."""
+    """Declare a process that torchrun started, as it is to become a rank."""
     if control.is_worker():
         control.claim()
         declare()
 
 
 def _free_signal() -> int:
-    """A real-time signal that nothing in this process uses; 0 if there is none."""
+    """Return a real-time signal that nothing in this process uses, or 0."""
     used = 0
     with open("/proc/self/status") as file:
         for line in file:
@@ -126,16 +118,13 @@ def _free_signal() -> int:
 
 
 def start_time() -> int:
-    """When this process started, in ticks since boot: no later process of that id has the same.
+    """Return when this process started, in ticks since boot. With its id this identifies it.
 
     Raises:
-        OSError: This is no Linux.
+        OSError: This is not Linux.
     """
     with open("/proc/self/stat", "rb") as file:
         return int(file.read().rpartition(b")")[2].split()[19])
-
-
-# -- the thread
 
 
 def _serve(declared: _Declared) -> None:
@@ -147,19 +136,19 @@ def _serve(declared: _Declared) -> None:
             with contextlib.suppress(OSError):
                 # The disk may be full.
                 os.write(declared.file, json_line(_answer()))
-            # Only now: as long as the request lies there it is known to be unanswered.
+            # Only now: a request in the pipe is known to be unanswered.
             os.read(reading, 4096)
             if declared.signal and signal.getsignal(declared.signal) is not signal.SIG_DFL:
+                # The job uses the signal now.
                 _declare_again(declared)
                 return
     except OSError:
-        # The job has closed what is not its own.
+        # The job has closed our descriptor.
         return
 
 
 @shield.shielded
 def _declare_again(declared: _Declared) -> None:
-    """The job has taken the signal for itself: it may not be sent any more, but another one."""
     global _declared
     os.unlink(declared.path)
     _declared = None
@@ -167,10 +156,10 @@ def _declare_again(declared: _Declared) -> None:
 
 
 def _answer() -> JsonObject:
-    """The stacks of all threads but ours and the debugger's."""
+    """Return the stacks of all threads except ours and the debugger's."""
     named = {thread.ident: thread for thread in threading.enumerate()}
     frames_now = sys._current_frames()
-    # A frame that refers to itself would keep what the others refer to: tensors.
+    # A frame that refers to itself would keep alive what the others refer to: tensors.
     del frames_now[threading.get_ident()]
     main = threading.main_thread().ident
     threads = []
@@ -193,21 +182,21 @@ def _answer() -> JsonObject:
 
 
 def _frames(frame: FrameType | None) -> tuple[list[tuple[str, int, str]], bool]:
-    """Path, line and function of a stack's frames, innermost first; whether there are more."""
+    """Return path, line and function of a stack's innermost frames, and whether there are more."""
     found: list[tuple[str, int, str]] = []
-    while frame is not None and len(found) < MOST_FRAMES:
+    while frame is not None and len(found) < MAX_FRAMES:
         code = frame.f_code
-        # The short name: it is what `faulthandler` writes, and stacks of ranks are compared.
+        # `faulthandler` writes this short name, and stacks of ranks are compared.
         found.append((code.co_filename, frame.f_lineno or 0, code.co_name))
         frame = frame.f_back
     return found, frame is not None
 
 
 def forget() -> None:
-    """In a forked child, which has no such thread: the pipe is its parent's."""
+    """Close the parent's pipe in a forked child, which has no such thread."""
     global _declared
     if _declared is not None:
         for end in _declared.ends:
             os.close(end)
-        # The file stays open: `faulthandler` knows it by its number.
+        # The file stays open, since `faulthandler` has its number.
         _declared = None

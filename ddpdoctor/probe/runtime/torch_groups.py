@@ -1,15 +1,14 @@
 """Use private parts of ``torch.distributed``: backends, timeouts, Flight Recorder.
 
-As with `ddpdoctor.probe.runtime.torch_private`, each is guarded by the feature.
+As in `ddpdoctor.probe.runtime.torch_private`, each is guarded by the feature.
 
-Timeouts of collectives are lifted while a rank is stopped in the debugger: its peers wait for it. A
-collective that was already waiting keeps the timeout it began with. Some gloo keeps the one that
-its group was made with (:func:`kept_timeout`).
+Timeouts of collectives are lifted while a rank is stopped in the debugger and its peers wait. A
+collective that is already waiting keeps the timeout it began with. Some versions of gloo keep the
+one that their group was made with (:func:`kept_timeout`).
 """
 
 from __future__ import annotations
 
-import datetime
 import functools
 import sys
 import threading
@@ -19,14 +18,14 @@ from typing import Any
 
 from ddpdoctor.probe.runtime import torch_private
 
-# -- the private parts of ``torch.distributed`` that the probe uses: backends, Flight Recorder
+# -- process groups and their backends
 
 
 def backends(c10d: Any) -> Iterator[Any]:
-    """The backends (gloo, NCCL) of every process group: ``_world.pg_map`` (2.1 to 2.15).
+    """Yield the backends (gloo, NCCL) of every process group: ``_world.pg_map`` (2.1 to 2.15).
 
-    Without it, or where a backend has no setter of its timeout, timeouts stay as they are while a
-    rank is in the debugger.
+    Without it, or if a backend has no setter of its timeout, timeouts stay as they are while a rank
+    is in the debugger.
     """
     groups = getattr(getattr(c10d, "_world", None), "pg_map", {})
     seen: set[int] = set()
@@ -43,25 +42,25 @@ def backends(c10d: Any) -> Iterator[Any]:
 
 
 def timeout_of(backend: Any) -> timedelta | None:
-    """The timeout of a backend's collectives: ``options._timeout`` (2.4 to 2.15), or None."""
+    """Return the timeout of a backend's collectives: ``options._timeout`` (2.4 to 2.15)."""
     timeout = getattr(getattr(backend, "options", None), "_timeout", None)
     return timeout if isinstance(timeout, timedelta) else None
 
 
 def set_timeout(backend: Any, timeout: timedelta) -> None:
-    """Set the timeout of a backend's later collectives, of one that :func:`backends` gave.
+    """Set the timeout of the later collectives of a backend that :func:`backends` returned.
 
-    gloo may let it be set and keep the old one all the same (:func:`keeps_timeout`).
+    gloo may accept it and still keep the old one (:func:`keeps_timeout`).
     """
     getattr(backend, timeout_setter(type(backend)))(timeout)
 
 
 def timeout_setter(backend_class: type[Any]) -> str:
-    """The method that sets the timeout of a backend's later collectives, empty without one.
+    """Return the name of the method that sets the timeout of later collectives, or "".
 
-    ``_set_default_timeout`` of gloo and NCCL (2.3 to 2.15). What "nccl" is in 2.15 has only
-    ``set_timeout``. All backends inherit a method of that name (2.13 to 2.15), which only raises or
-    warns where a backend has none itself, so NCCL's alone is called.
+    ``_set_default_timeout`` of gloo and NCCL (2.3 to 2.15). "nccl" of 2.15 has only
+    ``set_timeout``. All backends inherit that method (2.13 to 2.15), which raises or warns unless a
+    backend has its own, so only NCCL's is called.
     """
     if hasattr(backend_class, "_set_default_timeout"):
         return "_set_default_timeout"
@@ -70,39 +69,38 @@ def timeout_setter(backend_class: type[Any]) -> str:
 
 
 def keeps_timeout(backend: Any) -> bool:
-    """Whether a backend keeps the timeout that it was made with: gloo without ``set_timeout``.
+    """Return whether a backend keeps the timeout it was made with: gloo without ``set_timeout``.
 
-    So in 2.4 and 2.8; in 2.13 it has that, and each collective takes the new timeout.
+    That is so in 2.4 and 2.8. In 2.13 each collective takes the new timeout.
     """
     return type(backend).__name__ == "ProcessGroupGloo" and not hasattr(backend, "set_timeout")
 
 
 def group_ranks(ddp: Any) -> list[int]:
-    """The global ranks that share a DDP module."""
+    """Return the global ranks that share a DDP module."""
     distributed: Any = sys.modules["torch"].distributed
     return list(distributed.get_process_group_ranks(ddp.process_group))
 
 
 def pipeline_ranks(stage: Any) -> list[int]:
-    """The global ranks of the pipeline that a stage belongs to: ``group``, None for all of them."""
+    """Return the global ranks of a stage's pipeline. Its ``group`` is None for all ranks."""
     distributed: Any = sys.modules["torch"].distributed
     return list(distributed.get_process_group_ranks(stage.group or distributed.group.WORLD))
 
 
 def is_reduced(stage: Any) -> bool:
-    """Whether a stage's module is a DDP module that other ranks have, too."""
+    """Return whether a stage's module is a DDP module that other ranks have, too."""
     return torch_private.is_ddp(stage.submod) and len(group_ranks(stage.submod)) > 1
 
 
+# -- torch's Flight Recorder
+
+
 def flight_recorder_switch(c10d: Any, version: str) -> str:
-    """The variable that turns torch's Flight Recorder on, empty where it is on by itself (2.12).
+    """Return the variable that turns the Flight Recorder on, or "" if it is on (2.12 and later).
 
     ``TORCH_FR_BUFFER_SIZE`` from ``_dump_fr_trace`` on (2.8), which warns of the older name,
-    ``TORCH_NCCL_TRACE_BUFFER_SIZE``. The default shows in nothing but the version's number.
-
-    Args:
-        c10d: ``torch._C._distributed_c10d``.
-        version: torch's.
+    ``TORCH_NCCL_TRACE_BUFFER_SIZE``. Only the version shows whether it is on by default.
     """
     words = version.split(".")
     if [int(word) if word.isdigit() else 0 for word in words[:2]] >= [2, 12]:
@@ -112,15 +110,15 @@ def flight_recorder_switch(c10d: Any, version: str) -> str:
 
 
 def flight_recorders(torch: Any) -> list[Callable[[], bytes]]:
-    """What dump torch's Flight Recorders as pickles of our own process; empty without any.
+    """Return functions that dump this process's Flight Recorders as pickles.
 
-    Without stack traces (``includeStackTraces``, 2.4 to 2.15), whose symbols torch would import its
-    compiler for, in whichever thread asks.
+    The dumps have no stack traces (``includeStackTraces``, 2.4 to 2.15), for whose symbols torch
+    would import its compiler, in whichever thread asks.
 
-    ``_dump_fr_trace`` (2.8 to 2.15) has what gloo did, ``_dump_nccl_trace`` (2.3 to 2.15) what NCCL
-    did, where torch was built with it. From ``FlightRecorderHook`` on (2.15) every other backend,
-    that which "nccl" then is among them, has a recorder under its name. Without them a wait for
-    DDP's own collectives is known by the backward that idles, and they have no number.
+    ``_dump_fr_trace`` (2.8 to 2.15) has gloo's collectives, ``_dump_nccl_trace`` (2.3 to 2.15)
+    NCCL's, if torch was built with it. From ``FlightRecorderHook`` on (2.15) every other backend,
+    the new "nccl" among them, has a recorder under its name. Without them DDP's own collectives
+    have no number, and only an idle backward shows that a rank waits for one.
     """
     c10d = torch._C._distributed_c10d
     names = ("_dump_fr_trace", "_dump_nccl_trace")
@@ -139,49 +137,45 @@ def flight_recorders(torch: Any) -> list[Callable[[], bytes]]:
     return found
 
 
-# -- collective timeouts, lifted while a rank is stopped in the debugger: its peers wait for it
+# -- timeouts of collectives
 
-
-LIFTED_TIMEOUT = datetime.timedelta(days=7)
-"""What takes the place of the job's timeouts; it fits into the 32-bit milliseconds of a store."""
+LIFTED_TIMEOUT = timedelta(days=7)
+"""Replaces the job's timeouts. It fits into the 32-bit milliseconds of a store."""
 
 _lifted = False
-_least_timeout = datetime.timedelta(0)
+_least_timeout = timedelta(0)
 
-_changed_timeouts: dict[int, tuple[Any, datetime.timedelta, datetime.timedelta]] = {}
+_changed_timeouts: dict[int, tuple[Any, timedelta, timedelta]] = {}
 """Backends whose timeout was changed, by id: the backend, the job's timeout, and ours."""
 
 _changing = threading.Lock()
 
 
-def least_timeout() -> datetime.timedelta:
-    """What every timeout has to be at least now; zero as long as nothing is wanted."""
+def least_timeout() -> timedelta:
+    """Return what every timeout has to be at least now, or zero."""
     return LIFTED_TIMEOUT if _lifted else _least_timeout
 
 
-def lift_timeouts() -> None:
-    """Lift the timeouts of all process groups of this process, and of those that come later."""
+def lift_timeouts(lift: bool = True) -> None:
+    """Lift the timeouts of all process groups of this process, later ones included.
+
+    With ``lift`` False give every group back the timeout it had, unless the job has set another one
+    since.
+    """
     global _lifted
-    _lifted = True
+    _lifted = lift
     update_timeouts()
 
 
-def restore_timeouts() -> None:
-    """Give every group back the timeout it had, unless the job has set another one meanwhile."""
-    global _lifted
-    _lifted = False
-    update_timeouts()
-
-
-def keep_timeouts_at_least(timeout: datetime.timedelta) -> None:
-    """Have no timeout below ``timeout``, to the end of the process."""
+def keep_timeouts_at_least(timeout: timedelta) -> None:
+    """Allow no timeout below ``timeout`` until the process ends."""
     global _least_timeout
     _least_timeout = max(_least_timeout, timeout)
     update_timeouts()
 
 
 def update_timeouts() -> None:
-    """Bring the timeouts of all groups, new ones included, to where they have to be."""
+    """Set the timeouts of all groups, new ones included, to what they have to be."""
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     if c10d is None:
         return
@@ -191,14 +185,12 @@ def update_timeouts() -> None:
             if current is None:
                 continue
             _, users, ours = _changed_timeouts.get(id(backend), (None, current, current))
-            if current != ours:
-                # Set by the job itself since.
-                users = current
-            _change_timeout(backend, current, users)
+            # Unless the job itself has set another one since.
+            _change_timeout(backend, current, users if current == ours else current)
 
 
 def kept_timeout() -> float | None:
-    """The seconds of the shortest timeout that cannot be lifted any more; None where all can."""
+    """Return the seconds of the shortest timeout that can no longer be lifted, or None."""
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     found = [
         timeout.total_seconds()
@@ -210,8 +202,8 @@ def kept_timeout() -> float | None:
     return min(found, default=None)
 
 
-def note_backends(backends: list[Any], timeout: datetime.timedelta) -> None:
-    """New backends were made with :func:`least` in place of the job's ``timeout``."""
+def note_backends(backends: list[Any], timeout: timedelta) -> None:
+    """Note new backends that were made with `least_timeout` instead of the job's ``timeout``."""
     with _changing:
         for backend in backends:
             current = timeout_of(backend)
@@ -219,7 +211,7 @@ def note_backends(backends: list[Any], timeout: datetime.timedelta) -> None:
                 _change_timeout(backend, current, timeout)
 
 
-def _change_timeout(backend: Any, current: datetime.timedelta, users: datetime.timedelta) -> None:
+def _change_timeout(backend: Any, current: timedelta, users: timedelta) -> None:
     wanted = max(users, least_timeout())
     if wanted != current:
         set_timeout(backend, wanted)

@@ -1,105 +1,97 @@
-"""Use torch's private APIs: which versions have them, and what happens without.
+"""Use torch's private APIs. Each entry says which versions have it, and what is lost without it.
 
 Every access goes through here, or through `torch_groups` for process groups, and is guarded by the
-feature, not by a version number. Public APIs
-(``torch.optim.optimizer.register_optimizer_step_pre_hook``, ``torch.distributed``, ``GradScaler``)
-are used directly by their hooks. Versions are those whose sources were read, 2.13 and 2.15 among
-them; 2.14 was not.
+feature, not by a version number. Hooks use public APIs directly
+(``torch.optim.optimizer.register_optimizer_step_pre_hook``, ``torch.distributed``, ``GradScaler``).
+The versions are those whose sources were read, 2.13 and 2.15 among them, but not 2.14.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-# -- the private torch APIs the probe uses: which versions have them, and what happens without
-
-
-MOST_STREAMS = 64
-"""Streams that are remembered; torch has 32 of a priority for a device."""
-
-_saved: weakref.WeakKeyDictionary[type[Any], tuple[str, ...]] = weakref.WeakKeyDictionary()
-
-
-# -- functions that hooks wrap; where there is none, that hook is not installed
+# -- functions that hooks wrap
 
 DDP_INIT_HELPER = "_ddp_init_helper"
-"""Of DistributedDataParallel (2.4 to 2.15): builds reducer and logger.
+"""Builds reducer and logger in DistributedDataParallel (2.4 to 2.15).
 
-Inside ``__init__``, whose own warnings so still blame the user's line. Without it nothing is
-recorded of how DDP was built, and backward is not split.
+It runs in ``__init__``, whose own warnings so still point to the user's line. Without it, how DDP
+was built is not recorded, and backward is not split.
 """
 
 PRE_FORWARD = "_pre_forward"
-"""Of the same (2.4 to 2.15), where buckets are ordered once: a wait there is ``other`` without."""
+"""DDP method that orders buckets once (2.4 to 2.15). Without it a wait there is ``other``."""
 
 REBUILT = "_has_rebuilt_buckets"
-"""Set on a DDP module (2.4 to 2.15) once its buckets are in order: no wait comes there any more."""
+"""Set on a DDP module (2.4 to 2.15) once its buckets are in order, after which nothing waits."""
 
 SYNC_BUFFERS = "_sync_buffers"
-"""Of the same (2.4 to 2.15), the broadcast before forward: a wait there is ``other`` without."""
+"""DDP's broadcast before forward (2.4 to 2.15). Without it a wait there is ``other``."""
 
 VERIFY_PARAMETERS = "_verify_param_shape_across_processes"
-"""Of its module (2.0 to 2.15), which DDP's constructor calls first.
+"""Function of DDP's module (2.0 to 2.15) that its constructor calls first.
 
-Without it, models that differ between ranks are known by DDP's exception alone.
+Without it only DDP's exception shows that models differ between ranks.
 """
 
 ENGINE = "_engine_run_backward"
-"""Of ``torch.autograd`` (2.3 to 2.15), which ``backward`` and ``grad`` call.
+"""Function of ``torch.autograd`` (2.3 to 2.15) that ``backward`` and ``grad`` call.
 
-Without it backward counts as ``other``.
+Without it backward is ``other``.
 """
 
 PATCH_STEP = "_patch_step_function"
-"""Of ``Optimizer`` (2.4 to 2.15), which every new optimizer calls.
+"""Method that every new ``Optimizer`` calls (2.4 to 2.15).
 
-Without it every job is taken to have an optimizer.
+Without it every job is assumed to have an optimizer.
 """
 
 REDUCE_LR = "_reduce_lr"
-"""Of ``ReduceLROnPlateau`` (1.0 to 2.15), called when it cuts the learning rate.
+"""Method of ``ReduceLROnPlateau`` (1.0 to 2.15) that cuts the learning rate.
 
-Below ``step``, whose own warnings so still blame the user's line. Without it a difference of
-learning rates is placed at the optimizer's step.
+It is below ``step``, whose own warnings so still point to the user's line. Without it a difference
+of learning rates is attributed to the optimizer's step.
 """
 
 RESTORE_LOCATION = "_get_restore_location"
-"""Of ``torch.serialization`` (1.0 to 2.15), asked once in each load.
+"""Function of ``torch.serialization`` (1.0 to 2.15) that each load calls once.
 
-Given ``map_location`` it returns what puts a storage on its device. Without it it is not known
-which line loaded onto another rank's GPU.
+It turns ``map_location`` into what puts a storage on its device. Without it, the line that loaded
+onto another rank's GPU is unknown.
 """
 
-
 STAGE = "_PipelineStageBase"
-"""Of ``torch.distributed.pipelining.stage`` (2.4 to 2.15), the base of all stages.
+"""Base of all stages of ``torch.distributed.pipelining.stage`` (2.4 to 2.15).
 
 Without it ranks of a pipeline are compared as if they did the same work.
 """
 
 STAGE_FORWARD = "forward_maybe_with_nosync"
-"""Of that base (2.4 to 2.15), the forward of a micro-batch, ``other`` without it."""
+"""The forward of a micro-batch of that base (2.4 to 2.15). Without it, it is ``other``."""
 
 INIT_OPTIMIZER = "_init_optim_state"
-"""Of ``torch.distributed.checkpoint.state_dict`` (2.2 to 2.15), which steps a new optimizer once.
+"""Function of ``torch.distributed.checkpoint.state_dict`` (2.2 to 2.15) that steps an optimizer.
 
 Without it that counts as a step of the training.
 """
 
 
+# -- DDP
+
+
 def is_ddp(module: Any) -> bool:
-    """Whether it is a DistributedDataParallel."""
+    """Return whether it is a DistributedDataParallel."""
     parallel: Any = sys.modules.get("torch.nn.parallel.distributed")
     return parallel is not None and isinstance(module, parallel.DistributedDataParallel)
 
 
 def inside_forward(ddp_class: Any) -> Any:
-    """``DistributedDataParallel._inside_ddp_forward`` (2.4 to 2.15), a context manager.
+    """Return ``DistributedDataParallel._inside_ddp_forward`` (2.4 to 2.15), a context manager.
 
     It surrounds the wrapped module's forward, and Dynamo already breaks there: a hook in it adds no
     graph break to ``torch.compile(ddp)``, where one around ``forward`` does (measured on 2.13).
@@ -108,47 +100,115 @@ def inside_forward(ddp_class: Any) -> Any:
     return getattr(ddp_class, "_inside_ddp_forward", None)
 
 
-def sample(ddp: Any, every: int) -> bool:
-    """Have DDP's logger time every so many iterations: ``_set_ddp_runtime_logging_sample_rate``.
+def sample(ddp: Any, every: int) -> None:
+    """Let DDP's logger time one in so many iterations: ``_set_ddp_runtime_logging_sample_rate``.
 
-    For ranks on the CPU only: on CUDA the sampled iterations read events, so torch's own rate
-    (the first ten, then every hundredth) stays. Without it only those iterations are split.
+    For ranks on the CPU only. On CUDA the sampled iterations read events, so torch's own rate (the
+    first ten, then every hundredth) stays. Without it only those iterations are split.
     """
     setter = getattr(ddp, "_set_ddp_runtime_logging_sample_rate", None)
-    if setter is None:
-        return False
-    setter(every)
-    return True
+    if setter is not None:
+        setter(every)
+
+
+def _logging_data(ddp: Any) -> Any:
+    """Return the data of DDP's logger: ``Logger._get_ddp_logging_data`` (2.4 to 2.15), or None."""
+    getter = getattr(getattr(ddp, "logger", None), "_get_ddp_logging_data", None)
+    return None if getter is None else getter()
 
 
 def logging_ints(ddp: Any) -> dict[str, int] | None:
-    """The numbers of DDP's logger, nanoseconds (``Logger._get_ddp_logging_data``, 2.4 to 2.15)."""
-    logger = getattr(ddp, "logger", None)
-    getter = getattr(logger, "_get_ddp_logging_data", None)
-    return None if getter is None else getter().ints_map
+    """Return the numbers of DDP's logger, times in nanoseconds. None without it."""
+    data = _logging_data(ddp)
+    return None if data is None else data.ints_map
 
 
 def logging_strings(ddp: Any) -> dict[str, str]:
-    """The words of DDP's logger (bucket sizes, dtypes), empty where there is none."""
-    logger = getattr(ddp, "logger", None)
-    getter = getattr(logger, "_get_ddp_logging_data", None)
-    return {} if getter is None else dict(getter().strs_map)
+    """Return the texts of DDP's logger (bucket sizes, dtypes). Empty without it."""
+    data = _logging_data(ddp)
+    return {} if data is None else dict(data.strs_map)
+
+
+def synced_parameters(ddp: Any) -> Iterator[tuple[str, Any]]:
+    """Return names and parameters that DDP keeps equal, trained or not."""
+    ignored: set[str] = getattr(ddp, "parameters_to_ignore", None) or set()
+    return ((name, each) for name, each in ddp.module.named_parameters() if name not in ignored)
 
 
 def reduced_parameters(ddp: Any) -> list[tuple[str, Any]]:
-    """Names and parameters that DDP reduces: all that require gradients and are not ignored."""
-    ignored: set[str] = getattr(ddp, "parameters_to_ignore", set())
-    return [
-        (name, parameter)
-        for name, parameter in ddp.module.named_parameters()
-        if parameter.requires_grad and name not in ignored
-    ]
+    """Return names and parameters that DDP reduces: those that require gradients."""
+    return [(name, each) for name, each in synced_parameters(ddp) if each.requires_grad]
+
+
+def frozen_parameters(ddp: Any) -> list[Any]:
+    """Return parameters that require no gradient, without those that DDP ignores."""
+    return [each for _, each in synced_parameters(ddp) if not each.requires_grad]
+
+
+def gradient_ready_times(ddp: Any) -> list[int] | None:
+    """Return when each reduced gradient was ready: ``get_backward_stats`` (1.9 to 2.15), or None.
+
+    A time of 0 means never. A time that has not changed since the last call means not in the last
+    backward. Without it, only ``p.grad is None`` shows that a parameter got no gradient.
+    """
+    getter = getattr(getattr(ddp, "reducer", None), "get_backward_stats", None)
+    return None if getter is None else list(getter())
+
+
+def used_map(ddp: Any) -> Any:
+    """Return on how many ranks each parameter was used: ``_get_local_used_map`` (1.10 to 2.15).
+
+    It is a tensor on DDP's device, summed over the ranks with ``find_unused_parameters``. None
+    without it: then an unneeded flag is not found.
+    """
+    getter = getattr(getattr(ddp, "reducer", None), "_get_local_used_map", None)
+    return None if getter is None else getter()
+
+
+def joins(ddp: Any) -> bool:
+    """Return whether a DDP module ever ran within ``join()``: ``_join_config`` (2.4 to 2.15).
+
+    Without it uneven inputs are reported there, too.
+    """
+    return bool(getattr(getattr(ddp, "_join_config", None), "enable", False))
+
+
+def is_enabled(join: Any) -> bool:
+    """Return whether a ``Join`` does anything: ``_enable`` (1.10 to 2.15). Without it, True."""
+    return bool(getattr(join, "_enable", True))
+
+
+def comm_hook(ddp: Any) -> str:
+    """Return the name of DDP's communication hook, or "": ``_comm_hooks`` (2.2 to 2.15).
+
+    Without it only its averaging shows a local SGD.
+    """
+    hooks = getattr(ddp, "_comm_hooks", None) or [(None, None)]
+    return str(getattr(hooks[-1][0], "__name__", ""))
+
+
+def broadcasts_buffers(ddp: Any) -> bool | None:
+    """Return whether DDP broadcasts buffers before a forward. None if a hook of the user does.
+
+    ``buffer_hook`` and ``modules_buffers`` (1.9 to 2.15). Without them buffers are not compared.
+    """
+    if hasattr(ddp, "buffer_hook") or not hasattr(ddp, "modules_buffers"):
+        return None
+    return syncs_buffers(ddp)
+
+
+def syncs_buffers(ddp: Any) -> bool:
+    """Return what the user chose: ``forward_sync_buffers``, up to 2.12 ``broadcast_buffers``."""
+    return bool(getattr(ddp, "forward_sync_buffers", getattr(ddp, "broadcast_buffers", True)))
+
+
+# -- autograd
 
 
 def accumulator(parameter: Any) -> Any:
-    """The node of autograd that accumulates a parameter's gradient; the idiom is as old as DDP's.
+    """Return autograd's node that accumulates a parameter's gradient, found as DDP does.
 
-    DDP keeps it alive by its own hooks on it. None where gradients are off: then only losses show
+    DDP keeps it alive by its own hooks on it. None if gradients are off: then only losses show
     which rank had the first NaN.
     """
     torch: Any = sys.modules["torch"]
@@ -158,15 +218,15 @@ def accumulator(parameter: Any) -> Any:
 
 
 def compiles_autograd() -> bool:
-    """Whether compiled autograd is on, which would trace a hook on a node (2.4 on)."""
+    """Return whether compiled autograd is on, which would trace a hook on a node (2.4 on)."""
     dynamo = sys.modules.get("torch._dynamo")
     return dynamo is not None and bool(getattr(dynamo.config, "compiled_autograd", False))
 
 
 def hook_again(handle: Any, hook: Any) -> bool:
-    """Put a hook back where it was before its ``RemovableHandle`` removed it; whether that is left.
+    """Put back a hook that its ``RemovableHandle`` removed. Return whether that was possible.
 
-    To find a node of autograd again takes 80 us. False where handles have no ``hooks_dict_ref``.
+    To find a node of autograd again takes 80 us. False if handles have no ``hooks_dict_ref``.
     """
     reference = getattr(handle, "hooks_dict_ref", None)
     hooks: Any = None if reference is None else reference()
@@ -175,178 +235,24 @@ def hook_again(handle: Any, hook: Any) -> bool:
     return hooks is not None
 
 
-def frozen_parameters(ddp: Any) -> list[Any]:
-    """Parameters that require no gradient, but those that DDP is to ignore."""
-    ignored: set[str] = getattr(ddp, "parameters_to_ignore", set())
-    return [
-        parameter
-        for name, parameter in ddp.module.named_parameters()
-        if not parameter.requires_grad and name not in ignored
-    ]
-
-
-def gradient_ready_times(ddp: Any) -> list[int] | None:
-    """When each reduced parameter's gradient was ready: ``get_backward_stats`` (1.9 to 2.15).
-
-    A time of 0 says never, one that did not change since the last reading: not in the last backward
-    either. Without it, a parameter without a gradient is known by ``p.grad is None`` alone.
-    """
-    getter = getattr(getattr(ddp, "reducer", None), "get_backward_stats", None)
-    return None if getter is None else list(getter())
-
-
-def used_map(ddp: Any) -> Any:
-    """On how many ranks each parameter was used: ``_get_local_used_map`` (1.10 to 2.15), or None.
-
-    A tensor on DDP's device, summed over the ranks where ``find_unused_parameters`` is on. Without
-    it an unneeded flag is not found.
-    """
-    getter = getattr(getattr(ddp, "reducer", None), "_get_local_used_map", None)
-    return None if getter is None else getter()
-
-
-def joins(ddp: Any) -> bool:
-    """Whether a DDP module runs, or ever ran, within ``join()``: ``_join_config`` (2.4 to 2.15).
-
-    Without it uneven inputs would be reported there, too.
-    """
-    return bool(getattr(getattr(ddp, "_join_config", None), "enable", False))
-
-
-def is_enabled(join: Any) -> bool:
-    """Whether a ``Join`` does anything: ``_enable`` (1.10 to 2.15), else it is taken to."""
-    return bool(getattr(join, "_enable", True))
-
-
-def comm_hook(ddp: Any) -> str:
-    """The name of DDP's communication hook: ``_comm_hooks`` (2.2 to 2.15), empty without one.
-
-    Without it a local SGD is known by its averaging alone.
-    """
-    hooks = getattr(ddp, "_comm_hooks", None) or [(None, None)]
-    return str(getattr(hooks[-1][0], "__name__", ""))
-
-
-def is_sharded(optimizer: Any) -> bool:
-    """Whether an optimizer keeps another part of the state on each rank, as ZeRO does."""
-    return any(each.__name__ == "ZeroRedundancyOptimizer" for each in type(optimizer).__mro__)
-
-
-def normalizes_alone(module: Any) -> bool:
-    """Whether a module is a BatchNorm that takes its statistics from one rank's batch.
-
-    ``torch.nn.modules.batchnorm._BatchNorm`` (1.0 to 2.15) is the base of all of them,
-    ``SyncBatchNorm`` among them. Without it no small batch is found.
-    """
-    torch: Any = sys.modules["torch"]
-    base = getattr(torch.nn.modules.batchnorm, "_BatchNorm", None)
-    return (
-        base is not None
-        and isinstance(module, base)
-        and not isinstance(module, torch.nn.SyncBatchNorm)
-    )
-
-
-def keeps_statistics(module: Any) -> bool:
-    """Whether a module is a BatchNorm or InstanceNorm: ``_NormBase`` (1.4 to 2.15).
-
-    Without it their statistics are known by their names alone.
-    """
-    torch: Any = sys.modules["torch"]
-    base = getattr(torch.nn.modules.batchnorm, "_NormBase", None)
-    return base is not None and isinstance(module, base)
-
-
-def unsaved_buffers(module: Any) -> set[str]:
-    """The buffers that are no part of the state dict: ``_non_persistent_buffers_set`` (1.6 on).
-
-    Without it all are taken to be.
-    """
-    return getattr(module, "_non_persistent_buffers_set", None) or set()
-
-
-def broadcasts_buffers(ddp: Any) -> bool | None:
-    """Whether DDP is to broadcast the buffers before a forward; None if a hook of the user's does.
-
-    ``forward_sync_buffers`` from 2.13 on, before it ``broadcast_buffers``; ``buffer_hook`` and
-    ``modules_buffers`` (1.9 to 2.15). Without these buffers are not compared.
-    """
-    if hasattr(ddp, "buffer_hook") or not hasattr(ddp, "modules_buffers"):
-        return None
-    return syncs_buffers(ddp)
-
-
-def syncs_buffers(ddp: Any) -> bool:
-    """What the user asked for: ``broadcast_buffers`` up to 2.12, then ``forward_sync_buffers``."""
-    return bool(getattr(ddp, "forward_sync_buffers", getattr(ddp, "broadcast_buffers", True)))
-
-
-def dtype_name(tensor: Any) -> str:
-    """``float32``."""
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def scale_of(scaler: Any) -> Any:
-    """A GradScaler's scale, a tensor on its device: ``_scale`` (1.6 to 2.15), or None.
-
-    ``get_scale`` would wait for a GPU. Without it scales are not compared.
-    """
-    return getattr(scaler, "_scale", None)
-
-
-def device_uuid(torch: Any, device: Any) -> str:
-    """The UUID of a CUDA device: ``get_device_properties(device).uuid`` (2.5 to 2.15).
-
-    Empty without it, and while CUDA is not initialized: then a rank's GPUs are not known.
-    """
-    if not torch.cuda.is_initialized():
-        return ""
-    return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
-
-
-def current_stream(cuda: Any, device: Any) -> Callable[[], Any]:
-    """What gives the current stream of a CUDA device, without making an object of it each time.
-
-    ``torch._C._cuda_getCurrentRawStream`` (1.12 to 2.15) gives the stream's address for a third of
-    the price of ``torch.cuda.current_stream``, which is asked where the address is a new one, and
-    each time where there is no such function.
-    """
-    address = getattr(sys.modules["torch"]._C, "_cuda_getCurrentRawStream", None)
-    index = device.index if device.index is not None else cuda.current_device()
-    if address is None:
-        return lambda: cuda.current_stream(device)
-    known: dict[int, Any] = {}
-
-    def current() -> Any:
-        at = address(index)
-        stream = known.get(at)
-        if stream is None:
-            if len(known) >= MOST_STREAMS:
-                known.clear()
-            stream = known[at] = cuda.current_stream(device)
-        return stream
-
-    return current
-
-
 def saved_tensors(node: Any) -> tuple[list[tuple[bool, Any]], bool]:
-    """What an operation keeps for its backward: whether it is its own result, and the tensor.
+    """Return what an operation keeps for its backward, and whether that is all of it.
 
-    With it, whether that is all of it.
+    For each tensor it tells whether that is the operation's own result.
 
-    ``_raw_saved_*`` and ``_saved_*`` of a node (1.9 to 2.15); ``unpack_hook`` of a saved tensor
-    (2.13 to 2.15) says that to unpack it is to call a hook of the job, such as checkpointing's,
-    and then it is left out. Without that, what operations keep is not known.
+    ``_raw_saved_*`` and ``_saved_*`` of a node (1.9 to 2.15). If a saved tensor has an
+    ``unpack_hook`` (2.13 to 2.15), unpacking would call a hook of the job, such as checkpointing's,
+    so it is left out.
     """
     found = []
     complete = True
-    for name in _saved_names(type(node)):
+    for name in _saved_names(node.__class__):
         raw = getattr(node, name)
         many = isinstance(raw, (tuple, list))
         if any(getattr(each, "unpack_hook", raw) is not None for each in (raw if many else (raw,))):
             complete = False
             continue
-        # A function of the job's own keeps them as ``saved_tensors``.
+        # A function of the job keeps them as ``saved_tensors``.
         plain = "saved_tensors" if name == "_raw_saved_tensors" else name.removeprefix("_raw")
         try:
             saved = getattr(node, plain)
@@ -361,8 +267,14 @@ def saved_tensors(node: Any) -> tuple[list[tuple[bool, Any]], bool]:
     return found, complete
 
 
+@functools.lru_cache(maxsize=256)
+def _saved_names(operation: Any) -> tuple[str, ...]:
+    # `dir` takes most of the time.
+    return tuple(name for name in dir(operation) if name.startswith("_raw_saved_"))
+
+
 def sequence_of(node: Any) -> int:
-    """Which of a thread's operations it was: later ones have greater numbers; -1 if unknown.
+    """Return the number of a thread's operation, greater for later ones, or -1 if unknown.
 
     ``_sequence_nr`` of a node (2.0 to 2.15).
     """
@@ -370,20 +282,60 @@ def sequence_of(node: Any) -> int:
     return int(number()) if number is not None else -1
 
 
-def _saved_names(operation: type[Any]) -> tuple[str, ...]:
-    """The attributes under which an operation keeps tensors: to list them takes the most time."""
-    found = _saved.get(operation)
-    if found is None:
-        found = tuple(name for name in dir(operation) if name.startswith("_raw_saved_"))
-        _saved[operation] = found
-    return found
+# -- modules, tensors and devices
+
+
+def is_sharded(optimizer: Any) -> bool:
+    """Return whether an optimizer keeps another part of the state on each rank, as ZeRO does."""
+    return any(each.__name__ == "ZeroRedundancyOptimizer" for each in type(optimizer).__mro__)
+
+
+def normalizes_alone(module: Any) -> bool:
+    """Return whether a module is a BatchNorm that takes its statistics from one rank's batch.
+
+    ``torch.nn.modules.batchnorm._BatchNorm`` (1.0 to 2.15) is the base of all of them,
+    ``SyncBatchNorm`` among them. Without it no small batch is found.
+    """
+    norms = sys.modules["torch"].nn
+    return _is_norm(module, "_BatchNorm") and not isinstance(module, norms.SyncBatchNorm)
+
+
+def keeps_statistics(module: Any) -> bool:
+    """Return whether a module is a BatchNorm or InstanceNorm: ``_NormBase`` (1.4 to 2.15).
+
+    Without it only the names of buffers show that they are statistics.
+    """
+    return _is_norm(module, "_NormBase")
+
+
+def _is_norm(module: Any, name: str) -> bool:
+    base = getattr(sys.modules["torch"].nn.modules.batchnorm, name, None)
+    return base is not None and isinstance(module, base)
+
+
+def unsaved_buffers(module: Any) -> set[str]:
+    """Return buffers outside the state dict: ``_non_persistent_buffers_set`` (1.6 on), or none."""
+    return getattr(module, "_non_persistent_buffers_set", None) or set()
+
+
+def dtype_name(tensor: Any) -> str:
+    """Return a tensor's dtype as ``float32``."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def scale_of(scaler: Any) -> Any:
+    """Return a GradScaler's scale, a tensor on its device: ``_scale`` (1.6 to 2.15), or None.
+
+    ``get_scale`` would wait for a GPU. Without it scales are not compared.
+    """
+    return getattr(scaler, "_scale", None)
 
 
 def largest(torch: Any, tensors: list[Any]) -> Any:
-    """The greatest magnitude in each tensor, as one vector in double precision.
+    """Return the greatest magnitude in each tensor, as one vector in double precision.
 
-    ``_foreach_norm`` (1.13 to 2.15) launches few kernels for many tensors of a device and dtype;
-    without it there is one for each.
+    ``_foreach_norm`` (1.13 to 2.15) launches few kernels for many tensors of a device and dtype.
+    Without it there is one for each.
     """
     together = getattr(torch, "_foreach_norm", None)
     if together is not None:
@@ -391,69 +343,105 @@ def largest(torch: Any, tensors: list[Any]) -> Any:
     return torch.stack([torch.linalg.vector_norm(each, ord=math.inf) for each in tensors]).double()
 
 
-# -- the private parts of Dynamo that the probe uses
+def device_uuid(torch: Any, device: Any) -> str:
+    """Return the UUID of a CUDA device: ``get_device_properties(device).uuid`` (2.5 to 2.15).
+
+    Empty without it, and while CUDA is not initialized: then a rank's GPUs are unknown.
+    """
+    if not torch.cuda.is_initialized():
+        return ""
+    return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+
+
+def current_stream(cuda: Any, device: Any) -> Callable[[], Any]:
+    """Return what gets the current stream of a CUDA device, without making an object each time.
+
+    ``torch._C._cuda_getCurrentRawStream`` (1.12 to 2.15) returns the stream's address in a third of
+    the time of ``torch.cuda.current_stream``, which is called for a new address, or always.
+    """
+    address = getattr(sys.modules["torch"]._C, "_cuda_getCurrentRawStream", None)
+    index = device.index if device.index is not None else cuda.current_device()
+    if address is None:
+        return lambda: cuda.current_stream(device)
+    known: dict[int, Any] = {}
+
+    def current() -> Any:
+        at = address(index)
+        stream = known.get(at)
+        if stream is None:
+            # torch has 32 streams of a priority for a device.
+            if len(known) >= 64:
+                known.clear()
+            stream = known[at] = cuda.current_stream(device)
+        return stream
+
+    return current
+
+
+# -- Dynamo
 
 
 def skip_frames(torch: Any, modules: Iterable[ModuleType]) -> None:
-    """Have Dynamo leave the functions of ``modules`` alone, with all that they call.
+    """Make Dynamo skip the functions of ``modules``, with all that they call.
 
     They run between the graphs of a compiled region. ``torch._C._dynamo.eval_frame`` marks code
     objects at no cost per call: ``set_code_exec_strategy`` (2.7 to 2.15), ``skip_code`` before.
-    Without either, Dynamo compiles them: slower to warm up, the same results.
+    Without either, Dynamo compiles them, which only takes longer to warm up.
     """
-    mark = _marker(getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None))
-    if mark is None:
-        return
-    for module in modules:
-        for owner in (module, *(v for v in vars(module).values() if isinstance(v, type))):
-            for value in vars(owner).values():
-                if isinstance(value, FunctionType) and value.__module__ == module.__name__:
-                    mark(value.__code__)
+    functions = (
+        value
+        for module in modules
+        for owner in (module, *(v for v in vars(module).values() if isinstance(v, type)))
+        for value in vars(owner).values()
+        if isinstance(value, FunctionType) and value.__module__ == module.__name__
+    )
+    _skip(torch, (each.__code__ for each in functions), within=True)
 
 
 def skip_wrappers(torch: Any, codes: Iterable[CodeType]) -> None:
-    """Have Dynamo leave functions alone that call others of the job's, but not those others."""
-    mark = _marker(getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None), within=False)
-    if mark is not None:
-        for code in codes:
-            mark(code)
+    """Make Dynamo skip functions that call others of the job, but not those others."""
+    _skip(torch, codes, within=False)
 
 
-def _marker(eval_frame: Any, within: bool = True) -> Callable[[CodeType], object] | None:
+def _skip(torch: Any, codes: Iterable[CodeType], within: bool) -> None:
+    eval_frame = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
     setter = getattr(eval_frame, "set_code_exec_strategy", None)
     action = getattr(eval_frame, "_FrameAction", None)
     strategy = getattr(eval_frame, "_FrameExecStrategy", None)
+    older = getattr(eval_frame, "skip_code", None)
     if setter is not None and action is not None and strategy is not None:
         skip = strategy(action.SKIP, action.SKIP if within else action.DEFAULT)
-        return lambda code: setter(code, skip)
-    older: Callable[[CodeType], object] | None = getattr(eval_frame, "skip_code", None)
-    return older
+        for code in codes:
+            setter(code, skip)
+    elif older is not None:
+        for code in codes:
+            older(code)
 
 
 def disable_dynamo(torch: Any, function: Any, recursive: bool) -> Any:
-    """``torch._disable_dynamo`` (2.4 to 2.15), which imports Dynamo only when first called.
+    """Wrap in ``torch._disable_dynamo`` (2.4 to 2.15), which imports Dynamo when first called.
 
-    Without it the function is returned as it is.
+    Without it return the function.
     """
     disable = getattr(torch, "_disable_dynamo", None)
     return function if disable is None else disable(function, recursive=recursive)
 
 
 def has_compiled() -> bool:
-    """Whether ``torch.compile`` took functions here: ``torch._dynamo.utils.counters``, 2.0 to 2.15.
+    """Return whether ``torch.compile`` ran here: ``torch._dynamo.utils.counters`` (2.0 to 2.15).
 
-    Without it users do not learn that breakpoints in such functions are not hit (debugpy#999).
+    Without it we do not tell users that breakpoints in such functions are not hit (debugpy#999).
     """
     counters: Any = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
-    # Not by index: these make an entry where there is none, and they are the job's.
+    # An index would add a missing entry to the job's own counters.
     return bool((counters or {}).get("frames", {}).get("ok"))
 
 
-# -- the private parts of ``torch.utils.data.dataloader`` that the probe reads
+# -- ``torch.utils.data.dataloader``
 
 
 def loader_iterator_classes(dataloader: Any) -> list[Any]:
-    """The classes of ``torch.utils.data.dataloader`` that have a ``_next_data`` (2.4 to 2.15).
+    """Return the classes that have a ``_next_data`` (2.4 to 2.15).
 
     Without them data waits count as ``other``.
     """
@@ -462,8 +450,24 @@ def loader_iterator_classes(dataloader: Any) -> list[Any]:
     return [each for each in classes if "_next_data" in vars(each or object)]
 
 
+def loader_iterator_base(dataloader: Any) -> Any:
+    """Return ``_BaseDataLoaderIter``, whose ``_next_index`` calls the sampler (2.4 to 2.15).
+
+    Without it what the ranks draw is unknown.
+    """
+    base = getattr(dataloader, "_BaseDataLoaderIter", None)
+    return base if hasattr(base, "_next_index") else None
+
+
+LOADER_BUILT = "_DataLoader__initialized"
+"""Attribute that ``DataLoader.__init__`` sets after its samplers (2.4 to 2.15).
+
+Without it a loader is named by the line that iterates over it, not by the one that built it.
+"""
+
+
 def is_first_batch(iterator: Any) -> bool:
-    """Whether a loader's iterator was never asked before: ``_num_yielded`` (2.4 to 2.15).
+    """Return whether no batch was asked of a loader's iterator: ``_num_yielded`` (2.4 to 2.15).
 
     Without it the time between epochs is charged to the first step of the next.
     """
@@ -471,41 +475,25 @@ def is_first_batch(iterator: Any) -> bool:
 
 
 def index_sampler_of(iterator: Any) -> Any:
-    """What a loader's iterator takes indices from: ``_index_sampler`` (2.4 to 2.15), or None."""
+    """Return what gives a loader's iterator its indices: ``_index_sampler`` (2.4 to 2.15)."""
     return getattr(iterator, "_index_sampler", None)
 
 
 def sampler_of(iterator: Any) -> Any:
-    """The sampler behind a loader's iterator, or None."""
+    """Return the sampler behind a loader's iterator, or None."""
     outer = index_sampler_of(iterator)
     return getattr(outer, "sampler", outer)
 
 
-def loader_iterator_base(dataloader: Any) -> Any:
-    """``_BaseDataLoaderIter``, whose ``_next_index`` asks the sampler for a batch (2.4 to 2.15).
-
-    Without it what the ranks draw is not known.
-    """
-    base = getattr(dataloader, "_BaseDataLoaderIter", None)
-    return base if hasattr(base, "_next_index") else None
-
-
-LOADER_BUILT = "_DataLoader__initialized"
-"""What ``DataLoader.__init__`` sets when its samplers are in place (2.4 to 2.15).
-
-Without it a loader is named by the line that iterates over it, not by the one that built it.
-"""
-
-
 def samplers_of(iterator: Any) -> list[Any]:
-    """The sampler behind a loader's iterator, and the batch sampler around it, if there are any."""
+    """Return the sampler behind a loader's iterator, and the batch sampler, if there are any."""
     outer = index_sampler_of(iterator)
     inner = getattr(outer, "sampler", None)
     return [each for each in (inner, outer) if each is not None]
 
 
 def pass_of(iterator: Any) -> Any:
-    """What changes when a loader's iterator begins again: ``_sampler_iter`` (2.4 to 2.15), or None.
+    """Return an object that differs in each pass: ``_sampler_iter`` (2.4 to 2.15), or None.
 
     Without it the passes of persistent workers count as one.
     """
@@ -513,34 +501,34 @@ def pass_of(iterator: Any) -> Any:
 
 
 def is_iterable_style(iterator: Any) -> bool:
-    """Whether the loader's data set is iterable-style: ``_dataset_kind`` (2.4 to 2.15)."""
+    """Return whether the loader's data set is iterable-style: ``_dataset_kind`` (2.4 to 2.15)."""
     return getattr(iterator, "_dataset_kind", 0) == 1
 
 
 def dataset_of(iterator: Any) -> Any:
-    """The data set behind a loader's iterator: ``_dataset`` (2.4 to 2.15), or None."""
+    """Return the data set behind a loader's iterator: ``_dataset`` (2.4 to 2.15), or None."""
     return getattr(iterator, "_dataset", None)
 
 
 def batches_at_once(iterator: Any) -> bool:
-    """Whether the loader itself makes batches of samples: ``_auto_collation`` (2.4 to 2.15)."""
+    """Return whether the loader collates samples itself: ``_auto_collation`` (2.4 to 2.15)."""
     return bool(getattr(iterator, "_auto_collation", True))
 
 
 def keeps_order(iterator: Any) -> bool:
-    """Whether batches come in the order they were drawn: ``_in_order`` (2.6 to 2.15), else yes."""
+    """Return whether batches come in the order drawn: ``_in_order`` (2.6 to 2.15), or True."""
     return bool(getattr(iterator, "_in_order", True))
 
 
 def workers_of(iterator: Any) -> int:
-    """How many worker processes a loader's iterator has: ``_num_workers`` (2.4 to 2.15), or 0."""
+    """Return the number of a loader's worker processes: ``_num_workers`` (2.4 to 2.15), or 0."""
     workers = getattr(iterator, "_num_workers", 0)
     return workers if isinstance(workers, int) else 0
 
 
 def worker_functions_of(iterator: Any) -> list[Any]:
-    """What a loader's workers call beside its data set: ``_collate_fn``, ``_worker_init_fn``.
+    """Return what workers call beside the data set: ``_collate_fn``, ``_worker_init_fn``, or None.
 
-    None where there is none (2.4 to 2.15 have them, the second only with workers).
+    2.4 to 2.15 have them, the second only with workers.
     """
     return [getattr(iterator, name, None) for name in ("_collate_fn", "_worker_init_fn")]

@@ -1,7 +1,7 @@
-"""End this process when what launched it has vanished.
+"""End this process when the supervisor and its keepers are gone.
 
-The last net: the supervisor and two keepers (`ddpdoctor.supervise.keeper`) each end the job if the
-others are gone, and this thread of a rank does it if all three were killed.
+The supervisor and two keepers (`ddpdoctor.supervise.keeper`) each end the job if the others are
+gone. This thread of a rank does it if all three were killed.
 """
 
 from __future__ import annotations
@@ -16,20 +16,17 @@ import time
 from ddpdoctor.probe.runtime.shield import background
 from ddpdoctor.run.names import KEEPERS, MARK, namespace
 
-GRACE = 4.0
-"""Seconds between SIGTERM and SIGKILL for a process whose launcher vanished."""
-
-POLL = 1.0
-"""Seconds between two looks where the kernel has no pidfd (before Linux 5.3, macOS)."""
+GRACE = 4.0  # seconds between SIGTERM and SIGKILL
+POLL = 1.0  # seconds between two checks without a pidfd (before Linux 5.3, macOS)
 
 
 def is_command() -> bool:
-    """Whether this process is the job's command itself."""
+    """Return whether this process is the job's command itself."""
     return str(os.getppid()) in os.environ.get(KEEPERS, "").split(",")
 
 
 def start() -> None:
-    """Watch the supervisor, if it is a process of this machine, from another thread."""
+    """Watch the supervisor from another thread, if it is on this machine."""
     place = os.environ.get("DDPDOCTOR_SUPERVISOR", "").partition("@")[2]
     pids = os.environ.get(KEEPERS, "").split(",")
     if place != namespace() or not all(pid.isdigit() for pid in pids):
@@ -71,11 +68,9 @@ def _wait_for(pid: int) -> None:
     """
     try:
         descriptor = os.pidfd_open(pid)
-    except AttributeError:
-        descriptor = -1
     except ProcessLookupError:
         return
-    except OSError:
+    except (AttributeError, OSError):
         descriptor = -1
     if descriptor >= 0:
         poller = select.poll()

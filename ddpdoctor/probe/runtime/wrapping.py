@@ -1,8 +1,8 @@
-"""Put calls of ours around functions of torch and of Python, once their module is imported.
+"""Call hooks around functions of torch and of Python, once their module is imported.
 
-Nothing is imported for it. What the wrapped function returns and raises stays as it is, and no
-frame of ours shows in the traceback (from Python 3.11 on). Where an owner has no such function
-nothing is wrapped, and what depends on it is not known.
+The probe imports none of them. What a wrapped function returns and raises stays as it is, and no
+frame of ours shows in the traceback (from Python 3.11 on). A function that does not exist is not
+wrapped, and what depends on it is unknown.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from typing import Any
 from ddpdoctor.probe.runtime import hot, rank, shield
 from ddpdoctor.probe.runtime.shield import fault
 
-# -- call a function right after a module was imported, without importing it ourselves
-
+# -- imports
 
 OnImport = Callable[[ModuleType], None]
 
 
 class _ImportFinder:
-    """A finder that finds what the others find, and adds a call after the module ran."""
+    """Find what the other finders find, and add a call after the module ran."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, list[OnImport]] = {}
@@ -40,19 +39,18 @@ class _ImportFinder:
                 continue
             spec = finder.find_spec(name, path, target)
             if spec is not None:
-                _after_exec(spec, callbacks)
+                _after_exec(spec.loader, callbacks)
                 return spec
         return None
 
 
-def _after_exec(spec: ModuleSpec, callbacks: list[OnImport]) -> None:
-    loader = spec.loader
-    if loader is None or not hasattr(loader, "exec_module"):
+def _after_exec(loader: Any, callbacks: list[OnImport]) -> None:
+    if not hasattr(loader, "exec_module"):
         return
     original = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:
-        # The loader belongs to this one module; afterwards nothing of ours is left on it.
+        # The loader belongs to this one module. Leave nothing of ours on it.
         del loader.__dict__["exec_module"]
         original(module)
         for callback in callbacks:
@@ -62,11 +60,11 @@ def _after_exec(spec: ModuleSpec, callbacks: list[OnImport]) -> None:
 
 
 def _call_shielded(callback: OnImport, module: ModuleType) -> None:
-    """A hook that cannot be installed must not make the job's import fail."""
+    # A hook that cannot be installed must not make the job's import fail.
     try:
         callback(module)
     except Exception as error:
-        fault(f"{callback.__module__}.{callback.__qualname__}", error)
+        fault(shield.name_of(callback), error)
 
 
 _import_finder = _ImportFinder()
@@ -83,8 +81,7 @@ def when_imported(name: str, callback: OnImport) -> None:
     _import_finder.waiting.setdefault(name, []).append(callback)
 
 
-# -- puts calls of ours around functions of torch and of Python
-
+# -- wrappers
 
 Begin = Callable[..., Any]
 End = Callable[[Any, Any, "BaseException | None"], object]
@@ -145,21 +142,20 @@ def around(
 
     Args:
         owner: The class or module.
-        name: Of the function.
-        hook: What a fault in either is recorded as; then both go off.
-        begin: Gets the arguments. If it returns None there is no end.
-        end: Gets what ``begin`` returned, the result and the exception.
-        compiled: Whether Dynamo may come here, for which there is only the original then.
-        idle: An attribute of the first argument; where it is true there is nothing to call.
-        backward: Whether it is autograd's engine, which compiled code follows in light steps.
-        waits: Whether it is of no account within a collective, which waits.
+        name: The function's name.
+        hook: The name of a fault in either, which switches off both.
+        begin: Called with the arguments. If it returns None, ``end`` is not called.
+        end: Called with what ``begin`` returned, the result and the exception.
+        compiled: Dynamo may trace the wrapper, and then sees only the original.
+        idle: An attribute of the first argument. If it is true, call the original only.
+        backward: It is autograd's engine, which compiled code follows in light steps.
+        waits: Ignore it within a collective, which waits itself.
     """
     original = getattr(owner, name, None)
     if original is None:
         return
-
     if hot.core is not None and not compiled and not idle:
-        # Of what is no Python function Dynamo would break the graph.
+        # Dynamo would break its graph at such a function.
         made = hot.core.Around(original, hook, begin, end, backward, waits)
         setattr(owner, name, functools.update_wrapper(made, original))
         return
@@ -205,4 +201,4 @@ CODES = tuple(
     for code in function.__code__.co_consts
     if isinstance(code, CodeType)
 )
-"""What is put around functions, as Dynamo knows it: it is not to compile that."""
+"""The code of the wrappers, which Dynamo is not to compile."""

@@ -1,4 +1,4 @@
-/* Calls around a function, as wrapping.py has them. */
+/* Calls around a function, as in wrapping.py. */
 
 typedef struct {
     PyObject_HEAD
@@ -9,8 +9,8 @@ typedef struct {
 
 static PyTypeObject AroundType;
 
-/* Call end(begun, result, error); what it raises is a fault, or the job's own if it is no Exception:
- * then -1, with that exception set. */
+/* Call end(begun, result, error). What it raises is a fault. If it is not an Exception it is the job's
+ * own: return -1 with it set. */
 static int around_ends(Around *self, PyObject *begun, PyObject *result, PyObject *error)
 {
     PyObject *done = PyObject_CallFunctionObjArgs(self->end, begun, result ? result : Py_None,
@@ -114,7 +114,7 @@ static PyObject *Around_get(PyObject *self, PyObject *object, PyObject *type)
     return object == NULL || object == Py_None ? Py_NewRef(self) : PyMethod_New(self, object);
 }
 
-/* As a function is copied and pickled: by its name. */
+/* Copied and pickled by name, as a function. */
 static PyObject *Around_reduce(PyObject *self, PyObject *unused)
 {
     return PyObject_GetAttr(self, s_qualname);

@@ -1,4 +1,4 @@
-/* What all parts share: the layout of the status page, names, clocks, faults, subscribers. */
+/* Shared by all parts: the layout of the status page, names, clocks, faults, subscribers. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -20,14 +20,14 @@
 enum { STARTING, OTHER, DATA, FORWARD, BACKWARD, OPTIMIZER, WAIT, ENDED, PHASES };
 enum { LIVE_AT = 128, TOTALS_AT = 160, REDUCED_AT = 192, COLLECTIVE_AT = 256, SITE_AT = 320 };
 enum { COLLECTIVE_SIZE = 64, SITE_SIZE = 688, PAGE_SIZE = 1024 };
-enum { MOST_NESTED = 250, BACKWARDS = 64, MOST_FRAMES = 48 };
+enum { MAX_NESTED = 250, BACKWARDS = 64, MAX_FRAMES = 48 };
 
 #define NO_EPOCH (-1)
 
-/* One higher with each change that the Python beside it depends on (hot.py). */
+/* Raise it with each change that hot.py depends on. */
 #define CONTRACT 4
 
-/* What other modules of the probe hold; see bind(). */
+/* Names of other modules of the probe; see bind(). */
 static PyObject *rank_names, *event_names, *off_hooks, *fault_of, *grad_enabled, *walk, *memos;
 static PyObject *compiler_names;
 /* Names of attributes. */
@@ -66,7 +66,7 @@ static int64_t cpu_ns(void)
     return read_clock(CLOCK_THREAD_CPUTIME_ID);
 }
 
-/* The exception that is set, and is no longer; NULL without one (3.12: PyErr_GetRaisedException). */
+/* Take the current exception, or NULL (3.12: PyErr_GetRaisedException). */
 static PyObject *take_exception(void)
 {
     PyObject *type, *error, *traceback;
@@ -81,7 +81,7 @@ static PyObject *take_exception(void)
     return error;
 }
 
-/* Set an exception that was taken, whose reference goes with it; nothing for NULL. */
+/* Set an exception that was taken, with its reference. Do nothing for NULL. */
 static void set_exception(PyObject *error)
 {
     if (error != NULL)
@@ -89,7 +89,7 @@ static void set_exception(PyObject *error)
                       PyException_GetTraceback(error));
 }
 
-/* An attribute as any object has it: a module's own lookup (__getattr__) is asked only without. */
+/* Look up an attribute as of any object. Call a module's own __getattr__ only without it. */
 static PyObject *attribute(PyObject *object, PyObject *name)
 {
     PyObject *found = PyObject_GenericGetAttr(object, name);
@@ -99,8 +99,8 @@ static PyObject *attribute(PyObject *object, PyObject *name)
     return PyObject_GetAttr(object, name);
 }
 
-/* The exception that is set becomes a fault of that hook. What is no Exception (KeyboardInterrupt,
- * SystemExit), or of a signal handler (see shield.fault), is the job's own: then -1, and it is set. */
+/* Note the current exception as a fault of a hook. Return -1 and keep it if it is the job's own: not an
+ * Exception (KeyboardInterrupt, SystemExit), or raised by a signal handler (see shield.fault). */
 static int note_fault(PyObject *hook)
 {
     if (!PyErr_Occurred())

@@ -1,6 +1,6 @@
-/* What a rank has called so far, as calls.py has it, and its ring of collectives. */
+/* Counts of a rank's collectives, as Calls of phases.py, and its ring of collectives. */
 
-/* What a rank has called so far: the base of probe/observers/collective_calls.py's Ledger. */
+/* The base of probe/observers/collective_calls.py's Ledger. */
 typedef struct {
     PyObject_HEAD
     Py_buffer memory;

@@ -1,4 +1,4 @@
-/* The user lines that lead to a hook, as sites.py has them. */
+/* The user lines that lead to a hook, as in sites.py. */
 
 typedef struct {
     PyObject *code;
@@ -9,7 +9,7 @@ typedef struct {
     PyObject_HEAD
     long most;
     int count, enough;
-    Place places[MOST_FRAMES];
+    Place places[MAX_FRAMES];
     PyObject *found;
 } Chain;
 
@@ -39,7 +39,7 @@ static int Chain_init(Chain *self, PyObject *args, PyObject *kwargs)
     return memos != NULL ? PyList_Append(memos, (PyObject *)self) : 0;
 }
 
-/* A new reference to the lines that led here, by a walk; NULL with an exception. */
+/* Walk the stack. Return a new reference to the lines that led here, or NULL with an exception. */
 static PyObject *chain_walk(Chain *self)
 {
     PyFrameObject *frame = PyEval_GetFrame();
@@ -59,7 +59,7 @@ static PyObject *chain_walk(Chain *self)
     }
     chain_forget(self);
     Py_ssize_t count = PyTuple_GET_SIZE(frames);
-    if (count <= MOST_FRAMES) {
+    if (count <= MAX_FRAMES) {
         for (Py_ssize_t i = 0; i < count; i++) {
             PyObject *place = PyTuple_GET_ITEM(frames, i);
             self->places[i].code = Py_NewRef(PyTuple_GET_ITEM(place, 0));
@@ -74,7 +74,7 @@ static PyObject *chain_walk(Chain *self)
     return found;
 }
 
-/* A new reference to the lines that led here; NULL with an exception. */
+/* Return a new reference to the lines that led here, or NULL with an exception. */
 static PyObject *chain_sites(Chain *self)
 {
     if (self->found == NULL)
@@ -84,7 +84,7 @@ static PyObject *chain_sites(Chain *self)
     while (i < self->count && frame != NULL && frame_code(frame) == self->places[i].code &&
            frame_at(frame) == self->places[i].at) {
         i++;
-        /* Who called the last one need not be known. */
+        /* The caller of the last one does not matter. */
         if (i == self->count && self->enough)
             break;
         frame = frame_back(frame);

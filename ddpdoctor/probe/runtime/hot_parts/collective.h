@@ -18,7 +18,7 @@ static char *ring_place(Calls *calls, long long order)
     return calls->bytes + RING_ENTRIES_AT + order % RING_ENTRIES * RING_ENTRY;
 }
 
-/* Write a call down that is like the last one, as Ledger.begin does; its order, -1 for a fault. */
+/* Record a call that equals the last one, as Ledger.begin does. Return its order, or -1 for a fault. */
 static long long collective_write(Collective *self, PyObject *known, Phases *rank, Calls *calls)
 {
     long long sequence = 0;
@@ -49,7 +49,7 @@ static long long collective_write(Collective *self, PyObject *known, Phases *ran
     return order;
 }
 
-/* An asynchronous call returned what its end is waited for by; -1 for an exception of the job's. */
+/* Keep the Work that an asynchronous call returned. Return -1 for an exception of the job's own. */
 static int collective_returned(Calls *calls, long long order, PyObject *work)
 {
     PyObject *number = PyLong_FromLongLong(order);
@@ -89,7 +89,7 @@ static PyObject *Collective_call(Collective *self, PyObject *const *both, Py_ssi
     PyObject *result = NULL, *known = NULL;
     PyObject *chain = chain_sites(self->lines);
     collective_bind(self, args, kwargs, given);
-    /* It may be of a list, which others can change. */
+    /* It may be in a list, which others can change. */
     PyObject *tensor = Py_XNewRef(given[TENSOR]);
     if (chain == NULL && note_fault(h_collectives) < 0)
         goto end;
@@ -99,7 +99,7 @@ static PyObject *Collective_call(Collective *self, PyObject *const *both, Py_ssi
         goto end;
     if (known == NULL) {
         result = PyObject_Call(self->in_python, args, kwargs);
-        /* Of a stack that is too deep to be remembered no call is like the last one. */
+        /* A stack that is too deep is not remembered, so no call equals the last one. */
         if (chain != NULL && chain == self->lines->found && !calls->elsewhere && result != NULL &&
             collective_learn(self, calls, chain, given) < 0)
             Py_CLEAR(result);

@@ -1,18 +1,18 @@
-/* A collective as it was called last: calls that are like it are written by what is known. */
+/* The last call of a collective. Equal calls are recorded from what is stored of it. */
 
-/* Where a call has the arguments that its ranks share. */
+/* The positions of the arguments that all ranks share. */
 enum { TENSOR, OP, ROOT, GROUP_ROOT, GROUP, ASYNC_OP, ARGUMENTS };
 
 typedef struct {
     PyObject_HEAD
     PyObject *name, *original;
-    PyObject *in_python;     /* an Around of the same function, for calls that are not like the last */
+    PyObject *in_python;     /* an Around of the same function, for calls that differ from the last */
     PyObject *parameters[ARGUMENTS];
     int places[ARGUMENTS];
     char first, point_to_point, reduces, gathers;
     char shown[COLLECTIVE_SIZE];
     Chain *lines;
-    /* The last call, and what is stored of all like it. */
+    /* The last call, and what is stored of all equal ones. */
     PyObject *chain, *given[ARGUMENTS], *dtype, *shape, *known;
     Calls *of;
     long long numel;
@@ -99,7 +99,7 @@ static int Collective_init(Collective *self, PyObject *args, PyObject *kwargs)
     return self->lines == NULL || PyErr_Occurred() ? -1 : 0;
 }
 
-/* The arguments of a call, borrowed; NULL where one is left out. */
+/* The arguments of a call, borrowed; NULL for one that is left out. */
 static void collective_bind(Collective *self, PyObject *args, PyObject *kwargs, PyObject **given)
 {
     Py_ssize_t count = PyTuple_GET_SIZE(args);
@@ -118,9 +118,8 @@ static void collective_bind(Collective *self, PyObject *args, PyObject *kwargs, 
                             : NULL;
 }
 
-/* The group of a call that is like the last one of this place, so that what is stored is known: a new
- * reference, since what runs from now on may forget it; NULL of another one, with an exception if that
- * is the job's own. */
+/* Return the group of a call that equals the last one here, or NULL for another call, with an exception
+ * if that is the job's own. It is a new reference, since what runs from now on may drop it. */
 static PyObject *collective_alike(Collective *self, Calls *calls, PyObject *chain,
                                   PyObject **given)
 {
@@ -148,8 +147,8 @@ static PyObject *collective_alike(Collective *self, Calls *calls, PyObject *chai
     return known;
 }
 
-/* Remember what the ledger has of a call that Python has just written down; -1 if that raised what
- * is the job's own. */
+/* Keep what the ledger stored of a call that Python has just recorded. Return -1 for an exception of
+ * the job's own. */
 static int collective_learn(Collective *self, Calls *calls, PyObject *chain, PyObject **given)
 {
     collective_forget(self);

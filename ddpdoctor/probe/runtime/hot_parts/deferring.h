@@ -1,7 +1,7 @@
-/* A hook that C++ calls in the middle of other work: Ctrl-C waits until that is done.
+/* Defer Ctrl-C in a hook that C++ calls until the work of C++ is done.
  *
- * Without the hook no Python code runs there, so Python raises KeyboardInterrupt in the first one
- * behind it, the job's own. From a callback of the garbage collector it would not even come out. */
+ * Without the hook no Python code runs there, so Python raises KeyboardInterrupt later, in the job's own
+ * code. A callback of the garbage collector would even swallow it. */
 
 static int is_pythons_own_handler(void)
 {
@@ -22,7 +22,7 @@ static PyObject *deferring_call(PyObject *hook, PyObject *args)
     if (result != NULL || !PyErr_ExceptionMatches(PyExc_KeyboardInterrupt))
         return result;
     PyObject *error = take_exception();
-    /* A handler of the job's may count. */
+    /* A handler of the job may count signals. */
     if (!is_pythons_own_handler()) {
         set_exception(error);
         return NULL;

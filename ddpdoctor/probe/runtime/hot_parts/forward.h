@@ -1,4 +1,4 @@
-/* DDP's own context around the wrapped module's forward, with ours around it (probe/hooks/ddp.py). */
+/* A context around DDP's own context of the wrapped module's forward (probe/hooks/ddp.py). */
 
 typedef struct {
     PyObject_HEAD
@@ -23,7 +23,7 @@ static PyObject *Forward_make(PyObject *type, PyObject *const *args, size_t flag
     return (PyObject *)self;
 }
 
-/* Not the garbage collector's: it is gone with its forward, and nothing it holds knows of it. */
+/* Not tracked by the garbage collector: nothing that it holds refers to it. */
 static void Forward_dealloc(Forward *self)
 {
     Py_XDECREF(self->ddp);

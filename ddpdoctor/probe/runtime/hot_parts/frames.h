@@ -1,8 +1,8 @@
-/* The frames of Python functions, from the one that called us outwards.
+/* The frames of Python functions, from our caller outwards.
  *
- * An object of each, as Python's public functions give, takes as long as all else in a hook. From 3.11
- * on a frame is read where the interpreter has it, by the header that this Python was built with; a
- * later one than was tried gives objects. */
+ * Making objects of them, by Python's public functions, takes as long as all else in a hook. From 3.11
+ * on we read the interpreter's own frames by its internal header, and make objects in versions that are
+ * newer than those that were tried. */
 
 #ifndef __has_include
 #define __has_include(name) 0
@@ -60,7 +60,7 @@ static void frame_done(Frame frame)
 
 #include <frameobject.h>
 
-/* A reference of one's own, for frame_back or frame_done. */
+/* A new reference, for frame_back or frame_done. */
 typedef PyFrameObject *Frame;
 
 static Frame frame_first(void)
@@ -82,7 +82,7 @@ static Frame frame_back(Frame frame)
     return back;
 }
 
-/* Borrowed: the frame has it. */
+/* Borrowed from the frame. */
 static PyObject *frame_code(Frame frame)
 {
     PyCodeObject *code = PyFrame_GetCode(frame);

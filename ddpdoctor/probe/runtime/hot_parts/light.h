@@ -1,9 +1,9 @@
-/* The hooks of steps of which only that is seen which must not be missed. */
+/* The hooks of light steps. */
 
 static Chain *forward_lines, *backward_lines, *optimizer_lines;
 
-/* Begin a phase at the user's line that led here: 1, 0 or -1 as do_enter. Each frame up to that
- * line is looked at every time: what hangs is often a line that is taken once, by one rank. */
+/* Begin a phase at the user's line that led here. Return 1, 0 or -1 as do_enter. All frames up to that
+ * line are compared every time, since a hang is often at a line that one rank takes once. */
 static int enter_at(Phases *rank, int phase, Chain *lines, PyObject **site)
 {
     PyObject *found = chain_sites(lines);
@@ -16,14 +16,14 @@ static int enter_at(Phases *rank, int phase, Chain *lines, PyObject **site)
     return begun;
 }
 
-/* Whether only that is seen of the step under way which must not be missed. */
+/* Whether the current step is light. */
 static int is_light(Phases *rank)
 {
     return rank != NULL && rank->light;
 }
 
-/* What follows returns for a hook: nothing was done, which is for Python to do; the phase has begun;
- * all is done, and there is no end (another thread's call); a fault. */
+/* Results of the functions below: a fault; nothing was done, so Python has to; the phase has begun; all
+ * is done without an end (a call of another thread). */
 enum { FAULT = -1, FOR_PYTHON, BEGUN, NO_END };
 
 static int begun_at(Phases *rank, int phase, Chain *lines, PyObject **site)
@@ -38,7 +38,7 @@ static int begun_at(Phases *rank, int phase, Chain *lines, PyObject **site)
     }
 }
 
-/* Call who has subscribed to a moment; -1 for a fault that is the job's own. */
+/* Call the subscribers of an event. Return -1 for an exception of the job's own. */
 static int call_subscribers(int moment, PyObject *hook, PyObject *first, PyObject *second)
 {
     PyObject *each = subscribers(moment);
@@ -64,7 +64,7 @@ static void clocked_since(Phases *rank, int64_t began)
 /* A forward of a DDP module. */
 static int light_forward(Phases *rank, PyObject *ddp)
 {
-    /* DDP's logger is asked in the step after one that is seen in full. */
+    /* DDP's logger is read in the step after a full one. */
     if (!is_light(rank) || !rank->closer || !(rank->steps & rank->sparse) || is_off(h_forward))
         return FOR_PYTHON;
     PyObject *grad = PyObject_CallNoArgs(grad_enabled);
@@ -124,7 +124,7 @@ static int light_backward_ended(Phases *rank, PyObject *error)
     return BEGUN;
 }
 
-/* The end of a step within a line of the journal, as StepTracker.close has it. */
+/* The end of a step that ends no line of the journal, as in StepTracker.close. */
 static int light_close(Phases *rank)
 {
     int64_t now = charge_host(rank);
@@ -150,7 +150,7 @@ static int light_close(Phases *rank)
     store(rank, TOTALS_AT + 8, rank->epoch);
     store(rank, TOTALS_AT + 16, rank->last_total);
     rank->light = (rank->steps + 1) & rank->sparse;
-    /* Where the next step is seen in full: what came before it was of no known phase. */
+    /* If the next step is full, what came before it has no known phase. */
     if (charge_device(rank, STARTING) < 0)
         return -1;
     if (is_noticed(rank)) {
@@ -173,7 +173,7 @@ static int light_close(Phases *rank)
 
 static int initializing;
 
-/* initializes(more): calls of torch's own are under way that step an optimizer without training. */
+/* initializes(more): calls of torch are under way that step an optimizer without training. */
 static PyObject *initializes(PyObject *module, PyObject *more)
 {
     initializing += (int)PyLong_AsLong(more);
@@ -204,9 +204,9 @@ static PyObject *step_ended(PyObject *module, PyObject *optimizer)
         Py_RETURN_TRUE;
     if (!is_light(rank) || rank->phase != OPTIMIZER || rank->closer != (long long)(intptr_t)optimizer)
         Py_RETURN_FALSE;
-    int nested = rank->depth > 0 && rank->depth <= MOST_NESTED &&
+    int nested = rank->depth > 0 && rank->depth <= MAX_NESTED &&
                  rank->stack[rank->depth - 1] == OPTIMIZER;
-    /* Where a line of the journal ends there is more to do. */
+    /* There is more to do at the end of a line of the journal. */
     if (nested || !((rank->steps + 1) & rank->line))
         Py_RETURN_FALSE;
     Py_INCREF(rank);

@@ -1,7 +1,7 @@
-/* What hooks ask of other modules in every step: the rank, and who has subscribed to a moment.
+/* What hooks read in other modules in every step: the rank, and the subscribers of an event.
  *
- * Python 3.10 and 3.11 number the changes of a dict (PEP 509), so what was found in a module is known
- * until one of its names is bound to something else. Later ones look it up each time. */
+ * Python 3.10 and 3.11 number the changes of a dict (PEP 509), so a result holds until a name of the
+ * module is bound to something else. Later versions look it up each time. */
 
 #if PY_VERSION_HEX < 0x030C0000
 #define HAS_VERSIONS 1
@@ -15,7 +15,7 @@ static PyObject **const moment_names[MOMENTS] = {
     &s_forward_begins, &s_backward_begins, &s_backward_ended, &s_step_begins, &s_step_ended,
 };
 
-/* Whether a module's names may be bound to something else than at the last call. */
+/* Whether a module's names may have changed since the last call. */
 static int has_changed(PyObject *names, uint64_t *seen)
 {
 #if HAS_VERSIONS
@@ -52,7 +52,7 @@ static void read_events(void)
     due_at = look_up_due();
 }
 
-/* Who has subscribed to a moment: a borrowed tuple, NULL if there is none. */
+/* The subscribers of an event: a borrowed tuple, or NULL. */
 static PyObject *subscribers(int moment)
 {
     if (event_names == NULL)
@@ -63,7 +63,7 @@ static PyObject *subscribers(int moment)
     return subscribed[moment];
 }
 
-/* The number of the step before which somebody wants to be called. */
+/* The number of the step before which an alarm is due. */
 static long long due(void)
 {
     if (!HAS_VERSIONS)
@@ -72,7 +72,7 @@ static long long due(void)
     return due_at;
 }
 
-/* What `active` is of the rank's module, borrowed; NULL if this process is no rank. */
+/* `active` of the rank's module, borrowed; NULL if this process is not a rank. */
 static PyObject *active(void)
 {
     static uint64_t seen;

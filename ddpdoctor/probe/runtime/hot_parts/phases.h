@@ -1,11 +1,11 @@
-/* What the training thread is doing: the state of phases.py, and how it changes. */
+/* The state of the training thread, as in phases.py. */
 
 typedef struct {
     int64_t began, ended;
     PyObject *site;
 } Backward;
 
-/* A line at which a phase was entered before, and written down then, with its text. */
+/* A line at which a phase was entered and recorded before, with its text. */
 typedef struct {
     PyObject *site, *text;
 } Met;
@@ -17,7 +17,7 @@ typedef struct {
     int64_t times[PHASES], kept[PHASES];
     Py_buffer memory;
     char *bytes;
-    unsigned char stack[MOST_NESTED];
+    unsigned char stack[MAX_NESTED];
     int depth;
     char reduces, clocked, aside;
     PyObject *page, *site, *device, *collective, *failed, *optimizer_code;
@@ -139,7 +139,7 @@ static int Phases_init(Phases *self, PyObject *args, PyObject *kwargs)
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* Put a marker of that phase into a GPU's stream, in steps that are seen in full. */
+/* Put a marker of that phase into a GPU's stream, in full steps. */
 static int charge_device(Phases *self, long long phase)
 {
     if (self->device == Py_None || self->light)
@@ -186,7 +186,7 @@ static void show_site(Phases *self, PyObject *site, PyObject *text)
     }
 }
 
-/* A line of the user's code enters a phase: show it, and have it written the first time. */
+/* Show the user's line that enters a phase, and have it recorded the first time. */
 static int meet_site(Phases *self, int phase, PyObject *site)
 {
     Met *met = &self->met[phase & 7];
@@ -219,7 +219,7 @@ static int meet_site(Phases *self, int phase, PyObject *site)
     return done != NULL ? 0 : -1;
 }
 
-/* 1: the phase has begun; 0: not this thread's; -1: a fault. */
+/* Return 1 if the phase has begun, 0 on another thread, -1 for a fault. */
 static int do_enter(Phases *self, int phase, PyObject *site)
 {
     if (PyThread_get_thread_ident() != self->thread)
@@ -236,7 +236,7 @@ static int do_enter(Phases *self, int phase, PyObject *site)
     self->mark = now;
     if (charge_device(self, current) < 0)
         return -1;
-    if (self->depth < MOST_NESTED)
+    if (self->depth < MAX_NESTED)
         self->stack[self->depth] = (unsigned char)current;
     self->depth++;
     self->phase = phase;
@@ -262,7 +262,7 @@ static int do_leave(Phases *self, PyObject *error)
     }
     if (self->depth > 0) {
         self->depth--;
-        self->phase = self->depth < MOST_NESTED ? self->stack[self->depth] : OTHER;
+        self->phase = self->depth < MAX_NESTED ? self->stack[self->depth] : OTHER;
     } else
         self->phase = OTHER;
     show(self, now);

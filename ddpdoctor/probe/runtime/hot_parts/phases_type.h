@@ -1,4 +1,4 @@
-/* The same as a type of Python, with the attributes of the one in phases.py. */
+/* The Python type, with the attributes of Phases in phases.py. */
 
 static PyObject *Phases_is_here(Phases *self, PyObject *unused)
 {
@@ -259,7 +259,7 @@ static PyTypeObject PhasesType = {
     .tp_getset = Phases_getset,
 };
 
-/* The rank's tracker, borrowed; NULL if this process is none. */
+/* The rank's tracker, borrowed; NULL if this process is not a rank. */
 static Phases *active_rank(void)
 {
     PyObject *found = active();

@@ -1,4 +1,4 @@
-/* A function without its exceptions, as shield.shielded has it. */
+/* A function that does not raise, as in shield.shielded. */
 
 typedef struct {
     PyObject_HEAD
