@@ -172,8 +172,11 @@ def _lines(entries: Sequence[_Entry]) -> Iterator[str]:
 
 
 def _json(each: _Entry) -> str:
+    from ddpdoctor.render.json_lines import FORMAT
+
     return json_text(
         {
+            "format": FORMAT,
             "run": each.path.name,
             "path": str(each.path.resolve()),
             "status": each.status,

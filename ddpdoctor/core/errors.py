@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, ParamSpec, TypeVar
 
 from ddpdoctor import __version__
+from ddpdoctor.core.plugins import OWNERS
 
 # -- the one exception whose text a user may see instead of a traceback
 
@@ -110,7 +111,10 @@ class Faults:
             self._broken.add(part)
             shown, where = repr(error)[:_MOST], tuple(places(error))
             self._fresh.append(Fault(time.time_ns(), part, shown, where))
-        self._say(f"warning: {words(fresh)}; {self._rest}")
+        for theirs in (False, True):
+            group = [each for each in fresh if (each[0] in OWNERS) == theirs]
+            if group:
+                self._say(f"warning: {words(group)}; {self._rest}")
 
     def take(self) -> list[Fault]:
         """What failed since the last call."""
@@ -119,10 +123,17 @@ class Faults:
 
 
 def words(parts: Sequence[tuple[str, Exception]]) -> str:
-    """What failed and where, and that it should be reported."""
+    """Say what failed and where, and to whom to report it."""
     names = [part for part, _ in parts]
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     error = parts[0][1]
+    owner = OWNERS.get(names[0])
+    if owner is not None:
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        return (
+            f"error in {', '.join(names[:_SHOWN])}{more} of the plug-in {owner}: "
+            f"{repr(error)[:_MOST]} at {at.filename}:{at.lineno} (report it to its authors)"
+        )
     where = "".join(f" at {place}" for place in places(error)[:1])
     return (
         f"internal error in {', '.join(names[:_SHOWN])}{more}: {repr(error)[:_MOST]}{where} "

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +49,8 @@ class Finding:
         subjects: What it is about, in words that related rules share
             (:func:`ddpdoctor.core.relations.same_subject`).
         moment: When it happened, in Unix nanoseconds; 0 if it has not yet, or is not known.
-        restart: The attempt that it is about; None for the last one of what was examined.
+        restart: The attempt that it is about, from 0. A rule that leaves it out means the last one,
+            which `examine` fills in. None where there are no attempts, as in a log.
     """
 
     code: str
@@ -69,6 +72,16 @@ class Finding:
         """Equal for two sightings of the same fault, so that it is printed once."""
         return (self.code, self.about) if self.about else (self.code, self.ranks, self.location)
 
+    @property
+    def id(self) -> str:
+        """A short hash of code, ranks, location and attempt.
+
+        The same fault has the same id while the job runs, in a report, and in a copy of the run.
+        """
+        path, line = self.location or (None, None)
+        facts = json.dumps([self.code, list(self.ranks), path, line, self.restart])
+        return hashlib.sha256(facts.encode()).hexdigest()[:16]
+
 
 def to_record(finding: Finding) -> dict[str, Any]:
     """A finding in the words of JSON; identity and traceback are not among them.
@@ -77,6 +90,7 @@ def to_record(finding: Finding) -> dict[str, Any]:
     """
     location = finding.location
     record: dict[str, Any] = {
+        "id": finding.id,
         "code": finding.code,
         "severity": finding.severity.label,
         "message": finding.message,
@@ -84,6 +98,7 @@ def to_record(finding: Finding) -> dict[str, Any]:
         "location": None if location is None else {"path": location.path, "line": location.line},
         "evidence": list(finding.evidence),
         "fix": finding.fix,
+        "restart": finding.restart,
     }
     if finding.paste:
         record["paste"] = finding.paste
@@ -94,6 +109,7 @@ def from_record(record: Mapping[str, Any]) -> Finding | None:
     """The finding that :func:`to_record` made this of; None if it is none, or damaged."""
     try:
         location = record.get("location")
+        restart = record.get("restart")
         return Finding(
             code=str(record["code"]),
             severity=Severity[str(record["severity"]).upper()],
@@ -105,6 +121,7 @@ def from_record(record: Mapping[str, Any]) -> Finding | None:
             evidence=tuple(str(fact) for fact in record.get("evidence") or ()),
             fix=str(record.get("fix") or ""),
             paste=str(record.get("paste") or ""),
+            restart=None if restart is None else int(restart),
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return None
@@ -219,7 +236,7 @@ def examine(
                 raise
             failed(each, error)
     causes = [
-        effect
+        effect if effect.restart is not None else replace(effect, restart=run.restarts[-1])
         for effect in found.values()
         if not any(explains(cause, effect) for cause in found.values())
     ]

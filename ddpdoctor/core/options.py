@@ -527,7 +527,7 @@ OUTPUT = one_of("text", "problems", "github")
 # -- which findings a person wants to see: ``--select`` and ``--ignore``
 
 
-_CODE = re.compile(r"DDP\d{0,3}")
+_CODE = re.compile(r"[A-Z]{2,6}\d{0,3}")
 
 
 def _codes(text: str) -> tuple[str, ...]:

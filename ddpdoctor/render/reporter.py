@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddpdoctor.core import formatting
+from ddpdoctor.core import formatting, plugins
 from ddpdoctor.core.errors import DoctorError, Faults
 from ddpdoctor.core.finding import RULES, Finding, examine
 from ddpdoctor.core.formatting import shown
@@ -227,6 +227,8 @@ class Reporter:
         """Run the rules and say what is new, and what stands no more."""
         import ddpdoctor.diagnose.all_rules  # noqa: F401 (registers the rules; not before they are needed)
 
+        for line in plugins.take_failures():
+            self.say(f"warning: {line}")
         failed: list[tuple[str, Exception]] = []
         rules = [rule for rule in RULES.values() if rule.code not in self.faults]
         self._found = examine(
@@ -285,6 +287,17 @@ class Reporter:
                 os.write(self._json, f"{line}\n".encode())
             except OSError as error:
                 self.warn(f"cannot write {self._json_name}: {error.strerror}")
+
+    def finish(self, run: Run | None, status: int) -> None:
+        """Write the last line of the JSON file.
+
+        Args:
+            run: The last snapshot; None if the job ran unwatched.
+            status: The exit status of ``ddpdoctor run``.
+        """
+        from ddpdoctor.render import json_lines
+
+        self._write_json(json_lines.end(status, self.current, json_lines.head(run)))
 
     def summary(self, run: Run) -> None:
         """The last lines: what ran, how fast, what was found, where the records are."""

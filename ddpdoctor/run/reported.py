@@ -279,6 +279,7 @@ def from_journal(record: FindingRecord) -> Finding | None:
         evidence=record.evidence,
         fix=record.fix,
         paste=record.paste,
+        restart=record.restart,
     )
 
 
