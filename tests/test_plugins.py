@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -14,21 +15,12 @@ import pytest
 from tests.conftest import ROOT, Doctor
 from tests.drawn_runs import write_run
 
-GROUPS = {
-    "rules": "ddpdoctor.rules",
-    "checks": "ddpdoctor.checks",
-    "failures": "ddpdoctor.failures",
-}
+GROUPS = ("ddpdoctor.rules", "ddpdoctor.checks", "ddpdoctor.failures")
 
-RULE = """
-from ddpdoctor import Finding, Severity, rule
+PAGE = (ROOT / "docs" / "plugins.md").read_text()
+RULE, SCRATCH, FAILURE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+"""The examples as they are documented."""
 
-@rule("ACME101", "few-ranks", Severity.WARNING)
-def few_ranks(run):
-    '''The job has fewer ranks than a node has GPUs.'''
-    if len(run.ranks) < 8:
-        yield Finding("ACME101", Severity.WARNING, f"{len(run.ranks)} of 8 GPUs are used")
-"""
 CHECK = """
 from ddpdoctor.preflight.check import check, judged, warning
 
@@ -37,20 +29,6 @@ def scratch(situation):
     '''The node has its scratch disk.'''
     few = warning("the scratch disk is full", fix="Remove old runs", paste="ls -t /scratch")
     return judged("nothing is free", [few])
-"""
-FAILURE = """
-from ddpdoctor.failures.entry import Failure, Known, Page, Weight
-
-FAILURES = [
-    Failure(
-        Known("ACME901", "quota", Weight.CAUSE, "the scheduler of ACME"),
-        pattern=r"ACMEQuotaError: project (?P<project>\\w+)",
-        says="ran out of the quota of project {project}",
-        fix="Ask for more.",
-        examples=("ACMEQuotaError: project vision has no hours left",),
-        page=Page("The project's quota was used up.", "a", "b", "c", "d", "e"),
-    )
-]
 """
 
 
@@ -84,7 +62,7 @@ def test_the_finding_of_a_rule_is_reported(doctor: Doctor, site: Path) -> None:
     ignored = doctor.cli("report", "--ignore", "acme", "--json", str(path), env=seen(site))
     assert "ACME101" not in ignored.stdout
     page = doctor.cli("explain", "ACME101", env=seen(site)).stdout
-    assert page.startswith("ACME101 few-ranks (warning)\n\nThe job has fewer ranks")
+    assert page.startswith("ACME101 few-ranks (warning)\n\nThe job has fewer ranks than a node")
     assert "ACME101" not in doctor.cli("report", str(path)).stdout
 
 
@@ -96,6 +74,14 @@ def test_a_check_runs_among_those_of_the_machine(doctor: Doctor, site: Path) -> 
     assert check["findings"][0]["code"] == "ACME001"
     listed, across = doctor.cli("check", "--list", env=seen(site)).stdout.split("Across nodes")
     assert listed.rstrip().splitlines()[-1].startswith("scratch ") and "scratch " not in across
+
+
+def test_the_documented_check_runs(doctor: Doctor, site: Path) -> None:
+    install(site, "acme_checks", SCRATCH, "checks")
+    told = doctor.cli("check", "--only", "scratch", "--json", env=seen(site))
+    (check,) = json.loads(told.stdout)["checks"]
+    assert check["code"] == "ACME001"
+    assert check["status"] in ("skipped", "pass", "warn"), check
 
 
 def test_a_failure_is_known_in_logs(doctor: Doctor, site: Path) -> None:
@@ -204,6 +190,5 @@ def test_help_loads_none(site: Path) -> None:
 
 
 def test_the_groups_are_documented() -> None:
-    page = (ROOT / "docs" / "plugins.md").read_text()
-    for group in GROUPS.values():
-        assert f"`{group}`" in page
+    for group in GROUPS:
+        assert f"`{group}`" in PAGE
