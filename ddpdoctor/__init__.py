@@ -45,16 +45,17 @@ _MODULES = {
     "rule": "ddpdoctor.core.finding",
 }
 
+if not TYPE_CHECKING:  # Else a type checker would take every name for one of ours.
 
-def __getattr__(name: str) -> object:
-    """Import a public name when it is first used."""
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
+    def __getattr__(name: str) -> object:
+        """Import a public name when it is first used."""
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib import import_module
 
-    value: object = getattr(import_module(_MODULES[name]), name)
-    globals()[name] = value
-    return value
+        value: object = getattr(import_module(_MODULES[name]), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""The names that `import ddpdoctor` offers, and what it costs."""
+"""The names that `import ddpdoctor` offers, and what they cost."""
 
 from __future__ import annotations
 
@@ -89,3 +89,7 @@ def test_a_rule_of_the_caller_is_applied_and_one_that_fails_is_left_out(
     with pytest.warns(RuntimeWarning, match=r"rule OURS002 failed: LookupError"):
         found = ddpdoctor.examine(run)
     assert [each.message for each in found if each.code == "OURS001"] == ["2 ranks"]
+
+
+def test_the_citation_names_this_version() -> None:
+    assert f"\nversion: {ddpdoctor.__version__}\n" in (ROOT / "CITATION.cff").read_text()
