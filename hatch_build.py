@@ -6,6 +6,7 @@ Without one the package is the same, and does in Python what they do
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,11 @@ class CompiledCore(BuildHookInterface):  # type: ignore[misc]
     """Makes each module beside its source, and the wheel one for this platform."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile it before the wheel is put together; a source distribution has the source."""
-        if self.target_name != "wheel":
+        """Compile it before the wheel is put together; a source distribution has the source.
+
+        With ``DDPDOCTOR_PURE_PYTHON=1`` nothing is compiled, and the wheel is one for all Pythons.
+        """
+        if self.target_name != "wheel" or os.environ.get("DDPDOCTOR_PURE_PYTHON"):
             return
         try:
             made = compiled(Path(self.root))

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from ddpdoctor import __version__
+from ddpdoctor.core import plugins
 from ddpdoctor.core.commands import COMMANDS
 from ddpdoctor.core.errors import INTERNAL, DoctorError
 
@@ -63,12 +64,19 @@ def main(words: Sequence[str] | None = None) -> int:
 
         _complain(errors.words([(" ".join(["ddpdoctor", *words[:1]]), error)]))
         return INTERNAL
+    finally:
+        for line in plugins.take_failures():
+            _say(f"warning: {line}")
 
 
 def _complain(message: str, hint: str = "") -> None:
+    _say(f"error: {message}\n" + (f"ddpdoctor: {hint}" if hint else ""))
+
+
+def _say(text: str) -> None:
     from ddpdoctor.core.formatting import shown
 
-    text = shown(f"ddpdoctor: error: {message}\n" + (f"ddpdoctor: {hint}\n" if hint else ""), "\n")
+    text = shown(f"ddpdoctor: {text.rstrip()}\n", "\n")
     with contextlib.suppress(OSError):
         os.write(2, text.encode())
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+import ddpdoctor.diagnose.all_rules  # noqa: F401 (registers the rules)
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.finding import RULES
 from ddpdoctor.core.options import Parser

@@ -79,10 +79,13 @@ def main(words: Sequence[str]) -> int:
     except OSError as error:
         raise PARSER.wrong(f"the runs cannot be listed: {error}") from None
     if "--json" in given:
+        from ddpdoctor.render.json_lines import FORMAT
+
         for each in entries:
             print(
                 json_text(
                     {
+                        "format": FORMAT,
                         "run": each.path.name,
                         "path": str(each.path.resolve()),
                         "status": each.status,

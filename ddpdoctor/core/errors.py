@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, ParamSpec, TypeVar
 
 from ddpdoctor import __version__
+from ddpdoctor.core.plugins import OWNERS
 
 USAGE = 2  # Exit status for bad input: an unknown option, a missing file, a damaged run directory
 STRICT = 3  # Exit status of ``run --strict`` if the job succeeded and an error-level finding stands
@@ -98,7 +99,10 @@ class Faults:
             self._broken.add(part)
             shown = repr(error)[:_MAX_CHARACTERS]
             self._fresh.append(Fault(time.time_ns(), part, shown, tuple(places(error))))
-        self._say(f"warning: {words(fresh)}; {self._rest}")
+        for theirs in (False, True):
+            group = [each for each in fresh if (each[0] in OWNERS) == theirs]
+            if group:
+                self._say(f"warning: {words(group)}; {self._rest}")
 
     def take(self) -> list[Fault]:
         """Return the failures since the last call."""
@@ -107,10 +111,18 @@ class Faults:
 
 
 def words(parts: Sequence[tuple[str, Exception]]) -> str:
-    """Describe what failed and where, and ask for a report."""
+    """Describe what failed and where, and say to whom to report it."""
     names = [part for part, _ in parts]
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
     error = parts[0][1]
+    owner = OWNERS.get(names[0])
+    if owner is not None:
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        return (
+            f"error in {', '.join(names[:_MAX_NAMES])}{more} of the plug-in {owner}: "
+            f"{repr(error)[:_MAX_CHARACTERS]} at {at.filename}:{at.lineno} "
+            "(report it to its authors)"
+        )
     where = "".join(f" at {place}" for place in places(error)[:1])
     return (
         f"internal error in {', '.join(names[:_MAX_NAMES])}{more}: "

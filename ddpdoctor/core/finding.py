@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any, TypeVar
 
@@ -43,7 +45,8 @@ class Finding:
         paste: A command that applies the fix, if any.
         subjects: Topics that related rules share (:func:`ddpdoctor.core.relations.same_subject`).
         moment: When it happened, in Unix nanoseconds. 0 if it has not yet, or if not known.
-        restart: The attempt that it is about. None for the last examined one.
+        restart: The attempt that it is about, from 0. A rule that leaves it out means the last one,
+            which `examine` fills in. None where there are no attempts, as in a log.
     """
 
     code: str
@@ -65,6 +68,16 @@ class Finding:
         """Equal for two findings of the same fault, which is printed once."""
         return (self.code, self.about) if self.about else (self.code, self.ranks, self.location)
 
+    @property
+    def id(self) -> str:
+        """A short hash of code, ranks, location and attempt.
+
+        The same fault has the same id while the job runs, in a report, and in a copy of the run.
+        """
+        path, line = self.location or (None, None)
+        facts = json.dumps([self.code, list(self.ranks), path, line, self.restart])
+        return hashlib.sha256(facts.encode()).hexdigest()[:16]
+
 
 def to_record(finding: Finding) -> dict[str, Any]:
     """Return a finding as a JSON object, without its identity and traceback.
@@ -73,6 +86,7 @@ def to_record(finding: Finding) -> dict[str, Any]:
     """
     location = finding.location
     record: dict[str, Any] = {
+        "id": finding.id,
         "code": finding.code,
         "severity": finding.severity.label,
         "message": finding.message,
@@ -80,6 +94,7 @@ def to_record(finding: Finding) -> dict[str, Any]:
         "location": None if location is None else location._asdict(),
         "evidence": list(finding.evidence),
         "fix": finding.fix,
+        "restart": finding.restart,
     }
     if finding.paste:
         record["paste"] = finding.paste
@@ -90,6 +105,7 @@ def from_record(record: Mapping[str, Any]) -> Finding | None:
     """Return the finding of a JSON object that :func:`to_record` made. None if it is damaged."""
     try:
         location = record.get("location")
+        restart = record.get("restart")
         return Finding(
             code=str(record["code"]),
             severity=Severity[str(record["severity"]).upper()],
@@ -101,6 +117,7 @@ def from_record(record: Mapping[str, Any]) -> Finding | None:
             evidence=tuple(str(fact) for fact in record.get("evidence") or ()),
             fix=str(record.get("fix") or ""),
             paste=str(record.get("paste") or ""),
+            restart=None if restart is None else int(restart),
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return None
@@ -225,7 +242,7 @@ def examine(
         if known is None or (known.restart or 0) < (finding.restart or 0):
             said[finding.identity] = finding
     return worst_first(
-        effect
+        effect if effect.restart is not None else replace(effect, restart=run.restarts[-1])
         for effect in said.values()
         if not any(explains(cause, effect) for cause in said.values())
     )

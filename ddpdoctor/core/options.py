@@ -509,7 +509,7 @@ OUTPUT = one_of("text", "problems", "github")
 # -- Selection of findings by ``--select`` and ``--ignore``
 
 
-_CODE = re.compile(r"DDP\d{0,3}")
+_CODE = re.compile(r"[A-Z]{2,6}\d{0,3}")
 
 
 def _codes(text: str) -> tuple[str, ...]:

@@ -236,7 +236,7 @@ _MATCHER: Mapping[str, object] = {
     "source": "ddpdoctor",
     "fileLocation": ["autoDetect", WORKSPACE_FOLDER],
     "pattern": {
-        "regexp": r"^(.+?):(\d+):(\d+): (error|warning|info) (DDP\d+) (.*)$",
+        "regexp": r"^(.+?):(\d+):(\d+): (error|warning|info) ([A-Z]+\d+) (.*)$",
         "file": 1,
         "line": 2,
         "column": 3,

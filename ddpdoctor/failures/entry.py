@@ -241,6 +241,28 @@ class Failure:
         return _FIELD.sub(lambda field: groups[field[1]], _OPTIONAL.sub(kept, self.says))
 
 
+def check_failure(failure: object) -> None:
+    """Check an entry of another package, on which the readers of logs rely.
+
+    Raises:
+        TypeError: It is not a `Failure`.
+        ValueError: Its sentence, or its examples, do not go with its pattern.
+    """
+    if not isinstance(failure, Failure):
+        raise TypeError(f"{failure!r} is not a Failure")
+    name = failure.known.name
+    unknown = set(_FIELD.findall(failure.says)) - set(failure.regex.groupindex)
+    if unknown:
+        raise ValueError(f"{name}: its pattern has no group {', '.join(sorted(unknown))}")
+    if not failure.examples:
+        raise ValueError(f"{name}: it has no examples")
+    for example in failure.examples:
+        if failure.regex.search(example) is None:
+            raise ValueError(f"{name}: its pattern does not match {example!r}")
+        if not any(text in example for text in (*failure.literals, *failure.texts)):
+            raise ValueError(f"{name}: its pattern has no literal of {MIN_LETTERS} letters")
+
+
 _TOKEN = re.compile(
     r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?P<\w+>|\(\?<?[:=!]|\(\?\w+\)|\{[\d,]+\}\??|[*+?]\??|."
 )

@@ -3,6 +3,7 @@
 from importlib import import_module
 from pkgutil import iter_modules
 
+from ddpdoctor.core import plugins
 from ddpdoctor.preflight import machine, nodes, selftest
 from ddpdoctor.preflight.check import CHECKS
 
@@ -20,4 +21,8 @@ for _package in (machine, selftest, nodes):
     for _module in iter_modules(_package.__path__, f"{_package.__name__}."):
         import_module(_module.name)
 for _name in _TABLE.split():
+    CHECKS[_name] = CHECKS.pop(_name)
+plugins.load(plugins.CHECKS, CHECKS)
+# Those of plug-ins stand behind ours, but before the checks across nodes.
+for _name in [name for name, each in CHECKS.items() if each.scope == "nodes"]:
     CHECKS[_name] = CHECKS.pop(_name)

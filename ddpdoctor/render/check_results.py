@@ -9,6 +9,7 @@ from typing import Any, TextIO
 from ddpdoctor.core import formatting
 from ddpdoctor.core.formatting import json_text, shown
 from ddpdoctor.preflight.check import Outcome, Status, outcome_record
+from ddpdoctor.render.json_lines import FORMAT
 from ddpdoctor.render.terminal import UNWRAPPED, StatusLine, style_of
 
 _STYLES = {
@@ -91,6 +92,7 @@ def document(
     """
     return json_text(
         {
+            "format": FORMAT,
             "host": host,
             "exit_status": exit_status,
             "seconds": round(seconds, 3),

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from ddpdoctor.core import formatting
 from ddpdoctor.core.formatting import json_text, named
 from ddpdoctor.diagnose.speed.compare import Change, Comparison
+from ddpdoctor.render.json_lines import FORMAT
 
 MAX_RANKS = 8
 """Ranks with a line of their own."""
@@ -48,6 +49,7 @@ def json_lines(found: Comparison) -> Iterator[str]:
     """Yield the comparison as one JSON object. Times are seconds, of ``ranks`` their own time."""
     yield json_text(
         {
+            "format": FORMAT,
             "before": found.names[0],
             "after": found.names[1],
             "step": _seconds(found.total),

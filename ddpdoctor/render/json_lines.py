@@ -1,10 +1,12 @@
-"""Write findings as JSON lines for machines; ``docs/findings.schema.json`` is their schema."""
+"""Write findings as JSON lines for machines (``ddpdoctor/schemas/findings.json``)."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from ddpdoctor.core.finding import Finding, to_record
+from ddpdoctor.core.finding import Finding, Severity, to_record
 from ddpdoctor.core.formatting import json_text
 from ddpdoctor.run.records.supervisor import FindingRecord
 from ddpdoctor.run.reported import Withdrawn, from_journal
@@ -17,9 +19,10 @@ FORMAT = 1
 
 
 def line(finding: Finding, head: dict[str, Any]) -> str:
-    """Return a finding as one line: ``code, severity, message, ranks, location, evidence, fix``.
+    """Return a finding as one line.
 
-    ``location`` is ``{"path": ..., "line": ...}`` or null.
+    Its keys are ``id, code, severity, message, ranks, location, evidence, fix, restart``, and
+    ``paste`` if there is a line to type. ``location`` is ``{"path": ..., "line": ...}`` or null.
 
     Args:
         finding: The finding.
@@ -29,7 +32,7 @@ def line(finding: Finding, head: dict[str, Any]) -> str:
 
 
 def retraction(withdrawn: Withdrawn, head: dict[str, Any]) -> str:
-    """Return a withdrawal as one line: ``retracts, code, ranks, why, by, reason``.
+    """Return a withdrawal as one line: ``retracts, id, code, ranks, why, by, reason``.
 
     ``retracts`` is the number of the finding's line, from 1. ``why`` is ``explained``,
     ``restated``, ``untrue`` or ``over``, and ``by`` the code that explains it, or null.
@@ -39,6 +42,7 @@ def retraction(withdrawn: Withdrawn, head: dict[str, Any]) -> str:
         {
             **head,
             "retracts": reported.number,
+            "id": reported.finding.id,
             "code": reported.finding.code,
             "ranks": list(reported.finding.ranks),
             "why": withdrawn.why,
@@ -46,6 +50,19 @@ def retraction(withdrawn: Withdrawn, head: dict[str, Any]) -> str:
             "reason": withdrawn.reason,
         }
     )
+
+
+def end(status: int, current: Iterable[Finding], head: dict[str, Any]) -> str:
+    """Write the last line of ``run --json``: ``event, exit_status, findings``.
+
+    Args:
+        status: The exit status of ``ddpdoctor run``. Negative: the signal that ends it.
+        current: The findings that were reported and not withdrawn.
+        head: What comes first, see :func:`head`.
+    """
+    counts = Counter(finding.severity for finding in current)
+    findings = {each.label: counts[each] for each in reversed(Severity)}
+    return json_text({**head, "event": "end", "exit_status": status, "findings": findings})
 
 
 def head(run: Run | None = None, restart: int | None = None) -> dict[str, Any]:

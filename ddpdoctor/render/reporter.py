@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddpdoctor.core import formatting
+from ddpdoctor.core import formatting, plugins
 from ddpdoctor.core.errors import DoctorError, Faults
 from ddpdoctor.core.finding import RULES, Finding, examine
 from ddpdoctor.core.formatting import shown
@@ -215,6 +215,8 @@ class Reporter:
         """Run the rules, and report what is new and what is withdrawn."""
         import ddpdoctor.diagnose.all_rules  # noqa: F401 (registers the rules; not before they are needed)
 
+        for line in plugins.take_failures():
+            self.say(f"warning: {line}")
         failed: list[tuple[str, Exception]] = []
         rules = [rule for rule in RULES.values() if rule.code not in self.faults]
         self.found = examine(
@@ -271,6 +273,17 @@ class Reporter:
                 os.write(self._json, f"{line}\n".encode())
             except OSError as error:
                 self.warn(f"cannot write {self._json_name}: {error.strerror}")
+
+    def finish(self, run: Run | None, status: int) -> None:
+        """Write the last line of the JSON file.
+
+        Args:
+            run: The last snapshot; None if the job ran unwatched.
+            status: The exit status of ``ddpdoctor run``.
+        """
+        from ddpdoctor.render import json_lines
+
+        self._write_json(json_lines.end(status, self.current, json_lines.head(run)))
 
     def summary(self, run: Run) -> None:
         """Print the last lines: what ran, how fast, what was found, where the records are."""

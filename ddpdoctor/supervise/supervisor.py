@@ -168,10 +168,13 @@ class Supervisor:
         findings = self._reporter.current
         self._guarded("the end of what the job left behind", self._sweep)
         self._guarded(_WATCH_END, self._watch.summarize, run, status)
-        if self._watch.killed:
-            return HANG
         failed = any(finding.severity >= Severity.ERROR for finding in findings)
-        return STRICT if self._command.own.strict and status == 0 and failed else status
+        if self._watch.killed:
+            status = HANG
+        elif self._command.own.strict and status == 0 and failed:
+            status = STRICT
+        self._guarded("the end of the JSON file", self._reporter.finish, run, status)
+        return status
 
     def _end_watch(self, status: int) -> Run | None:
         self._after_signals()

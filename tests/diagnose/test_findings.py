@@ -273,12 +273,13 @@ def test_finding_is_on_screen_soon_after_the_failure(doctor: Doctor) -> None:
 def test_json_and_strict(doctor: Doctor) -> None:
     out = doctor.directory / "found.jsonl"
     result = doctor.run(*TWO, "--json", str(out), TRAIN, "--fail", "exception")
-    records = [json.loads(line) for line in out.read_text().splitlines()]
+    *records, end = [json.loads(line) for line in out.read_text().splitlines()]
     assert [record["code"] for record in records] == ["DDP901"]
     assert set(records[0]) == {
-        "format", "time", "run", "step",
-        "code", "severity", "message", "ranks", "location", "evidence", "fix",
+        "format", "time", "run", "step", "id",
+        "code", "severity", "message", "ranks", "location", "evidence", "fix", "restart",
     }  # fmt: skip
+    assert (end["event"], end["exit_status"], end["findings"]["error"]) == ("end", 1, 1)
     assert records[0]["ranks"] == [1]
     assert records[0]["location"]["line"] == line_of("exception")
     assert result.status == 1, "the job's own failure counts before --strict"

@@ -76,7 +76,7 @@ def test_the_fast_reader_of_steps_reads_what_the_decoder_reads(
     step.last, step.loss, step.norm = 7 + len(passes), loss, norm
     step.times = [0, 5 * MS, 90 * MS, 20 * MS, 30 * MS, 40 * MS, 50 * MS, 0]
     if rare:
-        step.epoch, step.cores, step.fetched, step.looked = 3, (9 * MS, MS), 8, 1
+        step.epoch, step.cores, step.fetched, step.full = 3, (9 * MS, MS), 8, 1
         step.armed, step.timed, step.exposed, step.skipped, step.outside = 2, 1, MS, True, 5
     line = step.line()
     record, match = parse(line), _STEP.match(line)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,15 +11,12 @@ from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.core.options import CODES, Parser, Selection
 from ddpdoctor.core.user_code import Location
-from ddpdoctor.render import console, json_lines
+from ddpdoctor.render import console
 from ddpdoctor.render.reporter import Reporter
-from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.reported import Reported, Withdrawn
 from ddpdoctor.supervise import command
-from tests.conftest import ROOT, Doctor
-from tests.support.written import Written
+from tests.conftest import Doctor
 
-SCHEMA = json.loads((ROOT / "docs" / "findings.schema.json").read_text())
 DEEP = "/data/" + "a-long-folder/" * 9 + "train.py"
 FOUND = Finding(
     "DDP403",
@@ -32,60 +27,6 @@ FOUND = Finding(
     ("rank 1 took 9 batches, 50 % of rank 0's", "more " * 40),
     "Reduce it over the ranks",
 )
-TYPES: dict[str, type | tuple[type, ...]] = {
-    "object": dict, "array": list, "string": str, "integer": int, "number": (int, float),
-    "null": type(None),
-}  # fmt: skip
-
-
-WORDS = {
-    "$schema", "title", "description", "type", "required", "properties", "items", "enum", "const",
-    "pattern", "oneOf",
-}  # fmt: skip
-
-
-def fits(value: Any, schema: dict[str, Any]) -> bool:
-    """Whether a value is of a schema: the words of JSON Schema that ours uses."""
-    assert set(schema) <= WORDS
-    kinds = schema.get("type", list(TYPES))
-    listed = [kinds] if isinstance(kinds, str) else kinds
-    good = [
-        any(isinstance(value, TYPES[kind]) for kind in listed),
-        value == schema.get("const", value),
-        value in schema.get("enum", [value]),
-        "oneOf" not in schema or sum(fits(value, part) for part in schema["oneOf"]) == 1,
-    ]
-    if isinstance(value, str):
-        good.append(bool(re.search(schema.get("pattern", ""), value)))
-    if isinstance(value, list):
-        good += [fits(each, schema.get("items", {})) for each in value]
-    if isinstance(value, dict):
-        parts = schema.get("properties", {})
-        good.append(set(schema.get("required", ())) <= set(value))
-        good += [fits(value[key], part) for key, part in parts.items() if key in value]
-    return all(good)
-
-
-def test_lines_of_json_are_of_the_schema(written: Written) -> None:
-    written.rank(0, [])
-    (written.path / "run.json").write_text(
-        json.dumps({"format": 1, "id": "20261122-140203-9f31c2"})
-    )
-    run = RunReader(written.path).snapshot()
-    head = json_lines.head(run)
-    assert head["run"] == "20261122-140203-9f31c2"
-    gone = Withdrawn(2, Reported(1, FOUND, 0), "over", "it has recovered")
-    for line in (
-        json_lines.line(FOUND, head),
-        json_lines.line(FOUND, json_lines.head()),
-        json_lines.retraction(gone, head),
-    ):
-        assert fits(json.loads(line), SCHEMA), line
-        broken = {**json.loads(line), "ranks": "all"}
-        assert not fits(broken, SCHEMA)
-        del broken["ranks"]
-        assert not fits(broken, SCHEMA)
-    assert not fits({**json.loads(json_lines.line(FOUND, head)), "severity": "fatal"}, SCHEMA)
 
 
 def test_nothing_is_wrapped_in_a_pipe() -> None:
@@ -159,11 +100,12 @@ def test_run_and_report_leave_out_what_is_ignored(doctor: Doctor, tmp_path: Path
     result = doctor.run(*options, "--ignore", "DDP901", "fails.py")
     assert result.codes == []
     assert "findings: none (1 ignored)" in result.ours
-    assert (tmp_path / "found.jsonl").read_text() == ""
+    (end,) = map(json.loads, (tmp_path / "found.jsonl").read_text().splitlines())
+    assert (end["event"], end["exit_status"]) == ("end", result.status)
+    assert set(end["findings"].values()) == {0}
     report = doctor.cli("report", "--json", str(result.run_dir))
     (line,) = map(json.loads, report.stdout.splitlines())
     assert line["code"] == "DDP901"
-    assert fits(line, SCHEMA)
     report = doctor.cli("report", "--ignore=DDP9", str(result.run_dir))
     assert (report.status, "(1 ignored)" in report.stdout) == (0, True)
     annotated = doctor.cli("report", "--output", "github", str(result.run_dir))

@@ -75,7 +75,9 @@ def _squeezed(text: str) -> str:
 def test_the_json_is_the_same(failed: Result, capsys: pytest.CaptureFixture[str]) -> None:
     status, out = said(["--json", str(failed.run_dir)], capsys)
     assert status == 2
-    now, then = json.loads(out), json.loads((failed.run_dir.parent / "found").read_text())
+    written, end = (failed.run_dir.parent / "found").read_text().splitlines()
+    now, then = json.loads(out), json.loads(written)
+    assert json.loads(end)["event"] == "end"
     assert now.pop("evidence")[: len(then["evidence"])] == then.pop("evidence")
     assert now == then
     assert now["code"] == "DDP901"

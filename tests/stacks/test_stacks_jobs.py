@@ -21,6 +21,7 @@ from ddpdoctor.stacks.asking import read_declared
 from ddpdoctor.stacks.capture import capture
 from ddpdoctor.stacks.frames import innermost
 from tests.conftest import JOBS, LIMIT, Doctor, Live, Result, marked
+from tests.support.schemas import check_schema
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="stacks are asked for by /proc")
 
@@ -125,6 +126,7 @@ def test_the_odd_ones_are_marked_and_equal_frames_stand_once(stuck: Stuck) -> No
 
 def test_json_says_all_of_it(stuck: Stuck) -> None:
     said = json.loads(stuck.says("--json").stdout)
+    check_schema("stacks", said)
     assert said["live"] is True
     assert [each["rank"] for each in said["ranks"]] == list(range(7))
     assert [each["gil_held"] for each in said["ranks"]] == [False] * 4 + [True, False, False]

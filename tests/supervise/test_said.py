@@ -314,8 +314,8 @@ def test_a_line_on_the_terminal_and_a_line_of_json(
     first, second, third = shown.lines()
     assert (first["code"], third["code"]) == ("DDP701", "DDP302")
     assert {key: second[key] for key in list(second)[4:]} == {
-        "retracts": 1, "code": "DDP701", "ranks": [1], "why": "explained", "by": "DDP302",
-        "reason": "explained by DDP302 below",
+        "retracts": 1, "id": APART.id, "code": "DDP701", "ranks": [1], "why": "explained",
+        "by": "DDP302", "reason": "explained by DDP302 below",
     }  # fmt: skip
     assert reporter.findings_count(shown.reporter.current) == "findings: 1 error"
     assert shown.reporter.found == [TWICE]
@@ -372,7 +372,8 @@ def test_a_job_whose_first_finding_is_explained(doctor: Doctor) -> None:
     assert result.withdrawn == ["withdrawn DDP701 (ranks 0, 1): explained by DDP302 below"]
     assert "ddpdoctor: findings: 1 error; " in result.ours
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [each.get("retracts") for each in lines] == [None, 1, None]
+    assert [each.get("retracts") for each in lines] == [None, 1, None, None]
+    assert lines[-1]["findings"] == {"error": 1, "warning": 0, "info": 0}
     # The same from the directory, for who reads it later.
     events = SupervisorEvents(result.run_dir)
     events.poll()

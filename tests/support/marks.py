@@ -111,8 +111,9 @@ def standing(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def read(report: Path) -> list[dict[str, Any]]:
-    """The lines of a ``--json`` file."""
-    return [json.loads(line) for line in report.read_text().splitlines()]
+    """The lines of a ``--json`` file, but for the last one, which is the end of the run."""
+    lines = [json.loads(line) for line in report.read_text().splitlines()]
+    return [each for each in lines if "event" not in each]
 
 
 Kind = Literal["sick", "healed", "healthy"]

@@ -205,7 +205,7 @@ def test_a_step_reads_as_the_probe_wrote_it(
     vitals = cast(Vitals, SimpleNamespace(wrote=shown.append))
     written = OpenStep(7, start, vitals, [backwards])
     written.last, written.times, written.cores = 7, [0, 5, 1, 2, 30, 4, 6, 0], (40, 3)
-    written.fetched, written.looked, written.loss, written.norm = samples, 1, loss, norm
+    written.fetched, written.full, written.loss, written.norm = samples, 1, loss, norm
     step = step_times.parse_step(written.line().rstrip())
     assert step is not None and step_times.parts_of(step) == shown[0]
     assert (step.start, step.total, step.backwards) == (start, 48, backwards)

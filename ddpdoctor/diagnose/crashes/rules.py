@@ -22,7 +22,7 @@ from ddpdoctor.core.relations import (
 )
 from ddpdoctor.core.user_code import Location, user_file
 from ddpdoctor.diagnose import APART, STANDSTILLS
-from ddpdoctor.diagnose.crashes.attempts import (
+from ddpdoctor.diagnose.crashes.rules_attempts import (
     Attempt,
     attempts,
     known_failure,

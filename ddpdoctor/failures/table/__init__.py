@@ -8,10 +8,13 @@ recognised as its own entry, and as no other.
 
 from __future__ import annotations
 
-from ddpdoctor.failures.entry import Failure
+from typing import Any
+
+from ddpdoctor.core import plugins
+from ddpdoctor.failures.entry import Failure, check_failure
 from ddpdoctor.failures.table import endings, frameworks, nccl, rendezvous, resources, script
 
-TABLE: tuple[Failure, ...] = (
+_OWN: tuple[Failure, ...] = (
     *rendezvous.RENDEZVOUS,
     *rendezvous.STORES,
     *resources.RESOURCES,
@@ -25,4 +28,22 @@ TABLE: tuple[Failure, ...] = (
     *endings.ENDINGS,
     *endings.WRAPPERS,
 )
-"""All entries. If two of one weight match a line, the first one counts."""
+
+
+def _with_plugins() -> tuple[Failure, ...]:
+    """Add the failures of plug-ins behind ours."""
+    failures = {each.known.name: each for each in _OWN}
+
+    def take(loaded: Any) -> None:
+        for failure in [loaded] if isinstance(loaded, Failure) else loaded:
+            check_failure(failure)
+            if failure.known.name in failures:
+                raise ValueError(f"there is a failure {failure.known.name} already")
+            failures[failure.known.name] = failure
+
+    plugins.load(plugins.FAILURES, failures, take, known={each.code for each in _OWN})
+    return tuple(failures.values())
+
+
+TABLE = _with_plugins()
+"""All of them; of two that match one line at the same weight, the first one counts."""

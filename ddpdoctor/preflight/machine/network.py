@@ -648,7 +648,7 @@ def is_local(host: str) -> bool:
 def own_host(situation: Situation) -> str:
     """Return what the other nodes may call this machine.
 
-    That is its name if it resolves to an address of its own beyond the loopback, else such an
+    That is its name if it resolves to one of its addresses beyond the loopback, else such an
     address.
     """
     here = situation.shared(interfaces)

@@ -233,7 +233,7 @@ def arp_answers(situation: Situation) -> tuple[ArpAnswer, ...]:
         situation.environ, here, situation.shared(network.own_name).addresses
     ).interfaces
     chosen = {each.name: each for each in (towards, *gloo) if each is not None and each.outward}
-    # Nobody dials link-local addresses (169.254), which are chosen by ARP anyway.
+    # Link-local addresses are not dialled (169.254), which are chosen by ARP anyway.
     return tuple(
         ArpAnswer(interface.name, address, card)
         for interface in chosen.values()

@@ -185,7 +185,7 @@ SETTLED_AFTER = 7.0
 """Seconds of the same failure after which waiting longer will not help: two connections, each with
 three lost SYNs."""
 
-SPEAK_AFTER = 8.0  # Seconds after which a person is told what is waited for
+SPEAK_AFTER = 8.0  # Seconds after which a message says what the node waits for
 DOORS = 3  # Side doors that are tried. The coordinator listens at the first free one.
 DOOR_TIMEOUT = 1.2  # Seconds for a side door to answer. A lost SYN is sent again after 1 s.
 
