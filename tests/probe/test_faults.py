@@ -44,11 +44,11 @@ IN_HOOKS = [
 """What hooks call; a fault in each must be recorded."""
 
 EARLIER = [
-    "joining:_open",
-    "joining:StepTracker",
-    "joining:StatusPage",
-    "joining:Journal",
-    "joining:Recorder",
+    "process:_open",
+    "process:StepTracker",
+    "process:StatusPage",
+    "process:Journal",
+    "process:Recorder",
     "runtime.watch:start",
     "observers.steps:StepTracker.finish",
     "hooks.exits:watch_fatal_signals",
@@ -56,7 +56,7 @@ EARLIER = [
 """What makes a process a rank; a fault there may leave the process without a journal."""
 
 WRITING = [
-    "joining:Journal.write",
+    "process:Journal.write",
     "runtime.recorder:Recorder._drain",
     "runtime.recorder:Recorder.flush",
 ]
