@@ -22,6 +22,7 @@ from ddpdoctor.core.relations import (
 )
 from ddpdoctor.core.user_code import Location, user_file
 from ddpdoctor.diagnose import APART, STANDSTILLS
+from ddpdoctor.diagnose.crashes.rank_endings import Ending
 from ddpdoctor.diagnose.crashes.rules_attempts import (
     Attempt,
     attempts,
@@ -30,7 +31,6 @@ from ddpdoctor.diagnose.crashes.rules_attempts import (
     moment,
     truncated,
 )
-from ddpdoctor.diagnose.crashes.rank_endings import Ending
 from ddpdoctor.failures import recognise
 from ddpdoctor.failures.table import TABLE
 from ddpdoctor.run.snapshot import Run
