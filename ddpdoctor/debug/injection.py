@@ -134,7 +134,7 @@ def _inject(pid: int, directory: str) -> None:
 
 
 def breaks_sleepers() -> bool:
-    """Return whether a call by gdb ends a sleeping process, tried on a child process.
+    """Return whether a call by gdb ends a sleeping process. Tries it on a child process.
 
     Where gdb cannot write the registers back ("Couldn't write extended state status": gdb 13 on
     some virtual machines), the system call that it interrupted fails with an invalid error number

@@ -777,7 +777,7 @@ def _never_ends(loop: ast.While) -> bool:
 
 
 def only_sleeps(path: str, line: int) -> bool:
-    """Return whether a line calls ``sleep`` outside a ``while``, which may wait for something."""
+    """Return whether a line calls ``sleep``. Skip calls in a ``while``, which may be polling."""
     around = [
         node
         for node in nodes_of(path)

@@ -121,7 +121,7 @@ def port_facts(run: Run, cause: Ending, failure: Failure) -> FailureFacts:
 
 
 def unopened_store(strays: Records, restart: int) -> OwnStoreRecord | None:
-    """Return a store that ranks of torchrun wait for and that none of them opens."""
+    """Return a store that torchrun's ranks wait for, but none of them opens."""
     return next((each for each in strays.of(OwnStoreRecord) if each.restart == restart), None)
 
 

@@ -167,7 +167,7 @@ def _data_wait(run: Run, rank: Rank) -> DataWait | None:
         if step.step >= WARM_UP and step.total > 0 and run.undisturbed(step)
     ]
     if len(steps) < ENOUGH or _lack_cores(steps):
-        # Without cores, the loader's workers are slow, too.
+        # On a crowded machine the loader's workers lack cores as well.
         return None
     found = _median_wait(steps, False)
     if found.share > DATA_SHARE:

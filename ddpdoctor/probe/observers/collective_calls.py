@@ -67,7 +67,7 @@ TENSORS: dict[str, str] = {
     "all_gather_single": "input_tensor",
     "all_reduce": "tensor",
     "all_reduce_coalesced": "tensors[0]",
-    # Each rank may send another number of elements.
+    # Ranks may send different numbers of elements.
     "all_to_all": "None",
     "all_to_all_single": "None",
     "barrier": "None",

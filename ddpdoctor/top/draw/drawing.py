@@ -32,7 +32,7 @@ class Marks:
     letters: bool
     """Whether phases are letters, since there are no colours."""
     levels: str
-    """Bars of rising height; the first is an empty one."""
+    """Bars by height, from empty to full."""
     fill: str
     """A stretch of a stacked bar."""
     waiting: str
