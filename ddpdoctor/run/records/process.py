@@ -35,6 +35,18 @@ class OpenRecord(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoreRecord(Record):
+    """Where the ranks of a job met, if there may be ranks on other nodes."""
+
+    kind = "store"
+
+    host: str = ""  # Host name or address of the TCPStore
+    port: int = 0
+    file: str = ""  # The file of a FileStore. Empty for a TCPStore.
+    job: str = ""  # torchrun's id of the job. Empty without torchrun.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OverrideRecord(PlacedRecord):
     """ddpdoctor overrode an argument of the job for `ddpdoctor scale`."""
 

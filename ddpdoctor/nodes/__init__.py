@@ -1,0 +1,1 @@
+"""One run on several nodes: how their ddpdoctors find each other, and what they exchange."""

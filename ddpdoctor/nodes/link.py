@@ -1,0 +1,128 @@
+"""Encrypted messages between ddpdoctor's processes on several nodes.
+
+ZeroMQ carries them. It reconnects, bounds its queues and notices dead peers. Both ends derive their
+CURVE keys from a secret that they share, so nobody without the secret gets past the handshake.
+
+A message is a record, declared like those of a journal, and a blob of bytes. What a peer sends is
+read by the decoder of the records alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import zmq
+import zmq.auth.thread
+import zmq.utils.z85 as z85
+
+from ddpdoctor.run.records.base import Record, as_json
+from ddpdoctor.run.records.decode import parse
+
+MAX_MESSAGE = 8 << 20  # Bytes of a message on the wire
+MAX_BLOB = 64 << 20  # Bytes of a blob after decompression
+
+MAX_WAITING = 256  # Messages that wait for one peer. With more, sending fails.
+
+HANDSHAKE_MS = 10_000
+"""Milliseconds after which a connection that has not proved the secret is closed."""
+
+HEARTBEAT_MS = 3_000  # Milliseconds between two signs of life of a connection
+
+DEAD_MS = 20_000
+"""Milliseconds without one after which a connection is closed. A busy machine may be late."""
+
+_SERVER, _CLIENT = b"server", b"client"
+
+
+class _Keys(NamedTuple):
+    public: bytes
+    secret: bytes
+
+
+def _keys(secret: str, end: bytes) -> _Keys:
+    seed = hashlib.sha256(b"ddpdoctor 1 " + end + b"\0" + secret.encode()).digest()
+    key = z85.encode(seed)
+    return _Keys(zmq.curve_public(key), key)
+
+
+class _OnlyClient:
+    """Accepts the key of clients that know the secret."""
+
+    def __init__(self, secret: str) -> None:
+        self._key = _keys(secret, _CLIENT).public
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Return whether a client with this public key may connect."""
+        return key == self._key
+
+
+def authenticate(context: zmq.Context[Any], secret: str) -> zmq.auth.thread.ThreadAuthenticator:
+    """Start to refuse clients without the secret. Stop the returned thread at the end."""
+    authenticator = zmq.auth.thread.ThreadAuthenticator(context)
+    authenticator.start()
+    authenticator.configure_curve_callback("*", _OnlyClient(secret))
+    return authenticator
+
+
+def make_server(socket: zmq.Socket[Any], secret: str) -> None:
+    """Prepare a ROUTER socket that accepts clients which know the secret.
+
+    The socket's context needs :func:`authenticate`, before the socket is bound.
+    """
+    _prepare(socket, _keys(secret, _SERVER))
+    socket.curve_server = True
+    # A node that connects again takes the place of its lost connection.
+    socket.router_handover = True
+    socket.router_mandatory = True
+
+
+def make_client(socket: zmq.Socket[Any], secret: str, identity: bytes) -> None:
+    """Prepare a DEALER socket for a server that knows the secret."""
+    _prepare(socket, _keys(secret, _CLIENT))
+    socket.curve_serverkey = _keys(secret, _SERVER).public
+    socket.routing_id = identity
+    socket.reconnect_ivl = 200
+    socket.reconnect_ivl_max = 5_000
+
+
+def _prepare(socket: zmq.Socket[Any], keys: _Keys) -> None:
+    socket.curve_publickey, socket.curve_secretkey = keys
+    socket.ipv6 = True
+    socket.linger = 500
+    socket.maxmsgsize = MAX_MESSAGE
+    socket.sndhwm = socket.rcvhwm = MAX_WAITING
+    socket.handshake_ivl = HANDSHAKE_MS
+    socket.heartbeat_ivl, socket.heartbeat_timeout = HEARTBEAT_MS, DEAD_MS
+
+
+def endpoint(address: str, port: int | str) -> str:
+    """Return ZeroMQ's name of an address, such as ``tcp://[::1]:29400``."""
+    return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
+
+
+def packed(message: Record, blob: bytes = b"") -> list[bytes]:
+    """Return the frames of a message."""
+    head = json.dumps(as_json(message), separators=(",", ":"), default=as_json).encode()
+    return [head, zlib.compress(blob, 1)] if blob else [head]
+
+
+def unpacked(
+    frames: Iterable[bytes], kinds: Mapping[str, type[Record]]
+) -> tuple[Record, bytes] | None:
+    """Return the message of some frames, and its blob. None if it is not of a known kind."""
+    head, *blobs = frames
+    message = parse(head, kinds)
+    if message is None or len(blobs) > 1:
+        return None
+    if not blobs:
+        return message, b""
+    inflater = zlib.decompressobj()
+    try:
+        blob = inflater.decompress(blobs[0], MAX_BLOB)
+    except zlib.error:
+        return None
+    return None if inflater.unconsumed_tail else (message, blob)
