@@ -27,6 +27,7 @@ class OwnOptions:
     notify: tuple[str, ...] = ()  # URLs of webhooks, and commands
     journal_mb: int = 64
     overhead_budget: float = 0.5
+    no_nodes: bool = False
     no_debug: bool = False
     debug_port: int = DEFAULT_PORT
     debug_host: str = LOOPBACK

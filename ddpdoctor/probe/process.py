@@ -51,7 +51,7 @@ from ddpdoctor.probe.runtime.recorder import Recorder
 from ddpdoctor.probe.runtime.wrapping import when_imported
 from ddpdoctor.run.journal import Journal
 from ddpdoctor.run.names import FORMAT, namespace, rank_stem
-from ddpdoctor.run.records.process import OpenRecord
+from ddpdoctor.run.records.process import OpenRecord, StoreRecord
 from ddpdoctor.run.ring import RingWriter
 from ddpdoctor.run.status import Phase, StatusPage
 
@@ -141,6 +141,7 @@ def become(torch: Any) -> None:
             },
         )
     )
+    note_store(torch, recorder, world_size)
     rank.enter(state, torch.compiler.is_dynamo_compiling)
 
     def show_cost() -> None:
@@ -166,6 +167,26 @@ def become(torch: Any) -> None:
     recorder.start()
     watch.start()
     atexit.register(rank.end)
+
+
+@shield.shielded
+def note_store(torch: Any, recorder: Recorder, world_size: int) -> None:
+    """Record where ranks of other nodes can be found, if there may be any."""
+    local = environment_int("LOCAL_WORLD_SIZE") or 0
+    place = torch_groups.store_place(torch.distributed.distributed_c10d)
+    if place is None or local == world_size or world_size == 1:
+        return
+    host, port, file = place
+    recorder.add(
+        StoreRecord(
+            host=host,
+            port=port,
+            file=os.path.abspath(file) if file else "",
+            job=os.environ.get("TORCHELASTIC_RUN_ID", ""),
+            round=environment_int("TORCHELASTIC_RESTART_COUNT") or 0,
+            local_world_size=local,
+        )
+    )
 
 
 @shield.shielded

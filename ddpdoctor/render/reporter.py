@@ -285,13 +285,21 @@ class Reporter:
 
         self._write_json(json_lines.end(status, self.current, json_lines.head(run)))
 
-    def summary(self, run: Run) -> None:
-        """Print the last lines: what ran, how fast, what was found, where the records are."""
+    def summary(self, run: Run, judge: str = "") -> None:
+        """Print the last lines: what ran, how fast, what was found, where the records are.
+
+        Args:
+            run: The last snapshot.
+            judge: The host that reports the findings of all nodes. Empty if that is this one.
+        """
         if self._quiet:
             return
         for line in self.faults.guarded("the summary", lambda: list(summary_lines(run))) or ():
             self.note(line)
-        self.note(f"{findings_count(self.current, self._ignored)}; records in {run.path}")
+        found = findings_count(self.current, self._ignored)
+        if judge and not self.current:
+            found = f"findings: see {judge}, which judged the ranks of all nodes"
+        self.note(f"{found}; records in {run.path}")
         if terminal.width(2) is not None:
             own = run.path.parent == rundir.base_directory()
             name = run.path.name if own else relative(str(run.path))

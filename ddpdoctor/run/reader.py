@@ -281,6 +281,9 @@ MAX_TEXT = 8 << 20  # Bytes read of the ends of all outputs of ``faulthandler``
 _MAX_REMARKS = 20
 _STATUS_NAME = re.compile(r"rank-(\d{4,})\.r(\d+)\.status$")
 _SUPERVISOR = "supervisor.jsonl"
+_STDERR_OF_NODE = re.compile(r"stderr-n\d{1,6}\.log$")
+_OF_SUPERVISORS = re.compile(r"(supervisor|nodes|head|node-\d{1,6})\.jsonl$")
+"""The journals of the supervisor, of the exchange with other nodes, and of other supervisors."""
 
 
 class RunReader:
@@ -306,7 +309,7 @@ class RunReader:
         self._damage: tuple[str, ...] = ()
         self._room = Room()
         self._journals: dict[str, JournalReader] = {}
-        self._stderr_seen: tuple[str, int, int, int] | None = None
+        self._stderr_seen: list[tuple[str, int, int, int]] = []
         self._stderr_text = ""
         self.manifest = self._read_manifest()
 
@@ -323,7 +326,7 @@ class RunReader:
     def _journal(self, name: str, window: int = WINDOW) -> JournalReader:
         reader = self._journals.get(name)
         if reader is None:
-            kinds = SUPERVISOR_RECORDS if name == _SUPERVISOR else RANK_RECORDS
+            kinds = SUPERVISOR_RECORDS if _OF_SUPERVISORS.match(name) else RANK_RECORDS
             reader = self._journals[name] = JournalReader(
                 self.path / name, min(window, self._window), self._room, kinds
             )
@@ -332,14 +335,15 @@ class RunReader:
     def _stderr(self, names: Collection[str]) -> str:
         """Return the end of stderr. It is read again only if the file has changed."""
         name = STDERR if STDERR in names else STDERR_SO_FAR
-        path = self.path / name
-        try:
-            facts = path.lstat()
-        except OSError:
-            return ""
-        seen = (name, facts.st_ino, facts.st_mtime_ns, facts.st_size)
+        others = [each for each in names if _STDERR_OF_NODE.match(each)]
+        seen = []
+        for each in (name, *others):
+            with contextlib.suppress(OSError):
+                facts = (self.path / each).lstat()
+                seen.append((each, facts.st_ino, facts.st_mtime_ns, facts.st_size))
         if seen != self._stderr_seen:
-            self._stderr_seen, self._stderr_text = seen, _text(path)
+            self._stderr_seen = seen
+            self._stderr_text = "".join(_text(self.path / each) for each, *_ in seen)
         return self._stderr_text
 
     def snapshot(self) -> Run:
@@ -352,13 +356,19 @@ class RunReader:
         del strays[MAX_RANKS:]
         # All journals exist before the first is read, because they share the room.
         window = MAX_STEPS // (len(pages) or 1)
-        for name in (_SUPERVISOR, *strays):
+        others = [each for each in names if _OF_SUPERVISORS.match(each) and each != _SUPERVISOR]
+        for name in (_SUPERVISOR, *others, *strays):
             self._journal(name)
         for page in pages:
             self._journal(f"{page.stem}.jsonl", window)
         for journal in self._journals.values():
             journal.poll()
         supervisor = self._journal(_SUPERVISOR).records
+        if others:
+            every = [*supervisor]
+            for name in others:
+                every += self._journal(name).records
+            supervisor = Records(sorted(every, key=lambda each: getattr(each, "time", 0)))
         exits = {(each.rank, each.restart): each for each in supervisor.of(RankExitRecord)}
         ranks: list[Rank] = []
         for page in pages:
@@ -369,8 +379,8 @@ class RunReader:
         stray_records = [record for name in strays for record in self._journal(name).records]
         left_out = [each.left_out for each in self._journals.values() if each.left_out]
         if left_out:
-            others = f", and so of {len(left_out) - 1} more" if len(left_out) > 1 else ""
-            left_out = [f"{left_out[0]}{others}"]
+            rest = f", and so of {len(left_out) - 1} more" if len(left_out) > 1 else ""
+            left_out = [f"{left_out[0]}{rest}"]
         return Run(
             path=self.path,
             manifest=self.manifest,

@@ -25,6 +25,7 @@ _NUMBER = struct.Struct("<q")
 _COUNT_AT, _WAITED_AT, _FLAGS_AT, _TEXTS_AT = 32, 40, 48, 56
 _ENTRY = struct.Struct("<qqqqqHHHHHBBi4I")
 _REST = struct.Struct("<HHHHHBBi4I")
+_TIMES = struct.Struct("<qqq")  # The beginning of an entry: order, begin and end
 _ENTRIES_AT = 64
 _ENDED_AT = 16
 _PLACES = tuple(_ENTRIES_AT + place * _ENTRY.size for place in range(ENTRIES))
@@ -201,6 +202,16 @@ def parse_ring(raw: bytes, path: str, newest: int = ENTRIES) -> Ring:
         bool(_NUMBER.unpack_from(raw, _FLAGS_AT)[0]),
         tuple(_collective(entry, texts, chains) for entry in ordered[-newest:]),
     )
+
+
+def moved(raw: bytes, later: int) -> bytes:
+    """Return a ring whose times are ``later`` nanoseconds later."""
+    copy = bytearray(raw)
+    for at in _PLACES:
+        order, began, ended = _TIMES.unpack_from(raw, at)
+        if order:
+            _TIMES.pack_into(copy, at, order, began + later, ended + later if ended else 0)
+    return bytes(copy)
 
 
 def _lines(chain: str, texts: list[str]) -> tuple[str, ...]:

@@ -121,6 +121,11 @@ class Rank:
         return built[number] if 0 <= number < len(built) else None
 
     @property
+    def elsewhere(self) -> bool:
+        """Whether it is a rank of another node, whose pid means nothing here."""
+        return "@" in (self.opened.namespace or "")
+
+    @property
     def lost(self) -> bool:
         """Whether records are missing, so that unrecorded things may have happened.
 

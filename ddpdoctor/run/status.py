@@ -248,6 +248,18 @@ def parse_status(page: bytes, path: str) -> Status:
     )  # fmt: skip
 
 
+def moved(page: bytes, restart: int, later: int) -> bytes:
+    """Return a page with another attempt, whose times are ``later`` nanoseconds later."""
+    copy = bytearray(page)
+    _HEAD.pack_into(copy, 0, *(head := _HEAD.unpack_from(page))[:-2], restart, head[-1] + later)
+    phase, since, armed = _LIVE.unpack_from(page, _LIVE_AT)
+    _LIVE.pack_into(copy, _LIVE_AT, phase, since + later, armed)
+    (beat,) = _NUMBER.unpack_from(page, _BEAT_AT)
+    if beat:
+        _NUMBER.pack_into(copy, _BEAT_AT, beat + later)
+    return bytes(copy)
+
+
 def _text(page: bytes, at: int, size: int) -> str:
     end = page.find(b"\0", at, at + size)
     return page[at : at + size if end < 0 else end].decode("utf-8", "replace")

@@ -51,6 +51,8 @@ Options of ddpdoctor:
   --kill-on-hang    End a job that certainly hangs, after the cause is printed.
   --run-dir DIR     Keep the records in DIR, new or empty
                     [default: a directory below <tmp>/ddpdoctor-<uid>/].
+  --no-nodes        Judge the ranks of this node alone [default: ranks of all
+                    nodes that run under ddpdoctor are judged on rank 0's node].
   --journal-mb N    Most megabytes of records per rank [default: 64].
   --overhead-budget PERCENT
                     What the hooks and the checks for wrong results may cost, in

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.core.relations import STANDSTILL
+from ddpdoctor.nodes import hang_examination
 from ddpdoctor.run import rundir
 from ddpdoctor.run.mapped import Asking
 from ddpdoctor.run.records.base import Record, as_json, json_line
@@ -19,7 +20,7 @@ from ddpdoctor.run.records.evidence import RankEvidence, RankStacks
 from ddpdoctor.run.records.process import EndRecord, ErrorRecord, ExitRecord
 from ddpdoctor.run.records.supervisor import HangOverRecord, HangRecord, RankExitRecord
 from ddpdoctor.run.snapshot import FOREVER, HANG, Records, Run
-from ddpdoctor.supervise import hang_examination, nccl_ras
+from ddpdoctor.supervise import nccl_ras
 from ddpdoctor.supervise.hang_signs import (
     FIRST_STEP_FACTOR,
     MIN_SILENCE,
@@ -99,6 +100,8 @@ class HangWatch:
         self._by_calls = False
         """The calls of the ranks prove the hang, wherever the ranks are when looked at again."""
         self._ended = False
+        self.left_to_head = False
+        """The head examines all ranks. Here only their time without cores is measured."""
 
     def begin(self, pid: int) -> None:
         """Note that the job's command has started as process ``pid``."""
@@ -131,6 +134,8 @@ class HangWatch:
         still = self._signs.look(run, now) if run.ranks else self._start.silence(run, now)
         for record in self._cores.records(run):
             self._write(record)
+        if self.left_to_head and run.ranks:
+            return False
         if self._hung is not None and self._goes_on(run, now):
             return True
         if still is None or self._excused(run, still, now):
@@ -233,10 +238,11 @@ class HangWatch:
         try:
             waiting = [rank.rank for rank in run.last if waits(rank)]
             nccl = nccl_ras.asked(run)
+            others = hang_examination.of_other_nodes(run, number)
             ranks = hang_examination.examine(
                 run, number, waiting, self._evidence, self._seen, self._start.pid, still.lost
             )
-            self._evidence = {each.rank: each for each in ranks}
+            self._evidence = {each.rank: each for each in ranks} | others()
             works = any(each.launcher_works for each in ranks)
             whole = replace(found, launcher_works=works, ras=nccl(), file=f"hang-{number:04d}.json")
             self._put(whole)
@@ -261,7 +267,7 @@ class HangWatch:
         if found is None or not found.file or self._below == self._number:
             return False
         self._below = self._number
-        ranks = self._guilty(run)
+        ranks = self._guilty(run) - {rank.rank for rank in run.last if rank.elsewhere}
         if ranks:
             self._work(partial(self._hold, found, ranks))
         return bool(ranks)

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from ddpdoctor.run.vitals import Vitals
     from ddpdoctor.supervise.gpu_watch import GpuWatch
     from ddpdoctor.supervise.hang_watch import HangWatch
+    from ddpdoctor.supervise.node_link import NodeLink
     from ddpdoctor.supervise.slow_ranks import Stragglers, Suspicions
     from ddpdoctor.system.gpu_health import GpuPoll
 
@@ -137,6 +138,7 @@ SETTLE = 0.7  # Seconds for the other ranks' records to arrive after an event
 _DEBUGGER, _DEBUGGER_END = "the debugger", "the end of the debugger"
 _RANKS, _HANGS, _SHOWING = "the rank watch", "the hang watch", "the monitor's files"
 _NOTIFY, _STRAGGLERS = "the notifications", "the straggler watch"
+_NODES = "the link to other nodes"
 
 
 class RunWatch:
@@ -170,6 +172,7 @@ class RunWatch:
         self._gpu_poll: GpuPoll | None = None
         self._unwatched_ranks = Unwatched(ENTRY)
         self._showing: Showing | None = None
+        self.nodes: NodeLink | None = None
         self._reader: RunReader | None = None
         self._journal: Journal | None = None
         self._lock: rundir.Lock | None = None
@@ -260,6 +263,8 @@ class RunWatch:
             self._guarded(_DEBUGGER, self._debugging.start, self._signals.wake)
         if self._hangs is not None:
             self._guarded(_HANGS, self._hangs.begin, self._keepers.pid)
+        if self.nodes is not None:
+            self.nodes.begin(self._keepers.pid)
 
     def _begin(self, directory: Path) -> None:
         """Write run.json and start the parts of the watch, whose imports the job does not await."""
@@ -279,6 +284,7 @@ class RunWatch:
         from ddpdoctor.run.vitals import Vitals
         from ddpdoctor.supervise.gpu_watch import GpuWatch
         from ddpdoctor.supervise.hang_watch import HangWatch
+        from ddpdoctor.supervise.node_link import NodeLink
         from ddpdoctor.supervise.slow_ranks import Stragglers, Suspicions
         from ddpdoctor.system.gpu_health import GpuPoll
 
@@ -305,6 +311,9 @@ class RunWatch:
             self._signals.wake,
         )
         self._watches[_HANGS] = self._hangs
+        if not self._command.own.no_nodes:
+            journal_bytes = self._command.own.journal_mb << 20
+            self.nodes = NodeLink(directory, journal_bytes, self._reporter.note)
         self._gpus = GpuWatch()
         self._gpu_poll = GpuPoll(directory)
         self._guarded("the GPU poll", self._gpu_poll.start)
@@ -345,6 +354,10 @@ class RunWatch:
 
     def _check_run(self, run: Run, now: float) -> None:
         guarded = self._guarded
+        if self.nodes is not None:
+            guarded(_NODES, self.nodes.look, run)
+        if self._hangs is not None:
+            self._hangs.left_to_head = self._left_to_head
         mute = [each.rank for each in run.ranks if each.status and each.status.unwritten]
         if mute and not self._mute_reported:
             # Report once: the disk is full for all ranks.
@@ -390,7 +403,18 @@ class RunWatch:
     def _rank_ended(self, descriptor: int) -> None:
         self.write(self._ranks.ended(descriptor))
 
+    @property
+    def helpers(self) -> set[int]:
+        """Processes of ddpdoctor that are below the supervisor."""
+        return self.nodes.pids if self.nodes is not None else set()
+
+    @property
+    def _left_to_head(self) -> bool:
+        return self.nodes is not None and self.nodes.leaves_to_head
+
     def _examine(self, run: Run) -> None:
+        if self._left_to_head:
+            return
         self._guarded("the rules", self._reporter.examine, run)
         if self._showing is not None:
             news = partial(self._showing.news, self._reporter.news, run.taken)
@@ -463,6 +487,8 @@ class RunWatch:
         run = self._read()
         if run is not None and self._hangs is not None:
             self._guarded(_HANGS, self._hangs.end, run, status)
+        if self.nodes is not None:
+            self._guarded(_NODES, self.nodes.end, status)
         self.write(JobRecord(time=time.time_ns(), status=status))
         if (run := self._read()) is not None:
             self._examine(run)
@@ -471,7 +497,8 @@ class RunWatch:
     def summarize(self, run: Run | None, status: int) -> None:
         """Print how the run ended, and send it."""
         if run is not None:
-            self._guarded("the summary", self._reporter.summary, run)
+            judge = self.nodes.judge if self.nodes is not None else ""
+            self._guarded("the summary", self._reporter.summary, run, judge)
         self._guarded(_NOTIFY, self.notifications.end, run, status, self._reporter.current)
         self._note(self._faults)
 
@@ -479,6 +506,8 @@ class RunWatch:
         """Stop all parts and close all files."""
         if self._gpu_poll is not None:
             self._gpu_poll.stop()
+        if self.nodes is not None:
+            self._guarded(_NODES, self.nodes.close)
         if self._debugging is not None:
             self._guarded(_DEBUGGER_END, self._debugging.stop)
         for held in (self._journal, self._lock, *self._watches.values()):

@@ -193,7 +193,7 @@ class Supervisor:
         return processes.Job(
             self._run_id,
             ancestors=self._keepers.parents | {os.getpid()},
-            spared=self._keepers.pids | self._watch.notifications.pids,
+            spared=self._keepers.pids | self._watch.notifications.pids | self._watch.helpers,
         )
 
     def _sweep(self) -> None:

@@ -22,7 +22,8 @@ from ddpdoctor.run.records.supervisor import RankExitRecord
 from ddpdoctor.run.snapshot import NO_RECORDS, Rank, Records, Run
 from ddpdoctor.run.status import Phase
 from ddpdoctor.stacks.rank_stacks import ENDING, from_record
-from ddpdoctor.supervise import hang_examination, hang_watch
+from ddpdoctor.nodes import hang_examination
+from ddpdoctor.supervise import hang_watch
 from ddpdoctor.supervise.hang_watch import HangWatch
 from ddpdoctor.system import process_activity
 from tests.conftest import LIMIT

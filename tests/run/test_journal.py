@@ -135,10 +135,10 @@ def test_every_kind_is_written_and_read() -> None:
         name = declared.__name__
         users = {path for path, each in words.items() if name in each}
         parts = {path.relative_to(PACKAGE).parts[0] for path in users}
-        writers = {"probe", "supervise", "debug", "core"}
+        writers = {"probe", "supervise", "debug", "core", "nodes"}
         in_run = {"reported.py", "vitals.py"} & {path.name for path in users}
         assert parts & writers or in_run, kind
-        read = parts & {"diagnose", "render", "top", "commands"} or kind in NEEDLESS
+        read = parts & {"diagnose", "render", "top", "commands", "nodes"} or kind in NEEDLESS
         assert read or name in words[PACKAGE / "run" / "snapshot.py"], kind
 
 

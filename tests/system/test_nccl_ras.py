@@ -20,7 +20,8 @@ from ddpdoctor.run.records.process import OpenRecord
 from ddpdoctor.run.records.supervisor import HangRecord, Ras
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.status import Phase
-from ddpdoctor.supervise import hang_examination, nccl_ras
+from ddpdoctor.nodes import hang_examination
+from ddpdoctor.supervise import nccl_ras
 from ddpdoctor.supervise.hang_watch import HangWatch
 from tests.conftest import LIMIT
 from tests.support.hanging_ranks import call, findings, rank, stacks, status

@@ -41,6 +41,26 @@ def backends(c10d: Any) -> Iterator[Any]:
                 yield backend
 
 
+def store_place(c10d: Any) -> tuple[str, int, str] | None:
+    """Return host, port and file of the store at which the default group's ranks met.
+
+    It is ``_world.pg_map[group][1]`` (2.1 to 2.15), a PrefixStore around the one that listens
+    (``underlying_store``, 1.11 to 2.15). None if there is no such store, or another kind.
+    """
+    world = getattr(c10d, "_world", None)
+    found = getattr(world, "pg_map", {}).get(getattr(world, "default_pg", None))
+    store = found[1] if found else None
+    for _ in range(8):
+        inner = getattr(store, "underlying_store", None)
+        if inner is None:
+            break
+        store = inner
+    host, port, path = (getattr(store, name, None) for name in ("host", "port", "path"))
+    if isinstance(host, str) and isinstance(port, int):
+        return host, port, ""
+    return ("", 0, path) if isinstance(path, str) else None
+
+
 def timeout_of(backend: Any) -> timedelta | None:
     """Return the timeout of a backend's collectives: ``options._timeout`` (2.4 to 2.15)."""
     timeout = getattr(getattr(backend, "options", None), "_timeout", None)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import types
+import sys
 from collections.abc import Mapping
 
 from ddpdoctor.core import opening
@@ -14,8 +14,9 @@ from ddpdoctor.run.records.base import Record
 from ddpdoctor.run.records.typed_json import decoder
 
 
-def _kinds(*modules: types.ModuleType) -> dict[str, type[Record]]:
-    declared = (each for module in modules for each in vars(module).values())
+def kinds_of(*modules: str) -> dict[str, type[Record]]:
+    """Return the records that some loaded modules declare, by kind."""
+    declared = (each for module in modules for each in vars(sys.modules[module]).values())
     return {
         each.kind: each
         for each in declared
@@ -23,10 +24,10 @@ def _kinds(*modules: types.ModuleType) -> dict[str, type[Record]]:
     }
 
 
-RANK_RECORDS = _kinds(process, training, model)
+RANK_RECORDS = kinds_of(process.__name__, training.__name__, model.__name__)
 """The records that processes of the job write, by kind."""
 
-SUPERVISOR_RECORDS = {**_kinds(supervisor), "fault": process.FaultRecord}
+SUPERVISOR_RECORDS = {**kinds_of(supervisor.__name__), "fault": process.FaultRecord}
 """The records that the supervisor writes, by kind."""
 
 

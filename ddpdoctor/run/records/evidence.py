@@ -1,6 +1,6 @@
 """Evidence about the ranks of a job that makes no progress: stacks, activity, collectives.
 
-An examination (`ddpdoctor.supervise.hang_examination`) makes one `RankEvidence` for each rank. They
+An examination (`ddpdoctor.nodes.hang_examination`) makes one `RankEvidence` for each rank. They
 are the ``ranks`` of a `HangRecord`, and the rules for hangs read them back.
 """
 

@@ -347,6 +347,36 @@ class RetractionRecord(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRecord(Record):
+    """Another node of the job joined, left, or was lost."""
+
+    kind = "node"
+
+    time: int
+    number: int  # Its number in this run directory, from 1
+    host: str
+    state: str  # ``joined``, ``lost``, ``back``, ``left`` or ``refused``
+    directory: str = ""  # Its run directory
+    version: str = ""  # Of its ddpdoctor
+    ahead: int | None = None  # Nanoseconds by which its clock is behind ours. None if not known.
+    error: int = 0  # The true value is at most so far away
+    status: int | None = None  # Exit status of its command, once it has left
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadRecord(Record):
+    """The state of the link from this node to the head, which judges all ranks."""
+
+    kind = "head"
+
+    time: int
+    state: str  # ``linked``, ``lost``
+    host: str = ""
+    directory: str = ""  # Its run directory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UnwatchedRecord(Record):
     """Why nothing is known about the ranks."""
 

@@ -6,9 +6,10 @@ An examination runs in its own thread and takes a few seconds at most, whatever 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from ddpdoctor.core import opening
 from ddpdoctor.diagnose.collectives.recorded_calls import first_pending, from_flight
 from ddpdoctor.diagnose.hangs.hang_snapshot import RankState
 from ddpdoctor.diagnose.hangs.process_activity import with_steadiness
+from ddpdoctor.nodes import asking
 from ddpdoctor.run.mapped import UnreadableError
 from ddpdoctor.run.names import namespace, rank_stem
 from ddpdoctor.run.records.evidence import (
@@ -120,6 +122,34 @@ def examine(
         )
     _watch(found, looked, before, seen, launcher, lost)
     return [found[each] for each in sorted(found)]
+
+
+def of_other_nodes(run: Run, number: int) -> Callable[[], dict[int, RankEvidence]]:
+    """Ask the other nodes for the evidence about their ranks.
+
+    Returns:
+        A function that waits for it, and returns it by rank.
+    """
+    found: dict[int, RankEvidence] = {}
+
+    def ask() -> None:
+        # A node needs the same time as this one, and the link some more.
+        seconds = BETWEEN + 3 * STACKS_TIMEOUT
+        for answer in asking.ask(run.path, "examine", {"number": number}, seconds):
+            for each in answer.found if isinstance(answer.found, list) else ():
+                if isinstance(each, dict):
+                    evidence = decoder(RankEvidence)(each)
+                    found[evidence.rank] = evidence
+
+    thread = threading.Thread(target=ask, name="ddpdoctor-ask", daemon=True)
+    thread.start()
+
+    def wait() -> dict[int, RankEvidence]:
+        thread.join()
+        elsewhere = {rank.rank for rank in run.last if rank.elsewhere}
+        return {rank: each for rank, each in found.items() if rank in elsewhere}
+
+    return wait
 
 
 def _watch(

@@ -1,0 +1,143 @@
+"""Rewrite the files of a node in the terms of the head: its clock, and its numbers of attempts."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ddpdoctor.core import opening
+from ddpdoctor.run import ring, status
+from ddpdoctor.run.records.base import JsonObject, json_line
+
+_TIMES = ("time", "start", "since", "closed")
+"""Keys of records that hold Unix nanoseconds. Those of the same name that hold a step are small."""
+
+_LEAST_TIME, _MOST_TIME = 10**18, 1 << 62  # Unix nanoseconds, from the year 2001 on
+
+_START = re.compile(rb'"start":(\d{19})(?=[,}])')
+
+# -- the clock
+
+
+class Sample(NamedTuple):
+    """One reading of the head's clock."""
+
+    ahead: int  # Nanoseconds by which the head's clock is ahead
+    error: int  # The true value is at most so far away
+
+
+class HeadClock:
+    """Estimates how far the head's clock is ahead, as NTP does, by the fastest of several pings."""
+
+    MAX_SAMPLES = 64
+
+    def __init__(self) -> None:
+        self._samples: deque[Sample] = deque(maxlen=self.MAX_SAMPLES)
+
+    def add(self, sent: int, received: int, now: int) -> None:
+        """Take in a ping's answer.
+
+        Args:
+            sent: When the ping was sent.
+            received: When the head received it, by the head's clock.
+            now: When the answer came.
+        """
+        if now >= sent:
+            self._samples.append(Sample(received - (sent + now) // 2, (now - sent) // 2))
+
+    @property
+    def best(self) -> Sample | None:
+        """The reading with the smallest error. None without one.
+
+        A clock that was set meanwhile is followed once the new readings contradict the old ones.
+        """
+        best = min(self._samples, key=lambda each: each.error, default=None)
+        if best is None:
+            return None
+        newest = self._samples[-1]
+        if abs(newest.ahead - best.ahead) > newest.error + best.error:
+            recent = [
+                each
+                for each in self._samples
+                if abs(each.ahead - newest.ahead) <= each.error + newest.error
+            ]
+            if len(recent) >= 3:
+                return min(recent, key=lambda each: each.error)
+        return best
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+
+# -- files
+
+
+class Alignment(NamedTuple):
+    """What a node's files need to fit into the head's run directory."""
+
+    ahead: int  # Nanoseconds by which the head's clock is ahead
+    attempts: Mapping[int, int]
+    """The numbers of attempts in the head's run directory, by those of the node."""
+    place: str  # Follows the namespace of a pid, which is valid on the node alone
+
+    def page(self, raw: bytes, restart: int) -> bytes:
+        """Return a status page of an attempt."""
+        return status.moved(raw, self.attempts[restart], self.ahead)
+
+    def ring(self, raw: bytes) -> bytes:
+        """Return a ring of collectives."""
+        return ring.moved(raw, self.ahead)
+
+    def step(self, line: bytes) -> bytes:
+        """Return the line of a step."""
+        return _START.sub(lambda at: b'"start":%d' % (int(at[1]) + self.ahead), line, count=1)
+
+    def record(self, line: bytes) -> bytes | None:
+        """Return the line of another record. None if it is damaged."""
+        found = parsed(line)
+        if found is None:
+            return None
+        for key in _TIMES:
+            value: Any = found.get(key)
+            if _is_time(value):
+                found[key] = value + self.ahead
+        if "restart" in found:
+            found["restart"] = self._attempt(found["restart"])
+        if "namespace" in found:
+            found["namespace"] = f"{found['namespace']}{self.place}"
+        return json_line(found)
+
+    def document(self, value: Any) -> Any:
+        """Return the evidence of an examination, all of whose large numbers are times."""
+        if isinstance(value, dict):
+            return {
+                key: self._attempt(each) if key == "restart" else self.document(each)
+                for key, each in value.items()
+            }
+        if isinstance(value, list):
+            return [self.document(each) for each in value]
+        return value + self.ahead if _is_time(value) else value
+
+    def _attempt(self, restart: Any) -> Any:
+        return self.attempts.get(restart, restart) if isinstance(restart, int) else restart
+
+
+def _is_time(value: Any) -> bool:
+    return type(value) is int and _LEAST_TIME <= value < _MOST_TIME
+
+
+def parsed(line: bytes) -> JsonObject | None:
+    """Return the JSON object of a line. None if it is damaged."""
+    try:
+        found = opening.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def dumped(value: Any) -> bytes:
+    """Return a JSON document."""
+    return json.dumps(value, separators=(",", ":")).encode()

@@ -1,0 +1,69 @@
+"""Ask the other nodes of a run for something: stacks, or the evidence of an examination.
+
+The exchange of the head listens at a Unix socket in the run directory. It passes a question on and
+writes one line for each node's answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ddpdoctor.core import opening
+from ddpdoctor.run.names import short_path
+
+SOCKET = "nodes.sock"
+MAX_ANSWER = 64 << 20  # Bytes of all answers to one question
+
+
+class NodeAnswer(NamedTuple):
+    """What one node answered."""
+
+    node: int  # Its number in the run directory
+    host: str
+    found: Any  # JSON
+
+
+def ask(
+    directory: Path, what: str, arguments: Mapping[str, Any], seconds: float
+) -> list[NodeAnswer]:
+    """Ask all nodes, and return the answers that come in time.
+
+    Args:
+        directory: The run directory of the head.
+        what: ``examine`` or ``stacks``.
+        arguments: JSON that the question needs.
+        seconds: How long to wait.
+    """
+    path = directory / SOCKET
+    if not path.exists() or opening.stranger(directory) is not None:
+        return []
+    deadline = time.monotonic() + seconds
+    data = b""
+    with (
+        contextlib.suppress(OSError),
+        socket.socket(socket.AF_UNIX) as connection,
+        short_path(os.fspath(path)) as name,
+    ):
+        connection.settimeout(seconds)
+        connection.connect(name)
+        question = {"what": what, "seconds": seconds, **arguments}
+        connection.sendall(json.dumps(question).encode() + b"\n")
+        while len(data) < MAX_ANSWER:
+            connection.settimeout(max(0.01, deadline - time.monotonic()))
+            received = connection.recv(1 << 16)
+            if not received:
+                break
+            data += received
+    found = []
+    for line in data.split(b"\n")[:-1]:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            answer = opening.loads(line)
+            found.append(NodeAnswer(int(answer["node"]), str(answer["host"]), answer["found"]))
+    return found

@@ -1,0 +1,243 @@
+"""The process that links one node's run to the others, beside the supervisor.
+
+The supervisor starts it once ranks may live on other nodes, so that jobs on one node pay nothing.
+It talks to the supervisor in lines of JSON. Everything else goes through the run directory: on the
+head this process writes the other nodes' files there, elsewhere it reads them. If it fails, the run
+goes on, and each node is judged alone.
+
+    python -m ddpdoctor.nodes.exchange DIRECTORY JOURNAL_BYTES LAUNCHER
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import zmq
+
+from ddpdoctor.nodes import store
+from ddpdoctor.nodes.alignment import dumped, parsed
+from ddpdoctor.nodes.answers import Answers
+from ddpdoctor.nodes.head import Head, Invitation, invitation_line
+from ddpdoctor.nodes.member import Member
+from ddpdoctor.nodes.messages import Began
+from ddpdoctor.run.journal import Journal
+from ddpdoctor.run.records.base import Part, as_json, dataclass
+from ddpdoctor.run.records.process import StoreRecord
+from ddpdoctor.run.records.supervisor import HeadRecord
+from ddpdoctor.run.records.typed_json import decoder, required
+
+LOOK_EVERY = 0.5  # Seconds between two looks into the job's store
+END_TIMEOUT = 3.0  # Seconds in which the last records are sent
+LEAVE_TIMEOUT = 4.0  # Seconds for which the head waits for the last records of other nodes
+MAX_FAILURES = 20
+LOG = "nodes.log"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt(Part):
+    """What the supervisor knows of an attempt, in a line to this process."""
+
+    restart: int
+    world_size: int
+    time: int  # When its first rank joined the process group
+    leads: bool  # Rank 0 is on this node
+    store: StoreRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State(Part):
+    """The state of the link, in a line to the supervisor."""
+
+    head: bool = False  # This node is the head
+    linked: bool = False  # The head judges this node's ranks
+    host: str = ""  # The head's host
+    directory: str = ""  # The head's run directory
+
+
+class Exchange:
+    """Finds the other nodes of a job, and exchanges records with them.
+
+    Args:
+        directory: The run directory.
+        journal_bytes: Maximum bytes of the journal of a rank.
+        launcher: Process id of the job's command.
+    """
+
+    def __init__(self, directory: Path, journal_bytes: int, launcher: int) -> None:
+        self._directory = directory
+        self._journal_bytes = journal_bytes
+        self._identity = b"n" + secrets.token_bytes(15)
+        self._answers = Answers(directory, launcher)
+        self._head: Head | None = None
+        self._member: Member | None = None
+        self._attempt: Attempt | None = None
+        self._published: StoreRecord | None = None
+        self._due = 0.0
+        self._told: State | None = None
+        self._input = b""
+        self._journal: Journal | None = None
+        self.ended = False
+
+    # -- the supervisor
+
+    def read(self) -> None:
+        """Read the lines of the supervisor. Its end is ours."""
+        data = os.read(0, 1 << 16)
+        if not data:
+            raise SystemExit
+        *lines, self._input = (self._input + data).split(b"\n")
+        for line in lines:
+            found = parsed(line) or {}
+            if "store" in found:
+                self._begin(required(Attempt, found))
+            elif "end" in found:
+                self._end(found["end"])
+
+    def _begin(self, attempt: Attempt) -> None:
+        self._attempt = attempt
+        began = Began(restart=attempt.restart, world_size=attempt.world_size, time=attempt.time)
+        if attempt.leads and self._head is None and not self._is_linked:
+            self._head = Head(self._directory, self._journal_bytes, attempt.store.host)
+        if self._head is not None:
+            self._head.began(began)
+        elif self._member is None:
+            self._member = Member(self._directory, self._identity, self._answers.answer)
+        if self._member is not None:
+            self._member.began(began)
+        self._due = 0.0
+
+    def _end(self, status: int | None) -> None:
+        """Exchange the last records. The job's command has ended on this node."""
+        deadline = time.monotonic() + LEAVE_TIMEOUT
+        if self._member is not None:
+            self._member.finish(status, END_TIMEOUT)
+        while self._head is not None and self._head.waits_for and time.monotonic() < deadline:
+            self.turn(0.05)
+        self.ended = True
+
+    def _tell(self) -> None:
+        """Tell the supervisor how the link is, and record it."""
+        head = self._member.head if self._member is not None else None
+        state = State(
+            head=self._head is not None,
+            linked=head is not None,
+            host=head.host[:255] if head is not None else "",
+            directory=head.directory[:4096] if head is not None else "",
+        )
+        if state == self._told:
+            return
+        before, self._told = self._told, state
+        os.write(1, dumped(as_json(state)) + b"\n")
+        if state.linked or (before is not None and before.linked):
+            found = state if state.linked else before
+            assert found is not None
+            if self._journal is None:
+                self._journal = Journal(str(self._directory / "head.jsonl"), 1 << 20)
+            record = HeadRecord(
+                time=time.time_ns(),
+                state="linked" if state.linked else "lost",
+                host=found.host,
+                directory=found.directory,
+            )
+            self._journal.write([record])
+
+    # -- the job's store
+
+    @property
+    def _is_linked(self) -> bool:
+        return self._member is not None and self._member.head is not None
+
+    def _meet(self) -> None:
+        """Publish where the head is, or look for it."""
+        attempt = self._attempt
+        if attempt is None or time.monotonic() < self._due:
+            return
+        self._due = time.monotonic() + LOOK_EVERY
+        key = f"ddpdoctor/{attempt.store.job}/{attempt.store.round}"
+        invitation = self._head.invitation if self._head is not None else None
+        if invitation is None and attempt.leads and self._is_linked and self._member is not None:
+            # An attempt whose rank 0 is on another node than before: the head stays.
+            invitation = self._member.invitation
+        if invitation is not None:
+            if self._published != attempt.store:
+                store.write(attempt.store, key, invitation_line(invitation))
+                self._published = attempt.store
+        elif self._member is not None and not self._member.is_connecting:
+            found = parsed(store.read(attempt.store, key) or b"")
+            if found is not None:
+                self._member.invite(decoder(Invitation)(found))
+
+    # -- the loop
+
+    def turn(self, seconds: float) -> None:
+        """Wait for something to do, and do it."""
+        poller = zmq.Poller()
+        if not self.ended:
+            poller.register(0, zmq.POLLIN)
+        for each in (self._head, self._member):
+            if each is not None:
+                each.register(poller)
+        ready = dict(poller.poll(int(seconds * 1000)))
+        if self._head is not None:
+            self._head.receive()
+            self._head.accept()
+            self._head.tick()
+        if self._member is not None:
+            self._member.receive()
+            self._member.tick()
+        if 0 in ready and seconds > 0.05:
+            self.read()
+        with contextlib.suppress(OSError):
+            self._meet()
+        self._tell()
+
+    def run(self) -> None:
+        """Exchange records until the job has ended."""
+        failures = 0
+        while not self.ended:
+            wait = self._member.seconds_to_wait if self._member is not None else 0.25
+            try:
+                self.turn(max(wait, 0.06))
+            except Exception:
+                failures += 1
+                traceback.print_exc()
+                if failures >= MAX_FAILURES:
+                    raise
+                time.sleep(0.2)
+
+    def close(self) -> None:
+        """Close the links."""
+        if self._published is not None:
+            store.forget(self._published)
+        if self._head is not None:
+            self._head.close()
+        if self._member is not None:
+            self._member.close()
+        if self._journal is not None:
+            self._journal.close()
+
+
+def main(argv: list[str]) -> None:
+    """Run the exchange of a run directory."""
+    directory, journal_bytes, launcher = Path(argv[0]), int(argv[1]), int(argv[2])
+    # What goes wrong here is no subject of the job's terminal.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(directory / LOG, flags, 0o600), 2)
+    exchange = Exchange(directory, journal_bytes, launcher)
+    try:
+        exchange.run()
+    except (SystemExit, BrokenPipeError):
+        return
+    finally:
+        exchange.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,418 @@
+"""The head: the ddpdoctor on the node of rank 0, to which all other nodes send their records."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import zmq
+
+from ddpdoctor import __version__
+from ddpdoctor.core import opening
+from ddpdoctor.nodes import link
+from ddpdoctor.nodes.alignment import dumped
+from ddpdoctor.nodes.asking import SOCKET
+from ddpdoctor.nodes.messages import (
+    MESSAGES,
+    PROTOCOL,
+    Answer,
+    Began,
+    Clock,
+    Files,
+    Hello,
+    Leave,
+    Numbered,
+    Over,
+    Ping,
+    Pong,
+    Question,
+    Request,
+    Taken,
+    Welcome,
+)
+from ddpdoctor.nodes.mirror import Mirror, RefusedError
+from ddpdoctor.run.journal import Journal
+from ddpdoctor.run.mapped import EXAMINATION, PROFILE, SUSPICION
+from ddpdoctor.run.names import short_path
+from ddpdoctor.run.records.base import Part, Record, as_json
+from ddpdoctor.run.records.base import dataclass as record
+from ddpdoctor.run.records.supervisor import NodeRecord
+
+SILENT = 15.0  # Seconds without a message after which a node is lost
+MAX_NODES = 4096
+MAX_ADDRESSES = 16
+MAX_QUESTION = 64 << 10  # Bytes of a question
+MAX_ASKERS = 16  # Questions that wait for answers at a time
+SAME_ATTEMPT_NS = 300 * 10**9
+"""Nanoseconds between the begins of an attempt on two nodes at most."""
+
+JOURNAL = "nodes.jsonl"
+_REQUESTS = {EXAMINATION: 8, PROFILE: 8, SUSPICION: 256}
+"""The files by which the supervisor asks the ranks for something, and their sizes."""
+
+
+@record(frozen=True, slots=True, kw_only=True)
+class Invitation(Part):
+    """What the other nodes need to find the head."""
+
+    host: str
+    addresses: tuple[str, ...]
+    port: int
+    secret: str
+
+
+def addresses_of(preferred: str) -> tuple[str, ...]:
+    """Return the addresses of this machine, the one that the job uses first, loopback last."""
+    own = [
+        each.address.partition("%")[0]
+        for name, interface in psutil.net_if_addrs().items()
+        for each in interface
+        if each.family in (socket.AF_INET, socket.AF_INET6)
+    ]
+    wanted: set[str] = set()
+    with contextlib.suppress(OSError):
+        wanted = {str(each[4][0]) for each in socket.getaddrinfo(preferred, None)}
+
+    def rank(address: str) -> tuple[bool, bool, bool, bool]:
+        local = address.startswith("127.") or address == "::1"
+        return local, address not in wanted, address.startswith("fe80:"), ":" in address
+
+    return tuple(sorted(dict.fromkeys(own), key=rank)[:MAX_ADDRESSES])
+
+
+@dataclass
+class _Peer:
+    """Another node."""
+
+    number: int
+    identity: bytes
+    host: str
+    heard: float
+    taken: int = 0
+    lost: bool = False
+    left: bool = False
+    clock: Clock | None = None
+    attempts: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass
+class _Asker:
+    """A process of this node that has asked a question."""
+
+    connection: socket.socket
+    until: float
+    waiting: set[int]
+    data: bytes = b""
+    number: int = 0
+
+
+class Head:
+    """Takes the records of all nodes, and passes requests and questions on to them.
+
+    Args:
+        directory: The run directory.
+        journal_bytes: Maximum bytes of the journal of a rank.
+        preferred: The host under which the job's ranks reach this node.
+
+    Raises:
+        OSError: The run directory cannot be used.
+        zmq.ZMQError: No port is free.
+    """
+
+    def __init__(self, directory: Path, journal_bytes: int, preferred: str) -> None:
+        self._directory = directory
+        self._mirror = Mirror(directory, journal_bytes)
+        self._journal = Journal(str(directory / JOURNAL), 1 << 22)
+        self._peers: dict[bytes, _Peer] = {}
+        self._own: dict[int, Began] = {}
+        self._numbered: dict[int, tuple[int, int]] = {}
+        """World size and begin of the attempts without a rank of this node, by number."""
+        self._waiting: list[tuple[_Peer, Began, float]] = []
+        self._requested: dict[str, bytes] = {}
+        self._askers: list[_Asker] = []
+        self._questions = 0
+        secret = secrets.token_hex(32)
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._authenticator = link.authenticate(self._context, secret)
+        self._socket = self._context.socket(zmq.ROUTER)
+        link.make_server(self._socket, secret)
+        try:
+            port = self._socket.bind_to_random_port("tcp://*")
+        except zmq.ZMQError:
+            # A machine without IPv6.
+            self._socket.ipv6 = False
+            port = self._socket.bind_to_random_port("tcp://*")
+        self.invitation = Invitation(
+            host=socket.gethostname(),
+            addresses=addresses_of(preferred),
+            port=port,
+            secret=secret,
+        )
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        with short_path(str(directory / SOCKET)) as name:
+            self._listener.bind(name)
+        os.chmod(directory / SOCKET, 0o600)
+        self._listener.listen(MAX_ASKERS)
+
+    def register(self, poller: zmq.Poller) -> None:
+        """Let a poller wake when there is something to do."""
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._listener, zmq.POLLIN)
+        for asker in self._askers:
+            if not asker.number:
+                poller.register(asker.connection, zmq.POLLIN)
+
+    def began(self, attempt: Began) -> None:
+        """Note that ranks of this node began an attempt."""
+        self._own[attempt.restart] = attempt
+
+    @property
+    def waits_for(self) -> int:
+        """Number of nodes that have not left and still respond."""
+        return sum(not (each.left or each.lost) for each in self._peers.values())
+
+    # -- messages
+
+    def receive(self) -> None:
+        """Handle all messages that have come."""
+        for _ in range(1024):
+            try:
+                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            found = link.unpacked(frames, MESSAGES) if frames else None
+            if found is not None:
+                self._handle(identity, *found)
+
+    def _handle(self, identity: bytes, message: Record, blob: bytes) -> None:
+        peer = self._peers.get(identity)
+        if isinstance(message, Hello):
+            self._hello(identity, message)
+            return
+        if peer is None:
+            return
+        peer.heard = time.monotonic()
+        if peer.lost:
+            peer.lost = False
+            self._note(peer, "back")
+        if isinstance(message, Ping):
+            self._send(peer, Pong(sent=message.sent, received=time.time_ns()))
+        elif isinstance(message, Clock):
+            peer.clock = message
+            self._note(peer, "clock")
+        elif isinstance(message, Began):
+            self._waiting.append((peer, message, time.monotonic() + 5.0))
+            self._number()
+        elif isinstance(message, Files):
+            self._take(peer, message, blob)
+        elif isinstance(message, Answer):
+            self._answer(peer, message, blob)
+        elif isinstance(message, Leave):
+            peer.left = True
+            self._note(peer, "left", status=message.status)
+
+    def _hello(self, identity: bytes, message: Hello) -> None:
+        peer = self._peers.get(identity)
+        if peer is None:
+            if len(self._peers) >= MAX_NODES:
+                return
+            number = len(self._peers) + 1
+            peer = _Peer(number, identity, message.host[:255], time.monotonic())
+            self._peers[identity] = peer
+            if message.protocol != PROTOCOL:
+                why = f"its ddpdoctor is {message.version[:32]}, here is {__version__}"
+                self._note(peer, "refused", why=why)
+                peer.left = True
+            else:
+                self._note(
+                    peer, "joined", directory=message.directory[:4096], version=message.version[:32]
+                )
+        peer.heard = time.monotonic()
+        self._send(
+            peer,
+            Welcome(
+                protocol=PROTOCOL,
+                host=self.invitation.host,
+                directory=str(self._directory),
+                taken=peer.taken,
+            ),
+        )
+        for name, content in self._requested.items():
+            self._send(peer, Request(name=name), content)
+
+    def _take(self, peer: _Peer, message: Files, blob: bytes) -> None:
+        if message.number == peer.taken + 1:
+            try:
+                self._mirror.take(peer.number, message.pieces, blob)
+            except RefusedError as error:
+                self._note(peer, "refused", why=str(error)[:200])
+            except OSError as error:
+                self._note(peer, "refused", why=f"cannot keep its records: {error.strerror}")
+            peer.taken = message.number
+        self._send(peer, Taken(number=peer.taken))
+
+    def _send(self, peer: _Peer, message: Record, blob: bytes = b"") -> None:
+        # A full queue, or a lost connection: the node asks again when it is back.
+        with contextlib.suppress(zmq.ZMQError):
+            self._socket.send_multipart([peer.identity, *link.packed(message, blob)], zmq.NOBLOCK)
+
+    def _note(self, peer: _Peer, state: str, **more: Any) -> None:
+        clock = peer.clock
+        record = NodeRecord(
+            time=time.time_ns(),
+            number=peer.number,
+            host=peer.host,
+            state=state,
+            ahead=clock.ahead if clock is not None else None,
+            error=clock.error if clock is not None else 0,
+            **more,
+        )
+        with contextlib.suppress(OSError):
+            self._journal.write([record])
+
+    # -- attempts
+
+    def _number(self) -> None:
+        """Give the attempts of nodes the numbers that they have here."""
+        left = []
+        for peer, began, until in self._waiting:
+            attempt = self._attempt_of(began, final=time.monotonic() >= until)
+            if attempt is None:
+                left.append((peer, began, until))
+            else:
+                peer.attempts[began.restart] = attempt
+                self._send(peer, Numbered(restart=began.restart, attempt=attempt))
+        self._waiting = left
+
+    def _attempt_of(self, began: Began, *, final: bool) -> int | None:
+        """Return the number of an attempt. None if its ranks here may not have begun yet."""
+        known = {each.restart: (each.world_size, each.time) for each in self._own.values()}
+        near = {
+            number: abs(time - began.time)
+            for number, (world_size, time) in (known | self._numbered).items()
+            if world_size == began.world_size and abs(time - began.time) < SAME_ATTEMPT_NS
+        }
+        if began.restart in near and near[began.restart] < SAME_ATTEMPT_NS // 10:
+            return began.restart
+        if near:
+            return min(near, key=lambda number: near[number])
+        if not final:
+            return None
+        taken = known.keys() | self._numbered.keys()
+        number = began.restart
+        while number in taken:
+            number += 1
+        self._numbered[number] = began.world_size, began.time
+        return number
+
+    # -- requests and questions
+
+    def tick(self) -> None:
+        """Do what is due: lost nodes, new requests of the supervisor, late answers."""
+        now = time.monotonic()
+        for peer in self._peers.values():
+            if not peer.left and not peer.lost and now - peer.heard > SILENT:
+                peer.lost = True
+                self._note(peer, "lost")
+        self._number()
+        for name, size in _REQUESTS.items():
+            with contextlib.suppress(OSError):
+                content = opening.contents(self._directory / name, size)
+                if any(content) and self._requested.get(name) != content:
+                    self._requested[name] = content
+                    for peer in self._linked():
+                        self._send(peer, Request(name=name), content)
+        for asker in list(self._askers):
+            if now >= asker.until:
+                self._finish(asker)
+
+    def _linked(self) -> Iterator[_Peer]:
+        yield from (each for each in self._peers.values() if not (each.left or each.lost))
+
+    def accept(self) -> None:
+        """Handle the processes of this node that ask something."""
+        with contextlib.suppress(BlockingIOError):
+            while len(self._askers) < MAX_ASKERS:
+                connection, _ = self._listener.accept()
+                connection.setblocking(False)
+                self._askers.append(_Asker(connection, time.monotonic() + 5.0, set()))
+        for asker in list(self._askers):
+            if not asker.number:
+                self._read_question(asker)
+
+    def _read_question(self, asker: _Asker) -> None:
+        try:
+            received = asker.connection.recv(MAX_QUESTION)
+        except BlockingIOError:
+            return
+        except OSError:
+            received = b""
+        asker.data += received
+        if not received or len(asker.data) > MAX_QUESTION:
+            self._finish(asker)
+            return
+        if b"\n" not in asker.data:
+            return
+        try:
+            question = json.loads(asker.data)
+            seconds = min(60.0, float(question.get("seconds", 5.0)))
+            what = str(question["what"])
+        except (ValueError, KeyError, TypeError, AttributeError):
+            self._finish(asker)
+            return
+        self._questions += 1
+        asker.number, asker.until = self._questions, time.monotonic() + seconds
+        for peer in self._linked():
+            asker.waiting.add(peer.number)
+            self._send(peer, Question(number=asker.number, what=what), asker.data)
+        if not asker.waiting:
+            self._finish(asker)
+
+    def _answer(self, peer: _Peer, message: Answer, blob: bytes) -> None:
+        asker = next((each for each in self._askers if each.number == message.number), None)
+        if asker is None or peer.number not in asker.waiting:
+            return
+        with contextlib.suppress(ValueError, OSError):
+            found = opening.loads(blob)
+            line = dumped({"node": peer.number, "host": peer.host, "found": found}) + b"\n"
+            # The asker reads at once. One that does not loses its answer.
+            asker.connection.settimeout(1.0)
+            asker.connection.sendall(line)
+        asker.waiting.discard(peer.number)
+        if not asker.waiting:
+            self._finish(asker)
+
+    def _finish(self, asker: _Asker) -> None:
+        asker.connection.close()
+        self._askers.remove(asker)
+
+    # -- the end
+
+    def close(self) -> None:
+        """Tell all nodes that the job has ended here, and close everything."""
+        for peer in self._linked():
+            self._send(peer, Over())
+        for asker in list(self._askers):
+            self._finish(asker)
+        self._listener.close()
+        with contextlib.suppress(OSError):
+            (self._directory / SOCKET).unlink()
+        self._mirror.close()
+        self._journal.close()
+        self._socket.close()
+        self._authenticator.stop()
+        self._context.term()
+
+
+def invitation_line(invitation: Invitation) -> bytes:
+    """Return what is put into the job's store."""
+    return dumped(as_json(invitation))

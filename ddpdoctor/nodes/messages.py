@@ -1,0 +1,167 @@
+"""The messages between the head, which is the node of rank 0, and the other nodes.
+
+Times are Unix nanoseconds of the sender's clock.
+"""
+
+from __future__ import annotations
+
+from ddpdoctor.run.records.base import Part, Record, dataclass
+from ddpdoctor.run.records.decode import kinds_of
+
+PROTOCOL = 1  # Version of the messages. Nodes with different ones do not exchange records.
+
+# -- from a node to the head
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello(Record):
+    """A node introduces itself, also after each reconnection."""
+
+    kind = "hello"
+
+    protocol: int
+    host: str
+    directory: str = ""  # Its run directory
+    version: str = ""  # Of ddpdoctor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ping(Record):
+    """A node reads the head's clock. It also shows that the node lives."""
+
+    kind = "ping"
+
+    sent: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Began(Record):
+    """An attempt of the job began on the node. Its time is in the head's clock."""
+
+    kind = "began"
+
+    restart: int  # The node's own number of the attempt
+    world_size: int
+    time: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clock(Record):
+    """How far the head's clock is ahead of the node's, in nanoseconds."""
+
+    kind = "clock"
+
+    ahead: int
+    error: int  # The true value is at most so far away
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece(Part):
+    """A part of a file of a run directory."""
+
+    name: str
+    size: int
+    append: bool = False  # The bytes follow those sent before. Otherwise they replace the file.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Files(Record):
+    """New contents of files. They follow each other in the blob."""
+
+    kind = "files"
+
+    number: int  # From 1, without a gap
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer(Record):
+    """A part of the answer to a question. The blob holds it."""
+
+    kind = "answer"
+
+    number: int
+    last: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leave(Record):
+    """The job's command has ended on the node, and all its records are sent."""
+
+    kind = "leave"
+
+    status: int | None = None
+
+
+# -- from the head to a node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome(Record):
+    """The head accepts a node."""
+
+    kind = "welcome"
+
+    protocol: int
+    host: str
+    directory: str  # The run directory that holds the records of all nodes
+    taken: int = 0  # Number of the last `Files` that it has taken from this node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pong(Record):
+    """The head's clock."""
+
+    kind = "pong"
+
+    sent: int  # As in the `Ping`
+    received: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numbered(Record):
+    """The number of an attempt in the head's run directory."""
+
+    kind = "numbered"
+
+    restart: int  # The node's own number
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken(Record):
+    """The head has written the files of a message."""
+
+    kind = "taken"
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request(Record):
+    """A request of the head's supervisor to all ranks. The blob is the new content of its file."""
+
+    kind = "request"
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question(Record):
+    """A question to the node. The blob holds its arguments."""
+
+    kind = "question"
+
+    number: int
+    what: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Over(Record):
+    """The job has ended on the head, which takes no more records."""
+
+    kind = "over"
+
+
+MESSAGES = kinds_of(__name__)
+"""All messages, by kind."""

@@ -1,0 +1,155 @@
+"""Write the files of other nodes into the run directory of the head.
+
+A node may send what it likes: names are checked, sizes are bounded, and a node writes only its own
+files. What the files hold is judged where all files are read, by the decoder of the records.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from ddpdoctor.core import opening
+from ddpdoctor.nodes.messages import Piece
+from ddpdoctor.nodes.shipment import NODE
+from ddpdoctor.run import rundir
+from ddpdoctor.run.journal import Journal
+from ddpdoctor.run.names import CODE
+from ddpdoctor.run.reader import MAX_RANKS
+from ddpdoctor.run.ring import SIZE as RING_SIZE
+from ddpdoctor.run.rundir import STDERR
+from ddpdoctor.run.status import PAGE_SIZE
+
+MAX_NODE_RANKS = MAX_RANKS  # Files of ranks and attempts that a node may have
+MAX_PROCESSES = 64  # Journals of failed processes that a node may have
+MAX_NODE_FILES = 16  # Other files of a node
+
+_NAME = re.compile(r"rank-\d{4,7}\.r\d{1,4}\.(status|jsonl|collectives|fault)")
+_PROCESS = re.compile(r"process-(\d{1,10}\.jsonl)")
+_GPUS = re.compile(r"gpus-[A-Za-z0-9._-]{1,80}\.json")
+_SIZES = {"status": PAGE_SIZE, "collectives": RING_SIZE, "fault": opening.MOST_TEXT}
+
+
+class RefusedError(Exception):
+    """A node sent what no node sends."""
+
+
+class Mirror:
+    """The files of all other nodes.
+
+    Args:
+        directory: The run directory of the head.
+        journal_bytes: Maximum bytes of the journal of a rank.
+    """
+
+    def __init__(self, directory: Path, journal_bytes: int) -> None:
+        self._directory = directory
+        self._journal_bytes = journal_bytes
+        self._owners: dict[str, int] = {}
+        self._journals: dict[str, Journal] = {}
+
+    def take(self, node: int, pieces: Sequence[Piece], contents: bytes) -> None:
+        """Write what a node sent.
+
+        Args:
+            node: The node's number on this head.
+            pieces: The parts of files.
+            contents: Their bytes, one after the other.
+
+        Raises:
+            RefusedError: A name, a size or an owner is wrong. What came before is written.
+            OSError: The disk refuses it.
+        """
+        at = 0
+        for piece in pieces:
+            data = contents[at : at + piece.size]
+            at += piece.size
+            if piece.size < 0 or len(data) < piece.size:
+                raise RefusedError("a piece is longer than the message")
+            self._write(node, piece, data)
+
+    def _write(self, node: int, piece: Piece, data: bytes) -> None:
+        name, limit = self._checked(node, piece.name)
+        path = self._directory / name
+        if self._owners.setdefault(name, node) != node:
+            raise RefusedError(f"{name} belongs to another node")
+        if piece.append:
+            self._append(name, path, data)
+        elif len(data) > limit:
+            raise RefusedError(f"{name} is too large")
+        elif limit in (PAGE_SIZE, RING_SIZE):
+            self._overwrite(path, data, limit)
+        else:
+            rundir.put(path, data)
+
+    def _checked(self, node: int, name: str) -> tuple[str, int]:
+        """Return the name of a file here, and its maximum size.
+
+        Raises:
+            RefusedError: No node has such a file, or it has too many, or it is not the node's.
+        """
+        match = _NAME.fullmatch(name)
+        if match is not None:
+            found, limit, most = name, _SIZES.get(match[1], 0), 4 * MAX_NODE_RANKS
+        elif process := _PROCESS.fullmatch(name):
+            found, limit, most = f"process-n{node}-{process[1]}", 0, MAX_PROCESSES
+        elif name == NODE:
+            found, limit, most = f"node-{node}.jsonl", 0, 1
+        elif name in (CODE, STDERR):
+            stem, _, suffix = name.partition(".")
+            found, limit, most = f"{stem}-n{node}.{suffix}", opening.MOST_TEXT, 1
+        elif _GPUS.fullmatch(name):
+            found, limit, most = name, opening.MOST_TEXT, MAX_NODE_FILES
+        else:
+            raise RefusedError("a file that no node has")
+        if found not in self._owners:
+            kind = found.partition("-")[0]
+            owned = sum(
+                owner == node and known.startswith(kind) for known, owner in self._owners.items()
+            )
+            if owned >= most:
+                raise RefusedError("too many files")
+            if (self._directory / found).exists():
+                # The head's own rank, or a file of a node before a restart of this process.
+                raise RefusedError(f"{found} exists")
+        return found, limit
+
+    def _append(self, name: str, path: Path, data: bytes) -> None:
+        journal = self._journals.get(name)
+        if journal is None:
+            journal = self._journals[name] = Journal(str(path), self._journal_bytes)
+        journal.write(data.splitlines(keepends=True))
+
+    def _overwrite(self, path: Path, data: bytes, size: int) -> None:
+        """Replace the content of a mapped file in place, since readers may have it open."""
+        if len(data) != size:
+            raise RefusedError(f"{path.name} is cut short")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        descriptor = os.open(path, flags, 0o600)
+        try:
+            os.pwrite(descriptor, data, 0)
+        finally:
+            os.close(descriptor)
+
+    def put(self, node: int, name: str, data: bytes) -> None:
+        """Write a file of our own about a node.
+
+        Raises:
+            OSError: The disk refuses it.
+        """
+        rundir.put(self._directory / name.replace("*", str(node)), data)
+
+    def close(self) -> None:
+        """Close all journals."""
+        for journal in self._journals.values():
+            with contextlib.suppress(OSError):
+                journal.close()
+
+
+def mirrored(names: Sequence[str], stem: str, suffix: str) -> Iterator[str]:
+    """Yield the files of other nodes with such a name, such as ``code-n1.json``."""
+    pattern = re.compile(rf"{stem}-n\d+\.{suffix}")
+    yield from (name for name in names if pattern.fullmatch(name))

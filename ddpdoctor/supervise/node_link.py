@@ -1,0 +1,193 @@
+"""The supervisor's part of a run on several nodes: start the exchange, and follow its link.
+
+On a node whose records go to the head, findings are left to the head, which sees all ranks. The
+node reports them itself while there is no link.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from ddpdoctor.nodes.alignment import dumped, parsed
+from ddpdoctor.nodes.exchange import Attempt, State
+from ddpdoctor.run.records.base import as_json
+from ddpdoctor.run.records.process import StoreRecord
+from ddpdoctor.run.records.typed_json import decoder
+from ddpdoctor.run.snapshot import Rank, Run
+from ddpdoctor.system.proc import pause, readable
+
+_PROGRAM = """\
+import sys
+sys.path[0] = sys.argv.pop(1)
+from ddpdoctor.nodes.exchange import main
+main(sys.argv[1:])
+"""
+_PACKAGES = str(Path(__file__).parents[2])
+
+JOIN_TIME = 2.0
+"""Seconds after which ranks of this node that join the same process group have done so."""
+
+LINK_TIME = 10.0  # Seconds in which findings wait for the first link to the head
+END_TIMEOUT = 6.0  # Seconds for the exchange to end
+
+
+class NodeLink:
+    """Follows whether the job has ranks on other nodes, and links the run to theirs.
+
+    Args:
+        directory: The run directory.
+        journal_bytes: Maximum bytes of the journal of a rank.
+        note: Prints a line about what ddpdoctor does.
+    """
+
+    def __init__(self, directory: Path, journal_bytes: int, note: Callable[[str], None]) -> None:
+        self._directory = directory
+        self._journal_bytes = journal_bytes
+        self._note = note
+        self._launcher = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._output = b""
+        self._sent: set[int] = set()
+        self._state = State()
+        self.judge = ""
+        """The host of the head that judged this node's ranks until the end. Empty without one."""
+        self._ended = False
+        self._waits_until = 0.0
+
+    def begin(self, launcher: int) -> None:
+        """Note that the job's command has started as this process."""
+        self._launcher = launcher
+
+    @property
+    def pids(self) -> set[int]:
+        """The exchange, which is no process of the job."""
+        return {self._process.pid} if self._process is not None else set()
+
+    @property
+    def leaves_to_head(self) -> bool:
+        """Whether the head reports the findings of this node's ranks, or may do so soon."""
+        if self._process is None or self._state.head:
+            return False
+        return self._state.linked or time.monotonic() < self._waits_until
+
+    @property
+    def state(self) -> State:
+        """The state of the link."""
+        return self._state
+
+    def look(self, run: Run) -> None:
+        """Take in a snapshot of the run."""
+        restart = run.restarts[-1]
+        own = [rank for rank in run.attempt(restart) if not rank.elsewhere]
+        store = next(filter(None, (rank.records.first(StoreRecord) for rank in own)), None)
+        if store is not None and restart not in self._sent and _has_others(own, store, run.taken):
+            self._sent.add(restart)
+            self._send(restart, own, store)
+        self._read()
+
+    def _send(self, restart: int, own: list[Rank], store: StoreRecord) -> None:
+        if self._process is None:
+            self._start()
+            self._waits_until = time.monotonic() + LINK_TIME
+        attempt = Attempt(
+            restart=restart,
+            world_size=max(rank.opened.world_size for rank in own),
+            time=min(rank.opened.time for rank in own),
+            leads=any(rank.rank == 0 for rank in own),
+            store=store,
+        )
+        self._write(dumped(as_json(attempt) | {"store": as_json(store)}))
+
+    def _start(self) -> None:
+        words = [str(self._directory), str(self._journal_bytes), str(self._launcher)]
+        self._process = subprocess.Popen(
+            # Not with -m, which puts the working directory and its modules first.
+            [sys.executable, "-c", _PROGRAM, _PACKAGES, *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        os.set_blocking(self._process.stdout.fileno(), False)
+
+    def _write(self, line: bytes) -> None:
+        process = self._process
+        if process is not None and process.stdin is not None:
+            # It has ended: each node is judged alone.
+            with contextlib.suppress(OSError):
+                process.stdin.write(line + b"\n")
+                process.stdin.flush()
+
+    def _read(self) -> None:
+        """Read what the exchange says about the link."""
+        process = self._process
+        if process is None or process.stdout is None:
+            return
+        data = process.stdout.read(1 << 16)
+        if data == b"":
+            # It has ended.
+            self._change(State())
+        if not data:
+            return
+        *lines, self._output = (self._output + data).split(b"\n")
+        for line in lines:
+            self._change(decoder(State)(parsed(line) or {}))
+
+    def _change(self, state: State) -> None:
+        before, self._state = self._state, state
+        if self._ended:
+            return
+        self.judge = state.host
+        if state.linked and not before.linked:
+            self._note(
+                f"{state.host} judges this node's ranks with all others; records there in "
+                f"{state.directory}"
+            )
+        elif before.linked and not state.linked:
+            self._note(f"lost the link to {before.host}: this node's ranks are judged alone")
+
+    def end(self, status: int | None) -> None:
+        """Let the exchange send or take the last records, and wait for its end."""
+        process = self._process
+        if process is None:
+            return
+        self._write(dumped({"end": status}))
+        self._ended = True
+        if process.stdout is not None:
+            deadline = time.monotonic() + END_TIMEOUT
+            while time.monotonic() < deadline and process.poll() is None:
+                readable([process.stdout.fileno()], 0.05)
+                if process.stdout.read(1 << 16) == b"":
+                    break
+                pause(0.01)
+
+    def close(self) -> None:
+        """End the exchange."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        for stream in (process.stdin, process.stdout):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(1.0)
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def _has_others(own: list[Rank], store: StoreRecord, now: int) -> bool:
+    """Return whether ranks of the attempt are not on this node, as far as it can be told now."""
+    world_size = max(rank.opened.world_size for rank in own)
+    if store.local_world_size:
+        return store.local_world_size < world_size
+    newest = max(rank.opened.time for rank in own)
+    return len(own) < world_size and now - newest > JOIN_TIME * 1e9
