@@ -363,12 +363,7 @@ class RunReader:
             self._journal(f"{page.stem}.jsonl", window)
         for journal in self._journals.values():
             journal.poll()
-        supervisor = self._journal(_SUPERVISOR).records
-        if others:
-            every = [*supervisor]
-            for name in others:
-                every += self._journal(name).records
-            supervisor = Records(sorted(every, key=lambda each: getattr(each, "time", 0)))
+        supervisor = self._of_supervisors(others)
         exits = {(each.rank, each.restart): each for each in supervisor.of(RankExitRecord)}
         ranks: list[Rank] = []
         for page in pages:
@@ -391,6 +386,16 @@ class RunReader:
             stderr=self._stderr(names),
             unreadable=(*self._damage, *crowd, *left_out, *_first_remarks(unreadable)),
         )
+
+    def _of_supervisors(self, others: Sequence[str]) -> Records:
+        """Return the supervisor's records together with those of other such journals, by time."""
+        own = self._journal(_SUPERVISOR).records
+        if not others:
+            return own
+        every = [*own]
+        for name in others:
+            every += self._journal(name).records
+        return Records(sorted(every, key=lambda each: getattr(each, "time", 0)))
 
     def _rank(
         self,

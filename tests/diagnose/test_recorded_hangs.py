@@ -15,10 +15,10 @@ import pytest
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.diagnose.hangs.process_activity import MIN_STEADY
+from ddpdoctor.nodes.hang_examination import AFTER, BEFORE, NEWEST_ENTRIES, around
 from ddpdoctor.probe.observers.collective_calls import reported_calls
 from ddpdoctor.run.records.base import as_json
 from ddpdoctor.run.records.evidence import FlightCall
-from ddpdoctor.nodes.hang_examination import AFTER, BEFORE, NEWEST_ENTRIES, around
 from tests.support.hanging_ranks import flight_call
 from tests.support.written import Written
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from ddpdoctor.core.finding import RULES, examine
+from ddpdoctor.nodes import hang_examination
 from ddpdoctor.run.mapped import Asking
 from ddpdoctor.run.records.base import Record
 from ddpdoctor.run.records.evidence import RankEvidence
@@ -22,7 +23,6 @@ from ddpdoctor.run.records.supervisor import RankExitRecord
 from ddpdoctor.run.snapshot import NO_RECORDS, Rank, Records, Run
 from ddpdoctor.run.status import Phase
 from ddpdoctor.stacks.rank_stacks import ENDING, from_record
-from ddpdoctor.nodes import hang_examination
 from ddpdoctor.supervise import hang_watch
 from ddpdoctor.supervise.hang_watch import HangWatch
 from ddpdoctor.system import process_activity

@@ -13,6 +13,7 @@ import pytest
 from ddpdoctor.core.finding import Finding
 from ddpdoctor.diagnose.collectives.recorded_calls import ranks_behind, unanswered_ranks
 from ddpdoctor.diagnose.hangs.diagnosis import ras_evidence
+from ddpdoctor.nodes import hang_examination
 from ddpdoctor.run.mapped import Asking
 from ddpdoctor.run.records.base import as_json, json_line
 from ddpdoctor.run.records.evidence import RankEvidence
@@ -20,7 +21,6 @@ from ddpdoctor.run.records.process import OpenRecord
 from ddpdoctor.run.records.supervisor import HangRecord, Ras
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.status import Phase
-from ddpdoctor.nodes import hang_examination
 from ddpdoctor.supervise import nccl_ras
 from ddpdoctor.supervise.hang_watch import HangWatch
 from tests.conftest import LIMIT
