@@ -101,15 +101,15 @@ def _take(name: str | None, ranks: set[int] | None, *, native: bool) -> _Taken:
         print(f"ddpdoctor: {shown(remark)}", file=sys.stderr)
     if not rundir.is_live(path):
         return _last(path, ranks)
+    from ddpdoctor.nodes.asking import capture_everywhere
     from ddpdoctor.run.reader import glance
-    from ddpdoctor.stacks.capture import capture
     from ddpdoctor.stacks.rank_stacks import save_stacks
 
     try:
         run = glance(path)
     except OSError as error:
         raise DoctorError(f"{path} cannot be read: {error.strerror}") from None
-    found = capture(run, ranks, native=native)
+    found = capture_everywhere(run, ranks, native=native)
     now = time.time_ns()
     if ranks is None:
         # Keep them, to show them again when the run is over.

@@ -10,13 +10,18 @@ import contextlib
 import json
 import os
 import socket
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ddpdoctor.core import opening
 from ddpdoctor.run.names import short_path
+from ddpdoctor.run.snapshot import Run
+from ddpdoctor.stacks.capture import PATIENCE, capture
+from ddpdoctor.stacks.rank_stacks import RankStacks, from_record
 
 SOCKET = "nodes.sock"
 MAX_ANSWER = 64 << 20  # Bytes of all answers to one question
@@ -61,9 +66,37 @@ def ask(
             if not received:
                 break
             data += received
-    found = []
+    found: list[NodeAnswer] = []
     for line in data.split(b"\n")[:-1]:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             answer = opening.loads(line)
             found.append(NodeAnswer(int(answer["node"]), str(answer["host"]), answer["found"]))
     return found
+
+
+def capture_everywhere(
+    run: Run, ranks: Collection[int] | None = None, *, native: bool = False
+) -> tuple[RankStacks, ...]:
+    """Return the stacks of the newest attempt's ranks on all nodes, ascending by rank.
+
+    The arguments are those of :func:`ddpdoctor.stacks.capture.capture`.
+    """
+    others: dict[int, RankStacks] = {}
+
+    def ask_others() -> None:
+        arguments = {"ranks": None if ranks is None else sorted(ranks), "native": native}
+        for answer in ask(run.path, "stacks", arguments, PATIENCE * (2 if native else 1) + 1):
+            for each in answer.found if isinstance(answer.found, list) else ():
+                if isinstance(each, dict):
+                    stacks = from_record(each)
+                    others[stacks.rank] = replace(stacks, restart=run.restarts[-1])
+
+    thread = threading.Thread(target=ask_others, name="ddpdoctor-ask", daemon=True)
+    thread.start()
+    own = {each.rank: each for each in capture(run, ranks, native=native)}
+    thread.join()
+    elsewhere = {rank.rank for rank in run.last if rank.elsewhere}
+    found = own | {
+        rank: each for rank, each in others.items() if rank in elsewhere or rank not in own
+    }
+    return tuple(found[rank] for rank in sorted(found))

@@ -123,7 +123,8 @@ class Rank:
     @property
     def elsewhere(self) -> bool:
         """Whether it is a rank of another node, whose pid means nothing here."""
-        return "@" in (self.opened.namespace or "")
+        status = self.status
+        return (status is not None and status.elsewhere) or "@" in (self.opened.namespace or "")
 
     @property
     def lost(self) -> bool:

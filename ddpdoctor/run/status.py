@@ -94,6 +94,7 @@ class Status(NamedTuple):
     stage: str = ""
     """The pipeline stages of the rank, from 0: ``1``, ``0,2``. Empty without a pipeline."""
     cost: float | None = None  # The measured share of the rank's time that ddpdoctor takes, 0 to 1
+    elsewhere: bool = False  # A copy of the page of a rank on another node
 
 
 _MAGIC = b"DDPDOCT\0"
@@ -103,6 +104,7 @@ _LIVE, _LIVE_AT = struct.Struct("<qqq"), 128
 _TOTALS, _TOTALS_AT = struct.Struct("<qqqq"), 160
 _MEMORY, _MEMORY_AT = struct.Struct("<4q"), 208
 _NUMBER = struct.Struct("<q")
+_UNWRITTEN, _ELSEWHERE = 1, 2  # Flags
 _BEAT_AT, _COST_AT, _REDUCED_AT, _FLAGS_AT = 120, 152, 192, 200
 _GPU_AT, _GPU_SIZE = 240, 16
 _COLLECTIVE_AT, _COLLECTIVE_SIZE = 256, 64
@@ -186,7 +188,7 @@ class StatusPage:
 
     def set_unwritten(self) -> None:
         """Store that the disk refused the journal."""
-        _NUMBER.pack_into(self._memory, _FLAGS_AT, 1)
+        _NUMBER.pack_into(self._memory, _FLAGS_AT, _UNWRITTEN)
 
     def set_site(self, site: bytes) -> None:
         """Store a call site, encoded by :func:`page_text`."""
@@ -228,7 +230,7 @@ def parse_status(page: bytes, path: str) -> Status:
         _, _, _, pid, rank, world, local_rank, restart, started,
         number, data, forward, backward, optimizer, other, wait, split, cpu, waited,
         beat, phase, since, armed, cost, step, epoch, last_total, dropped, reduced,
-        unwritten, rss, allocated, reserved, peak, gpu,
+        flags, rss, allocated, reserved, peak, gpu,
     ) = _WHOLE.unpack_from(page, 0)  # fmt: skip
     # Stored one higher, since 0 means that they are not known.
     rss, allocated, reserved, peak = (
@@ -240,16 +242,23 @@ def parse_status(page: bytes, path: str) -> Status:
     )  # fmt: skip
     return Status(
         pid, rank, world, local_rank, restart, started, _PHASES.get(phase, Phase.OTHER), since,
-        step, None if epoch == NO_EPOCH else epoch, armed, last_total, dropped, bool(unwritten),
+        step, None if epoch == NO_EPOCH else epoch, armed, last_total, dropped,
+        bool(flags & _UNWRITTEN),
         _text(page, _COLLECTIVE_AT, _COLLECTIVE_SIZE), _text(page, _SITE_AT, _SITE_SIZE), reduced,
         parts if parts.total else None, beat or None,
         rss, allocated, reserved, peak, _uuid(gpu), _text(page, _STAGE_AT, _STAGE_SIZE),
-        cost / 1e6 if cost > 0 else None,
+        cost / 1e6 if cost > 0 else None, bool(flags & _ELSEWHERE),
     )  # fmt: skip
 
 
 def moved(page: bytes, restart: int, later: int) -> bytes:
-    """Return a page with another attempt, whose times are ``later`` nanoseconds later."""
+    """Return the page of a rank of another node, in the terms of this one.
+
+    Args:
+        page: The page there.
+        restart: The number of the attempt here.
+        later: Nanoseconds by which the clock here is ahead.
+    """
     copy = bytearray(page)
     _HEAD.pack_into(copy, 0, *(head := _HEAD.unpack_from(page))[:-2], restart, head[-1] + later)
     phase, since, armed = _LIVE.unpack_from(page, _LIVE_AT)
@@ -257,6 +266,8 @@ def moved(page: bytes, restart: int, later: int) -> bytes:
     (beat,) = _NUMBER.unpack_from(page, _BEAT_AT)
     if beat:
         _NUMBER.pack_into(copy, _BEAT_AT, beat + later)
+    (flags,) = _NUMBER.unpack_from(page, _FLAGS_AT)
+    _NUMBER.pack_into(copy, _FLAGS_AT, flags | _ELSEWHERE)
     return bytes(copy)
 
 

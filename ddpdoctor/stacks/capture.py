@@ -376,6 +376,8 @@ def _of_rank(rank: Rank, by_pid: dict[tuple[str, int], Declared]) -> _Target | N
     if not pid:
         return None
     place, host = rank.opened.namespace or "", rank.opened.host
+    if rank.elsewhere:
+        return _Target(rank.rank, rank.restart, pid, host, place or "@", None)
     declared = by_pid.get((place, pid))
     if declared is None and not place:
         # Its journal is not written yet.

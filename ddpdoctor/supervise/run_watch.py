@@ -358,14 +358,7 @@ class RunWatch:
             guarded(_NODES, self.nodes.look, run)
         if self._hangs is not None:
             self._hangs.left_to_head = self._left_to_head
-        mute = [each.rank for each in run.ranks if each.status and each.status.unwritten]
-        if mute and not self._mute_reported:
-            # Report once: the disk is full for all ranks.
-            self._mute_reported = True
-            self._reporter.warn(
-                f"rank {mute[0]} cannot write its records to {self._directory}; "
-                "the job goes on, unwatched from now on"
-            )
+        self._warn_of_mute_ranks(run)
         if self._debugging is not None:
             guarded(_DEBUGGER, self._debugging.check, run)
         guarded(_RANKS, self._note, partial(self._ranks.follow, run))
@@ -386,6 +379,16 @@ class RunWatch:
                 guarded(_STRAGGLERS, self._stragglers.ask, run)
             # Include what was written in between.
             self._examine(self._read() or run)
+
+    def _warn_of_mute_ranks(self, run: Run) -> None:
+        mute = [each.rank for each in run.ranks if each.status and each.status.unwritten]
+        if mute and not self._mute_reported:
+            # Report once: the disk is full for all ranks.
+            self._mute_reported = True
+            self._reporter.warn(
+                f"rank {mute[0]} cannot write its records to {self._directory}; "
+                "the job goes on, unwatched from now on"
+            )
 
     def _note(self, report: Callable[[], Iterable[Record]]) -> bool:
         """Write the records that a part returns. Returns whether there were any."""

@@ -22,6 +22,7 @@ import psutil
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.opening import integer
 from ddpdoctor.debug import attach_points, vscode_configurations, vscode_files
+from ddpdoctor.nodes.asking import capture_everywhere
 from ddpdoctor.run import rundir
 from ddpdoctor.run.mapped import UnreadableError
 from ddpdoctor.run.names import MARK, rank_stem
@@ -29,7 +30,6 @@ from ddpdoctor.run.reader import glance, read_manifest
 from ddpdoctor.run.snapshot import Run
 from ddpdoctor.run.status import read_status
 from ddpdoctor.stacks import rank_stacks
-from ddpdoctor.stacks.capture import capture
 from ddpdoctor.stacks.frames import Code, code_of
 from ddpdoctor.stacks.rank_stacks import RankStacks
 from ddpdoctor.top.snapshot import RankRow, Snapshot
@@ -70,7 +70,7 @@ def take_stacks(
                 )
             stacks = tuple(each for each in kept.stacks if ranks is None or each.rank in ranks)
             return TakenStacks(stacks, _stacks_code(path, stacks), kept.time / 1e9, live=False)
-        stacks = capture(glance(path), ranks)
+        stacks = capture_everywhere(glance(path), ranks)
         now = time.time_ns()
         if ranks is None:
             with contextlib.suppress(OSError):
