@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ddpdoctor.core import opening
@@ -17,7 +17,7 @@ from ddpdoctor.nodes.messages import Piece
 from ddpdoctor.nodes.shipment import NODE
 from ddpdoctor.run import rundir
 from ddpdoctor.run.journal import Journal
-from ddpdoctor.run.names import CODE
+from ddpdoctor.run.names import CODE, of_node
 from ddpdoctor.run.reader import MAX_RANKS
 from ddpdoctor.run.ring import SIZE as RING_SIZE
 from ddpdoctor.run.rundir import STDERR
@@ -99,8 +99,7 @@ class Mirror:
         elif name == NODE:
             found, limit, most = f"node-{node}.jsonl", 0, 1
         elif name in (CODE, STDERR):
-            stem, _, suffix = name.partition(".")
-            found, limit, most = f"{stem}-n{node}.{suffix}", opening.MOST_TEXT, 1
+            found, limit, most = of_node(name, node), opening.MOST_TEXT, 1
         elif _GPUS.fullmatch(name):
             found, limit, most = name, opening.MOST_TEXT, MAX_NODE_FILES
         else:
@@ -134,22 +133,8 @@ class Mirror:
         finally:
             os.close(descriptor)
 
-    def put(self, node: int, name: str, data: bytes) -> None:
-        """Write a file of our own about a node.
-
-        Raises:
-            OSError: The disk refuses it.
-        """
-        rundir.put(self._directory / name.replace("*", str(node)), data)
-
     def close(self) -> None:
         """Close all journals."""
         for journal in self._journals.values():
             with contextlib.suppress(OSError):
                 journal.close()
-
-
-def mirrored(names: Sequence[str], stem: str, suffix: str) -> Iterator[str]:
-    """Yield the files of other nodes with such a name, such as ``code-n1.json``."""
-    pattern = re.compile(rf"{stem}-n\d+\.{suffix}")
-    yield from (name for name in names if pattern.fullmatch(name))

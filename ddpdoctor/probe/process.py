@@ -139,6 +139,11 @@ def become(torch: Any) -> None:
                 "torch": str(torch.__version__),
                 "cuda": str(torch.version.cuda or ""),
             },
+            variables={
+                name: value[:200]
+                for name, value in os.environ.items()
+                if name.startswith(("NCCL_", "GLOO_", "TORCH_NCCL_"))
+            },
         )
     )
     note_store(torch, recorder, world_size)

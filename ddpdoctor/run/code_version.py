@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ddpdoctor.core import opening
 from ddpdoctor.run import rundir
-from ddpdoctor.run.names import CODE
+from ddpdoctor.run.names import CODE, of_node
 from ddpdoctor.run.records.base import Part, as_json
 from ddpdoctor.run.records.typed_json import decoder
 
@@ -70,10 +70,16 @@ def look(script: Path | None) -> Code:
     )
 
 
-def read(directory: Path) -> Code | None:
-    """Return the recorded code, or None if it cannot be read."""
+def read(directory: Path, node: int = 0) -> Code | None:
+    """Return the recorded code of a node, or None if it cannot be read.
+
+    Args:
+        directory: The run directory.
+        node: The number of another node in the run. 0 for the one whose run directory it is.
+    """
+    name = of_node(CODE, node) if node else CODE
     try:
-        return decoder(Code)(opening.json_object(directory / CODE, 2 * MAX_SCRIPT))
+        return decoder(Code)(opening.json_object(directory / name, 2 * MAX_SCRIPT))
     except (OSError, ValueError):
         return None
 

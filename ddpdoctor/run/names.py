@@ -31,6 +31,12 @@ STACKS_SUFFIX = ".txt"
 JSON that says how to request them, and the process appends its responses."""
 
 
+def of_node(name: str, node: int) -> str:
+    """Return the name of another node's copy of a file: ``code-n1.json``."""
+    stem, _, suffix = name.partition(".")
+    return f"{stem}-n{node}.{suffix}"
+
+
 def stacks_stem(pid: int, start: int) -> str:
     """Return the name of that file without its suffix.
 

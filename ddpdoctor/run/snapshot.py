@@ -29,6 +29,7 @@ from ddpdoctor.run.records.supervisor import (
     HangRecord,
     JobRecord,
     NoCoreRecord,
+    NodeRecord,
     RankExitRecord,
     SignalRecord,
 )
@@ -195,6 +196,12 @@ class Run:
     taken: int = 0  # Time of the snapshot in Unix nanoseconds
     stderr: str = ""  # The last MiB of the job's stderr, or the last 64 KiB while the job runs
     unreadable: tuple[str, ...] = ()  # Remarks about what could not be read
+
+    @cached_property
+    def nodes(self) -> tuple[NodeRecord, ...]:
+        """The other nodes whose records are here: the newest record of each, by number."""
+        newest = {each.number: each for each in self.supervisor.of(NodeRecord)}
+        return tuple(newest[number] for number in sorted(newest))
 
     @property
     def restarts(self) -> tuple[int, ...]:

@@ -32,6 +32,8 @@ class OpenRecord(Record):
     argv: tuple[str, ...] = ()
     launcher: str = ""  # ``torchrun`` or ``other``
     versions: dict[str, str] = field(default_factory=dict)
+    variables: dict[str, str] = field(default_factory=dict)
+    """Environment variables of NCCL, gloo and torch.distributed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

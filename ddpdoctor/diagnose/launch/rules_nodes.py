@@ -1,0 +1,243 @@
+"""Rules for nodes of one job that differ, or are lost (DDP052, DDP057, DDP058, DDP215).
+
+The first three are also checks of `ddpdoctor check`, whose pages say more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+from ddpdoctor.core.finding import Finding, Severity, rule
+from ddpdoctor.core.formatting import duration, named
+from ddpdoctor.run import code_version
+from ddpdoctor.run.records.supervisor import NodeRecord
+from ddpdoctor.run.snapshot import Rank, Run
+
+CLOCK_WARN_S = 1.0
+CLOCK_FAIL_S = 10.0
+
+OF_EACH_NODE = ("_IFNAME", "_IB_HCA", "_DEBUG", "_DEBUG_FILE", "_TOPO_FILE", "_HOSTID")
+"""Endings of variables that rightly differ between nodes."""
+
+LOST_AFTER = 20.0  # Seconds without a word from a node after which it is reported
+
+
+@rule("DDP052", "clocks", Severity.WARNING)
+def clocks(run: Run) -> Iterator[Finding]:
+    """The clocks of the nodes differ.
+
+    What it finds
+        A node whose wall clock differs from that of rank 0's node by more than 1 s (warning) or
+        more than 10 s (error), after subtracting the error of the measurement.
+
+    Why it is bad
+        torchrun's rendezvous uses the clock to decide which nodes are alive. Logs of the nodes
+        cannot be compared. ddpdoctor's own times are aligned.
+
+    How to fix it
+        Run a time service on every node: `sudo timedatectl set-ntp true`.
+
+    Example
+        Wrong: a machine that was suspended, without NTP.
+        Right: chrony or systemd-timesyncd on every node.
+
+    When it stays silent
+        If all clocks are within 1 s.
+    """
+    here = _head(run)
+    for node in run.nodes:
+        ahead = node.ahead
+        if ahead is None or abs(ahead) - node.error < CLOCK_WARN_S * 1e9:
+            continue
+        side = "behind" if ahead > 0 else "ahead of"
+        yield Finding(
+            "DDP052",
+            Severity.ERROR if abs(ahead) - node.error > CLOCK_FAIL_S * 1e9 else Severity.WARNING,
+            f"the clock of {node.host} is {abs(ahead) / 1e9:.1f} s {side} that of {here}",
+            evidence=(f"measured within {duration(node.error / 1e9)}",),
+            fix="Let a time service run on every node (chrony, systemd-timesyncd).",
+            paste="sudo timedatectl set-ntp true",
+            about=f"clock {node.number}",
+        )
+
+
+@rule("DDP057", "node-versions", Severity.WARNING)
+def versions(run: Run) -> Iterator[Finding]:
+    """The nodes have different versions of torch, CUDA or Python, or different NCCL settings.
+
+    What it finds
+        Different torch versions (an error; a warning if they differ only in the last number),
+        different CUDA or Python minor versions, and NCCL or gloo variables that are not the same on
+        every node, except those that name devices or files.
+
+    Why it is bad
+        Different torch versions may split gradients into different buckets: wrong sums or a hang.
+        An NCCL algorithm that is set on one node only is a hang.
+
+    How to fix it
+        Use the same environment on every node: one container image or one lock file.
+
+    Example
+        Wrong: `pip install torch` on each node, a month apart.
+        Right: `pip install -r requirements.lock` on each node.
+
+    When it stays silent
+        If the versions are equal, or the job runs on one node.
+    """
+    ranks = [rank for rank in run.last if rank.opened.versions]
+    if len({rank.opened.host for rank in ranks}) < 2:
+        return
+    for name, what in (("torch", "torch"), ("cuda", "CUDA"), ("python", "Python")):
+        values = _by_value(ranks, lambda rank, name=name: _shortened(name, rank))  # type: ignore[misc]
+        minor = {_minor(value) for value in values}
+        severe = name == "torch" and len(minor) > 1
+        severity = Severity.ERROR if severe else Severity.WARNING
+        yield from _differ("DDP057", severity, f"{what} is not the same on all nodes", values)
+    names = sorted({name for rank in ranks for name in rank.opened.variables})
+    for name in names:
+        if not name.endswith(OF_EACH_NODE):
+            values = _by_value(
+                ranks,
+                lambda rank, name=name: rank.opened.variables.get(name, "not set"),  # type: ignore[misc]
+            )
+            what = f"{name} is not the same on all nodes"
+            yield from _differ("DDP057", Severity.WARNING, what, values)
+
+
+@rule("DDP058", "same-code", Severity.ERROR)
+def code(run: Run) -> Iterator[Finding]:
+    """The nodes do not have the same script or commit.
+
+    What it finds
+        A script, or Python files beside it, whose content differs between nodes, or another commit
+        of their git repository.
+
+    Why it is bad
+        Ranks that run different code call different collectives. The job hangs, or it trains and
+        gives a wrong model.
+
+    How to fix it
+        Check out the same commit on every node, or put the code in a directory that all nodes
+        share.
+
+    Example
+        Wrong: `git pull` on node 0 only.
+        Right: `git checkout 3f2a91c` on every node.
+
+    When it stays silent
+        If everything is equal, or the job runs on one node.
+    """
+    own = code_version.read(run.path) if run.nodes else None
+    if own is None or not own.script:
+        return
+    for node in run.nodes:
+        other = code_version.read(run.path, node.number)
+        if other is None or not other.script:
+            continue
+        facts = []
+        if own.commit and other.commit and own.commit != other.commit:
+            facts.append(
+                f"commit {own.commit[:9]} on {_head(run)}, {other.commit[:9]} on {node.host}"
+            )
+        both = own.files.keys() & other.files.keys()
+        changed = sorted(name for name in both if own.files[name] != other.files[name])
+        if own.text != other.text and own.script.rpartition("/")[2] not in changed:
+            changed.insert(0, own.script)
+        if changed:
+            facts.append(f"differs: {', '.join(changed[:5])}")
+        if facts:
+            yield Finding(
+                "DDP058",
+                Severity.ERROR if changed else Severity.WARNING,
+                f"{node.host} does not run the same code as {_head(run)}",
+                ranks=_ranks_of(run, node),
+                evidence=tuple(facts),
+                fix="Bring every node to the same code.",
+                about=f"code {node.number}",
+            )
+
+
+@rule("DDP215", "node-lost", Severity.WARNING)
+def lost(run: Run) -> Iterator[Finding]:
+    """A node of the job does not respond any more.
+
+    What it finds
+        A node whose ddpdoctor sent records and has been silent for 20 seconds, while the job runs.
+
+    Why it is bad
+        The machine, its network or ddpdoctor on it is gone. If the machine is gone, the other ranks
+        wait for its ranks until a timeout ends the job.
+
+    How to fix it
+        See whether the machine lives, and whether it reaches the others.
+
+    Example
+        Wrong: a machine that was rebooted during the job.
+
+    When it stays silent
+        If the node ended its job itself, or comes back. What its ranks did meanwhile is read then.
+    """
+    for node in run.nodes:
+        silent = (run.taken - node.time) / 1e9
+        if node.state != "lost" or run.exit_status is not None or silent < LOST_AFTER / 4:
+            continue
+        ranks = _ranks_of(run, node)
+        yield Finding(
+            "DDP215",
+            Severity.WARNING,
+            f"{node.host} does not respond: nothing newer is known of {named(ranks)}",
+            ranks=ranks,
+            evidence=(f"its last records are {duration(silent + LOST_AFTER)} old",),
+            fix=f"See whether {node.host} lives and reaches {_head(run)}.",
+            about=f"node {node.number}",
+        )
+
+
+def _head(run: Run) -> str:
+    return str(run.manifest.get("host") or "this node")
+
+
+def _ranks_of(run: Run, node: NodeRecord) -> tuple[int, ...]:
+    """Return the ranks of the newest attempt on a node."""
+    return tuple(rank.rank for rank in run.last if rank.elsewhere and rank.opened.host == node.host)
+
+
+def _by_value(ranks: Sequence[Rank], value: Callable[[Rank], str]) -> dict[str, list[str]]:
+    """Return the hosts by the value that their ranks have."""
+    found: dict[str, list[str]] = {}
+    for rank in ranks:
+        hosts = found.setdefault(value(rank), [])
+        if rank.opened.host not in hosts:
+            hosts.append(rank.opened.host)
+    return found
+
+
+def _shortened(name: str, rank: Rank) -> str:
+    version = rank.opened.versions.get(name, "")
+    return _minor(version) if name == "python" else version
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def _differ(
+    code: str, severity: Severity, what: str, values: dict[str, list[str]]
+) -> Iterator[Finding]:
+    hosts = Counter(host for each in values.values() for host in each)
+    if len(values) < 2 or len(hosts) < 2 or any(count > 1 for count in hosts.values()):
+        # Ranks of one node that differ are no matter of nodes.
+        return
+    usual = max(values, key=lambda value: len(values[value]))
+    odd = [host for value, each in values.items() if value != usual for host in each]
+    yield Finding(
+        code,
+        severity,
+        f"{what}: {', '.join(odd[:5])} {'differ' if len(odd) > 1 else 'differs'}",
+        evidence=tuple(
+            f"{value or 'none'}: {', '.join(each[:8])}" for value, each in sorted(values.items())
+        )[:8],
+        fix="Use the same environment on every node.",
+        about=what,
+    )
