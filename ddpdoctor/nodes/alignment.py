@@ -75,6 +75,11 @@ class HeadClock:
 # -- files
 
 
+def place_of(identity: bytes) -> str:
+    """Return what follows the namespaces of a node's ranks in the head's run directory."""
+    return f"@{identity.hex()[:12]}"
+
+
 class Alignment(NamedTuple):
     """What a node's files need to fit into the head's run directory."""
 

@@ -19,7 +19,7 @@ import zmq
 from ddpdoctor import __version__
 from ddpdoctor.core import opening
 from ddpdoctor.nodes import link
-from ddpdoctor.nodes.alignment import dumped
+from ddpdoctor.nodes.alignment import dumped, place_of
 from ddpdoctor.nodes.asking import SOCKET
 from ddpdoctor.nodes.messages import (
     MESSAGES,
@@ -47,7 +47,7 @@ from ddpdoctor.run.records.base import Part, Record, as_json
 from ddpdoctor.run.records.base import dataclass as record
 from ddpdoctor.run.records.supervisor import NodeRecord
 
-SILENT = 15.0  # Seconds without a message after which a node is lost
+SILENT = 10.0  # Seconds without a message after which a node is lost
 MAX_NODES = 4096
 MAX_ADDRESSES = 16
 MAX_QUESTION = 64 << 10  # Bytes of a question
@@ -272,6 +272,7 @@ class Head:
             number=peer.number,
             host=peer.host,
             state=state,
+            place=place_of(peer.identity),
             ahead=clock.ahead if clock is not None else None,
             error=clock.error if clock is not None else 0,
             **more,

@@ -19,7 +19,7 @@ import zmq
 from ddpdoctor import __version__
 from ddpdoctor.core import opening
 from ddpdoctor.nodes import link
-from ddpdoctor.nodes.alignment import Alignment, HeadClock, dumped
+from ddpdoctor.nodes.alignment import Alignment, HeadClock, dumped, place_of
 from ddpdoctor.nodes.head import Invitation
 from ddpdoctor.nodes.messages import (
     MESSAGES,
@@ -278,8 +278,7 @@ class Member:
         """What this node's files need to fit into the head's run directory."""
         if self._told is None:
             return None
-        place = f"@{self._identity.hex()[:8]}"
-        return Alignment(self._told.ahead, self._attempts, place)
+        return Alignment(self._told.ahead, self._attempts, place_of(self._identity))
 
     def _ship(self) -> bool:
         """Send new files. Return whether there were any."""

@@ -203,6 +203,23 @@ class Run:
         newest = {each.number: each for each in self.supervisor.of(NodeRecord)}
         return tuple(newest[number] for number in sorted(newest))
 
+    def ranks_on(self, node: NodeRecord) -> tuple[Rank, ...]:
+        """Return the ranks of the last attempt that are on another node."""
+        return tuple(
+            rank
+            for rank in self.last
+            if node.place and (rank.opened.namespace or "").endswith(node.place)
+        )
+
+    @property
+    def heard(self) -> Run:
+        """The run without the ranks of nodes that do not respond."""
+        lost = tuple(node.place for node in self.nodes if node.state == "lost")
+        if not lost:
+            return self
+        ranks = (rank for rank in self.ranks if not (rank.opened.namespace or "").endswith(lost))
+        return replace(self, ranks=tuple(ranks))
+
     @property
     def restarts(self) -> tuple[int, ...]:
         """The known attempts, ascending, at least ``(0,)``."""

@@ -121,6 +121,7 @@ class HangWatch:
         """
         if self._ended or run.stopped_at is not None:
             return False
+        run = run.heard
         now = time.monotonic()
         if self._thread is not None:
             if self._thread.is_alive():
@@ -242,7 +243,10 @@ class HangWatch:
             ranks = hang_examination.examine(
                 run, number, waiting, self._evidence, self._seen, self._start.pid, still.lost
             )
-            self._evidence = {each.rank: each for each in ranks} | others()
+            # Old status pages say nothing about the ranks of a node that does not answer.
+            elsewhere = {rank.rank for rank in run.last if rank.elsewhere}
+            own = {each.rank: each for each in ranks if each.rank not in elsewhere}
+            self._evidence = own | others()
             works = any(each.launcher_works for each in ranks)
             whole = replace(found, launcher_works=works, ras=nccl(), file=f"hang-{number:04d}.json")
             self._put(whole)

@@ -200,7 +200,7 @@ def _head(run: Run) -> str:
 
 def _ranks_of(run: Run, node: NodeRecord) -> tuple[int, ...]:
     """Return the ranks of the newest attempt on a node."""
-    return tuple(rank.rank for rank in run.last if rank.elsewhere and rank.opened.host == node.host)
+    return tuple(rank.rank for rank in run.ranks_on(node))
 
 
 def _by_value(ranks: Sequence[Rank], value: Callable[[Rank], str]) -> dict[str, list[str]]:

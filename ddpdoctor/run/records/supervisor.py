@@ -356,6 +356,7 @@ class NodeRecord(Record):
     number: int  # Its number in this run directory, from 1
     host: str
     state: str  # ``joined``, ``lost``, ``back``, ``left`` or ``refused``
+    place: str = ""  # The end of the namespaces of its ranks
     directory: str = ""  # Its run directory
     version: str = ""  # Of its ddpdoctor
     ahead: int | None = None  # Nanoseconds by which its clock is behind ours. None if not known.
