@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, TypeVar, cast
@@ -165,16 +165,16 @@ def _each(record: StepRecord, room: int) -> Iterator[StepRecord]:
     backwards: list[int] = []
     for number, many in zip(numbers, times, strict=False):
         backwards += [number] * min(max(0, many), count - len(backwards))
+    # `dataclasses.replace` would look up every field of every step.
+    shared = {each.name: getattr(record, each.name) for each in fields(record)}
     for back in range(min(count, room)):
         place = count - 1 - back
-        yield replace(
-            record,
-            step=record.step - back,
-            start=record.start + place * record.total,
-            backwards=backwards[place] if place < len(backwards) else record.backwards,
-            skipped=record.skipped and not back,
-            outside=0 if place else record.outside,
-        )
+        shared["step"] = record.step - back
+        shared["start"] = record.start + place * record.total
+        shared["backwards"] = backwards[place] if place < len(backwards) else record.backwards
+        shared["skipped"] = record.skipped and not back
+        shared["outside"] = 0 if place else record.outside
+        yield StepRecord(**shared)
 
 
 class Span(NamedTuple):

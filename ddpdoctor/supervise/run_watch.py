@@ -132,6 +132,7 @@ def keep_stderr(directory: Path, passthrough: Passthrough) -> None:
 # -- the watch of a run
 
 EXAMINE = 5.0  # Seconds between two examinations of a job without events
+EXAMINE_SHARE = 0.1  # Most of a core that these examinations may use
 KILL_GRACE = 5.0  # Most seconds of grace for a job that hangs
 SETTLE = 0.7  # Seconds for the other ranks' records to arrive after an event
 
@@ -186,6 +187,7 @@ class RunWatch:
         """Time of the first event that has not been examined."""
         self._mute_reported = False
         self._examined = time.monotonic()
+        self._cost = 0.0  # CPU seconds of the last examination
         self._ticks = 0
 
     # -- the beginning
@@ -372,13 +374,17 @@ class RunWatch:
                 self._happened = now - SETTLE
         if self._new_trouble(run):
             self._happened = self._happened or now
-        due = self._examined + EXAMINE if self._happened is None else self._happened + SETTLE
+        # With many ranks an examination takes long. The supervisor is to leave the cores to them.
+        idle = self._examined + max(EXAMINE, self._cost / EXAMINE_SHARE)
+        due = idle if self._happened is None else self._happened + SETTLE
         if now >= due:
             self._happened, self._examined = None, now
             if self._stragglers is not None:
                 guarded(_STRAGGLERS, self._stragglers.ask, run)
             # Include what was written in between.
+            began = time.thread_time()
             self._examine(self._read() or run)
+            self._cost = time.thread_time() - began
 
     def _warn_of_mute_ranks(self, run: Run) -> None:
         mute = [each.rank for each in run.ranks if each.status and each.status.unwritten]

@@ -82,6 +82,9 @@ class Stragglers:
         now = time.monotonic()
         if run.restarts[-1] != self._restart or self._waiting or run.exit_status is not None:
             return
+        if now < self._due - CHECK_INTERVAL:
+            # The last check took long, since there are many ranks.
+            return
         if len(self._suspected) >= MOST_PROFILES:
             return
         began = time.thread_time()

@@ -310,6 +310,7 @@ LASTING = 5_000_000_000
 may just not have balanced its load."""
 MANY = 16
 """Ranks from which on only the slowest are compared with all the others."""
+MAX_OTHERS = 64  # Ranks that a rank is compared with at most
 MIN_STRETCHES = 16
 """Stretches of equal length that a verdict needs."""
 MIN_PASSES = 8
@@ -423,7 +424,9 @@ def _common(usable: Mapping[int, Steps], first: int = WARM_UP) -> list[int]:
 
 
 def _but(ranks: Mapping[int, Steps], rank: Rank) -> list[Steps]:
-    return [steps for number, steps in ranks.items() if number != rank.rank]
+    """Return the steps of the other ranks, or of evenly chosen ones: their median is the same."""
+    others = [steps for number, steps in ranks.items() if number != rank.rank]
+    return others[:: 1 + len(others) // MAX_OTHERS]
 
 
 def still_slower(run: Run, number: int) -> bool:

@@ -1,0 +1,211 @@
+"""``ddpdoctor run`` on several hosts: the verdict of one host, on the host of rank 0 alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import LIMIT, ROOT
+from tests.lab import faults
+from tests.lab.checking import Checks, Make
+from tests.lab.network import Host
+from tests.lab.running import JobOnHosts
+from tests.support.marks import marks, said
+
+pytestmark = pytest.mark.slow
+
+SICK = ROOT / "sample_jobs" / "sick"
+FAST = ("--hang-after", "6")
+
+TRAINS = """
+import os, sys, time, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+{before}
+dist.init_process_group("gloo"{how})
+rank, world = dist.get_rank(), dist.get_world_size()
+model = DistributedDataParallel(torch.nn.Linear(8, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range({steps}):
+    {inside}
+    optimizer.zero_grad()
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    time.sleep(0.05)
+dist.destroy_process_group()
+"""
+
+
+def job(
+    checks: Checks, inside: str = "pass", steps: int = 100, before: str = "", how: str = ""
+) -> Path:
+    """A job of small steps with a line of its own."""
+    path = checks.directory / "job.py"
+    path.write_text(TRAINS.format(inside=inside, steps=steps, before=before, how=how))
+    return path
+
+
+def line_of(path: Path, text: str) -> int:
+    """The number of the line with a text."""
+    lines = path.read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if text in line)
+
+
+def pids_of(host: Host, word: str, run_dir: Path) -> list[int]:
+    """Processes of a host whose command line holds a word and a run directory."""
+    place = os.readlink(f"/proc/{host.namespace.pid}/ns/net")
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            words = (entry / "cmdline").read_bytes().decode().split("\0")
+            if os.readlink(entry / "ns/net") == place and str(run_dir) in words:
+                found += [int(entry.name)] if any(word in each for each in words) else []
+    return sorted(found)
+
+
+VERDICTS = [
+    ("ddp401_barrier_on_rank_0.py", 1, FAST),
+    ("ddp802_no_answer.py", 1, FAST),
+    ("ddp803_other_size.py", 1, FAST),
+    ("ddp102_same_seed.py", 1, ()),
+    ("ddp319_weights_loaded_on_one_rank.py", 2, ()),
+    ("ddp610_saved_every_step.py", 1, ()),
+    ("ddp403_break_on_local_loss.py", 1, FAST),
+]
+"""Jobs of one host, with the ranks of each host, and options."""
+
+
+@pytest.mark.parametrize("how", ["static", "c10d", "tasks"])
+@pytest.mark.parametrize(("name", "nproc", "options"), VERDICTS)
+def test_the_verdict_is_that_of_one_host(
+    nodes: Make, name: str, nproc: int, options: tuple[str, ...], how: str
+) -> None:
+    checks = nodes(2)
+    path = SICK / name
+    expected = marks(path)
+    running = JobOnHosts(checks, path, nproc=nproc, how=how, options=options)
+    code = expected[0][0].code
+    found = running.until(code)
+    running.stop()
+    assert any(said(found).fits(mark) for mark in expected[0]), found
+    for number in range(1, len(running.processes)):
+        assert running.found(number) == [], running.told(number)
+
+
+def test_the_first_failure_is_found_whatever_the_clocks_say(nodes: Make) -> None:
+    checks = nodes(2)
+    faults.clock_shifted(checks.lab.hosts[1], -20, checks.directory)
+    path = job(checks, "assert rank < world - 1 or step < 60, 'a wrong label'")
+    running = JobOnHosts(checks, path, nproc=2)
+    running.wait()
+    codes = {each["code"]: each for each in running.found()}
+    assert set(codes) == {"DDP052", "DDP901"}, running.told(0)
+    assert codes["DDP901"]["ranks"] == [3]
+    assert "20.0 s behind" in codes["DDP052"]["message"]
+    assert running.found(1) == []
+
+
+def test_a_rank_that_is_killed_on_another_host(nodes: Make) -> None:
+    checks = nodes(2)
+    path = job(checks, "rank == 1 and step == 60 and os.kill(os.getpid(), 9)")
+    running = JobOnHosts(checks, path)
+    running.wait()
+    assert [(each["code"], each["ranks"]) for each in running.found()] == [("DDP902", [1])]
+
+
+def test_variables_and_code_that_differ_are_said_at_once(nodes: Make) -> None:
+    checks = nodes(2)
+    running = JobOnHosts(checks, job(checks, steps=400), env={1: {"NCCL_ALGO": "Ring"}})
+    found = running.until("DDP057")
+    assert "NCCL_ALGO" in found["message"] and any("node1" in each for each in found["evidence"])
+    running.stop()
+
+
+def test_a_healthy_job_hears_nothing(nodes: Make) -> None:
+    checks = nodes(3)
+    running = JobOnHosts(checks, job(checks, steps=200), nproc=2, how="c10d")
+    assert running.wait() == [0, 0, 0]
+    assert running.found() == []
+    assert "6 ranks, 200 steps; the job succeeded" in running.told(0)
+    run = running.run()
+    assert [rank.rank for rank in run.last] == list(range(6))
+    assert [len(rank.steps) > 50 for rank in run.last] == [True] * 6
+    for number in (1, 2):
+        assert "findings: see node0" in running.told(number)
+
+
+def test_without_nodes_each_host_is_judged_alone(nodes: Make) -> None:
+    checks = nodes(2)
+    running = JobOnHosts(checks, job(checks), options=("--no-nodes",))
+    assert running.wait() == [0, 0]
+    assert "1 of 2 ranks" in running.told(0) and "node0 judges" not in running.told(1)
+    assert not (running.run_dir(0) / "nodes.jsonl").exists()
+
+
+def test_a_file_store(nodes: Make) -> None:
+    checks = nodes(2)
+    how = f", init_method='file://{checks.directory}/store', rank=int(os.environ['RANK']), "
+    how += "world_size=int(os.environ['WORLD_SIZE'])"
+    running = JobOnHosts(checks, job(checks, how=how), how="tasks")
+    assert running.wait() == [0, 0]
+    assert "2 ranks, 100 steps" in running.told(0)
+    assert not list(checks.directory.glob("store.ddpdoctor*"))
+
+
+# -- what is lost
+
+
+def test_a_cut_cable_and_its_repair(nodes: Make) -> None:
+    checks = nodes(3)
+    running = JobOnHosts(checks, job(checks, steps=2400))
+    running.until_told(2, "node0 judges")
+    faults.cable_pulled(checks.lab, checks.lab.hosts[2])
+    found = running.until("DDP215")
+    assert "node2 does not respond" in found["message"] and found["ranks"] == [2]
+    running.until_told(2, "lost the link to node0: this node's ranks are judged alone")
+    checks.lab.at_switch("ip", "link", "set", checks.lab.hosts[2].port, "up")
+    until = time.monotonic() + LIMIT
+    while any(each.state == "lost" for each in running.run().nodes):
+        assert time.monotonic() < until, running.run().nodes
+        time.sleep(0.5)
+    # A hang that was never there is not reported.
+    assert not [each for each in running.found() if each["code"].startswith("DDP8")]
+    running.stop()
+
+
+def test_a_supervisor_that_is_killed_on_the_first_host(nodes: Make) -> None:
+    checks = nodes(2)
+    running = JobOnHosts(checks, job(checks, steps=4000))
+    running.until_told(1, "node0 judges")
+    os.kill(pids_of(checks.lab.hosts[0], "--run-dir", running.run_dir(0))[0], signal.SIGKILL)
+    # Its keepers end its ranks; the other host's ranks fail, and that host says so itself.
+    running.wait()
+    assert "lost the link to node0" in running.told(1) or "findings: " in running.told(1)
+    assert "Traceback" not in running.told(1)
+
+
+def test_an_exchange_that_is_killed(nodes: Make) -> None:
+    checks = nodes(2)
+    running = JobOnHosts(checks, job(checks, steps=300))
+    running.until_told(1, "node0 judges")
+    (exchange,) = pids_of(checks.lab.hosts[0], "nodes.exchange", running.run_dir(0))
+    os.kill(exchange, signal.SIGKILL)
+    assert running.wait() == [0, 0]
+    assert [each["code"] for each in running.found()] in ([], ["DDP215"])
+
+
+def test_restarts_are_attempts_of_all_nodes(nodes: Make) -> None:
+    checks = nodes(2)
+    fail = (
+        "assert os.environ['TORCHELASTIC_RESTART_COUNT'] != '0' or rank == 0 or step < 30, 'once'"
+    )
+    running = JobOnHosts(checks, job(checks, fail), how="c10d", options=("--max-restarts", "2"))
+    assert running.wait() == [0, 0]
+    run = running.run()
+    assert run.restarts == (0, 1)
+    assert [(rank.rank, rank.restart) for rank in run.ranks] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert "attempt 1: 2 ranks" in running.told(0) and "rank 1" in running.told(0)
