@@ -294,12 +294,13 @@ class Reporter:
         """
         if self._quiet:
             return
+        if judge and not self.current:
+            # In a log of many nodes the lines of one say it all.
+            self.note(f"findings: see {judge}, which judged all ranks; records in {run.path}")
+            return
         for line in self.faults.guarded("the summary", lambda: list(summary_lines(run))) or ():
             self.note(line)
-        found = findings_count(self.current, self._ignored)
-        if judge and not self.current:
-            found = f"findings: see {judge}, which judged the ranks of all nodes"
-        self.note(f"{found}; records in {run.path}")
+        self.note(f"{findings_count(self.current, self._ignored)}; records in {run.path}")
         if terminal.width(2) is not None:
             own = run.path.parent == rundir.base_directory()
             name = run.path.name if own else relative(str(run.path))

@@ -309,8 +309,7 @@ class RunReader:
         self._damage: tuple[str, ...] = ()
         self._room = Room()
         self._journals: dict[str, JournalReader] = {}
-        self._stderr_seen: list[tuple[str, int, int, int]] = []
-        self._stderr_text = ""
+        self._stderr_seen: dict[str, tuple[tuple[int, int, int], str]] = {}
         self.manifest = self._read_manifest()
 
     def _read_manifest(self) -> JsonObject:
@@ -332,19 +331,21 @@ class RunReader:
             )
         return reader
 
-    def _stderr(self, names: Collection[str]) -> str:
-        """Return the end of stderr. It is read again only if the file has changed."""
-        name = STDERR if STDERR in names else STDERR_SO_FAR
-        others = [each for each in names if _STDERR_OF_NODE.match(each)]
-        seen = []
-        for each in (name, *others):
-            with contextlib.suppress(OSError):
-                facts = (self.path / each).lstat()
-                seen.append((each, facts.st_ino, facts.st_mtime_ns, facts.st_size))
-        if seen != self._stderr_seen:
-            self._stderr_seen = seen
-            self._stderr_text = "".join(_text(self.path / each) for each, *_ in seen)
-        return self._stderr_text
+    def _stderr(self, names: Collection[str]) -> tuple[str, str]:
+        """Return the end of stderr, and those of other nodes. Read again what has changed."""
+        found = []
+        own = STDERR if STDERR in names else STDERR_SO_FAR
+        for each in ([own], [name for name in names if _STDERR_OF_NODE.match(name)]):
+            text = ""
+            for name in each:
+                with contextlib.suppress(OSError):
+                    facts = (self.path / name).lstat()
+                    seen = facts.st_ino, facts.st_mtime_ns, facts.st_size
+                    if name not in self._stderr_seen or self._stderr_seen[name][0] != seen:
+                        self._stderr_seen[name] = seen, _text(self.path / name)
+                    text += self._stderr_seen[name][1]
+            found.append(text)
+        return found[0], found[1]
 
     def snapshot(self) -> Run:
         """Read what is new and return the whole run."""
@@ -376,6 +377,7 @@ class RunReader:
         if left_out:
             rest = f", and so of {len(left_out) - 1} more" if len(left_out) > 1 else ""
             left_out = [f"{left_out[0]}{rest}"]
+        stderr, stderr_elsewhere = self._stderr(names)
         return Run(
             path=self.path,
             manifest=self.manifest,
@@ -383,7 +385,8 @@ class RunReader:
             strays=Records(sorted(stray_records, key=lambda each: getattr(each, "time", 0))),
             supervisor=supervisor,
             taken=time.time_ns(),
-            stderr=self._stderr(names),
+            stderr=stderr,
+            stderr_elsewhere=stderr_elsewhere,
             unreadable=(*self._damage, *crowd, *left_out, *_first_remarks(unreadable)),
         )
 

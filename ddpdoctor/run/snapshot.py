@@ -195,6 +195,7 @@ class Run:
     supervisor: Records = NO_RECORDS  # The supervisor's records
     taken: int = 0  # Time of the snapshot in Unix nanoseconds
     stderr: str = ""  # The last MiB of the job's stderr, or the last 64 KiB while the job runs
+    stderr_elsewhere: str = ""  # The ends of the job's stderr on other nodes, with other pids
     unreadable: tuple[str, ...] = ()  # Remarks about what could not be read
 
     @cached_property
@@ -210,6 +211,11 @@ class Run:
             for rank in self.last
             if node.place and (rank.opened.namespace or "").endswith(node.place)
         )
+
+    @property
+    def every_stderr(self) -> str:
+        """The ends of the job's stderr on all nodes. Its pids are of different nodes."""
+        return self.stderr + self.stderr_elsewhere
 
     @property
     def heard(self) -> Run:

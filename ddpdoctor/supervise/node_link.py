@@ -30,7 +30,7 @@ main(sys.argv[1:])
 """
 _PACKAGES = str(Path(__file__).parents[2])
 
-JOIN_TIME = 2.0
+JOIN_TIME = 0.5
 """Seconds after which ranks of this node that join the same process group have done so."""
 
 LINK_TIME = 10.0  # Seconds in which findings wait for the first link to the head
@@ -89,6 +89,9 @@ class NodeLink:
         if store is not None and restart not in self._sent and _has_others(own, store, run.taken):
             self._sent.add(restart)
             self._send(restart, own, store)
+        elif self._process is not None and own and len(own) == own[0].opened.world_size:
+            # The last ranks came late, and all are here.
+            self.close()
         self._read()
 
     def _send(self, restart: int, own: list[Rank], store: StoreRecord) -> None:
@@ -98,7 +101,8 @@ class NodeLink:
         attempt = Attempt(
             restart=restart,
             world_size=max(rank.opened.world_size for rank in own),
-            time=min(rank.opened.time for rank in own),
+            # The journals of other ranks may not be there yet.
+            time=min(rank.opened.time for rank in own if rank.opened.time),
             leads=any(rank.rank == 0 for rank in own),
             store=store,
         )

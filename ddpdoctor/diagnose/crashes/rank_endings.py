@@ -47,7 +47,9 @@ def exit_status(rank: Rank, statuses: dict[int, int]) -> int | None:
     """
     if rank.exit is not None and rank.exit.status is not None:
         return rank.exit.status
-    printed = statuses.get(rank.status.pid) if rank.status is not None else None
+    # On another node the same pid is another process.
+    status = None if rank.elsewhere else rank.status
+    printed = statuses.get(status.pid) if status is not None else None
     if printed is None and rank.exit is not None and rank.exit.oom:
         return -signal.SIGKILL
     return printed
@@ -79,6 +81,7 @@ def _spawned_statuses(
         for rank in ranks
         if rank.exit is not None
         and rank.status is not None
+        and not rank.elsewhere
         and exit_status(rank, statuses) is None
         and not _recorded_end(rank)
     }
@@ -315,7 +318,7 @@ def endings(run: Run, restart: int) -> list[Ending]:
     Leave out regular ends, and what happened after a person asked the job to stop.
     """
     statuses = printed_statuses(run.stderr)
-    aborted = _aborted(run.stderr)
+    aborted = _aborted(run.every_stderr)
     ranks = run.attempt(restart)
     statuses |= _spawned_statuses(run, ranks, statuses)
     ends = (_rank_ending(rank, statuses, bool(run.exit_status), aborted) for rank in ranks)
@@ -366,7 +369,7 @@ def mispaired(run: Run, cause: Ending) -> bool:
     if cause.kind == "exception":
         return bool(_MISPAIRED.search(cause.text) or _MISPAIRED.search(cause.traceback))
     aborted = cause.kind == "signal" and cause.status == -signal.SIGABRT
-    return aborted and bool(_MISPAIRED.search(run.stderr))
+    return aborted and bool(_MISPAIRED.search(run.every_stderr))
 
 
 def _rank_ending(

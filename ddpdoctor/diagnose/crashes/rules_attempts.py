@@ -6,8 +6,10 @@ import re
 import signal
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from ddpdoctor.core.finding import Finding, Severity
+from ddpdoctor.core.formatting import duration
 from ddpdoctor.core.relations import ABORT, END, LOST, MISPAIRED, MODELS
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.diagnose.checkpoints.rules import refused_for_prefix
@@ -125,6 +127,13 @@ class Attempt:
         known = (name for name, is_so in kinds.items() if is_so and self.last)
         return frozenset((f"{END}{self.restart + 1}", *known))
 
+    @cached_property
+    def _clock_errors(self) -> dict[int | None, int]:
+        """Nanoseconds by which times of ranks of other nodes may be wrong."""
+        return {
+            rank.rank: node.error for node in self.run.nodes for rank in self.run.ranks_on(node)
+        }
+
     def _consequences(self, cause: Ending) -> Iterator[str]:
         # A victim may report its end before the end of the rank that it lost was seen.
         later = [
@@ -136,7 +145,11 @@ class Attempt:
             delay = max(0.0, (each.time - cause.time) / 1e9)
             why = "as a consequence" if each.victim else "too"
             text = each.text.partition(". ")[0] if each.victim else truncated(each.text)
-            yield f"{each.name} failed {delay:.1f} s later, {why}: {text}"
+            when = f"{delay:.1f} s later"
+            error = self._clock_errors.get(each.rank, 0) + self._clock_errors.get(cause.rank, 0)
+            if error and not each.victim and each.time - cause.time <= error:
+                when = f"at the same time, within the clocks' error of {duration(error / 1e9)}"
+            yield f"{each.name} failed {when}, {why}: {text}"
         if len(later) > 3:
             yield f"{len(later) - 3} more ranks failed after it"
 
@@ -270,7 +283,7 @@ def _in_stderr(run: Run, cause: Ending, least: Weight) -> KnownFailure | None:
 
 def _occurrences(run: Run) -> list[Occurrence]:
     """Return the known failures in the job's stderr, which belong to its last attempt."""
-    return read("stderr", [run.stderr.encode("utf-8", "replace")])
+    return read("stderr", [run.every_stderr.encode("utf-8", "replace")])
 
 
 def known_finding(attempt: Attempt, known: KnownFailure) -> Finding | None:

@@ -308,7 +308,7 @@ def hang_snapshot(run: Run) -> HangSnapshot | None:
     recorded = max((each.evidence.world_size for each in ranks), default=0)
     world = min(recorded, MOST_WORLD) or len(ranks)
     store = unopened_store(run.strays, record.restart)
-    return HangSnapshot(record, ranks, world, run.manifest, store, run.stderr)
+    return HangSnapshot(record, ranks, world, run.manifest, store, run.every_stderr)
 
 
 def seen_waiting(run: Run, rank: int) -> bool:

@@ -173,7 +173,8 @@ def lost(run: Run) -> Iterator[Finding]:
         See whether the machine lives, and whether it reaches the others.
 
     Example
-        Wrong: a machine that was rebooted during the job.
+        Wrong: a machine that is rebooted for an update while a job runs on it.
+        Right: it is drained first, and rebooted when its jobs have ended.
 
     When it stays silent
         If the node ended its job itself, or comes back. What its ranks did meanwhile is read then.
@@ -186,7 +187,8 @@ def lost(run: Run) -> Iterator[Finding]:
         yield Finding(
             "DDP215",
             Severity.WARNING,
-            f"{node.host} does not respond: nothing newer is known of {named(ranks)}",
+            f"{node.host} does not respond: nothing newer is known of "
+            f"{named(ranks) if ranks else 'its ranks'}",
             ranks=ranks,
             evidence=(f"its last records are {duration(silent + LOST_AFTER)} old",),
             fix=f"See whether {node.host} lives and reaches {_head(run)}.",
