@@ -6,14 +6,23 @@ import json
 import re
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 from ddpdoctor.core import opening
 from ddpdoctor.run import ring, status
 from ddpdoctor.run.records.base import JsonObject, json_line
+from ddpdoctor.run.records.decode import RANK_RECORDS, SUPERVISOR_RECORDS
 
 _TIMES = ("time", "start", "since", "closed")
 """Keys of records that hold Unix nanoseconds. Those of the same name that hold a step are small."""
+
+_OF_ATTEMPTS = frozenset(
+    kind
+    for kind, declared in {**RANK_RECORDS, **SUPERVISOR_RECORDS}.items()
+    if any(each.name == "restart" for each in fields(declared))
+)
+"""Kinds of records that name an attempt."""
 
 _LEAST_TIME, _MOST_TIME = 10**18, 1 << 62  # Unix nanoseconds, from the year 2001 on
 
@@ -109,8 +118,9 @@ class Alignment(NamedTuple):
             value: Any = found.get(key)
             if _is_time(value):
                 found[key] = value + self.ahead
-        if "restart" in found:
-            found["restart"] = self._attempt(found["restart"])
+        if found.get("kind") in _OF_ATTEMPTS:
+            # The first attempt is the default, which a line leaves out.
+            found["restart"] = self._attempt(found.get("restart", 0))
         if "namespace" in found:
             found["namespace"] = f"{found['namespace']}{self.place}"
         return json_line(found)
@@ -118,10 +128,10 @@ class Alignment(NamedTuple):
     def document(self, value: Any) -> Any:
         """Return the evidence of an examination, all of whose large numbers are times."""
         if isinstance(value, dict):
-            return {
-                key: self._attempt(each) if key == "restart" else self.document(each)
-                for key, each in value.items()
-            }
+            found = {key: self.document(each) for key, each in value.items()}
+            if "rank" in value:
+                found["restart"] = self._attempt(value.get("restart", 0))
+            return found
         if isinstance(value, list):
             return [self.document(each) for each in value]
         return value + self.ahead if _is_time(value) else value
