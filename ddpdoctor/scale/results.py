@@ -94,7 +94,7 @@ def measure(run: Run, warmup: int) -> Measured | None:
     on_cpu = first is None or first.device == "cpu"
     return Measured(
         ranks=max(run.world_size, len(run.last)),
-        local=len(ranks),
+        local=sum(not rank.elsewhere for rank in ranks),
         steps=min(map(len, every)),
         step=step,
         data=_typical_seconds(every, "data"),

@@ -230,12 +230,14 @@ class SupervisorEvents:
     """What the supervisor reports of a run: findings, ends of ranks, debuggers, the job's end."""
 
     def __init__(self, directory: Path) -> None:
-        self._reader = JournalReader(directory / "supervisor.jsonl", kinds=SUPERVISOR_RECORDS)
+        self._directory = directory
+        self._readers: dict[str, JournalReader] = {}
         self._thinned = 0
         self._reset()
 
     def _reset(self) -> None:
-        self._taken = 0
+        self._taken: dict[str, int] = {}
+        """How many records of each journal were taken in."""
         self._findings: deque[tuple[int, FindingRow]] = deque(maxlen=MAX_FINDINGS)
         self.findings: tuple[FindingRow, ...] = ()
         """What was found and not withdrawn, oldest first."""
@@ -255,13 +257,22 @@ class SupervisorEvents:
 
     def poll(self) -> None:
         """Take in new records."""
-        self._reader.poll()
-        if self._reader.thinned != self._thinned:
-            # The reader has dropped old records: those that are left are taken in again.
-            self._thinned = self._reader.thinned
+        others = (path.name for path in self._directory.glob("node-*.jsonl"))
+        for name in ("supervisor.jsonl", *others):
+            if name not in self._readers:
+                path = self._directory / name
+                self._readers[name] = JournalReader(path, kinds=SUPERVISOR_RECORDS)
+        for reader in self._readers.values():
+            reader.poll()
+        thinned = sum(reader.thinned for reader in self._readers.values())
+        if thinned != self._thinned:
+            # A reader has dropped old records: those that are left are taken in again.
+            self._thinned = thinned
             self._reset()
-        fresh = self._reader.records[self._taken :]
-        self._taken += len(fresh)
+        fresh: list[Record] = []
+        for name, reader in self._readers.items():
+            fresh += reader.records[self._taken.get(name, 0) :]
+            self._taken[name] = len(reader.records)
         for record in fresh:
             self._take(record)
         if any(isinstance(record, (FindingRecord, RetractionRecord)) for record in fresh):
@@ -295,7 +306,7 @@ class SupervisorEvents:
     @property
     def unread(self) -> str:
         """What was left out of the journal, in words."""
-        return self._reader.left_out
+        return next((each.left_out for each in self._readers.values() if each.left_out), "")
 
     def debugged(self, rank: int) -> str:
         """Say what a rank does in the debugger, as the end of a sentence; empty if in none."""
