@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,12 +109,14 @@ class JobOnHosts:
                 found.append(each)
         return found
 
-    def until(self, code: str, seconds: float = LIMIT) -> dict[str, Any]:
-        """Wait until the first node reports a code; the finding."""
-        until = time.monotonic() + seconds
+    def until(
+        self, code: str, fits: Callable[[dict[str, Any]], bool] = lambda _: True
+    ) -> dict[str, Any]:
+        """Wait until the first node reports a finding of a code that fits; the finding."""
+        until = time.monotonic() + LIMIT
         while time.monotonic() < until:
             for each in self.found():
-                if each["code"] == code:
+                if each["code"] == code and fits(each):
                     return each
             assert any(each.poll() is None for each in self.processes), self.told(0)
             time.sleep(0.2)

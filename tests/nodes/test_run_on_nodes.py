@@ -86,7 +86,7 @@ VERDICTS = [
             *LASTING,
             "ddp803_other_size",
             "ddp319_weights_loaded_on_one_rank",
-            "ddp610_saved_every_step",
+            "ddp610_pictures_on_rank_0",
             "ddp403_break_on_local_loss",
         )
         for how in ("static", "c10d")
@@ -101,9 +101,11 @@ def test_the_verdict_is_that_of_one_host(nodes: Make, name: str, how: str) -> No
     checks = nodes(head(path, "ranks", 2))
     options = FAST if "--hang-after" in path.read_text() else ()
     running = JobOnHosts(checks, path, how=how, options=options)
-    found = running.until(expected[0][0].code)
+    # A slow rank may be reported before its line is known.
+    running.until(
+        expected[0][0].code, lambda found: any(said(found).fits(mark) for mark in expected[0])
+    )
     running.stop()
-    assert any(said(found).fits(mark) for mark in expected[0]), found
     for number in range(1, len(running.processes)):
         assert running.found(number) == [], running.told(number)
 
