@@ -23,7 +23,7 @@ import zmq
 from ddpdoctor.nodes import store
 from ddpdoctor.nodes.alignment import dumped, parsed
 from ddpdoctor.nodes.answers import Answers
-from ddpdoctor.nodes.head import Head, Invitation, invitation_line
+from ddpdoctor.nodes.head import SILENT, Head, Invitation, invitation_line
 from ddpdoctor.nodes.member import Member
 from ddpdoctor.nodes.messages import Began
 from ddpdoctor.run.journal import Journal
@@ -114,10 +114,14 @@ class Exchange:
 
     def _end(self, status: int | None) -> None:
         """Exchange the last records. The job's command has ended on this node."""
-        deadline = time.monotonic() + LEAVE_TIMEOUT
+        began = time.monotonic()
         if self._member is not None:
             self._member.finish(status, END_TIMEOUT)
-        while self._head is not None and self._head.waits_for and time.monotonic() < deadline:
+        while self._head is not None and self._head.waits_for:
+            passed = time.monotonic() - began
+            # If the job failed, a lost node may be the reason.
+            if passed > LEAVE_TIMEOUT and (status == 0 or passed > SILENT or not self._head.doubts):
+                break
             self.turn(0.05)
         self.ended = True
 

@@ -180,6 +180,12 @@ class Head:
         """Number of nodes that have not left and still respond."""
         return sum(not (each.left or each.lost) for each in self._peers.values())
 
+    @property
+    def doubts(self) -> bool:
+        """Whether a node may be lost: it has missed two pings, and it is not sure yet."""
+        now = time.monotonic()
+        return any(now - each.heard > SILENT / 4 for each in self._linked())
+
     # -- messages
 
     def receive(self) -> None:

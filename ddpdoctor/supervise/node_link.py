@@ -34,7 +34,7 @@ JOIN_TIME = 0.5
 """Seconds after which ranks of this node that join the same process group have done so."""
 
 LINK_TIME = 10.0  # Seconds in which findings wait for the first link to the head
-END_TIMEOUT = 6.0  # Seconds for the exchange to end
+END_TIMEOUT = 12.0  # Seconds for the exchange to end
 
 
 class NodeLink:

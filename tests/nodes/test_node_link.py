@@ -262,7 +262,7 @@ def context() -> Iterator[zmq.Context[Any]]:
 
 
 def wrong(context: zmq.Context[Any], secret: str, endpoint: str) -> zmq.Socket[Any]:
-    client = context.socket(zmq.DEALER)
+    client: zmq.Socket[Any] = context.socket(zmq.DEALER)
     link.make_client(client, secret, b"stranger")
     client.connect(endpoint)
     client.send_multipart(link.packed(Hello(protocol=1, host="stranger")))

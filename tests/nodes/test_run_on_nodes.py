@@ -192,6 +192,18 @@ def test_a_cut_cable_and_its_repair(nodes: Make) -> None:
     running.stop()
 
 
+def test_a_host_that_vanishes_is_the_cause(nodes: Make) -> None:
+    checks = nodes(2)
+    running = JobOnHosts(checks, job(checks, steps=4000))
+    running.until_told(1, "node0 judges")
+    until_steps(running, 1)
+    checks.lab.hosts[1].namespace.close()
+    running.processes[0].wait(LIMIT)
+    found = [(each["code"], each["severity"], each["ranks"]) for each in running.found()]
+    assert found == [("DDP215", "error", [1])], running.told(0)
+    assert "node1 does not respond" in running.told(0)
+
+
 def test_a_supervisor_that_is_killed_on_the_first_host(nodes: Make) -> None:
     checks = nodes(2)
     running = JobOnHosts(checks, job(checks, steps=4000))

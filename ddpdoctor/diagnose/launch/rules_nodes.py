@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.formatting import duration, named
+from ddpdoctor.core.relations import Lapsed, certain
 from ddpdoctor.run import code_version
 from ddpdoctor.run.records.supervisor import NodeRecord
 from ddpdoctor.run.snapshot import Rank, Run
@@ -20,7 +21,7 @@ CLOCK_FAIL_S = 10.0
 OF_EACH_NODE = ("_IFNAME", "_IB_HCA", "_DEBUG", "_DEBUG_FILE", "_TOPO_FILE", "_HOSTID")
 """Endings of variables that rightly differ between nodes."""
 
-LOST_AFTER = 20.0  # Seconds without a word from a node after which it is reported
+LOST_FOR = 5.0  # Seconds after the loss of a node, which takes 10 s to see, when it is reported
 
 
 @rule("DDP052", "clocks", Severity.WARNING)
@@ -158,12 +159,19 @@ def code(run: Run) -> Iterator[Finding]:
             )
 
 
-@rule("DDP215", "node-lost", Severity.WARNING)
+def _responds_again(finding: Finding, run: object) -> Lapsed | None:
+    return Lapsed("over", "it responds again", sure=True)
+
+
+@rule(
+    "DDP215", "node-lost", Severity.WARNING, supersedes={"DDP907": certain}, lapses=_responds_again
+)
 def lost(run: Run) -> Iterator[Finding]:
     """A node of the job does not respond any more.
 
     What it finds
-        A node whose ddpdoctor sent records and has been silent for 20 seconds, while the job runs.
+        A node whose ddpdoctor sent records and has been silent for 15 seconds. It is an error once
+        the job has failed.
 
     Why it is bad
         The machine, its network or ddpdoctor on it is gone. If the machine is gone, the other ranks
@@ -180,17 +188,19 @@ def lost(run: Run) -> Iterator[Finding]:
         If the node ended its job itself, or comes back. What its ranks did meanwhile is read then.
     """
     for node in run.nodes:
+        # It had been silent for some seconds when this was recorded.
         silent = (run.taken - node.time) / 1e9
-        if node.state != "lost" or run.exit_status is not None or silent < LOST_AFTER / 4:
+        failed = bool(run.exit_status) and run.stopped_at is None
+        if node.state != "lost" or run.exit_status == 0 or not (failed or silent > LOST_FOR):
             continue
         ranks = _ranks_of(run, node)
         yield Finding(
             "DDP215",
-            Severity.WARNING,
+            Severity.ERROR if failed else Severity.WARNING,
             f"{node.host} does not respond: nothing newer is known of "
             f"{named(ranks) if ranks else 'its ranks'}",
             ranks=ranks,
-            evidence=(f"its last records are {duration(silent + LOST_AFTER)} old",),
+            evidence=(f"its link was lost {duration(silent)} ago, without a farewell",),
             fix=f"See whether {node.host} lives and reaches {_head(run)}.",
             about=f"node {node.number}",
         )
