@@ -27,7 +27,7 @@ from ddpdoctor.run.records.decode import RANK_RECORDS, SUPERVISOR_RECORDS, parse
 from ddpdoctor.run.records.process import OpenRecord
 from ddpdoctor.run.records.supervisor import RankExitRecord
 from ddpdoctor.run.rundir import MANIFEST, STDERR, STDERR_SO_FAR
-from ddpdoctor.run.snapshot import Rank, Records, Run
+from ddpdoctor.run.snapshot import MAX_EXPANDED, Rank, Records, Run
 from ddpdoctor.run.status import read_status
 
 # -- Journals
@@ -276,6 +276,8 @@ class JournalReader:
 
 MAX_STEPS = 32 * WINDOW  # Step records that a snapshot keeps of all ranks
 MAX_RANKS = 1024  # Ranks of all attempts in a snapshot, those of the newest attempts first
+MIN_EXPANDED = 64  # Steps that the lines of a rank are expanded to, however many ranks there are
+MAX_EXPANDED_OF_ALL = 1 << 16  # The same for all ranks together
 MAX_TEXT = 8 << 20  # Bytes read of the ends of all outputs of ``faulthandler``
 
 _MAX_REMARKS = 20
@@ -368,7 +370,7 @@ class RunReader:
         exits = {(each.rank, each.restart): each for each in supervisor.of(RankExitRecord)}
         ranks: list[Rank] = []
         for page in pages:
-            rank = self._rank(page, exits, MAX_TEXT // len(pages), unreadable)
+            rank = self._rank(page, exits, len(pages), unreadable)
             if rank is not None:
                 ranks.append(rank)
         self.manifest = self._read_manifest()
@@ -404,7 +406,7 @@ class RunReader:
         self,
         page: _Page,
         exits: dict[tuple[int, int], RankExitRecord],
-        most_text: int,
+        ranks: int,
         unreadable: list[str],
     ) -> Rank | None:
         """Return a rank, or None if a newer version wrote it. Add failures to ``unreadable``."""
@@ -429,9 +431,10 @@ class RunReader:
             opened=opened,
             step_lines=journal.step_lines,
             split_lines=journal.split_lines,
+            max_steps=max(MIN_EXPANDED, min(MAX_EXPANDED, MAX_EXPANDED_OF_ALL // ranks)),
             records=journal.records,
             exit=exits.get((page.rank, page.restart)),
-            fault=_text(Path(f"{stem}.fault"), min(opening.MOST_TEXT, most_text)),
+            fault=_text(Path(f"{stem}.fault"), min(opening.MOST_TEXT, MAX_TEXT // ranks)),
             partial=bool(journal.left_out),
             ring_file=Path(f"{stem}.collectives"),
         )

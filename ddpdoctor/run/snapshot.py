@@ -83,6 +83,7 @@ class Rank:
     records: Records = NO_RECORDS  # All records of the journal but steps
     exit: RankExitRecord | None = None  # How the process ended, if the supervisor saw it
     fault: str = ""  # The output of ``faulthandler`` on a fatal signal
+    max_steps: int = MAX_EXPANDED  # Maximum number of steps that the lines are expanded to
     partial: bool = False  # Part of the journal was not read because it is too large
     ring_file: Path | None = None
     """The file with the collectives called from Python. :attr:`ring` reads it."""
@@ -90,12 +91,12 @@ class Rank:
     @cached_property
     def steps(self) -> tuple[StepRecord, ...]:
         """The newest steps, oldest of them first."""
-        return _steps(self.step_lines)
+        return _steps(self.step_lines, self.max_steps)
 
     @cached_property
     def split_steps(self) -> tuple[StepRecord, ...]:
         """The newest steps whose backward was split into compute and wait."""
-        return _steps(self.split_lines)
+        return _steps(self.split_lines, self.max_steps)
 
     @cached_property
     def ring(self) -> Ring | None:
@@ -144,10 +145,10 @@ class Rank:
         return self.records.first(EndRecord)
 
 
-def _steps(lines: Sequence[bytes]) -> tuple[StepRecord, ...]:
+def _steps(lines: Sequence[bytes], most: int) -> tuple[StepRecord, ...]:
     """Parse the newest steps. A line that stands for several steps is expanded."""
     found: list[StepRecord] = []
-    most = max(len(lines), MAX_EXPANDED)
+    most = max(len(lines), most)
     for line in reversed(lines):
         record = parse(line)
         if isinstance(record, StepRecord) and record.step >= 0:

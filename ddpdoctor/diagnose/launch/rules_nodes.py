@@ -21,7 +21,10 @@ CLOCK_FAIL_S = 10.0
 OF_EACH_NODE = ("_IFNAME", "_IB_HCA", "_DEBUG", "_DEBUG_FILE", "_TOPO_FILE", "_HOSTID")
 """Endings of variables that rightly differ between nodes."""
 
-LOST_FOR = 5.0  # Seconds after the loss of a node, which takes 10 s to see, when it is reported
+LOST_FOR_NS = 5_000_000_000
+"""Nanoseconds after the loss of a node, which takes 10 s to see, after which it is reported."""
+
+MAX_HOSTS = 5  # Hosts that are named
 
 
 @rule("DDP052", "clocks", Severity.WARNING)
@@ -187,23 +190,31 @@ def lost(run: Run) -> Iterator[Finding]:
     When it stays silent
         If the node ended its job itself, or comes back. What its ranks did meanwhile is read then.
     """
-    for node in run.nodes:
-        # It had been silent for some seconds when this was recorded.
-        silent = (run.taken - node.time) / 1e9
-        failed = bool(run.exit_status) and run.stopped_at is None
-        if node.state != "lost" or run.exit_status == 0 or not (failed or silent > LOST_FOR):
-            continue
-        ranks = _ranks_of(run, node)
-        yield Finding(
-            "DDP215",
-            Severity.ERROR if failed else Severity.WARNING,
-            f"{node.host} does not respond: nothing newer is known of "
-            f"{named(ranks) if ranks else 'its ranks'}",
-            ranks=ranks,
-            evidence=(f"its link was lost {duration(silent)} ago, without a farewell",),
-            fix=f"See whether {node.host} lives and reaches {_head(run)}.",
-            about=f"node {node.number}",
-        )
+    failed = bool(run.exit_status) and run.stopped_at is None
+    # A node had been silent for some seconds when its loss was recorded.
+    lost = [
+        node
+        for node in run.nodes
+        if node.state == "lost" and (failed or run.taken - node.time > LOST_FOR_NS)
+    ]
+    if not lost or run.exit_status == 0:
+        return
+    ranks = sorted({rank for node in lost for rank in _ranks_of(run, node)})
+    hosts = [node.host for node in lost]
+    more = f" and {len(hosts) - MAX_HOSTS} more nodes" if len(hosts) > MAX_HOSTS else ""
+    yield Finding(
+        "DDP215",
+        Severity.ERROR if failed else Severity.WARNING,
+        f"{', '.join(hosts[:MAX_HOSTS])}{more} {'do' if len(hosts) > 1 else 'does'} not respond: "
+        f"nothing newer is known of {named(ranks) if ranks else 'the ranks there'}",
+        ranks=tuple(ranks),
+        evidence=tuple(
+            f"the link to {node.host} was lost {duration((run.taken - node.time) / 1e9)} ago"
+            for node in lost[:MAX_HOSTS]
+        ),
+        fix=f"See whether {hosts[0]} lives and reaches {_head(run)}.",
+        about="lost nodes",
+    )
 
 
 def _head(run: Run) -> str:
