@@ -58,6 +58,7 @@ class State(Part):
     linked: bool = False  # The head judges this node's ranks
     host: str = ""  # The head's host
     directory: str = ""  # The head's run directory
+    hangs: bool = False  # The head has ended its part of the job, which hangs
 
 
 class Exchange:
@@ -97,6 +98,8 @@ class Exchange:
             if "store" in found:
                 self._begin(required(Attempt, found))
             elif "end" in found:
+                if found.get("hangs") and self._head is not None:
+                    self._head.end_hang()
                 self._end(found["end"])
 
     def _begin(self, attempt: Attempt) -> None:
@@ -133,6 +136,7 @@ class Exchange:
             linked=head is not None,
             host=head.host[:255] if head is not None else "",
             directory=head.directory[:4096] if head is not None else "",
+            hangs=self._member is not None and self._member.hangs,
         )
         if state == self._told:
             return

@@ -27,6 +27,7 @@ from ddpdoctor.nodes.messages import (
     Answer,
     Began,
     Clock,
+    EndHang,
     Files,
     Hello,
     Leave,
@@ -403,6 +404,11 @@ class Head:
         self._askers.remove(asker)
 
     # -- the end
+
+    def end_hang(self) -> None:
+        """Tell all nodes that the job hangs and was ended here."""
+        for peer in self._linked():
+            self._send(peer, EndHang())
 
     def close(self) -> None:
         """Tell all nodes that the job has ended here, and close everything."""

@@ -27,6 +27,7 @@ from ddpdoctor.nodes.messages import (
     Answer,
     Began,
     Clock,
+    EndHang,
     Files,
     Hello,
     Leave,
@@ -76,6 +77,7 @@ class Member:
         self.head: Welcome | None = None
         """The head, while the link to it stands."""
         self.over = False  # The job has ended on the head
+        self.hangs = False  # The head has ended its part of the job, which hangs
         self._clock = HeadClock()
         self._told: Clock | None = None
         self._pinged = 0.0
@@ -176,6 +178,8 @@ class Member:
             threading.Thread(
                 target=self._work, args=(message.number, message.what, arguments), daemon=True
             ).start()
+        elif isinstance(message, EndHang):
+            self.hangs = True
         elif isinstance(message, Over):
             self.over = True
 

@@ -157,6 +157,13 @@ class Question(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EndHang(Record):
+    """The head has ended its part of a job that hangs (``--kill-on-hang``)."""
+
+    kind = "end_hang"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Over(Record):
     """The job has ended on the head, which takes no more records."""
 

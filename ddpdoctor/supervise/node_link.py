@@ -77,9 +77,9 @@ class NodeLink:
         return self._state.linked or time.monotonic() < self._waits_until
 
     @property
-    def state(self) -> State:
-        """The state of the link."""
-        return self._state
+    def job_hangs(self) -> bool:
+        """Whether the head has ended its part of the job because it hangs."""
+        return self._state.hangs
 
     def look(self, run: Run) -> None:
         """Take in a snapshot of the run."""
@@ -157,12 +157,17 @@ class NodeLink:
         elif before.linked and not state.linked:
             self._note(f"lost the link to {before.host}: this node's ranks are judged alone")
 
-    def end(self, status: int | None) -> None:
-        """Let the exchange send or take the last records, and wait for its end."""
+    def end(self, status: int | None, *, hangs: bool = False) -> None:
+        """Let the exchange send or take the last records, and wait for its end.
+
+        Args:
+            status: The exit status of the job's command.
+            hangs: The command was ended because the job hangs.
+        """
         process = self._process
         if process is None:
             return
-        self._write(dumped({"end": status}))
+        self._write(dumped({"end": status, "hangs": hangs}))
         self._ended = True
         if process.stdout is not None:
             deadline = time.monotonic() + END_TIMEOUT

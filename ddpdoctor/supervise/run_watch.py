@@ -358,6 +358,8 @@ class RunWatch:
         guarded = self._guarded
         if self.nodes is not None:
             guarded(_NODES, self.nodes.look, run)
+            if self.nodes.job_hangs and self._command.own.kill_on_hang and self._may_end:
+                self._end_hung(f"the job hangs, says {self.nodes.judge}")
         if self._hangs is not None:
             self._hangs.left_to_head = self._left_to_head
         self._warn_of_mute_ranks(run)
@@ -443,8 +445,11 @@ class RunWatch:
             # A rank may have moved or ended meanwhile: examine the run again.
             self._happened = time.monotonic()
             return
+        self._end_hung("the job hangs")
+
+    def _end_hung(self, why: str) -> None:
         self.killed = True
-        self._end_job("the job hangs: ending it (--kill-on-hang)", hang=True)
+        self._end_job(f"{why}: ending it (--kill-on-hang)", hang=True)
 
     @property
     def _may_end(self) -> bool:
@@ -497,7 +502,7 @@ class RunWatch:
         if run is not None and self._hangs is not None:
             self._guarded(_HANGS, self._hangs.end, run, status)
         if self.nodes is not None:
-            self._guarded(_NODES, self.nodes.end, status)
+            self._guarded(_NODES, self.nodes.end, status, hangs=self.killed)
         self.write(JobRecord(time=time.time_ns(), status=status))
         if (run := self._read()) is not None:
             self._examine(run)

@@ -139,6 +139,15 @@ def test_variables_and_code_that_differ_are_said_at_once(nodes: Make) -> None:
     running.stop()
 
 
+def test_a_hang_is_ended_on_all_hosts(nodes: Make) -> None:
+    checks = nodes(2)
+    path = job(checks, "rank == 1 and step == 60 and time.sleep(1000)")
+    running = JobOnHosts(checks, path, options=(*FAST, "--kill-on-hang"))
+    assert running.wait() == [4, 4]
+    assert [(each["code"], each["ranks"]) for each in running.found()] == [("DDP802", [1])]
+    assert "the job hangs, says node0: ending it" in running.told(1)
+
+
 def test_a_healthy_job_hears_nothing(nodes: Make) -> None:
     checks = nodes(3)
     running = JobOnHosts(checks, job(checks, steps=200), nproc=2, how="c10d")
