@@ -176,7 +176,7 @@ class Exchange:
             if self._published != attempt.store:
                 store.write(attempt.store, key, invitation_line(invitation))
                 self._published = attempt.store
-        elif self._member is not None and not self._member.is_connecting:
+        elif self._member is not None and self._member.looks_for_head:
             found = parsed(store.read(attempt.store, key) or b"")
             if found is not None:
                 self._member.invite(decoder(Invitation)(found))

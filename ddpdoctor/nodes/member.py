@@ -74,6 +74,7 @@ class Member:
         self._tried: deque[str] = deque()
         self._since = 0.0
         self._heard = 0.0
+        self._refused = False  # The head has another version of the messages
         self.head: Welcome | None = None
         """The head, while the link to it stands."""
         self.over = False  # The job has ended on the head
@@ -92,9 +93,9 @@ class Member:
         self._awake, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     @property
-    def is_connecting(self) -> bool:
-        """Whether a connection was begun, or stands."""
-        return self._socket is not None
+    def looks_for_head(self) -> bool:
+        """Whether no connection was begun, and one to a new head would help."""
+        return self._socket is None and not self._refused
 
     def invite(self, invitation: Invitation) -> None:
         """Connect to a head."""
@@ -186,7 +187,7 @@ class Member:
     def _welcome(self, message: Welcome) -> None:
         if message.protocol != PROTOCOL:
             self._disconnect()
-            self.invitation = None
+            self._refused = True
             return
         self.head = message
         self._taken(message.taken)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import zmq
 
+from ddpdoctor.core.finding import RULES, examine
 from ddpdoctor.nodes import asking, link, store
 from ddpdoctor.nodes.alignment import Alignment, HeadClock
 from ddpdoctor.nodes.head import Head, invitation_line
@@ -249,6 +250,19 @@ def test_the_clock_of_the_fastest_ping_counts() -> None:
         clock.add(each, 30 * SECOND + each, each + 20)
     best = clock.best
     assert best is not None and abs(best.ahead - 30 * SECOND) < 100
+
+
+def test_another_version_is_named_and_left_alone(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ddpdoctor.nodes.member.PROTOCOL", 2)
+    pair.member.invite(pair.head.invitation)
+    run = pair.until(lambda: (each := RunReader(pair.one.path).snapshot()).nodes and each)
+    assert run.nodes[0].state == "refused"
+    found = [each for each in examine(run, [RULES["DDP215"]]) if each.code == "DDP215"]
+    assert len(found) == 1 and "are not taken: its ddpdoctor is" in found[0].message
+    pair.until(lambda: not pair.member.looks_for_head and pair.member._refused)
+    assert pair.member.head is None
 
 
 # -- who gets in

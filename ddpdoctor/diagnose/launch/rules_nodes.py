@@ -190,6 +190,15 @@ def lost(run: Run) -> Iterator[Finding]:
     When it stays silent
         If the node ended its job itself, or comes back. What its ranks did meanwhile is read then.
     """
+    for node in run.nodes:
+        if node.state == "refused":
+            yield Finding(
+                "DDP215",
+                Severity.WARNING,
+                f"the records of {node.host} are not taken: {node.why}",
+                fix="Install the same ddpdoctor on every node.",
+                about=f"refused {node.number}",
+            )
     failed = bool(run.exit_status) and run.stopped_at is None
     # A node had been silent for some seconds when its loss was recorded.
     lost = [
