@@ -62,13 +62,13 @@ def examine_many(ranks: int, where: str) -> None:
     """Generate the run, examine it, judge it; prints time and memory."""
     import ddpdoctor.diagnose.all_rules  # noqa: F401 (registers the rules)
     from ddpdoctor.core.finding import RULES, examine
+    from ddpdoctor.nodes import hang_examination
     from ddpdoctor.run import rundir
     from ddpdoctor.run.reader import RunReader
     from ddpdoctor.run.records.base import as_json, json_line
     from ddpdoctor.run.records.evidence import ProcessActivity
     from ddpdoctor.run.records.supervisor import HangRecord
     from ddpdoctor.stacks.rank_stacks import MAIN, Frame, RankStacks, Thread
-    from ddpdoctor.supervise import hang_examination
 
     path = Path(where)
     generate(path, ranks)

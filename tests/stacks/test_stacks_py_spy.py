@@ -13,13 +13,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ddpdoctor.nodes import hang_examination
 from ddpdoctor.render import stack_text as render
 from ddpdoctor.run.reader import glance
 from ddpdoctor.stacks import capture as capture_module
 from ddpdoctor.stacks.asking import read_declared
 from ddpdoctor.stacks.capture import capture, find_py_spy, native_frames
 from ddpdoctor.stacks.rank_stacks import RankStacks
-from ddpdoctor.supervise import hang_examination
 from ddpdoctor.system.proc import read_stat
 from ddpdoctor.system.process_activity import ProcessState
 from tests.conftest import Doctor
