@@ -80,7 +80,7 @@ class Exchange:
         self._attempt: Attempt | None = None
         self._published: StoreRecord | None = None
         self._due = 0.0
-        self._told: State | None = None
+        self._announced: State | None = None
         self._input = b""
         self._journal: Journal | None = None
         self.ended = False
@@ -138,9 +138,9 @@ class Exchange:
             directory=head.directory[:4096] if head is not None else "",
             hangs=self._member is not None and self._member.hangs,
         )
-        if state == self._told:
+        if state == self._announced:
             return
-        before, self._told = self._told, state
+        before, self._announced = self._announced, state
         os.write(1, dumped(as_json(state)) + b"\n")
         if state.linked or (before is not None and before.linked):
             found = state if state.linked else before

@@ -1,7 +1,7 @@
 """Encrypted messages between ddpdoctor's processes on several nodes.
 
 ZeroMQ carries them. It reconnects, bounds its queues and notices dead peers. Both ends derive their
-CURVE keys from a secret that they share, so nobody without the secret gets past the handshake.
+CURVE keys from a secret that they share. The handshake refuses whoever does not know it.
 
 A message is a record, declared like those of a journal, and a blob of bytes. What a peer sends is
 read by the decoder of the records alone.

@@ -80,7 +80,7 @@ class Member:
         self.over = False  # The job has ended on the head
         self.hangs = False  # The head has ended its part of the job, which hangs
         self._clock = HeadClock()
-        self._told: Clock | None = None
+        self._announced: Clock | None = None
         self._pinged = 0.0
         self._began: dict[int, Began] = {}
         self._asked: set[int] = set()
@@ -195,7 +195,7 @@ class Member:
         # The head has not seen these: the connection was lost.
         for _, frames in self._pending:
             self._send_frames(frames)
-        self._told = None
+        self._announced = None
 
     def _taken(self, number: int) -> None:
         while self._pending and self._pending[0][0] <= number:
@@ -265,9 +265,9 @@ class Member:
         best = self._clock.best
         if self.head is None or best is None or first:
             return
-        if self._told is None or abs(best.ahead - self._told.ahead) > SMALL_CHANGE_NS:
-            self._told = Clock(ahead=best.ahead, error=best.error)
-            self._send(self._told)
+        if self._announced is None or abs(best.ahead - self._announced.ahead) > SMALL_CHANGE_NS:
+            self._announced = Clock(ahead=best.ahead, error=best.error)
+            self._send(self._announced)
         for restart, each in self._began.items():
             if restart not in self._attempts and restart not in self._asked:
                 self._asked.add(restart)
@@ -281,9 +281,9 @@ class Member:
     @property
     def alignment(self) -> Alignment | None:
         """What this node's files need to fit into the head's run directory."""
-        if self._told is None:
+        if self._announced is None:
             return None
-        return Alignment(self._told.ahead, self._attempts, place_of(self._identity))
+        return Alignment(self._announced.ahead, self._attempts, place_of(self._identity))
 
     def _ship(self) -> bool:
         """Send new files. Return whether there were any."""

@@ -1,7 +1,7 @@
 """The job's store, through which the nodes of a job find each other.
 
 torch's ranks meet at a TCPStore, or at a file. This module puts one value of ours beside theirs, on
-a connection of its own and without torch: nothing that the job waits for passes through it. The
+a separate connection and without torch: nothing that the job waits for passes through it. The
 wire format is that of torch 2.1 and later (torch/csrc/distributed/c10d/TCPStore.cpp).
 """
 
@@ -24,7 +24,7 @@ _LENGTH = struct.Struct("<Q")
 
 
 def read(store: StoreRecord, key: str) -> bytes | None:
-    """Return the value of a key. None if nobody has set it.
+    """Return the value of a key. None if it is not set.
 
     Raises:
         OSError: The store cannot be reached, or does not respond as expected.
