@@ -26,6 +26,7 @@ MS = 1_000_000
 SECOND = 1_000 * MS
 
 OTHERWISE: dict[str, tuple[Severity, ...]] = {
+    "DDP106": (Severity.INFO,),
     "DDP308": (Severity.WARNING,),
     "DDP501": (Severity.ERROR,),
     "DDP502": (Severity.WARNING, Severity.ERROR),

@@ -9,9 +9,20 @@ from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.formatting import named
 from ddpdoctor.core.relations import MISPAIRED, STANDSTILL, brings_about
 from ddpdoctor.diagnose import STANDSTILLS
-from ddpdoctor.diagnose.data.draws import Pass, Passes, matched, passes_of, same_part
+from ddpdoctor.diagnose.data.draws import (
+    MIN_SAMPLES,
+    WHOLE,
+    Pass,
+    Passes,
+    matched,
+    overlap,
+    passes_of,
+    same_part,
+)
+from ddpdoctor.diagnose.loops.metric_sources import ratio_reduced, use_of
 from ddpdoctor.diagnose.loops.training_loops import local_decisions
 from ddpdoctor.diagnose.replicas.differences import elements
+from ddpdoctor.diagnose.source_files import location
 from ddpdoctor.run.records.model import FingerprintRecord, StatisticsRecord
 from ddpdoctor.run.records.training import EvaluationRecord, SaveRecord
 from ddpdoctor.run.snapshot import Rank, Run
@@ -48,17 +59,20 @@ def _is_evaluation(one: Pass) -> bool:
     return one.record.state == "ended" and not one.record.marks and one.indexed
 
 
-@rule("DDP106", "eval-shard-not-reduced", Severity.INFO)
+@rule("DDP106", "eval-shard-not-reduced", Severity.WARNING)
 def not_reduced(run: Run) -> Iterator[Finding]:
-    """Each rank evaluates its own shard, and the results are never combined.
+    """Each rank evaluates its own shard, and the results are not combined, or combined wrongly.
 
     What it finds
-        An evaluation in which a sampler gave every rank a shard, after which no rank called any
-        collective before it continued training or ended.
+        An evaluation in which every rank reads its own shard, after which no rank reduces or
+        gathers anything before it continued training or ended, while the source prints, logs or
+        compares the result (information if no such line is found). Or a reduction that averages a
+        ratio of each rank (an accuracy, an F1 score) although the shards have different sizes.
 
     Why it is bad
         The metric is that of one shard. What rank 0 prints, and what selects the best checkpoint or
-        stops early, is based on a part of the validation data.
+        stops early, is based on a part of the validation data. An average of ratios weighs samples
+        differently, and an average of F1 scores is not the F1 score of all samples.
 
     How to fix it
         Sum the counts over the ranks before you divide.
@@ -72,35 +86,120 @@ def not_reduced(run: Run) -> Iterator[Finding]:
             accuracy = counts[0] / counts[1]
 
     When it stays silent
-        If any collective is called from Python in between, for whatever purpose. If each rank then
-        passes `torch.save` a separate file (predictions, say). For data that every rank reads in
-        full, and before the first training step.
+        If results are reduced or gathered in between, for whatever purpose, unless what is reduced
+        is known to be a ratio. If a line prints a result with its rank, or writes it to a file of
+        its rank. For data that every rank reads in full, and before the first training step.
     """
     if len(run.last) < 2:
         return
-    for each in _evaluation_passes(run):
-        if len(each) != len(run.last) or any(one.record.collectives != 0 for one in each):
+    for each in (*_evaluation_passes(run), *_disjoint_passes(run)):
+        if len(each) != len(run.last) or any(one.record.collectives is None for one in each):
             continue
-        if _separate_files(run, {one.rank: one for one in each}):
-            continue
-        at = each[0].read
-        yield Finding(
-            code="DDP106",
-            about=str(at),
-            severity=Severity.INFO,
-            message=f"each rank evaluates only its shard at {at}, and no collective combines "
-            "the results",
-            location=at,
-            evidence=(
-                *(
-                    f"rank {one.rank}: {one.record.draws} of {one.length} samples"
-                    for one in each[:4]
-                ),
-                "0 collectives from the loop's beginning to the next training step",
-            ),
-            fix="all_reduce the sums and counts of the metric before dividing them.",
+        found = _averaged(run, each) if all(map(_combined, each)) else _uncombined(run, each)
+        if found is not None:
+            yield found
+            return
+
+
+def _disjoint_passes(run: Run) -> Iterator[list[Pass]]:
+    """Yield evaluations whose ranks drew different samples of one data set without a sampler."""
+    for passes in matched(run):
+        each = list(passes.values())
+        if (
+            all(_is_evaluation(one) and one.record.armed > 0 for one in each)
+            and all(one.shard is None for one in each)
+            and len({one.whole for one in each}) == 1
+        ):
+            # Of a data set without subsets each rank follows the same indices, else its own ones.
+            followed = {(one.record.subset, one.record.followed) for one in each}
+            shared, total = overlap(passes)
+            if not shared and total >= max(MIN_SAMPLES, WHOLE * sum(n for _, n in followed)):
+                yield each
+
+
+def _uncombined(run: Run, each: list[Pass]) -> Finding | None:
+    """Return what is wrong with an evaluation whose results no rank reduces or gathers."""
+    if any(map(_combined, each)) or _separate_files(run, {one.rank: one for one in each}):
+        return None
+    if any(one.record.collectives for one in each) and _sends(run):
+        return None
+    at = each[0].read
+    use = use_of(run, at)
+    if use.labelled or use.kept:
+        return None
+    others = max(one.record.collectives or 0 for one in each)
+    evidence = [*_shares(each), "0 reductions or gathers before the next training step"]
+    if others:
+        evidence.append(f"of other collectives (barriers, broadcasts) it called {others}")
+    if use.at is not None:
+        evidence.append(f"the result is used at {use.at}")
+    fix = "all_reduce the sums and counts of the metric before dividing them."
+    if use.over_all:
+        evidence.append(
+            f"{use.computed} divides what a rank counted in its shard by the length of all the data"
         )
-        return
+        fix = "all_reduce the count before dividing it by the length of the data set."
+    return Finding(
+        code="DDP106",
+        about=str(at),
+        severity=Severity.INFO if use.at is None else Severity.WARNING,
+        message=f"each rank evaluates only its shard at {at}, and no collective combines "
+        "the results",
+        location=use.computed or use.at or at,
+        evidence=tuple(evidence),
+        fix=fix,
+    )
+
+
+def _averaged(run: Run, each: list[Pass]) -> Finding | None:
+    """Return what is wrong with an evaluation after which ratios of the ranks are averaged."""
+    if any(one.record.gathers for one in each):
+        return None
+    rank = run.rank(each[0].rank)
+    later = [one.record.time for one in passes_of(rank) if one.trains]
+    begun = each[0].record.closed
+    until = min((time for time in later if time > begun), default=run.taken)
+    calls = rank.ring.collectives if rank.ring is not None else ()
+    reduced = [
+        ratio_reduced([at for site in (call.site, *call.callers) if (at := location(site))])
+        for call in calls
+        if "reduce" in call.name and begun <= call.began <= until
+    ]
+    ratios = [found for found in reduced if found is not None]
+    if not ratios or len(ratios) < len(reduced):
+        # Counts are reduced, too: a ratio may be weighted by them.
+        return None
+    uneven = len({one.record.draws for one in each}) > 1
+    found = next((ratio for ratio in ratios if uneven or ratio.never_a_mean), None)
+    if found is None:
+        return None
+    why = "the shards have different sizes"
+    if found.never_a_mean:
+        why = "its value for all samples is not the average of those of parts"
+    return Finding(
+        code="DDP106",
+        about=str(each[0].read),
+        severity=Severity.WARNING,
+        message=f"each rank computes the metric of its shard at {found.at}, and the ranks' values "
+        f"are averaged, though {why}",
+        location=found.at,
+        evidence=_shares(each),
+        fix="all_reduce the sums and counts, and compute the metric from these. Gather the "
+        "predictions if it is no quotient of sums.",
+    )
+
+
+def _shares(each: list[Pass]) -> tuple[str, ...]:
+    return tuple(f"rank {one.rank}: {one.record.draws} of {one.whole} samples" for one in each[:4])
+
+
+def _sends(run: Run) -> bool:
+    """Return whether ranks may have sent their results to another rank."""
+    rings = [rank.ring for rank in run.last]
+    return any(
+        ring is None or ring.partial or any(call.point_to_point for call in ring.collectives)
+        for ring in rings
+    )
 
 
 def _separate_files(run: Run, passes: Passes) -> bool:
