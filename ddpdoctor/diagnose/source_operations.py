@@ -243,6 +243,26 @@ def _sources(names: set[str], scope: Scope) -> Iterator[ast.expr]:
             yield value
 
 
+def mentions(at: Location, word: str) -> bool:
+    """Return whether a call at a line is given something whose name has a word in it.
+
+    Names that are assigned from such a value count, too.
+    """
+    inside = [
+        each for each in _scopes(at.path) if isinstance(each, ast.Module) or covers(each, at.line)
+    ]
+    for node in walk_scope(inside[-1].body if inside else ()):
+        if isinstance(node, ast.Call) and covers(node, at.line):
+            values: list[ast.expr] = [*node.args, *(each.value for each in node.keywords)]
+            names = {
+                each.id for one in values for each in ast.walk(one) if isinstance(each, ast.Name)
+            }
+            values += [source for scope in inside for source in _sources(names, scope)]
+            if any(word in ast.unparse(each).lower() for each in values):
+                return True
+    return False
+
+
 # -- lines that write gradients, weights or hyper-parameters on some ranks only
 
 _IN_PLACE = re.compile(

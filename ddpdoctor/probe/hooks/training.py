@@ -268,6 +268,7 @@ _last_scaled: tuple[weakref.ref[Any], weakref.ref[Any]] | None = None
 def install_scaler(module: ModuleType) -> None:
     """Wrap ``torch.amp.GradScaler``. That of ``torch.cuda.amp`` inherits from it."""
     after(module.GradScaler, "scale", _note_scaled)
+    before(module.GradScaler, "unscale_", _unscales)
     around(module.GradScaler, "step", "amp", _scaler_steps, _scaler_stepped)
 
 
@@ -285,8 +286,14 @@ def _note_scaled(result: Any, scaler: Any, outputs: Any) -> None:
     try:
         if rank.active is not None and result is not outputs:
             _last_scaled = weakref.ref(result), weakref.ref(outputs)
+            for subscriber in events.loss_scaled:
+                subscriber()
     except TypeError:
         _last_scaled = None
+
+
+def _unscales(scaler: Any, optimizer: Any) -> None:
+    emit(Observer.unscales)
 
 
 def _scaler_steps(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -36,6 +36,7 @@ from ddpdoctor.run.records.model import (
     EditRecord,
     FindUnusedRecord,
     GradientlessParameter,
+    MisplacedClipRecord,
     NoGradientRecord,
     NoSyncVainRecord,
     UnreducedRecord,
@@ -356,6 +357,7 @@ def _cause(each: Replica, syncs: bool) -> str:
 EDITS_EVERY = 64  # steps at the beginning that are all checked; later one in so many
 MAX_EDITS = 128  # records of each kind that a rank writes
 NAMED_EDITED = 4  # parameters that a record names
+MISPLACED = 3  # calls in a row that clip too early, after which it is recorded
 _NO_CALL = ("", NOWHERE)
 
 
@@ -372,6 +374,18 @@ class Edits(Observer):
         self._last_count: dict[int, int] = {}
         """By DDP module, how many gradients were changed in the last step that was checked."""
         self._marks: list[tuple[Replica, list[tuple[int, Mark]]]] = []
+        self._scaled = False  # a GradScaler has scaled a loss and not yet unscaled its gradients
+        self._fresh = False  # a backward has ended since the last step of an optimizer
+        self._early: tuple[str, Site] | None = None  # a call before any backward of the step
+        self._misplaced: dict[str, int] = {}  # how often in a row, by what is wrong
+
+    def loss_scaled(self) -> None:
+        """Expect the gradients to be unscaled."""
+        self._scaled = True
+
+    def unscales(self) -> None:
+        """Note that they are."""
+        self._scaled = False
 
     def clips(self, name: str, frame: FrameType) -> None:
         """Note the outermost call of a step. Functions of torch call each other."""
@@ -387,6 +401,27 @@ class Edits(Observer):
                 self._call = call
                 self.state.add(ClipRecord(step=step, call=name, **call[1].place), MAX_EDITS)
         self._clipped = step
+        if step < EDITS_EVERY:
+            self._judge(name)
+
+    def _judge(self, name: str) -> None:
+        """Count calls that come too early, in the steps in which all events are seen."""
+        if not self._fresh:
+            self._early = name, sites.caller()
+            return
+        edited = any(each.changed(marks) for each, marks in self._marks)
+        if self._scaled and not edited:
+            self._count("scaled", name, sites.caller())
+        else:
+            self._misplaced["scaled"] = -EDITS_EVERY
+        self._misplaced["early"] = -EDITS_EVERY
+
+    def _count(self, what: str, name: str, site: Site) -> None:
+        times = self._misplaced[what] = self._misplaced.get(what, 0) + 1
+        if times == MISPLACED:
+            step = self.state.tracker.steps
+            record = MisplacedClipRecord(step=step, call=name, what=what, **site.place)
+            self.state.recorder.add(record)
 
     def _note_stop(self, last: int) -> None:
         """Record the first step without clipping, if there was none up to a last one."""
@@ -397,6 +432,9 @@ class Edits(Observer):
     def backward_ended(self) -> None:
         """Note the gradients as the backward left them."""
         step = self.state.tracker.steps
+        if self._early is not None:
+            self._count("early", *self._early)
+        self._fresh, self._early = True, None
         if step < EDITS_EVERY or not step % EDITS_EVERY:
             self._marks = [(each, each.take_marks(each.spread)) for each in self._replicas.alive]
             self.wake("step_begins")
@@ -409,8 +447,11 @@ class Edits(Observer):
         """Record how many have changed since."""
         step = self.state.tracker.steps
         self._note_stop(step)
+        # With several optimizers a call may follow the step of another one.
+        self._fresh, self._early = False, None
         if not self._marks:
-            self.rest("step_begins")
+            if step >= EDITS_EVERY:
+                self.rest("step_begins")
             return
         marked, self._marks = self._marks, []
         for each, marks in marked:

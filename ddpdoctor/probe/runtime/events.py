@@ -85,6 +85,12 @@ class Observer:
     def clips(self, name: str, frame: FrameType) -> None:
         """A torch function that clips gradients is called from that frame."""
 
+    def loss_scaled(self) -> None:
+        """A GradScaler has multiplied a loss by its scale."""
+
+    def unscales(self) -> None:
+        """A GradScaler divides gradients by its scale, by itself in its step if not before."""
+
     def step_begins(self, optimizer: Any) -> None:
         """An optimizer's step begins."""
 

@@ -207,6 +207,19 @@ class ClipRecord(PlacedRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MisplacedClipRecord(PlacedRecord):
+    """Gradients were clipped too early, in several steps in a row."""
+
+    kind = "misplaced_clip"
+
+    step: int
+    call: str  # The function
+    what: str
+    """``scaled``: they were still multiplied by a GradScaler's scale. ``early``: the backward that
+    computes them came afterwards."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EditRecord(Record):
     """The set of gradients that code changes before the step changed."""
 
