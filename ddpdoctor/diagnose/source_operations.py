@@ -243,6 +243,133 @@ def _sources(names: set[str], scope: Scope) -> Iterator[ast.expr]:
             yield value
 
 
+_WORLD = re.compile(r"world|num_replicas|num_process|n_?gpus?\b|num_gpus|nprocs|num_ranks", re.I)
+"""Names of the number of ranks."""
+
+
+@per_file
+def _world_names(path: str) -> frozenset[str]:
+    """Return the names that a file sets to the number of ranks."""
+    return frozenset(
+        last_name(target)
+        for node in nodes_of(path)
+        if isinstance(node, ast.Assign)
+        and len(text := ast.unparse(node.value)) < 60
+        and re.search(r"world_size\(\)|WORLD_SIZE|\bworld_size$", text)
+        for target in node.targets
+    )
+
+
+def of_world(path: str, node: ast.AST) -> bool:
+    """Return whether an expression holds the number of ranks."""
+    names = _world_names(path)
+    return any(
+        _WORLD.search(last_name(each)) is not None or last_name(each) in names
+        for each in ast.walk(node)
+        if isinstance(each, (ast.Name, ast.Attribute))
+    )
+
+
+def scaled_by_world(run: Run, what: str) -> Location | None:
+    """Return the first line that divides or multiplies something so named by the number of ranks.
+
+    Functions that reduce a loss scale what is reduced.
+    """
+    for path in files_of(run):
+        for scope in _scopes(path):
+            inside = list(walk_scope(scope.body))
+            called = [last_name(each.func) for each in inside if isinstance(each, ast.Call)]
+            if what == "loss" and any(map(_REDUCES.match, called)):
+                continue
+            for node in inside:
+                value, factor = _scaled(node)
+                if value is None or factor is None or not of_world(path, factor):
+                    continue
+                if what in ast.unparse(value).lower():
+                    return Location(path, getattr(node, "lineno", 0))
+    return None
+
+
+_REDUCES = re.compile(r"(all_)?reduce$")
+_SCALES = (ast.Div, ast.FloorDiv, ast.Mult)
+
+
+def _scaled(node: ast.AST) -> tuple[ast.expr | None, ast.expr | None]:
+    """Return what a node divides or multiplies, and by what."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, _SCALES):
+        return node.left, node.right
+    if isinstance(node, ast.AugAssign) and isinstance(node.op, _SCALES):
+        return node.target, node.value
+    method = node.func if isinstance(node, ast.Call) else None
+    if isinstance(node, ast.Call) and isinstance(method, ast.Attribute) and node.args:
+        scales = method.attr.rstrip("_") in ("div", "mul")
+        return (method.value, node.args[0]) if scales else (None, None)
+    return None, None
+
+
+def reduces_gradients(run: Run) -> Location | None:
+    """Return the first line that all-reduces gradients."""
+    calls = (
+        Location(path, node.lineno)
+        for path in files_of(run)
+        for node in nodes_of(path)
+        if isinstance(node, ast.Call)
+        and last_name(node.func) == "all_reduce"
+        and any(_GRADIENT_WORD.search(ast.unparse(each)) for each in node.args[:1])
+    )
+    return next(calls, None)
+
+
+_BATCH = re.compile(r"batch|\bbs\b", re.IGNORECASE)
+_RATE = re.compile(r"(^|_)lr($|_)|learning_rate", re.IGNORECASE)
+
+
+def rate_by_batch(run: Run) -> Location | None:
+    """Return the first line that computes a learning rate from a batch size without the ranks."""
+    for path in files_of(run):
+        for node in nodes_of(path):
+            if isinstance(node, ast.Assign):
+                named, value = (
+                    any(_RATE.search(last_name(each)) for each in node.targets),
+                    node.value,
+                )
+            elif isinstance(node, ast.keyword):
+                named, value = bool(_RATE.search(node.arg or "")), node.value
+            else:
+                continue
+            divides = any(
+                isinstance(each, ast.BinOp)
+                and isinstance(each.op, ast.Div)
+                and isinstance(each.right, ast.Constant)
+                for each in ast.walk(value)
+            )
+            if (
+                named
+                and divides
+                and _BATCH.search(ast.unparse(value))
+                and not of_world(path, value)
+            ):
+                return Location(path, value.lineno)
+    return None
+
+
+def no_sync_lines(at: Location) -> list[Location]:
+    """Return the lines that turn DDP's reduction off, in the function of a line, else its file."""
+    inside = [
+        each for each in _scopes(at.path) if isinstance(each, ast.Module) or covers(each, at.line)
+    ]
+    for scope in reversed(inside):
+        lines = {
+            node.lineno
+            for node in ast.walk(scope)
+            if isinstance(node, ast.Attribute)
+            and node.attr in ("no_sync", "require_backward_grad_sync", "set_requires_gradient_sync")
+        }
+        if lines:
+            return [Location(at.path, line) for line in sorted(lines)]
+    return []
+
+
 def mentions(at: Location, word: str) -> bool:
     """Return whether a call at a line is given something whose name has a word in it.
 

@@ -13,6 +13,7 @@ from ddpdoctor.core.formatting import named
 from ddpdoctor.diagnose.gradients.reducer import (
     TWICE,
     Missing,
+    OfModule,
     by_module,
     listed,
     missing_gradients,
@@ -20,8 +21,16 @@ from ddpdoctor.diagnose.gradients.reducer import (
     reducer_complaints,
 )
 from ddpdoctor.diagnose.loops.training_loops import traces_of
-from ddpdoctor.run.records.model import BatchNormRecord, FindUnusedRecord
+from ddpdoctor.run.records.model import (
+    BatchNormRecord,
+    FindUnusedRecord,
+    GraphCutRecord,
+    NeverUsedRecord,
+)
 from ddpdoctor.run.snapshot import Rank, Run
+
+LARGE = 0.1
+"""The part of a model that is not left without gradients on purpose."""
 
 
 @rule("DDP305", "unused-parameters", Severity.ERROR)
@@ -32,6 +41,9 @@ def unused_parameters(run: Run) -> Iterator[Finding]:
         The names and modules of parameters that did not take part in the loss, seen in the first
         synchronized backwards, before DDP raises, and later when DDP raises "Expected to have
         finished reduction". Differences between ranks (a branch that only some take) are reported.
+        With `find_unused_parameters=True` or `static_graph=True`, parameters that got none in any
+        of at least five backwards on any rank (a warning if a collective lost their graph, or if
+        they are a tenth of the model; otherwise information).
 
     Why it is bad
         DDP waits for every gradient of a bucket. If one is missing, the bucket is never reduced:
@@ -40,20 +52,82 @@ def unused_parameters(run: Run) -> Iterator[Finding]:
 
     How to fix it
         Use the parameters in the loss, or freeze them (`requires_grad_(False)`) before DDP is
-        created. If they are unused in some iterations only, set `find_unused_parameters=True`.
+        created. If they are unused in some iterations only, set `find_unused_parameters=True`. If
+        `dist.all_gather` lost their graph, use `torch.distributed.nn.functional.all_gather`.
 
     Example
         Wrong: `self.auxiliary = nn.Linear(32, 2)`, which `forward` never calls.
         Right: remove the layer, or add its output to the loss.
 
     When it stays silent
-        With `find_unused_parameters=True` or `static_graph=True` (unless DDP raises), for frozen
-        parameters, inside `no_sync()`, for models outside DDP, and if no parameter of the module
-        got a gradient.
+        For frozen parameters, inside `no_sync()`, for models outside DDP, and if no parameter of
+        the module got a gradient. With these options, for parameters that are used now and then.
     """
-    for missing in missing_gradients(run):
-        if not missing.altered:
-            yield _unused(run, missing)
+    found = [missing for missing in missing_gradients(run) if not missing.altered]
+    for missing in found:
+        yield _unused(run, missing)
+    known = {missing.ddp for missing in found}
+    for number, seen in by_module(run, NeverUsedRecord).items():
+        if number not in known:
+            yield from _never_used(run, number, seen)
+
+
+def _never_used(run: Run, number: int, seen: OfModule[NeverUsedRecord]) -> Iterator[Finding]:
+    """Yield what no rank ever uses, although DDP's options allow it."""
+    newest = {rank.rank: record for rank, record in seen.records}
+    group = seen.built.group_ranks if seen.built is not None else ()
+    if len({(each.count, each.parameters) for each in newest.values()}) > 1:
+        return
+    if set(newest) != set(group or newest):
+        return
+    record = newest[min(newest)]
+    if not 0 < record.count < record.of:
+        return
+    cut = _cut(run)
+    names = [
+        f"{each.name} ({each.owner})" if each.owner else each.name for each in record.parameters
+    ]
+    static = seen.built is not None and not seen.built.find_unused_parameters
+    option = "static_graph=True" if static else "find_unused_parameters=True"
+    evidence = [
+        f"in {record.backwards} synchronized backwards; {option} hides it",
+        f"they are {record.part:.0%} of the module's elements",
+    ]
+    yield Finding(
+        code="DDP305",
+        severity=Severity.WARNING if cut is not None or record.part >= LARGE else Severity.INFO,
+        message=f"{record.count} of {counted(record.of, 'parameter')} never got a gradient (other "
+        f"than zeros) on any rank: {listed(names, record.count)}",
+        ranks=tuple(sorted(newest)),
+        location=cut.location if cut is not None else record.location,
+        evidence=(*evidence, *_cut_evidence(cut)),
+        fix=_fix_of_cut(cut)
+        if cut is not None
+        else "Use them in the loss, or remove them or freeze them before DDP is built.",
+        about=f"module {number} never",
+    )
+
+
+def _cut(run: Run) -> GraphCutRecord | None:
+    """Return the first collective that lost the graph of what it was given."""
+    cuts = (record for rank in run.last for record in rank.records.of(GraphCutRecord))
+    return next(cuts, None)
+
+
+def _cut_evidence(cut: GraphCutRecord | None) -> Iterator[str]:
+    if cut is not None:
+        yield (
+            f"{cut.call} at {cut.location} was given a tensor that needs a gradient, and what it "
+            "returns has none"
+        )
+
+
+def _fix_of_cut(cut: GraphCutRecord) -> str:
+    name = "all_to_all" if cut.call.startswith("all_to_all") else "all_gather"
+    return (
+        f"Use torch.distributed.nn.functional.{name}, which has a gradient, or put this rank's own "
+        "tensor back into the list."
+    )
 
 
 def _unused(run: Run, missing: Missing) -> Finding:
@@ -84,6 +158,7 @@ def _unused(run: Run, missing: Missing) -> Finding:
         )
     if some:
         evidence.append(f"{named(missing.silent)} missed none in that backward")
+    cut = _cut(run) if not some else None
     fix = (
         "Use them in the loss, freeze them before DDP is built, or pass "
         "find_unused_parameters=True if they are unused now and then."
@@ -93,13 +168,16 @@ def _unused(run: Run, missing: Missing) -> Finding:
     if error is not None and "`find_unused_parameters=True` is enabled" in error.message:
         fix = "Let every output of forward take part in the loss on every rank, or return fewer."
     source = first or error
+    location = source.location if source is not None else None
+    if cut is not None:
+        fix, location = _fix_of_cut(cut), cut.location
     return Finding(
         code="DDP305",
         severity=Severity.ERROR,
         message=f"{what} got no gradient {who}" + (f": {listed(names, count)}" if names else ""),
         ranks=missing.ranks,
-        location=source.location if source is not None else None,
-        evidence=(*evidence, *missing.evidence()),
+        location=location,
+        evidence=(*evidence, *missing.evidence(), *_cut_evidence(cut)),
         fix=fix,
         traceback=error.traceback if error is not None else "",
         about=f"module {missing.ddp}",

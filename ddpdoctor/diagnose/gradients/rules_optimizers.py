@@ -150,10 +150,11 @@ def optimizer_in_loop(run: Run) -> Iterator[Finding]:
     When it stays silent
         For optimizers without state (plain SGD), LBFGS, and optimizers of copies, as in
         meta-learning. Once per epoch: with fewer than three of them, with changed options or
-        parameters, after loaded weights, if each is used for several epochs, and if replicas are
-        averaged, as in federated training. For schedulers that reach their end (warm restarts),
-        that are given a position (`last_epoch`, a loaded state), or whose factor is constant
-        (`ExponentialLR`), and for `LambdaLR` that is stepped more than once.
+        parameters (a learning rate that changes by less than 5 times is a schedule), after loaded
+        weights, if each is used for several epochs, and if replicas are averaged, as in federated
+        training. For schedulers that reach their end (warm restarts), that are given a position
+        (`last_epoch`, a loaded state), or whose factor is constant (`ExponentialLR`), and for
+        `LambdaLR` that is stepped more than once.
     """
     for role in ("optimizer", "scheduler"):
         seen = [

@@ -34,6 +34,8 @@ MAX_EVALUATIONS = 64
 MIN_DISTANCE = 0.01
 """How far statistics must differ to change an evaluation: means in standard deviations, variances
 as a part of themselves."""
+OTHER_DATA = 0.25
+"""How far those of ranks differ that train on data of different kinds, not on shards of one set."""
 
 
 def _evaluation_passes(run: Run) -> Iterator[list[Pass]]:
@@ -385,7 +387,8 @@ def evaluation_differs(run: Run) -> Iterator[Finding]:
     What it finds
         An evaluation in which each rank of a DDP group takes a part of the data, in evaluation
         mode, with BatchNorm running statistics that differ between ranks, followed by a reduce or
-        gather of numbers.
+        gather of numbers. Or one in which each rank evaluates all of the data with statistics that
+        differ by more than 25 %: those of the different data that each rank trains on.
 
     Why it is bad
         The metric mixes as many models as there are ranks. The saved model, rank 0's, was evaluated
@@ -405,9 +408,9 @@ def evaluation_differs(run: Run) -> Iterator[Finding]:
             evaluate(model, my_shard)
 
     When it stays silent
-        If one rank evaluates, or each evaluates all of the data. If nothing is reduced or gathered.
-        For statistics that agree within 1 %, for models without any, and if DDP broadcasts the
-        buffers: then the statistics differ by the last step only.
+        If one rank evaluates. If nothing is reduced or gathered, or each rank saves a separate
+        file. For statistics that agree within 1 % (25 % if each evaluates all of the data), and if
+        DDP broadcasts the buffers: then the statistics differ by the last step only.
     """
     members = {rank.rank for rank in run.last}
     written: dict[tuple[int, tuple[int, ...], int], dict[int, StatisticsRecord]] = {}
@@ -418,23 +421,27 @@ def evaluation_differs(run: Run) -> Iterator[Finding]:
     evaluations = {
         (tuple(sorted(passes)), next(iter(passes.values())).record.armed): passes
         for passes in matched(run)
-        if _combines_parts(passes)
+        if _combines_parts(passes) or (_all_of_it(passes) and not _separate_files(run, passes))
     }
     for (module, group, armed), records in sorted(written.items()):
         passes = evaluations.get((tuple(sorted(group)), armed))
         if passes is None or set(records) != set(group) or not set(group) <= members:
             continue
         name, most, differing = _worst_statistics([records[each] for each in sorted(group)])
-        if most < MIN_DISTANCE:
+        whole = not _combines_parts(passes)
+        if most < (OTHER_DATA if whole else MIN_DISTANCE):
             continue
         first = passes[min(passes)]
         at = first.read
+        combined = "their results are combined"
+        if whole:
+            combined = "each rank's are those of the data that it trained on"
         yield Finding(
             code="DDP708",
             about=f"module {module} {at}",
             severity=Severity.WARNING,
-            message=f"{named(group)} evaluate with different running statistics at {at}, and their "
-            "results are combined",
+            message=f"{named(group)} evaluate with different running statistics at {at}, "
+            f"and {combined}",
             ranks=tuple(sorted(group)),
             location=at,
             evidence=(
@@ -452,6 +459,14 @@ def evaluation_differs(run: Run) -> Iterator[Finding]:
             "broadcast_buffers on, or convert the model to SyncBatchNorm.",
         )
         return
+
+
+def _all_of_it(passes: Passes) -> bool:
+    """Return whether each rank evaluated all of one data set."""
+    each = list(passes.values())
+    return same_part(passes) and all(
+        _is_evaluation(one) and one.record.draws >= one.length for one in each
+    )
 
 
 def _combines_parts(passes: Passes) -> bool:

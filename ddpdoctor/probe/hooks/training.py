@@ -144,6 +144,8 @@ def _backward_begins(tensors: Any, *args: Any, accumulate_grad: bool = False, **
     loss = None
     if not tracker.light and len(tensors) == 1 and tensors[0].numel() == 1:
         loss = readback.loss_reader(unscaled(tensors[0]))
+    for subscriber in events.graph_begins:
+        subscriber(unscaled(tensors[0]))
     site = _backs.sites()[0]
     if not tracker.enter(_BACKWARD, site):
         return None

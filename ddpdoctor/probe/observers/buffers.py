@@ -38,6 +38,7 @@ DENSE = 8  # steps at the beginning that are hashed; later powers of two, each w
 EVERY = 1024  # once powers of two are further apart, every so many steps, with the next
 MOST = 8  # buffers in a record
 MAX_EVALUATIONS = 64  # evaluations that a rank records
+AHEAD = 2  # evaluations that are hashed ahead of the budget: short jobs have spent it by then
 MAX_TRIES = 2  # batches of an evaluation at which models are checked for evaluation mode
 LAYERS = 64  # layers whose statistics are hashed
 NAMED = 4  # layers of which elements are written
@@ -154,7 +155,7 @@ class Statistics(Observer):
             or self._hashed.get(number) == armed
             or self._count >= MAX_EVALUATIONS
             or torch_private.broadcasts_buffers(ddp) is not False
-            or self.state.budget.left() < 0
+            or (self.state.budget.left() < 0 and self._count >= AHEAD)
             or capturing(sys.modules["torch"])
         ):
             return

@@ -89,6 +89,8 @@ class Replica:
         self.searches = 0  # how often its parameters were looked up in optimizers
         self.least: Any = None
         """The least number of ranks that used a parameter so far, on the module's device."""
+        self.most: Any = None  # the largest magnitude that each gradient had in `looks` backwards
+        self.looks = 0
         self.added: list[tuple[str, weakref.ref[Any], str]] = []
         """Parameters that need a gradient and are not reduced, with the reason."""
 

@@ -13,6 +13,7 @@ show in its version counter, in the steps that all ranks check.
 
 from __future__ import annotations
 
+import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -20,9 +21,9 @@ from dataclasses import replace
 from types import CodeType, FrameType
 from typing import Any
 
-from ddpdoctor.probe.observers import readback
+from ddpdoctor.probe.observers import collective_calls, readback
 from ddpdoctor.probe.observers.ddp_modules import Mark, Replica, Replicas, Unreduced
-from ddpdoctor.probe.observers.optimizers import owned
+from ddpdoctor.probe.observers.optimizers import made_at, owned, parameters_of
 from ddpdoctor.probe.observers.overhead import Pacing
 from ddpdoctor.probe.observers.readback import Readback, when_ready
 from ddpdoctor.probe.runtime import sites, torch_private
@@ -36,7 +37,10 @@ from ddpdoctor.run.records.model import (
     EditRecord,
     FindUnusedRecord,
     GradientlessParameter,
+    GradientScaleRecord,
+    LossScaleRecord,
     MisplacedClipRecord,
+    NeverUsedRecord,
     NoGradientRecord,
     NoSyncVainRecord,
     UnreducedRecord,
@@ -47,7 +51,16 @@ MAX_NAMED = 8  # parameters or layers that a record names, while it counts all o
 UNFINISHED = "Expected to have finished reduction"  # what DDP says when gradients are missing
 USED_FOR = 50  # synchronized backwards after which it is recorded that all parameters were used
 USED_IN_ALL = 5  # the same at the end of a rank that had fewer
+DENSE_LOOKS = 8  # first synchronized backwards after which gradients are searched for zeros
+RECORDED_AT = 64  # the one after which a running job records which were always zero
+PART = 1 << 12  # elements of a gradient on the CPU that are looked at first
 NORMALIZING_AT = 3  # the synchronized backward after which BatchNorm layers are recorded
+
+STEP_IN_NO_SYNC = "step in no_sync"
+"""The cause if an optimizer steps after a forward and a backward within ``no_sync()``."""
+
+OUTSIDE = "outside"
+"""The cause if parameters belong to no DDP module."""
 
 MEASURED = 4  # parameters whose norms are recorded at a time
 DENSE_UNREDUCED = 10  # times that each kind of unreduced gradient is measured; then powers of two
@@ -91,7 +104,10 @@ class Gradients(Observer):
             # The backward before this one may have raised.
             each.sure, each.marks = False, None
             each.cause = _cause(each, bool(ddp.require_backward_grad_sync))
-            if not each.cause:
+            if each.cause == STEP_IN_NO_SYNC:
+                # Harmless, unless a step comes before a backward that is reduced.
+                each.marks = each.take_marks(each.middle)
+            elif not each.cause:
                 # The backward of a single known module needs no proof that it is its own.
                 if each.reduced >= MAX_CHECKED and len(alive) == 1:
                     each.sure = each.armed > 0
@@ -181,6 +197,12 @@ class Gradients(Observer):
                     self._find_missing(each, ddp)
         count = each.reduced
         search = not count & (count - 1) or count % SEARCH_EVERY == 0
+        flexible = unused or getattr(ddp, "static_graph", False)
+        if flexible and (count <= DENSE_LOOKS or search) and budget.left() >= 0:
+            with budget.spending():
+                self._look_for_zeros(each)
+                if count == RECORDED_AT:
+                    self._record_never(each, ddp)
         if (search or (each.guards and not each.added and each.thawed)) and budget.left() >= 0:
             with budget.spending():
                 each.added = [
@@ -200,8 +222,11 @@ class Gradients(Observer):
                     self._record_missing(each, ddp, gone)
 
     def rank_ends(self) -> None:
-        """Record that all parameters were used in a short job, too."""
+        """Record that all parameters were used in a short job, too, or which never were."""
         for each in self._replicas.alive:
+            ddp = each.ddp()
+            if ddp is not None and each.looks >= USED_IN_ALL:
+                self._record_never(each, ddp)
             if each.least is not None and each.reduced >= USED_IN_ALL:
                 self._record_use(each)
 
@@ -223,24 +248,60 @@ class Gradients(Observer):
             each.recorded.add("missing")
             self._record_missing(each, ddp, missing)
 
+    def _look_for_zeros(self, each: Replica) -> None:
+        """Keep the largest magnitude of each gradient.
+
+        With these options DDP gives outputs that the loss does not use a gradient of zeros.
+        """
+        torch: Any = sys.modules["torch"]
+        if readback.capturing(torch):
+            return
+        parameters = (each.parameter(index) for index in range(len(each.names)))
+        gradients = [None if one is None else one.grad for one in parameters]
+        device = next((one.device for one in gradients if one is not None), None)
+        with torch.no_grad():
+            # Filled on the device: a copy would wait for it.
+            zero, other = torch.zeros((), device=device), torch.ones((), device=device)
+            largest = torch.stack(
+                [
+                    zero
+                    if gradient is None
+                    else _largest(gradient).float()
+                    if readback.is_plain(gradient)
+                    else other
+                    for gradient in gradients
+                ]
+            )
+            each.most = largest if each.most is None else torch.maximum(each.most, largest)
+        each.looks += 1
+
+    def _record_never(self, each: Replica, ddp: Any) -> None:
+        every = _gradientless(each, ddp, range(len(each.names)))
+        sizes = [0 if (one := known()) is None else one.numel() for known in each.parameters]
+        record = NeverUsedRecord(
+            ddp=each.number, backwards=each.reduced, parameters=(), count=0, of=len(every),
+            **each.site.place,
+        )  # fmt: skip
+
+        def with_values(values: list[float]) -> NeverUsedRecord:
+            never = [index for index, value in enumerate(values) if value == 0]
+            return replace(
+                record,
+                count=len(never),
+                parameters=tuple(every[index] for index in never[:MAX_NAMED]),
+                part=sum(sizes[index] for index in never) / max(1, sum(sizes)),
+            )
+
+        self.state.recorder.add(when_ready([Readback.of(each.most)], with_values))
+
     def _record_missing(self, each: Replica, ddp: Any, missing: Sequence[int]) -> None:
-        owners = {
-            name: type(module).__name__
-            for name, module in ddp.module.named_modules(remove_duplicate=False)
-        }
-        why = _reasons(each, ddp)
-        named = [(index, each.names[index]) for index in missing[:MAX_NAMED]]
-        shown = tuple(
-            GradientlessParameter(name, owners.get(name.rpartition(".")[0], ""), why(index))
-            for index, name in named
-        )
         self.state.recorder.add(
             NoGradientRecord(
                 time=time.time_ns(),
                 step=self.state.tracker.steps,
                 ddp=each.number,
                 iteration=each.reduced,
-                parameters=shown,
+                parameters=_gradientless(each, ddp, missing[:MAX_NAMED]),
                 count=len(missing),
                 of=len(each.names),
                 **each.site.place,
@@ -301,21 +362,149 @@ class Gradients(Observer):
             return
         with budget.spending():
             plain = [pair for pair in reached if readback.has_plain_gradient(pair[1])]
-            shown = dict(plain[:MEASURED])
-            read = readback.gradients_and_values(list(shown.values()))
-            if read is None:
-                return
             record = UnreducedRecord(
                 step=self.state.tracker.steps, ddp=each.number, cause=cause, **site.place
             )
-            names = list(shown)
+            _add_norms(self.state, record, dict(plain[:MEASURED]))
 
-            def with_norms(values: list[float]) -> UnreducedRecord:
-                gradients = dict(zip(names, values[::2], strict=True))
-                parameters = dict(zip(names, values[1::2], strict=True))
-                return replace(record, gradients=gradients, parameters=parameters)
 
-            self.state.recorder.add(when_ready([read], with_norms))
+def _add_norms(state: RankState, record: UnreducedRecord, shown: dict[str, Any]) -> None:
+    """Record the norms of gradients and values of some parameters, once they are known."""
+    read = readback.gradients_and_values(list(shown.values()))
+    if read is None:
+        return
+    names = list(shown)
+
+    def with_norms(values: list[float]) -> UnreducedRecord:
+        gradients = dict(zip(names, values[::2], strict=True))
+        parameters = dict(zip(names, values[1::2], strict=True))
+        return replace(record, gradients=gradients, parameters=parameters)
+
+    state.recorder.add(when_ready([read], with_norms))
+
+
+FACTOR_ERROR = 1e-3
+LOOKED_AT = 8  # backwards whose graph is looked at from the loss on
+MAX_NODES = 64  # nodes of it
+SCALED_STEPS = 3  # backwards with a loss divided by the number of ranks after which it is recorded
+
+
+class LossScale(Observer):
+    """What the losses of the first backwards were multiplied by, and whether they were reduced."""
+
+    def __init__(self, state: RankState, replicas: Replicas) -> None:
+        super().__init__(state)
+        self._replicas = replicas
+        self._looked = 0
+        self._divided = 0
+
+    def graph_begins(self, loss: Any) -> None:
+        """Follow the graph from the loss to tensors that were reduced."""
+        if not self._replicas.alive:
+            return
+        reduced = collective_calls.reduced_graphs
+        self._looked += 1
+        if self._looked > LOOKED_AT:
+            self.rest("graph_begins")
+        elif loss.grad_fn is not None:
+            self._follow(loss.grad_fn, reduced)
+        reduced.clear()
+
+    def _follow(self, root: Any, reduced: list[tuple[Any, str, Site]]) -> None:
+        step = self.state.tracker.steps
+        queue, seen = [(root, 1.0)], {root}
+        leading, only = 1.0, True  # the product of the factors before anything else in the graph
+        for place, (node, before) in enumerate(queue):
+            for graph, call, site in reduced:
+                if node is graph:
+                    record = LossScaleRecord(step=step, call=call, factor=before, **site.place)
+                    self.state.add(record, 1)
+                    return
+            own = torch_private.scalar_factor(node)
+            factor = before if own is None else before * own
+            only = only and own is not None and place + 1 == len(queue)
+            leading = factor if only else leading
+            after = [each for each, _ in node.next_functions if each is not None]
+            if len(queue) < MAX_NODES:
+                queue += [(each, factor) for each in after if each not in seen]
+                seen.update(after)
+            elif not reduced:
+                break
+        self._count(leading, step)
+
+    def _count(self, factor: float, step: int) -> None:
+        world = sys.modules["torch"].distributed.get_world_size()
+        if world > 1 and abs(factor * world - 1) < FACTOR_ERROR:
+            self._divided += 1
+            if self._divided == SCALED_STEPS:
+                place = sites.caller().place
+                self.state.recorder.add(LossScaleRecord(step=step, factor=factor, **place))
+
+
+class Outside(Observer):
+    """Parameters that optimizers step beside a DDP module, and that DDP does not know."""
+
+    def __init__(self, state: RankState, replicas: Replicas) -> None:
+        super().__init__(state)
+        self._replicas = replicas
+        self._steps: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
+        """By optimizer, its number and how many steps it has made."""
+
+    def step_begins(self, optimizer: Any) -> None:
+        """Record the norms of some of them in the first steps, then after powers of two."""
+        alive = self._replicas.alive
+        if not alive:
+            return
+        known = self._steps.setdefault(optimizer, [len(self._steps), 0])
+        known[1] += 1
+        count, budget = known[1], self.state.budget
+        if count > MAX_UNREDUCED and len(self._steps) == 1:
+            self.rest("step_begins")
+        dense = count <= DENSE_UNREDUCED or not count & (count - 1)
+        if count > MAX_UNREDUCED or not dense or budget.left() < 0:
+            return
+        mine = owned(optimizer)
+        if any(mine <= each.ids for each in alive):
+            return
+        with budget.spending():
+            modules = [ddp.module for each in alive if (ddp := each.ddp()) is not None]
+            inside = {id(parameter) for module in modules for parameter in module.parameters()}
+            outside = {
+                f"parameter {place} of shape {tuple(parameter.shape)}": parameter
+                for place, parameter in enumerate(parameters_of(optimizer))
+                if id(parameter) not in inside and readback.has_plain_gradient(parameter)
+            }
+            shown = dict(list(outside.items())[:MEASURED])
+            record = UnreducedRecord(
+                step=self.state.tracker.steps, ddp=-1 - known[0], cause=OUTSIDE,
+                **made_at(optimizer).place,
+            )  # fmt: skip
+            _add_norms(self.state, record, shown)
+
+
+def _largest(gradient: Any) -> Any:
+    """Return the largest magnitude in a gradient, or in a part of it that is not zero."""
+    if gradient.numel() > PART and gradient.device.type == "cpu":
+        some = readback.flattened(gradient)[:: gradient.numel() // PART].abs().max()
+        if some:
+            return some
+    return gradient.abs().max() if gradient.numel() else gradient.new_ones(())
+
+
+def _gradientless(
+    each: Replica, ddp: Any, indices: Sequence[int]
+) -> tuple[GradientlessParameter, ...]:
+    """Return what is recorded of some parameters."""
+    owners = {
+        name: type(module).__name__
+        for name, module in ddp.module.named_modules(remove_duplicate=False)
+    }
+    why = _reasons(each, ddp)
+    named = [(index, each.names[index]) for index in indices]
+    return tuple(
+        GradientlessParameter(name, owners.get(name.rpartition(".")[0], ""), why(index))
+        for index, name in named
+    )
 
 
 def _has_none(each: Replica, index: int) -> bool:
@@ -348,7 +537,7 @@ def _cause(each: Replica, syncs: bool) -> str:
     if each.armed:
         return "" if syncs else "backward in no_sync"
     if each.unarmed:
-        return "forward in no_sync" if syncs else ""
+        return "forward in no_sync" if syncs else STEP_IN_NO_SYNC
     return "second backward" if each.forwards else "around"
 
 
@@ -357,6 +546,8 @@ def _cause(each: Replica, syncs: bool) -> str:
 EDITS_EVERY = 64  # steps at the beginning that are all checked; later one in so many
 MAX_EDITS = 128  # records of each kind that a rank writes
 NAMED_EDITED = 4  # parameters that a record names
+FACTOR_STEPS = 8  # first steps in which a gradient is measured before and after the job's changes
+FACTORS = 4  # changes of it that are measured
 MISPLACED = 3  # calls in a row that clip too early, after which it is recorded
 _NO_CALL = ("", NOWHERE)
 
@@ -378,6 +569,10 @@ class Edits(Observer):
         self._fresh = False  # a backward has ended since the last step of an optimizer
         self._early: tuple[str, Site] | None = None  # a call before any backward of the step
         self._misplaced: dict[str, int] = {}  # how often in a row, by what is wrong
+        self._passes = 0  # backwards since the last step
+        self._measured: tuple[Replica, int, Readback] | None = None
+        """The parameter whose gradient was measured behind the last backward."""
+        self._pairs: list[Readback] = []
 
     def loss_scaled(self) -> None:
         """Expect the gradients to be unscaled."""
@@ -435,6 +630,9 @@ class Edits(Observer):
         if self._early is not None:
             self._count("early", *self._early)
         self._fresh, self._early = True, None
+        self._passes += 1
+        if step < FACTOR_STEPS:
+            self._measure()
         if step < EDITS_EVERY or not step % EDITS_EVERY:
             self._marks = [(each, each.take_marks(each.spread)) for each in self._replicas.alive]
             self.wake("step_begins")
@@ -443,6 +641,43 @@ class Edits(Observer):
         self.rest("backward_ended")
         before_step(step - step % EDITS_EVERY + EDITS_EVERY, lambda: self.wake("backward_ended"))
 
+    def _measure(self) -> None:
+        """Measure a gradient as DDP left it."""
+        self._measured = None
+        budget = self.state.budget
+        if self._passes > 1 or len(self._pairs) >= 2 * FACTORS or budget.left() < 0:
+            return
+        with budget.spending():
+            for each in self._replicas.alive[:1]:
+                for index in each.middle:
+                    parameter = each.parameter(index)
+                    if parameter is not None and readback.has_plain_gradient(parameter):
+                        read = readback.norms_of([parameter.grad])
+                        self._measured = (each, index, read) if read is not None else None
+
+    def _compare(self, changed: dict[int, list[int]]) -> None:
+        """Measure it again if the job has changed it."""
+        measured, self._measured = self._measured, None
+        if measured is None or self._passes != 1:
+            return
+        each, index, before = measured
+        parameter = each.parameter(index)
+        if index not in changed.get(each.number, ()) or parameter is None:
+            return
+        read = readback.norms_of([parameter.grad]) if parameter.grad is not None else None
+        if read is None:
+            return
+        self._pairs += [before, read]
+        if len(self._pairs) == 2 * FACTORS:
+            step, name = self.state.tracker.steps, each.names[index]
+
+            def with_factors(norms: list[float]) -> GradientScaleRecord:
+                pairs = zip(norms[::2], norms[1::2], strict=True)
+                factors = tuple(after / before if before else 0.0 for before, after in pairs)
+                return GradientScaleRecord(step=step, name=name, factors=factors)
+
+            self.state.recorder.add(when_ready(self._pairs, with_factors))
+
     def step_begins(self, optimizer: Any) -> None:
         """Record how many have changed since."""
         step = self.state.tracker.steps
@@ -450,12 +685,16 @@ class Edits(Observer):
         # With several optimizers a call may follow the step of another one.
         self._fresh, self._early = False, None
         if not self._marks:
+            self._passes = 0
             if step >= EDITS_EVERY:
                 self.rest("step_begins")
             return
         marked, self._marks = self._marks, []
-        for each, marks in marked:
-            changed = each.changed(marks)
+        found = {each.number: each.changed(marks) for each, marks in marked}
+        self._compare(found)
+        self._passes = 0
+        for each, _ in marked:
+            changed = found[each.number]
             if len(changed) != self._last_count.get(each.number, 0):
                 self._last_count[each.number] = len(changed)
                 names = tuple(each.names[index] for index in changed[:NAMED_EDITED])

@@ -64,6 +64,9 @@ class Observer:
     def backward_begins(self) -> None:
         """A backward pass begins. It has computed no gradient yet."""
 
+    def graph_begins(self, loss: Any) -> None:
+        """A backward is about to begin with a loss, as it was before a GradScaler scaled it."""
+
     def backward_ended(self) -> None:
         """A backward pass ended, and its all-reduces are done."""
 

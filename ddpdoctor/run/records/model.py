@@ -99,16 +99,68 @@ class NoGradientRecord(PlacedRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NeverUsedRecord(PlacedRecord):
+    """Parameters without a gradient in every backward, in a module whose options allow that.
+
+    Written again when fewer are left.
+    """
+
+    kind = "never_used"
+
+    ddp: int
+    backwards: int  # Synchronized backwards so far
+    parameters: tuple[GradientlessParameter, ...]  # The first of them
+    count: int  # Number of all of them
+    of: int  # Number of parameters that the module reduces
+    part: float = 0.0  # Their part of the module's elements
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphCutRecord(PlacedRecord):
+    """A collective was given a tensor that needs a gradient, and its output has none."""
+
+    kind = "graph_cut"
+
+    step: int
+    call: str  # The function: ``all_gather``
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossScaleRecord(PlacedRecord):
+    """A backward began with a loss that was reduced over the ranks, or divided by their number.
+
+    The line is that of the reduction, or of the backward if nothing was reduced.
+    """
+
+    kind = "loss_scale"
+
+    step: int
+    call: str = ""  # The function that reduced it
+    factor: float  # What it was multiplied by since, or before the backward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientScaleRecord(Record):
+    """What the job multiplied a gradient by between a single backward and the optimizer's step."""
+
+    kind = "gradient_scale"
+
+    step: int  # The last of these steps
+    name: str  # The parameter
+    factors: tuple[float, ...] = ()  # In the first steps that changed it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UnreducedRecord(PlacedRecord):
     """An optimizer stepped with gradients that were not all-reduced."""
 
     kind = "unreduced"
 
     step: int
-    ddp: int
+    ddp: int  # -1 less the number of the optimizer, for parameters in no DDP module
     cause: str
-    """``around``, ``second backward``, ``forward in no_sync``, ``unfrozen``, ``added`` or
-    ``replaced``."""
+    """``around``, ``second backward``, ``forward in no_sync``, ``step in no_sync``, ``unfrozen``,
+    ``added`` or ``replaced``; ``outside`` for parameters in no DDP module."""
     gradients: dict[str, float] = field(default_factory=dict)  # Norms by parameter name
     parameters: dict[str, float] = field(default_factory=dict)
 
@@ -178,6 +230,18 @@ class RemadeRecord(PlacedRecord):
     every: str  # ``step`` or ``epoch``
     position: float | None = None  # The position that the last but one schedule reached, of ``end``
     end: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleRecord(PlacedRecord):
+    """How far a learning rate scheduler came. Written at the end of a rank."""
+
+    kind = "schedule"
+
+    scheduler: str  # Its class
+    position: int  # Its ``last_epoch`` before the last optimizer step
+    steps: int  # Training steps since it was built, up to then
+    numbers: tuple[int, ...] = ()  # Whole numbers among its options, one of which may be its length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
