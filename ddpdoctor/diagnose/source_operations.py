@@ -320,6 +320,18 @@ def reduces_gradients(run: Run) -> Location | None:
     return next(calls, None)
 
 
+def returned_gradients(run: Run) -> Location | None:
+    """Return the first line that calls ``autograd.grad``, which gives gradients to no parameter."""
+    calls = (
+        Location(path, node.lineno)
+        for path in files_of(run)
+        for node in nodes_of(path)
+        if isinstance(node, ast.Call)
+        and (ast.unparse(node.func).endswith("autograd.grad") or ast.unparse(node.func) == "grad")
+    )
+    return next(calls, None)
+
+
 _BATCH = re.compile(r"batch|\bbs\b", re.IGNORECASE)
 _RATE = re.compile(r"(^|_)lr($|_)|learning_rate", re.IGNORECASE)
 
@@ -434,6 +446,54 @@ def written_on_some_ranks(run: Run, what: WriteTarget) -> list[Location]:
         ):
             found.append(write.location)
     return found
+
+
+_UPDATES = re.compile(r"(ema_|momentum_)?(update|step)(_parameters|_ema|_average|_teacher)?$")
+"""Methods that update an average of a model's weights."""
+
+_AVERAGE = re.compile(r"ema|avg|average|teacher|shadow|swa|momentum|target", re.IGNORECASE)
+_NO_USE = ("state_dict", "load_state_dict", "to", "cuda", "eval", "train", "parameters", "buffers")
+
+
+def updated_on_some_ranks(run: Run) -> tuple[Location, Location] | None:
+    """Return where only some ranks update an average of weights, and where all ranks use it."""
+    paths = files_of(run)
+    writers = {each.function for path in paths for each in _writes(path) if each.what == "weights"}
+    for path in paths:
+        for node in nodes_of(path):
+            if not isinstance(node, ast.Call) or rank_guard(path, node.lineno) is None:
+                continue
+            name = last_name(node.func)
+            owner: ast.AST | None = node.args[0] if node.args else None
+            if isinstance(node.func, ast.Attribute):
+                owner = node.func.value
+            named = last_name(owner) if owner is not None else ""
+            if not named or not (name in writers - {""} or _UPDATES.match(name)):
+                continue
+            if name not in writers and not _AVERAGE.search(named):
+                continue
+            use = _unguarded_use(path, named, name)
+            if use is not None:
+                return Location(path, node.lineno), use
+    return None
+
+
+def _unguarded_use(path: str, named: str, update: str) -> Location | None:
+    """Return the first line at which every rank calls, or passes on, something of that name."""
+    for node in nodes_of(path):
+        if not isinstance(node, ast.Call) or rank_guard(path, node.lineno) is not None:
+            continue
+        if last_name(node.func) in (update, *_NO_USE):
+            continue
+        parts = [node.func, *node.args]
+        if any(
+            last_name(each) == named
+            for part in parts
+            for each in ast.walk(part)
+            if isinstance(getattr(each, "ctx", None), ast.Load)
+        ):
+            return Location(path, node.lineno)
+    return None
 
 
 def ranks_that_write(run: Run, lines: list[Location]) -> tuple[int, ...]:

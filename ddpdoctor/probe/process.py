@@ -190,6 +190,7 @@ def observe(state: RankState) -> None:
         subscribe(Fingerprints(state, replicas))
         pacing.follow(buffers.Buffers(state, replicas))
         subscribe(buffers.Statistics(state, replicas))
+        subscribe(buffers.OtherModels(state, replicas))
         subscribe(Independent(state))
     subscribe(buffers.Evaluations(state))
     subscribe(Loops(state))

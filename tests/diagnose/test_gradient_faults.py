@@ -106,6 +106,62 @@ def test_gradients_that_only_their_rank_uses(
     assert [each.code for each in findings_of(tmp_path / "run", *ranks)] == expected
 
 
+@pytest.mark.parametrize(
+    ("script", "expected"), [("g = torch.autograd.grad(loss, p)\n", ["DDP322"]), ("", [])]
+)
+def test_gradients_that_autograd_grad_returns(
+    tmp_path: Path, script: str, expected: list[str]
+) -> None:
+    ranks = [
+        [unreduced("no backward", 0, 1.0 + rank, 3.0)]
+        + [unreduced("no backward", step, 1.0, 1.0 + rank) for step in (1, 2)]
+        for rank in (0, 1)
+    ]
+    found = findings_of(tmp_path / "run", *ranks, script=script)
+    assert [each.code for each in found] == expected
+
+
+EMA = """
+def main(rank):
+    ema = Ema(model.module)
+    for x, y in loader:
+        {update}
+    for x, y in validation:
+        score += (ema.model(x) == y).sum()
+    if rank == 0:
+        torch.save(ema.state_dict(), "ema.pt")
+"""
+GUARDED = "if rank == 0: \n            ema.update(model.module)"
+
+
+def other(value: float, armed: int = 40) -> JsonObject:
+    return {"kind": "other_model", "number": 0, "type": "Net", "armed": armed, "values": [value]}
+
+
+@pytest.mark.parametrize(
+    ("values", "update", "expected"),
+    [
+        ((1.0, 2.0), GUARDED, ["DDP708"]),
+        ((1.0, 1.0), GUARDED, []),
+        ((1.0, 2.0), "ema.update(model.module)", []),
+    ],
+)
+def test_an_average_of_weights_that_one_rank_updates(
+    tmp_path: Path, values: tuple[float, float], update: str, expected: list[str]
+) -> None:
+    facts = {
+        "kind": "pass", "pass": 1, "number": 0, "state": "ended", "armed": 40, "fetched": 4,
+        "length": 100, "draws": 50, "collectives": 1, "reductions": 1, **AT,
+    }  # fmt: skip
+    ranks = [
+        [other(values[rank]), {**facts, "head": [50, rank], "made": ["/job/train.py", 5]}]
+        for rank in (0, 1)
+    ]
+    found = findings_of(tmp_path / "run", *ranks, script=EMA.format(update=update))
+    assert [each.code for each in found] == expected
+    assert all(each.location is not None and each.location.line == 6 for each in found)
+
+
 def test_parameters_that_differ_from_the_beginning_are_parts(tmp_path: Path) -> None:
     ranks = [
         [unreduced("outside", n, 1.0 + rank, 3.0 + rank, -1) for n in (0, 1)] for rank in (0, 1)

@@ -1,4 +1,4 @@
-"""Rules for gradients that are never averaged (DDP301 to DDP303, DDP308, DDP326, DDP330).
+"""Rules for gradients that are never averaged (DDP301 to 303, 308, 322, 326, 330).
 
 A backward that DDP does not reduce may be intended: gradients are accumulated, or averaged by hand.
 So these rules also require that gradients differed between ranks at the optimizer's step, and that
@@ -18,7 +18,11 @@ from ddpdoctor.core.user_code import Location
 from ddpdoctor.diagnose.data.draws import passes_of
 from ddpdoctor.diagnose.gradients.reducer import Missing, by_module, listed, missing_gradients
 from ddpdoctor.diagnose.replicas.differences import together
-from ddpdoctor.diagnose.source_operations import averaging_pending, no_sync_lines
+from ddpdoctor.diagnose.source_operations import (
+    averaging_pending,
+    no_sync_lines,
+    returned_gradients,
+)
 from ddpdoctor.run.records.model import (
     DdpRecord,
     NoSyncVainRecord,
@@ -101,6 +105,9 @@ def _harm(number: int, cause: str, steps: UnreducedSteps, certain: int) -> Unred
             for later, after in steps.items()
             if later > step
         ]
+        # Adam's first step has the sign of a gradient alone.
+        while moved and moved[0][2] <= PARAMETERS_DIFFER:
+            del moved[0]
         # Parameters that are equal again were averaged by hand, as in local SGD.
         if len(moved) < certain or any(spread <= PARAMETERS_DIFFER for _, _, spread in moved):
             return None
@@ -295,6 +302,44 @@ def no_sync_scope(run: Run) -> Iterator[Finding]:
             ),
             fix="Put the forward into the no_sync() block, too.",
             about=f"module {number} vain",
+        )
+
+
+@rule("DDP322", "autograd-grad", Severity.ERROR)
+def autograd_grad(run: Run) -> Iterator[Finding]:
+    """Gradients of a DDP module come from `torch.autograd.grad`, which DDP does not average.
+
+    What it finds
+        Optimizer steps after a forward through DDP without a backward, in a job that calls
+        `torch.autograd.grad`: the gradients differed between ranks when the optimizer used them,
+        and the parameters differ since then.
+
+    Why it is bad
+        DDP all-reduces a gradient when backward accumulates it into a parameter. `autograd.grad`
+        returns gradients and accumulates none, so each rank trains a separate model.
+
+    How to fix it
+        Call `backward()` for the training loss, or all-reduce the returned gradients.
+
+    Example
+        Wrong:
+            for p, g in zip(params, torch.autograd.grad(loss, params)):
+                p.grad = g
+        Right: `loss.backward()`
+
+    When it stays silent
+        For gradients with respect to inputs (a gradient penalty), for gradients that are averaged
+        by hand, and while the ranks' parameters are equal.
+    """
+    at = returned_gradients(run)
+    for found in unreduced(run, "no backward") if at is not None else ():
+        yield _finding(
+            "DDP322",
+            found,
+            "the optimizer uses gradients that autograd.grad has returned, which DDP does not "
+            "average",
+            "Call backward() for the training loss, or all-reduce the returned gradients.",
+            at,
         )
 
 

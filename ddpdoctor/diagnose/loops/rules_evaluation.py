@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.formatting import named
@@ -23,7 +23,8 @@ from ddpdoctor.diagnose.loops.metric_sources import ratio_reduced, use_of
 from ddpdoctor.diagnose.loops.training_loops import local_decisions
 from ddpdoctor.diagnose.replicas.differences import elements
 from ddpdoctor.diagnose.source_files import location
-from ddpdoctor.run.records.model import FingerprintRecord, StatisticsRecord
+from ddpdoctor.diagnose.source_operations import updated_on_some_ranks
+from ddpdoctor.run.records.model import FingerprintRecord, OtherModelRecord, StatisticsRecord
 from ddpdoctor.run.records.training import EvaluationRecord, SaveRecord
 from ddpdoctor.run.snapshot import Rank, Run
 
@@ -34,6 +35,8 @@ MAX_EVALUATIONS = 64
 MIN_DISTANCE = 0.01
 """How far statistics must differ to change an evaluation: means in standard deviations, variances
 as a part of themselves."""
+PART_OF_NORM = 1e-6
+"""How far norms of weights may differ that are the same."""
 OTHER_DATA = 0.25
 """How far those of ranks differ that train on data of different kinds, not on shards of one set."""
 
@@ -388,7 +391,9 @@ def evaluation_differs(run: Run) -> Iterator[Finding]:
         An evaluation in which each rank of a DDP group takes a part of the data, in evaluation
         mode, with BatchNorm running statistics that differ between ranks, followed by a reduce or
         gather of numbers. Or one in which each rank evaluates all of the data with statistics that
-        differ by more than 25 %: those of the different data that each rank trains on.
+        differ by more than 25 %: those of the different data that each rank trains on. Or one of
+        another model (an average of the weights) that differs between ranks and that a line
+        updates on some ranks only.
 
     Why it is bad
         The metric mixes as many models as there are ranks. The saved model, rank 0's, was evaluated
@@ -457,6 +462,49 @@ def evaluation_differs(run: Run) -> Iterator[Finding]:
             ),
             fix="Broadcast the buffers from one rank before the evaluation, leave "
             "broadcast_buffers on, or convert the model to SyncBatchNorm.",
+        )
+        return
+    yield from _other_model(run, evaluations.values())
+
+
+def _other_model(run: Run, evaluations: Iterable[Passes]) -> Iterator[Finding]:
+    """Yield an average of the weights that only some ranks update and all ranks evaluate."""
+    at = {next(iter(passes.values())).record.armed: passes for passes in evaluations}
+    seen: dict[tuple[int, int], dict[int, OtherModelRecord]] = {}
+    for rank in run.last:
+        for record in rank.records.of(OtherModelRecord):
+            seen.setdefault((record.armed, record.number), {})[rank.rank] = record
+    for (armed, _), records in sorted(seen.items()):
+        if len(records) < len(run.last) or armed not in at or len({*records.values()}) == 1:
+            continue
+        values = [records[rank].values for rank in sorted(records)]
+        if all(
+            math.isclose(*pair, rel_tol=PART_OF_NORM)
+            for other in values[1:]
+            for pair in zip(values[0], other, strict=False)
+        ):
+            continue
+        found = updated_on_some_ranks(run)
+        if found is None:
+            return
+        update, use = found
+        first = records[min(records)]
+        norms = ", ".join(
+            f"{each.values[0]:.6g} on rank {n}" for n, each in sorted(records.items())
+        )
+        yield Finding(
+            code="DDP708",
+            about=f"other model {update}",
+            severity=Severity.WARNING,
+            message=f"only some ranks update this {first.type}, and every rank evaluates its part "
+            f"of the data with it at {use}",
+            ranks=tuple(sorted(records)),
+            location=update,
+            evidence=(
+                f"after {armed} synchronized forwards the norm of its first parameter is {norms}",
+                "it belongs to no DDP module",
+            ),
+            fix="Update it on every rank, or broadcast it before the evaluation.",
         )
         return
 

@@ -335,6 +335,10 @@ def _scheduler_made(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> 
     emit(Observer.scheduler_made, scheduler)
 
 
+def _model_evaluates(result: Any, module: Any) -> None:
+    emit(Observer.model_evaluates, module)
+
+
 def _rate_cut(*args: Any, **kwargs: Any) -> None:
     emit(Observer.rate_cut)
 
@@ -355,6 +359,7 @@ WRAPPED: tuple[tuple[str, str, str, Wrap, Callable[..., object]], ...] = (
     ("torch.distributed.algorithms.join", "Join", "__enter__", before, steps.join_entered),
     # It raises and warns nothing by stack level.
     ("torch.nn.modules.module", "Module", "load_state_dict", after, _weights_loaded),
+    ("torch.nn.modules.module", "Module", "eval", after, _model_evaluates),
     # The comparison of shapes that comes first in DDP's constructor.
     ("torch.nn.parallel.distributed", "", torch_private.VERIFY_PARAMETERS, before, _model_given),
     ("torch.distributed.pipelining.stage", torch_private.STAGE, "__init__", after, _stage_built),

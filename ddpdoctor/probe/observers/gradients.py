@@ -59,6 +59,9 @@ NORMALIZING_AT = 3  # the synchronized backward after which BatchNorm layers are
 STEP_IN_NO_SYNC = "step in no_sync"
 """The cause if an optimizer steps after a forward and a backward within ``no_sync()``."""
 
+NO_BACKWARD = "no backward"
+"""The cause if an optimizer steps after a forward without backward, as with ``autograd.grad``."""
+
 OUTSIDE = "outside"
 """The cause if parameters belong to no DDP module."""
 
@@ -139,6 +142,9 @@ class Gradients(Observer):
             changed = [index for index, when in enumerate(times) if when != each.ready[index]][:1]
         if not changed:
             return
+        if each.armed and each.reduced < MAX_CHECKED:
+            # The one compared until now may be unused.
+            each.middle = changed[:1]
         vain = each.cause == "backward in no_sync" and not each.unarmed
         if vain and not self._pacing.settling and "vain" not in each.recorded:
             each.recorded.add("vain")
@@ -165,6 +171,9 @@ class Gradients(Observer):
             if each.due:
                 each.due = False
                 self._check(each, ddp)
+            elif each.armed and each.forwards and each.unreduced is None:
+                # No backward has come to its parameters. They may have gradients all the same.
+                each.unreduced = Unreduced(NO_BACKWARD, each.site, each.spread[:MEASURED])
             each.forwards = 0
             if self._pacing.settling:
                 # Its forward may have come while nothing was counted.
@@ -200,9 +209,9 @@ class Gradients(Observer):
         flexible = unused or getattr(ddp, "static_graph", False)
         if flexible and (count <= DENSE_LOOKS or search) and budget.left() >= 0:
             with budget.spending():
-                self._look_for_zeros(each)
+                self._look_for_zeros(each, ddp)
                 if count == RECORDED_AT:
-                    self._record_never(each, ddp)
+                    self._record_never(each)
         if (search or (each.guards and not each.added and each.thawed)) and budget.left() >= 0:
             with budget.spending():
                 each.added = [
@@ -224,9 +233,8 @@ class Gradients(Observer):
     def rank_ends(self) -> None:
         """Record that all parameters were used in a short job, too, or which never were."""
         for each in self._replicas.alive:
-            ddp = each.ddp()
-            if ddp is not None and each.looks >= USED_IN_ALL:
-                self._record_never(each, ddp)
+            if each.looks >= USED_IN_ALL:
+                self._record_never(each)
             if each.least is not None and each.reduced >= USED_IN_ALL:
                 self._record_use(each)
 
@@ -248,7 +256,7 @@ class Gradients(Observer):
             each.recorded.add("missing")
             self._record_missing(each, ddp, missing)
 
-    def _look_for_zeros(self, each: Replica) -> None:
+    def _look_for_zeros(self, each: Replica, ddp: Any) -> None:
         """Keep the largest magnitude of each gradient.
 
         With these options DDP gives outputs that the loss does not use a gradient of zeros.
@@ -273,11 +281,15 @@ class Gradients(Observer):
                 ]
             )
             each.most = largest if each.most is None else torch.maximum(each.most, largest)
+        if not each.looks:
+            # At the end of the rank the module is gone.
+            each.every = _gradientless(each, ddp, range(len(each.names)))
+            known = (each.parameter(index) for index in range(len(each.names)))
+            each.sizes = [0 if one is None else one.numel() for one in known]
         each.looks += 1
 
-    def _record_never(self, each: Replica, ddp: Any) -> None:
-        every = _gradientless(each, ddp, range(len(each.names)))
-        sizes = [0 if (one := known()) is None else one.numel() for known in each.parameters]
+    def _record_never(self, each: Replica) -> None:
+        every, sizes = each.every, each.sizes
         record = NeverUsedRecord(
             ddp=each.number, backwards=each.reduced, parameters=(), count=0, of=len(every),
             **each.site.place,

@@ -396,40 +396,54 @@ class _FollowedSchedule:
         self.scheduler = weakref.ref(scheduler)
         self.name = type(scheduler).__name__
         self.site = sites.caller()
-        self.numbers = tuple(sorted(set(_numbers_of(scheduler))))[-MAX_NUMBERS:]
+        self.numbers: tuple[int, ...] = ()
         self.began = step
         self.position = self.steps = 0
 
     def read(self, step: int) -> None:
         """Read the position before a training step."""
         scheduler = self.scheduler()
-        if scheduler is not None:
-            self.position, self.steps = scheduler.last_epoch, step - self.began
-
-
-def _numbers_of(thing: Any, depth: int = 2) -> Iterator[int]:
-    """Yield the whole numbers among the options of a scheduler or of a function."""
-    if type(thing) is int:
-        yield thing
-    elif isinstance(thing, float) and thing.is_integer():
-        yield int(thing)
-    elif depth >= 0:
-        if isinstance(thing, FunctionType):
-            held: list[Any] = [thing.__globals__.get(name) for name in thing.__code__.co_names]
-            held += [getattr(cell, "cell_contents", None) for cell in thing.__closure__ or ()]
-            held += thing.__defaults__ or ()
-        elif isinstance(thing, functools.partial):
-            held = [thing.func, *thing.args, *thing.keywords.values()]
-        elif isinstance(thing, (list, tuple)):
-            held = list(thing[:MAX_GROUPS])
-        elif type(thing).__module__ == "builtins" or isinstance(thing, type):
+        if scheduler is None:
             return
-        else:
-            kept = getattr(thing, "__dict__", {})
-            held = [each for name, each in kept.items() if name not in (*_VARIES, "optimizer")]
-            depth = min(depth, 1) if depth < 2 else depth
-        for each in held:
-            yield from _numbers_of(each, depth - 1)
+        if not self.steps:
+            # A subclass may set its options behind the base class's constructor.
+            self.numbers = tuple(sorted(set(_numbers_of(scheduler))))[-MAX_NUMBERS:]
+        self.position, self.steps = scheduler.last_epoch, step - self.began
+
+
+def _numbers_of(scheduler: Any) -> Iterator[int]:
+    """Yield the whole numbers among the options of a scheduler, and those of its functions."""
+    for name, value in vars(scheduler).items():
+        if name in (*_VARIES, "optimizer"):
+            continue
+        for each in value if isinstance(value, (list, tuple)) else [value]:
+            yield from _whole(each)
+            yield from _numbers_of_function(each)
+
+
+def _numbers_of_function(thing: Any) -> Iterator[int]:
+    if isinstance(thing, functools.partial):
+        values: list[Any] = [*thing.args, *thing.keywords.values()]
+        yield from _numbers_of_function(thing.func)
+    elif isinstance(thing, FunctionType):
+        values = [thing.__globals__.get(name) for name in thing.__code__.co_names]
+        values += [getattr(cell, "cell_contents", None) for cell in thing.__closure__ or ()]
+        values += thing.__defaults__ or ()
+    elif callable(thing) and hasattr(thing, "__dict__") and not isinstance(thing, type):
+        values = list(vars(thing).values())
+    else:
+        return
+    for value in values:
+        # Options of the job: `args.total_steps`.
+        options = vars(value) if type(value).__name__ in ("Namespace", "SimpleNamespace") else value
+        kept = options.values() if isinstance(options, dict) else [value]
+        for each in kept:
+            yield from _whole(each)
+
+
+def _whole(value: Any) -> Iterator[int]:
+    if type(value) is int or (isinstance(value, float) and value.is_integer()):
+        yield int(value)
 
 
 class Schedulers(Observer):

@@ -106,6 +106,9 @@ class Observer:
     def scheduler_made(self, scheduler: Any) -> None:
         """A learning rate scheduler was built."""
 
+    def model_evaluates(self, module: Any) -> None:
+        """The job has called ``eval()`` on a module."""
+
     def weights_loaded(self, module: Any) -> None:
         """The outermost ``load_state_dict`` of a module returned."""
 

@@ -159,8 +159,9 @@ class UnreducedRecord(PlacedRecord):
     step: int
     ddp: int  # -1 less the number of the optimizer, for parameters in no DDP module
     cause: str
-    """``around``, ``second backward``, ``forward in no_sync``, ``step in no_sync``, ``unfrozen``,
-    ``added`` or ``replaced``; ``outside`` for parameters in no DDP module."""
+    """``around``, ``second backward``, ``forward in no_sync``, ``step in no_sync``,
+    ``no backward``, ``unfrozen``, ``added`` or ``replaced``. ``outside``: of parameters in no DDP
+    module."""
     gradients: dict[str, float] = field(default_factory=dict)  # Norms by parameter name
     parameters: dict[str, float] = field(default_factory=dict)
 
@@ -451,6 +452,19 @@ class StatisticsRecord(PlacedRecord):
     names: tuple[str, ...]  # Names of the first of them
     hashes: tuple[str, ...] = ()  # Of mean and variance, alternating
     samples: tuple[PackedTensor, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherModelRecord(Record):
+    """Weights of a model in evaluation mode that is in no DDP module, as an evaluation began."""
+
+    kind = "other_model"
+    kept = 16
+
+    number: int  # Number of the model on the rank
+    type: str  # The class of the model
+    armed: int
+    values: tuple[float, ...] = ()  # Norms of some parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

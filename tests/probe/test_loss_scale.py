@@ -1,0 +1,172 @@
+"""What the loss that a backward begins with was multiplied by, and whether it was reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from ddpdoctor.probe.observers import collective_calls
+from ddpdoctor.probe.observers.ddp_modules import Replica, Replicas
+from ddpdoctor.probe.observers.gradients import Edits, Gradients, LossScale
+from ddpdoctor.probe.runtime.sites import NOWHERE
+from ddpdoctor.run.records.base import JsonObject
+from tests.support.probed import Purse, a_rank
+
+Loss = Callable[[torch.Tensor], torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _of_two_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    yield
+    collective_calls.reduced_graphs.clear()
+
+
+def begun(make: Loss, *, reduces: bool = False, times: int = 8) -> list[JsonObject]:
+    """The records of a rank whose losses are made of a mean by ``make``."""
+    records: list[JsonObject] = []
+    state = a_rank(records)
+    replicas = Replicas(state)
+    replicas.alive.append(object())  # type: ignore[arg-type]
+    watching = LossScale(state, replicas)
+    weight = torch.ones(3, requires_grad=True)
+    for _ in range(times):
+        mean = (weight / 4).square().mean()
+        if reduces:
+            collective_calls._note_graph("all_reduce", mean, NOWHERE, 0)
+        watching.graph_begins(make(mean))
+    return records
+
+
+@pytest.mark.parametrize(
+    ("make", "factor"),
+    [
+        (lambda mean: mean / 2, 0.5),
+        (lambda mean: mean * 0.5, 0.5),
+        (lambda mean: mean / 4 * 2, 0.5),
+        (lambda mean: mean / 4, None),
+        (lambda mean: mean, None),
+        (lambda mean: mean / 2 + mean, None),
+        (lambda mean: (mean / 2).exp(), None),
+    ],
+)
+def test_a_loss_divided_by_the_number_of_ranks(make: Loss, factor: float | None) -> None:
+    records = begun(make)
+    assert [each["factor"] for each in records] == ([factor] if factor else [])
+    assert begun(make, times=2) == []
+
+
+@pytest.mark.parametrize(
+    ("make", "factor"),
+    [
+        (lambda mean: mean / 2, 0.5),
+        (lambda mean: mean, 1.0),
+        (lambda mean: mean / 2 + mean.exp(), 0.5),
+        (lambda mean: (mean.unsqueeze(0) / 2).sum(), 0.5),
+        (lambda mean: mean.detach().requires_grad_() / 3, None),
+    ],
+)
+def test_a_loss_that_was_reduced(make: Loss, factor: float | None) -> None:
+    records = begun(make, reduces=True)
+    assert [each["factor"] for each in records if each.get("call")] == ([factor] if factor else [])
+
+
+def test_a_loss_that_is_reduced_behind_its_backward() -> None:
+    records: list[JsonObject] = []
+    state = a_rank(records)
+    replicas = Replicas(state)
+    replicas.alive.append(object())  # type: ignore[arg-type]
+    watching = LossScale(state, replicas)
+    weight = torch.ones(3, requires_grad=True)
+    for _ in range(4):
+        mean = weight.mean()
+        watching.graph_begins(mean)
+        collective_calls._note_graph("all_reduce", mean, NOWHERE, 0)
+    assert records == []
+
+
+def test_a_graph_is_only_noted_where_it_is_lost() -> None:
+    loss = torch.ones(3, requires_grad=True).mean()
+    with torch.no_grad():
+        # As `torch.distributed.nn.functional.all_reduce` calls it.
+        collective_calls._note_graph("all_reduce", loss, NOWHERE, 0)
+    assert collective_calls.reduced_graphs == []
+
+
+class Ddp:
+    """What the observers read of a DDP module."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+        self.find_unused_parameters = True
+        self.require_backward_grad_sync = True
+        self.parameters_to_ignore: set[str] = set()
+
+
+def replica_of(state: Any, module: torch.nn.Module) -> tuple[Ddp, Replicas, Replica]:
+    ddp, replicas = Ddp(module), Replicas(state)
+    replicas.ddp_built(ddp)
+    return ddp, replicas, replicas.alive[0]
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(0.5, 0.5), (1.0, 1.0), (None, None)])
+def test_gradients_that_the_job_multiplies(factor: float | None, expected: float | None) -> None:
+    records: list[JsonObject] = []
+    state = a_rank(records)
+    _ddp, replicas, _ = replica_of(state, torch.nn.Linear(3, 1))
+    edits = Edits(state, replicas)
+    for step in range(6):
+        state.tracker.steps = step
+        for parameter in _ddp.module.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        edits.backward_ended()
+        for parameter in _ddp.module.parameters():
+            if factor is not None and parameter.grad is not None:
+                parameter.grad.mul_(factor)
+        edits.step_begins(None)
+    found = [each["factors"] for each in records if each["kind"] == "gradient_scale"]
+    assert found == ([[expected] * 4] if expected is not None else [])
+
+
+def test_gradients_of_several_backwards_are_no_matter_of_ranks() -> None:
+    records: list[JsonObject] = []
+    state = a_rank(records)
+    ddp, replicas, _ = replica_of(state, torch.nn.Linear(3, 1))
+    edits = Edits(state, replicas)
+    for step in range(6):
+        state.tracker.steps = step
+        for parameter in ddp.module.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        edits.backward_ended()
+        edits.backward_ended()
+        for parameter in ddp.module.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(0.5)
+        edits.step_begins(None)
+    assert "gradient_scale" not in {each["kind"] for each in records}
+
+
+@pytest.mark.parametrize(("left", "expected"), [(1 << 40, 2), (-1, None)])
+def test_gradients_of_zeros_are_searched_for_within_the_budget(
+    left: int, expected: int | None
+) -> None:
+    records: list[JsonObject] = []
+    state = a_rank(records, Purse(left))
+    module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
+    ddp, replicas, replica = replica_of(state, module)
+    pacing: Any = type("Pacing", (), {"settling": False})()
+    gradients = Gradients(state, replicas, pacing)
+    for number in range(1, 9):
+        for index, parameter in enumerate(module.parameters()):
+            # The first layer gets zeros, or no gradient. The second one gets some now and then.
+            parameter.grad = torch.zeros_like(parameter) if index or number > 3 else None
+            if index >= 2 and number == 5:
+                parameter.grad = torch.ones_like(parameter)
+        replica.reduced = number
+        gradients._check(replica, ddp)
+    gradients.rank_ends()
+    found = [each["count"] for each in records if each["kind"] == "never_used"]
+    assert found == ([expected] if expected is not None else [])
