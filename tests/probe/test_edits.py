@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -257,7 +258,7 @@ def test_gradients_that_are_clipped_too_early(order: list[str], expected: list[s
     records: list[JsonObject] = []
     state = a_rank(records)
     edits = Edits(state, Replicas(state))
-    calls = {
+    calls: dict[str, Callable[[], None]] = {
         SCALE: edits.loss_scaled,
         UNSCALE: edits.unscales,
         BACKWARD: edits.backward_ended,

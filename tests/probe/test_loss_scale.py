@@ -1,4 +1,4 @@
-"""What the loss that a backward begins with was multiplied by, and whether it was reduced."""
+"""What the probe records of losses, gradients, and models beside DDP that are evaluated."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from ddpdoctor.probe.observers import collective_calls
+from ddpdoctor.probe.observers.buffers import OtherModels
 from ddpdoctor.probe.observers.ddp_modules import Replica, Replicas
 from ddpdoctor.probe.observers.gradients import Edits, Gradients, LossScale
+from ddpdoctor.probe.observers.samples import Samples
 from ddpdoctor.probe.runtime.sites import NOWHERE
 from ddpdoctor.run.records.base import JsonObject
 from tests.support.probed import Purse, a_rank
@@ -170,3 +172,32 @@ def test_gradients_of_zeros_are_searched_for_within_the_budget(
     gradients.rank_ends()
     found = [each["count"] for each in records if each["kind"] == "never_used"]
     assert found == ([expected] if expected is not None else [])
+
+
+def test_a_first_evaluation_is_followed_ahead_of_the_budget() -> None:
+    records: list[JsonObject] = []
+    spent = Samples(a_rank(records, Purse(-1), armed=5))
+    with torch.no_grad():
+        assert [spent._evaluates(number) for number in range(3)] == [True, True, False]
+        assert not Samples(a_rank(records, Purse(-1), armed=0))._evaluates(0)
+    assert not spent._evaluates(0)
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("eval", ["Linear"]), ("train", [])])
+def test_models_beside_ddp_that_are_evaluated(mode: str, expected: list[str]) -> None:
+    records: list[JsonObject] = []
+    state = a_rank(records, armed=7)
+    ddp, replicas, _ = replica_of(state, torch.nn.Linear(3, 1))
+    others = OtherModels(state, replicas)
+    average = torch.nn.Linear(3, 1)
+    for module in (ddp.module, average, average):
+        others.model_evaluates(module)
+        getattr(module, mode)()
+    others.batch_fetched(None, None)
+    with torch.no_grad():
+        for _ in range(3):
+            others.batch_fetched(None, None)
+    found = [each for each in records if each["kind"] == "other_model"]
+    assert [each["type"] for each in found] == expected
+    norm = torch.linalg.vector_norm(average.weight.detach().double()).item()
+    assert all(each["values"][0] == pytest.approx(norm) for each in found)
