@@ -101,6 +101,46 @@ def _quotients(scope: Function, results: set[str]) -> list[ast.BinOp | ast.Call]
     ]
 
 
+def indexed_by_rank(run: Run) -> Location | None:
+    """Return the first line that takes the part of something that belongs to the rank."""
+    subscripts = (
+        Location(path, node.lineno)
+        for path in files_of(run)
+        for node in nodes_of(path)
+        if isinstance(node, ast.Subscript)
+        and isinstance(node.ctx, ast.Load)
+        and names_rank(path, node.slice)
+    )
+    return next(subscripts, None)
+
+
+def evaluated_by_hand(run: Run) -> Iterator[Location]:
+    """Yield the loops without gradients that take the samples of their rank themselves."""
+    for path in files_of(run):
+        for scope in nodes_of(path):
+            if not isinstance(scope, (ast.Module, *FUNCTIONS)):
+                continue
+            decorators = getattr(scope, "decorator_list", [])
+            blocks: list[ast.AST] = [scope] if any(map(_without_gradients, decorators)) else []
+            blocks += [
+                node
+                for node in walk_scope(scope.body)
+                if isinstance(node, ast.With)
+                and any(_without_gradients(each.context_expr) for each in node.items)
+            ]
+            yield from (
+                Location(path, node.lineno)
+                for block in blocks
+                for node in walk_scope(getattr(block, "body", []))
+                if isinstance(node, ast.For) and names_rank(path, node.iter)
+            )
+
+
+def _without_gradients(node: ast.expr) -> bool:
+    name = last_name(node.func if isinstance(node, ast.Call) else node)
+    return name in ("no_grad", "inference_mode")
+
+
 def _scope(at: Location) -> Function | None:
     source = source_of(at.path)
     found = source.scope(at.line) if source is not None else None

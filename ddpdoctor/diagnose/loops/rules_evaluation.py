@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator
 
 from ddpdoctor.core.finding import Finding, Severity, rule
@@ -15,11 +16,17 @@ from ddpdoctor.diagnose.data.draws import (
     Pass,
     Passes,
     matched,
+    other_data,
     overlap,
     passes_of,
     same_part,
 )
-from ddpdoctor.diagnose.loops.metric_sources import ratio_reduced, use_of
+from ddpdoctor.diagnose.loops.metric_sources import (
+    evaluated_by_hand,
+    indexed_by_rank,
+    ratio_reduced,
+    use_of,
+)
 from ddpdoctor.diagnose.loops.training_loops import local_decisions
 from ddpdoctor.diagnose.replicas.differences import elements
 from ddpdoctor.diagnose.source_files import location
@@ -104,17 +111,55 @@ def not_reduced(run: Run) -> Iterator[Finding]:
         if found is not None:
             yield found
             return
+    yield from _by_hand(run)
+
+
+def _by_hand(run: Run) -> Iterator[Finding]:
+    """Yield an evaluation that takes every n-th sample itself, in a job that combines nothing."""
+    rings = [rank.ring for rank in run.last]
+    if run.exit_status != 0 or any(
+        ring is None
+        or ring.partial
+        or ring.calls > len(ring.collectives)
+        or any(each.point_to_point or _COMBINES.search(each.name) for each in ring.collectives)
+        for ring in rings
+    ):
+        return
+    for at in evaluated_by_hand(run):
+        use = use_of(run, at)
+        if use.at is None or use.computed is None or use.labelled:
+            continue
+        yield Finding(
+            code="DDP106",
+            about=str(at),
+            severity=Severity.WARNING,
+            message=f"each rank evaluates only its shard at {at}, and no collective combines "
+            "the results",
+            location=use.computed,
+            evidence=(
+                "the loop takes the samples of its rank, and the job never reduces or gathers",
+                f"the result is used at {use.at}",
+            ),
+            fix="all_reduce the sums and counts of the metric before dividing them.",
+        )
+        return
+
+
+_COMBINES = re.compile("reduce|gather|all_to_all")
 
 
 def _disjoint_passes(run: Run) -> Iterator[list[Pass]]:
     """Yield evaluations whose ranks drew different samples of one data set without a sampler."""
     for passes in matched(run):
         each = list(passes.values())
-        if (
-            all(_is_evaluation(one) and one.record.armed > 0 for one in each)
-            and all(one.shard is None for one in each)
-            and len({one.whole for one in each}) == 1
+        if any(
+            not _is_evaluation(one) or one.record.armed == 0 or one.shard is not None
+            for one in each
         ):
+            continue
+        if other_data(passes) and indexed_by_rank(run) is not None:
+            yield each
+        elif len({one.whole for one in each}) == 1:
             # Of a data set without subsets each rank follows the same indices, else its own ones.
             followed = {(one.record.subset, one.record.followed) for one in each}
             shared, total = overlap(passes)

@@ -667,27 +667,33 @@ class Edits(Observer):
                         read = readback.norms_of([parameter.grad])
                         self._measured = (each, index, read) if read is not None else None
 
-    def _compare(self, changed: dict[int, list[int]]) -> None:
-        """Measure it again if the job has changed it."""
+    def _compare(self) -> None:
+        """Measure it again. A change through `.data` shows in nothing else."""
         measured, self._measured = self._measured, None
         if measured is None or self._passes != 1:
             return
         each, index, before = measured
         parameter = each.parameter(index)
-        if index not in changed.get(each.number, ()) or parameter is None:
+        if parameter is None:
             return
         read = readback.norms_of([parameter.grad]) if parameter.grad is not None else None
         if read is None:
             return
         self._pairs += [before, read]
         if len(self._pairs) == 2 * FACTORS:
-            step, name = self.state.tracker.steps, each.names[index]
+            record = GradientScaleRecord(step=self.state.tracker.steps, name=each.names[index])
 
             def with_factors(norms: list[float]) -> GradientScaleRecord:
                 pairs = zip(norms[::2], norms[1::2], strict=True)
-                factors = tuple(after / before if before else 0.0 for before, after in pairs)
-                return GradientScaleRecord(step=step, name=name, factors=factors)
+                return replace(
+                    record, factors=tuple(new / old if old else 0.0 for old, new in pairs)
+                )
 
+            if all(one.ready for one in self._pairs):
+                norms = [one for pair in self._pairs for one in pair.numbers()]
+                factors = with_factors(norms).factors
+                if factors[0] == 1.0 or max(factors) - min(factors) > FACTOR_ERROR:
+                    return
             self.state.recorder.add(when_ready(self._pairs, with_factors))
 
     def step_begins(self, optimizer: Any) -> None:
@@ -702,11 +708,10 @@ class Edits(Observer):
                 self.rest("step_begins")
             return
         marked, self._marks = self._marks, []
-        found = {each.number: each.changed(marks) for each, marks in marked}
-        self._compare(found)
+        self._compare()
         self._passes = 0
-        for each, _ in marked:
-            changed = found[each.number]
+        for each, marks in marked:
+            changed = each.changed(marks)
             if len(changed) != self._last_count.get(each.number, 0):
                 self._last_count[each.number] = len(changed)
                 names = tuple(each.names[index] for index in changed[:NAMED_EDITED])

@@ -37,6 +37,7 @@ FOLLOWED_INDICES = 128  # indices of an index space that are followed one by one
 HASHED_CONTENTS = 64  # those of them whose content is hashed, too
 CLOSED = ("ended", "left")  # states of a pass that draws no more
 HEAD_DRAWS = 64  # draws at the beginning whose order has its own hash
+EVALUATED_ROWS = 16  # samples of an evaluation that are recorded by content
 FIRST_CONTENTS = 16  # samples of the first batch whose content is always hashed
 
 _UINT64 = (1 << 64) - 1
@@ -250,7 +251,7 @@ class Pass:
             repeats=self._repeats,
             opaque=self._opaque,
             hits=tuple(self._hits) if not self._opaque else (),
-            rows=tuple(self._rows) if trained else (),
+            rows=tuple(self._rows if trained else self._rows[:EVALUATED_ROWS]),
             head=Head(len(head), digest_of(_whole_numbers(head))),
             sketch=self._sketch.summary() if sketched else None,
             to_end=(
