@@ -271,26 +271,34 @@ def of_world(path: str, node: ast.AST) -> bool:
 
 
 def scaled_by_world(run: Run, what: str) -> Location | None:
-    """Return the first line that divides or multiplies something so named by the number of ranks.
-
-    Functions that reduce a loss scale what is reduced.
-    """
-    for path in files_of(run):
-        for scope in _scopes(path):
-            inside = list(walk_scope(scope.body))
-            called = [last_name(each.func) for each in inside if isinstance(each, ast.Call)]
-            if what == "loss" and any(map(_REDUCES.match, called)):
-                continue
-            for node in inside:
-                value, factor = _scaled(node)
-                if value is None or factor is None or not of_world(path, factor):
-                    continue
-                if what in ast.unparse(value).lower():
-                    return Location(path, getattr(node, "lineno", 0))
-    return None
+    """Return the first line that scales something so named by the number of ranks."""
+    lines = (
+        Location(path, getattr(node, "lineno", 0))
+        for path in files_of(run)
+        for node in nodes_of(path)
+        if _scales_by_world(path, node, what)
+    )
+    return next(lines, None)
 
 
-_REDUCES = re.compile(r"(all_)?reduce$")
+def scales_by_world(at: Location, what: str) -> bool:
+    """Return whether a line divides or multiplies something so named by the number of ranks."""
+    return any(
+        _scales_by_world(at.path, node, what)
+        for node in nodes_of(at.path)
+        if getattr(node, "lineno", 0) == at.line
+    )
+
+
+def _scales_by_world(path: str, node: ast.AST, what: str) -> bool:
+    value, factor = _scaled(node)
+    if value is None or factor is None or not of_world(path, factor):
+        return False
+    # What is reduced first is divided rightly.
+    text = ast.unparse(value).lower()
+    return what in text and "reduce(" not in text
+
+
 _SCALES = (ast.Div, ast.FloorDiv, ast.Mult)
 
 

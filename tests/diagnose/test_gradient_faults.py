@@ -176,7 +176,7 @@ def loss_scale(factor: float, call: str = "all_reduce") -> JsonObject:
     return {"kind": "loss_scale", "step": 0, "call": call, "factor": factor, **AT}
 
 
-DIVIDED = "def main():\n    world = dist.get_world_size()\n    loss = loss / world\n"
+DIVIDED = "loss = model(x)\nloss = loss / world_size\nloss.backward()\n"
 """A script that divides its loss."""
 
 
@@ -187,15 +187,22 @@ DIVIDED = "def main():\n    world = dist.get_world_size()\n    loss = loss / wor
         (loss_scale(1.0), "", [Severity.INFO]),
         (loss_scale(0.5, ""), DIVIDED, [Severity.WARNING]),
         # As many batches are accumulated as there are ranks.
-        (loss_scale(0.5, ""), DIVIDED.replace("/ world", "/ accumulated"), []),
+        (loss_scale(0.5, ""), DIVIDED.replace("/ world_size", "/ accumulated"), []),
         # It is what a log shows.
-        (loss_scale(0.5, ""), f"{DIVIDED}    dist.all_reduce(loss)\n", []),
+        (
+            loss_scale(0.5, ""),
+            "loss = model(x)\nloss = loss / 2\nloss.backward()\nprint(loss / world_size)\n",
+            [],
+        ),
     ],
 )
 def test_a_loss_scaled_by_the_number_of_ranks(
     tmp_path: Path, record: JsonObject, script: str, expected: list[Severity]
 ) -> None:
-    found = findings_of(tmp_path / "run", [record], [record], script=script)
+    path = str(tmp_path / "run" / "train.py")
+    forward: JsonObject = {"kind": "site", "phase": "forward", "path": path, "line": 1}
+    records = [forward, {**record, "path": path, "line": 3}]
+    found = findings_of(tmp_path / "run", records, records, script=script)
     assert [(each.code, each.severity) for each in found] == [("DDP329", each) for each in expected]
 
 

@@ -11,7 +11,7 @@ import torch
 from ddpdoctor.probe.observers import collective_calls
 from ddpdoctor.probe.observers.buffers import OtherModels
 from ddpdoctor.probe.observers.ddp_modules import Replica, Replicas
-from ddpdoctor.probe.observers.gradients import Edits, Gradients, LossScale
+from ddpdoctor.probe.observers.gradients import Edits, Gradients, LossScale, Outside
 from ddpdoctor.probe.observers.samples import Samples
 from ddpdoctor.probe.runtime.sites import NOWHERE
 from ddpdoctor.run.records.base import JsonObject
@@ -201,3 +201,30 @@ def test_models_beside_ddp_that_are_evaluated(mode: str, expected: list[str]) ->
     assert [each["type"] for each in found] == expected
     norm = torch.linalg.vector_norm(average.weight.detach().double()).item()
     assert all(each["values"][0] == pytest.approx(norm) for each in found)
+
+
+@pytest.mark.parametrize(("joint", "expected"), [(True, [0, 1, 2, 3]), (False, [])])
+def test_parameters_that_are_trained_beside_a_module(
+    joint: bool, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records: list[JsonObject] = []
+    state = a_rank(records)
+    ddp, replicas, replica = replica_of(state, torch.nn.Linear(3, 1))
+    other = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([*ddp.module.parameters(), other], lr=0.1)
+    monkeypatch.setattr("ddpdoctor.probe.observers.gradients.all_made", lambda: [optimizer])
+    outside = Outside(state, replicas)
+    for step in range(4):
+        state.tracker.steps = step
+        outside.backward_begins()
+        replica.reduced += 1
+        if joint:
+            other.grad = torch.ones(2)
+        outside.backward_ended()
+        if not joint:
+            outside.backward_begins()
+            other.grad = torch.ones(2)
+            outside.backward_ended()
+        outside.step_begins(optimizer)
+    assert [each["step"] for each in records] == expected
+    assert all([*each["gradients"]] == ["parameter 2 of shape (2,)"] for each in records)

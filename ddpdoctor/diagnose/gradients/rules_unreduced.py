@@ -428,8 +428,9 @@ def trained_outside_ddp(run: Run) -> Iterator[Finding]:
 
     What it finds
         Parameters of an optimizer that are in no DDP module (weights of the loss, a second network,
-        a temperature), equal on all ranks before the first step. Their gradients differ between
-        ranks when the optimizer uses them, and so do the parameters since then.
+        a temperature) and get gradients in the backward of one, equal on all ranks before the first
+        step. Their gradients differ between ranks when the optimizer uses them, and so do the
+        parameters since then.
 
     Why it is bad
         DDP averages the gradients of its module only. Each rank trains a separate copy of the rest,
@@ -449,12 +450,15 @@ def trained_outside_ddp(run: Run) -> Iterator[Finding]:
             model = DDP(net)
 
     When it stays silent
-        For parameters that differ from the beginning (shards, parts of a pipeline), for gradients
-        that are averaged by hand, with `all_to_all`, and while the parameters are equal.
+        For parameters that differ from the beginning (shards, parts of a pipeline), for a model
+        with a backward of its own, which each rank may keep for itself, for gradients that are
+        averaged by hand, with `all_to_all`, if each rank saves a separate file, and while the
+        parameters are equal.
     """
     for found in unreduced(run, "outside"):
         members = [rank for rank in run.last if rank.rank in found.ranks]
-        if len(members) < len(run.last) or any(map(_exchanges_parts, members)):
+        parts = any(map(_exchanges_parts, members)) or _separate_files(members)
+        if len(members) < len(run.last) or parts:
             continue
         mine = [
             next(each for each in rank.records.of(UnreducedRecord) if each.ddp == found.ddp)

@@ -20,6 +20,7 @@ from ddpdoctor.diagnose.source_operations import (
     ranks_that_write,
     reduces_gradients,
     scaled_by_world,
+    scales_by_world,
     written_on_some_ranks,
 )
 from ddpdoctor.run.records.model import (
@@ -516,7 +517,7 @@ def scaled_by_world_size(run: Run) -> Iterator[Finding]:
     reduced = [(rank, each) for rank, each in losses if each.call]
     if reduced:
         yield _reduced_loss(run, tuple(rank for rank, _ in reduced), reduced[0][1])
-    elif losses and (at := scaled_by_world(run, "loss")) is not None:
+    elif losses and (at := _loss_divided(run, losses[0][1])) is not None:
         yield _scaled(
             run,
             "the loss is divided by the number of ranks before backward, and DDP divides the "
@@ -531,6 +532,16 @@ def scaled_by_world_size(run: Run) -> Iterator[Finding]:
             if found is not None:
                 yield found
                 return
+
+
+def _loss_divided(run: Run, record: LossScaleRecord) -> Location | None:
+    """Return the line between forward and backward that divides a loss by the number of ranks."""
+    member, backward = run.last[0], record.location
+    lines = operation_lines(("div", "mul"), member.site("forward"), backward)
+    within = [each for each in lines if scales_by_world(each, "loss")]
+    if backward is not None and scales_by_world(backward, "loss"):
+        within.append(backward)
+    return within[0] if within else None
 
 
 def _reduced_loss(run: Run, ranks: tuple[int, ...], record: LossScaleRecord) -> Finding:

@@ -25,6 +25,7 @@ _SHOWS = re.compile(
     r"(print|log|info|debug|warning|write|writerow|add_scalars?|log_metrics?|log_dict|save|dump|dumps"
     r"|savetxt|to_csv|open|set_postfix|set_description)$"
 )
+_RANK = re.compile(r"\brank\b|\bshard\b|\bpart\b", re.IGNORECASE)
 _COMPARES = ("max", "min")
 _RATIO = re.compile(
     r"f1|fbeta|precision|recall|auc|auroc|accuracy|score|iou|dice|bleu|rouge|wer$|kappa|mcc|mean$"
@@ -259,7 +260,7 @@ def _shown(
 
 def _about(path: str, scope: Function, value: ast.expr, results: set[str]) -> bool:
     """Return whether a value, or the text that a name in it is set to, names the rank."""
-    if names_rank(path, value):
+    if names_rank(path, value) or any(_RANK.search(text) for text in _texts(value)):
         return True
     names = {each.id for each in ast.walk(value) if isinstance(each, ast.Name)} - results
     return any(
@@ -268,6 +269,11 @@ def _about(path: str, scope: Function, value: ast.expr, results: set[str]) -> bo
                 for each in ast.walk(source))
         for source in _sources(scope, names)
     )  # fmt: skip
+
+
+def _texts(value: ast.expr) -> list[str]:
+    texts = (node.value for node in ast.walk(value) if isinstance(node, ast.Constant))
+    return [text for text in texts if isinstance(text, str)]
 
 
 def _sources(scope: Function, names: set[str]) -> Iterator[ast.expr]:

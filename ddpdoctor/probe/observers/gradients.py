@@ -17,13 +17,13 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import CodeType, FrameType
 from typing import Any
 
 from ddpdoctor.probe.observers import collective_calls, readback
-from ddpdoctor.probe.observers.ddp_modules import Mark, Replica, Replicas, Unreduced
-from ddpdoctor.probe.observers.optimizers import made_at, owned, parameters_of
+from ddpdoctor.probe.observers.ddp_modules import Mark, Replica, Replicas, Unreduced, mark_of
+from ddpdoctor.probe.observers.optimizers import all_made, made_at, owned, parameters_of
 from ddpdoctor.probe.observers.overhead import Pacing
 from ddpdoctor.probe.observers.readback import Readback, when_ready
 from ddpdoctor.probe.runtime import sites, torch_private
@@ -395,6 +395,7 @@ def _add_norms(state: RankState, record: UnreducedRecord, shown: dict[str, Any])
     state.recorder.add(when_ready([read], with_norms))
 
 
+JOINT_LOOKS = 4  # backwards in which it is looked at what else they give gradients to
 FACTOR_ERROR = 1e-3
 LOOKED_AT = 8  # backwards whose graph is looked at from the loss on
 MAX_NODES = 64  # nodes of it
@@ -453,45 +454,93 @@ class LossScale(Observer):
                 self.state.recorder.add(LossScaleRecord(step=step, factor=factor, **place))
 
 
+@dataclass(eq=False)
+class _Beside:
+    """What an optimizer steps that belongs to no DDP module."""
+
+    ddp: int  # as in its records
+    parameters: dict[str, weakref.ref[Any]]  # the first of them
+    joint: bool = False  # a backward that DDP reduced has given them gradients
+    steps: int = 0
+
+
 class Outside(Observer):
-    """Parameters that optimizers step beside a DDP module, and that DDP does not know."""
+    """Parameters that are trained with a DDP module, and that DDP does not know.
+
+    Those that get their gradients in another backward are a model that each rank keeps for itself.
+    """
 
     def __init__(self, state: RankState, replicas: Replicas) -> None:
         super().__init__(state)
         self._replicas = replicas
-        self._steps: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
-        """By optimizer, its number and how many steps it has made."""
+        self._known: weakref.WeakKeyDictionary[Any, _Beside] = weakref.WeakKeyDictionary()
+        self._marks: list[tuple[_Beside, Any, Mark]] = []
+        self._reduced = 0
+        self._looked = 0
+
+    def optimizer_made(self) -> None:
+        """Look for its parameters in the next backwards."""
+        self._looked = 0
+        self.wake("backward_begins", "backward_ended", "step_begins")
+
+    def backward_begins(self) -> None:
+        """Note their gradients."""
+        self._looked += 1
+        if self._looked > JOINT_LOOKS:
+            self.rest("backward_begins", "backward_ended")
+        for optimizer in all_made():
+            if optimizer not in self._known and self._replicas.alive:
+                self._known[optimizer] = self._beside(optimizer)
+        self._reduced = sum(each.reduced for each in self._replicas.alive)
+        self._marks = [
+            (each, parameter, mark_of(parameter))
+            for each in self._known.values()
+            if not each.joint
+            for reference in each.parameters.values()
+            if (parameter := reference()) is not None
+        ]
+
+    def _beside(self, optimizer: Any) -> _Beside:
+        modules = [ddp.module for each in self._replicas.alive if (ddp := each.ddp()) is not None]
+        inside = {id(parameter) for module in modules for parameter in module.parameters()}
+        outside = {
+            f"parameter {place} of shape {tuple(parameter.shape)}": weakref.ref(parameter)
+            for place, parameter in enumerate(parameters_of(optimizer))
+            if id(parameter) not in inside and parameter.requires_grad
+        }
+        return _Beside(-1 - len(self._known), dict(list(outside.items())[:MEASURED]))
+
+    def backward_ended(self) -> None:
+        """Note whether the backward was one that DDP reduced."""
+        marks, self._marks = self._marks, []
+        if sum(each.reduced for each in self._replicas.alive) > self._reduced:
+            for each, parameter, mark in marks:
+                each.joint = each.joint or mark_of(parameter) != mark
 
     def step_begins(self, optimizer: Any) -> None:
         """Record the norms of some of them in the first steps, then after powers of two."""
-        alive = self._replicas.alive
-        if not alive:
+        each = self._known.get(optimizer)
+        if each is None:
             return
-        known = self._steps.setdefault(optimizer, [len(self._steps), 0])
-        known[1] += 1
-        count, budget = known[1], self.state.budget
-        if count > MAX_UNREDUCED and len(self._steps) == 1:
-            self.rest("step_begins")
+        each.steps += 1
+        if not any(one.joint and one.steps < MAX_UNREDUCED for one in self._known.values()):
+            if self._looked > JOINT_LOOKS:
+                self.rest("step_begins")
+            return
+        count, budget = each.steps, self.state.budget
         dense = count <= DENSE_UNREDUCED or not count & (count - 1)
-        if count > MAX_UNREDUCED or not dense or budget.left() < 0:
-            return
-        mine = owned(optimizer)
-        if any(mine <= each.ids for each in alive):
+        if not each.joint or count > MAX_UNREDUCED or not dense or budget.left() < 0:
             return
         with budget.spending():
-            modules = [ddp.module for each in alive if (ddp := each.ddp()) is not None]
-            inside = {id(parameter) for module in modules for parameter in module.parameters()}
-            outside = {
-                f"parameter {place} of shape {tuple(parameter.shape)}": parameter
-                for place, parameter in enumerate(parameters_of(optimizer))
-                if id(parameter) not in inside and readback.has_plain_gradient(parameter)
+            shown = {
+                name: parameter
+                for name, reference in each.parameters.items()
+                if (parameter := reference()) is not None and readback.has_plain_gradient(parameter)
             }
-            shown = dict(list(outside.items())[:MEASURED])
-            record = UnreducedRecord(
-                step=self.state.tracker.steps, ddp=-1 - known[0], cause=OUTSIDE,
-                **made_at(optimizer).place,
-            )  # fmt: skip
-            _add_norms(self.state, record, shown)
+            if shown:
+                step, place = self.state.tracker.steps, made_at(optimizer).place
+                record = UnreducedRecord(step=step, ddp=each.ddp, cause=OUTSIDE, **place)
+                _add_norms(self.state, record, shown)
 
 
 def _largest(gradient: Any) -> Any:

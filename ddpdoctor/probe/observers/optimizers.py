@@ -100,6 +100,11 @@ def owned(optimizer: Any) -> frozenset[int]:
     return each.ids
 
 
+def all_made() -> list[Any]:
+    """Return the optimizers that are remembered and alive."""
+    return list(_made)
+
+
 def made_at(optimizer: Any) -> Site:
     """Return the line that made an optimizer."""
     each = _made.get(optimizer)
