@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ddpdoctor.core.user_code import Location
-from ddpdoctor.diagnose.loops.metric_sources import ratio_reduced, use_of
+from ddpdoctor.diagnose.loops.metric_sources import evaluated_by_hand, ratio_reduced, use_of
 from ddpdoctor.run.records.training import SiteRecord
 from ddpdoctor.run.snapshot import Rank, Records, Run
 
@@ -121,3 +121,26 @@ def test_counts_reduced_beside_a_ratio_are_no_average(tmp_path: Path) -> None:
         _, lines = run_of(tmp_path / "job.py", source)
         found = ratio_reduced([Location(str(tmp_path / "job.py"), lines["call"])])
         assert (found is not None) is is_ratio
+
+
+@pytest.mark.parametrize(
+    ("items", "expected"),
+    [
+        ("range(rank, len(data), world)", 1),
+        ("data[rank::world]", 1),
+        ("data if rank == 0 else ()", 0),
+        ("data", 0),
+    ],
+)
+def test_a_loop_that_takes_the_samples_of_its_rank(
+    tmp_path: Path, items: str, expected: int
+) -> None:
+    source = f"""
+    def evaluate(model, data):
+        with torch.no_grad():
+            for x in {items}:
+                right += model(x)
+        return right / seen
+    """
+    run, _ = run_of(tmp_path / "job.py", source)
+    assert len(list(evaluated_by_hand(run))) == expected

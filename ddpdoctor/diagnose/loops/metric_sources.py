@@ -133,8 +133,21 @@ def evaluated_by_hand(run: Run) -> Iterator[Location]:
                 Location(path, node.lineno)
                 for block in blocks
                 for node in walk_scope(getattr(block, "body", []))
-                if isinstance(node, ast.For) and names_rank(path, node.iter)
+                if isinstance(node, ast.For) and _takes_part(path, node.iter)
             )
+
+
+def _takes_part(path: str, items: ast.expr) -> bool:
+    """Return whether a loop goes over ``range(rank, ...)`` or over ``samples[rank::world]``."""
+    return any(
+        (isinstance(node, ast.Subscript) and names_rank(path, node.slice))
+        or (
+            isinstance(node, ast.Call)
+            and last_name(node.func) in ("range", "islice")
+            and any(names_rank(path, each) for each in node.args)
+        )
+        for node in ast.walk(items)
+    )
 
 
 def _without_gradients(node: ast.expr) -> bool:
