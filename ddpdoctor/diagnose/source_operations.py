@@ -281,6 +281,15 @@ def scaled_by_world(run: Run, what: str) -> Location | None:
     return next(lines, None)
 
 
+def names_world_factor(run: Run) -> bool:
+    """Return whether any line divides or multiplies by the number of ranks, or averages."""
+    return scaled_by_world(run, "") is not None or any(
+        isinstance(node, ast.Attribute) and node.attr in ("AVG", "PREMUL_SUM")
+        for path in files_of(run)
+        for node in nodes_of(path)
+    )
+
+
 def scales_by_world(at: Location, what: str) -> bool:
     """Return whether a line divides or multiplies something so named by the number of ranks."""
     return any(

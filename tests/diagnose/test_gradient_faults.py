@@ -224,6 +224,21 @@ def test_gradients_scaled_by_the_number_of_ranks(
     assert [each.code for each in found] == expected
 
 
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("p.grad.div_(world_size)\n", ["DDP329"]),
+        ("p.grad.data.mul_(1 / accumulated)\n", []),
+    ],
+)
+def test_a_division_in_place_is_read_as_one(
+    tmp_path: Path, script: str, expected: list[str]
+) -> None:
+    record = {"kind": "gradient_scale", "step": 3, "name": "w", "factors": [0.5] * 4}
+    found = findings_of(tmp_path / "run", [record], [record], script=script)
+    assert [each.code for each in found] == expected
+
+
 # -- schedules
 
 

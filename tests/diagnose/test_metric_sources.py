@@ -144,3 +144,26 @@ def test_a_loop_that_takes_the_samples_of_its_rank(
     """
     run, _ = run_of(tmp_path / "job.py", source)
     assert len(list(evaluated_by_hand(run))) == expected
+
+
+@pytest.mark.parametrize(
+    ("length", "shown", "expected"),
+    [
+        ("len(data)", "value.item()", False),
+        ("len(data)", "value.item() / world_size", True),
+        ("len(sampler)", "value.item()", True),
+        ("len(loader)", "value.item() / world_size", True),
+    ],
+)
+def test_a_sum_of_parts_of_the_whole_is_right(
+    tmp_path: Path, length: str, shown: str, expected: bool
+) -> None:
+    source = f"""
+    def total(loss):
+        value = torch.tensor(loss / {length})
+        dist.all_reduce(value)  # call
+        return {shown}
+    """
+    _, lines = run_of(tmp_path / "job.py", source)
+    found = ratio_reduced([Location(str(tmp_path / "job.py"), lines["call"])])
+    assert (found is not None) is expected

@@ -16,6 +16,7 @@ from ddpdoctor.diagnose.source_files import quoted
 from ddpdoctor.diagnose.source_operations import (
     MAX_CANDIDATES,
     likely_written,
+    names_world_factor,
     operation_lines,
     ranks_that_write,
     reduces_gradients,
@@ -25,6 +26,7 @@ from ddpdoctor.diagnose.source_operations import (
 )
 from ddpdoctor.run.records.model import (
     ClipRecord,
+    DdpRecord,
     EditRecord,
     GradientScaleRecord,
     LossScaleRecord,
@@ -486,8 +488,9 @@ def scaled_by_world_size(run: Run) -> Iterator[Finding]:
     What it finds
         A backward through a loss that `dist.all_reduce` has summed and that is divided by the
         number of ranks, a loss that is divided by it before backward, or gradients that the job
-        multiplies by it or its inverse between backward and `optimizer.step()`. Where the loss is
-        all-reduced but not divided: information, since torch is going to forbid it.
+        multiplies by it or its inverse between backward and `optimizer.step()`. Without DDP:
+        gradients that the job sums over the ranks while no line divides by their number. Where the
+        loss is all-reduced but not divided: information, since torch is going to forbid it.
 
     Why it is bad
         `dist.all_reduce` has no gradient: autograd passes through it as if it were not there. DDP
@@ -526,12 +529,33 @@ def scaled_by_world_size(run: Run) -> Iterator[Finding]:
             f"the loss of the first steps was multiplied by {losses[0][1].factor:.4g}",
             "Call backward on the loss as it is: DDP averages the gradients.",
         )
+    summed = reduces_gradients(run) if not any(r.records.of(DdpRecord) for r in run.last) else None
+    if summed is not None and not names_world_factor(run) and _has_reduced(run, summed):
+        yield _scaled(
+            run,
+            "the gradients are summed over the ranks, and nothing divides them by their number",
+            summed,
+            "no line of the job scales anything by the number of ranks",
+            "Divide the gradients by dist.get_world_size(), or let DDP average them.",
+        )
     for rank in run.last:
         for record in rank.records.of(GradientScaleRecord):
             found = _gradient_scale(run, record)
             if found is not None:
                 yield found
                 return
+
+
+def _has_reduced(run: Run, at: Location) -> bool:
+    """Return whether a line was the call of a sum on every rank, among the last ones."""
+    return run.exit_status == 0 and all(
+        rank.ring is not None
+        and any(
+            each.site == str(at) and each.name == "all_reduce" and each.reduce == "SUM"
+            for each in rank.ring.collectives
+        )
+        for rank in run.last
+    )
 
 
 def _loss_divided(run: Run, record: LossScaleRecord) -> Location | None:

@@ -15,8 +15,10 @@ from ddpdoctor.diagnose.source_files import (
     names_rank,
     nodes_of,
     source_of,
+    statement,
     walk_scope,
 )
+from ddpdoctor.diagnose.source_operations import scales_by_world
 from ddpdoctor.run.snapshot import Run
 
 Function: TypeAlias = "ast.Module | ast.FunctionDef | ast.AsyncFunctionDef"
@@ -25,6 +27,9 @@ _SHOWS = re.compile(
     r"(print|log|info|debug|warning|write|writerow|add_scalars?|log_metrics?|log_dict|save|dump|dumps"
     r"|savetxt|to_csv|open|set_postfix|set_description)$"
 )
+_OF_A_RANK = re.compile(r"loader|sampler|shard|subset|part|indices|batch|local|mine", re.IGNORECASE)
+"""Names of what a rank has of the data."""
+
 _RANK = re.compile(r"\brank\b|\bshard\b|\bpart\b", re.IGNORECASE)
 _COMPARES = ("max", "min")
 _RATIO = re.compile(
@@ -232,7 +237,7 @@ def _is_length_of_all(node: ast.expr) -> bool:
         isinstance(node, ast.Call)
         and last_name(node.func) == "len"
         and bool(node.args)
-        and "loader" not in last_name(node.args[0]).lower()
+        and not _OF_A_RANK.search(last_name(node.args[0]))
     )
 
 
@@ -319,6 +324,8 @@ class Averaged(NamedTuple):
     """The line that computes it."""
     never_a_mean: bool
     """It is a measure such as F1, whose value is no average of those of parts, equal or not."""
+    over_all: bool = False
+    """It is divided by the length of the whole data set: the sum over the ranks is right."""
 
 
 def ratio_reduced(chain: Sequence[Location]) -> Averaged | None:
@@ -329,7 +336,24 @@ def ratio_reduced(chain: Sequence[Location]) -> Averaged | None:
     """
     calls = _calls_at(chain[0]) if chain else ()
     call = next((each for each in calls if last_name(each.func) in ("all_reduce", "reduce")), None)
-    return _ratio(chain, call.args[0], MAX_DEPTH) if call is not None and call.args else None
+    found = _ratio(chain, call.args[0], MAX_DEPTH) if call is not None and call.args else None
+    if found is not None and found.over_all and not any(map(_averages, chain[:2])):
+        return None
+    return found
+
+
+def _averages(at: Location) -> bool:
+    """Return whether the function of a line divides by the number of ranks."""
+    scope = _scope(at)
+    lines = (
+        {node.lineno for node in walk_scope(scope.body) if isinstance(node, ast.stmt)}
+        if scope
+        else ()
+    )
+    return any(
+        scales_by_world(Location(at.path, line), "") or "ReduceOp.AVG" in statement(at.path, line)
+        for line in lines
+    )
 
 
 def _calls_at(at: Location) -> Iterator[ast.Call]:
@@ -359,7 +383,8 @@ def _ratio(chain: Sequence[Location], value: ast.expr, depth: int) -> Averaged |
     if isinstance(value, ast.BinOp):
         divides = isinstance(value.op, (ast.Div, ast.FloorDiv))
         if divides and "world" not in ast.unparse(value.right).lower():
-            return Averaged(Location(at.path, value.lineno), False)
+            over_all = _is_length_of_all(value.right)
+            return Averaged(Location(at.path, value.lineno), False, over_all)
         return None
     if isinstance(value, ast.Call):
         return _ratio_of_call(chain, value, depth)

@@ -220,10 +220,13 @@ def _averaged(run: Run, each: list[Pass]) -> Finding | None:
         # Counts are reduced, too: a ratio may be weighted by them.
         return None
     uneven = len({one.record.draws for one in each}) > 1
-    found = next((ratio for ratio in ratios if uneven or ratio.never_a_mean), None)
+    wrong = (each for each in ratios if uneven or each.never_a_mean or each.over_all)
+    found = next(wrong, None)
     if found is None:
         return None
     why = "the shards have different sizes"
+    if found.over_all:
+        why = "each is divided by the length of all the data already"
     if found.never_a_mean:
         why = "its value for all samples is not the average of those of parts"
     return Finding(
