@@ -27,6 +27,7 @@ from ddpdoctor.run.records.model import (
     GraphCutRecord,
     NeverUsedRecord,
 )
+from ddpdoctor.run.records.process import ErrorRecord
 from ddpdoctor.run.snapshot import Rank, Run
 
 LARGE = 0.1
@@ -108,6 +109,19 @@ def _never_used(run: Run, number: int, seen: OfModule[NeverUsedRecord]) -> Itera
     )
 
 
+def _fix_of_unused(some: bool, error: ErrorRecord | None, cut: GraphCutRecord | None) -> str:
+    if cut is not None:
+        return _fix_of_cut(cut)
+    if error is not None and "`find_unused_parameters=True` is enabled" in error.message:
+        return "Let every output of forward take part in the loss on every rank, or return fewer."
+    if some:
+        return "Take the same branch on every rank, or pass find_unused_parameters=True to DDP."
+    return (
+        "Use them in the loss, freeze them before DDP is built, or pass "
+        "find_unused_parameters=True if they are unused now and then."
+    )
+
+
 def _cut(run: Run) -> GraphCutRecord | None:
     """Return the first collective that lost the graph of what it was given."""
     cuts = (record for rank in run.last for record in rank.records.of(GraphCutRecord))
@@ -159,26 +173,15 @@ def _unused(run: Run, missing: Missing) -> Finding:
     if some:
         evidence.append(f"{named(missing.silent)} missed none in that backward")
     cut = _cut(run) if not some else None
-    fix = (
-        "Use them in the loss, freeze them before DDP is built, or pass "
-        "find_unused_parameters=True if they are unused now and then."
-    )
-    if some:
-        fix = "Take the same branch on every rank, or pass find_unused_parameters=True to DDP."
-    if error is not None and "`find_unused_parameters=True` is enabled" in error.message:
-        fix = "Let every output of forward take part in the loss on every rank, or return fewer."
-    source = first or error
-    location = source.location if source is not None else None
-    if cut is not None:
-        fix, location = _fix_of_cut(cut), cut.location
+    source = cut or first or error
     return Finding(
         code="DDP305",
         severity=Severity.ERROR,
         message=f"{what} got no gradient {who}" + (f": {listed(names, count)}" if names else ""),
         ranks=missing.ranks,
-        location=location,
+        location=source.location if source is not None else None,
         evidence=(*evidence, *missing.evidence(), *_cut_evidence(cut)),
-        fix=fix,
+        fix=_fix_of_unused(some, error, cut),
         traceback=error.traceback if error is not None else "",
         about=f"module {missing.ddp}",
     )

@@ -57,7 +57,7 @@ def schedule_length(run: Run) -> Iterator[Finding]:
                 ranks=tuple(rank.rank for rank in run.last),
                 location=record.location,
                 evidence=(
-                    f"after {record.steps} training steps {record.scheduler} had come to position "
+                    f"before training step {record.steps} {record.scheduler} had come to position "
                     f"{record.position}",
                     f"there are {world} ranks",
                 ),
@@ -94,8 +94,8 @@ def _judged(run: Run, record: ScheduleRecord, world: int) -> tuple[str, str] | N
     longer = holds(steps * world - later)
     if longer is not None:
         return (
-            f"{record.scheduler} is made for {longer} steps, and training took {steps}: each of "
-            f"{world} ranks takes only its part of the batches",
+            f"{record.scheduler} is made for {longer} steps, and training took {steps + 1}: each "
+            f"of {world} ranks takes only its part of the batches",
             "Compute the length from the steps that a rank takes: epochs * len(loader), with the "
             "loader that has the DistributedSampler.",
         )
@@ -105,8 +105,8 @@ def _judged(run: Run, record: ScheduleRecord, world: int) -> tuple[str, str] | N
         divided = scaled_by_world(run, "len") or scaled_by_world(run, "steps")
     if shorter is not None and divided is not None:
         return (
-            f"{record.scheduler} is made for {shorter} steps, and training took {steps}: {divided} "
-            f"divides by the {world} ranks what is each rank's part already",
+            f"{record.scheduler} is made for {shorter} steps, and training took {steps + 1}: "
+            f"{divided} divides by the {world} ranks what is each rank's part already",
             "Leave the division out: len(loader) is what one rank takes.",
         )
     return None

@@ -451,7 +451,7 @@ def trained_outside_ddp(run: Run) -> Iterator[Finding]:
 
     When it stays silent
         For parameters that differ from the beginning (shards, parts of a pipeline), for a model
-        with a backward of its own, which each rank may keep for itself, for gradients that are
+        with a separate backward, which each rank may keep for itself, for gradients that are
         averaged by hand, with `all_to_all`, if each rank saves a separate file, and while the
         parameters are equal.
     """

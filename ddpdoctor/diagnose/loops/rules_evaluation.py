@@ -22,6 +22,7 @@ from ddpdoctor.diagnose.data.draws import (
     same_part,
 )
 from ddpdoctor.diagnose.loops.metric_sources import (
+    Averaged,
     evaluated_by_hand,
     indexed_by_rank,
     ratio_reduced,
@@ -205,20 +206,7 @@ def _averaged(run: Run, each: list[Pass]) -> Finding | None:
     """Return what is wrong with an evaluation after which ratios of the ranks are averaged."""
     if any(one.record.gathers for one in each):
         return None
-    rank = run.rank(each[0].rank)
-    later = [one.record.time for one in passes_of(rank) if one.trains]
-    begun = each[0].record.closed
-    until = min((time for time in later if time > begun), default=run.taken)
-    calls = rank.ring.collectives if rank.ring is not None else ()
-    reduced = [
-        ratio_reduced([at for site in (call.site, *call.callers) if (at := location(site))])
-        for call in calls
-        if "reduce" in call.name and begun <= call.began <= until
-    ]
-    ratios = [found for found in reduced if found is not None]
-    if not ratios or len(ratios) < len(reduced):
-        # Counts are reduced, too: a ratio may be weighted by them.
-        return None
+    ratios = _reduced_ratios(run, each[0])
     uneven = len({one.record.draws for one in each}) > 1
     wrong = (each for each in ratios if uneven or each.never_a_mean or each.over_all)
     found = next(wrong, None)
@@ -240,6 +228,21 @@ def _averaged(run: Run, each: list[Pass]) -> Finding | None:
         fix="all_reduce the sums and counts, and compute the metric from these. Gather the "
         "predictions if it is no quotient of sums.",
     )
+
+
+def _reduced_ratios(run: Run, one: Pass) -> list[Averaged]:
+    """Return the ratios that a rank reduced after an evaluation; none if it reduced counts, too."""
+    rank, begun = run.rank(one.rank), one.record.closed
+    later = [each.record.time for each in passes_of(rank) if each.trains]
+    until = min((time for time in later if time > begun), default=run.taken)
+    calls = rank.ring.collectives if rank.ring is not None else ()
+    found = [
+        ratio_reduced([at for site in (call.site, *call.callers) if (at := location(site))])
+        for call in calls
+        if "reduce" in call.name and begun <= call.began <= until
+    ]
+    ratios = [each for each in found if each is not None]
+    return ratios if len(ratios) == len(found) else []
 
 
 def _shares(each: list[Pass]) -> tuple[str, ...]:

@@ -185,16 +185,7 @@ class Gradients(Observer):
         """Check a module after a synchronized backward."""
         budget = self.state.budget
         if each.reduced == NORMALIZING_AT:
-            layers = [
-                name
-                for name, module in ddp.module.named_modules()
-                if module.training and torch_private.normalizes_alone(module)
-            ]
-            if layers:
-                first = tuple(layers[:MAX_NAMED])
-                self.state.recorder.add(
-                    BatchNormRecord(ddp=each.number, layers=first, count=len(layers))
-                )
+            self._record_normalizing(each, ddp)
         # DDP's constructor sets a static graph after its events.
         unused = ddp.find_unused_parameters
         most = USED_FOR if unused else MAX_CHECKED
@@ -206,12 +197,8 @@ class Gradients(Observer):
                     self._find_missing(each, ddp)
         count = each.reduced
         search = not count & (count - 1) or count % SEARCH_EVERY == 0
-        flexible = unused or getattr(ddp, "static_graph", False)
-        if flexible and (count <= DENSE_LOOKS or search) and budget.left() >= 0:
-            with budget.spending():
-                self._look_for_zeros(each, ddp)
-                if count == RECORDED_AT:
-                    self._record_never(each)
+        if (unused or getattr(ddp, "static_graph", False)) and (count <= DENSE_LOOKS or search):
+            self._look_for_zeros(each, ddp)
         if (search or (each.guards and not each.added and each.thawed)) and budget.left() >= 0:
             with budget.spending():
                 each.added = [
@@ -219,6 +206,19 @@ class Gradients(Observer):
                     for name, parameter in torch_private.reduced_parameters(ddp)
                     if id(parameter) not in each.ids
                 ]
+
+    def _record_normalizing(self, each: Replica, ddp: Any) -> None:
+        """Record the layers that take statistics of this rank's batch alone."""
+        layers = [
+            name
+            for name, module in ddp.module.named_modules()
+            if module.training and torch_private.normalizes_alone(module)
+        ]
+        if layers:
+            first = tuple(layers[:MAX_NAMED])
+            self.state.recorder.add(
+                BatchNormRecord(ddp=each.number, layers=first, count=len(layers))
+            )
 
     def rank_fails(self, error: BaseException) -> None:
         """Record parameters that were frozen or replaced, if DDP missed their gradients."""
@@ -262,8 +262,15 @@ class Gradients(Observer):
         With these options DDP gives outputs that the loss does not use a gradient of zeros.
         """
         torch: Any = sys.modules["torch"]
-        if readback.capturing(torch):
+        budget = self.state.budget
+        if budget.left() < 0 or readback.capturing(torch):
             return
+        with budget.spending():
+            self._keep_largest(torch, each, ddp)
+            if each.reduced == RECORDED_AT:
+                self._record_never(each)
+
+    def _keep_largest(self, torch: Any, each: Replica, ddp: Any) -> None:
         parameters = (each.parameter(index) for index in range(len(each.names)))
         gradients = [None if one is None else one.grad for one in parameters]
         device = next((one.device for one in gradients if one is not None), None)

@@ -290,12 +290,7 @@ class Optimizers(Observer):
         if habit is None:
             self._habits[each.site, id(first)] = _Habit(each, number, number, epoch, shape, rate)
             return
-        kept = optimizer.state.get(first)
-        # The optimizer has state that its next step would need.
-        remembers = isinstance(kept, dict) and any(
-            isinstance(value, sys.modules["torch"].Tensor) and value.shape == first.shape
-            for value in kept.values()
-        )
+        remembers = _remembers(optimizer, first)
         same = shape == habit.shape and _is_near(rate, habit.rate)
         one = habit.last.steps > 1 and epoch == habit.epoch + 1 and same
         habit.epochs = habit.epochs + 1 if one and remembers else 0
@@ -317,6 +312,15 @@ class Optimizers(Observer):
                     **each.site.place,
                 )
             )
+
+
+def _remembers(optimizer: Any, parameter: Any) -> bool:
+    """Return whether an optimizer has state of a parameter that its next step would need."""
+    kept = optimizer.state.get(parameter)
+    return isinstance(kept, dict) and any(
+        isinstance(value, sys.modules["torch"].Tensor) and value.shape == parameter.shape
+        for value in kept.values()
+    )
 
 
 def _is_near(rate: Any, before: Any) -> bool:
