@@ -228,3 +228,34 @@ def test_parameters_that_are_trained_beside_a_module(
         outside.step_begins(optimizer)
     assert [each["step"] for each in records] == expected
     assert all([*each["gradients"]] == ["parameter 2 of shape (2,)"] for each in records)
+
+
+def test_a_graph_whose_tensors_are_freed_is_left_alone() -> None:
+    records: list[JsonObject] = []
+    state = a_rank(records)
+    replicas = Replicas(state)
+    replicas.alive.append(object())  # type: ignore[arg-type]
+    watching = LossScale(state, replicas)
+    weight = torch.ones(3, requires_grad=True)
+    loss = (weight * weight.detach()).mean() * weight.mean()
+    torch.autograd.backward(loss)
+    for _ in range(3):
+        watching.graph_begins(loss)
+        watching.graph_begins(None)
+    assert records == []
+
+
+def test_sparse_gradients_are_no_zeros() -> None:
+    records: list[JsonObject] = []
+    state = a_rank(records, Purse(1 << 40))
+    module = torch.nn.Embedding(8, 2, sparse=True)
+    ddp, replicas, replica = replica_of(state, module)
+    pacing: Any = type("Pacing", (), {"settling": False})()
+    gradients = Gradients(state, replicas, pacing)
+    for number in range(1, 9):
+        module.weight.grad = None
+        torch.autograd.backward(module(torch.tensor([1, 3])).square().sum())
+        replica.reduced = number
+        gradients._check(replica, ddp)
+    gradients.rank_ends()
+    assert [each.get("count", 0) for each in records if each["kind"] == "never_used"] == [0]

@@ -144,7 +144,7 @@ def _backward_begins(tensors: Any, *args: Any, accumulate_grad: bool = False, **
     loss = None
     if not tracker.light and len(tensors) == 1 and tensors[0].numel() == 1:
         loss = readback.loss_reader(unscaled(tensors[0]))
-    for subscriber in events.graph_begins:
+    for subscriber in events.graph_begins if tensors else ():
         subscriber(unscaled(tensors[0]))
     site = _backs.sites()[0]
     if not tracker.enter(_BACKWARD, site):

@@ -203,15 +203,19 @@ class OtherModels(Observer):
         """Follow a model from its first ``eval()`` on."""
         if len(self._known) < MAX_OTHERS and all(each() is not module for each in self._known):
             self._known.append(weakref.ref(module))
+            self.wake("batch_fetched")
 
     def batch_fetched(self, iterator: Any, data: Any) -> None:
         """Record norms of its parameters as an evaluation begins."""
         torch: Any = sys.modules["torch"]
         armed = self.state.tracker.armed
-        if armed == self._last or not self._known or torch.is_grad_enabled():
+        if not self._known or self._count >= MAX_EVALUATIONS:
+            self.rest("batch_fetched")
+            return
+        if armed == self._last or torch.is_grad_enabled():
             return
         self._last = armed
-        if self._count >= MAX_EVALUATIONS or self._replicas.alive == []:
+        if not self._replicas.alive:
             return
         self._count += 1
         with self.state.budget.spending():

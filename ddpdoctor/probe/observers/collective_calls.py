@@ -282,7 +282,7 @@ class Ledger(Calls):
     ) -> _Alike | None:
         """Store what equal calls have in common. Return None if this rank is not in their group."""
         tensor, op, root, group_root, group, flags = call
-        if tensor is not None and tensor.grad_fn is not None:
+        if getattr(tensor, "grad_fn", None) is not None:
             _note_graph(name, tensor, chain[0], self._steps())
         # The default group may be re-created, but not renamed.
         known = self._groups.get(DEFAULT_GROUP if group is None else group.group_name)

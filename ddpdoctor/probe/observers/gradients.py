@@ -282,7 +282,7 @@ class Gradients(Observer):
                     zero
                     if gradient is None
                     else _largest(gradient).float()
-                    if readback.is_plain(gradient)
+                    if readback.is_plain(gradient) and gradient.layout is torch.strided
                     else other
                     for gradient in gradients
                 ]
@@ -426,8 +426,8 @@ class LossScale(Observer):
         self._looked += 1
         if self._looked > LOOKED_AT:
             self.rest("graph_begins")
-        elif loss.grad_fn is not None:
-            self._follow(loss.grad_fn, reduced)
+        elif (root := getattr(loss, "grad_fn", None)) is not None:
+            self._follow(root, reduced)
         reduced.clear()
 
     def _follow(self, root: Any, reduced: list[tuple[Any, str, Site]]) -> None:

@@ -173,7 +173,11 @@ def scalar_factor(node: Any) -> float | None:
     name = node.name()
     if name not in ("MulBackward0", "DivBackward0"):
         return None
-    other = getattr(node, "_saved_other", None)
+    try:
+        other = getattr(node, "_saved_other", None)
+    except RuntimeError:
+        # A backward has freed it.
+        return None
     if other is None or other.device.type != "cpu" or other.numel() != 1 or other.requires_grad:
         return None
     value = float(other)
