@@ -349,6 +349,55 @@ def returned_gradients(run: Run) -> Location | None:
     return next(calls, None)
 
 
+_LENGTH = re.compile(r"total|steps|iter|t_?max|decay|horizon", re.IGNORECASE)
+"""Names of how long a schedule is."""
+
+
+_GLOBAL = re.compile(r"global|effective|total_batch", re.IGNORECASE)
+"""Names of a batch of all ranks."""
+
+
+def steps_of_all_data(run: Run) -> Location | None:
+    """Return the line that computes a number of steps from the length of data that is sharded.
+
+    ``epochs * len(data) // batch``, where ``DistributedSampler(data)`` gives each rank a part.
+    """
+    for path in files_of(run):
+        sharded = {
+            ast.unparse(node.args[0])
+            for node in nodes_of(path)
+            if isinstance(node, ast.Call)
+            and last_name(node.func) == "DistributedSampler"
+            and node.args
+        }
+        # `batch = per_rank * world_size`
+        of_all = {
+            last_name(target)
+            for node in nodes_of(path)
+            if isinstance(node, ast.Assign) and of_world(path, node.value)
+            for target in node.targets
+        }
+        for node in nodes_of(path):
+            if not isinstance(node, ast.Assign) or of_world(path, node.value):
+                continue
+            names = {last_name(each) for each in ast.walk(node.value)}
+            if names & of_all or any(_GLOBAL.search(each) for each in names):
+                continue
+            lengths = {
+                ast.unparse(each.args[0])
+                for each in ast.walk(node.value)
+                if isinstance(each, ast.Call) and last_name(each.func) == "len" and each.args
+            }
+            divides = any(
+                isinstance(each, ast.BinOp) and isinstance(each.op, (ast.Div, ast.FloorDiv))
+                for each in ast.walk(node.value)
+            )
+            named = any(_LENGTH.search(last_name(each)) for each in node.targets)
+            if named and divides and lengths & sharded:
+                return Location(path, node.lineno)
+    return None
+
+
 _BATCH = re.compile(r"batch|\bbs\b", re.IGNORECASE)
 _RATE = re.compile(r"(^|_)lr($|_)|learning_rate", re.IGNORECASE)
 

@@ -293,3 +293,26 @@ def test_a_rate_scaled_by_the_batch_of_one_rank(tmp_path: Path) -> None:
         found = findings_of(tmp_path / str(number), [step], [step], script=f"{line}\n")
         assert [each.code for each in found] == expected
         assert all("64 in one of all ranks" in each.evidence[0] for each in found)
+
+
+@pytest.mark.parametrize(
+    ("script", "rates", "expected"),
+    [
+        ("total = epochs * len(data) // 16", (0.1, 0.2, 0.3, 0.2), ["DDP331"]),
+        ("total = epochs * len(data) // 16", (0.1, 0.1, 0.1, 0.1), []),
+        ("total = epochs * len(data) // (16 * world_size)", (0.1, 0.2, 0.3, 0.4), []),
+        ("total = epochs * len(loader) // 2", (0.1, 0.2, 0.3, 0.4), []),
+        ("total = epochs * len(data) // global_batch", (0.1, 0.2, 0.3, 0.4), []),
+        ("b = 4 * world_size\ntotal = epochs * len(data) // b", (0.1, 0.2, 0.3, 0.4), []),
+    ],
+)
+def test_a_schedule_by_hand_over_all_the_data(
+    tmp_path: Path, script: str, rates: tuple[float, ...], expected: list[str]
+) -> None:
+    prints: list[JsonObject] = [
+        {"kind": "fingerprint", "step": step, "module": 0, "parameters": "a", "hyper": [[[rate]]]}
+        for step, rate in enumerate((*rates, 0.05))
+    ]
+    source = f"sampler = DistributedSampler(data)\n{script}\n"
+    found = findings_of(tmp_path / "run", prints, prints, script=source)
+    assert [each.code for each in found] == expected

@@ -6,12 +6,18 @@ from collections.abc import Iterator
 from statistics import median
 
 from ddpdoctor.core.finding import Finding, Severity, rule
-from ddpdoctor.diagnose.source_operations import rate_by_batch, scaled_by_world
+from ddpdoctor.diagnose.source_operations import (
+    rate_by_batch,
+    scaled_by_world,
+    steps_of_all_data,
+)
 from ddpdoctor.run.records.model import FingerprintRecord, ScheduleRecord
 from ddpdoctor.run.snapshot import Rank, Run
 
 NEAR = 0.02
 """How far a number may be from the expected one: epochs are rounded up on every rank."""
+MIN_RATES = 4
+"""Learning rates that a schedule made by hand must have had."""
 FADES = ("CosineAnnealingLR", "LambdaLR", "OneCycleLR", "PolynomialLR")
 """Schedulers that end at a small learning rate."""
 
@@ -25,7 +31,8 @@ def schedule_length(run: Run) -> Iterator[Finding]:
         option (`T_max`, `total_steps`, a number that its function uses) that is as many times the
         number of steps as there are ranks. Or a scheduler of the right length that was stepped as
         many times per step as there are ranks, or one that is shorter by that factor where a line
-        divides a number of steps by the number of ranks.
+        divides a number of steps by the number of ranks. Without a scheduler, a rate that changes
+        and a line that computes a number of steps from the length of sharded data.
 
     Why it is bad
         Each rank takes `len(data) / world_size` steps. A schedule made for all the data has come to
@@ -65,6 +72,30 @@ def schedule_length(run: Run) -> Iterator[Finding]:
                 about=f"schedule {record.path}:{record.line}",
             )
             return
+    yield from _by_hand(run)
+
+
+def _by_hand(run: Run) -> Iterator[Finding]:
+    """Yield a schedule without a scheduler whose length is that of all the data."""
+    first = run.last[0]
+    rates = list(dict.fromkeys(_rates(first)))
+    at = steps_of_all_data(run)
+    if at is None or len(rates) < MIN_RATES or first.records.of(ScheduleRecord):
+        return
+    yield Finding(
+        code="DDP331",
+        severity=Severity.WARNING,
+        message="the job computes its learning rate with a number of steps over all the data, and "
+        f"each of {run.world_size} ranks takes only its part of them",
+        ranks=tuple(rank.rank for rank in run.last),
+        location=at,
+        evidence=(
+            f"the rates that were recorded go from {max(rates):.4g} to {rates[-1]:.4g}",
+            "the line divides the length of the data, and not by the number of ranks",
+        ),
+        fix="Compute the length from the steps that a rank takes: epochs * len(loader).",
+        about="schedule by hand",
+    )
 
 
 def _judged(run: Run, record: ScheduleRecord, world: int) -> tuple[str, str] | None:
@@ -136,7 +167,7 @@ def rate_by_local_batch(run: Run) -> Iterator[Finding]:
     """
     if run.world_size < 2 or len(run.last) < run.world_size:
         return
-    at, samples, rate = rate_by_batch(run), _samples(run.last[0]), _rate(run.last[0])
+    at, samples, rate = rate_by_batch(run), _samples(run.last[0]), next(_rates(run.last[0]), None)
     if at is None or samples is None:
         return
     yield Finding(
@@ -161,10 +192,9 @@ def _samples(rank: Rank) -> int | None:
     return round(median(sizes)) if sizes else None
 
 
-def _rate(rank: Rank) -> float | None:
+def _rates(rank: Rank) -> Iterator[float]:
+    """Yield the learning rates of the first parameter group, where they were recorded."""
     for record in rank.records.of(FingerprintRecord):
-        for groups in record.hyper or ():
-            for group in groups:
-                if group and isinstance(group[0], float):
-                    return group[0]
-    return None
+        group = next((group for groups in record.hyper or () for group in groups), ())
+        if group and isinstance(group[0], float):
+            yield group[0]
