@@ -363,39 +363,45 @@ def steps_of_all_data(run: Run) -> Location | None:
     ``epochs * len(data) // batch``, where ``DistributedSampler(data)`` gives each rank a part.
     """
     for path in files_of(run):
+        calls = [node for node in nodes_of(path) if isinstance(node, ast.Call) and node.args]
         sharded = {
-            ast.unparse(node.args[0])
-            for node in nodes_of(path)
-            if isinstance(node, ast.Call)
-            and last_name(node.func) == "DistributedSampler"
-            and node.args
+            ast.unparse(call.args[0])
+            for call in calls
+            if last_name(call.func) == "DistributedSampler"
         }
+        assigned = [node for node in nodes_of(path) if isinstance(node, ast.Assign)]
         # `batch = per_rank * world_size`
         of_all = {
             last_name(target)
-            for node in nodes_of(path)
-            if isinstance(node, ast.Assign) and of_world(path, node.value)
+            for node in assigned
+            if of_world(path, node.value)
             for target in node.targets
         }
-        for node in nodes_of(path):
-            if not isinstance(node, ast.Assign) or of_world(path, node.value):
-                continue
-            names = {last_name(each) for each in ast.walk(node.value)}
-            if names & of_all or any(_GLOBAL.search(each) for each in names):
-                continue
-            lengths = {
-                ast.unparse(each.args[0])
-                for each in ast.walk(node.value)
-                if isinstance(each, ast.Call) and last_name(each.func) == "len" and each.args
-            }
-            divides = any(
-                isinstance(each, ast.BinOp) and isinstance(each.op, (ast.Div, ast.FloorDiv))
-                for each in ast.walk(node.value)
-            )
+        for node in assigned:
             named = any(_LENGTH.search(last_name(each)) for each in node.targets)
-            if named and divides and lengths & sharded:
+            names = {last_name(each) for each in ast.walk(node.value)}
+            by_world = names & of_all or any(map(_GLOBAL.search, names))
+            if by_world or not named or of_world(path, node.value):
+                continue
+            if _divides_length(node.value, sharded):
                 return Location(path, node.lineno)
     return None
+
+
+def _divides_length(value: ast.expr, sharded: set[str]) -> bool:
+    """Return whether an expression divides the length of something sharded."""
+    inside = list(ast.walk(value))
+    divides = any(
+        isinstance(each, ast.BinOp) and isinstance(each.op, (ast.Div, ast.FloorDiv))
+        for each in inside
+    )
+    return divides and any(
+        isinstance(each, ast.Call)
+        and last_name(each.func) == "len"
+        and bool(each.args)
+        and ast.unparse(each.args[0]) in sharded
+        for each in inside
+    )
 
 
 _BATCH = re.compile(r"batch|\bbs\b", re.IGNORECASE)
