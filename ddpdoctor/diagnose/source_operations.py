@@ -380,7 +380,7 @@ def steps_of_all_data(run: Run) -> Location | None:
         for node in assigned:
             named = any(_LENGTH.search(last_name(each)) for each in node.targets)
             names = {last_name(each) for each in ast.walk(node.value)}
-            by_world = names & of_all or any(map(_GLOBAL.search, names))
+            by_world = names & (of_all - {""}) or any(map(_GLOBAL.search, names))
             if by_world or not named or of_world(path, node.value):
                 continue
             if _divides_length(node.value, sharded):
