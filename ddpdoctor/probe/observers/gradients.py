@@ -156,7 +156,8 @@ class Gradients(Observer):
             each.reduced += 1
             each.due = True
             each.unreduced = None
-        elif each.cause and each.unreduced is None:
+        elif each.cause and (each.unreduced is None or each.unreduced.cause == STEP_IN_NO_SYNC):
+            # What was accumulated within no_sync() is no fault while more backwards come.
             each.unreduced = Unreduced(each.cause, sites.caller(), changed[:MEASURED])
         each.armed = each.unarmed = 0
 
