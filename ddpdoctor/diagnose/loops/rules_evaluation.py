@@ -253,7 +253,9 @@ def _sends(run: Run) -> bool:
     """Return whether ranks may have sent their results to another rank."""
     rings = [rank.ring for rank in run.last]
     return any(
-        ring is None or ring.partial or any(call.point_to_point for call in ring.collectives)
+        ring is None
+        or ring.partial
+        or any(call.point_to_point or "all_to_all" in call.name for call in ring.collectives)
         for ring in rings
     )
 
