@@ -8,7 +8,7 @@ import pytest
 
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.run.records.base import JsonObject
-from tests.support.written import Written
+from tests.support.written import T0, Written
 
 AT: JsonObject = {"path": "/job/train.py", "line": 9}
 
@@ -317,3 +317,24 @@ def test_a_schedule_by_hand_over_all_the_data(
     source += f"sampler = DistributedSampler(data)\n{script}\n"
     found = findings_of(tmp_path / "run", prints, prints, script=source)
     assert [each.code for each in found] == expected
+
+
+STATIC = (
+    "Expected to have finished reduction in the prior iteration before starting a new one. This "
+    "error indicates that your training graph has changed in this iteration"
+)
+
+
+@pytest.mark.parametrize(("cut", "expected"), [([CUT], "DDP305"), ([], "DDP306")])
+def test_a_lost_graph_under_static_graph(
+    tmp_path: Path, cut: list[JsonObject], expected: str
+) -> None:
+    directory = tmp_path / "run"
+    directory.mkdir()
+    written = Written(directory)
+    for rank in (0, 1):
+        error = {"kind": "error", "exception": "RuntimeError", "message": STATIC, "step": 2, **AT}
+        written.rank(rank, [*cut, {**error, "time": T0 + rank}])
+        written.exit(rank, 1, T0 + rank)
+    found = [each.code for each in written.findings(status=1, stderr=f"RuntimeError: {STATIC}\n")]
+    assert found == [expected]

@@ -11,6 +11,7 @@ from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.formatting import count as counted
 from ddpdoctor.core.formatting import named
 from ddpdoctor.diagnose.gradients.reducer import (
+    STATIC,
     TWICE,
     Missing,
     OfModule,
@@ -34,7 +35,13 @@ LARGE = 0.1
 """The part of a model that is not left without gradients on purpose."""
 
 
-@rule("DDP305", "unused-parameters", Severity.ERROR)
+@rule(
+    "DDP305",
+    "unused-parameters",
+    Severity.ERROR,
+    # Under static_graph=True DDP says that the graph has changed.
+    supersedes={"DDP306": relations.same_ranks_afterwards},
+)
 def unused_parameters(run: Run) -> Iterator[Finding]:
     """Parameters got no gradient in a backward that DDP synchronizes.
 
@@ -67,6 +74,7 @@ def unused_parameters(run: Run) -> Iterator[Finding]:
     found = [missing for missing in missing_gradients(run) if not missing.altered]
     for missing in found:
         yield _unused(run, missing)
+    yield from _cut_in_static_graph(run)
     known = {missing.ddp for missing in found}
     for number, seen in by_module(run, NeverUsedRecord).items():
         if number not in known:
@@ -119,6 +127,33 @@ def _fix_of_unused(some: bool, error: ErrorRecord | None, cut: GraphCutRecord | 
     return (
         "Use them in the loss, freeze them before DDP is built, or pass "
         "find_unused_parameters=True if they are unused now and then."
+    )
+
+
+def _cut_in_static_graph(run: Run) -> Iterator[Finding]:
+    """Yield a lost graph for which DDP raised under ``static_graph=True``, without names."""
+    errors = {
+        rank.rank: error
+        for rank in run.last
+        for error in rank.records.of(ErrorRecord)
+        if STATIC in error.message
+    }
+    cut = _cut(run)
+    if cut is None or not errors:
+        return
+    error = errors[min(errors)]
+    yield Finding(
+        code="DDP305",
+        severity=Severity.ERROR,
+        message=f"{cut.call} loses the graph of what it is given, so that parameters get no "
+        "gradient in a step, and DDP raised under static_graph=True",
+        ranks=tuple(sorted(errors)),
+        location=cut.location,
+        evidence=(f'rank {min(errors)}: DDP raised in step {error.step}, "{STATIC}"',),
+        fix=_fix_of_cut(cut),
+        traceback=error.traceback,
+        about="cut in a static graph",
+        moment=min(each.time for each in errors.values()),
     )
 
 
