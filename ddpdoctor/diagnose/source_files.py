@@ -683,6 +683,13 @@ def _words(path: str) -> Words:
     return functools.reduce(operator.or_, map(words_of, filter(None, trees)), Words())
 
 
+def names_rank(path: str, node: ast.AST) -> bool:
+    """Return whether an expression of a file holds the number of a rank."""
+    numbers = _words(path).numbers
+    names = (each for each in ast.walk(node) if isinstance(each, (ast.Name, ast.Attribute)))
+    return any(_says_rank(last_name(each)) or last_name(each) in numbers for each in names)
+
+
 @per_file
 def _guards(path: str) -> tuple[Guard, ...]:
     words = _words(path)

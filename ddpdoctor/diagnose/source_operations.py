@@ -243,6 +243,237 @@ def _sources(names: set[str], scope: Scope) -> Iterator[ast.expr]:
             yield value
 
 
+_WORLD = re.compile(r"world|num_replicas|num_process|n_?gpus?\b|num_gpus|nprocs|num_ranks", re.I)
+"""Names of the number of ranks."""
+
+
+@per_file
+def _world_names(path: str) -> frozenset[str]:
+    """Return the names that a file sets to the number of ranks."""
+    return frozenset(
+        last_name(target)
+        for node in nodes_of(path)
+        if isinstance(node, ast.Assign)
+        and len(text := ast.unparse(node.value)) < 60
+        and re.search(r"world_size\(\)|WORLD_SIZE|\bworld_size$", text)
+        for target in node.targets
+    )
+
+
+def of_world(path: str, node: ast.AST) -> bool:
+    """Return whether an expression holds the number of ranks."""
+    names = _world_names(path)
+    return any(
+        _WORLD.search(last_name(each)) is not None or last_name(each) in names
+        for each in ast.walk(node)
+        if isinstance(each, (ast.Name, ast.Attribute))
+    )
+
+
+def scaled_by_world(run: Run, what: str) -> Location | None:
+    """Return the first line that scales something so named by the number of ranks."""
+    lines = (
+        Location(path, getattr(node, "lineno", 0))
+        for path in files_of(run)
+        for node in nodes_of(path)
+        if _scales_by_world(path, node, what)
+    )
+    return next(lines, None)
+
+
+def names_world_factor(run: Run) -> bool:
+    """Return whether any line divides or multiplies by the number of ranks, or averages."""
+    return scaled_by_world(run, "") is not None or any(
+        isinstance(node, ast.Attribute) and node.attr in ("AVG", "PREMUL_SUM")
+        for path in files_of(run)
+        for node in nodes_of(path)
+    )
+
+
+def scales_by_world(at: Location, what: str) -> bool:
+    """Return whether a line divides or multiplies something so named by the number of ranks."""
+    return any(
+        _scales_by_world(at.path, node, what)
+        for node in nodes_of(at.path)
+        if getattr(node, "lineno", 0) == at.line
+    )
+
+
+def _scales_by_world(path: str, node: ast.AST, what: str) -> bool:
+    value, factor = _scaled(node)
+    if value is None or factor is None or not of_world(path, factor):
+        return False
+    # What is reduced first is divided rightly.
+    text = ast.unparse(value).lower()
+    return what in text and "reduce(" not in text
+
+
+_SCALES = (ast.Div, ast.FloorDiv, ast.Mult)
+
+
+def _scaled(node: ast.AST) -> tuple[ast.expr | None, ast.expr | None]:
+    """Return what a node divides or multiplies, and by what."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, _SCALES):
+        return node.left, node.right
+    if isinstance(node, ast.AugAssign) and isinstance(node.op, _SCALES):
+        return node.target, node.value
+    method = node.func if isinstance(node, ast.Call) else None
+    if isinstance(node, ast.Call) and isinstance(method, ast.Attribute) and node.args:
+        scales = method.attr.rstrip("_") in ("div", "mul")
+        return (method.value, node.args[0]) if scales else (None, None)
+    return None, None
+
+
+def reduces_gradients(run: Run) -> Location | None:
+    """Return the first line that all-reduces gradients."""
+    calls = (
+        Location(path, node.lineno)
+        for path in files_of(run)
+        for node in nodes_of(path)
+        if isinstance(node, ast.Call)
+        and last_name(node.func) == "all_reduce"
+        and any(_GRADIENT_WORD.search(ast.unparse(each)) for each in node.args[:1])
+    )
+    return next(calls, None)
+
+
+def returned_gradients(run: Run) -> Location | None:
+    """Return the first line that calls ``autograd.grad``, which gives gradients to no parameter."""
+    calls = (
+        Location(path, node.lineno)
+        for path in files_of(run)
+        for node in nodes_of(path)
+        if isinstance(node, ast.Call)
+        and (ast.unparse(node.func).endswith("autograd.grad") or ast.unparse(node.func) == "grad")
+    )
+    return next(calls, None)
+
+
+_LENGTH = re.compile(r"total|steps|iter|t_?max|decay|horizon", re.IGNORECASE)
+"""Names of how long a schedule is."""
+
+
+_GLOBAL = re.compile(r"global|effective|total_batch", re.IGNORECASE)
+"""Names of a batch of all ranks."""
+
+
+def steps_of_all_data(run: Run) -> Location | None:
+    """Return the line that computes a number of steps from the length of data that is sharded.
+
+    ``epochs * len(data) // batch``, where ``DistributedSampler(data)`` gives each rank a part.
+    """
+    for path in files_of(run):
+        calls = [node for node in nodes_of(path) if isinstance(node, ast.Call) and node.args]
+        sharded = {
+            ast.unparse(call.args[0])
+            for call in calls
+            if last_name(call.func) == "DistributedSampler"
+        }
+        assigned = [node for node in nodes_of(path) if isinstance(node, ast.Assign)]
+        # `batch = per_rank * world_size`
+        of_all = {
+            last_name(target)
+            for node in assigned
+            if of_world(path, node.value)
+            for target in node.targets
+        }
+        for node in assigned:
+            named = any(_LENGTH.search(last_name(each)) for each in node.targets)
+            names = {last_name(each) for each in ast.walk(node.value)}
+            by_world = names & (of_all - {""}) or any(map(_GLOBAL.search, names))
+            if by_world or not named or of_world(path, node.value):
+                continue
+            if _divides_length(node.value, sharded):
+                return Location(path, node.lineno)
+    return None
+
+
+def _divides_length(value: ast.expr, sharded: set[str]) -> bool:
+    """Return whether an expression divides the length of something sharded."""
+    inside = list(ast.walk(value))
+    divides = any(
+        isinstance(each, ast.BinOp) and isinstance(each.op, (ast.Div, ast.FloorDiv))
+        for each in inside
+    )
+    return divides and any(
+        isinstance(each, ast.Call)
+        and last_name(each.func) == "len"
+        and bool(each.args)
+        and ast.unparse(each.args[0]) in sharded
+        for each in inside
+    )
+
+
+_BATCH = re.compile(r"batch|\bbs\b", re.IGNORECASE)
+_RATE = re.compile(r"(^|_)lr($|_)|learning_rate", re.IGNORECASE)
+
+
+def rate_by_batch(run: Run) -> Location | None:
+    """Return the first line that computes a learning rate from a batch size without the ranks."""
+    for path in files_of(run):
+        for node in nodes_of(path):
+            if isinstance(node, ast.Assign):
+                named, value = (
+                    any(_RATE.search(last_name(each)) for each in node.targets),
+                    node.value,
+                )
+            elif isinstance(node, ast.keyword):
+                named, value = bool(_RATE.search(node.arg or "")), node.value
+            else:
+                continue
+            divides = any(
+                isinstance(each, ast.BinOp)
+                and isinstance(each.op, ast.Div)
+                and isinstance(each.right, ast.Constant)
+                for each in ast.walk(value)
+            )
+            if (
+                named
+                and divides
+                and _BATCH.search(ast.unparse(value))
+                and not of_world(path, value)
+            ):
+                return Location(path, value.lineno)
+    return None
+
+
+def no_sync_lines(at: Location) -> list[Location]:
+    """Return the lines that turn DDP's reduction off, in the function of a line, else its file."""
+    inside = [
+        each for each in _scopes(at.path) if isinstance(each, ast.Module) or covers(each, at.line)
+    ]
+    for scope in reversed(inside):
+        lines = {
+            node.lineno
+            for node in ast.walk(scope)
+            if isinstance(node, ast.Attribute)
+            and node.attr in ("no_sync", "require_backward_grad_sync", "set_requires_gradient_sync")
+        }
+        if lines:
+            return [Location(at.path, line) for line in sorted(lines)]
+    return []
+
+
+def mentions(at: Location, word: str) -> bool:
+    """Return whether a call at a line is given something whose name has a word in it.
+
+    Names that are assigned from such a value count, too.
+    """
+    inside = [
+        each for each in _scopes(at.path) if isinstance(each, ast.Module) or covers(each, at.line)
+    ]
+    for node in walk_scope(inside[-1].body if inside else ()):
+        if isinstance(node, ast.Call) and covers(node, at.line):
+            values: list[ast.expr] = [*node.args, *(each.value for each in node.keywords)]
+            names = {
+                each.id for one in values for each in ast.walk(one) if isinstance(each, ast.Name)
+            }
+            values += [source for scope in inside for source in _sources(names, scope)]
+            if any(word in ast.unparse(each).lower() for each in values):
+                return True
+    return False
+
+
 # -- lines that write gradients, weights or hyper-parameters on some ranks only
 
 _IN_PLACE = re.compile(
@@ -287,6 +518,54 @@ def written_on_some_ranks(run: Run, what: WriteTarget) -> list[Location]:
         ):
             found.append(write.location)
     return found
+
+
+_UPDATES = re.compile(r"(ema_|momentum_)?(update|step)(_parameters|_ema|_average|_teacher)?$")
+"""Methods that update an average of a model's weights."""
+
+_AVERAGE = re.compile(r"ema|avg|average|teacher|shadow|swa|momentum|target", re.IGNORECASE)
+_NO_USE = ("state_dict", "load_state_dict", "to", "cuda", "eval", "train", "parameters", "buffers")
+
+
+def updated_on_some_ranks(run: Run) -> tuple[Location, Location] | None:
+    """Return where only some ranks update an average of weights, and where all ranks use it."""
+    paths = files_of(run)
+    writers = {each.function for path in paths for each in _writes(path) if each.what == "weights"}
+    for path in paths:
+        for node in nodes_of(path):
+            if not isinstance(node, ast.Call) or rank_guard(path, node.lineno) is None:
+                continue
+            name = last_name(node.func)
+            owner: ast.AST | None = node.args[0] if node.args else None
+            if isinstance(node.func, ast.Attribute):
+                owner = node.func.value
+            named = last_name(owner) if owner is not None else ""
+            if not named or not (name in writers - {""} or _UPDATES.match(name)):
+                continue
+            if name not in writers and not _AVERAGE.search(named):
+                continue
+            use = _unguarded_use(path, named, name)
+            if use is not None:
+                return Location(path, node.lineno), use
+    return None
+
+
+def _unguarded_use(path: str, named: str, update: str) -> Location | None:
+    """Return the first line at which every rank calls, or passes on, something of that name."""
+    for node in nodes_of(path):
+        if not isinstance(node, ast.Call) or rank_guard(path, node.lineno) is not None:
+            continue
+        if last_name(node.func) in (update, *_NO_USE):
+            continue
+        parts = [node.func, *node.args]
+        if any(
+            last_name(each) == named
+            for part in parts
+            for each in ast.walk(part)
+            if isinstance(getattr(each, "ctx", None), ast.Load)
+        ):
+            return Location(path, node.lineno)
+    return None
 
 
 def ranks_that_write(run: Run, lines: list[Location]) -> tuple[int, ...]:

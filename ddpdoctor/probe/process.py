@@ -25,7 +25,7 @@ from ddpdoctor.probe.observers.collective_calls import Flight, Ledger
 from ddpdoctor.probe.observers.ddp_modules import Changes, Models, Replicas, Stages
 from ddpdoctor.probe.observers.failures import Checkpoints
 from ddpdoctor.probe.observers.fingerprints import Fingerprints, Independent
-from ddpdoctor.probe.observers.gradients import Edits, Gradients
+from ddpdoctor.probe.observers.gradients import Edits, Gradients, LossScale, Outside
 from ddpdoctor.probe.observers.job_launch import LaunchOptions
 from ddpdoctor.probe.observers.loaders import Loops
 from ddpdoctor.probe.observers.nonfinite import LocalGradients, Losses
@@ -209,11 +209,14 @@ def observe(state: RankState) -> None:
     subscribe(Edits(state, replicas))
     subscribe(losses)
     if state.budget.enabled:
+        subscribe(LossScale(state, replicas))
+        subscribe(Outside(state, replicas))
         subscribe(Zeroing(state))
         subscribe(LocalGradients(state, losses))
         subscribe(Fingerprints(state, replicas))
         pacing.follow(buffers.Buffers(state, replicas))
         subscribe(buffers.Statistics(state, replicas))
+        subscribe(buffers.OtherModels(state, replicas))
         subscribe(Independent(state))
     subscribe(buffers.Evaluations(state))
     subscribe(Loops(state))

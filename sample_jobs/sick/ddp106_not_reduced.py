@@ -31,11 +31,11 @@ def main() -> None:
             optimizer.step()
     right, seen = 0, 0
     with torch.no_grad():
-        for inputs, labels in held_out:  # expect: DDP106
+        for inputs, labels in held_out:
             right += int((model.module(inputs).argmax(1) == labels).sum())
             seen += len(labels)
     if dist.get_rank() == 0:
-        print(f"accuracy {right / seen:.3f}")
+        print(f"accuracy {right / seen:.3f}")  # expect: DDP106
     del model, optimizer
 
 

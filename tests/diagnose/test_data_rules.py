@@ -494,3 +494,13 @@ def test_a_stream_comes_once_from_each_worker() -> None:
     labels = [row // 2 for row in copies]
     assert codes(run_of([stream(labels, 2)], [stream([row + 99 for row in labels], 2)])) == []
     assert codes(run_of([stream(range(64), 2)], [stream(range(64, 128), 2)])) == []
+
+
+def test_shards_without_a_sampler_are_known_by_what_is_drawn() -> None:
+    facts = {"pass": 1, "line": 30, "armed": 13, "marks": 0, "collectives": 0, "reductions": 0}
+    for step, expected in ((2, ["DDP106"]), (1, [])):
+        # Every rank reads all, or each its own half.
+        ranks = [[{**drawn([*range(rank % step, 400, step)]), **facts}] for rank in (0, 1)]
+        assert codes(run_of(*ranks)) == expected
+    reduced = [[{**drawn([*range(rank, 400, 2)]), **facts, "reductions": 1}] for rank in (0, 1)]
+    assert codes(run_of(*reduced)) == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -232,3 +234,69 @@ def test_clipping_returns_and_raises_as_before() -> None:
     assert float(clip_grad.clip_grad_norm_([weight], 1.0)) == pytest.approx(18**0.5)
     with pytest.raises(TypeError):
         clip_grad.clip_grad_norm_()  # type: ignore[call-arg]
+
+
+SCALE, UNSCALE, BACKWARD, CLIP, STEP = "scale", "unscale", "backward", "clip", "step"
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        ([SCALE, BACKWARD, CLIP, UNSCALE, STEP], ["scaled"]),
+        ([SCALE, BACKWARD, UNSCALE, CLIP, STEP], []),
+        ([SCALE, BACKWARD, SCALE, BACKWARD, UNSCALE, CLIP, STEP], []),
+        ([BACKWARD, CLIP, STEP], []),
+        ([CLIP, BACKWARD, STEP], ["early"]),
+        ([BACKWARD, STEP, CLIP], ["early"]),
+        # Two optimizers: each is clipped before its step.
+        ([BACKWARD, CLIP, STEP, CLIP, STEP], []),
+        # Gradients that autograd.grad returned.
+        ([CLIP, STEP], []),
+    ],
+)
+def test_gradients_that_are_clipped_too_early(order: list[str], expected: list[str]) -> None:
+    records: list[JsonObject] = []
+    state = a_rank(records)
+    edits = Edits(state, Replicas(state))
+    calls: dict[str, Callable[[], None]] = {
+        SCALE: edits.loss_scaled,
+        UNSCALE: edits.unscales,
+        BACKWARD: edits.backward_ended,
+        CLIP: lambda: edits.clips("clip_grad_norm_", sys._getframe()),
+        STEP: lambda: edits.step_begins(None),
+    }
+    for step in range(10):
+        state.tracker.steps = step
+        for name in order:
+            calls[name]()
+    assert [each["what"] for each in records if each["kind"] == "misplaced_clip"] == expected
+
+
+def test_one_call_in_the_right_place_is_enough() -> None:
+    records: list[JsonObject] = []
+    state = a_rank(records)
+    edits = Edits(state, Replicas(state))
+    for step in range(10):
+        state.tracker.steps = step
+        edits.loss_scaled()
+        edits.backward_ended()
+        if step == 1:
+            edits.unscales()
+        edits.clips("clip_grad_norm_", sys._getframe())
+        edits.unscales()
+        edits.step_begins(None)
+    assert "misplaced_clip" not in {each["kind"] for each in records}
+
+
+def test_a_limit_multiplied_by_the_scale_is_meant(tmp_path: Path) -> None:
+    for call, expected in (("clip(p, 1.0 * scaler.get_scale())", []), ("clip(p, 1.0)", ["DDP316"])):
+        script = tmp_path / f"{len(call)}.py"
+        script.write_text(f"{call}\n")
+        early = {"kind": "misplaced_clip", "step": 2, "call": "clip", "what": "scaled"}
+        record: JsonObject = {**early, "path": str(script), "line": 1}
+        directory = tmp_path / str(len(call))
+        directory.mkdir()
+        made = Written(directory)
+        made.rank(0, [record])
+        made.rank(1, [record])
+        assert [each.code for each in made.findings(status=0)] == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import types
 from collections.abc import Callable, Iterator
@@ -140,3 +141,59 @@ def test_a_schedulers_own_error_is_raised_as_before(told: list[JsonObject]) -> N
     with pytest.raises(TypeError, match="is not an Optimizer"):
         lr.StepLR(None, 1)  # type: ignore[arg-type]
     assert told == []
+
+
+class Shape:
+    """A schedule that is an object."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+
+    def __call__(self, step: int) -> float:
+        return 1 - step / self.total
+
+
+class Own(lr.LRScheduler):
+    """A scheduler of the job that sets its options last."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, total: int) -> None:
+        super().__init__(optimizer)
+        self.total = total
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        return [0.1]
+
+
+def lasts(step: int, *, total: int) -> float:
+    return 1 - step / total
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda o, total: lr.CosineAnnealingLR(o, total),
+        lambda o, total: lr.OneCycleLR(o, 0.1, total_steps=total),
+        lambda o, total: lr.LambdaLR(o, lambda step: 1 - step / total),
+        lambda o, total: lr.LambdaLR(o, functools.partial(lasts, total=total)),
+        lambda o, total: lr.LambdaLR(o, Shape(total)),
+        lambda o, total: Own(o, total),
+    ],
+)
+def test_how_far_a_schedule_came_is_recorded_with_its_numbers(
+    watching: Schedulers, told: list[JsonObject], make: Make
+) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
+    scheduler = make(optimizer, 4321)
+    tracker: Any = watching.state.tracker
+    for _ in range(30):
+        watching.step_begins(optimizer)
+        optimizer.step()
+        tracker.steps += 1
+        scheduler.step()
+    # As at the end of a function that has made it.
+    del scheduler
+    gc.collect()
+    watching.rank_ends()
+    (record,) = [each for each in told if each["kind"] == "schedule"]
+    assert (record["position"], record["steps"]) == (29, 29)
+    assert 4321 in record["numbers"]

@@ -26,7 +26,10 @@ MS = 1_000_000
 SECOND = 1_000 * MS
 
 OTHERWISE: dict[str, tuple[Severity, ...]] = {
+    "DDP106": (Severity.INFO,),
+    "DDP305": (Severity.WARNING, Severity.INFO),
     "DDP308": (Severity.WARNING,),
+    "DDP329": (Severity.INFO,),
     "DDP501": (Severity.ERROR,),
     "DDP502": (Severity.WARNING, Severity.ERROR),
     "DDP503": (Severity.ERROR,),

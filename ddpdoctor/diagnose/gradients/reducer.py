@@ -13,6 +13,7 @@ from ddpdoctor.run.records.model import (
     BatchNormRecord,
     DdpRecord,
     FindUnusedRecord,
+    NeverUsedRecord,
     NoGradientRecord,
     NoSyncVainRecord,
     UnownedRecord,
@@ -69,7 +70,9 @@ def named_parameters(rank: Rank, error: ErrorRecord) -> list[str]:
     return [names[number] if number < len(names) else f"parameter {number}" for number in numbers]
 
 
-R = TypeVar("R", FindUnusedRecord, BatchNormRecord, NoSyncVainRecord, UnownedRecord)
+R = TypeVar(
+    "R", FindUnusedRecord, BatchNormRecord, NeverUsedRecord, NoSyncVainRecord, UnownedRecord
+)
 
 
 @dataclass(frozen=True)

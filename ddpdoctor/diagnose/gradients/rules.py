@@ -11,8 +11,10 @@ from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.formatting import count as counted
 from ddpdoctor.core.formatting import named
 from ddpdoctor.diagnose.gradients.reducer import (
+    STATIC,
     TWICE,
     Missing,
+    OfModule,
     by_module,
     listed,
     missing_gradients,
@@ -20,11 +22,26 @@ from ddpdoctor.diagnose.gradients.reducer import (
     reducer_complaints,
 )
 from ddpdoctor.diagnose.loops.training_loops import traces_of
-from ddpdoctor.run.records.model import BatchNormRecord, FindUnusedRecord
+from ddpdoctor.run.records.model import (
+    BatchNormRecord,
+    FindUnusedRecord,
+    GraphCutRecord,
+    NeverUsedRecord,
+)
+from ddpdoctor.run.records.process import ErrorRecord
 from ddpdoctor.run.snapshot import Rank, Run
 
+LARGE = 0.1
+"""The part of a model that is not left without gradients on purpose."""
 
-@rule("DDP305", "unused-parameters", Severity.ERROR)
+
+@rule(
+    "DDP305",
+    "unused-parameters",
+    Severity.ERROR,
+    # Under static_graph=True DDP says that the graph has changed.
+    supersedes={"DDP306": relations.same_ranks_afterwards},
+)
 def unused_parameters(run: Run) -> Iterator[Finding]:
     """Parameters got no gradient in a backward that DDP synchronizes.
 
@@ -32,6 +49,9 @@ def unused_parameters(run: Run) -> Iterator[Finding]:
         The names and modules of parameters that did not take part in the loss, seen in the first
         synchronized backwards, before DDP raises, and later when DDP raises "Expected to have
         finished reduction". Differences between ranks (a branch that only some take) are reported.
+        With `find_unused_parameters=True` or `static_graph=True`, parameters that got none in any
+        of at least five backwards on any rank (a warning if a collective lost their graph, or if
+        they are a tenth of the model; otherwise information).
 
     Why it is bad
         DDP waits for every gradient of a bucket. If one is missing, the bucket is never reduced:
@@ -40,20 +60,123 @@ def unused_parameters(run: Run) -> Iterator[Finding]:
 
     How to fix it
         Use the parameters in the loss, or freeze them (`requires_grad_(False)`) before DDP is
-        created. If they are unused in some iterations only, set `find_unused_parameters=True`.
+        created. If they are unused in some iterations only, set `find_unused_parameters=True`. If
+        `dist.all_gather` lost their graph, use `torch.distributed.nn.functional.all_gather`.
 
     Example
         Wrong: `self.auxiliary = nn.Linear(32, 2)`, which `forward` never calls.
         Right: remove the layer, or add its output to the loss.
 
     When it stays silent
-        With `find_unused_parameters=True` or `static_graph=True` (unless DDP raises), for frozen
-        parameters, inside `no_sync()`, for models outside DDP, and if no parameter of the module
-        got a gradient.
+        For frozen parameters, inside `no_sync()`, for models outside DDP, and if no parameter of
+        the module got a gradient. With these options, for parameters that are used now and then.
     """
-    for missing in missing_gradients(run):
-        if not missing.altered:
-            yield _unused(run, missing)
+    found = [missing for missing in missing_gradients(run) if not missing.altered]
+    for missing in found:
+        yield _unused(run, missing)
+    yield from _cut_in_static_graph(run)
+    known = {missing.ddp for missing in found}
+    for number, seen in by_module(run, NeverUsedRecord).items():
+        if number not in known:
+            yield from _never_used(run, number, seen)
+
+
+def _never_used(run: Run, number: int, seen: OfModule[NeverUsedRecord]) -> Iterator[Finding]:
+    """Yield what no rank ever uses, although DDP's options allow it."""
+    newest = {rank.rank: record for rank, record in seen.records}
+    group = seen.built.group_ranks if seen.built is not None else ()
+    if len({(each.count, each.parameters) for each in newest.values()}) > 1:
+        return
+    if set(newest) != set(group or newest):
+        return
+    record = newest[min(newest)]
+    if not 0 < record.count < record.of:
+        return
+    cut = _cut(run)
+    names = [
+        f"{each.name} ({each.owner})" if each.owner else each.name for each in record.parameters
+    ]
+    static = seen.built is not None and not seen.built.find_unused_parameters
+    option = "static_graph=True" if static else "find_unused_parameters=True"
+    evidence = [
+        f"in {record.backwards} synchronized backwards; {option} hides it",
+        f"they are {record.part:.0%} of the module's elements",
+    ]
+    yield Finding(
+        code="DDP305",
+        severity=Severity.WARNING if cut is not None or record.part >= LARGE else Severity.INFO,
+        message=f"{record.count} of {counted(record.of, 'parameter')} never got a gradient (other "
+        f"than zeros) on any rank: {listed(names, record.count)}",
+        ranks=tuple(sorted(newest)),
+        location=cut.location if cut is not None else record.location,
+        evidence=(*evidence, *_cut_evidence(cut)),
+        fix=_fix_of_cut(cut)
+        if cut is not None
+        else "Use them in the loss, or remove them or freeze them before DDP is built.",
+        about=f"module {number} never",
+    )
+
+
+def _fix_of_unused(some: bool, error: ErrorRecord | None, cut: GraphCutRecord | None) -> str:
+    if cut is not None:
+        return _fix_of_cut(cut)
+    if error is not None and "`find_unused_parameters=True` is enabled" in error.message:
+        return "Let every output of forward take part in the loss on every rank, or return fewer."
+    if some:
+        return "Take the same branch on every rank, or pass find_unused_parameters=True to DDP."
+    return (
+        "Use them in the loss, freeze them before DDP is built, or pass "
+        "find_unused_parameters=True if they are unused now and then."
+    )
+
+
+def _cut_in_static_graph(run: Run) -> Iterator[Finding]:
+    """Yield a lost graph for which DDP raised under ``static_graph=True``, without names."""
+    errors = {
+        rank.rank: error
+        for rank in run.last
+        for error in rank.records.of(ErrorRecord)
+        if STATIC in error.message
+    }
+    cut = _cut(run)
+    if cut is None or not errors:
+        return
+    error = errors[min(errors)]
+    yield Finding(
+        code="DDP305",
+        severity=Severity.ERROR,
+        message=f"{cut.call} loses the graph of what it is given, so that parameters get no "
+        "gradient in a step, and DDP raised under static_graph=True",
+        ranks=tuple(sorted(errors)),
+        location=cut.location,
+        evidence=(f'rank {min(errors)}: DDP raised in step {error.step}, "{STATIC}"',),
+        fix=_fix_of_cut(cut),
+        traceback=error.traceback,
+        about="cut in a static graph",
+        moment=min(each.time for each in errors.values()),
+    )
+
+
+def _cut(run: Run) -> GraphCutRecord | None:
+    """Return the first collective that lost the graph of what it was given."""
+    cuts = (record for rank in run.last for record in rank.records.of(GraphCutRecord))
+    return next(cuts, None)
+
+
+def _cut_evidence(cut: GraphCutRecord | None) -> Iterator[str]:
+    if cut is not None:
+        yield (
+            f"{cut.call} at {cut.location} was given a tensor that needs a gradient, and what it "
+            "returns has none"
+        )
+
+
+def _fix_of_cut(cut: GraphCutRecord) -> str:
+    name = "all_to_all" if cut.call.startswith("all_to_all") else "all_gather"
+    return (
+        f"Use torch.distributed.nn.functional.{name}, which has a gradient, or put this rank's own "
+        "tensor back into the list."
+    )
 
 
 def _unused(run: Run, missing: Missing) -> Finding:
@@ -84,23 +207,16 @@ def _unused(run: Run, missing: Missing) -> Finding:
         )
     if some:
         evidence.append(f"{named(missing.silent)} missed none in that backward")
-    fix = (
-        "Use them in the loss, freeze them before DDP is built, or pass "
-        "find_unused_parameters=True if they are unused now and then."
-    )
-    if some:
-        fix = "Take the same branch on every rank, or pass find_unused_parameters=True to DDP."
-    if error is not None and "`find_unused_parameters=True` is enabled" in error.message:
-        fix = "Let every output of forward take part in the loss on every rank, or return fewer."
-    source = first or error
+    cut = _cut(run) if not some else None
+    source = cut or first or error
     return Finding(
         code="DDP305",
         severity=Severity.ERROR,
         message=f"{what} got no gradient {who}" + (f": {listed(names, count)}" if names else ""),
         ranks=missing.ranks,
         location=source.location if source is not None else None,
-        evidence=(*evidence, *missing.evidence()),
-        fix=fix,
+        evidence=(*evidence, *missing.evidence(), *_cut_evidence(cut)),
+        fix=_fix_of_unused(some, error, cut),
         traceback=error.traceback if error is not None else "",
         about=f"module {missing.ddp}",
     )

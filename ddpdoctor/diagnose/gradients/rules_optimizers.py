@@ -1,4 +1,4 @@
-"""Rules for optimizers and schedulers (DDP311, DDP312, DDP324, DDP325)."""
+"""Rules for optimizers and schedulers (DDP311, DDP312, DDP316, DDP324, DDP325)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.formatting import count as counted
 from ddpdoctor.diagnose.gradients.reducer import OfModule, by_module, listed
+from ddpdoctor.diagnose.source_operations import mentions
 from ddpdoctor.run.records.model import (
     LoadRecord,
+    MisplacedClipRecord,
     RemadeRecord,
     TogetherRecord,
     UnownedRecord,
@@ -148,10 +150,11 @@ def optimizer_in_loop(run: Run) -> Iterator[Finding]:
     When it stays silent
         For optimizers without state (plain SGD), LBFGS, and optimizers of copies, as in
         meta-learning. Once per epoch: with fewer than three of them, with changed options or
-        parameters, after loaded weights, if each is used for several epochs, and if replicas are
-        averaged, as in federated training. For schedulers that reach their end (warm restarts),
-        that are given a position (`last_epoch`, a loaded state), or whose factor is constant
-        (`ExponentialLR`), and for `LambdaLR` that is stepped more than once.
+        parameters (a learning rate that changes by less than 5 times is a schedule), after loaded
+        weights, if each is used for several epochs, and if replicas are averaged, as in federated
+        training. For schedulers that reach their end (warm restarts), that are given a position
+        (`last_epoch`, a loaded state), or whose factor is constant (`ExponentialLR`), and for
+        `LambdaLR` that is stepped more than once.
     """
     for role in ("optimizer", "scheduler"):
         seen = [
@@ -261,3 +264,72 @@ def _keeps_gradients(record: UnzeroedRecord) -> bool:
     """Return whether gradients were really there and did not change between steps."""
     after = record.after
     return bool(after) and after == record.before and min(*after, *record.edited, math.inf) > 0
+
+
+@rule("DDP316", "clip-too-early", Severity.WARNING)
+def clip_too_early(run: Run) -> Iterator[Finding]:
+    """Gradients are clipped before they are unscaled, or before they are computed.
+
+    What it finds
+        Calls of `clip_grad_norm_` or `clip_grad_value_` after `scaler.scale(loss).backward()` and
+        without `scaler.unscale_(optimizer)`, or before the backward of their step. It takes three
+        such calls, and none in the right place.
+
+    Why it is bad
+        Scaled gradients are thousands of times larger than the limit. After unscaling, next to
+        nothing is left of them, and the model hardly learns. A call before the backward limits
+        nothing.
+
+    How to fix it
+        Unscale, then clip, then step.
+
+    Example
+        Wrong:
+            scaler.scale(loss).backward()
+            clip_grad_norm_(model.parameters(), 1.0)
+        Right:
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            clip_grad_norm_(model.parameters(), 1.0)
+
+    When it stays silent
+        With a disabled scaler, if the job divides the gradients itself, if the call's limit is
+        multiplied by the scale, and after the first 64 steps.
+    """
+    for rank in run.last:
+        for record in rank.records.of(MisplacedClipRecord):
+            at = record.location
+            if at is not None and record.what == "scaled" and mentions(at, "scale"):
+                continue
+            yield _misplaced(run, rank, record)
+            return
+
+
+def _misplaced(run: Run, rank: Rank, record: MisplacedClipRecord) -> Finding:
+    norms = [each.norm for each in rank.steps if each.norm is not None and each.step <= 64]
+    if record.what == "scaled":
+        message = f"{record.call} limits gradients that are still multiplied by the GradScaler's "
+        message += "scale: after unscaling, next to nothing is left of them"
+        fix = "Call scaler.unscale_(optimizer) before clipping."
+        evidence = ["no unscale_ between backward and the call, in the first steps"]
+        if norms and math.isfinite(max(norms)):
+            evidence.append(f"the norms that it returned there: up to {max(norms):.3g}")
+    else:
+        message = f"{record.call} is called before the step's backward: it limits no gradient"
+        fix = "Call it between backward() and optimizer.step()."
+        evidence = ["no backward between the last optimizer step and the call, in the first steps"]
+    ranks = [
+        each.rank
+        for each in run.last
+        if any(other.what == record.what for other in each.records.of(MisplacedClipRecord))
+    ]
+    return Finding(
+        code="DDP316",
+        severity=Severity.WARNING,
+        message=message,
+        ranks=tuple(ranks),
+        location=record.location,
+        evidence=tuple(evidence),
+        fix=fix,
+        about=f"clip {record.what}",
+    )

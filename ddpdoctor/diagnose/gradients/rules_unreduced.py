@@ -1,4 +1,4 @@
-"""Rules for gradients that are never averaged (DDP301, DDP302, DDP303, DDP308, DDP326).
+"""Rules for gradients that are never averaged (DDP301 to 303, 308, 322, 326, 330).
 
 A backward that DDP does not reduce may be intended: gradients are accumulated, or averaged by hand.
 So these rules also require that gradients differed between ranks at the optimizer's step, and that
@@ -18,7 +18,11 @@ from ddpdoctor.core.user_code import Location
 from ddpdoctor.diagnose.data.draws import passes_of
 from ddpdoctor.diagnose.gradients.reducer import Missing, by_module, listed, missing_gradients
 from ddpdoctor.diagnose.replicas.differences import together
-from ddpdoctor.diagnose.source_operations import averaging_pending
+from ddpdoctor.diagnose.source_operations import (
+    averaging_pending,
+    no_sync_lines,
+    returned_gradients,
+)
 from ddpdoctor.run.records.model import (
     DdpRecord,
     NoSyncVainRecord,
@@ -101,6 +105,9 @@ def _harm(number: int, cause: str, steps: UnreducedSteps, certain: int) -> Unred
             for later, after in steps.items()
             if later > step
         ]
+        # Adam's first step has the sign of a gradient alone.
+        while moved and moved[0][2] <= PARAMETERS_DIFFER:
+            del moved[0]
         # Parameters that are equal again were averaged by hand, as in local SGD.
         if len(moved) < certain or any(spread <= PARAMETERS_DIFFER for _, _, spread in moved):
             return None
@@ -230,32 +237,33 @@ def second_backward(run: Run) -> Iterator[Finding]:
 
 @rule("DDP308", "no-sync-scope", Severity.ERROR)
 def no_sync_scope(run: Run) -> Iterator[Finding]:
-    """`no_sync()` covers only the forward or only the backward.
+    """`no_sync()` covers only the forward or only the backward, or the last micro-batch of a step.
 
     What it finds
-        A forward inside `no_sync()` with its backward outside: it was not synchronized, the
-        gradients differed when the optimizer used them, and the parameters differ since then
-        (error). Or a backward inside `no_sync()` with its forward outside: it was synchronized
-        anyway (warning).
+        A forward inside `no_sync()` with its backward outside, or an optimizer step after a forward
+        and a backward inside it: the gradients were not synchronized, differed when the optimizer
+        used them, and the parameters differ since then (error). Or a backward inside `no_sync()`
+        with its forward outside: it was synchronized anyway (warning).
 
     Why it is bad
-        The forward decides. In the first case, replicas diverge without any error; in the second,
+        The forward decides, and the last backward of a step has to be synchronized: it reduces what
+        all of them accumulated. Otherwise replicas diverge without any error; in the second case,
         every accumulation step pays for the all-reduce that `no_sync()` was meant to save.
 
     How to fix it
-        Put both the forward and the backward inside the block.
+        Put both the forward and the backward inside the block, and leave it for the last
+        micro-batch of each step, also of the last and shorter step of an epoch.
 
     Example
         Wrong:
-            loss = model(x)
-            with model.no_sync():
-                loss.backward()
+            with model.no_sync() if i % 4 else nullcontext():
         Right:
-            with model.no_sync():
-                model(x).backward()
+            last = (i + 1) % 4 == 0 or i + 1 == len(loader)
+            with nullcontext() if last else model.no_sync():
 
     When it stays silent
-        If both are inside, and if a later synchronized backward reduces what was accumulated.
+        If both are inside, and if a later synchronized backward reduces what was accumulated before
+        the step.
     """
     for found in unreduced(run, "forward in no_sync"):
         yield _finding(
@@ -264,6 +272,20 @@ def no_sync_scope(run: Run) -> Iterator[Finding]:
             "this backward's forward was inside no_sync(), so its gradients were not averaged",
             "Put forward and backward into no_sync() while accumulating, and both outside of "
             "it before the optimizer's step.",
+        )
+    for found in unreduced(run, "step in no_sync"):
+        backward = found.record.location
+        lines = no_sync_lines(backward) if backward is not None else []
+        at = lines[0] if len(lines) == 1 else run.rank(found.ranks[0]).site("optimizer")
+        where = f" at {backward}" if backward is not None else ""
+        yield _finding(
+            "DDP308",
+            found,
+            f"the last backward before the optimizer's step{where} was inside no_sync() "
+            "(require_backward_grad_sync=False), so its gradients were not averaged",
+            "Leave no_sync() for the last micro-batch before each optimizer step: forward and "
+            "backward with require_backward_grad_sync=True reduce all that was accumulated.",
+            at,
         )
     for number, vain in by_module(run, NoSyncVainRecord).items():
         record = vain.record
@@ -280,6 +302,44 @@ def no_sync_scope(run: Run) -> Iterator[Finding]:
             ),
             fix="Put the forward into the no_sync() block, too.",
             about=f"module {number} vain",
+        )
+
+
+@rule("DDP322", "autograd-grad", Severity.ERROR)
+def autograd_grad(run: Run) -> Iterator[Finding]:
+    """Gradients of a DDP module come from `torch.autograd.grad`, which DDP does not average.
+
+    What it finds
+        Optimizer steps after a forward through DDP without a backward, in a job that calls
+        `torch.autograd.grad`: the gradients differed between ranks when the optimizer used them,
+        and the parameters differ since then.
+
+    Why it is bad
+        DDP all-reduces a gradient when backward accumulates it into a parameter. `autograd.grad`
+        returns gradients and accumulates none, so each rank trains a separate model.
+
+    How to fix it
+        Call `backward()` for the training loss, or all-reduce the returned gradients.
+
+    Example
+        Wrong:
+            for p, g in zip(params, torch.autograd.grad(loss, params)):
+                p.grad = g
+        Right: `loss.backward()`
+
+    When it stays silent
+        For gradients with respect to inputs (a gradient penalty), for gradients that are averaged
+        by hand, and while the ranks' parameters are equal.
+    """
+    at = returned_gradients(run)
+    for found in unreduced(run, "no backward") if at is not None else ():
+        yield _finding(
+            "DDP322",
+            found,
+            "the optimizer uses gradients that autograd.grad has returned, which DDP does not "
+            "average",
+            "Call backward() for the training loss, or all-reduce the returned gradients.",
+            at,
         )
 
 
@@ -360,6 +420,78 @@ def _altered(run: Run, missing: Missing) -> Finding:
         traceback=missing.error.traceback if missing.error is not None else "",
         about=f"module {missing.ddp} altered",
     )
+
+
+@rule("DDP330", "trained-outside-ddp", Severity.ERROR)
+def trained_outside_ddp(run: Run) -> Iterator[Finding]:
+    """An optimizer trains parameters that belong to no DDP module.
+
+    What it finds
+        Parameters of an optimizer that are in no DDP module (weights of the loss, a second network,
+        a temperature) and get gradients in the backward of one, equal on all ranks before the first
+        step. Their gradients differ between ranks when the optimizer uses them, and so do the
+        parameters since then.
+
+    Why it is bad
+        DDP averages the gradients of its module only. Each rank trains a separate copy of the rest,
+        without any error. The loss of each rank is another function, and the checkpoint has rank
+        0's copy.
+
+    How to fix it
+        Make them part of the module that is wrapped, wrap the second module in DDP too, or
+        all-reduce their gradients before each step.
+
+    Example
+        Wrong:
+            model, weights = DDP(net), nn.Parameter(torch.zeros(2))
+            optimizer = Adam([*model.parameters(), weights])
+        Right:
+            net.weights = nn.Parameter(torch.zeros(2))
+            model = DDP(net)
+
+    When it stays silent
+        For parameters that differ from the beginning (shards, parts of a pipeline), for a model
+        with a separate backward, which each rank may keep for itself, for gradients that are
+        averaged by hand, with `all_to_all`, if each rank saves a separate file, and while the
+        parameters are equal.
+    """
+    for found in unreduced(run, "outside"):
+        members = [rank for rank in run.last if rank.rank in found.ranks]
+        parts = any(map(_exchanges_parts, members)) or _separate_files(members)
+        if len(members) < len(run.last) or parts:
+            continue
+        mine = [
+            next(each for each in rank.records.of(UnreducedRecord) if each.ddp == found.ddp)
+            for rank in members
+        ]
+        if len({(each.step, *each.parameters.items()) for each in mine}) > 1:
+            continue
+        step, name, spread = found.drift
+        first = found.record.step
+        yield Finding(
+            code="DDP330",
+            severity=Severity.ERROR,
+            message=f"{named(found.ranks)} train separate copies: {listed(found.names)} of the "
+            "optimizer made here "
+            f"{'is' if len(found.names) == 1 else 'are'} in no DDP module, so that nothing "
+            "averages the gradients",
+            ranks=found.ranks,
+            location=found.record.location,
+            evidence=(
+                f"before step {mine[0].step} they were equal on all ranks",
+                f"in step {first} the gradient of {found.worst} had the norm "
+                + ", ".join(f"{n:.6g} on rank {r}" for r, n in sorted(found.norms.items())[:4]),
+                f"in step {step} the norms of {name} differed by {spread:.1e} between ranks",
+            ),
+            fix="Make them part of the module that DDP wraps, or wrap their module in DDP, too.",
+            about=f"optimizer {found.ddp}",
+        )
+
+
+def _exchanges_parts(rank: Rank) -> bool:
+    """Return whether a rank may hold a part of a model that is spread over ranks."""
+    ring = rank.ring
+    return ring is not None and any(each.name.startswith("all_to_all") for each in ring.collectives)
 
 
 # -- training without DDP

@@ -1,4 +1,4 @@
-"""Rules for gradient values: not finite (DDP706), or changed on one rank alone (DDP709)."""
+"""Rules for gradient values: not finite (DDP706), changed (DDP709) or scaled by ranks (DDP329)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,20 @@ from ddpdoctor.diagnose.source_files import quoted
 from ddpdoctor.diagnose.source_operations import (
     MAX_CANDIDATES,
     likely_written,
+    names_world_factor,
     operation_lines,
     ranks_that_write,
+    reduces_gradients,
+    scaled_by_world,
+    scales_by_world,
     written_on_some_ranks,
 )
 from ddpdoctor.run.records.model import (
     ClipRecord,
+    DdpRecord,
     EditRecord,
+    GradientScaleRecord,
+    LossScaleRecord,
     NonfiniteGradientRecord,
     NonfiniteRecord,
     Origin,
@@ -467,3 +474,159 @@ def _states(
             for rank, records in written.items()
         }
         yield step, states
+
+
+# -- gradients scaled by the number of ranks
+
+SCALE_ERROR = 1e-3
+
+
+@rule("DDP329", "scaled-by-world-size", Severity.WARNING)
+def scaled_by_world_size(run: Run) -> Iterator[Finding]:
+    """Gradients are divided or multiplied by the number of ranks, although DDP averages them.
+
+    What it finds
+        A backward through a loss that `dist.all_reduce` has summed and that is divided by the
+        number of ranks, a loss that is divided by it before backward, or gradients that the job
+        multiplies by it or its inverse between backward and `optimizer.step()`. Without DDP:
+        gradients that the job sums over the ranks while no line divides by their number. Where the
+        loss is all-reduced but not divided: information, since torch is going to forbid it.
+
+    Why it is bad
+        `dist.all_reduce` has no gradient: autograd passes through it as if it were not there. DDP
+        divides by the number of ranks itself. So the division takes place twice, and the learning
+        rate is smaller than it says by the number of ranks.
+
+    How to fix it
+        Call backward on the local loss, and reduce a detached copy for the log.
+
+    Example
+        Wrong:
+            dist.all_reduce(loss)
+            (loss / world_size).backward()
+        Right:
+            loss.backward()
+            shown = loss.detach().clone()
+            dist.all_reduce(shown)
+
+    When it stays silent
+        If the reduced tensor is not what backward begins with, for collectives of
+        `torch.distributed.nn.functional`, and if no line names the number of ranks. For gradients
+        accumulated over several backwards.
+    """
+    if run.world_size < 2:
+        return
+    losses = [(rank.rank, each) for rank in run.last for each in rank.records.of(LossScaleRecord)]
+    reduced = [(rank, each) for rank, each in losses if each.call]
+    if reduced:
+        yield _reduced_loss(run, tuple(rank for rank, _ in reduced), reduced[0][1])
+    elif losses and (at := _loss_divided(run, losses[0][1])) is not None:
+        yield _scaled(
+            run,
+            "the loss is divided by the number of ranks before backward, and DDP divides the "
+            "gradients by it again",
+            at,
+            f"the loss of the first steps was multiplied by {losses[0][1].factor:.4g}",
+            "Call backward on the loss as it is: DDP averages the gradients.",
+        )
+    summed = reduces_gradients(run) if not any(r.records.of(DdpRecord) for r in run.last) else None
+    if summed is not None and not names_world_factor(run) and _has_reduced(run, summed):
+        yield _scaled(
+            run,
+            "the gradients are summed over the ranks, and nothing divides them by their number",
+            summed,
+            "no line of the job scales anything by the number of ranks",
+            "Divide the gradients by dist.get_world_size(), or let DDP average them.",
+        )
+    for rank in run.last:
+        for record in rank.records.of(GradientScaleRecord):
+            found = _gradient_scale(run, record)
+            if found is not None:
+                yield found
+                return
+
+
+def _has_reduced(run: Run, at: Location) -> bool:
+    """Return whether a line was the call of a sum on every rank, among the last ones."""
+    return run.exit_status == 0 and all(
+        rank.ring is not None
+        and any(
+            each.site == str(at) and each.name == "all_reduce" and each.reduce == "SUM"
+            for each in rank.ring.collectives
+        )
+        for rank in run.last
+    )
+
+
+def _loss_divided(run: Run, record: LossScaleRecord) -> Location | None:
+    """Return the line between forward and backward that divides a loss by the number of ranks."""
+    member, backward = run.last[0], record.location
+    lines = operation_lines(("div", "mul"), member.site("forward"), backward)
+    within = [each for each in lines if scales_by_world(each, "loss")]
+    if backward is not None and scales_by_world(backward, "loss"):
+        within.append(backward)
+    return within[0] if within else None
+
+
+def _reduced_loss(run: Run, ranks: tuple[int, ...], record: LossScaleRecord) -> Finding:
+    divided = abs(record.factor * run.world_size - 1) < SCALE_ERROR
+    message = f"backward runs through {record.call}, which has no gradient"
+    if divided:
+        message += f": each rank's gradient is divided by {run.world_size} twice"
+    return Finding(
+        code="DDP329",
+        severity=Severity.WARNING if divided else Severity.INFO,
+        message=message,
+        ranks=ranks,
+        location=record.location,
+        evidence=(
+            f"the loss of step {record.step} was reduced in place here, and then multiplied by "
+            f"{record.factor:.4g} before backward",
+            "DDP averages the gradients over the ranks as well",
+            'torch warns: "an autograd kernel was not registered to the Autograd key(s)"',
+        ),
+        fix="Call backward on the local loss, and reduce a detached copy for the log: "
+        "loss.detach().clone().",
+        about="loss scale",
+    )
+
+
+def _gradient_scale(run: Run, record: GradientScaleRecord) -> Finding | None:
+    world, first = run.world_size, record.factors[0] if record.factors else 1.0
+    if any(abs(each / first - 1) > SCALE_ERROR for each in record.factors if first):
+        return None
+    seen = (
+        f"the gradient of {record.name} was multiplied by {first:.4g} before the optimizer's step"
+    )
+    if abs(first * world - 1) < SCALE_ERROR and (at := scaled_by_world(run, "grad")) is not None:
+        return _scaled(
+            run,
+            "the gradients that DDP has averaged are divided by the number of ranks again",
+            at,
+            seen,
+            "Leave the division out: DDP averages the gradients.",
+        )
+    if abs(first / world - 1) < SCALE_ERROR:
+        at = reduces_gradients(run) or scaled_by_world(run, "grad")
+        if at is not None:
+            return _scaled(
+                run,
+                "the gradients that DDP has averaged are summed over the ranks again",
+                at,
+                seen,
+                "Leave the sum out: DDP averages the gradients.",
+            )
+    return None
+
+
+def _scaled(run: Run, message: str, at: Location, seen: str, fix: str) -> Finding:
+    return Finding(
+        code="DDP329",
+        severity=Severity.WARNING,
+        message=message,
+        ranks=tuple(rank.rank for rank in run.last),
+        location=at,
+        evidence=(seen, f"there are {run.world_size} ranks"),
+        fix=fix,
+        about="gradient scale",
+    )

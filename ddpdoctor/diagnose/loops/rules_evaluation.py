@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 
 from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.formatting import named
 from ddpdoctor.core.relations import MISPAIRED, STANDSTILL, brings_about
 from ddpdoctor.diagnose import STANDSTILLS
-from ddpdoctor.diagnose.data.draws import Pass, Passes, matched, passes_of, same_part
+from ddpdoctor.diagnose.data.draws import (
+    MIN_SAMPLES,
+    WHOLE,
+    Pass,
+    Passes,
+    matched,
+    other_data,
+    overlap,
+    passes_of,
+    same_part,
+)
+from ddpdoctor.diagnose.loops.metric_sources import (
+    Averaged,
+    evaluated_by_hand,
+    indexed_by_rank,
+    ratio_reduced,
+    use_of,
+)
 from ddpdoctor.diagnose.loops.training_loops import local_decisions
 from ddpdoctor.diagnose.replicas.differences import elements
-from ddpdoctor.run.records.model import FingerprintRecord, StatisticsRecord
+from ddpdoctor.diagnose.source_files import location
+from ddpdoctor.diagnose.source_operations import updated_on_some_ranks
+from ddpdoctor.run.records.model import FingerprintRecord, OtherModelRecord, StatisticsRecord
 from ddpdoctor.run.records.training import EvaluationRecord, SaveRecord
 from ddpdoctor.run.snapshot import Rank, Run
 
@@ -23,6 +43,10 @@ MAX_EVALUATIONS = 64
 MIN_DISTANCE = 0.01
 """How far statistics must differ to change an evaluation: means in standard deviations, variances
 as a part of themselves."""
+PART_OF_NORM = 1e-6
+"""How far norms of weights may differ that are the same."""
+OTHER_DATA = 0.25
+"""How far those of ranks differ that train on data of different kinds, not on shards of one set."""
 
 
 def _evaluation_passes(run: Run) -> Iterator[list[Pass]]:
@@ -48,17 +72,20 @@ def _is_evaluation(one: Pass) -> bool:
     return one.record.state == "ended" and not one.record.marks and one.indexed
 
 
-@rule("DDP106", "eval-shard-not-reduced", Severity.INFO)
+@rule("DDP106", "eval-shard-not-reduced", Severity.WARNING)
 def not_reduced(run: Run) -> Iterator[Finding]:
-    """Each rank evaluates its own shard, and the results are never combined.
+    """Each rank evaluates its own shard, and the results are not combined, or combined wrongly.
 
     What it finds
-        An evaluation in which a sampler gave every rank a shard, after which no rank called any
-        collective before it continued training or ended.
+        An evaluation in which every rank reads its own shard, after which no rank reduces or
+        gathers anything before it continued training or ended, while the source prints, logs or
+        compares the result (information if no such line is found). Or a reduction that averages a
+        ratio of each rank (an accuracy, an F1 score) although the shards have different sizes.
 
     Why it is bad
         The metric is that of one shard. What rank 0 prints, and what selects the best checkpoint or
-        stops early, is based on a part of the validation data.
+        stops early, is based on a part of the validation data. An average of ratios weighs samples
+        differently, and an average of F1 scores is not the F1 score of all samples.
 
     How to fix it
         Sum the counts over the ranks before you divide.
@@ -72,35 +99,165 @@ def not_reduced(run: Run) -> Iterator[Finding]:
             accuracy = counts[0] / counts[1]
 
     When it stays silent
-        If any collective is called from Python in between, for whatever purpose. If each rank then
-        passes `torch.save` a separate file (predictions, say). For data that every rank reads in
-        full, and before the first training step.
+        If results are reduced or gathered in between, for whatever purpose, unless what is reduced
+        is known to be a ratio. If a line prints a result with its rank, or writes it to a file of
+        its rank. For data that every rank reads in full, and before the first training step.
     """
     if len(run.last) < 2:
         return
-    for each in _evaluation_passes(run):
-        if len(each) != len(run.last) or any(one.record.collectives != 0 for one in each):
+    for each in (*_evaluation_passes(run), *_disjoint_passes(run)):
+        if len(each) != len(run.last) or any(one.record.collectives is None for one in each):
             continue
-        if _separate_files(run, {one.rank: one for one in each}):
+        found = _averaged(run, each) if all(map(_combined, each)) else _uncombined(run, each)
+        if found is not None:
+            yield found
+            return
+    yield from _by_hand(run)
+
+
+def _by_hand(run: Run) -> Iterator[Finding]:
+    """Yield an evaluation that takes every n-th sample itself, in a job that combines nothing."""
+    rings = [rank.ring for rank in run.last]
+    if run.exit_status != 0 or any(
+        ring is None
+        or ring.partial
+        or ring.calls > len(ring.collectives)
+        or any(each.point_to_point or _COMBINES.search(each.name) for each in ring.collectives)
+        for ring in rings
+    ):
+        return
+    for at in evaluated_by_hand(run):
+        use = use_of(run, at)
+        if use.at is None or use.computed is None or use.labelled:
             continue
-        at = each[0].read
         yield Finding(
             code="DDP106",
             about=str(at),
-            severity=Severity.INFO,
+            severity=Severity.WARNING,
             message=f"each rank evaluates only its shard at {at}, and no collective combines "
             "the results",
-            location=at,
+            location=use.computed,
             evidence=(
-                *(
-                    f"rank {one.rank}: {one.record.draws} of {one.length} samples"
-                    for one in each[:4]
-                ),
-                "0 collectives from the loop's beginning to the next training step",
+                "the loop takes the samples of its rank, and the job never reduces or gathers",
+                f"the result is used at {use.at}",
             ),
             fix="all_reduce the sums and counts of the metric before dividing them.",
         )
         return
+
+
+_COMBINES = re.compile("reduce|gather|all_to_all")
+
+
+def _disjoint_passes(run: Run) -> Iterator[list[Pass]]:
+    """Yield evaluations whose ranks drew different samples of one data set without a sampler."""
+    for passes in matched(run):
+        each = list(passes.values())
+        if any(
+            not _is_evaluation(one) or one.record.armed == 0 or one.shard is not None
+            for one in each
+        ):
+            continue
+        if other_data(passes) and indexed_by_rank(run) is not None:
+            yield each
+        elif len({one.whole for one in each}) == 1:
+            # Of a data set without subsets each rank follows the same indices, else its own ones.
+            followed = {(one.record.subset, one.record.followed) for one in each}
+            shared, total = overlap(passes)
+            if not shared and total >= max(MIN_SAMPLES, WHOLE * sum(n for _, n in followed)):
+                yield each
+
+
+def _uncombined(run: Run, each: list[Pass]) -> Finding | None:
+    """Return what is wrong with an evaluation whose results no rank reduces or gathers."""
+    if any(map(_combined, each)) or _separate_files(run, {one.rank: one for one in each}):
+        return None
+    if any(one.record.collectives for one in each) and _sends(run):
+        return None
+    at = each[0].read
+    use = use_of(run, at)
+    if use.labelled or use.kept:
+        return None
+    others = max(one.record.collectives or 0 for one in each)
+    evidence = [*_shares(each), "0 reductions or gathers before the next training step"]
+    if others:
+        evidence.append(f"of other collectives (barriers, broadcasts) it called {others}")
+    if use.at is not None:
+        evidence.append(f"the result is used at {use.at}")
+    fix = "all_reduce the sums and counts of the metric before dividing them."
+    if use.over_all:
+        evidence.append(
+            f"{use.computed} divides what a rank counted in its shard by the length of all the data"
+        )
+        fix = "all_reduce the count before dividing it by the length of the data set."
+    return Finding(
+        code="DDP106",
+        about=str(at),
+        severity=Severity.INFO if use.at is None else Severity.WARNING,
+        message=f"each rank evaluates only its shard at {at}, and no collective combines "
+        "the results",
+        location=use.computed or use.at or at,
+        evidence=tuple(evidence),
+        fix=fix,
+    )
+
+
+def _averaged(run: Run, each: list[Pass]) -> Finding | None:
+    """Return what is wrong with an evaluation after which ratios of the ranks are averaged."""
+    if any(one.record.gathers for one in each):
+        return None
+    ratios = _reduced_ratios(run, each[0])
+    uneven = len({one.record.draws for one in each}) > 1
+    wrong = (each for each in ratios if uneven or each.never_a_mean or each.over_all)
+    found = next(wrong, None)
+    if found is None:
+        return None
+    why = "the shards have different sizes"
+    if found.over_all:
+        why = "each is divided by the length of all the data already"
+    if found.never_a_mean:
+        why = "its value for all samples is not the average of those of parts"
+    return Finding(
+        code="DDP106",
+        about=str(each[0].read),
+        severity=Severity.WARNING,
+        message=f"each rank computes the metric of its shard at {found.at}, and the ranks' values "
+        f"are averaged, though {why}",
+        location=found.at,
+        evidence=_shares(each),
+        fix="all_reduce the sums and counts, and compute the metric from these. Gather the "
+        "predictions if it is no quotient of sums.",
+    )
+
+
+def _reduced_ratios(run: Run, one: Pass) -> list[Averaged]:
+    """Return the ratios that a rank reduced after an evaluation; none if it reduced counts, too."""
+    rank, begun = run.rank(one.rank), one.record.closed
+    later = [each.record.time for each in passes_of(rank) if each.trains]
+    until = min((time for time in later if time > begun), default=run.taken)
+    calls = rank.ring.collectives if rank.ring is not None else ()
+    found = [
+        ratio_reduced([at for site in (call.site, *call.callers) if (at := location(site))])
+        for call in calls
+        if "reduce" in call.name and begun <= call.began <= until
+    ]
+    ratios = [each for each in found if each is not None]
+    return ratios if len(ratios) == len(found) else []
+
+
+def _shares(each: list[Pass]) -> tuple[str, ...]:
+    return tuple(f"rank {one.rank}: {one.record.draws} of {one.whole} samples" for one in each[:4])
+
+
+def _sends(run: Run) -> bool:
+    """Return whether ranks may have sent their results to another rank."""
+    rings = [rank.ring for rank in run.last]
+    return any(
+        ring is None
+        or ring.partial
+        or any(call.point_to_point or "all_to_all" in call.name for call in ring.collectives)
+        for ring in rings
+    )
 
 
 def _separate_files(run: Run, passes: Passes) -> bool:
@@ -286,7 +443,10 @@ def evaluation_differs(run: Run) -> Iterator[Finding]:
     What it finds
         An evaluation in which each rank of a DDP group takes a part of the data, in evaluation
         mode, with BatchNorm running statistics that differ between ranks, followed by a reduce or
-        gather of numbers.
+        gather of numbers. Or one in which each rank evaluates all of the data with statistics that
+        differ by more than 25 %: those of the different data that each rank trains on. Or one of
+        another model (an average of the weights) that differs between ranks and that a line
+        updates on some ranks only.
 
     Why it is bad
         The metric mixes as many models as there are ranks. The saved model, rank 0's, was evaluated
@@ -306,9 +466,9 @@ def evaluation_differs(run: Run) -> Iterator[Finding]:
             evaluate(model, my_shard)
 
     When it stays silent
-        If one rank evaluates, or each evaluates all of the data. If nothing is reduced or gathered.
-        For statistics that agree within 1 %, for models without any, and if DDP broadcasts the
-        buffers: then the statistics differ by the last step only.
+        If one rank evaluates. If nothing is reduced or gathered, or each rank saves a separate
+        file. For statistics that agree within 1 % (25 % if each evaluates all of the data), and if
+        DDP broadcasts the buffers: then the statistics differ by the last step only.
     """
     members = {rank.rank for rank in run.last}
     written: dict[tuple[int, tuple[int, ...], int], dict[int, StatisticsRecord]] = {}
@@ -319,23 +479,27 @@ def evaluation_differs(run: Run) -> Iterator[Finding]:
     evaluations = {
         (tuple(sorted(passes)), next(iter(passes.values())).record.armed): passes
         for passes in matched(run)
-        if _combines_parts(passes)
+        if _combines_parts(passes) or (_all_of_it(passes) and not _separate_files(run, passes))
     }
     for (module, group, armed), records in sorted(written.items()):
         passes = evaluations.get((tuple(sorted(group)), armed))
         if passes is None or set(records) != set(group) or not set(group) <= members:
             continue
         name, most, differing = _worst_statistics([records[each] for each in sorted(group)])
-        if most < MIN_DISTANCE:
+        whole = not _combines_parts(passes)
+        if most < (OTHER_DATA if whole else MIN_DISTANCE):
             continue
         first = passes[min(passes)]
         at = first.read
+        combined = "their results are combined"
+        if whole:
+            combined = "each rank's are those of the data that it trained on"
         yield Finding(
             code="DDP708",
             about=f"module {module} {at}",
             severity=Severity.WARNING,
-            message=f"{named(group)} evaluate with different running statistics at {at}, and their "
-            "results are combined",
+            message=f"{named(group)} evaluate with different running statistics at {at}, "
+            f"and {combined}",
             ranks=tuple(sorted(group)),
             location=at,
             evidence=(
@@ -353,6 +517,57 @@ def evaluation_differs(run: Run) -> Iterator[Finding]:
             "broadcast_buffers on, or convert the model to SyncBatchNorm.",
         )
         return
+    yield from _other_model(run, evaluations.values())
+
+
+def _other_model(run: Run, evaluations: Iterable[Passes]) -> Iterator[Finding]:
+    """Yield an average of the weights that only some ranks update and all ranks evaluate."""
+    at = {next(iter(passes.values())).record.armed: passes for passes in evaluations}
+    seen: dict[tuple[int, int], dict[int, OtherModelRecord]] = {}
+    for rank in run.last:
+        for record in rank.records.of(OtherModelRecord):
+            seen.setdefault((record.armed, record.number), {})[rank.rank] = record
+    for (armed, _), records in sorted(seen.items()):
+        if len(records) < len(run.last) or armed not in at or len({*records.values()}) == 1:
+            continue
+        values = [records[rank].values for rank in sorted(records)]
+        if all(
+            math.isclose(*pair, rel_tol=PART_OF_NORM)
+            for other in values[1:]
+            for pair in zip(values[0], other, strict=False)
+        ):
+            continue
+        found = updated_on_some_ranks(run)
+        if found is None:
+            return
+        update, use = found
+        first = records[min(records)]
+        norms = ", ".join(
+            f"{each.values[0]:.6g} on rank {n}" for n, each in sorted(records.items())
+        )
+        yield Finding(
+            code="DDP708",
+            about=f"other model {update}",
+            severity=Severity.WARNING,
+            message=f"only some ranks update this {first.type}, and every rank evaluates its part "
+            f"of the data with it at {use}",
+            ranks=tuple(sorted(records)),
+            location=update,
+            evidence=(
+                f"after {armed} synchronized forwards the norm of its first parameter is {norms}",
+                "it belongs to no DDP module",
+            ),
+            fix="Update it on every rank, or broadcast it before the evaluation.",
+        )
+        return
+
+
+def _all_of_it(passes: Passes) -> bool:
+    """Return whether each rank evaluated all of one data set."""
+    each = list(passes.values())
+    return same_part(passes) and all(
+        _is_evaluation(one) and one.record.draws >= one.length for one in each
+    )
 
 
 def _combines_parts(passes: Passes) -> bool:

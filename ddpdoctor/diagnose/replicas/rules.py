@@ -95,7 +95,7 @@ def _listed(values: dict[int, object]) -> str:
 
 # -- parameters
 
-CAUSES = ("DDP301", "DDP302", "DDP303", "DDP305", "DDP306", "DDP308")
+CAUSES = ("DDP301", "DDP302", "DDP303", "DDP305", "DDP306", "DDP308", "DDP322")
 """Faults that make parameters differ."""
 
 

@@ -27,6 +27,17 @@ SCRIPT = (
         ),
     ),
     Failure(
+        Known("DDP329", "backward-through-collective", Weight.NOTE, "2.1 to 2.13"),
+        r"\bc10d::(?P<call>\w+?)_?: an autograd kernel was not registered to the Autograd key\(s\)",
+        says="calls backward through {call}, which has no gradient",
+        severity=Severity.INFO,
+        fix="Call backward on the local loss and reduce a detached copy for the log, or use "
+        "torch.distributed.nn.functional.",
+        examples=(
+            "UserWarning: c10d::allreduce_: an autograd kernel was not registered to the Autograd key(s) but we are trying to backprop through it.",
+        ),
+    ),
+    Failure(
         Known("DDP808", "pdb-quit", Weight.CAUSE, "any"),
         r"^(?:bdb\.)?BdbQuit\b",
         says="stopped at a breakpoint of pdb, which was quit or had no terminal",

@@ -144,6 +144,8 @@ def _backward_begins(tensors: Any, *args: Any, accumulate_grad: bool = False, **
     loss = None
     if not tracker.light and len(tensors) == 1 and tensors[0].numel() == 1:
         loss = readback.loss_reader(unscaled(tensors[0]))
+    for subscriber in events.graph_begins if tensors else ():
+        subscriber(unscaled(tensors[0]))
     site = _backs.sites()[0]
     if not tracker.enter(_BACKWARD, site):
         return None
@@ -268,6 +270,7 @@ _last_scaled: tuple[weakref.ref[Any], weakref.ref[Any]] | None = None
 def install_scaler(module: ModuleType) -> None:
     """Wrap ``torch.amp.GradScaler``. That of ``torch.cuda.amp`` inherits from it."""
     after(module.GradScaler, "scale", _note_scaled)
+    before(module.GradScaler, "unscale_", _unscales)
     around(module.GradScaler, "step", "amp", _scaler_steps, _scaler_stepped)
 
 
@@ -285,8 +288,14 @@ def _note_scaled(result: Any, scaler: Any, outputs: Any) -> None:
     try:
         if rank.active is not None and result is not outputs:
             _last_scaled = weakref.ref(result), weakref.ref(outputs)
+            for subscriber in events.loss_scaled:
+                subscriber()
     except TypeError:
         _last_scaled = None
+
+
+def _unscales(scaler: Any, optimizer: Any) -> None:
+    emit(Observer.unscales)
 
 
 def _scaler_steps(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -326,6 +335,10 @@ def _scheduler_made(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> 
     emit(Observer.scheduler_made, scheduler)
 
 
+def _model_evaluates(result: Any, module: Any) -> None:
+    emit(Observer.model_evaluates, module)
+
+
 def _rate_cut(*args: Any, **kwargs: Any) -> None:
     emit(Observer.rate_cut)
 
@@ -346,6 +359,7 @@ WRAPPED: tuple[tuple[str, str, str, Wrap, Callable[..., object]], ...] = (
     ("torch.distributed.algorithms.join", "Join", "__enter__", before, steps.join_entered),
     # It raises and warns nothing by stack level.
     ("torch.nn.modules.module", "Module", "load_state_dict", after, _weights_loaded),
+    ("torch.nn.modules.module", "Module", "eval", after, _model_evaluates),
     # The comparison of shapes that comes first in DDP's constructor.
     ("torch.nn.parallel.distributed", "", torch_private.VERIFY_PARAMETERS, before, _model_given),
     ("torch.distributed.pipelining.stage", torch_private.STAGE, "__init__", after, _stage_built),

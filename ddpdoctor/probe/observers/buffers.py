@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,19 +26,23 @@ from ddpdoctor.probe.observers.readback import (
     capturing,
     hash_of,
     hashable,
+    is_plain,
+    norms_of,
     when_ready,
 )
 from ddpdoctor.probe.runtime import sites, torch_groups, torch_private
 from ddpdoctor.probe.runtime.budget import clock
 from ddpdoctor.probe.runtime.events import Observer
 from ddpdoctor.probe.runtime.rank import RankState
-from ddpdoctor.run.records.model import BuffersRecord, StatisticsRecord
+from ddpdoctor.run.records.model import BuffersRecord, OtherModelRecord, StatisticsRecord
 from ddpdoctor.run.records.training import EvaluationRecord
 
 DENSE = 8  # steps at the beginning that are hashed; later powers of two, each with the next step
 EVERY = 1024  # once powers of two are further apart, every so many steps, with the next
 MOST = 8  # buffers in a record
 MAX_EVALUATIONS = 64  # evaluations that a rank records
+AHEAD = 2  # evaluations that are hashed ahead of the budget: short jobs have spent it by then
+MAX_OTHERS = 8  # models beside DDP that are followed
 MAX_TRIES = 2  # batches of an evaluation at which models are checked for evaluation mode
 LAYERS = 64  # layers whose statistics are hashed
 NAMED = 4  # layers of which elements are written
@@ -154,7 +159,7 @@ class Statistics(Observer):
             or self._hashed.get(number) == armed
             or self._count >= MAX_EVALUATIONS
             or torch_private.broadcasts_buffers(ddp) is not False
-            or self.state.budget.left() < 0
+            or (self.state.budget.left() < 0 and self._count >= AHEAD)
             or capturing(sys.modules["torch"])
         ):
             return
@@ -182,6 +187,58 @@ class Statistics(Observer):
                 )
                 kept = [tensor for pair in list(layers.values())[:LAYERS] for tensor in pair]
                 _write(self.state, record, kept, 2 * NAMED)
+
+
+class OtherModels(Observer):
+    """Models beside DDP that are evaluated, such as an average of the weights."""
+
+    def __init__(self, state: RankState, replicas: Replicas) -> None:
+        super().__init__(state)
+        self._replicas = replicas
+        self._known: list[weakref.ref[Any]] = []
+        self._last = 0  # synchronized forwards before the last evaluation
+        self._count = 0
+
+    def model_evaluates(self, module: Any) -> None:
+        """Follow a model from its first ``eval()`` on."""
+        if len(self._known) < MAX_OTHERS and all(each() is not module for each in self._known):
+            self._known.append(weakref.ref(module))
+            self.wake("batch_fetched")
+
+    def batch_fetched(self, iterator: Any, data: Any) -> None:
+        """Record norms of its parameters as an evaluation begins."""
+        torch: Any = sys.modules["torch"]
+        armed = self.state.tracker.armed
+        if not self._known or self._count >= MAX_EVALUATIONS:
+            self.rest("batch_fetched")
+            return
+        if armed == self._last or torch.is_grad_enabled():
+            return
+        self._last = armed
+        if not self._replicas.alive:
+            return
+        self._count += 1
+        with self.state.budget.spending():
+            modules = [
+                ddp.module for each in self._replicas.alive if (ddp := each.ddp()) is not None
+            ]
+            inside = {id(parameter) for module in modules for parameter in module.parameters()}
+            for number, reference in enumerate(self._known):
+                module = reference()
+                if module is None or module.training:
+                    continue
+                parameters = [each for each in module.parameters() if is_plain(each)]
+                if not parameters or any(id(each) in inside for each in parameters):
+                    continue
+                chosen = parameters[:: max(1, len(parameters) // NAMED)][:NAMED]
+                read = norms_of(chosen)
+                record = OtherModelRecord(number=number, type=type(module).__name__, armed=armed)
+                if read is not None:
+                    self.state.recorder.add(when_ready([read], _with_values(record)))
+
+
+def _with_values(record: OtherModelRecord) -> Callable[[list[Any]], OtherModelRecord]:
+    return lambda values: replace(record, values=tuple(values))
 
 
 def _write(

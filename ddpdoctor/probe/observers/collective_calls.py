@@ -29,11 +29,12 @@ from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from ddpdoctor.core.formatting import spans
-from ddpdoctor.probe.runtime import torch_groups, torch_private
+from ddpdoctor.probe.runtime import rank, torch_groups, torch_private
 from ddpdoctor.probe.runtime.hot import Calls
 from ddpdoctor.probe.runtime.phases import Backward
 from ddpdoctor.probe.runtime.sites import Site
 from ddpdoctor.run.mapped import Asked, UnreadableError
+from ddpdoctor.run.records.model import GraphCutRecord
 from ddpdoctor.run.ring import (
     ASYNC,
     ENTRIES,
@@ -280,7 +281,9 @@ class Ledger(Calls):
         self, name: str, call: Call, chain: tuple[Site, ...], shape: tuple[int, ...], dtype: Any
     ) -> _Alike | None:
         """Store what equal calls have in common. Return None if this rank is not in their group."""
-        _, op, root, group_root, group, flags = call
+        tensor, op, root, group_root, group, flags = call
+        if getattr(tensor, "grad_fn", None) is not None:
+            _note_graph(name, tensor, chain[0], self._steps())
         # The default group may be re-created, but not renamed.
         known = self._groups.get(DEFAULT_GROUP if group is None else group.group_name)
         if known is None:
@@ -400,6 +403,30 @@ class Ledger(Calls):
         """Note calls of compiled code, which are not seen. Called by the writing thread."""
         if torch_private.has_compiled():
             self._ring.set_partial()
+
+
+# -- collectives that autograd does not know
+
+MAX_CUTS = 8  # lines that are recorded
+MAX_REDUCED = 4  # reduced tensors that the next backward may begin with
+
+reduced_graphs: list[tuple[Any, str, Site]] = []
+"""The ``grad_fn`` of tensors that were reduced in place, until the next backward begins."""
+
+
+def _note_graph(name: str, tensor: Any, site: Site, step: int) -> None:
+    """Note a call in whose output the tensor's graph is lost.
+
+    Those of ``torch.distributed.nn.functional`` call it with gradients off.
+    """
+    torch: Any = sys.modules["torch"]
+    if not torch.is_grad_enabled():
+        return
+    if "gather" in name or name.startswith("all_to_all"):
+        record = GraphCutRecord(step=step, call=name, **site.place)
+        rank.add(record, MAX_CUTS, ("cut", name, site))
+    elif name == "all_reduce" and tensor.numel() == 1 and len(reduced_graphs) < MAX_REDUCED:
+        reduced_graphs.append((tensor.grad_fn, name, site))
 
 
 # -- the Flight Recorder

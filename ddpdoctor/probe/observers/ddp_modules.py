@@ -23,6 +23,7 @@ from ddpdoctor.probe.runtime.rank import RankState
 from ddpdoctor.probe.runtime.sites import NOWHERE, Site, caller
 from ddpdoctor.run.records.model import (
     CutRecord,
+    GradientlessParameter,
     LoadRecord,
     ModelRecord,
     Parameter,
@@ -89,6 +90,10 @@ class Replica:
         self.searches = 0  # how often its parameters were looked up in optimizers
         self.least: Any = None
         """The least number of ranks that used a parameter so far, on the module's device."""
+        self.most: Any = None  # the largest magnitude that each gradient had in `looks` backwards
+        self.looks = 0
+        self.every: tuple[GradientlessParameter, ...] = ()  # all parameters as a record has them
+        self.sizes: list[int] = []
         self.added: list[tuple[str, weakref.ref[Any], str]] = []
         """Parameters that need a gradient and are not reduced, with the reason."""
 

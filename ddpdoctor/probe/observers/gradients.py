@@ -13,16 +13,17 @@ show in its version counter, in the steps that all ranks check.
 
 from __future__ import annotations
 
+import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import CodeType, FrameType
 from typing import Any
 
-from ddpdoctor.probe.observers import readback
-from ddpdoctor.probe.observers.ddp_modules import Mark, Replica, Replicas, Unreduced
-from ddpdoctor.probe.observers.optimizers import owned
+from ddpdoctor.probe.observers import collective_calls, readback
+from ddpdoctor.probe.observers.ddp_modules import Mark, Replica, Replicas, Unreduced, mark_of
+from ddpdoctor.probe.observers.optimizers import all_made, made_at, owned, parameters_of
 from ddpdoctor.probe.observers.overhead import Pacing
 from ddpdoctor.probe.observers.readback import Readback, when_ready
 from ddpdoctor.probe.runtime import sites, torch_private
@@ -36,6 +37,10 @@ from ddpdoctor.run.records.model import (
     EditRecord,
     FindUnusedRecord,
     GradientlessParameter,
+    GradientScaleRecord,
+    LossScaleRecord,
+    MisplacedClipRecord,
+    NeverUsedRecord,
     NoGradientRecord,
     NoSyncVainRecord,
     UnreducedRecord,
@@ -46,7 +51,19 @@ MAX_NAMED = 8  # parameters or layers that a record names, while it counts all o
 UNFINISHED = "Expected to have finished reduction"  # what DDP says when gradients are missing
 USED_FOR = 50  # synchronized backwards after which it is recorded that all parameters were used
 USED_IN_ALL = 5  # the same at the end of a rank that had fewer
+DENSE_LOOKS = 8  # first synchronized backwards after which gradients are searched for zeros
+RECORDED_AT = 64  # the one after which a running job records which were always zero
+PART = 1 << 12  # elements of a gradient on the CPU that are looked at first
 NORMALIZING_AT = 3  # the synchronized backward after which BatchNorm layers are recorded
+
+STEP_IN_NO_SYNC = "step in no_sync"
+"""The cause if an optimizer steps after a forward and a backward within ``no_sync()``."""
+
+NO_BACKWARD = "no backward"
+"""The cause if an optimizer steps after a forward without backward, as with ``autograd.grad``."""
+
+OUTSIDE = "outside"
+"""The cause if parameters belong to no DDP module."""
 
 MEASURED = 4  # parameters whose norms are recorded at a time
 DENSE_UNREDUCED = 10  # times that each kind of unreduced gradient is measured; then powers of two
@@ -90,7 +107,10 @@ class Gradients(Observer):
             # The backward before this one may have raised.
             each.sure, each.marks = False, None
             each.cause = _cause(each, bool(ddp.require_backward_grad_sync))
-            if not each.cause:
+            if each.cause == STEP_IN_NO_SYNC:
+                # Harmless, unless a step comes before a backward that is reduced.
+                each.marks = each.take_marks(each.middle)
+            elif not each.cause:
                 # The backward of a single known module needs no proof that it is its own.
                 if each.reduced >= MAX_CHECKED and len(alive) == 1:
                     each.sure = each.armed > 0
@@ -122,6 +142,9 @@ class Gradients(Observer):
             changed = [index for index, when in enumerate(times) if when != each.ready[index]][:1]
         if not changed:
             return
+        if each.armed and each.reduced < MAX_CHECKED:
+            # The one compared until now may be unused.
+            each.middle = changed[:1]
         vain = each.cause == "backward in no_sync" and not each.unarmed
         if vain and not self._pacing.settling and "vain" not in each.recorded:
             each.recorded.add("vain")
@@ -133,7 +156,8 @@ class Gradients(Observer):
             each.reduced += 1
             each.due = True
             each.unreduced = None
-        elif each.cause and each.unreduced is None:
+        elif each.cause and (each.unreduced is None or each.unreduced.cause == STEP_IN_NO_SYNC):
+            # What was accumulated within no_sync() is no fault while more backwards come.
             each.unreduced = Unreduced(each.cause, sites.caller(), changed[:MEASURED])
         each.armed = each.unarmed = 0
 
@@ -148,6 +172,9 @@ class Gradients(Observer):
             if each.due:
                 each.due = False
                 self._check(each, ddp)
+            elif each.armed and each.forwards and each.unreduced is None:
+                # No backward has come to its parameters. They may have gradients all the same.
+                each.unreduced = Unreduced(NO_BACKWARD, each.site, each.spread[:MEASURED])
             each.forwards = 0
             if self._pacing.settling:
                 # Its forward may have come while nothing was counted.
@@ -159,16 +186,7 @@ class Gradients(Observer):
         """Check a module after a synchronized backward."""
         budget = self.state.budget
         if each.reduced == NORMALIZING_AT:
-            layers = [
-                name
-                for name, module in ddp.module.named_modules()
-                if module.training and torch_private.normalizes_alone(module)
-            ]
-            if layers:
-                first = tuple(layers[:MAX_NAMED])
-                self.state.recorder.add(
-                    BatchNormRecord(ddp=each.number, layers=first, count=len(layers))
-                )
+            self._record_normalizing(each, ddp)
         # DDP's constructor sets a static graph after its events.
         unused = ddp.find_unused_parameters
         most = USED_FOR if unused else MAX_CHECKED
@@ -180,6 +198,8 @@ class Gradients(Observer):
                     self._find_missing(each, ddp)
         count = each.reduced
         search = not count & (count - 1) or count % SEARCH_EVERY == 0
+        if (unused or getattr(ddp, "static_graph", False)) and (count <= DENSE_LOOKS or search):
+            self._look_for_zeros(each, ddp)
         if (search or (each.guards and not each.added and each.thawed)) and budget.left() >= 0:
             with budget.spending():
                 each.added = [
@@ -187,6 +207,19 @@ class Gradients(Observer):
                     for name, parameter in torch_private.reduced_parameters(ddp)
                     if id(parameter) not in each.ids
                 ]
+
+    def _record_normalizing(self, each: Replica, ddp: Any) -> None:
+        """Record the layers that take statistics of this rank's batch alone."""
+        layers = [
+            name
+            for name, module in ddp.module.named_modules()
+            if module.training and torch_private.normalizes_alone(module)
+        ]
+        if layers:
+            first = tuple(layers[:MAX_NAMED])
+            self.state.recorder.add(
+                BatchNormRecord(ddp=each.number, layers=first, count=len(layers))
+            )
 
     def rank_fails(self, error: BaseException) -> None:
         """Record parameters that were frozen or replaced, if DDP missed their gradients."""
@@ -199,8 +232,10 @@ class Gradients(Observer):
                     self._record_missing(each, ddp, gone)
 
     def rank_ends(self) -> None:
-        """Record that all parameters were used in a short job, too."""
+        """Record that all parameters were used in a short job, too, or which never were."""
         for each in self._replicas.alive:
+            if each.looks >= USED_IN_ALL:
+                self._record_never(each)
             if each.least is not None and each.reduced >= USED_IN_ALL:
                 self._record_use(each)
 
@@ -222,24 +257,71 @@ class Gradients(Observer):
             each.recorded.add("missing")
             self._record_missing(each, ddp, missing)
 
+    def _look_for_zeros(self, each: Replica, ddp: Any) -> None:
+        """Keep the largest magnitude of each gradient.
+
+        With these options DDP gives outputs that the loss does not use a gradient of zeros.
+        """
+        torch: Any = sys.modules["torch"]
+        budget = self.state.budget
+        if budget.left() < 0 or readback.capturing(torch):
+            return
+        with budget.spending():
+            self._keep_largest(torch, each, ddp)
+            if each.reduced == RECORDED_AT:
+                self._record_never(each)
+
+    def _keep_largest(self, torch: Any, each: Replica, ddp: Any) -> None:
+        parameters = (each.parameter(index) for index in range(len(each.names)))
+        gradients = [None if one is None else one.grad for one in parameters]
+        device = next((one.device for one in gradients if one is not None), None)
+        with torch.no_grad():
+            # Filled on the device: a copy would wait for it.
+            zero, other = torch.zeros((), device=device), torch.ones((), device=device)
+            largest = torch.stack(
+                [
+                    zero
+                    if gradient is None
+                    else _largest(gradient).float()
+                    if readback.is_plain(gradient) and gradient.layout is torch.strided
+                    else other
+                    for gradient in gradients
+                ]
+            )
+            each.most = largest if each.most is None else torch.maximum(each.most, largest)
+        if not each.looks:
+            # At the end of the rank the module is gone.
+            each.every = _gradientless(each, ddp, range(len(each.names)))
+            known = (each.parameter(index) for index in range(len(each.names)))
+            each.sizes = [0 if one is None else one.numel() for one in known]
+        each.looks += 1
+
+    def _record_never(self, each: Replica) -> None:
+        every, sizes = each.every, each.sizes
+        record = NeverUsedRecord(
+            ddp=each.number, backwards=each.reduced, parameters=(), count=0, of=len(every),
+            **each.site.place,
+        )  # fmt: skip
+
+        def with_values(values: list[float]) -> NeverUsedRecord:
+            never = [index for index, value in enumerate(values) if value == 0]
+            return replace(
+                record,
+                count=len(never),
+                parameters=tuple(every[index] for index in never[:MAX_NAMED]),
+                part=sum(sizes[index] for index in never) / max(1, sum(sizes)),
+            )
+
+        self.state.recorder.add(when_ready([Readback.of(each.most)], with_values))
+
     def _record_missing(self, each: Replica, ddp: Any, missing: Sequence[int]) -> None:
-        owners = {
-            name: type(module).__name__
-            for name, module in ddp.module.named_modules(remove_duplicate=False)
-        }
-        why = _reasons(each, ddp)
-        named = [(index, each.names[index]) for index in missing[:MAX_NAMED]]
-        shown = tuple(
-            GradientlessParameter(name, owners.get(name.rpartition(".")[0], ""), why(index))
-            for index, name in named
-        )
         self.state.recorder.add(
             NoGradientRecord(
                 time=time.time_ns(),
                 step=self.state.tracker.steps,
                 ddp=each.number,
                 iteration=each.reduced,
-                parameters=shown,
+                parameters=_gradientless(each, ddp, missing[:MAX_NAMED]),
                 count=len(missing),
                 of=len(each.names),
                 **each.site.place,
@@ -300,21 +382,198 @@ class Gradients(Observer):
             return
         with budget.spending():
             plain = [pair for pair in reached if readback.has_plain_gradient(pair[1])]
-            shown = dict(plain[:MEASURED])
-            read = readback.gradients_and_values(list(shown.values()))
-            if read is None:
-                return
             record = UnreducedRecord(
                 step=self.state.tracker.steps, ddp=each.number, cause=cause, **site.place
             )
-            names = list(shown)
+            _add_norms(self.state, record, dict(plain[:MEASURED]))
 
-            def with_norms(values: list[float]) -> UnreducedRecord:
-                gradients = dict(zip(names, values[::2], strict=True))
-                parameters = dict(zip(names, values[1::2], strict=True))
-                return replace(record, gradients=gradients, parameters=parameters)
 
-            self.state.recorder.add(when_ready([read], with_norms))
+def _add_norms(state: RankState, record: UnreducedRecord, shown: dict[str, Any]) -> None:
+    """Record the norms of gradients and values of some parameters, once they are known."""
+    read = readback.gradients_and_values(list(shown.values()))
+    if read is None:
+        return
+    names = list(shown)
+
+    def with_norms(values: list[float]) -> UnreducedRecord:
+        gradients = dict(zip(names, values[::2], strict=True))
+        parameters = dict(zip(names, values[1::2], strict=True))
+        return replace(record, gradients=gradients, parameters=parameters)
+
+    state.recorder.add(when_ready([read], with_norms))
+
+
+JOINT_LOOKS = 4  # backwards in which it is looked at what else they give gradients to
+FACTOR_ERROR = 1e-3
+LOOKED_AT = 8  # backwards whose graph is looked at from the loss on
+MAX_NODES = 64  # nodes of it
+SCALED_STEPS = 3  # backwards with a loss divided by the number of ranks after which it is recorded
+
+
+class LossScale(Observer):
+    """What the losses of the first backwards were multiplied by, and whether they were reduced."""
+
+    def __init__(self, state: RankState, replicas: Replicas) -> None:
+        super().__init__(state)
+        self._replicas = replicas
+        self._looked = 0
+        self._divided = 0
+
+    def graph_begins(self, loss: Any) -> None:
+        """Follow the graph from the loss to tensors that were reduced."""
+        if not self._replicas.alive:
+            return
+        reduced = collective_calls.reduced_graphs
+        self._looked += 1
+        if self._looked > LOOKED_AT:
+            self.rest("graph_begins")
+        elif (root := getattr(loss, "grad_fn", None)) is not None:
+            self._follow(root, reduced)
+        reduced.clear()
+
+    def _follow(self, root: Any, reduced: list[tuple[Any, str, Site]]) -> None:
+        step = self.state.tracker.steps
+        queue, seen = [(root, 1.0)], {root}
+        leading, only = 1.0, True  # the product of the factors before anything else in the graph
+        for place, (node, before) in enumerate(queue):
+            for graph, call, site in reduced:
+                if node is graph:
+                    record = LossScaleRecord(step=step, call=call, factor=before, **site.place)
+                    self.state.add(record, 1)
+                    return
+            own = torch_private.scalar_factor(node)
+            factor = before if own is None else before * own
+            only = only and own is not None and place + 1 == len(queue)
+            leading = factor if only else leading
+            after = [each for each, _ in node.next_functions if each is not None]
+            if len(queue) < MAX_NODES:
+                queue += [(each, factor) for each in after if each not in seen]
+                seen.update(after)
+            elif not reduced:
+                break
+        self._count(leading, step)
+
+    def _count(self, factor: float, step: int) -> None:
+        world = sys.modules["torch"].distributed.get_world_size()
+        if world > 1 and abs(factor * world - 1) < FACTOR_ERROR:
+            self._divided += 1
+            if self._divided == SCALED_STEPS:
+                place = sites.caller().place
+                self.state.recorder.add(LossScaleRecord(step=step, factor=factor, **place))
+
+
+@dataclass(eq=False)
+class _Beside:
+    """What an optimizer steps that belongs to no DDP module."""
+
+    ddp: int  # as in its records
+    parameters: dict[str, weakref.ref[Any]]  # the first of them
+    joint: bool = False  # a backward that DDP reduced has given them gradients
+    steps: int = 0
+
+
+class Outside(Observer):
+    """Parameters that are trained with a DDP module, and that DDP does not know.
+
+    Those that get their gradients in another backward are a model that each rank keeps for itself.
+    """
+
+    def __init__(self, state: RankState, replicas: Replicas) -> None:
+        super().__init__(state)
+        self._replicas = replicas
+        self._known: weakref.WeakKeyDictionary[Any, _Beside] = weakref.WeakKeyDictionary()
+        self._marks: list[tuple[_Beside, Any, Mark]] = []
+        self._reduced = 0
+        self._looked = 0
+
+    def optimizer_made(self) -> None:
+        """Look for its parameters in the next backwards."""
+        self._looked = 0
+        self.wake("backward_begins", "backward_ended", "step_begins")
+
+    def backward_begins(self) -> None:
+        """Note their gradients."""
+        self._looked += 1
+        if self._looked > JOINT_LOOKS:
+            self.rest("backward_begins", "backward_ended")
+        for optimizer in all_made():
+            if optimizer not in self._known and self._replicas.alive:
+                self._known[optimizer] = self._beside(optimizer)
+        self._reduced = sum(each.reduced for each in self._replicas.alive)
+        self._marks = [
+            (each, parameter, mark_of(parameter))
+            for each in self._known.values()
+            if not each.joint
+            for reference in each.parameters.values()
+            if (parameter := reference()) is not None
+        ]
+
+    def _beside(self, optimizer: Any) -> _Beside:
+        modules = [ddp.module for each in self._replicas.alive if (ddp := each.ddp()) is not None]
+        inside = {id(parameter) for module in modules for parameter in module.parameters()}
+        outside = {
+            f"parameter {place} of shape {tuple(parameter.shape)}": weakref.ref(parameter)
+            for place, parameter in enumerate(parameters_of(optimizer))
+            if id(parameter) not in inside and parameter.requires_grad
+        }
+        return _Beside(-1 - len(self._known), dict(list(outside.items())[:MEASURED]))
+
+    def backward_ended(self) -> None:
+        """Note whether the backward was one that DDP reduced."""
+        marks, self._marks = self._marks, []
+        if sum(each.reduced for each in self._replicas.alive) > self._reduced:
+            for each, parameter, mark in marks:
+                each.joint = each.joint or mark_of(parameter) != mark
+
+    def step_begins(self, optimizer: Any) -> None:
+        """Record the norms of some of them in the first steps, then after powers of two."""
+        each = self._known.get(optimizer)
+        if each is None:
+            return
+        each.steps += 1
+        if not any(one.joint and one.steps < MAX_UNREDUCED for one in self._known.values()):
+            if self._looked > JOINT_LOOKS:
+                self.rest("step_begins")
+            return
+        count, budget = each.steps, self.state.budget
+        dense = count <= DENSE_UNREDUCED or not count & (count - 1)
+        if not each.joint or count > MAX_UNREDUCED or not dense or budget.left() < 0:
+            return
+        with budget.spending():
+            shown = {
+                name: parameter
+                for name, reference in each.parameters.items()
+                if (parameter := reference()) is not None and readback.has_plain_gradient(parameter)
+            }
+            if shown:
+                step, place = self.state.tracker.steps, made_at(optimizer).place
+                record = UnreducedRecord(step=step, ddp=each.ddp, cause=OUTSIDE, **place)
+                _add_norms(self.state, record, shown)
+
+
+def _largest(gradient: Any) -> Any:
+    """Return the largest magnitude in a gradient, or in a part of it that is not zero."""
+    if gradient.numel() > PART and gradient.device.type == "cpu":
+        some = readback.flattened(gradient)[:: gradient.numel() // PART].abs().max()
+        if some:
+            return some
+    return gradient.abs().max() if gradient.numel() else gradient.new_ones(())
+
+
+def _gradientless(
+    each: Replica, ddp: Any, indices: Sequence[int]
+) -> tuple[GradientlessParameter, ...]:
+    """Return what is recorded of some parameters."""
+    owners = {
+        name: type(module).__name__
+        for name, module in ddp.module.named_modules(remove_duplicate=False)
+    }
+    why = _reasons(each, ddp)
+    named = [(index, each.names[index]) for index in indices]
+    return tuple(
+        GradientlessParameter(name, owners.get(name.rpartition(".")[0], ""), why(index))
+        for index, name in named
+    )
 
 
 def _has_none(each: Replica, index: int) -> bool:
@@ -347,7 +606,7 @@ def _cause(each: Replica, syncs: bool) -> str:
     if each.armed:
         return "" if syncs else "backward in no_sync"
     if each.unarmed:
-        return "forward in no_sync" if syncs else ""
+        return "forward in no_sync" if syncs else STEP_IN_NO_SYNC
     return "second backward" if each.forwards else "around"
 
 
@@ -356,6 +615,9 @@ def _cause(each: Replica, syncs: bool) -> str:
 EDITS_EVERY = 64  # steps at the beginning that are all checked; later one in so many
 MAX_EDITS = 128  # records of each kind that a rank writes
 NAMED_EDITED = 4  # parameters that a record names
+FACTOR_STEPS = 8  # first steps in which a gradient is measured before and after the job's changes
+FACTORS = 4  # changes of it that are measured
+MISPLACED = 3  # calls in a row that clip too early, after which it is recorded
 _NO_CALL = ("", NOWHERE)
 
 
@@ -372,6 +634,22 @@ class Edits(Observer):
         self._last_count: dict[int, int] = {}
         """By DDP module, how many gradients were changed in the last step that was checked."""
         self._marks: list[tuple[Replica, list[tuple[int, Mark]]]] = []
+        self._scaled = False  # a GradScaler has scaled a loss and not yet unscaled its gradients
+        self._fresh = False  # a backward has ended since the last step of an optimizer
+        self._early: tuple[str, Site] | None = None  # a call before any backward of the step
+        self._misplaced: dict[str, int] = {}  # how often in a row, by what is wrong
+        self._passes = 0  # backwards since the last step
+        self._measured: tuple[Replica, int, Readback] | None = None
+        """The parameter whose gradient was measured behind the last backward."""
+        self._pairs: list[Readback] = []
+
+    def loss_scaled(self) -> None:
+        """Expect the gradients to be unscaled."""
+        self._scaled = True
+
+    def unscales(self) -> None:
+        """Note that they are."""
+        self._scaled = False
 
     def clips(self, name: str, frame: FrameType) -> None:
         """Note the outermost call of a step. Functions of torch call each other."""
@@ -387,6 +665,27 @@ class Edits(Observer):
                 self._call = call
                 self.state.add(ClipRecord(step=step, call=name, **call[1].place), MAX_EDITS)
         self._clipped = step
+        if step < EDITS_EVERY:
+            self._judge(name)
+
+    def _judge(self, name: str) -> None:
+        """Count calls that come too early, in the steps in which all events are seen."""
+        if not self._fresh:
+            self._early = name, sites.caller()
+            return
+        edited = any(each.changed(marks) for each, marks in self._marks)
+        if self._scaled and not edited:
+            self._count("scaled", name, sites.caller())
+        else:
+            self._misplaced["scaled"] = -EDITS_EVERY
+        self._misplaced["early"] = -EDITS_EVERY
+
+    def _count(self, what: str, name: str, site: Site) -> None:
+        times = self._misplaced[what] = self._misplaced.get(what, 0) + 1
+        if times == MISPLACED:
+            step = self.state.tracker.steps
+            record = MisplacedClipRecord(step=step, call=name, what=what, **site.place)
+            self.state.recorder.add(record)
 
     def _note_stop(self, last: int) -> None:
         """Record the first step without clipping, if there was none up to a last one."""
@@ -397,6 +696,12 @@ class Edits(Observer):
     def backward_ended(self) -> None:
         """Note the gradients as the backward left them."""
         step = self.state.tracker.steps
+        if self._early is not None:
+            self._count("early", *self._early)
+        self._fresh, self._early = True, None
+        self._passes += 1
+        if step < FACTOR_STEPS:
+            self._measure()
         if step < EDITS_EVERY or not step % EDITS_EVERY:
             self._marks = [(each, each.take_marks(each.spread)) for each in self._replicas.alive]
             self.wake("step_begins")
@@ -405,14 +710,63 @@ class Edits(Observer):
         self.rest("backward_ended")
         before_step(step - step % EDITS_EVERY + EDITS_EVERY, lambda: self.wake("backward_ended"))
 
+    def _measure(self) -> None:
+        """Measure a gradient as DDP left it."""
+        self._measured = None
+        budget = self.state.budget
+        if self._passes > 1 or len(self._pairs) >= 2 * FACTORS or budget.left() < 0:
+            return
+        with budget.spending():
+            for each in self._replicas.alive[:1]:
+                for index in each.middle:
+                    parameter = each.parameter(index)
+                    if parameter is not None and readback.has_plain_gradient(parameter):
+                        read = readback.norms_of([parameter.grad])
+                        self._measured = (each, index, read) if read is not None else None
+
+    def _compare(self) -> None:
+        """Measure it again. A change through `.data` shows in nothing else."""
+        measured, self._measured = self._measured, None
+        if measured is None or self._passes != 1:
+            return
+        each, index, before = measured
+        parameter = each.parameter(index)
+        if parameter is None:
+            return
+        read = readback.norms_of([parameter.grad]) if parameter.grad is not None else None
+        if read is None:
+            return
+        self._pairs += [before, read]
+        if len(self._pairs) == 2 * FACTORS:
+            record = GradientScaleRecord(step=self.state.tracker.steps, name=each.names[index])
+
+            def with_factors(norms: list[float]) -> GradientScaleRecord:
+                pairs = zip(norms[::2], norms[1::2], strict=True)
+                return replace(
+                    record, factors=tuple(new / old if old else 0.0 for old, new in pairs)
+                )
+
+            if all(one.ready for one in self._pairs):
+                norms = [one for pair in self._pairs for one in pair.numbers()]
+                factors = with_factors(norms).factors
+                if factors[0] == 1.0 or max(factors) - min(factors) > FACTOR_ERROR:
+                    return
+            self.state.recorder.add(when_ready(self._pairs, with_factors))
+
     def step_begins(self, optimizer: Any) -> None:
         """Record how many have changed since."""
         step = self.state.tracker.steps
         self._note_stop(step)
+        # With several optimizers a call may follow the step of another one.
+        self._fresh, self._early = False, None
         if not self._marks:
-            self.rest("step_begins")
+            self._passes = 0
+            if step >= EDITS_EVERY:
+                self.rest("step_begins")
             return
         marked, self._marks = self._marks, []
+        self._compare()
+        self._passes = 0
         for each, marks in marked:
             changed = each.changed(marks)
             if len(changed) != self._last_count.get(each.number, 0):

@@ -13,9 +13,11 @@ first step. Its norm shows changes that the version counter misses, as through `
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any
@@ -27,7 +29,13 @@ from ddpdoctor.probe.runtime import events, sites
 from ddpdoctor.probe.runtime.events import Observer
 from ddpdoctor.probe.runtime.rank import RankState
 from ddpdoctor.probe.runtime.sites import NOWHERE, Site
-from ddpdoctor.run.records.model import Hyper, RemadeRecord, UnownedRecord, UnzeroedRecord
+from ddpdoctor.run.records.model import (
+    Hyper,
+    RemadeRecord,
+    ScheduleRecord,
+    UnownedRecord,
+    UnzeroedRecord,
+)
 
 # -- optimizers: which parameters each steps, and where it was made
 
@@ -36,6 +44,7 @@ COMPARED_FROM, COMPARED_TO = 2, 12
 
 REMADE = 5  # optimizers in a row, each made at the same line and stepped once, that are reported
 REMADE_BY_EPOCH = 3  # the same for optimizers that stepped for one epoch each
+MAX_DECAY = 5  # factor by which the learning rate changes between two epochs of one phase at most
 COMPARED_PARAMETERS = 4  # parameters whose values are compared
 NAMED_PARAMETERS = 8  # parameters that a record names, while it counts all of them
 MAX_OPTIMIZERS = 256  # optimizers that are remembered, far more than it takes to report a habit
@@ -91,6 +100,17 @@ def owned(optimizer: Any) -> frozenset[int]:
     return each.ids
 
 
+def all_made() -> list[Any]:
+    """Return the optimizers that are remembered and alive."""
+    return list(_made)
+
+
+def made_at(optimizer: Any) -> Site:
+    """Return the line that made an optimizer."""
+    each = _made.get(optimizer)
+    return each.site if each is not None else NOWHERE
+
+
 def _ids(optimizer: Any) -> frozenset[int]:
     return frozenset(map(id, parameters_of(optimizer)))
 
@@ -129,6 +149,7 @@ class _Habit:
     since: int  # the first step of the first one in the row
     epoch: int  # the epoch in which the last one began
     shape: object
+    rate: Any
     row: int = 0
     epochs: int = 0  # optimizers in a row before the last one that stepped for one epoch each
 
@@ -260,21 +281,20 @@ class Optimizers(Observer):
         if first is None:
             return
         epoch = self.state.tracker.epoch
-        # With other parameters or options it is the next phase of the training.
-        shape = (len(owned(optimizer)), repr(optimizer.defaults))
+        # With other parameters or options it is the next phase of the training. A learning rate
+        # that changes a little is a schedule made by hand.
+        options = {name: value for name, value in optimizer.defaults.items() if name != "lr"}
+        shape = (len(owned(optimizer)), repr(options))
+        rate = _plain_option(optimizer.defaults.get("lr"))
         habit = self._habits.get((each.site, id(first)))
         if habit is None:
-            self._habits[each.site, id(first)] = _Habit(each, number, number, epoch, shape)
+            self._habits[each.site, id(first)] = _Habit(each, number, number, epoch, shape, rate)
             return
-        kept = optimizer.state.get(first)
-        # The optimizer has state that its next step would need.
-        remembers = isinstance(kept, dict) and any(
-            isinstance(value, sys.modules["torch"].Tensor) and value.shape == first.shape
-            for value in kept.values()
-        )
-        one = habit.last.steps > 1 and epoch == habit.epoch + 1 and shape == habit.shape
+        remembers = _remembers(optimizer, first)
+        same = shape == habit.shape and _is_near(rate, habit.rate)
+        one = habit.last.steps > 1 and epoch == habit.epoch + 1 and same
         habit.epochs = habit.epochs + 1 if one and remembers else 0
-        habit.epoch, habit.shape = epoch, shape
+        habit.epoch, habit.shape, habit.rate = epoch, shape, rate
         habit.row = habit.row + 1 if habit.last.steps == 1 and remembers else 0
         if habit.epochs + habit.row <= 1:
             habit.since = habit.began
@@ -292,6 +312,23 @@ class Optimizers(Observer):
                     **each.site.place,
                 )
             )
+
+
+def _remembers(optimizer: Any, parameter: Any) -> bool:
+    """Return whether an optimizer has state of a parameter that its next step would need."""
+    kept = optimizer.state.get(parameter)
+    return isinstance(kept, dict) and any(
+        isinstance(value, sys.modules["torch"].Tensor) and value.shape == parameter.shape
+        for value in kept.values()
+    )
+
+
+def _is_near(rate: Any, before: Any) -> bool:
+    """Return whether two learning rates may be of one schedule, not of two phases of training."""
+    if not isinstance(rate, (int, float)) or not isinstance(before, (int, float)):
+        return bool(rate == before)
+    low, high = sorted((abs(rate), abs(before)))
+    return high <= MAX_DECAY * low
 
 
 def _without(each: Replica) -> list[int]:
@@ -325,6 +362,8 @@ _SCHEDULE_ENDS = {
 """Attributes with the number of positions after which a schedule ends, restarts or first cuts."""
 
 NEARLY_COMPLETE = 0.9  # the part of a schedule after which it counts as complete
+MAX_NUMBERS = 32  # numbers that are recorded of a scheduler, the largest
+MIN_FOLLOWED = 20  # training steps that a recorded schedule had
 MAX_SCHEDULERS = 16  # lines that make schedulers
 _VARIES = ("last_epoch", "_step_count", "_last_lr")
 
@@ -359,18 +398,78 @@ class MadeScheduler:
         return not self.restored and self.position + self.gone < NEARLY_COMPLETE * self.end
 
 
+class _FollowedSchedule:
+    """A scheduler that was made, and how far it has come."""
+
+    def __init__(self, scheduler: Any, step: int) -> None:
+        self.scheduler = weakref.ref(scheduler)
+        self.name = type(scheduler).__name__
+        self.site = sites.caller()
+        self.numbers: tuple[int, ...] = ()
+        self.began = step
+        self.position = self.steps = 0
+
+    def read(self, step: int) -> None:
+        """Read the position before a training step."""
+        scheduler = self.scheduler()
+        if scheduler is None:
+            return
+        if not self.steps:
+            # A subclass may set its options behind the base class's constructor.
+            self.numbers = tuple(sorted(set(_numbers_of(scheduler))))[-MAX_NUMBERS:]
+        self.position, self.steps = scheduler.last_epoch, step - self.began
+
+
+def _numbers_of(scheduler: Any) -> Iterator[int]:
+    """Yield the whole numbers among the options of a scheduler, and those of its functions."""
+    for name, value in vars(scheduler).items():
+        if name in (*_VARIES, "optimizer"):
+            continue
+        for each in value if isinstance(value, (list, tuple)) else [value]:
+            yield from _whole(each)
+            yield from _numbers_of_function(each)
+
+
+def _numbers_of_function(thing: Any) -> Iterator[int]:
+    if isinstance(thing, functools.partial):
+        values: list[Any] = [*thing.args, *thing.keywords.values()]
+        yield from _numbers_of_function(thing.func)
+    elif isinstance(thing, FunctionType):
+        values = [thing.__globals__.get(name) for name in thing.__code__.co_names]
+        values += [getattr(cell, "cell_contents", None) for cell in thing.__closure__ or ()]
+        values += thing.__defaults__ or ()
+    elif callable(thing) and hasattr(thing, "__dict__") and not isinstance(thing, type):
+        values = list(vars(thing).values())
+    else:
+        return
+    for value in values:
+        # Options of the job: `args.total_steps`.
+        options = vars(value) if type(value).__name__ in ("Namespace", "SimpleNamespace") else value
+        kept = options.values() if isinstance(options, dict) else [value]
+        for each in kept:
+            yield from _whole(each)
+
+
+def _whole(value: Any) -> Iterator[int]:
+    if type(value) is int or (isinstance(value, float) and value.is_integer()):
+        yield int(value)
+
+
 class Schedulers(Observer):
     """The schedulers of a rank."""
 
     def __init__(self, state: RankState, replicas: Replicas) -> None:
         super().__init__(state)
         self._replicas = replicas
+        self._followed: list[_FollowedSchedule] = []
         self._made: dict[tuple[Site, str, int], MadeScheduler] = {}
 
     def step_begins(self, optimizer: Any) -> None:
         """Read the positions of the schedulers."""
-        if not self._made:
+        if not self._made and not self._followed:
             self.rest("step_begins")
+        for followed in self._followed:
+            followed.read(self.state.tracker.steps)
         for each in self._made.values():
             each.read()
             if each.position and self.state.tracker.steps == each.step:
@@ -378,7 +477,10 @@ class Schedulers(Observer):
                 each.restored = True
 
     def scheduler_made(self, scheduler: Any) -> None:
-        """Check whether it replaces one whose schedule was not complete."""
+        """Follow it. Check whether it replaces one whose schedule was not complete."""
+        if len(self._followed) < MAX_SCHEDULERS and hasattr(scheduler, "last_epoch"):
+            self._followed.append(_FollowedSchedule(scheduler, self.state.tracker.steps))
+            self.wake("step_begins")
         end = _schedule_end(scheduler)
         first = next(iter(parameters_of(scheduler.optimizer)), None)
         if end is None or first is None:
@@ -415,6 +517,16 @@ class Schedulers(Observer):
                     **site.place,
                 )
             )
+
+    def rank_ends(self) -> None:
+        """Record how far the schedules came."""
+        for each in self._followed:
+            if each.steps >= MIN_FOLLOWED and each.numbers:
+                record = ScheduleRecord(
+                    scheduler=each.name, position=each.position, steps=each.steps,
+                    numbers=each.numbers, **each.site.place,
+                )  # fmt: skip
+                self.state.recorder.add(record)
 
 
 def _schedule_end(scheduler: Any) -> float | None:

@@ -37,6 +37,7 @@ FOLLOWED_INDICES = 128  # indices of an index space that are followed one by one
 HASHED_CONTENTS = 64  # those of them whose content is hashed, too
 CLOSED = ("ended", "left")  # states of a pass that draws no more
 HEAD_DRAWS = 64  # draws at the beginning whose order has its own hash
+EVALUATED_ROWS = 16  # samples of an evaluation that are recorded by content
 FIRST_CONTENTS = 16  # samples of the first batch whose content is always hashed
 
 _UINT64 = (1 << 64) - 1
@@ -107,6 +108,7 @@ class Pass:
         self.marks = 0  # batches that were followed by a backward pass
         self.joins = False
         self.over = False
+        self.ahead = False  # it is followed whatever is left of the budget
         self._keys = frozenset(self.followed)
         length = record.length or 0
         every = 1 if length <= HASHED_CONTENTS else FOLLOWED_INDICES // HASHED_CONTENTS
@@ -248,9 +250,8 @@ class Pass:
             falls=self._falls,
             repeats=self._repeats,
             opaque=self._opaque,
-            # Which samples an evaluation used does not matter.
-            hits=tuple(self._hits) if trained and not self._opaque else (),
-            rows=tuple(self._rows) if trained else (),
+            hits=tuple(self._hits) if not self._opaque else (),
+            rows=tuple(self._rows if trained else self._rows[:EVALUATED_ROWS]),
             head=Head(len(head), digest_of(_whole_numbers(head))),
             sketch=self._sketch.summary() if sketched else None,
             to_end=(
@@ -267,6 +268,7 @@ MAX_PASSES = 32  # passes that are followed, of all loaders together
 MAX_BATCHES = 24  # batches that are hashed of a pass over an iterable-style data set
 MAX_ROWS = 8  # samples of such a batch that are hashed
 CHUNK_BATCHES = 32  # batches of indices that wait for the writing thread at most
+AHEAD_PASSES = 2  # first evaluations of a loader that are followed ahead of the budget
 SKETCHED_PASSES = 2  # first passes over a loader of which all samples are sketched
 IDLE_FORWARDS = 16  # forwards without a batch after which we stop following forwards
 SKETCH_AHEAD = 10_000_000  # nanoseconds that sketches may use before an eighth of the budget
@@ -303,7 +305,7 @@ class Samples(Observer):
         elif drawn.batches % CHUNK_BATCHES == 0:
             recorder.add(drawn.digested())
         budget.spend(clock() - began)
-        if budget.left() < 0:
+        if budget.left() < 0 and not drawn.ahead:
             # Keep what was recorded of the pass, and stop following it.
             drawn.over = True
             recorder.add(drawn.as_it_is("unfollowed"))
@@ -325,7 +327,8 @@ class Samples(Observer):
         often = number < (2 if iterable else 4) or number & (number - 1) == 0
         left = self.state.budget.left()
         too_many = self._followed >= MAX_PASSES or len(self._passes) > MAX_PASSES
-        if not often or too_many or left <= 0:
+        ahead = self._evaluates(number)
+        if not often or too_many or (left <= 0 and not ahead):
             return None
         with self.state.budget.spending():
             record = PassRecord(
@@ -343,11 +346,21 @@ class Samples(Observer):
                 **site.place,
             )
             drawn = _opened(iterator, dataset, record, left)
+        drawn.ahead = ahead
         tracker = self.state.tracker
         drawn.collectives = tracker.collectives, tracker.reductions, tracker.gathers
         self._followed += 1
         self._open[key] = drawn
         return drawn
+
+    def _evaluates(self, number: int) -> bool:
+        """Return whether a pass is one of a loader's first evaluations, as far as it shows now.
+
+        Short jobs evaluate when their budget is spent. To count what two passes draw takes a few
+        microseconds a batch.
+        """
+        later = self.state.tracker.armed > 0 and self.state.budget.enabled
+        return later and number < AHEAD_PASSES and not sys.modules["torch"].is_grad_enabled()
 
     def batch_fetched(self, iterator: Any, data: Any) -> None:
         """Hash some samples of the batch."""

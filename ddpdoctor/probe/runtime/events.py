@@ -64,6 +64,9 @@ class Observer:
     def backward_begins(self) -> None:
         """A backward pass begins. It has computed no gradient yet."""
 
+    def graph_begins(self, loss: Any) -> None:
+        """A backward is about to begin with a loss, as it was before a GradScaler scaled it."""
+
     def backward_ended(self) -> None:
         """A backward pass ended, and its all-reduces are done."""
 
@@ -85,6 +88,12 @@ class Observer:
     def clips(self, name: str, frame: FrameType) -> None:
         """A torch function that clips gradients is called from that frame."""
 
+    def loss_scaled(self) -> None:
+        """A GradScaler has multiplied a loss by its scale."""
+
+    def unscales(self) -> None:
+        """A GradScaler divides gradients by its scale, by itself in its step if not before."""
+
     def step_begins(self, optimizer: Any) -> None:
         """An optimizer's step begins."""
 
@@ -96,6 +105,9 @@ class Observer:
 
     def scheduler_made(self, scheduler: Any) -> None:
         """A learning rate scheduler was built."""
+
+    def model_evaluates(self, module: Any) -> None:
+        """The job has called ``eval()`` on a module."""
 
     def weights_loaded(self, module: Any) -> None:
         """The outermost ``load_state_dict`` of a module returned."""

@@ -165,6 +165,25 @@ def used_map(ddp: Any) -> Any:
     return None if getter is None else getter()
 
 
+def scalar_factor(node: Any) -> float | None:
+    """Return what a node of autograd's graph multiplies by, if it is one number on the CPU.
+
+    ``_saved_other`` of ``MulBackward0`` and ``DivBackward0`` (1.9 to 2.15). None without it.
+    """
+    name = node.name()
+    if name not in ("MulBackward0", "DivBackward0"):
+        return None
+    try:
+        other = getattr(node, "_saved_other", None)
+    except RuntimeError:
+        # A backward has freed it.
+        return None
+    if other is None or other.device.type != "cpu" or other.numel() != 1 or other.requires_grad:
+        return None
+    value = float(other)
+    return (1 / value if value else None) if name == "DivBackward0" else value
+
+
 def joins(ddp: Any) -> bool:
     """Return whether a DDP module ever ran within ``join()``: ``_join_config`` (2.4 to 2.15).
 

@@ -99,16 +99,69 @@ class NoGradientRecord(PlacedRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NeverUsedRecord(PlacedRecord):
+    """Parameters without a gradient in every backward, in a module whose options allow that.
+
+    Written again when fewer are left.
+    """
+
+    kind = "never_used"
+
+    ddp: int
+    backwards: int  # Synchronized backwards so far
+    parameters: tuple[GradientlessParameter, ...]  # The first of them
+    count: int  # Number of all of them
+    of: int  # Number of parameters that the module reduces
+    part: float = 0.0  # Their part of the module's elements
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphCutRecord(PlacedRecord):
+    """A collective was given a tensor that needs a gradient, and its output has none."""
+
+    kind = "graph_cut"
+
+    step: int
+    call: str  # The function: ``all_gather``
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossScaleRecord(PlacedRecord):
+    """A backward began with a loss that was reduced over the ranks, or divided by their number.
+
+    The line is that of the reduction, or of the backward if nothing was reduced.
+    """
+
+    kind = "loss_scale"
+
+    step: int
+    call: str = ""  # The function that reduced it
+    factor: float  # What it was multiplied by since, or before the backward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientScaleRecord(Record):
+    """What the job multiplied a gradient by between a single backward and the optimizer's step."""
+
+    kind = "gradient_scale"
+
+    step: int  # The last of these steps
+    name: str  # The parameter
+    factors: tuple[float, ...] = ()  # In the first steps that changed it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UnreducedRecord(PlacedRecord):
     """An optimizer stepped with gradients that were not all-reduced."""
 
     kind = "unreduced"
 
     step: int
-    ddp: int
+    ddp: int  # -1 less the number of the optimizer, for parameters in no DDP module
     cause: str
-    """``around``, ``second backward``, ``forward in no_sync``, ``unfrozen``, ``added`` or
-    ``replaced``."""
+    """``around``, ``second backward``, ``forward in no_sync``, ``step in no_sync``,
+    ``no backward``, ``unfrozen``, ``added`` or ``replaced``. ``outside``: of parameters in no DDP
+    module."""
     gradients: dict[str, float] = field(default_factory=dict)  # Norms by parameter name
     parameters: dict[str, float] = field(default_factory=dict)
 
@@ -181,6 +234,18 @@ class RemadeRecord(PlacedRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleRecord(PlacedRecord):
+    """How far a learning rate scheduler came. Written at the end of a rank."""
+
+    kind = "schedule"
+
+    scheduler: str  # Its class
+    position: int  # Its ``last_epoch`` before the last optimizer step
+    steps: int  # Training steps since it was built, up to then
+    numbers: tuple[int, ...] = ()  # Whole numbers among its options, one of which may be its length
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UnzeroedRecord(PlacedRecord):
     """Gradients that were never zeroed."""
 
@@ -204,6 +269,19 @@ class ClipRecord(PlacedRecord):
 
     step: int
     call: str = ""  # The function. Empty if gradients are no longer clipped.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MisplacedClipRecord(PlacedRecord):
+    """Gradients were clipped too early, in several steps in a row."""
+
+    kind = "misplaced_clip"
+
+    step: int
+    call: str  # The function
+    what: str
+    """``scaled``: they were still multiplied by a GradScaler's scale. ``early``: the backward that
+    computes them came afterwards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -374,6 +452,19 @@ class StatisticsRecord(PlacedRecord):
     names: tuple[str, ...]  # Names of the first of them
     hashes: tuple[str, ...] = ()  # Of mean and variance, alternating
     samples: tuple[PackedTensor, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherModelRecord(Record):
+    """Weights of a model in evaluation mode that is in no DDP module, as an evaluation began."""
+
+    kind = "other_model"
+    kept = 16
+
+    number: int  # Number of the model on the rank
+    type: str  # The class of the model
+    armed: int
+    values: tuple[float, ...] = ()  # Norms of some parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,433 @@
+"""Read in the user's source what becomes of an evaluation's result."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, TypeAlias
+
+from ddpdoctor.core.user_code import Location
+from ddpdoctor.diagnose.source_files import (
+    FUNCTIONS,
+    files_of,
+    last_name,
+    names_rank,
+    nodes_of,
+    source_of,
+    statement,
+    walk_scope,
+)
+from ddpdoctor.diagnose.source_operations import scales_by_world
+from ddpdoctor.run.snapshot import Run
+
+Function: TypeAlias = "ast.Module | ast.FunctionDef | ast.AsyncFunctionDef"
+
+_SHOWS = re.compile(
+    r"(print|log|info|debug|warning|write|writerow|add_scalars?|log_metrics?|log_dict|save|dump|dumps"
+    r"|savetxt|to_csv|open|set_postfix|set_description)$"
+)
+_OF_A_RANK = re.compile(r"loader|sampler|shard|subset|part|indices|batch|local|mine", re.IGNORECASE)
+"""Names of what a rank has of the data."""
+
+_RANK = re.compile(r"\brank\b|\bshard\b|\bpart\b", re.IGNORECASE)
+_COMPARES = ("max", "min")
+_RATIO = re.compile(
+    r"f1|fbeta|precision|recall|auc|auroc|accuracy|score|iou|dice|bleu|rouge|wer$|kappa|mcc|mean$"
+    r"|average",
+    re.IGNORECASE,
+)
+"""Functions whose result is a ratio of what they were given."""
+
+_NEVER_A_MEAN = re.compile(
+    r"f1|fbeta|precision|recall|auc|auroc|iou|dice|bleu|wer$|kappa|mcc", re.IGNORECASE
+)
+"""Those whose result over everything is no average of the results over parts."""
+
+_HOOKS = ("validation_step", "test_step", "on_validation_epoch_end", "on_test_epoch_end")
+"""Methods of Lightning that log what a rank evaluates."""
+
+MAX_DEPTH = 5
+"""Assignments through which a value is followed."""
+
+
+class Use(NamedTuple):
+    """What the source does with the result of an evaluation."""
+
+    at: Location | None = None
+    """The first line that shows it or compares it; None if there is none."""
+    labelled: bool = False
+    """A line shows it with the number of its rank, or puts it into a file of its rank."""
+    computed: Location | None = None
+    """The line that divides what the loop counted."""
+    over_all: bool = False
+    """It divides by the length of the whole data set."""
+    kept: bool = False
+    """The loop is found, and nothing shows or compares what it makes."""
+
+
+def use_of(run: Run, at: Location) -> Use:
+    """Return what becomes of the result of the evaluation whose loop reads its loader at a line."""
+    home = _scope(at)
+    if home is None:
+        return Use()
+    name = getattr(home, "name", "")
+    loop = _loop_at(home, at.line)
+    results = _derived(home, _filled(loop), "")
+    end = (loop.end_lineno or 0) if loop is not None else at.line
+    quotients = [each for each in _quotients(home, results) if each.lineno > end]
+    shown = list(_shown(at.path, home, results, end))
+    for path, scope in _callers(run, name) if name else ():
+        shown += _shown(path, scope, _derived(scope, set(), name), 0, name)
+    logged = _logged_by_hook(run) if not shown else None
+    if logged is not None:
+        return Use(logged)
+    return Use(
+        next((place for place, _ in shown), None),
+        any(labelled for _, labelled in shown),
+        Location(at.path, quotients[0].lineno) if quotients else None,
+        any(isinstance(each, ast.BinOp) and _is_length_of_all(each.right) for each in quotients),
+        loop is not None and not shown,
+    )
+
+
+def _quotients(scope: Function, results: set[str]) -> list[ast.BinOp | ast.Call]:
+    """Return the divisions and means of results."""
+    return [
+        node
+        for node in walk_scope(scope.body)
+        if (
+            isinstance(node, ast.Call) and last_name(node.func) == "mean" and _names(node) & results
+        )
+        or (
+            isinstance(node, ast.BinOp)
+            and isinstance(node.op, (ast.Div, ast.FloorDiv))
+            and _names(node.left) & results
+        )
+    ]
+
+
+def indexed_by_rank(run: Run) -> Location | None:
+    """Return the first line that takes the part of something that belongs to the rank."""
+    subscripts = (
+        Location(path, node.lineno)
+        for path in files_of(run)
+        for node in nodes_of(path)
+        if isinstance(node, ast.Subscript)
+        and isinstance(node.ctx, ast.Load)
+        and names_rank(path, node.slice)
+    )
+    return next(subscripts, None)
+
+
+def evaluated_by_hand(run: Run) -> Iterator[Location]:
+    """Yield the loops without gradients that take the samples of their rank themselves."""
+    for path in files_of(run):
+        for scope in nodes_of(path):
+            if not isinstance(scope, (ast.Module, *FUNCTIONS)):
+                continue
+            decorators = getattr(scope, "decorator_list", [])
+            blocks: list[ast.AST] = [scope] if any(map(_without_gradients, decorators)) else []
+            blocks += [
+                node
+                for node in walk_scope(scope.body)
+                if isinstance(node, ast.With)
+                and any(_without_gradients(each.context_expr) for each in node.items)
+            ]
+            yield from (
+                Location(path, node.lineno)
+                for block in blocks
+                for node in walk_scope(getattr(block, "body", []))
+                if isinstance(node, ast.For) and _takes_part(path, node.iter)
+            )
+
+
+def _takes_part(path: str, items: ast.expr) -> bool:
+    """Return whether a loop goes over ``range(rank, ...)`` or over ``samples[rank::world]``."""
+    return any(
+        (isinstance(node, ast.Subscript) and names_rank(path, node.slice))
+        or (
+            isinstance(node, ast.Call)
+            and last_name(node.func) in ("range", "islice")
+            and any(names_rank(path, each) for each in node.args)
+        )
+        for node in ast.walk(items)
+    )
+
+
+def _without_gradients(node: ast.expr) -> bool:
+    name = last_name(node.func if isinstance(node, ast.Call) else node)
+    return name in ("no_grad", "inference_mode")
+
+
+def _scope(at: Location) -> Function | None:
+    source = source_of(at.path)
+    found = source.scope(at.line) if source is not None else None
+    if source is not None and found is None:
+        return next((each for each in nodes_of(at.path) if isinstance(each, ast.Module)), None)
+    return found if isinstance(found, FUNCTIONS) else None
+
+
+def _loop_at(scope: Function, line: int) -> ast.For | ast.While | None:
+    """Return the loop that reads its loader at a line."""
+    return next(
+        (
+            node
+            for node in walk_scope(scope.body)
+            if (isinstance(node, ast.For) and node.lineno <= line <= (node.iter.end_lineno or 0))
+            or (isinstance(node, ast.While) and node.lineno <= line <= (node.end_lineno or 0))
+        ),
+        None,
+    )
+
+
+def _filled(loop: ast.For | ast.While | None) -> set[str]:
+    """Return the names that a loop sets or fills."""
+    found: set[str] = set()
+    for node in walk_scope(loop.body if loop is not None else ()):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.AugAssign):
+            found |= _stored(node.target)
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            # `predictions.append(...)`, `metric.update(...)`
+            called = node.value.func
+            found |= _names(called.value) - {"self"} if isinstance(called, ast.Attribute) else set()
+    return found
+
+
+def _derived(scope: Function, names: set[str], function: str) -> set[str]:
+    """Add the names that are set to something computed of others, or returned by a function."""
+    found = set(names)
+    for _ in range(3):
+        for node in walk_scope(scope.body):
+            value = getattr(node, "value", None)
+            if not isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.NamedExpr)):
+                continue
+            if value is None or not (_names(value) & found or _calls(value, function)):
+                continue
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for target in targets:
+                found |= _stored(target)
+    return found
+
+
+def _stored(target: ast.AST) -> set[str]:
+    return {
+        last_name(node)
+        for node in ast.walk(target)
+        if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store)
+    }
+
+
+def _names(node: ast.AST) -> set[str]:
+    found = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+    return found | {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute)}
+
+
+def _calls(node: ast.AST, function: str) -> bool:
+    return bool(function) and any(
+        isinstance(each, ast.Call) and last_name(each.func) == function for each in ast.walk(node)
+    )
+
+
+def _is_length_of_all(node: ast.expr) -> bool:
+    """Return whether an expression is the length of a data set, ``len(loader.dataset)``."""
+    return (
+        isinstance(node, ast.Call)
+        and last_name(node.func) == "len"
+        and bool(node.args)
+        and not _OF_A_RANK.search(last_name(node.args[0]))
+    )
+
+
+def _callers(run: Run, name: str) -> Iterator[tuple[str, Function]]:
+    """Yield the functions that call a function of that name, with their files."""
+    for path in files_of(run):
+        for scope in nodes_of(path):
+            if isinstance(scope, (ast.Module, *FUNCTIONS)) and any(
+                isinstance(node, ast.Call) and last_name(node.func) == name
+                for node in walk_scope(scope.body)
+            ):
+                yield path, scope
+
+
+def _shown(
+    path: str, scope: Function, results: set[str], after: int, function: str = ""
+) -> Iterator[tuple[Location, bool]]:
+    """Yield the lines that show or compare a result, and whether they name the rank with it."""
+    for node in walk_scope(scope.body):
+        line = getattr(node, "lineno", 0)
+        if line <= after:
+            continue
+        if isinstance(node, ast.Compare):
+            if _names(node) & results:
+                yield Location(path, line), False
+        elif isinstance(node, ast.Call):
+            called = last_name(node.func)
+            values = [*node.args, *(each.value for each in node.keywords)]
+            holds = any(_names(each) & results or _calls(each, function) for each in values)
+            if called in _COMPARES and holds:
+                yield Location(path, line), False
+            elif _SHOWS.match(called) and holds:
+                yield (
+                    Location(path, line),
+                    any(_about(path, scope, each, results) for each in values),
+                )
+
+
+def _about(path: str, scope: Function, value: ast.expr, results: set[str]) -> bool:
+    """Return whether a value, or the text that a name in it is set to, names the rank."""
+    if names_rank(path, value) or any(_RANK.search(text) for text in _texts(value)):
+        return True
+    names = {each.id for each in ast.walk(value) if isinstance(each, ast.Name)} - results
+    return any(
+        names_rank(path, source)
+        and any(isinstance(each, ast.Constant) and isinstance(each.value, str)
+                for each in ast.walk(source))
+        for source in _sources(scope, names)
+    )  # fmt: skip
+
+
+def _texts(value: ast.expr) -> list[str]:
+    texts = (node.value for node in ast.walk(value) if isinstance(node, ast.Constant))
+    return [text for text in texts if isinstance(text, str)]
+
+
+def _sources(scope: Function, names: set[str]) -> Iterator[ast.expr]:
+    for node in walk_scope(scope.body):
+        if isinstance(node, ast.Assign) and any(_stored(each) & names for each in node.targets):
+            yield node.value
+
+
+def _logged_by_hook(run: Run) -> Location | None:
+    """Return the line of a Lightning module that logs a result without ``sync_dist``."""
+    for path in files_of(run):
+        for function in nodes_of(path):
+            if not isinstance(function, FUNCTIONS) or function.name not in _HOOKS:
+                continue
+            for node in walk_scope(function.body):
+                if isinstance(node, ast.Call) and last_name(node.func) in ("log", "log_dict"):
+                    synced = any(each.arg in ("sync_dist", None) for each in node.keywords)
+                    if not synced:
+                        return Location(path, node.lineno)
+    return None
+
+
+# -- averages of ratios
+
+
+class Averaged(NamedTuple):
+    """A ratio of each rank that is reduced over the ranks."""
+
+    at: Location
+    """The line that computes it."""
+    never_a_mean: bool
+    """It is a measure such as F1, whose value is no average of those of parts, equal or not."""
+    over_all: bool = False
+    """It is divided by the length of the whole data set: the sum over the ranks is right."""
+
+
+def ratio_reduced(chain: Sequence[Location]) -> Averaged | None:
+    """Return the ratio that a reduction takes; None if it takes counts, sums, or is unknown.
+
+    Args:
+        chain: The call's line and those that led to it, innermost first.
+    """
+    calls = _calls_at(chain[0]) if chain else ()
+    call = next((each for each in calls if last_name(each.func) in ("all_reduce", "reduce")), None)
+    found = _ratio(chain, call.args[0], MAX_DEPTH) if call is not None and call.args else None
+    if found is not None and found.over_all and not any(map(_averages, chain[:2])):
+        return None
+    return found
+
+
+def _averages(at: Location) -> bool:
+    """Return whether the function of a line divides by the number of ranks."""
+    scope = _scope(at)
+    lines = (
+        {node.lineno for node in walk_scope(scope.body) if isinstance(node, ast.stmt)}
+        if scope
+        else ()
+    )
+    return any(
+        scales_by_world(Location(at.path, line), "") or "ReduceOp.AVG" in statement(at.path, line)
+        for line in lines
+    )
+
+
+def _calls_at(at: Location) -> Iterator[ast.Call]:
+    return (
+        node
+        for node in nodes_of(at.path)
+        if isinstance(node, ast.Call) and node.lineno <= at.line <= (node.end_lineno or 0)
+    )
+
+
+_WRAPS = ("tensor", "as_tensor", "FloatTensor", "stack", "full", "float")
+"""Functions that make a tensor of their first argument."""
+
+_SAME = ("clone", "to", "detach", "cuda", "cpu", "double", "float", "unsqueeze", "item", "view")
+"""Methods whose result has the value of their tensor."""
+
+
+def _ratio(chain: Sequence[Location], value: ast.expr, depth: int) -> Averaged | None:
+    """Return where a value became a ratio."""
+    at, scope = chain[0], _scope(chain[0])
+    if scope is None or depth < 0:
+        return None
+    if isinstance(value, (ast.List, ast.Tuple)):
+        found = [_ratio(chain, each, depth) for each in value.elts]
+        # Counts beside it are what it should be divided by.
+        return found[0] if found and all(found) else None
+    if isinstance(value, ast.BinOp):
+        divides = isinstance(value.op, (ast.Div, ast.FloorDiv))
+        if divides and "world" not in ast.unparse(value.right).lower():
+            over_all = _is_length_of_all(value.right)
+            return Averaged(Location(at.path, value.lineno), False, over_all)
+        return None
+    if isinstance(value, ast.Call):
+        return _ratio_of_call(chain, value, depth)
+    if not isinstance(value, ast.Name):
+        return None
+    sources = [each for each in _sources(scope, {value.id}) if each.lineno < at.line]
+    if sources:
+        return _ratio(chain, sources[-1], depth - 1)
+    given = _given(chain, scope, value.id)
+    return _ratio(chain[1:], given, depth - 1) if given is not None else None
+
+
+def _ratio_of_call(chain: Sequence[Location], call: ast.Call, depth: int) -> Averaged | None:
+    called, path = last_name(call.func), chain[0].path
+    if called in _SAME and isinstance(call.func, ast.Attribute) and not call.args:
+        return _ratio(chain, call.func.value, depth)
+    if called in _WRAPS:
+        return _ratio(chain, call.args[-1 if called == "full" else 0], depth) if call.args else None
+    if _RATIO.search(called):
+        return Averaged(Location(path, call.lineno), bool(_NEVER_A_MEAN.search(called)))
+    return _returned_ratio(path, called, depth - 1)
+
+
+def _given(chain: Sequence[Location], scope: Function, name: str) -> ast.expr | None:
+    """Return what the caller of a function gives it for a parameter."""
+    if isinstance(scope, ast.Module) or len(chain) < 2:
+        return None
+    names = [each.arg for each in scope.args.args]
+    names = names[names[:1] in (["self"], ["cls"]) :]
+    calls = (each for each in _calls_at(chain[1]) if last_name(each.func) == scope.name)
+    call = next(calls, None)
+    if call is None or name not in names:
+        return None
+    keywords = {each.arg: each.value for each in call.keywords}
+    place = names.index(name)
+    return call.args[place] if place < len(call.args) else keywords.get(name)
+
+
+def _returned_ratio(path: str, name: str, depth: int) -> Averaged | None:
+    """Return where a function of a file returns a ratio."""
+    for function in nodes_of(path):
+        if isinstance(function, FUNCTIONS) and function.name == name:
+            for node in walk_scope(function.body):
+                if isinstance(node, ast.Return) and node.value is not None:
+                    return _ratio([Location(path, node.lineno)], node.value, depth)
+    return None
