@@ -25,7 +25,9 @@ from ddpdoctor.nodes.messages import (
     StreamTaken,
 )
 from ddpdoctor.run.names import CONTROL, debug_socket
+from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.records.base import Record
+from ddpdoctor.run.snapshot import FOREVER
 
 NODE = 1
 
@@ -248,3 +250,30 @@ def test_each_gateway_hears_whether_ranks_of_others_are_held(pair: Pair) -> None
     pair.head.relay.gone(NODE, "lost")
     assert {"say": "held", "held": False} in pair.said(0)
     assert third[-1] == Held(held=False)
+
+
+def test_the_port_of_a_rank_is_the_heads_and_its_state_its_nodes(tmp_path: Path) -> None:
+    def record(time: int, state: str, **more: object) -> str:
+        return json.dumps({"kind": "debug", "time": time, "state": state, "rank": 1, **more}) + "\n"
+
+    def state() -> tuple[str, int | None, bool]:
+        run = RunReader(tmp_path).snapshot()
+        found = run.debug_states[1]
+        return found.state, found.port, any(span.end == FOREVER for span in run.debugged)
+
+    (tmp_path / "run.json").write_text('{"format": 1}')
+    own, theirs = tmp_path / "supervisor.jsonl", tmp_path / "node-1.jsonl"
+    theirs.write_text(record(1, "ready", port=5678) + record(2, "waits", port=5678))
+    own.write_text("")
+    assert state() == ("waits", None, True)
+    own.write_text(record(3, "port", port=5679))
+    assert state() == ("waits", 5679, True)
+    with theirs.open("a") as file:
+        file.write(record(4, "attached", port=5678) + record(5, "stopped", port=5678))
+    assert state() == ("stopped", 5679, True)
+    with own.open("a") as file:
+        file.write(record(6, "lost", port=5679, why="the link to node1 is lost"))
+    assert state() == ("lost", 5679, False)
+    with own.open("a") as file:
+        file.write(record(7, "port", port=5680))
+    assert state() == ("port", 5680, False)
