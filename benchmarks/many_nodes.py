@@ -24,6 +24,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from ddpdoctor.nodes import store
+from ddpdoctor.nodes.debug_relay import DebugRelay
 from ddpdoctor.nodes.head import Invitation
 from ddpdoctor.nodes.member import Member
 from ddpdoctor.nodes.messages import Began
@@ -113,7 +114,7 @@ def nodes(base: Path, count: int, world_size: int) -> None:
         directory.mkdir()
         for rank in range(node * EACH, (node + 1) * EACH):
             ranks.append(SyntheticRank(directory, rank, world_size, f"node{node}"))
-        member = CountingMember(directory, os.urandom(16), lambda *_: None)
+        member = CountingMember(directory, os.urandom(16), lambda *_: None, DebugRelay(directory))
         member.invite(invitation)
         member.began(Began(restart=0, world_size=world_size, time=time.time_ns()))
         members.append(member)

@@ -103,6 +103,7 @@ def _show(run: Run) -> None:
         print(f"  {'rank':<6}{'port':<7}{'pid':<9}state")
     for point in points:
         state = point.trouble or point.state
+        state = f"on {point.node}: {state}" if point.node and not point.trouble else state
         _say(f"  {point.rank:<6}{point.port:<7}{point.pid or '-':<9}{state}")
     _say(f'  VS Code: F5 "{compound}"')
     print("  Neovim: ddpdoctor attach --rank N; another machine: ddpdoctor attach --tunnel")
@@ -117,7 +118,7 @@ def _one_line(runs: Sequence[Run], rank: int) -> int:
                 host = attach_points.host(run)
                 print(
                     'lua require("dap").run({type = "python", request = "attach", '
-                    f'name = "{vscode_configurations.rank_name(rank)}", '
+                    f'name = "{vscode_configurations.rank_name(rank, node=point.node)}", '
                     f'connect = {{host = "{host}", port = {point.port}}}}})'
                 )
                 print(f"any other client: attach to {host}:{point.port}", file=sys.stderr)

@@ -41,6 +41,8 @@ class Point:
     port: int
     pid: int | None
     state: str
+    node: str
+    """The host of a rank of another node."""
     trouble: str
     """The reason why no debugger may attach to the port; empty if one may."""
 
@@ -65,6 +67,7 @@ def points(run: Run) -> list[Point]:
     Raises:
         DoctorError: The run directory holds no valid address.
     """
+    nodes = hosts(run)
     remote = "" if _is_here(run) or not gateway.is_loopback(host(run)) else _REMOTE
     return [
         Point(
@@ -72,10 +75,16 @@ def points(run: Run) -> list[Point]:
             each.port or 0,
             each.pid or None,
             _state(run, rank, each),
-            _trouble(run, each.port) or remote,
+            nodes.get(rank, ""),
+            (each.state == "lost" and each.why) or _trouble(run, each.port) or remote,
         )
         for rank, each in sorted(run.debug_states.items())
     ]
+
+
+def hosts(run: Run) -> dict[int, str]:
+    """Return the hosts of the ranks of other nodes."""
+    return {rank.rank: rank.opened.host for rank in run.last if rank.elsewhere}
 
 
 def _trouble(run: Run, port: int | None) -> str:
@@ -218,13 +227,16 @@ def write(
     labels = [label(run) for run in runs]
     changed = False
     for run, own in zip(runs, labels, strict=True):
-        near = LOOPBACK if through_tunnel else host(run)
+        near, nodes = LOOPBACK if through_tunnel else host(run), hosts(run)
         ports = {point.rank: point.port for point in points(run) if not point.trouble}
         if through_tunnel:
             ports = {rank: end for rank, (end, _) in _ends(run).items()}
         changed |= vscode_configurations.update_launch(
             workspace,
-            [vscode_configurations.AttachPoint(rank, near, port) for rank, port in ports.items()],
+            [
+                vscode_configurations.AttachPoint(rank, near, port, nodes.get(rank, ""))
+                for rank, port in ports.items()
+            ],
             label=own,
             others=set(labels) - {own},
             mappings=mappings,

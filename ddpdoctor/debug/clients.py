@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import secrets
 import time
+from collections.abc import Coroutine
+from typing import Any
 
 from ddpdoctor.debug import dap
 from ddpdoctor.debug.gateway_ranks import Message, Ranks, SilentError, Slot, Streams
@@ -38,7 +40,7 @@ IN_WORKERS = (
 )
 
 _MAX_FIRST = 1 << 20
-_CHUNK = 1 << 16
+CHUNK = 1 << 16
 
 
 class RefusedError(Exception):
@@ -57,11 +59,15 @@ class Clients:
         self, slot: Slot, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         """Serve a connection to a debug port."""
+        await self.guard(self._client(slot, reader, writer), writer)
+
+    async def guard(self, session: Coroutine[Any, Any, None], writer: asyncio.StreamWriter) -> None:
+        """Run a session, report its faults, and close its connection."""
         task = asyncio.current_task()
         assert task is not None
         self._ranks.tasks.add(task)
         try:
-            await self._client(slot, reader, writer)
+            await session
         except (OSError, asyncio.TimeoutError, dap.NotDapError):
             pass
         except Exception as error:
@@ -76,7 +82,7 @@ class Clients:
     async def _client(
         self, slot: Slot, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        data, requests = await asyncio.wait_for(_first_message(reader), FIRST_MESSAGE)
+        data, requests = await asyncio.wait_for(first_message(reader), FIRST_MESSAGE)
         if not requests:
             return
         text, limit = OVER, PARTING
@@ -109,16 +115,14 @@ class Clients:
         else:
             requests = []
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(_refuse(text, requests, reader, writer), limit)
+            await asyncio.wait_for(refuse(text, requests, reader, writer), limit)
 
     async def _reach(self, slot: Slot, client: asyncio.StreamWriter) -> Streams:
         """Return a connection to debugpy in the rank, which starts it if it has not."""
         await self._ranks.wait_until(lambda: slot.link is not None, APPEAR)
         link = slot.link
         if link is None:
-            raise RefusedError(
-                f"there is no rank at port {slot.port}: it has not started, or has ended"
-            )
+            raise RefusedError(f"rank {slot.rank} has not started, or has ended")
         await self._ranks.lift_timeouts()
         try:
             await link.ask("answer", ANSWER)
@@ -165,10 +169,10 @@ class Clients:
                 if tap.leaving:
                     return
                 await to_rank.drain()
-                chunk = await from_client.read(_CHUNK)
+                chunk = await from_client.read(CHUNK)
 
         async def inward() -> None:
-            while chunk := await from_rank.read(_CHUNK):
+            while chunk := await from_rank.read(CHUNK):
                 before = (tap.attached, tap.stopped, tap.place)
                 for message, raw in tap.to_client(chunk):
                     path = tap.file_of(message)
@@ -261,10 +265,10 @@ class Clients:
             self._ranks.report_rank(slot, "stopped", place=tap.place)
 
 
-async def _first_message(reader: asyncio.StreamReader) -> tuple[bytes, list[dap.Message]]:
+async def first_message(reader: asyncio.StreamReader) -> tuple[bytes, list[dap.Message]]:
     """Return the bytes up to a first whole message, and the messages; none at the end."""
     decoder, data = dap.Decoder(), b""
-    while chunk := await reader.read(_CHUNK):
+    while chunk := await reader.read(CHUNK):
         data += chunk
         if len(data) > _MAX_FIRST:
             raise dap.NotDapError
@@ -274,7 +278,7 @@ async def _first_message(reader: asyncio.StreamReader) -> tuple[bytes, list[dap.
     return data, []
 
 
-async def _refuse(
+async def refuse(
     text: str,
     requests: list[dap.Message],
     reader: asyncio.StreamReader,
@@ -290,7 +294,7 @@ async def _refuse(
         await writer.drain()
         if any(request.get("command") == "disconnect" for request in requests):
             return
-        chunk = await reader.read(_CHUNK)
+        chunk = await reader.read(CHUNK)
         if not chunk:
             return
         requests = decoder.feed(chunk)

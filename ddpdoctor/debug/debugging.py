@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -12,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ddpdoctor.core import opening
 from ddpdoctor.core.errors import DoctorError, Faults
 from ddpdoctor.core.formatting import duration, named
 from ddpdoctor.core.job import DEFAULT_PORT, Command, OwnOptions
@@ -86,12 +88,13 @@ class Editor:
             # Without a place for the record, use the plain names.
             return
 
-    def write(self, host: str, ports: dict[int, int]) -> str:
+    def write(self, host: str, ports: dict[int, int], nodes: dict[int, str]) -> str:
         """Make launch.json hold the configurations of these ranks.
 
         Args:
             host: The address that the ports are bound to.
             ports: Port by global rank.
+            nodes: Hosts of the ranks of other nodes.
 
         Returns:
             The file, if it is new or had no entries of ddpdoctor; else an empty string.
@@ -102,7 +105,9 @@ class Editor:
         if self.workspace is None:
             return ""
         points = [
-            vscode_configurations.AttachPoint(rank, gateway.reachable(host), port)
+            vscode_configurations.AttachPoint(
+                rank, gateway.reachable(host), port, nodes.get(rank, "")
+            )
             for rank, port in sorted(ports.items())
         ]
         others = {claim["label"] for claim in _claims(self.workspace)} - {self.label}
@@ -301,7 +306,10 @@ class Debugging:
         self._sockets: gateway.RunSockets | None = None
         self._gateway: Gateway | None = None
         self._stops = PartialStops()
-        self._written: dict[int, int] = {}
+        self._written: tuple[dict[int, int], dict[int, str]] = {}, {}
+        self._directory: Path | None = None
+        self._others_wait: dict[int, int] = {}
+        """When the ranks of other nodes began to wait that were reported, in Unix nanoseconds."""
         self._expects = False
         self.stopped = False
         """The debugger was stopped, which ends the job."""
@@ -312,7 +320,7 @@ class Debugging:
         if self._command.own.wait_for_attach is not None:
             words.append("gate")
             if not self._command.one_node:
-                # Ranks of other nodes do not learn when one of this node is in the debugger.
+                # While ranks are held at the start, other nodes cannot learn of it.
                 words.append("lift")
         if self._command.own.debug_on_error:
             words.append("error")
@@ -327,11 +335,16 @@ class Debugging:
         workspace = self._editor.workspace
         return {
             "host": self._ports.host,
-            "ports": list(self._ports.numbers),
+            "ports": sorted({*self._ports.numbers, *self._reached.values()}),
             "sockets": [] if self._sockets is None else self._sockets.paths,
             "workspace": None if workspace is None else str(workspace),
             "label": self._editor.label,
         }
+
+    @property
+    def _reached(self) -> dict[int, int]:
+        """The port of each rank that has connected, here or on another node."""
+        return self._gateway.ranks if self._gateway is not None else {}
 
     def open(self, directory: Path) -> None:
         """Make the sockets that the ranks connect to.
@@ -339,6 +352,7 @@ class Debugging:
         Raises:
             OSError: A socket cannot be made.
         """
+        self._directory = directory
         self._sockets = gateway.RunSockets(directory, len(self._ports.listeners))
 
     def announce(self, directory: Path) -> None:
@@ -346,7 +360,7 @@ class Debugging:
         port = self._ports.numbers[0]
         self._speaker.faults.guarded("launch.json", self._editor.claim, directory, port)
         if self._command.one_node and self._command.local_ranks is not None:
-            self._write(dict(enumerate(self._ports.numbers)))
+            self._write(dict(enumerate(self._ports.numbers)), {})
         self._announce()
 
     def start(self, news: Callable[[], None]) -> None:
@@ -421,13 +435,40 @@ class Debugging:
         for record in records:
             if record.state != "fault":
                 self._say(record)
-        if any(record.state == "ready" for record in records):
-            self._write(self._gateway.ranks)
+        if any(record.state in ("ready", "port", "lost") for record in records):
+            before = self._written[1]
+            self._write(self._gateway.ranks, self._gateway.hosts)
+            if before or self._written[1]:
+                self._keep_manifest()
         return records
+
+    def _keep_manifest(self) -> None:
+        """Write the ports for ranks of other nodes into run.json."""
+        assert self._directory is not None
+        path = self._directory / rundir.MANIFEST
+        with contextlib.suppress(OSError, ValueError):
+            manifest = opening.json_object(path, opening.MOST_TEXT)
+            manifest["debug"] = self.manifest()
+            rundir.put(path, json.dumps(manifest, indent=1).encode())
 
     def check(self, run: Run) -> None:
         """Print which ranks wait for one that the debugger holds."""
-        stops = () if self._gateway is None else self._gateway.stops
+        if self._gateway is None:
+            return
+        others = self._gateway.hosts
+        states = {rank: each for rank, each in run.debug_states.items() if rank in others}
+        for rank, each in states.items():
+            if each.state == "waits" and self._others_wait.get(rank) != each.time:
+                self._others_wait[rank] = each.time
+                self._say(each)
+        stops = [
+            *self._gateway.stops,
+            *(
+                Stop(rank, each.at)
+                for rank, each in states.items()
+                if each.state in ("waits", "stopped")
+            ),
+        ]
         if text := self._stops.check(run, stops):
             self._speaker.say(text)
 
@@ -435,9 +476,11 @@ class Debugging:
         state, rank = record.state, record.rank
         where = f"{relative(record.path)}:{record.line}"
         if state == "waits" and rank is not None:
-            name = vscode_configurations.rank_name(rank, self._editor.label)
+            node = self._written[1].get(rank, "")
+            name = vscode_configurations.rank_name(rank, self._editor.label, node)
             why = "is held by an uncaught exception" if record.why == "error" else "waits"
-            self._speaker.say(f'rank {rank} {why} at {where}; attach with F5 "{name}"')
+            there = f" on {node}" if node else ""
+            self._speaker.say(f'rank {rank}{there} {why} at {where}; attach with F5 "{name}"')
         elif state == "expects" and not self._expects:
             self._expects = True
             self._speaker.say(
@@ -449,7 +492,7 @@ class Debugging:
                 "are taken by other ranks: it goes on"
             )
         elif state == "listening" and self._gateway is not None:
-            every = len(record.ranks) == len(self._gateway.ranks)
+            every = len(record.ranks) == len(self._gateway.ranks) - len(self._gateway.hosts)
             who = "" if every else f" to {named(record.ranks)}"
             compound = vscode_configurations.compound_name(self._editor.label)
             self._speaker.say(
@@ -469,11 +512,11 @@ class Debugging:
         elif state == "broken":
             self._speaker.say(f"warning: the debug ports are closed: {record.error}")
 
-    def _write(self, ports: dict[int, int]) -> None:
-        if ports == self._written:
+    def _write(self, ports: dict[int, int], nodes: dict[int, str]) -> None:
+        if (ports, nodes) == self._written:
             return
-        self._written = ports
-        write = partial(self._editor.write, self._ports.host, ports)
+        self._written = ports, nodes
+        write = partial(self._editor.write, self._ports.host, ports, nodes)
         fresh = self._speaker.faults.guarded("launch.json", self._edit, write)
         if fresh:
             self._speaker.note(

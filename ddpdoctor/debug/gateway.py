@@ -21,7 +21,8 @@ from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.job import LOOPBACK
 from ddpdoctor.debug.clients import Clients
 from ddpdoctor.debug.gateway_ranks import Ranks, Stop
-from ddpdoctor.run.names import CONTROL, short_path
+from ddpdoctor.debug.other_nodes import OtherNodes
+from ddpdoctor.run.names import CONTROL, debug_socket, short_path
 from ddpdoctor.run.records.supervisor import DebugRecord
 from ddpdoctor.system import peers
 
@@ -60,7 +61,9 @@ class Admission:
         self._refused: set[int | None] = set()
         self._listeners: list[_Listener] = []
 
-    def open(self, listener: socket.socket, place: str, serve: Serve, beside: str = "") -> None:
+    def open(
+        self, listener: socket.socket, place: str, serve: Serve, beside: str = ""
+    ) -> Callable[[], None]:
         """Accept the connections of a listening socket from now on.
 
         Args:
@@ -68,8 +71,18 @@ class Admission:
             place: Its description for people.
             serve: Serves a connection that is admitted.
             beside: A socket for the same clients that other users cannot reach.
+
+        Returns:
+            A function that accepts no more of them.
         """
-        self._listeners.append(_Listener(self, listener, place, serve, beside))
+        opened = _Listener(self, listener, place, serve, beside)
+        self._listeners.append(opened)
+
+        def close() -> None:
+            self._listeners.remove(opened)
+            opened.close()
+
+        return close
 
     def close(self) -> None:
         """Accept no more connections."""
@@ -227,6 +240,14 @@ class Gateway:
         self._ranks = Ranks(ports.numbers, gate=gate, hold_errors=hold_errors, expected=expected)
         self._clients = Clients(self._ranks, ends_job=ends_job)
         self._admission = Admission(unidentified, self._ranks.report)
+        self._others = OtherNodes(
+            self._ranks,
+            self._clients,
+            self._admission,
+            partial(bind_block, ports.host),
+            ports.numbers[0],
+            sockets.directory,
+        )
         self._main_task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = threading.Event()
@@ -256,8 +277,13 @@ class Gateway:
 
     @property
     def ranks(self) -> dict[int, int]:
-        """The port of each global rank that has connected."""
-        return {slot.rank: slot.port for slot in self._ranks.linked}
+        """The port of each global rank that has connected, here or on another node."""
+        return self._others.ports | {slot.rank: slot.port for slot in self._ranks.linked}
+
+    @property
+    def hosts(self) -> dict[int, str]:
+        """The hosts of the ranks of other nodes."""
+        return self._others.hosts
 
     @property
     def stops(self) -> list[Stop]:
@@ -288,6 +314,7 @@ class Gateway:
             self._main_task = asyncio.current_task()
             if not self._stopping.is_set():
                 await asyncio.Event().wait()
+        self._others.close()
         admission.close()
         tasks = list(self._ranks.tasks)
         for task in tasks:
@@ -351,9 +378,10 @@ class RunSockets:
     """
 
     def __init__(self, directory: Path, count: int) -> None:
+        self.directory = directory
         self._control_path = str(directory / CONTROL)
         self.control = _private_socket(self._control_path)
-        self.paths = [str(directory / f"debug-{index}.sock") for index in range(count)]
+        self.paths = [str(directory / debug_socket(index)) for index in range(count)]
         self.listeners = [_private_socket(path) for path in self.paths]
 
     def close(self) -> None:
@@ -450,7 +478,6 @@ def reachable(host: str) -> str:
 
 def flooded(record: DebugRecord) -> str:
     """Return the warning for the ``flooded`` record of a port."""
-    return (
-        f"warning: {record.door} is flooded with connections, which may delay a debugger; "
-        f"{record.beside} is not affected"
+    return f"warning: {record.door} is flooded with connections, which may delay a debugger" + (
+        f"; {record.beside} is not affected" if record.beside else ""
     )

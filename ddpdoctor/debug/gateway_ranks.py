@@ -194,6 +194,14 @@ class Ranks:
         """The connections that ranks were asked to make for debugpy, by key."""
         self.on_workers: Callable[[Slot], Coroutine[Any, Any, None]] | None = None
         """Called when a DataLoader of a rank has started workers."""
+        self.on_node: Callable[[Message], None] = lambda _: None
+        """Called when the ranks of another node have changed; with nothing if all are gone."""
+        self._exchange: RankLink | None = None
+        """The connection to the process that exchanges records with other nodes."""
+        self._told: dict[str, object] = {}
+        """What the exchange was told last."""
+        self._held_elsewhere = False
+        """A debugger holds ranks of other nodes."""
 
     @property
     def linked(self) -> list[Slot]:
@@ -262,6 +270,7 @@ class Ranks:
 
     async def changed(self) -> None:
         """Wake what waits for a change: a process or a session has come or gone."""
+        self._tell_exchange()
         async with self._changed:
             self._changed.notify_all()
 
@@ -280,6 +289,12 @@ class Ranks:
             async for message in link.messages():
                 if message.get("say") == "hello":
                     slot = await self._hello(link, slot, message)
+                elif message.get("say") == "exchange":
+                    self._links.discard(link)
+                    self._exchange, self._told = link, {}
+                    self._tell_exchange()
+                elif link is self._exchange:
+                    self._message_of_exchange(message)
                 elif message.get("say") == "session":
                     # A connection for debugpy: all that follows is debugpy's.
                     awaited = self.sessions.pop(str(message.get("key")), None)
@@ -296,6 +311,10 @@ class Ranks:
                     self.report(DebugRecord(time=now, state="no port", rank=link.rank))
         finally:
             self._links.discard(link)
+            if link is self._exchange:
+                self._exchange = None
+                self._message_of_exchange({"say": "held"})
+                self.on_node({})
             if slot is not None and slot.link is link:
                 self._error_seen |= slot.waits is not None and slot.waits.get("why") == "error"
                 self.report_rank(slot, "gone")
@@ -371,6 +390,34 @@ class Ranks:
             self.report_rank(slot, "goes on")
             self.restore_timeouts()
 
+    @property
+    def _held(self) -> bool:
+        """Whether a debugger holds a rank of this node, or is about to."""
+        held = any(slot.session is not None or slot.waits is not None for slot in self.slots)
+        return held or self._hold_errors
+
+    def _tell_exchange(self) -> None:
+        """Tell the exchange what has changed here."""
+        ranks = [
+            [slot.index, slot.last_rank, slot.link.pid]
+            for slot in self.slots
+            if slot.link is not None and slot.last_rank is not None
+        ]
+        for name, value in (("held", self._held), ("ranks", ranks)):
+            if self._exchange is not None and self._told.get(name) != value:
+                self._told[name] = value
+                self._exchange.send(name, **{name: value})
+
+    def _message_of_exchange(self, message: Message) -> None:
+        if message.get("say") == "node":
+            self.on_node(message)
+        elif message.get("say") == "held":
+            self._held_elsewhere = message.get("held") is True
+            if self._held_elsewhere:
+                self.begin(self.lift_timeouts())
+            else:
+                self.restore_timeouts()
+
     def _all_here(self) -> bool:
         links = [slot.link for slot in self.slots if slot.link is not None]
         sizes = [link.local_world_size or link.world_size or 1 for link in links]
@@ -404,8 +451,12 @@ class Ranks:
         self.report(DebugRecord(time=time.time_ns(), state="gate open"))
 
     async def lift_timeouts(self) -> None:
-        """Lift the collective timeouts of all ranks, and wait for that a second at most."""
-        if self._lifted:
+        """Lift the collective timeouts of all ranks.
+
+        Ranks of this node have a second to do so. Other nodes are asked to, and not waited for.
+        """
+        self._tell_exchange()
+        if self._lifted or not (self._held or self._held_elsewhere):
             return
         self._lifted = True
         asked = [link.ask("lift", 1.0) for link in self._links]
@@ -413,9 +464,8 @@ class Ranks:
 
     def restore_timeouts(self) -> None:
         """Restore the collective timeouts if no rank is in a debugger any more."""
-        if not self._lifted or self._hold_errors:
-            return
-        if any(slot.session is not None or slot.waits is not None for slot in self.slots):
+        self._tell_exchange()
+        if not self._lifted or self._held or self._held_elsewhere:
             return
         self._lifted = False
         for link in self._links:

@@ -27,7 +27,10 @@ REPORT_TASK = f"{PREFIX}report"  # The task whose problems stay listed when the 
 WORKSPACE_FOLDER = "${workspaceFolder}"
 
 _LAUNCH_DEFAULTS = {"version": "0.2.0"}
-_NAME = re.compile(rf"{PREFIX}(?:rank \d+|attach all ranks)(?: \((?P<label>.*)\))?", re.DOTALL)
+_NAME = re.compile(
+    rf"{PREFIX}(?:rank \d+(?: on [\w.-]+)?|attach all ranks)(?: \((?P<label>.*)\))?", re.DOTALL
+)
+_HOST = re.compile(r"[\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,8 @@ class AttachPoint:
     rank: int
     host: str
     port: int
+    node: str = ""
+    """The host of a rank of another node."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +118,7 @@ def with_run(
         return found is not None and (found["label"] or "") not in kept
 
     points = sorted(points, key=lambda point: point.rank)
-    names = [rank_name(point.rank, label) for point in points]
+    names = [rank_name(point.rank, label, point.node) for point in points]
     configurations = document.root.members("configurations") if document.root else []
     # `ddpdoctor vscode` has written the task that the end of a session runs.
     reports = not label and any(
@@ -177,9 +182,16 @@ def without_launch_entries(text: str | None) -> str | None:
     return vscode_files.rewrite(text, sections, _LAUNCH_DEFAULTS)
 
 
-def rank_name(rank: int, label: str = "") -> str:
-    """Return the name of a rank's configuration. ``label`` is that of :func:`update_launch`."""
-    return f"{PREFIX}rank {rank}" + (f" ({label})" if label else "")
+def rank_name(rank: int, label: str = "", node: str = "") -> str:
+    """Return the name of a rank's configuration.
+
+    Args:
+        rank: The rank.
+        label: As for :func:`update_launch`.
+        node: The host of a rank of another node.
+    """
+    there = f" on {node}" if _HOST.fullmatch(node) else ""
+    return f"{PREFIX}rank {rank}{there}" + (f" ({label})" if label else "")
 
 
 def compound_name(label: str = "") -> str:
@@ -200,7 +212,7 @@ def _configurations(
     """
     return [
         {
-            "name": rank_name(point.rank, label),
+            "name": rank_name(point.rank, label, point.node),
             "type": "debugpy",
             "request": "attach",
             "connect": {"host": point.host, "port": point.port},

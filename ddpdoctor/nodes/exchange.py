@@ -23,6 +23,7 @@ import zmq
 from ddpdoctor.nodes import store
 from ddpdoctor.nodes.alignment import dumped, parsed
 from ddpdoctor.nodes.answers import Answers
+from ddpdoctor.nodes.debug_relay import DebugRelay
 from ddpdoctor.nodes.head import SILENT, Head, Invitation, invitation_line
 from ddpdoctor.nodes.member import Member
 from ddpdoctor.nodes.messages import Began
@@ -75,6 +76,7 @@ class Exchange:
         self._journal_bytes = journal_bytes
         self._identity = b"n" + secrets.token_bytes(15)
         self._answers = Answers(directory, launcher)
+        self._relay = DebugRelay(directory)
         self._head: Head | None = None
         self._member: Member | None = None
         self._attempt: Attempt | None = None
@@ -106,11 +108,13 @@ class Exchange:
         self._attempt = attempt
         began = Began(restart=attempt.restart, world_size=attempt.world_size, time=attempt.time)
         if attempt.leads and self._head is None and not self._is_linked:
-            self._head = Head(self._directory, self._journal_bytes, attempt.store.host)
+            self._head = Head(self._directory, self._journal_bytes, attempt.store.host, self._relay)
         if self._head is not None:
             self._head.began(began)
         elif self._member is None:
-            self._member = Member(self._directory, self._identity, self._answers.answer)
+            self._member = Member(
+                self._directory, self._identity, self._answers.answer, self._relay
+            )
         if self._member is not None:
             self._member.began(began)
         self._due = 0.0
@@ -188,7 +192,7 @@ class Exchange:
         poller = zmq.Poller()
         if not self.ended:
             poller.register(0, zmq.POLLIN)
-        for each in (self._head, self._member):
+        for each in (self._head, self._member, self._relay):
             if each is not None:
                 each.register(poller)
         ready = dict(poller.poll(int(seconds * 1000)))
@@ -199,6 +203,7 @@ class Exchange:
         if self._member is not None:
             self._member.receive()
             self._member.tick()
+        self._relay.turn()
         if 0 in ready and seconds > 0.05:
             self.read()
         with contextlib.suppress(OSError):
@@ -223,6 +228,7 @@ class Exchange:
         """Close the links."""
         if self._published is not None:
             store.forget(self._published)
+        self._relay.close()
         if self._head is not None:
             self._head.close()
         if self._member is not None:

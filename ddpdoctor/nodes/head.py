@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from ddpdoctor.core import opening
 from ddpdoctor.nodes import link
 from ddpdoctor.nodes.alignment import dumped, place_of
 from ddpdoctor.nodes.asking import SOCKET
+from ddpdoctor.nodes.debug_relay import DebugRelay
 from ddpdoctor.nodes.messages import (
     MESSAGES,
     PROTOCOL,
@@ -29,6 +31,7 @@ from ddpdoctor.nodes.messages import (
     Clock,
     EndHang,
     Files,
+    ForDebuggers,
     Hello,
     Leave,
     Numbered,
@@ -123,14 +126,18 @@ class Head:
         directory: The run directory.
         journal_bytes: Maximum bytes of the journal of a rank.
         preferred: The host under which the job's ranks reach this node.
+        relay: Takes the messages about debuggers.
 
     Raises:
         OSError: The run directory cannot be used.
         zmq.ZMQError: No port is free.
     """
 
-    def __init__(self, directory: Path, journal_bytes: int, preferred: str) -> None:
+    def __init__(
+        self, directory: Path, journal_bytes: int, preferred: str, relay: DebugRelay
+    ) -> None:
         self._directory = directory
+        self._relay = relay
         self._mirror = Mirror(directory, journal_bytes)
         self._journal = Journal(str(directory / JOURNAL), 1 << 22)
         self._peers: dict[bytes, _Peer] = {}
@@ -211,6 +218,7 @@ class Head:
         if peer.lost:
             peer.lost = False
             self._note(peer, "back")
+            self._relay.joined(peer.number, peer.host, partial(self._send, peer))
         if isinstance(message, Ping):
             self._send(peer, Pong(sent=message.sent, received=time.time_ns()))
         elif isinstance(message, Clock):
@@ -223,9 +231,12 @@ class Head:
             self._take(peer, message, blob)
         elif isinstance(message, Answer):
             self._answer(peer, message, blob)
+        elif isinstance(message, ForDebuggers):
+            self._relay.take(peer.number, message, blob)
         elif isinstance(message, Leave):
             peer.left = True
             self._note(peer, "left", status=message.status)
+            self._relay.gone(peer.number, f"the job has ended on {peer.host}")
 
     def _hello(self, identity: bytes, message: Hello) -> None:
         peer = self._peers.get(identity)
@@ -255,6 +266,8 @@ class Head:
         )
         for name, content in self._requested.items():
             self._send(peer, Request(name=name), content)
+        if not peer.left:
+            self._relay.joined(peer.number, peer.host, partial(self._send, peer))
 
     def _take(self, peer: _Peer, message: Files, blob: bytes) -> None:
         if message.number == peer.taken + 1:
@@ -267,10 +280,14 @@ class Head:
             peer.taken = message.number
         self._send(peer, Taken(number=peer.taken))
 
-    def _send(self, peer: _Peer, message: Record, blob: bytes = b"") -> None:
-        # A full queue, or a lost connection: the node asks again when it is back.
-        with contextlib.suppress(zmq.ZMQError):
+    def _send(self, peer: _Peer, message: Record, blob: bytes = b"") -> bool:
+        """Send a message, and return whether it could be sent."""
+        try:
             self._socket.send_multipart([peer.identity, *link.packed(message, blob)], zmq.NOBLOCK)
+        except zmq.ZMQError:
+            # A full queue, or a lost connection: the node asks again when it is back.
+            return False
+        return True
 
     def _note(self, peer: _Peer, state: str, **more: Any) -> None:
         clock = peer.clock
@@ -331,6 +348,7 @@ class Head:
             if not peer.left and not peer.lost and now - peer.heard > SILENT:
                 peer.lost = True
                 self._note(peer, "lost")
+                self._relay.gone(peer.number, f"the link to {peer.host} is lost")
         self._number()
         for name, size in _REQUESTS.items():
             with contextlib.suppress(OSError):
@@ -370,12 +388,17 @@ class Head:
             return
         if b"\n" not in asker.data:
             return
+        line, _, rest = asker.data.partition(b"\n")
         try:
-            question = json.loads(asker.data)
+            question = json.loads(line)
             seconds = min(60.0, float(question.get("seconds", 5.0)))
             what = str(question["what"])
         except (ValueError, KeyError, TypeError, AttributeError):
             self._finish(asker)
+            return
+        if what == "debug":
+            self._askers.remove(asker)
+            self._relay.open(asker.connection, question, rest)
             return
         self._questions += 1
         asker.number, asker.until = self._questions, time.monotonic() + seconds

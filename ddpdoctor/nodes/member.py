@@ -20,6 +20,7 @@ from ddpdoctor import __version__
 from ddpdoctor.core import opening
 from ddpdoctor.nodes import link
 from ddpdoctor.nodes.alignment import Alignment, HeadClock, dumped, place_of
+from ddpdoctor.nodes.debug_relay import HEAD, DebugRelay
 from ddpdoctor.nodes.head import Invitation
 from ddpdoctor.nodes.messages import (
     MESSAGES,
@@ -29,6 +30,7 @@ from ddpdoctor.nodes.messages import (
     Clock,
     EndHang,
     Files,
+    ForDebuggers,
     Hello,
     Leave,
     Numbered,
@@ -61,10 +63,18 @@ class Member:
         directory: The run directory of this node.
         identity: Identifies this node across reconnections.
         answer: Answers a question about the ranks of this node with JSON, in a thread.
+        relay: Takes the messages about debuggers.
     """
 
-    def __init__(self, directory: Path, identity: bytes, answer: Callable[[str, Any], Any]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        identity: bytes,
+        answer: Callable[[str, Any], Any],
+        relay: DebugRelay,
+    ) -> None:
         self._directory = directory
+        self._relay = relay
         self._identity = identity
         self._answer = answer
         self._context: zmq.Context[Any] = zmq.Context()
@@ -183,6 +193,9 @@ class Member:
             self.hangs = True
         elif isinstance(message, Over):
             self.over = True
+            self._relay.gone(HEAD, "")
+        elif isinstance(message, ForDebuggers):
+            self._relay.take(HEAD, message, blob)
 
     def _welcome(self, message: Welcome) -> None:
         if message.protocol != PROTOCOL:
@@ -196,6 +209,7 @@ class Member:
         for _, frames in self._pending:
             self._send_frames(frames)
         self._announced = None
+        self._relay.joined(HEAD, message.host, self._send)
 
     def _taken(self, number: int) -> None:
         while self._pending and self._pending[0][0] <= number:
@@ -255,6 +269,7 @@ class Member:
             return
         if self.head is not None and now - self._heard > LOST:
             self.head = None
+            self._relay.gone(HEAD, "")
             self._tried = deque(self.invitation.addresses if self.invitation else ())
             self._connect()
             return

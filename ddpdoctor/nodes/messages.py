@@ -170,5 +170,76 @@ class Over(Record):
     kind = "over"
 
 
+# -- debuggers, in both directions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held(Record):
+    """Whether a debugger holds ranks: of the node, or, from the head, of any other node."""
+
+    kind = "held"
+
+    held: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DebugRank(Part):
+    """A rank to which a debugger can be attached."""
+
+    index: int  # Of its port on the node
+    rank: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DebugRanks(Record):
+    """The ranks of the node to which a debugger can be attached."""
+
+    kind = "debug_ranks"
+
+    ranks: tuple[DebugRank, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamOpened(Record):
+    """A debugger on the head has connected to the port of a rank."""
+
+    kind = "stream_opened"
+
+    number: int
+    index: int  # As in `DebugRank`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamData(Record):
+    """Bytes of a connection. The blob holds them."""
+
+    kind = "stream_data"
+
+    number: int
+    at: int  # Bytes sent before
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamTaken(Record):
+    """All bytes up to here are delivered, so that more may be sent."""
+
+    kind = "stream_taken"
+
+    number: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamClosed(Record):
+    """A connection is closed. Nothing follows."""
+
+    kind = "stream_closed"
+
+    number: int
+
+
+ForDebuggers = Held | DebugRanks | StreamOpened | StreamData | StreamTaken | StreamClosed
+
 MESSAGES = kinds_of(__name__)
 """All messages, by kind."""

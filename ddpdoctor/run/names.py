@@ -26,6 +26,12 @@ VITALS = "vitals.jsonl"
 CODE = "code.json"  # The code of the job (`ddpdoctor.run.code_version`)
 CONTROL = "control"  # The supervisor's socket for its ranks
 
+
+def debug_socket(index: int) -> str:
+    """Return the name of the socket beside the debug port with this index."""
+    return f"debug-{index}.sock"
+
+
 STACKS_SUFFIX = ".txt"
 """Suffix of the file for a process's stacks (`ddpdoctor.probe.runtime.stacks`). Its first line is
 JSON that says how to request them, and the process appends its responses."""

@@ -14,6 +14,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -25,7 +26,7 @@ from ddpdoctor.run.names import FORMAT
 from ddpdoctor.run.records.base import EVERY, JsonObject, Record
 from ddpdoctor.run.records.decode import RANK_RECORDS, SUPERVISOR_RECORDS, parse
 from ddpdoctor.run.records.process import OpenRecord
-from ddpdoctor.run.records.supervisor import RankExitRecord
+from ddpdoctor.run.records.supervisor import DebugRecord, RankExitRecord
 from ddpdoctor.run.rundir import MANIFEST, STDERR, STDERR_SO_FAR
 from ddpdoctor.run.snapshot import MAX_EXPANDED, Rank, Records, Run
 from ddpdoctor.run.status import read_status
@@ -399,7 +400,7 @@ class RunReader:
             return own
         every = [*own]
         for name in others:
-            every += self._journal(name).records
+            every += map(_of_node, self._journal(name).records)
         return Records(sorted(every, key=lambda each: getattr(each, "time", 0)))
 
     def _rank(
@@ -468,6 +469,11 @@ def _crowd(names: Sequence[str], ranks: int, strays: Sequence[str]) -> Iterator[
         yield f"more than {MAX_RANKS} ranks: {ranks} others are left out"
     if len(strays) > MAX_RANKS:
         yield f"more than {MAX_RANKS} processes that failed: the others are left out"
+
+
+def _of_node(record: Record) -> Record:
+    """Return the record of another supervisor without a port, which is one of its node."""
+    return replace(record, port=None) if isinstance(record, DebugRecord) else record
 
 
 def _first_remarks(remarks: Sequence[str]) -> Iterator[str]:

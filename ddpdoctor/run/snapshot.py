@@ -367,8 +367,18 @@ class Run:
     @cached_property
     def debug_states(self) -> dict[int, DebugRecord]:
         """The newest debugger record of each rank: its port, process and state."""
-        found = self.supervisor.of(DebugRecord)
-        return {record.rank: record for record in found if record.rank is not None}
+        found: dict[int, DebugRecord] = {}
+        for record in self.supervisor.of(DebugRecord):
+            rank = record.rank
+            before = found.get(rank) if rank is not None else None
+            if before is not None and record.state == "port" and before.state != "lost":
+                record = replace(before, port=record.port)
+            elif before is not None and record.port is None:
+                # It comes from the rank's node. The port is one of this node.
+                record = replace(record, port=before.port)
+            if rank is not None:
+                found[rank] = record
+        return found
 
     @cached_property
     def debugged(self) -> tuple[Span, ...]:
@@ -385,7 +395,9 @@ class Run:
                 since.setdefault(rank, record.time)
                 if state == "attached":
                     attached.add(rank)
-            elif state in ("detached", "gone") or (state == "goes on" and rank not in attached):
+            elif state in ("detached", "gone", "lost") or (
+                state == "goes on" and rank not in attached
+            ):
                 attached.discard(rank)
                 if rank in since:
                     spans.append(Span(since.pop(rank), record.time))

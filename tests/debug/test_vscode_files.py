@@ -352,7 +352,7 @@ def test_a_file_that_git_tracks_is_put_back_when_the_job_ends(workspace: Path) -
     vscode_configurations.update_launch(workspace, POINTS)
     git(workspace, "add", ".vscode/launch.json")
     editor = Editor(OwnOptions(workspace=str(workspace)), "train.py")
-    editor.write("127.0.0.1", {0: 9000, 1: 9001, 2: 9002})
+    editor.write("127.0.0.1", {0: 9000, 1: 9001, 2: 9002}, {})
     assert git(workspace, "diff", "--name-only").split() == [".vscode/launch.json"]
     editor.restore()
     editor.restore()
@@ -364,7 +364,7 @@ def test_what_was_changed_while_the_job_ran_is_not_put_back(workspace: Path) -> 
     vscode_configurations.update_launch(workspace, POINTS)
     git(workspace, "add", ".vscode/launch.json")
     editor = Editor(OwnOptions(workspace=str(workspace)), "train.py")
-    editor.write("127.0.0.1", {0: 9000})
+    editor.write("127.0.0.1", {0: 9000}, {})
     path = workspace / ".vscode" / "launch.json"
     path.write_text(changed := path.read_text() + "\n// mine\n")
     editor.restore()
@@ -373,6 +373,6 @@ def test_what_was_changed_while_the_job_ran_is_not_put_back(workspace: Path) -> 
 
 def test_a_file_that_git_does_not_track_keeps_the_ranks(workspace: Path) -> None:
     editor = Editor(OwnOptions(workspace=str(workspace)), "train.py")
-    editor.write("127.0.0.1", {0: 9000})
+    editor.write("127.0.0.1", {0: 9000}, {})
     editor.restore()
     assert "9000" in (workspace / ".vscode" / "launch.json").read_text()

@@ -29,6 +29,7 @@ class JobOnHosts:
         how: ``static`` or ``c10d`` for torchrun; ``tasks`` for a ddpdoctor of each rank, which a
             launcher such as srun tells its rank.
         options: Options of ddpdoctor and torchrun.
+        own: More options of each ddpdoctor, by number.
         env: More variables, by host.
     """
 
@@ -40,10 +41,12 @@ class JobOnHosts:
         nproc: int = 1,
         how: str = "static",
         options: Sequence[str] = (),
+        own: Callable[[int], Sequence[str]] = lambda _: ("--no-debug", "--no-vscode"),
         env: Mapping[int, Mapping[str, str]] | None = None,
     ) -> None:
         self.checks = checks
         self.processes: list[subprocess.Popen[bytes]] = []
+        self.outputs: list[Path] = []
         self._errors: list[Path] = []
         self._directory = checks.directory
         hosts = checks.lab.hosts
@@ -68,11 +71,12 @@ class JobOnHosts:
                 number = len(self.processes)
                 if how == "tasks":
                     more |= {"RANK": str(number), "LOCAL_RANK": str(local)}
-                own = ["--no-debug", "--no-vscode", "--run-dir", str(self.run_dir(number))]
-                own += ["--json", str(self._json(number)), *options]
-                process, _, err = checks.start(
-                    host, [sys.executable, "-m", "ddpdoctor", "run", *own, *words], more
+                more_options = [*own(number), "--run-dir", str(self.run_dir(number))]
+                more_options += ["--json", str(self._json(number)), *options]
+                process, out, err = checks.start(
+                    host, [sys.executable, "-m", "ddpdoctor", "run", *more_options, *words], more
                 )
+                self.outputs.append(out)
                 self.processes.append(process)
                 self._errors.append(err)
 

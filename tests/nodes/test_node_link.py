@@ -19,6 +19,7 @@ import zmq
 from ddpdoctor.core.finding import RULES, examine
 from ddpdoctor.nodes import asking, link, store
 from ddpdoctor.nodes.alignment import Alignment, HeadClock
+from ddpdoctor.nodes.debug_relay import DebugRelay
 from ddpdoctor.nodes.head import Head, invitation_line
 from ddpdoctor.nodes.member import Member
 from ddpdoctor.nodes.messages import Began, Files, Hello, Piece
@@ -73,10 +74,10 @@ class Pair:
 
     def __init__(self, directory: Path) -> None:
         self.one, self.two = NodeFiles(directory / "one", 0), NodeFiles(directory / "two", 1)
-        self.head = Head(self.one.path, 1 << 20, "127.0.0.1")
+        self.head = Head(self.one.path, 1 << 20, "127.0.0.1", DebugRelay(self.one.path))
         self.head.began(self.one.began)
         self.answered: list[Any] = []
-        self.member = Member(self.two.path, b"n" * 16, self._answer)
+        self.member = Member(self.two.path, b"n" * 16, self._answer, DebugRelay(self.two.path))
         self.member.began(self.two.began)
 
     def _answer(self, what: str, arguments: Any) -> Any:

@@ -11,7 +11,7 @@ import subprocess
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -76,6 +76,7 @@ class DapClient:
         *,
         host: str = "127.0.0.1",
         env: Mapping[str, str] | None = None,
+        enter: Callable[..., list[str]] = lambda *words: [*words],
     ) -> None:
         self._address = {"host": host, "port": port}
         self._ids = itertools.count(1)
@@ -86,7 +87,7 @@ class DapClient:
         self._failure: str | None = None
         self._over = False
         self._process = subprocess.Popen(
-            ["node", str(DAP / "client.js"), host, str(port)],
+            enter("node", str(DAP / "client.js"), host, str(port)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

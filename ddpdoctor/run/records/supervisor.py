@@ -160,11 +160,12 @@ class DebugRecord(PlacedRecord):
     time: int
     state: str
     """Of a rank: ``ready``, ``waits``, ``attached``, ``stopped``, ``running``, ``goes on``,
-    ``detached``, ``gone``. Of the gateway: ``listening``, ``gate open``, ``refused``, ``flooded``,
-    ``fault``."""
+    ``detached``, ``gone``. Of a rank of another node: ``port`` (it has one here), ``lost`` (with
+    its node). Of the gateway: ``listening``, ``gate open``, ``refused``, ``flooded``, ``fault``."""
     rank: int | None = None
     local_rank: int | None = None
-    port: int | None = None  # The port at which a debugger attaches to the rank
+    port: int | None = None
+    """The port at which a debugger attaches to the rank. None in the records of other nodes."""
     pid: int | None = None
     place: str = ""  # ``path:line`` of the stop
     why: str = ""

@@ -1,0 +1,352 @@
+"""Debuggers across nodes: who holds ranks, and the connections to ranks of other nodes.
+
+Each exchange tells the debug gateway of its own node, at the gateway's control socket, what it
+hears from the other nodes. A debugger connects to a port of the head. The head's gateway passes the
+connection on to the exchange, and the exchange of the rank's node connects to the gateway there,
+which serves it like a local debugger.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from ddpdoctor.core.opening import integer
+from ddpdoctor.nodes.alignment import parsed
+from ddpdoctor.nodes.messages import (
+    DebugRank,
+    DebugRanks,
+    ForDebuggers,
+    Held,
+    StreamClosed,
+    StreamData,
+    StreamOpened,
+    StreamTaken,
+)
+from ddpdoctor.run.names import CONTROL, MOST_WORLD, debug_socket, short_path
+from ddpdoctor.run.records.base import Record
+from ddpdoctor.system import peers
+
+WINDOW = 256 << 10  # Bytes of a connection that are sent and not yet delivered
+CHUNK = 64 << 10  # Bytes of a message
+MAX_STREAMS = 64  # Connections with one node
+MAX_RANKS = 256  # Ranks of one node
+MAX_INPUT = 1 << 20  # Bytes of a line of the gateway
+RETRY_EVERY = 0.5  # Seconds between two attempts to reach the gateway
+
+HEAD = 0  # The number of the head on the other nodes
+
+Send = Callable[[Record, bytes], bool]
+
+
+@dataclass
+class _Stream:
+    """One connection, of which the other end is on another node."""
+
+    node: int
+    number: int
+    connection: socket.socket
+    sent: int = 0
+    taken: int = 0  # Of the bytes sent, those that the other end has delivered
+    received: int = 0
+    told: int = 0  # Of the bytes received and delivered, those that the other end knows of
+    pending: bytearray = field(default_factory=bytearray)  # Received and not yet delivered
+    closing: bool = False  # The other end is closed
+
+    @property
+    def room(self) -> int:
+        """Bytes that may be sent now."""
+        return 0 if self.closing else min(CHUNK, WINDOW - (self.sent - self.taken))
+
+
+@dataclass
+class _Node:
+    """Another node."""
+
+    host: str
+    send: Send
+    linked: bool = True
+    held: bool = False  # A debugger holds ranks there
+    told: bool | None = None  # What it was told last of the other nodes
+    ranks: tuple[DebugRank, ...] = ()
+
+
+class DebugRelay:
+    """Connects the debug gateway of this node with those of other nodes.
+
+    Args:
+        directory: The run directory.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._nodes: dict[int, _Node] = {}
+        self._streams: dict[tuple[int, int], _Stream] = {}
+        self._opened = 0
+        self._gateway: socket.socket | None = None
+        self._input = b""
+        self._due = 0.0
+        self._held = False  # A debugger holds ranks of this node
+        self._told = False  # Whether the gateway was told that ranks of other nodes are held
+        self._ranks: tuple[DebugRank, ...] = ()
+
+    def register(self, poller: zmq.Poller) -> None:
+        """Let a poller wake when there is something to do."""
+        if self._gateway is not None:
+            poller.register(self._gateway, zmq.POLLIN)
+        for stream in self._streams.values():
+            wanted = (zmq.POLLIN if stream.room else 0) | (zmq.POLLOUT if stream.pending else 0)
+            if wanted:
+                poller.register(stream.connection, wanted)
+
+    def turn(self) -> None:
+        """Read and write what is possible now."""
+        if self._gateway is None and self._nodes and time.monotonic() >= self._due:
+            self._due = time.monotonic() + RETRY_EVERY
+            self._connect()
+        self._read_gateway()
+        for stream in list(self._streams.values()):
+            self._pump(stream)
+        self._spread()
+
+    def close(self) -> None:
+        """Close all connections."""
+        for stream in list(self._streams.values()):
+            self._drop(stream)
+        if self._gateway is not None:
+            self._gateway.close()
+
+    # -- other nodes
+
+    def joined(self, node: int, host: str, send: Send) -> None:
+        """Take in that the link to a node stands, also again after it was lost."""
+        self._drop_all(node)
+        before = self._nodes.get(node)
+        self._nodes[node] = _Node(host, send)
+        if before is not None:
+            self._nodes[node].held, self._nodes[node].ranks = before.held, before.ranks
+        if node == HEAD:
+            self._tell_head()
+        else:
+            self._tell_of(node)
+
+    def gone(self, node: int, why: str) -> None:
+        """Take in that a node cannot be reached any more. ``why`` is for people."""
+        found = self._nodes.get(node)
+        if found is not None and found.linked:
+            found.linked = False
+            self._drop_all(node)
+            if node != HEAD:
+                self._say("node", node=node, host=found.host, lost=why, ranks=[])
+
+    def take(self, node: int, message: ForDebuggers, blob: bytes) -> None:
+        """Handle a message of a node."""
+        found = self._nodes.get(node)
+        if found is None:
+            return
+        if isinstance(message, Held):
+            found.held = message.held
+        elif isinstance(message, DebugRanks):
+            found.ranks = tuple(
+                each
+                for each in message.ranks[:MAX_RANKS]
+                if 0 <= each.index < MAX_RANKS and 0 <= each.rank < MOST_WORLD
+            )
+            self._tell_of(node)
+        elif isinstance(message, StreamOpened):
+            if node == HEAD:
+                self._open_here(found, message)
+        else:
+            stream = self._streams.get((node, message.number))
+            if stream is not None:
+                self._take(stream, message, blob)
+            elif isinstance(message, StreamData):
+                found.send(StreamClosed(number=message.number), b"")
+
+    def _spread(self) -> None:
+        """Tell the gateway and all nodes whether a debugger holds ranks of others."""
+        holding = {number for number, each in self._nodes.items() if each.linked and each.held}
+        for number, node in self._nodes.items():
+            held = self._held or bool(holding - {number})
+            if node.linked and node.told != held and node.send(Held(held=held), b""):
+                node.told = held
+        if self._gateway is not None and self._told != bool(holding):
+            self._told = bool(holding)
+            self._say("held", held=self._told)
+
+    def _tell_head(self) -> None:
+        head = self._nodes.get(HEAD)
+        if head is not None and head.linked:
+            head.send(DebugRanks(ranks=self._ranks), b"")
+
+    # -- the gateway of this node
+
+    def _connect(self) -> None:
+        gateway = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            with short_path(str(self._directory / CONTROL)) as name:
+                gateway.connect(name)
+        except OSError:
+            # The run has no debugger.
+            gateway.close()
+            return
+        self._gateway, self._input, self._told = gateway, b"", False
+        self._say("exchange")
+        for number in self._nodes:
+            self._tell_of(number)
+
+    def _say(self, what: str, **values: object) -> None:
+        if self._gateway is not None:
+            try:
+                self._gateway.sendall(json.dumps({"say": what, **values}).encode() + b"\n")
+            except OSError:
+                self._disconnect()
+
+    def _tell_of(self, number: int) -> None:
+        node = self._nodes[number]
+        if number != HEAD and node.linked:
+            ranks = [[each.index, each.rank, each.pid] for each in node.ranks]
+            self._say("node", node=number, host=node.host, ranks=ranks)
+
+    def _read_gateway(self) -> None:
+        while self._gateway is not None:
+            try:
+                data = self._gateway.recv(CHUNK)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            *lines, self._input = (self._input + data).split(b"\n")
+            if not data or len(self._input) > MAX_INPUT:
+                self._disconnect()
+            for line in lines:
+                self._heed(parsed(line) or {})
+
+    def _disconnect(self) -> None:
+        if self._gateway is not None:
+            self._gateway.close()
+        self._gateway, self._held, self._ranks = None, False, ()
+        self._tell_head()
+
+    def _heed(self, found: Mapping[str, Any]) -> None:
+        """Handle a message of the gateway."""
+        if found.get("do") == "held":
+            self._held = found.get("held") is True
+        elif found.get("do") == "ranks":
+            ranks = found["ranks"][:MAX_RANKS]
+            self._ranks = tuple(DebugRank(index=i, rank=rank, pid=pid) for i, rank, pid in ranks)
+            self._tell_head()
+
+    # -- connections
+
+    def open(self, connection: socket.socket, question: Mapping[str, Any], data: bytes) -> None:
+        """Connect a debugger of this node to a rank of another one.
+
+        Args:
+            connection: The gateway's connection, which is the relay's from now on.
+            question: ``node`` and ``index`` of the rank's port there.
+            data: The first bytes of the debugger.
+        """
+        number = integer(question, "node")
+        node = self._nodes.get(number)
+        with contextlib.suppress(OSError):
+            trusted = peers.is_trusted(peers.user(connection))
+            if node is not None and node.linked and trusted and self._count(number) < MAX_STREAMS:
+                self._opened += 1
+                stream = _Stream(number, self._opened, connection)
+                opened = StreamOpened(number=stream.number, index=integer(question, "index", -1))
+                if node.send(opened, b""):
+                    self._streams[number, stream.number] = stream
+                    self._send(stream, data)
+                    return
+        connection.close()
+
+    def _open_here(self, node: _Node, message: StreamOpened) -> None:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        stream = _Stream(HEAD, message.number, connection)
+        free = (HEAD, message.number) not in self._streams and self._count(HEAD) < MAX_STREAMS
+        try:
+            if not free or not 0 <= message.index < MAX_RANKS:
+                raise OSError
+            with short_path(str(self._directory / debug_socket(message.index))) as name:
+                connection.connect(name)
+        except OSError:
+            connection.close()
+            node.send(StreamClosed(number=message.number), b"")
+            return
+        self._streams[HEAD, message.number] = stream
+
+    def _count(self, node: int) -> int:
+        return sum(number == node for number, _ in self._streams)
+
+    def _take(
+        self, stream: _Stream, message: StreamData | StreamTaken | StreamClosed, blob: bytes
+    ) -> None:
+        if isinstance(message, StreamClosed):
+            stream.closing = True
+        elif isinstance(message, StreamTaken):
+            stream.taken = max(stream.taken, min(message.at, stream.sent))
+        elif message.at != stream.received or len(stream.pending) + len(blob) > WINDOW:
+            # Bytes are missing, since the link was lost, or the node does not keep to the window.
+            self._drop(stream)
+            return
+        else:
+            stream.received += len(blob)
+            stream.pending += blob
+        self._pump(stream)
+
+    def _pump(self, stream: _Stream) -> None:
+        """Deliver what has come, and send what the local end has written."""
+        try:
+            while stream.pending:
+                del stream.pending[: stream.connection.send(stream.pending)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._drop(stream)
+            return
+        delivered = stream.received - len(stream.pending)
+        if delivered - stream.told >= WINDOW // 4:
+            taken = StreamTaken(number=stream.number, at=delivered)
+            if self._nodes[stream.node].send(taken, b""):
+                stream.told = delivered
+        if stream.closing and not stream.pending:
+            self._drop(stream)
+        elif stream.room > 0:
+            try:
+                data = stream.connection.recv(stream.room)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if data:
+                self._send(stream, data)
+            else:
+                self._drop(stream)
+
+    def _send(self, stream: _Stream, data: bytes) -> None:
+        message = StreamData(number=stream.number, at=stream.sent)
+        stream.sent += len(data)
+        if data and not self._nodes[stream.node].send(message, data):
+            self._drop(stream)
+
+    def _drop(self, stream: _Stream) -> None:
+        """Close a connection at both ends."""
+        stream.connection.close()
+        found = self._streams.pop((stream.node, stream.number), None)
+        if found is not None and not stream.closing:
+            stream.closing = True
+            self._nodes[stream.node].send(StreamClosed(number=stream.number), b"")
+
+    def _drop_all(self, node: int) -> None:
+        for stream in list(self._streams.values()):
+            if stream.node == node:
+                self._drop(stream)
