@@ -114,7 +114,9 @@ def nodes(base: Path, count: int, world_size: int) -> None:
         directory.mkdir()
         for rank in range(node * EACH, (node + 1) * EACH):
             ranks.append(SyntheticRank(directory, rank, world_size, f"node{node}"))
-        member = CountingMember(directory, os.urandom(16), lambda *_: None, DebugRelay(directory))
+        member = CountingMember(
+            directory, os.urandom(16), lambda *_: None, DebugRelay(directory, admits=True)
+        )
         member.invite(invitation)
         member.began(Began(restart=0, world_size=world_size, time=time.time_ns()))
         members.append(member)

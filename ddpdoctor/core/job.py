@@ -32,6 +32,7 @@ class OwnOptions:
     debug_port: int = DEFAULT_PORT
     debug_host: str = LOOPBACK
     debug_unidentified: bool = False
+    debug_nodes: bool = False
     debug_on_error: bool = False
     wait_for_attach: frozenset[int] | None = None
     """Ranks that wait for a debugger, all of them if empty. None holds no rank."""

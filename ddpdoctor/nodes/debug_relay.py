@@ -84,10 +84,13 @@ class DebugRelay:
 
     Args:
         directory: The run directory.
+        admits: Let debuggers of the head attach to ranks of this node (``--debug-nodes``).
+            Otherwise whoever poses as the head could run code here.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, admits: bool) -> None:
         self._directory = directory
+        self._admits = admits
         self._nodes: dict[int, _Node] = {}
         self._streams: dict[tuple[int, int], _Stream] = {}
         self._opened = 0
@@ -185,7 +188,7 @@ class DebugRelay:
     def _tell_head(self) -> None:
         head = self._nodes.get(HEAD)
         if head is not None and head.linked:
-            head.send(DebugRanks(ranks=self._ranks), b"")
+            head.send(DebugRanks(ranks=self._ranks if self._admits else ()), b"")
 
     # -- the gateway of this node
 
@@ -274,7 +277,7 @@ class DebugRelay:
         stream = _Stream(HEAD, message.number, connection)
         free = (HEAD, message.number) not in self._streams and self._count(HEAD) < MAX_STREAMS
         try:
-            if not free or not 0 <= message.index < MAX_RANKS:
+            if not self._admits or not free or not 0 <= message.index < MAX_RANKS:
                 raise OSError
             with short_path(str(self._directory / debug_socket(message.index))) as name:
                 connection.connect(name)

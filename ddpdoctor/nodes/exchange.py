@@ -5,7 +5,7 @@ It talks to the supervisor in lines of JSON. Everything else goes through the ru
 head this process writes the other nodes' files there, elsewhere it reads them. If it fails, the run
 goes on, and each node is judged alone.
 
-    python -m ddpdoctor.nodes.exchange DIRECTORY JOURNAL_BYTES LAUNCHER
+    python -m ddpdoctor.nodes.exchange DIRECTORY JOURNAL_BYTES LAUNCHER [--debug-nodes]
 """
 
 from __future__ import annotations
@@ -69,14 +69,17 @@ class Exchange:
         directory: The run directory.
         journal_bytes: Maximum bytes of the journal of a rank.
         launcher: Process id of the job's command.
+        debug_nodes: Let debuggers of the head attach to ranks of this node.
     """
 
-    def __init__(self, directory: Path, journal_bytes: int, launcher: int) -> None:
+    def __init__(
+        self, directory: Path, journal_bytes: int, launcher: int, *, debug_nodes: bool
+    ) -> None:
         self._directory = directory
         self._journal_bytes = journal_bytes
         self._identity = b"n" + secrets.token_bytes(15)
         self._answers = Answers(directory, launcher)
-        self._relay = DebugRelay(directory)
+        self._relay = DebugRelay(directory, admits=debug_nodes)
         self._head: Head | None = None
         self._member: Member | None = None
         self._attempt: Attempt | None = None
@@ -244,7 +247,7 @@ def main(argv: list[str]) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
     with contextlib.suppress(OSError):
         os.dup2(os.open(directory / LOG, flags, 0o600), 2)
-    exchange = Exchange(directory, journal_bytes, launcher)
+    exchange = Exchange(directory, journal_bytes, launcher, debug_nodes="--debug-nodes" in argv)
     try:
         exchange.run()
     except (SystemExit, BrokenPipeError):

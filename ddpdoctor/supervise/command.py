@@ -67,6 +67,8 @@ Debugger (debugpy starts in a rank only when a client attaches):
   --debug-unidentified
                     Admit clients whose user cannot be determined, such as those
                     of other machines: they can run code as you.
+  --debug-nodes     Let debuggers on rank 0's node attach to ranks of this one. So
+                    can whoever is able to write to the job's store.
   --wait-for-attach [RANKS]
                     Hold every rank before its first line until a debugger is
                     attached to RANKS, such as 0,2-3 [default: all].

@@ -44,12 +44,21 @@ class NodeLink:
         directory: The run directory.
         journal_bytes: Maximum bytes of the journal of a rank.
         note: Prints a line about what ddpdoctor does.
+        debug_nodes: Let debuggers of the head attach to ranks of this node.
     """
 
-    def __init__(self, directory: Path, journal_bytes: int, note: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        journal_bytes: int,
+        note: Callable[[str], None],
+        *,
+        debug_nodes: bool = False,
+    ) -> None:
         self._directory = directory
         self._journal_bytes = journal_bytes
         self._note = note
+        self._debug_nodes = debug_nodes
         self._launcher = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._output = b""
@@ -110,6 +119,7 @@ class NodeLink:
 
     def _start(self) -> None:
         words = [str(self._directory), str(self._journal_bytes), str(self._launcher)]
+        words += ["--debug-nodes"] if self._debug_nodes else []
         self._process = subprocess.Popen(
             # Not with -m, which puts the working directory and its modules first.
             [sys.executable, "-c", _PROGRAM, _PACKAGES, *words],

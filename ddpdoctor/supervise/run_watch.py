@@ -315,7 +315,12 @@ class RunWatch:
         self._watches[_HANGS] = self._hangs
         if not self._command.own.no_nodes:
             journal_bytes = self._command.own.journal_mb << 20
-            self.nodes = NodeLink(directory, journal_bytes, self._reporter.note)
+            self.nodes = NodeLink(
+                directory,
+                journal_bytes,
+                self._reporter.note,
+                debug_nodes=self._command.own.debug_nodes,
+            )
         self._gpus = GpuWatch()
         self._gpu_poll = GpuPoll(directory)
         self._guarded("the GPU poll", self._gpu_poll.start)

@@ -51,7 +51,7 @@ class Debugged:
 
     def _own(self, node: int) -> list[str]:
         self.workspace(node).mkdir()
-        return ["--workspace", str(self.workspace(node))]
+        return ["--debug-nodes", "--workspace", str(self.workspace(node))]
 
     def workspace(self, node: int) -> Path:
         return self._checks.directory / f"workspace{node}"

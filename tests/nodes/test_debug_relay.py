@@ -37,7 +37,7 @@ class End:
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir()
-        self.relay = DebugRelay(directory)
+        self.relay = DebugRelay(directory, admits=True)
         self.sent: list[Record] = []
         self.works = True  # Messages can be sent
         self._listeners = []
@@ -277,3 +277,16 @@ def test_the_port_of_a_rank_is_the_heads_and_its_state_its_nodes(tmp_path: Path)
     with own.open("a") as file:
         file.write(record(7, "port", port=5680))
     assert state() == ("port", 5680, False)
+
+
+def test_without_the_option_the_head_debugs_no_rank_of_the_node(tmp_path: Path) -> None:
+    pair = Pair(tmp_path)
+    pair.member.relay._admits = False
+    pair.say(1, "ranks", ranks=[[0, 1, 4242]])
+    assert pair.member.sent[-1] == DebugRanks(ranks=())
+    client = pair.open(b"initialize")
+    pair.turn()
+    assert not pair.member.is_connected
+    assert client.recv(1) == b""
+    pair.head.close()
+    pair.member.close()

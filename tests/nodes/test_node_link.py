@@ -74,10 +74,14 @@ class Pair:
 
     def __init__(self, directory: Path) -> None:
         self.one, self.two = NodeFiles(directory / "one", 0), NodeFiles(directory / "two", 1)
-        self.head = Head(self.one.path, 1 << 20, "127.0.0.1", DebugRelay(self.one.path))
+        self.head = Head(
+            self.one.path, 1 << 20, "127.0.0.1", DebugRelay(self.one.path, admits=True)
+        )
         self.head.began(self.one.began)
         self.answered: list[Any] = []
-        self.member = Member(self.two.path, b"n" * 16, self._answer, DebugRelay(self.two.path))
+        self.member = Member(
+            self.two.path, b"n" * 16, self._answer, DebugRelay(self.two.path, admits=True)
+        )
         self.member.began(self.two.began)
 
     def _answer(self, what: str, arguments: Any) -> Any:

@@ -67,7 +67,7 @@ def clocks(run: Run) -> Iterator[Finding]:
 
 
 @rule("DDP057", "node-versions", Severity.WARNING)
-def versions(run: Run) -> Iterator[Finding]:
+def node_versions(run: Run) -> Iterator[Finding]:
     """The nodes have different versions of torch, CUDA or Python, or different NCCL settings.
 
     What it finds
@@ -110,7 +110,7 @@ def versions(run: Run) -> Iterator[Finding]:
 
 
 @rule("DDP058", "same-code", Severity.ERROR)
-def code(run: Run) -> Iterator[Finding]:
+def same_code(run: Run) -> Iterator[Finding]:
     """The nodes do not have the same script or commit.
 
     What it finds
@@ -169,7 +169,7 @@ def _responds_again(finding: Finding, run: object) -> Lapsed | None:
 @rule(
     "DDP215", "node-lost", Severity.WARNING, supersedes={"DDP907": certain}, lapses=_responds_again
 )
-def lost(run: Run) -> Iterator[Finding]:
+def node_lost(run: Run) -> Iterator[Finding]:
     """A node of the job does not respond any more.
 
     What it finds
