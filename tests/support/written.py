@@ -26,11 +26,13 @@ MS = 1_000_000
 SECOND = 1_000 * MS
 
 OTHERWISE: dict[str, tuple[Severity, ...]] = {
+    "DDP102": (Severity.WARNING,),
     "DDP308": (Severity.WARNING,),
     "DDP501": (Severity.ERROR,),
     "DDP502": (Severity.WARNING, Severity.ERROR),
     "DDP503": (Severity.ERROR,),
     "DDP509": (Severity.WARNING,),
+    "DDP601": (Severity.INFO,),
     "DDP704": (Severity.INFO,),
     "DDP802": (Severity.WARNING,),
     "DDP808": (Severity.INFO,),

@@ -269,6 +269,7 @@ MAX_ROWS = 8  # samples of such a batch that are hashed
 CHUNK_BATCHES = 32  # batches of indices that wait for the writing thread at most
 SKETCHED_PASSES = 2  # first passes over a loader of which all samples are sketched
 IDLE_FORWARDS = 16  # forwards without a batch after which we stop following forwards
+SECOND_PASS = 10_000_000  # nanoseconds by which the second pass over a stream may exceed the budget
 SKETCH_AHEAD = 10_000_000  # nanoseconds that sketches may use before an eighth of the budget
 
 
@@ -325,7 +326,9 @@ class Samples(Observer):
         often = number < (2 if iterable else 4) or number & (number - 1) == 0
         left = self.state.budget.left()
         too_many = self._followed >= MAX_PASSES or len(self._passes) > MAX_PASSES
-        if not often or too_many or left <= 0:
+        # The second pass over a stream shows whether its order changes.
+        least = -SECOND_PASS if iterable and number == 1 else 0
+        if not often or too_many or left <= least:
             return None
         with self.state.budget.spending():
             record = PassRecord(
@@ -340,6 +343,7 @@ class Samples(Observer):
                 dataset=type(dataset).__name__,
                 iterable=iterable,
                 in_order=not iterable or torch_private.keeps_order(iterator),
+                persistent=torch_private.keeps_workers(iterator),
                 **site.place,
             )
             drawn = _opened(iterator, dataset, record, left)
@@ -484,7 +488,8 @@ def _opened(iterator: Any, dataset: Any, record: PassRecord, left: int) -> Pass:
     This may take ``left`` nanoseconds.
     """
     if record.iterable:
-        return Pass(record)
+        epoch, shuffles = sample_contents.order_of(dataset)
+        return Pass(replace(record, data_epoch=epoch, shuffles=shuffles))
     mine = torch_private.samplers_of(iterator)
     record = replace(
         record, sampler=loaders.sampler_facts(mine), idle=loaders.idle_samplers(dataset)
