@@ -512,7 +512,7 @@ def _scale() -> Readback | None:
 # -- training without DDP: whether the ranks of a group still train one model
 
 DENSE_STEPS = 8  # steps at the beginning that are all measured; later the powers of two
-SURE_STEPS = 4  # first steps that are measured without regard to the budget: short jobs have no more
+SURE_STEPS = 4  # first steps that are measured whatever the budget: short jobs have no more
 SOLO_PARAMETERS = 3  # parameters that are measured
 MAX_SOLO_ELEMENTS = 1 << 20  # elements of a measured parameter, unless all are larger
 
