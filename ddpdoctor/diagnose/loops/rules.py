@@ -305,13 +305,8 @@ def uneven(run: Run) -> Iterator[Finding]:
         reported as well.
     """
     for passes in matched(run):
-        each = list(passes.values())
-        counts = {one.rank: one.record.batches for one in each if one.record.batches is not None}
-        if len(counts) < len(each) or len(set(counts.values())) == 1:
-            continue
-        if not all(one.trains and not one.record.joins for one in each):
-            continue
-        if not all(one.record.to_end for one in each) and not _left_alone(run, passes):
+        counts = _uneven_counts(run, passes)
+        if not counts:
             continue
         few, many = min(counts.values()), max(counts.values())
         short = sorted(rank for rank, count in counts.items() if count < many)
@@ -339,6 +334,17 @@ def uneven(run: Run) -> Iterator[Finding]:
         )
         return
     yield from (_fewer_finding(each) for each in left_by_hand(run) if each.kind == "ended")
+
+
+def _uneven_counts(run: Run, passes: Passes) -> dict[int, int]:
+    """Return how many batches each rank has, if that will leave one alone; else nothing."""
+    each = list(passes.values())
+    counts = {one.rank: one.record.batches for one in each if one.record.batches is not None}
+    uneven = len(counts) == len(each) and len(set(counts.values())) > 1
+    if not uneven or not all(one.trains and not one.record.joins for one in each):
+        return {}
+    to_end = all(one.record.to_end for one in each)
+    return counts if to_end or _left_alone(run, passes) else {}
 
 
 def _fewer_finding(found: LeftByHand) -> Finding:

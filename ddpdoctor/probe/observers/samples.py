@@ -329,6 +329,7 @@ class Samples(Observer):
         # The second pass over a stream shows whether its order changes.
         least = -SECOND_PASS if iterable and number == 1 else 0
         if not often or too_many or left <= least:
+            loaders.use_sampler(torch_private.samplers_of(iterator))
             return None
         with self.state.budget.spending():
             record = PassRecord(
