@@ -17,9 +17,9 @@ from ddpdoctor.run.snapshot import Rank, Run
 
 MIN_STEPS = 4
 """Steps in a row in which a rank drew."""
-MANY = 400
-"""Numbers that are drawn in a step for each element of something. Fewer may be what ranks have to
-share, such as an order or a size."""
+MANY = 624
+"""Numbers of a block, which are drawn in a step for each element of something. Fewer may be what
+ranks have to share, such as an order or a size."""
 SOME = 8
 """Numbers that a data set draws for a batch that it augments."""
 
@@ -146,7 +146,8 @@ def _drawn(before: GeneratorState, after: GeneratorState) -> int:
     """Return how many numbers were drawn at least between two states."""
     if before.block == after.block:
         return after.used - before.used
-    return max(1, 624 - before.used + after.used)
+    # The block was replaced once or more often. Few draws would not do that in each of some steps.
+    return MANY
 
 
 def _ranks(run: Run) -> Iterator[_Alike]:

@@ -68,7 +68,7 @@ def _left(run: Run, group: Sequence[Rank], ends: dict[int | None, Ending]) -> Le
     if found is None or not all(_in_backward(run, rank, ends) for rank in inside):
         return None
     path, source, loop, line = found
-    since = [_behind(run, rank, path, source, loop, ends) for rank in outside]
+    since = [_behind(run, rank, path, loop, ends) for rank in outside]
     if not since or not all(since):
         return None
     kind, at = _decided(source, loop, line)
@@ -96,28 +96,39 @@ def _waits(run: Run, rank: Rank, ends: dict[int | None, Ending]) -> bool:
 
 
 def _innermost_loop(rank: Rank) -> tuple[str, Source, Loop, int] | None:
-    """Return the loop around the only line of a rank that begins a backward, and that line."""
-    lines = rank.sites("backward")
-    source = source_of(lines[0].path) if len(lines) == 1 else None
-    loops = source.around(lines[0].line) if source is not None else []
-    if source is None or not loops:
-        return None
-    return lines[0].path, source, loops[0], lines[0].line
+    """Return the loop that a backward of a rank is in, and the line in it that leads there."""
+    error = rank.records.first(ErrorRecord)
+    frames = [Location(each.path, each.line) for each in error.user_frames] if error else []
+    lines = list(reversed(frames)) or list(rank.sites("backward"))[:2]
+    if not frames:
+        if len(lines) != 1:
+            return None
+        lines += _callers(lines[0])
+    for at in lines:
+        source = source_of(at.path)
+        loops = source.around(at.line) if source is not None else []
+        if source is not None and loops:
+            return at.path, source, loops[0], at.line
+    return None
 
 
-def _behind(
-    run: Run, rank: Rank, path: str, source: Source, loop: Loop, ends: dict[int | None, Ending]
-) -> int:
-    """Return since when a rank is in a collective of the loop's function behind it, or 0."""
+def _callers(at: Location) -> list[Location]:
+    """Return the only line in a loop that calls the function around a line."""
+    source = source_of(at.path)
+    name = getattr(source.scope(at.line), "name", "") if source is not None else ""
+    calls = source.calls(name) if source is not None and name else []
+    found = [Location(at.path, line) for line in calls if source and source.around(line)]
+    return found if len(found) == 1 else []
+
+
+def _behind(run: Run, rank: Rank, path: str, loop: Loop, ends: dict[int | None, Ending]) -> int:
+    """Return since when a rank is in a collective that is called from outside the loop, or 0."""
     calls = rank.ring.collectives if rank.ring is not None and not rank.ring.partial else ()
     if rank.lost or not calls or calls[-1].ended or not _waits(run, rank, ends):
         return 0
-    function = source.scope(loop.lineno)
-    for text in (calls[-1].site, *calls[-1].callers):
-        at = location(text)
-        if at is not None and at.path == path and source.scope(at.line) is function:
-            return 0 if holds(loop, at.line) else calls[-1].began
-    return 0
+    lines = [location(text) for text in (calls[-1].site, *calls[-1].callers)]
+    here = [at.line for at in lines if at is not None and at.path == path]
+    return calls[-1].began if here and not any(holds(loop, line) for line in here) else 0
 
 
 def _decided(
