@@ -222,6 +222,16 @@ def test_which_lines_seed_alike(written: Written, call: str, alike: bool) -> Non
     assert [each.location.line for each in found] == ([3] if alike else [])
 
 
+@pytest.mark.parametrize(("passed", "lines"), [("3", [2, 3]), ("3 + dist.get_rank()", [])])
+def test_a_seed_that_is_passed(written: Written, passed: str, lines: list[int]) -> None:
+    source = f"def prepare(seed):\n    torch.manual_seed(seed)\nseed_all({passed})\n"
+    written.rank(0, job(written, f"{source}prepare({passed})\nmodel(x)\n"))
+    written.findings()
+    found = seeds_of(RunReader(written.path).snapshot())
+    assert [each.location.line for each in found] == lines
+    assert [each.passed for each in found] == [True, False][: len(lines)]
+
+
 class Model:
     def modules(self) -> list[object]:
         return []

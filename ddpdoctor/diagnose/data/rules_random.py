@@ -226,9 +226,13 @@ def _losses(run: Run) -> Iterator[_Alike]:
 def _seed_line(run: Run, found: _Alike) -> tuple[Location | None, tuple[str, ...]]:
     """Return the line that is taken for the cause, and others that seed alike."""
     functions = worker_functions(run)
-    fits = [(_fits(each, found, each.function in functions), each) for each in seeds_of(run)]
+    fits = [
+        (min(fit, 1) if each.passed else 2 * fit, each)
+        for each in seeds_of(run)
+        if (fit := _fits(each, found, each.function in functions))
+    ]
     best = max((fit for fit, _ in fits), default=0)
-    lines = [each for fit, each in fits if fit == best and best]
+    lines = [each for fit, each in fits if fit == best]
     texts = tuple(f"seeded at {each.location}: {each.text}" for each in lines[:3])
     return (lines[0].location if lines else None), texts
 

@@ -52,6 +52,8 @@ class Seed:
     """It seeds a new generator, not the one that a process shares."""
     function: str
     """The function that holds it. Empty at the top of a file."""
+    passed: bool
+    """The value is an argument of the function."""
     text: str
 
 
@@ -95,13 +97,19 @@ def _seed(path: str, scope: ast.AST, call: ast.Call) -> Seed:
     elif re.search(r"\brandom\.", owner):
         library = "python"
     own = any(each in owner for each in _OWN)
-    return Seed(Location(path, call.lineno), library, own, getattr(scope, "name", ""), text)
+    names = {each.id for each in ast.walk(call) if isinstance(each, ast.Name)}
+    function, passed = getattr(scope, "name", ""), bool(names & _arguments(scope))
+    return Seed(Location(path, call.lineno), library, own, function, passed, text)
+
+
+def _arguments(scope: ast.AST) -> set[str]:
+    arguments = getattr(scope, "args", None)
+    return {each.arg for each in arguments.args} if arguments is not None else set()
 
 
 def _calls(scope: ast.AST, tree: ast.Module, words: Words) -> Iterator[ast.Call]:
     """Yield the calls of a scope that seed with what no rank has alone."""
-    arguments = getattr(scope, "args", None)
-    given = {each.arg for each in arguments.args} if arguments is not None else set()
+    given = _arguments(scope)
     for call in _within(scope):
         if not isinstance(call, ast.Call) or not _SEEDS.match(last_name(call.func)):
             continue
@@ -109,8 +117,14 @@ def _calls(scope: ast.AST, tree: ast.Module, words: Words) -> Iterator[ast.Call]
         if not values or _may_differ(values[0], tree, words, MAX_DEPTH):
             continue
         names = {each.id for each in ast.walk(values[0]) if isinstance(each, ast.Name)}
-        # Who calls a function with a seed decides.
-        if not names & given or "worker" in " ".join(names & given):
+        # What callers pass decides.
+        passed = [
+            each
+            for node in (ast.walk(tree) if names & given else ())
+            if isinstance(node, ast.Call) and last_name(node.func) == getattr(scope, "name", "")
+            for each in (*node.args, *(keyword.value for keyword in node.keywords))
+        ]
+        if not any(_may_differ(each, tree, words, MAX_DEPTH) for each in passed):
             yield call
 
 
