@@ -142,6 +142,8 @@ class Rule:
         yields_to: The same from the other side: rules of whose findings this one's are
             consequences.
         lapses: Decides about a finding that is no longer found.
+        twice: In a running job two examinations in a row have to find it, since the records of its
+            cause may come after those that show it.
         beside: A second function with findings of this code. They count where the first has none
             about the same subject.
     """
@@ -154,6 +156,7 @@ class Rule:
     supersedes: Mapping[str, Same] = field(default_factory=dict)
     yields_to: Mapping[str, Same] = field(default_factory=dict)
     lapses: Lapse = fact
+    twice: bool = False
     beside: Detect | None = None
 
     @property
@@ -179,6 +182,7 @@ def rule(
     supersedes: Mapping[str, Same] | None = None,
     yields_to: Mapping[str, Same] | None = None,
     lapses: Lapse = fact,
+    twice: bool = False,
 ) -> Callable[[Page], Page]:
     """Register a rule, whose page is the docstring of what is decorated.
 
@@ -190,6 +194,7 @@ def rule(
         supersedes: See :class:`Rule`.
         yields_to: See :class:`Rule`.
         lapses: See :class:`Rule`.
+        twice: See :class:`Rule`.
 
     Raises:
         ValueError: The code is taken.
@@ -207,6 +212,7 @@ def rule(
             supersedes or {},
             yields_to or {},
             lapses,
+            twice,
         )
         return page
 

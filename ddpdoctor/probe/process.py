@@ -31,6 +31,7 @@ from ddpdoctor.probe.observers.loaders import Loops
 from ddpdoctor.probe.observers.nonfinite import LocalGradients, Losses
 from ddpdoctor.probe.observers.optimizers import Schedulers, Zeroing
 from ddpdoctor.probe.observers.overhead import Pacing
+from ddpdoctor.probe.observers.random_numbers import RandomNumbers
 from ddpdoctor.probe.observers.samples import Samples
 from ddpdoctor.probe.observers.stack_sampling import Profiles
 from ddpdoctor.probe.observers.steps import StepTracker
@@ -218,6 +219,7 @@ def observe(state: RankState) -> None:
         subscribe(buffers.Statistics(state, replicas))
         subscribe(buffers.OtherModels(state, replicas))
         subscribe(Independent(state))
+        subscribe(RandomNumbers(state))
     subscribe(buffers.Evaluations(state))
     subscribe(Loops(state))
     with contextlib.suppress(OSError, ValueError):

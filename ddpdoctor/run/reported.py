@@ -89,6 +89,7 @@ class FindingLog:
 
     def __init__(self) -> None:
         self._entries: dict[object, _Entry] = {}
+        self._once: set[object] = set()  # New findings that the next examination has to find, too
         self._turns: Counter[object] = Counter()
         self._number = 0
 
@@ -106,6 +107,7 @@ class FindingLog:
             unread: Codes of rules that failed on it. Their findings stay as they are.
         """
         there: dict[object, Finding] = {finding.identity: finding for finding in found}
+        self._wait_for_another(there, run)
         lacking: list[tuple[object, _Entry]] = []
         for identity, entry in self._entries.items():
             now = there.get(identity)
@@ -143,6 +145,17 @@ class FindingLog:
             events.append(reported)
         return events
 
+    def _wait_for_another(self, there: dict[object, Finding], run: Run) -> None:
+        """Leave out new findings that another examination has to find first."""
+        new = {
+            identity
+            for identity, finding in there.items()
+            if identity not in self._entries and run.exit_status is None and _needs_two(finding)
+        }
+        for identity in new - self._once:
+            del there[identity]
+        self._once = new
+
     def _verdict(
         self,
         identity: object,
@@ -172,6 +185,11 @@ class FindingLog:
         if lapsed is None or (entry.missing < PATIENCE and not final and not lapsed.sure):
             return None
         return lapsed.why, lapsed.reason, ""
+
+
+def _needs_two(finding: Finding) -> bool:
+    rule = RULES.get(finding.code)
+    return rule is not None and rule.twice
 
 
 def _explanation(

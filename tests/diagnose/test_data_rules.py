@@ -504,3 +504,42 @@ def test_shards_without_a_sampler_are_known_by_what_is_drawn() -> None:
         assert codes(run_of(*ranks)) == expected
     reduced = [[{**drawn([*range(rank, 400, 2)]), **facts, "reductions": 1}] for rank in (0, 1)]
     assert codes(run_of(*reduced)) == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "facts", "expected"),
+    [
+        (range(64), {"persistent": True}, ["DDP103"]),
+        # New workers begin each pass with the data set of the rank.
+        (range(64), {"persistent": False}, []),
+        (range(64), {"persistent": False, "shuffles": True}, ["DDP103"]),
+        # An order that is meant to be fixed.
+        (range(64), {"persistent": True, "data_epoch": 0}, []),
+        (range(64), {"persistent": True, "in_order": False}, []),
+        (range(64, 128), {"persistent": True}, []),
+        # Labels, and data that is augmented at random.
+        ([value % 3 for value in range(64)], {"persistent": True}, []),
+        (range(64), {"persistent": True, "number": 2}, []),
+        (range(64), {"persistent": True, "marks": 0}, []),
+    ],
+)
+def test_a_stream_repeats_its_order(
+    rows: Sequence[int], facts: dict[str, Any], expected: list[str]
+) -> None:
+    first = rows if max(rows) < 64 else range(64)
+    again: dict[str, Any] = {"pass": 1, "number": 1, "data_epoch": 1, **facts}
+    begun = {key: facts[key] for key in facts.keys() & {"persistent", "shuffles", "in_order"}}
+
+    def passes(rank: int) -> list[JsonObject]:
+        shift = 1000 * rank
+        return [
+            stream([row + shift for row in first], 2, data_epoch=0, **begun),
+            stream([row + shift for row in rows], 2, **again),
+        ]
+
+    assert codes(run_of(passes(0), passes(1))) == expected
+    if expected:
+        # The other rank may be about to write, and has another order in its second pass.
+        assert codes(run_of(passes(0), passes(1)[:1])) == []
+        other = [passes(1)[0], {**passes(1)[1], "rows": passes(5)[1]["rows"]}]
+        assert codes(run_of(passes(0), other)) == []

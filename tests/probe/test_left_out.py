@@ -5,13 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ddpdoctor.core.finding import RULES, examine
+from ddpdoctor.core.user_code import Location
+from ddpdoctor.probe.observers import loaders
+from ddpdoctor.probe.observers.samples import Samples
+from ddpdoctor.probe.runtime.sites import Site
 from ddpdoctor.run.reader import Room, RunReader
 from ddpdoctor.run.snapshot import Run
 from tests.conftest import JOBS, Doctor
 from tests.support.left_out import left_out
 from tests.support.marks import HEALTHY, SICK, head, healed, judged, needed_gpus, options, read
+from tests.support.probed import Purse, a_rank
 from tests.support.replicas import prints
 from tests.support.written import Written
 
@@ -69,3 +76,13 @@ def test_what_ranks_have_lost(written: Written, monkeypatch: pytest.MonkeyPatch)
     assert [rank.lost for rank in RunReader(written.path).snapshot().ranks] == [True, False, False]
     monkeypatch.setattr("ddpdoctor.run.reader.Room", lambda: Room(50_000))
     assert [rank.lost for rank in RunReader(written.path).snapshot().ranks] == [True, False, True]
+
+
+def test_a_sampler_is_in_use_though_its_pass_is_not_recorded() -> None:
+    data = TensorDataset(torch.arange(8))
+    sampler: DistributedSampler[tuple[torch.Tensor, ...]] = DistributedSampler(data, 2, 0)
+    loaders.built_samplers.add(sampler, Site("/job/train.py", 3))
+    iterator = iter(DataLoader(data, sampler=sampler))
+    assert loaders.idle_samplers(data) == (Location("/job/train.py", 3),)
+    Samples(a_rank([], Purse(-1))).indices_drawn(0, iterator)
+    assert loaders.idle_samplers(data) == ()

@@ -82,6 +82,21 @@ def words(events: Sequence[Event]) -> list[str]:
 
 def test_a_finding_is_said_once() -> None:
     said = FindingLog()
+    assert words(said.take([DATA], GOES_ON)) == ["says DDP102"]
+    assert words(said.take([replace(DATA, message="more is known")], GOES_ON)) == []
+    assert [each.message for each in said.current] == ["more is known"]
+
+
+def test_different_parameters_are_said_when_two_examinations_find_them() -> None:
+    said = FindingLog()
+    assert words(said.take([APART], GOES_ON)) == []
+    # The cause was known a moment later.
+    assert words(said.take([TWICE], GOES_ON)) == ["says DDP302"]
+    said = FindingLog()
+    for _ in range(2):
+        assert words(said.take([APART], GOES_ON)) == []
+        assert words(said.take([], GOES_ON)) == []
+    said.take([APART], GOES_ON)
     assert words(said.take([APART], GOES_ON)) == ["says DDP701"]
     assert words(said.take([replace(APART, message="more is known")], GOES_ON)) == []
     assert [each.message for each in said.current] == ["more is known"]
@@ -89,6 +104,7 @@ def test_a_finding_is_said_once() -> None:
 
 def test_what_another_finding_explains_is_withdrawn_at_once() -> None:
     said = FindingLog()
+    said.take([APART], GOES_ON)
     said.take([APART], GOES_ON)
     assert words(said.take([TWICE], GOES_ON)) == [
         "withdrawn DDP701 (rank 1): explained by DDP302 below",
@@ -206,6 +222,7 @@ def test_a_warning_that_becomes_an_error_is_restated() -> None:
 def test_what_an_earlier_attempt_showed_stays() -> None:
     said = FindingLog()
     said.take([DATA, APART], run())
+    said.take([DATA, APART], run())
     for _ in range(2 * PATIENCE):
         assert words(said.take([], run(restart=1))) == []
     # What explains it in this attempt says nothing of that one.
@@ -307,7 +324,8 @@ def test_a_line_on_the_terminal_and_a_line_of_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown = Shown(tmp_path)
-    in_turn(monkeypatch, [APART], [TWICE])
+    in_turn(monkeypatch, [APART], [APART], [TWICE])
+    shown.reporter.examine(GOES_ON)
     shown.reporter.examine(GOES_ON)
     shown.reporter.examine(OVER)
     assert "ddpdoctor: withdrawn DDP701 (rank 1): explained by DDP302 below\n" in shown.text
@@ -345,14 +363,18 @@ def directory(tmp_path: Path, *snapshots: tuple[list[Finding], Run]) -> Path:
 
 
 def test_top_shows_what_stands(tmp_path: Path) -> None:
-    path = directory(tmp_path, ([APART, SLOW], GOES_ON), ([TWICE, SLOW], GOES_ON))
+    path = directory(
+        tmp_path, ([APART], GOES_ON), ([APART, SLOW], GOES_ON), ([TWICE, SLOW], GOES_ON)
+    )
     events = SupervisorEvents(path)
     events.poll()
     assert [row.finding.code for row in events.findings] == ["DDP610", "DDP302"]
 
 
 def test_a_report_has_what_happened_and_stands(tmp_path: Path) -> None:
-    path = directory(tmp_path, ([ORDER, DATA, APART], GOES_ON), ([TWICE], GOES_ON))
+    path = directory(
+        tmp_path, ([APART], GOES_ON), ([ORDER, DATA, APART], GOES_ON), ([TWICE], GOES_ON)
+    )
     snapshot = RunReader(path).snapshot()
     # The rules find nothing in this directory; what happened was said, and stands.
     assert [each.code for each in with_kept([], snapshot)] == ["DDP803"]

@@ -22,14 +22,14 @@ from ddpdoctor.run.records.model import (
     UnreducedRecord,
 )
 from ddpdoctor.run.records.process import EndRecord, FaultRecord, OpenRecord
-from ddpdoctor.run.records.training import PassRecord, StepRecord
+from ddpdoctor.run.records.training import PassRecord, RandomRecord, StepRecord
 from ddpdoctor.run.snapshot import Rank, Records, Run
 from ddpdoctor.run.status import Phase
 from tests.support.written import SECOND
 
 PAID = (
     FingerprintRecord, ElementsRecord, OutsideRecord, BuffersRecord, StatisticsRecord,
-    UnreducedRecord, SoloRecord,
+    UnreducedRecord, SoloRecord, RandomRecord,
 )  # fmt: skip
 """Records that a rank writes only while its overhead budget lasts."""
 

@@ -23,8 +23,10 @@ from ddpdoctor.diagnose.data.draws import (
     same_part,
     training,
 )
+from ddpdoctor.diagnose.data.equal_losses import equal_losses
+from ddpdoctor.diagnose.data.seeds import loop_of
 from ddpdoctor.diagnose.loops.training_loops import local_decisions
-from ddpdoctor.run.snapshot import Run
+from ddpdoctor.run.snapshot import Rank, Run
 
 
 def _draws_all(one: Pass) -> bool:
@@ -131,14 +133,20 @@ def sampler_not_used(run: Run) -> Iterator[Finding]:
         return
 
 
-@rule("DDP102", "unsharded-train-loader", Severity.ERROR)
+@rule(
+    "DDP102",
+    "unsharded-train-loader",
+    Severity.ERROR,
+    yields_to=dict.fromkeys(("DDP101", "DDP105", "DDP115", "DDP116"), relations.of_likely),
+)
 def unsharded(run: Run) -> Iterator[Finding]:
     """Every rank trains on the whole data set.
 
     What it finds
         A training loader from which every rank of a DDP group drew all samples in one pass, or more
         than its share, or the same samples in the same order. Indices show what was drawn; the
-        content of a few samples shows that the data is the same on all ranks.
+        content of a few samples shows that the data is the same on all ranks. Without a loader: a
+        loop in which all ranks have the same losses bit for bit.
 
     Why it is bad
         N ranks do N times the work of an epoch. With the same seed on all ranks they compute the
@@ -154,7 +162,9 @@ def unsharded(run: Run) -> Iterator[Finding]:
     When it stays silent
         For evaluation loaders, for data that each rank sliced itself, for draws with replacement,
         for ranks that are not replicas of each other, and where neither inputs nor labels can be
-        compared. A sampler that exists but is not used is DDP101.
+        compared. A sampler that exists but is not used is DDP101, and a loop that draws its batches
+        at random DDP601. For equal losses that only fall, as those of one batch do, or may be
+        reduced.
     """
     for passes in _unsharded(run):
         first = next(iter(passes.values()))
@@ -170,6 +180,30 @@ def unsharded(run: Run) -> Iterator[Finding]:
             "and call sampler.set_epoch(epoch) before each epoch.",
         )
         return
+    yield from _same_batches(run)
+
+
+def _same_batches(run: Run) -> Iterator[Finding]:
+    """Yield a loop without a loader in which every rank takes the same batches."""
+    found = equal_losses(run)
+    first = run.rank(found.ranks[0]) if found is not None else None
+    at = first.site("forward") if first is not None else None
+    loop = loop_of(at)
+    if found is None or (loop is not None and loop[1]):
+        return
+    yield Finding(
+        code="DDP102",
+        about="equal losses",
+        subjects=frozenset((relations.LIKELY,)),
+        severity=Severity.WARNING,
+        message="every rank trains on the same batches: its losses are those of the other ranks, "
+        "bit for bit",
+        ranks=found.ranks,
+        location=loop[0] if loop is not None else at,
+        evidence=(f"the loss was the same on all ranks in {found.steps} of {found.steps} steps",),
+        fix="Give each rank its part of the batches, by dist.get_rank() and "
+        "dist.get_world_size(): order[rank::world_size].",
+    )
 
 
 @rule("DDP105", "sampler-wrong-rank", Severity.ERROR)
@@ -361,7 +395,8 @@ def order_repeated(run: Run) -> Iterator[Finding]:
 
     What it finds
         A shuffling sampler with a `set_epoch` method that gave a training loader exactly the same
-        samples in the same order in two consecutive passes.
+        samples in the same order in two consecutive passes. An iterable data set that shuffles, or
+        whose epoch the job set, and whose first batches had the same content in two passes.
 
     Why it is bad
         `DistributedSampler` derives the order from its seed and the epoch number only. If the
@@ -370,7 +405,8 @@ def order_repeated(run: Run) -> Iterator[Finding]:
 
     How to fix it
         Call `set_epoch(epoch)` on the sampler that the loader uses, before the loop over the
-        loader.
+        loader. Workers have a copy of the data set: one that persists never sees a new epoch.
+        Share it (`torch.tensor(0).share_memory_()`), or let new workers begin each pass.
 
     Example
         Wrong:
@@ -383,14 +419,13 @@ def order_repeated(run: Run) -> Iterator[Finding]:
 
     When it stays silent
         With `shuffle=False`, for samples in ascending order, for samplers without `set_epoch`, in
-        the first epoch, for evaluation loaders, and if the order changed in any other way.
+        the first epoch, for evaluation loaders, and if the order changed in any other way. For
+        iterable data that nothing shuffles, or that is augmented at random in all its parts.
     """
+    yield from _streams_repeated(run)
     compared: dict[object, dict[int, tuple[Pass, Pass] | None]] = {}
     for rank in run.last:
-        loaders: dict[object, list[Pass]] = {}
-        for one in passes_of(rank):
-            loaders.setdefault(one.place, []).append(one)
-        for place, passes in loaders.items():
+        for place, passes in _by_loader(rank).items():
             pair = next((each for each in pairwise(passes) if _comparable(*each)), None)
             if pair is not None:
                 compared.setdefault(place, {})[rank.rank] = pair if _repeats(*pair) else None
@@ -420,6 +455,85 @@ def order_repeated(run: Run) -> Iterator[Finding]:
             fix="Call set_epoch(epoch) with the epoch's number, on the sampler of this loader, at "
             "the top of the epoch loop.",
         )
+
+
+def _by_loader(rank: Rank) -> dict[object, list[Pass]]:
+    """Return a rank's passes by their loader."""
+    loaders: dict[object, list[Pass]] = {}
+    for one in passes_of(rank):
+        loaders.setdefault(one.place, []).append(one)
+    return loaders
+
+
+def _streams_repeated(run: Run) -> Iterator[Finding]:
+    """Yield loaders of iterable data whose passes begin with the same samples on all ranks."""
+    found: dict[object, list[tuple[Pass, Pass] | None]] = {}
+    for rank in run.last:
+        for place, passes in _by_loader(rank).items():
+            pair = next((each for each in pairwise(passes) if _may_repeat(*each)), None)
+            if pair is not None:
+                found.setdefault(place, []).append(pair if _same_stream(*pair) else None)
+    for each in found.values():
+        pairs = [pair for pair in each if pair is not None]
+        # A rank without budget records no second pass.
+        if len(pairs) < len(each) or (len(pairs) < len(run.last) and not run.over):
+            continue
+        before, again = pairs[0]
+        one, other = before.record, again.record
+        kept = one.data_epoch != other.data_epoch
+        ranks = tuple(pair[0].rank for pair in pairs)
+        yield Finding(
+            code="DDP103",
+            about=str(again.read),
+            severity=Severity.WARNING,
+            message=f"{'every rank' if len(pairs) == len(run.last) else named(ranks)} gets the "
+            f"same samples in the same order in each epoch at {again.read}: "
+            + (
+                "the epoch that the job sets does not reach the loader's persistent workers"
+                if kept
+                else f"{one.dataset} shuffles alike in each pass"
+            ),
+            ranks=ranks,
+            location=again.made,
+            evidence=(
+                f"passes {one.number + 1} and {other.number + 1} over it began with the same "
+                f"{len(other.rows)} samples, by their content",
+                *([f"the epoch was {one.data_epoch}, then {other.data_epoch}"] if kept else []),
+                f"data set {one.dataset}, {one.workers} workers"
+                + (", which are kept between passes" if one.persistent else ""),
+            ),
+            fix="Workers have a copy of the data set: keep the epoch in shared memory "
+            "(torch.tensor(0).share_memory_()), or leave out persistent_workers=True."
+            if kept
+            else "Seed the shuffling from the epoch, and let its number reach the workers.",
+        )
+        return
+
+
+def _may_repeat(before: Pass, again: Pass) -> bool:
+    """Return whether two passes over iterable data follow each other and should differ."""
+    one, other = before.record, again.record
+    kept = one.persistent and one.data_epoch is not None and other.data_epoch is not None
+    return (
+        one.iterable
+        and before.trains
+        and again.trains
+        and one.in_order
+        and other.number == one.number + 1
+        and min(len(one.rows), len(other.rows)) >= MIN_SAMPLES
+        and (one.shuffles or (kept and one.data_epoch != other.data_epoch))
+    )
+
+
+def _same_stream(before: Pass, again: Pass) -> bool:
+    """Return whether two passes began with the same samples, or the same part of each sample."""
+    count = min(len(before.record.rows), len(again.record.rows))
+    rows = (*before.record.rows[:count], *again.record.rows[:count])
+    # Labels of few values may be equal by accident, or in data that is augmented at random.
+    return any(
+        column[:count] == column[count:] and 2 * len(set(column[:count])) > count
+        for column in list(zip(*rows, strict=False))[1:]
+    )
 
 
 def _comparable(before: Pass, again: Pass) -> bool:

@@ -23,6 +23,7 @@ from ddpdoctor.diagnose import STANDSTILLS
 from ddpdoctor.diagnose.crashes.rank_endings import PATIENCE, last_phase
 from ddpdoctor.diagnose.data.draws import UNFOLLOWED, Pass, Passes, matched
 from ddpdoctor.diagnose.hangs.hang_snapshot import seen_waiting
+from ddpdoctor.diagnose.loops.loops_by_hand import LeftByHand, left_by_hand
 from ddpdoctor.diagnose.loops.training_loops import (
     LocalDecision,
     Trace,
@@ -34,6 +35,11 @@ from ddpdoctor.diagnose.source_files import source_of
 from ddpdoctor.run.records.process import ErrorRecord
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.status import Phase
+
+_REDUCE = (
+    "Reduce the value over the ranks before the comparison (dist.all_reduce, with MAX for a flag), "
+    "so that every rank takes the same branch in the same step."
+)
 
 
 def _lapses(finding: Finding, run: Run) -> Lapsed | None:
@@ -48,6 +54,7 @@ def _lapses(finding: Finding, run: Run) -> Lapsed | None:
     supersedes={
         "DDP701": always,
         "DDP801": same_subject,
+        "DDP803": relations.afterwards,
         **dict.fromkeys(STANDSTILLS, brings_about),
     },
     lapses=_lapses,
@@ -91,6 +98,7 @@ def rank_local_decision(run: Run) -> Iterator[Finding]:
             found = _first_skipped_step(replica)
             if found is not None and _diverged(replica, found):
                 yield _skipped_step_finding(found)
+        yield from (_by_hand_finding(each) for each in left_by_hand(run) if each.kind != "ended")
 
 
 def _decision_finding(decision: LocalDecision) -> Finding:
@@ -119,9 +127,35 @@ def _decision_finding(decision: LocalDecision) -> Finding:
         ranks=decision.ranks,
         location=at,
         evidence=tuple(evidence),
-        fix="Reduce the value over the ranks before the comparison (dist.all_reduce, with MAX for "
-        "a flag), so that every rank takes the same branch in the same step.",
+        fix=_REDUCE,
     )
+
+
+def _by_hand_finding(found: LeftByHand) -> Finding:
+    who, others = named(found.steps), named(found.others)
+    what = "left the training loop" if found.kind == "left" else "skipped a step of the loop"
+    return Finding(
+        code="DDP403",
+        moment=found.moment,
+        about=f"{found.kind} {found.location}",
+        subjects=frozenset((MISPAIRED, STANDSTILL)),
+        severity=Severity.ERROR,
+        message=f"{who} alone {what} while {others} went on: the value that decided was not "
+        "reduced",
+        ranks=tuple(found.steps),
+        location=found.location,
+        evidence=_began(found),
+        fix=_REDUCE,
+    )
+
+
+def _began(found: LeftByHand) -> tuple[str, ...]:
+    """Say how many backwards ranks began before they came out of a loop, or wait in it."""
+    return (
+        *(f"rank {n} is behind the loop after {each} steps" for n, each in found.steps.items()),
+        *(f"rank {n} is in the backward of step {each}" for n, each in found.others.items()),
+        f"the training loop is at {found.loop}",
+    )[:8]
 
 
 def _did(trace: Trace) -> str:
@@ -244,6 +278,8 @@ def uneven(run: Run) -> Iterator[Finding]:
         A training loop over a loader that has more batches on one rank of a DDP group than on
         another. This is known from the loaders' lengths during the first epoch if the source of the
         loop shows that it takes every batch; otherwise once the rank with more batches waits alone.
+        Without a loader: a `for` without another way out, when some ranks wait in a backward of it
+        and others in a collective behind it.
 
     Why it is bad
         Every backward is a collective. The rank that ran out of batches continues with something
@@ -269,13 +305,8 @@ def uneven(run: Run) -> Iterator[Finding]:
         reported as well.
     """
     for passes in matched(run):
-        each = list(passes.values())
-        counts = {one.rank: one.record.batches for one in each if one.record.batches is not None}
-        if len(counts) < len(each) or len(set(counts.values())) == 1:
-            continue
-        if not all(one.trains and not one.record.joins for one in each):
-            continue
-        if not all(one.record.to_end for one in each) and not _left_alone(run, passes):
+        counts = _uneven_counts(run, passes)
+        if not counts:
             continue
         few, many = min(counts.values()), max(counts.values())
         short = sorted(rank for rank, count in counts.items() if count < many)
@@ -302,6 +333,35 @@ def uneven(run: Run) -> Iterator[Finding]:
             "equal shards), or wrap the loop in `with model.join():`.",
         )
         return
+    yield from (_fewer_finding(each) for each in left_by_hand(run) if each.kind == "ended")
+
+
+def _uneven_counts(run: Run, passes: Passes) -> dict[int, int]:
+    """Return how many batches each rank has, if that will leave one alone; else nothing."""
+    each = list(passes.values())
+    counts = {one.rank: one.record.batches for one in each if one.record.batches is not None}
+    uneven = len(counts) == len(each) and len(set(counts.values())) > 1
+    if not uneven or not all(one.trains and not one.record.joins for one in each):
+        return {}
+    to_end = all(one.record.to_end for one in each)
+    return counts if to_end or _left_alone(run, passes) else {}
+
+
+def _fewer_finding(found: LeftByHand) -> Finding:
+    who, others = named(found.steps), named(found.others)
+    return Finding(
+        code="DDP109",
+        moment=found.moment,
+        about=str(found.loop),
+        severity=Severity.ERROR,
+        message=f"{who} had fewer iterations of the training loop than {others}, "
+        f"which wait{'' if len(found.others) > 1 else 's'} in a step without them",
+        ranks=tuple(found.steps),
+        location=found.loop,
+        evidence=_began(found),
+        fix="Give all ranks the same number of iterations: cut them to the smallest "
+        "(dist.all_reduce with MIN), or wrap the loop in `with model.join():`.",
+    )
 
 
 def _ran_out(run: Run, one: Pass) -> int:

@@ -99,7 +99,13 @@ CAUSES = ("DDP301", "DDP302", "DDP303", "DDP305", "DDP306", "DDP308", "DDP322")
 """Faults that make parameters differ."""
 
 
-@rule("DDP701", "parameters-differ", Severity.ERROR, yields_to=dict.fromkeys(CAUSES, certain))
+@rule(
+    "DDP701",
+    "parameters-differ",
+    Severity.ERROR,
+    yields_to=dict.fromkeys(CAUSES, certain),
+    twice=True,
+)
 def parameters_differ(run: Run) -> Iterator[Finding]:
     """The parameters of a DDP module differ between ranks.
 
@@ -107,8 +113,8 @@ def parameters_differ(run: Run) -> Iterator[Finding]:
         Fingerprints (hashes of each parameter's bits after the same optimizer step) that were equal
         and now differ: the first step, the first tensors, and whether their gradients already
         differed. In a running job, ranks then compare 16 steps in a row, twice at most, and up to
-        4,096 elements of the first three tensors; the finding waits a few seconds for that. If the
-        job has ended, it reports norms.
+        4,096 elements of the first three tensors; the finding waits a few seconds for that, and for
+        a second examination. If the job has ended, it reports norms.
 
     Why it is bad
         DDP averages gradients, never parameters: replicas that differ once stay different. The

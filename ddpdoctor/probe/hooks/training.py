@@ -21,6 +21,7 @@ from ddpdoctor.probe.observers import (
     job_launch,
     loaders,
     optimizers,
+    random_numbers,
     readback,
     sample_contents,
     steps,
@@ -48,6 +49,9 @@ def install_dataloader(dataloader: ModuleType) -> None:
     if base is not None:
         after(base, "_next_index", _indices_drawn)
         after(dataloader.DataLoader, "__setattr__", _attribute_set)
+    for fetcher in torch_private.fetchers(dataloader):
+        after(fetcher, "__init__", random_numbers.worker_begins)
+        after(fetcher, "fetch", random_numbers.batch_made)
 
 
 def _batch_wanted(iterator: Any) -> Any:

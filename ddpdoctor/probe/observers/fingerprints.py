@@ -512,6 +512,7 @@ def _scale() -> Readback | None:
 # -- training without DDP: whether the ranks of a group still train one model
 
 DENSE_STEPS = 8  # steps at the beginning that are all measured; later the powers of two
+SURE_STEPS = 4  # first steps that are measured whatever the budget: short jobs have no more
 SOLO_PARAMETERS = 3  # parameters that are measured
 MAX_SOLO_ELEMENTS = 1 << 20  # elements of a measured parameter, unless all are larger
 
@@ -549,7 +550,9 @@ class Independent(Observer):
         number = self.state.tracker.steps
         if number == self._last or (number >= DENSE_STEPS and number & (number - 1)):
             return
-        if budget.left() < 0 or sys.modules["torch"].distributed.get_world_size() < 2:
+        if budget.left() < 0 and number >= SURE_STEPS:
+            return
+        if sys.modules["torch"].distributed.get_world_size() < 2:
             return
         self._last = number
         with budget.spending():

@@ -91,13 +91,7 @@ def sampler_facts(mine: list[Any]) -> SamplerFacts:
             if type(attributes.get(name)) in (int, bool):
                 known.setdefault(name, attributes[name])
     inner = mine[0] if mine else None
-    built = built_samplers.find(inner)
-    if built is None and inner is not None:
-        # Some objects have no weak references.
-        with contextlib.suppress(TypeError):
-            built = built_samplers.add(inner, NOWHERE)
-    if built is not None:
-        built.used = True
+    built = use_sampler(mine)
     return SamplerFacts(
         name=type(inner).__name__ if mine else "",
         torch=all(type(each).__module__.startswith("torch.utils.data") for each in mine),
@@ -106,6 +100,19 @@ def sampler_facts(mine: list[Any]) -> SamplerFacts:
         made=built.site.location if built is not None and built.site.path else None,
         **known,
     )
+
+
+def use_sampler(mine: list[Any]) -> Built | None:
+    """Note that a loader uses a sampler, whether the pass is recorded or not."""
+    inner = mine[0] if mine else None
+    built = built_samplers.find(inner)
+    if built is None and inner is not None:
+        # Some objects have no weak references.
+        with contextlib.suppress(TypeError):
+            built = built_samplers.add(inner, NOWHERE)
+    if built is not None:
+        built.used = True
+    return built
 
 
 def idle_samplers(dataset: Any) -> tuple[Location, ...]:

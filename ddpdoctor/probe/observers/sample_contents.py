@@ -200,6 +200,36 @@ def sketch_rows(data: Any) -> Rows | None:
     return hashes
 
 
+# -- what an iterable data set orders its samples by
+
+MAX_PARTS = 64  # objects below a data set that are looked at
+_EPOCHS = ("epoch", "_epoch", "current_epoch", "cur_epoch")
+
+
+def order_of(dataset: Any) -> tuple[int | None, bool]:
+    """Return the epoch that a data set has, and whether it has a part named after shuffling.
+
+    The attributes of a data set and of what it wraps tell, and no code of theirs runs.
+    """
+    epoch: int | None = None
+    shuffles = False
+    queue, seen = [dataset], {id(dataset)}
+    for part in queue:
+        names = getattr(part, "__dict__", None)
+        if not isinstance(names, dict) or isinstance(part, type):
+            continue
+        shuffles = shuffles or "shuffl" in type(part).__name__.lower()
+        for name, value in list(names.items()):
+            if epoch is None and name in _EPOCHS and type(value) is int:
+                epoch = value
+            shuffles = shuffles or (value is True and "shuffl" in name.lower())
+            for each in value[:16] if isinstance(value, (list, tuple)) else (value,):
+                if hasattr(each, "__dict__") and id(each) not in seen and len(queue) < MAX_PARTS:
+                    seen.add(id(each))
+                    queue.append(each)
+    return epoch, shuffles
+
+
 # -- the data under a data set: subsets, concatenations and wrappers, down to the bottom
 
 MAX_NESTED = 6  # data sets within data sets that are followed

@@ -271,6 +271,7 @@ CHUNK_BATCHES = 32  # batches of indices that wait for the writing thread at mos
 AHEAD_PASSES = 2  # first evaluations of a loader that are followed ahead of the budget
 SKETCHED_PASSES = 2  # first passes over a loader of which all samples are sketched
 IDLE_FORWARDS = 16  # forwards without a batch after which we stop following forwards
+SECOND_PASS = 10_000_000  # nanoseconds by which the second pass over a stream may exceed the budget
 SKETCH_AHEAD = 10_000_000  # nanoseconds that sketches may use before an eighth of the budget
 
 
@@ -328,7 +329,10 @@ class Samples(Observer):
         left = self.state.budget.left()
         too_many = self._followed >= MAX_PASSES or len(self._passes) > MAX_PASSES
         ahead = self._evaluates(number)
-        if not often or too_many or (left <= 0 and not ahead):
+        # The second pass over a stream shows whether its order changes.
+        least = -SECOND_PASS if iterable and number == 1 else 0
+        if not often or too_many or (left <= least and not ahead):
+            loaders.use_sampler(torch_private.samplers_of(iterator))
             return None
         with self.state.budget.spending():
             record = PassRecord(
@@ -343,6 +347,7 @@ class Samples(Observer):
                 dataset=type(dataset).__name__,
                 iterable=iterable,
                 in_order=not iterable or torch_private.keeps_order(iterator),
+                persistent=torch_private.keeps_workers(iterator),
                 **site.place,
             )
             drawn = _opened(iterator, dataset, record, left)
@@ -497,7 +502,8 @@ def _opened(iterator: Any, dataset: Any, record: PassRecord, left: int) -> Pass:
     This may take ``left`` nanoseconds.
     """
     if record.iterable:
-        return Pass(record)
+        epoch, shuffles = sample_contents.order_of(dataset)
+        return Pass(replace(record, data_epoch=epoch, shuffles=shuffles))
     mine = torch_private.samplers_of(iterator)
     record = replace(
         record, sampler=loaders.sampler_facts(mine), idle=loaders.idle_samplers(dataset)

@@ -478,6 +478,16 @@ def loader_iterator_base(dataloader: Any) -> Any:
     return base if hasattr(base, "_next_index") else None
 
 
+def fetchers(dataloader: Any) -> list[Any]:
+    """Return the classes whose ``fetch`` makes a batch: ``_utils.fetch`` (2.4 to 2.15).
+
+    Without them it is unknown what workers draw from generators of random numbers.
+    """
+    module = getattr(getattr(dataloader, "_utils", None), "fetch", None)
+    names = ("_MapDatasetFetcher", "_IterableDatasetFetcher")
+    return [getattr(module, name) for name in names if hasattr(module, name)]
+
+
 LOADER_BUILT = "_DataLoader__initialized"
 """Attribute that ``DataLoader.__init__`` sets after its samplers (2.4 to 2.15).
 
@@ -543,6 +553,11 @@ def workers_of(iterator: Any) -> int:
     """Return the number of a loader's worker processes: ``_num_workers`` (2.4 to 2.15), or 0."""
     workers = getattr(iterator, "_num_workers", 0)
     return workers if isinstance(workers, int) else 0
+
+
+def keeps_workers(iterator: Any) -> bool:
+    """Return whether workers live on after a pass: ``_persistent_workers`` (2.4 to 2.15)."""
+    return bool(workers_of(iterator) and getattr(iterator, "_persistent_workers", False))
 
 
 def worker_functions_of(iterator: Any) -> list[Any]:

@@ -213,6 +213,9 @@ class PassRecord(PlacedRecord):
     dataset: str = ""  # The class of the data set
     iterable: bool = False
     in_order: bool = True  # The workers' batches come in order
+    persistent: bool = False  # Its workers live longer than the pass
+    data_epoch: int | None = None  # The epoch that an iterable data set has in the rank, if any
+    shuffles: bool = False  # An iterable data set has a part that is named after shuffling
     sampler: SamplerFacts | None = None
     idle: tuple[Location, ...] = ()
     """Lines that built samplers of the same data set that no loader uses."""
@@ -242,6 +245,35 @@ class PassRecord(PlacedRecord):
     """Samples by content: the index (None without one), then hashes of the values."""
     head: Head | None = None
     sketch: Sketch | None = None
+
+
+class GeneratorState(NamedTuple):
+    """The state of a generator of random numbers at one moment. In JSON a list."""
+
+    name: str  # ``torch``, ``numpy`` or ``python``
+    place: str
+    """``forward`` or ``backward`` if it was read as that began, ``batch`` if as a batch came."""
+    block: int  # A hash of its block of numbers, which it replaces when all of them are used
+    used: int  # How many of that block are used
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomRecord(Record):
+    """States of the generators that all libraries share, in the order in which they were read.
+
+    At most one per rank, about a few steps in a row, and one per worker of a loader.
+    """
+
+    kind = "random"
+
+    time: int
+    rank: int
+    restart: int = 0
+    worker: int | None = None  # The number of a loader's worker. None for the rank itself.
+    dataset: str = ""  # The class of the worker's data set
+    generation: int = 0  # How many workers of that number wrote before it
+    drops: bool = False  # A DDP module has layers for dropout
+    states: tuple[GeneratorState, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,146 @@
+"""Find ranks that came out of a loop without a loader before the others.
+
+Nothing records the iterations of such a loop. What is known is how many reduced backwards each rank
+began, and where it is: in a backward of the loop, or in a collective behind it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ddpdoctor.core.user_code import Location
+from ddpdoctor.diagnose.crashes.rank_endings import (
+    PATIENCE,
+    Ending,
+    endings,
+    first_failure,
+    last_phase,
+    mispaired,
+)
+from ddpdoctor.diagnose.data.equal_losses import groups_of
+from ddpdoctor.diagnose.source_files import Loop, Source, holds, location, source_of
+from ddpdoctor.run.records.process import ErrorRecord
+from ddpdoctor.run.records.training import LoopRecord
+from ddpdoctor.run.snapshot import Rank, Run
+from ddpdoctor.run.status import Phase
+
+
+@dataclass(frozen=True)
+class LeftByHand:
+    """Ranks that are behind a loop in which others wait for them."""
+
+    kind: Literal["ended", "left", "skipped"]
+    """``ended`` if the source has no other way out than the end of what it iterates over."""
+    steps: dict[int, int]
+    """Reduced backwards that each of them began."""
+    others: dict[int, int]
+    location: Location
+    """The statement that decided, or the loop."""
+    loop: Location
+    moment: int
+    """When the first of them was in a collective behind the loop, in Unix nanoseconds."""
+
+
+def left_by_hand(run: Run) -> Iterator[LeftByHand]:
+    """Yield the ranks that came out of a loop alone, while others wait or failed waiting."""
+    restart = run.restarts[-1]
+    cause = first_failure(run, restart)
+    if run.stopped_at is not None or (cause is not None and not mispaired(run, cause)):
+        return
+    ends = {each.rank: each for each in endings(run, restart)}
+    for group in groups_of(run):
+        found = _left(run, group, ends)
+        if found is not None:
+            yield found
+
+
+def _left(run: Run, group: Sequence[Rank], ends: dict[int | None, Ending]) -> LeftByHand | None:
+    counts = {rank.rank: rank.status.reduced for rank in group if rank.status is not None}
+    if len(counts) < len(group) or any(rank.records.of(LoopRecord) for rank in group):
+        return None
+    top = max(counts.values())
+    inside = [rank for rank in group if counts[rank.rank] == top]
+    outside = [rank for rank in group if counts[rank.rank] < top]
+    found = _innermost_loop(inside[0])
+    if found is None or not all(_in_backward(run, rank, ends) for rank in inside):
+        return None
+    path, source, loop, line = found
+    since = [_behind(run, rank, path, loop, ends) for rank in outside]
+    if not since or not all(since):
+        return None
+    kind, at = _decided(source, loop, line)
+    return LeftByHand(
+        kind,
+        {rank.rank: counts[rank.rank] for rank in outside},
+        {rank.rank: top for rank in inside},
+        Location(path, at),
+        Location(path, loop.lineno),
+        min(since),
+    )
+
+
+def _in_backward(run: Run, rank: Rank, ends: dict[int | None, Ending]) -> bool:
+    error = rank.records.first(ErrorRecord)
+    phase = last_phase(rank) if error is None else error.phase
+    return phase in (Phase.BACKWARD, Phase.BACKWARD.label) and _waits(run, rank, ends)
+
+
+def _waits(run: Run, rank: Rank, ends: dict[int | None, Ending]) -> bool:
+    ending = ends.get(rank.rank)
+    if ending is not None:
+        return ending.victim or mispaired(run, ending)
+    return rank.ended is None and run.waits_for(rank) > PATIENCE
+
+
+def _innermost_loop(rank: Rank) -> tuple[str, Source, Loop, int] | None:
+    """Return the loop that a backward of a rank is in, and the line in it that leads there."""
+    error = rank.records.first(ErrorRecord)
+    frames = [Location(each.path, each.line) for each in error.user_frames] if error else []
+    lines = list(reversed(frames)) or list(rank.sites("backward"))[:2]
+    if not frames:
+        if len(lines) != 1:
+            return None
+        lines += _callers(lines[0])
+    for at in lines:
+        source = source_of(at.path)
+        loops = source.around(at.line) if source is not None else []
+        if source is not None and loops:
+            return at.path, source, loops[0], at.line
+    return None
+
+
+def _callers(at: Location) -> list[Location]:
+    """Return the only line in a loop that calls the function around a line."""
+    source = source_of(at.path)
+    name = getattr(source.scope(at.line), "name", "") if source is not None else ""
+    calls = source.calls(name) if source is not None and name else []
+    found = [Location(at.path, line) for line in calls if source and source.around(line)]
+    return found if len(found) == 1 else []
+
+
+def _behind(run: Run, rank: Rank, path: str, loop: Loop, ends: dict[int | None, Ending]) -> int:
+    """Return since when a rank is in a collective that is called from outside the loop, or 0."""
+    calls = rank.ring.collectives if rank.ring is not None and not rank.ring.partial else ()
+    if rank.lost or not calls or calls[-1].ended or not _waits(run, rank, ends):
+        return 0
+    lines = [location(text) for text in (calls[-1].site, *calls[-1].callers)]
+    here = [at.line for at in lines if at is not None and at.path == path]
+    return calls[-1].began if here and not any(holds(loop, line) for line in here) else 0
+
+
+def _decided(
+    source: Source, loop: Loop, backward: int
+) -> tuple[Literal["ended", "left", "skipped"], int]:
+    """Return why ranks may have come out of a loop at different steps, and the line."""
+    exits = [each for each in source.exits(loop) if not source.counts(each)]
+    skips = [each for each in source.skips(loop) if each.lineno < backward]
+    guards = [each.lineno for each in source.conditions(backward, loop)]
+    if exits or isinstance(loop, ast.While):
+        return "left", exits[0].lineno if len(exits) == 1 and not skips else loop.lineno
+    if skips or guards:
+        lines = [*(each.lineno for each in skips), *guards]
+        return "skipped", lines[0] if len(lines) == 1 else loop.lineno
+    return "ended", loop.lineno

@@ -1,0 +1,163 @@
+"""Read the generators of random numbers, to show whether ranks and workers draw the same ones.
+
+States are read and hashed, and nothing is drawn. torch, numpy and Python have one generator each
+that all code of a process shares. The Mersenne Twister of all three holds a block of 624 numbers
+and replaces it when all are used, so that block and place tell about how many were drawn in
+between. A rank reads them at each forward and backward of a few steps in a row, and when a batch
+comes. A worker of a loader reads them at its first batches, and writes into a separate file.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import sys
+import time
+from typing import Any
+from zlib import crc32
+
+from ddpdoctor.probe.runtime import rank
+from ddpdoctor.probe.runtime.events import Observer
+from ddpdoctor.probe.runtime.rank import RankState
+from ddpdoctor.run.records.base import encode
+from ddpdoctor.run.records.training import GeneratorState, RandomRecord
+
+FIRST, LAST = 3, 8  # forwards of a rank at which generators are read
+WORKER_BATCHES = 3  # batches of a worker after which it writes
+MAX_WORKERS = 2  # workers of a loader that write
+MAX_RANKS = 8  # ranks whose workers write
+MAX_GENERATIONS = 2  # workers of the same number that write
+_BLOCK = 624
+
+
+def states(place: str) -> list[GeneratorState]:
+    """Read the generators that the process has loaded."""
+    found: list[GeneratorState] = []
+    torch = sys.modules["torch"]
+    state = torch.default_generator.get_state()
+    if state.numel() >= 24 + 8 * _BLOCK:
+        # struct mt19937_data_pod (2.4 to 2.15): seed, left, seeded, next, and the block.
+        data = state.numpy().tobytes() if "numpy" in sys.modules else bytes(state.tolist())
+        used = struct.unpack_from("<QiiQ", data)[3]
+        found.append(GeneratorState("torch", place, crc32(data[24 : 24 + 8 * _BLOCK]), used))
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None:
+        name, block, used, *_ = numpy.get_state()
+        if name == "MT19937":
+            found.append(GeneratorState("numpy", place, crc32(block.tobytes()), int(used)))
+    python = sys.modules.get("random")
+    if python is not None:
+        numbers = python.getstate()[1]
+        if len(numbers) == _BLOCK + 1:
+            block = crc32(struct.pack(f"<{_BLOCK}I", *numbers[:-1]))
+            found.append(GeneratorState("python", place, block, numbers[-1]))
+    return found
+
+
+class RandomNumbers(Observer):
+    """The generators of a rank."""
+
+    def __init__(self, state: RankState) -> None:
+        super().__init__(state)
+        self._forwards = 0
+        self._drops = False
+        self._states: list[GeneratorState] = []
+
+    def batch_fetched(self, iterator: Any, data: Any) -> None:
+        """Read what the data set left in them."""
+        if self._forwards >= FIRST:
+            self._read("batch")
+
+    def forward_begins(self, ddp: Any, armed: bool) -> None:
+        """Read them before the first draws of the model."""
+        self._forwards += 1
+        if self._forwards == FIRST:
+            self._drops = any("drop" in type(each).__name__.lower() for each in ddp.modules())
+        if self._forwards >= FIRST:
+            self._read("forward")
+
+    def backward_begins(self) -> None:
+        """Read them after the last draws of the loss."""
+        if self._forwards < FIRST:
+            return
+        self._read("backward")
+        if self._forwards >= LAST:
+            self._end()
+
+    def rank_ends(self) -> None:
+        """Write what a rank of a few steps has read."""
+        if self._states:
+            self._end()
+
+    def _read(self, place: str) -> None:
+        budget = self.state.budget
+        if budget.left() <= 0 or len(self._states) > 9 * (LAST - FIRST + 1):
+            # What is missing in between looks like more draws.
+            self._states.clear()
+            self._rest()
+            return
+        with budget.spending():
+            self._states += states(place)
+
+    def _end(self) -> None:
+        number = sys.modules["torch"].distributed.get_rank()
+        self.state.recorder.add(
+            RandomRecord(
+                time=time.time_ns(), rank=number, drops=self._drops, states=tuple(self._states)
+            )
+        )
+        self._states = []
+        self._rest()
+
+    def _rest(self) -> None:
+        self.rest("batch_fetched", "forward_begins", "backward_begins")
+
+
+_batches = 0  # of this process, if it is a loader's worker
+_seen: list[GeneratorState] = []
+
+
+def worker_begins(result: None, fetcher: Any, *args: Any) -> None:
+    """Read the generators of a worker before its first batch. In any other process do nothing."""
+    if rank.active is None and sys.modules["torch"].utils.data.get_worker_info() and not _seen:
+        _seen.extend(states("begin"))
+
+
+def batch_made(result: Any, fetcher: Any, *args: Any) -> None:
+    """Read the generators after a worker's batch, and write what was read of the first ones."""
+    global _batches
+    if rank.active is not None or not _seen or _batches >= WORKER_BATCHES:
+        return
+    _batches += 1
+    _seen.extend(states("batch"))
+    if _batches == WORKER_BATCHES:
+        _write(type(fetcher.dataset).__name__)
+
+
+def _write(dataset: str) -> None:
+    number = rank.environment_int("RANK")
+    worker = sys.modules["torch"].utils.data.get_worker_info().id
+    if number is None or number >= MAX_RANKS or worker >= MAX_WORKERS:
+        return
+    restart = rank.environment_int("TORCHELASTIC_RESTART_COUNT") or 0
+    stem = os.path.join(rank.run_directory(), f"process-worker-{number}-{restart}-{worker}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    for generation in range(MAX_GENERATIONS):
+        try:
+            descriptor = os.open(f"{stem}-{generation}.jsonl", flags, 0o600)
+        except FileExistsError:
+            continue
+        record = RandomRecord(
+            time=time.time_ns(),
+            rank=number,
+            restart=restart,
+            worker=worker,
+            dataset=dataset,
+            generation=generation,
+            states=tuple(_seen),
+        )
+        try:
+            os.write(descriptor, encode(record))
+        finally:
+            os.close(descriptor)
+        return
