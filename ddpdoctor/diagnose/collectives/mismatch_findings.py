@@ -18,6 +18,7 @@ from ddpdoctor.diagnose.collectives.collective_mismatch import (
     alone_by_guard,
     as_nccl_compares,
     comes_after,
+    decided_by,
     mismatch_of_calls,
     mispaired_before,
     rings,
@@ -42,7 +43,10 @@ from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.status import Phase
 
 _SUBJECTS = frozenset((MISPAIRED, ABORT))
-_DECIDE = "Let every rank make the call: what decides on it has to be the same on all ranks."
+_DECIDE = (
+    "Reduce the value that decides over the ranks first (dist.all_reduce), so that all of them "
+    "make the call, or none does."
+)
 _SAME_ORDER = "Let every rank call the same collectives in the same order."
 _MAX_GROUPS = 4  # Groups of ranks that a sentence names
 
@@ -57,7 +61,7 @@ def mismatch_finding(found: Mismatch, steps: int = 0) -> Finding:
     kind, guilty = found.blame.kind, found.guilty
     if kind == "guard":
         return _guarded_finding(found.blame, guilty[0].call, found.evidence)
-    if kind not in ("passed", "alone"):
+    if kind not in ("passed", "alone", "decided"):
         return different_calls_finding(found)
     usual, odd = found.others[0], guilty[0]
     decider = found.blame.decider
@@ -71,10 +75,12 @@ def mismatch_finding(found: Mismatch, steps: int = 0) -> Finding:
             f"{quoted(odd.call.site)}"
         )
     else:
+        under = f"under {quoted(decider)}"
+        if kind == "decided":
+            under = f"where {quoted(decider)} differs between the ranks"
         message = (
-            f"{named(odd.ranks)} alone called {odd.call.what} at {quoted(odd.call.site)}, under "
-            f"{quoted(decider)}, where {named(usual.ranks)} called {usual.call.what} at "
-            f"{quoted(usual.call.site)}"
+            f"{named(odd.ranks)} alone called {odd.call.what} at {quoted(odd.call.site)}, {under}: "
+            f"{named(usual.ranks)} called {usual.call.what} at {quoted(usual.call.site)}"
         )
     return _different(found, message, _DECIDE)
 
@@ -87,7 +93,8 @@ def _different(found: Mismatch, message: str, fix: str) -> Finding:
         moment=max(call.began for call in found.calls.values()),
         severity=Severity.ERROR,
         message=message,
-        ranks=tuple(sorted(found.blame.ranks)),
+        # A value that differs between ranks may be wrong on either side.
+        ranks=tuple(sorted(found.calls if found.blame.kind == "decided" else found.blame.ranks)),
         location=found.blame.location,
         evidence=found.evidence,
         fix=fix,
@@ -175,7 +182,7 @@ def _listed(parts: Iterable[str]) -> str:
 def guarded_call(waits: Sequence[Blocked]) -> Finding | None:
     """Report a call that ranks wait in and that only they made, or that the others skipped."""
     same = same_number(waits)
-    if same is not None and same.blame.kind in ("guard", "passed", "alone"):
+    if same is not None and same.blame.kind in ("guard", "passed", "alone", "decided"):
         return mismatch_finding(same, _closed(same, waits))
     for one in waits:
         skipped = _skipped(one)
@@ -307,8 +314,10 @@ def _comparable(call: Call) -> Call:
 
 def _with_lines(call: Call, rank: RankState) -> Call:
     """Add the lines that led to a call, which a Flight Recorder may lack."""
-    if call.chain:
-        return call
+    known = len(call.chain)
+    if known:
+        same = rank.user_lines[:known] == call.chain
+        return replace(call, above=rank.user_lines[known:]) if same else call
     lines = _lines(rank)
     return replace(call, site=lines[0] if lines else None, callers=tuple(lines[1:]))
 
@@ -406,7 +415,12 @@ def failed_in_different_calls(run: Run) -> Finding | None:
     )
     if guarded is not None:
         return _guarded_finding(guarded, found.inside[min(found.inside)], evidence)
-    return _skipped_backward(run, found, evidence) or _skipped_call(found, evidence, skipped)
+    decider = skipped.location if skipped is not None else None
+    for call in () if skipped is not None else found.inside.values():
+        decider = decider or decided_by(call, next(iter(lines.values()), ()))
+    return _skipped_backward(run, found, evidence) or _skipped_call(
+        found, evidence, decider, skipped is not None
+    )
 
 
 def _failure(run: Run) -> _Failure | None:
@@ -476,20 +490,23 @@ def _error_lines(rank: Rank) -> list[Location]:
     return [at] if at is not None else []
 
 
-def _skipped_call(found: _Failure, evidence: tuple[str, ...], by: Blame | None) -> Finding:
+def _skipped_call(
+    found: _Failure, evidence: tuple[str, ...], decider: Location | None, by_rank: bool
+) -> Finding:
     """Report a call that some ranks made while the others were in DDP's own all-reduce.
 
     Args:
         found: The calls.
         evidence: Which rank was in which call.
-        by: The condition by which the others skipped it, if that is known.
+        decider: The condition that decides on it, if that is known.
+        by_rank: Whether it is one on the rank, by which the others skipped the call.
     """
     inside, elsewhere = sorted(found.inside), found.elsewhere
     call = found.inside[inside[0]]
-    many = len(inside) > len(elsewhere) or by is not None
+    many = len(inside) > len(elsewhere) or by_rank
     few = elsewhere if many else (inside if len(inside) < len(elsewhere) else ())
     who, others = (elsewhere, inside) if many else (inside, elsewhere)
-    at = f", by {quoted(by.location)}" if by is not None else ""
+    at = f", by {quoted(decider)}" if decider is not None else ""
     return Finding(
         code="DDP803",
         about=f"{call.site}",
@@ -500,7 +517,7 @@ def _skipped_call(found: _Failure, evidence: tuple[str, ...], by: Blame | None) 
         f"{quoted(call.site)}{at}, {'in which' if many else 'while'} {_were(others)}"
         + (" when the job failed" if many else " in DDP's own all-reduce, and the job failed"),
         ranks=tuple(sorted(few or (*inside, *elsewhere))),
-        location=by.location if by is not None else call.site,
+        location=decider or call.site,
         evidence=evidence,
         fix=_DECIDE,
     )
