@@ -31,6 +31,7 @@ from ddpdoctor.probe.observers.loaders import Loops
 from ddpdoctor.probe.observers.nonfinite import LocalGradients, Losses
 from ddpdoctor.probe.observers.optimizers import Schedulers, Zeroing
 from ddpdoctor.probe.observers.overhead import Pacing
+from ddpdoctor.probe.observers.own_work import OwnWork
 from ddpdoctor.probe.observers.samples import Samples
 from ddpdoctor.probe.observers.stack_sampling import Profiles
 from ddpdoctor.probe.observers.steps import StepTracker
@@ -40,6 +41,7 @@ from ddpdoctor.probe.runtime import (
     hot,
     rank,
     shield,
+    sites,
     stacks,
     torch_groups,
     watch,
@@ -106,7 +108,7 @@ def become(torch: Any) -> None:
     number, world_size = distributed.get_rank(), distributed.get_world_size()
     local_rank = environment_int("LOCAL_RANK")
     restart = environment_int("TORCHELASTIC_RESTART_COUNT") or 0
-    started = time.time_ns()
+    started, joined = time.time_ns(), sites.caller()
     try:
         page, journal, restart = _open(number, world_size, local_rank, restart, started)
     except OSError as error:
@@ -132,6 +134,8 @@ def become(torch: Any) -> None:
             namespace=namespace(),
             backend=str(distributed.get_backend()),
             kept_timeout=torch_groups.kept_timeout(),
+            timeout=torch_groups.default_timeout(),
+            joined=joined.location if joined.path else None,
             argv=tuple(sys.argv),
             launcher="torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "other",
             versions={
@@ -149,6 +153,7 @@ def become(torch: Any) -> None:
         page.set_cost(state.budget.taken())
 
     recorder.each_second.append(show_cost)
+    recorder.each_second.append(OwnWork(state).look)
     stem = os.path.join(run_directory(), rank_stem(number, restart))
     ring = stem + ".collectives"
     try:

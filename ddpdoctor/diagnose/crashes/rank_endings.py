@@ -121,6 +121,11 @@ _VICTIM = re.compile(
 )
 """Messages of a rank whose peers are gone, the consequence of a failure elsewhere."""
 
+TIMED_OUT = re.compile(
+    r"Timed out waiting (\d+)ms for (?:recv|send)|wait timeout after (\d+)ms|Timeout\(ms\)=(\d+)"
+)
+"""The messages of a collective that was not done within its timeout, in milliseconds."""
+
 _COMMON = re.compile(r"Connection reset by peer|Broken pipe|Socket (?:Timeout|closed)", re.I)
 """Those that a database or a download may print, too."""
 

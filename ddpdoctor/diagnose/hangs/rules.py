@@ -21,6 +21,7 @@ from ddpdoctor.diagnose.crashes.rank_endings import PATIENCE, endings, last_phas
 from ddpdoctor.diagnose.hangs.diagnosis import diagnose
 from ddpdoctor.diagnose.hangs.hang_snapshot import hang_snapshot, seen_waiting
 from ddpdoctor.diagnose.hangs.rank_activity import NEVER_ENDS
+from ddpdoctor.diagnose.hangs.timeouts import outlasted
 from ddpdoctor.diagnose.loops.rules_evaluation import alone_evaluating
 from ddpdoctor.run.records.model import DdpRecord
 from ddpdoctor.run.records.process import ErrorRecord, ExitRecord
@@ -178,6 +179,10 @@ def stands_still(run: Run) -> Iterator[Finding]:
     mismatch = ring_mismatch(run)
     still = hang_snapshot(run)
     hung = diagnose(still, mismatch is not None) if still is not None else []
+    late = outlasted(run)
+    if late is not None and all(each.severity < Severity.ERROR for each in hung):
+        # An examination before that may have found that it works, which is a warning.
+        hung = [late]
     yield from hung
     known = {each.code for each in hung}
     if mismatch is not None:
@@ -202,7 +207,8 @@ class NeverJoined:
     What it finds
         Ranks that wait in a collective, and a rank that never called it: where it is instead, for
         how long, and whether it is idle, computes, reads or writes. With NCCL also a rank whose GPU
-        never came to it, because it is still at work that was queued before.
+        never came to it, because it is still at work that was queued before. In a job that failed,
+        a rank that was at its own work until the timeout of the others.
 
     Why it is bad
         The others wait until their timeout (10 minutes with NCCL, 30 with gloo), and the error then
