@@ -25,7 +25,7 @@ from ddpdoctor.probe.observers.collective_calls import Flight, Ledger
 from ddpdoctor.probe.observers.ddp_modules import Changes, Models, Replicas, Stages
 from ddpdoctor.probe.observers.failures import Checkpoints
 from ddpdoctor.probe.observers.fingerprints import Fingerprints, Independent
-from ddpdoctor.probe.observers.gradients import Edits, Gradients
+from ddpdoctor.probe.observers.gradients import ConstantLosses, Edits, Gradients
 from ddpdoctor.probe.observers.job_launch import LaunchOptions
 from ddpdoctor.probe.observers.loaders import Loops
 from ddpdoctor.probe.observers.nonfinite import LocalGradients, Losses
@@ -187,6 +187,7 @@ def observe(state: RankState) -> None:
     subscribe(optimizers.Optimizers(state, replicas))
     subscribe(Edits(state, replicas))
     subscribe(losses)
+    subscribe(ConstantLosses(state))
     if state.budget.enabled:
         subscribe(Zeroing(state))
         subscribe(LocalGradients(state, losses))

@@ -35,7 +35,9 @@ from ddpdoctor.failures import recognise
 from ddpdoctor.failures.table import TABLE
 from ddpdoctor.run.snapshot import Run
 
-_EXPLAINED_BY = dict.fromkeys(sorted({*APART, *STANDSTILLS, "DDP707", "DDP801"}), ended_by)
+_EXPLAINED_BY = dict.fromkeys(
+    sorted({*APART, *STANDSTILLS, "DDP305", "DDP707", "DDP801"}), ended_by
+)
 """The rules of which the end of an attempt may be the consequence."""
 
 _NATIVE = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)

@@ -10,6 +10,8 @@ from ddpdoctor.core import relations
 from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.formatting import count as counted
 from ddpdoctor.core.formatting import named
+from ddpdoctor.diagnose import STANDSTILLS
+from ddpdoctor.diagnose.gradients.constant_losses import constant_losses, mispairs
 from ddpdoctor.diagnose.gradients.reducer import (
     TWICE,
     Missing,
@@ -24,7 +26,12 @@ from ddpdoctor.run.records.model import BatchNormRecord, FindUnusedRecord
 from ddpdoctor.run.snapshot import Rank, Run
 
 
-@rule("DDP305", "unused-parameters", Severity.ERROR)
+@rule(
+    "DDP305",
+    "unused-parameters",
+    Severity.ERROR,
+    supersedes=dict.fromkeys(("DDP701", "DDP801", *STANDSTILLS), mispairs),
+)
 def unused_parameters(run: Run) -> Iterator[Finding]:
     """Parameters got no gradient in a backward that DDP synchronizes.
 
@@ -32,6 +39,7 @@ def unused_parameters(run: Run) -> Iterator[Finding]:
         The names and modules of parameters that did not take part in the loss, seen in the first
         synchronized backwards, before DDP raises, and later when DDP raises "Expected to have
         finished reduction". Differences between ranks (a branch that only some take) are reported.
+        So is a loss of some ranks only that depends on no parameter, in any step.
 
     Why it is bad
         DDP waits for every gradient of a bucket. If one is missing, the bucket is never reduced:
@@ -40,7 +48,8 @@ def unused_parameters(run: Run) -> Iterator[Finding]:
 
     How to fix it
         Use the parameters in the loss, or freeze them (`requires_grad_(False)`) before DDP is
-        created. If they are unused in some iterations only, set `find_unused_parameters=True`.
+        created. If they are unused in some iterations only, set `find_unused_parameters=True`. A
+        loss without boxes is `prediction.sum() * 0`, not a new zero.
 
     Example
         Wrong: `self.auxiliary = nn.Linear(32, 2)`, which `forward` never calls.
@@ -49,8 +58,9 @@ def unused_parameters(run: Run) -> Iterator[Finding]:
     When it stays silent
         With `find_unused_parameters=True` or `static_graph=True` (unless DDP raises), for frozen
         parameters, inside `no_sync()`, for models outside DDP, and if no parameter of the module
-        got a gradient.
+        got a gradient on any rank.
     """
+    yield from constant_losses(run)
     for missing in missing_gradients(run):
         if not missing.altered:
             yield _unused(run, missing)

@@ -64,6 +64,9 @@ class Observer:
     def backward_begins(self) -> None:
         """A backward pass begins. It has computed no gradient yet."""
 
+    def constant_backward(self) -> None:
+        """A backward that is to be reduced begins with a loss that depends on no parameter."""
+
     def backward_ended(self) -> None:
         """A backward pass ended, and its all-reduces are done."""
 
