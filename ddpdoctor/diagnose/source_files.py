@@ -276,6 +276,12 @@ class Source:
             found = [each for each in found if not self.counts(each)]
         return found[0] if len(found) == 1 else None
 
+    def counts_alike(self, loop: ast.For) -> bool:
+        """Return whether a loop runs over a range, or over a literal."""
+        made = loop.iter
+        names = isinstance(made, ast.Call) and last_name(made.func) == "range"
+        return names or isinstance(made, (ast.List, ast.Tuple, ast.Constant))
+
     def counts(self, statement: ast.stmt) -> bool:
         """Return whether only a count that all ranks share decides on a statement.
 

@@ -453,15 +453,32 @@ def test_conditions_that_are_the_same_on_all_ranks(tmp_path: Path, test: str) ->
     assert found.blame.kind == "none"
 
 
-def test_a_loop_that_may_have_ended(tmp_path: Path) -> None:
-    """After the same call both came before: nothing tells who is early."""
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (("", ""), "ended"),
+        (("in loader", "in range(n)"), "none"),
+        (("train(x)\n", "train(x)\n        if x > 3: break\n"), "none"),
+        (("train(x)\n", "train(x)\n        if x > 3: continue\n"), "none"),
+    ],
+    ids=["loader", "range", "break", "continue"],
+)
+def test_a_loop_that_ended_on_one_rank(tmp_path: Path, change: Any, kind: str) -> None:
+    """After the same call both came before, and nothing else decides."""
     text = "for epoch in range(3):\n    for x in loader:\n        train(x)\n    evaluate(x)\n"
-    script = Script(tmp_path / "train.py", text)
+    script = Script(tmp_path / "train.py", text.replace(*change))
     before = rounds(script, 2, "train", "train", "train", "evaluate")
     before += [script.call(9, "train"), script.call(10, "train")]
     calls = {0: script.call(11, "train"), 1: script.call(11, "evaluate", numel=1)}
     found, verdict = judged(calls, {0: before, 1: before})
-    assert (found.blame.kind, verdict.ranks) == ("none", (0, 1))
+    assert (found.blame.kind, verdict.ranks) == (kind, (1,) if kind == "ended" else (0, 1))
+    if kind == "ended":
+        assert verdict.location == Location(script.path, 2)
+        assert verdict.message == (
+            "the loop at `for x in loader:` train.py:2 ended earlier on rank 1, which called "
+            "all_reduce #11 (1 float, default group) at `evaluate(x)` train.py:4, than on rank 0, "
+            "still in all_reduce #11 (4 floats, default group) at `train(x)` train.py:3"
+        )
 
 
 # -- in words

@@ -15,7 +15,8 @@ from ddpdoctor.run.records.base import JsonObject
 from tests.probe.test_hot_light import Light
 from tests.support.probed import a_rank
 
-NET = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+LINEAR = nn.Linear(4, 4)
+NET = nn.Sequential(LINEAR, nn.ReLU(), nn.Linear(4, 1))
 X = torch.ones(3, 4)
 
 
@@ -29,9 +30,9 @@ LOSSES = {
     "weighted": (lambda: 0.5 * (0 + zero() + zero()), True, True),
     "input": (lambda: (X.clone().requires_grad_() * 2).sum(), True, True),
     "scaled": (lambda: torch.tensor(2.0) * NET(X).mean(), True, False),
-    "beside": (lambda: zero() + NET[0].bias.sum(), True, False),
+    "beside": (lambda: zero() + LINEAR.bias.sum(), True, False),
     "parameter": (lambda: nn.Parameter(torch.ones(())), True, False),
-    "linear": (lambda: nn.functional.mse_loss(NET[0](X), torch.zeros(3, 4)), False, False),
+    "linear": (lambda: nn.functional.mse_loss(LINEAR(X), torch.zeros(3, 4)), False, False),
     "model": (lambda: NET(X).square().mean(), False, False),
     "times zero": (lambda: NET(X).sum() * 0, False, False),
 }

@@ -47,15 +47,15 @@ class Blame:
     Attributes:
         kind: How it is known. They alone passed a ``guard``, they ``passed`` over a call, they
             made one ``alone``, or ``most`` ranks made another one. With ``decided`` a condition on
-            values of the ranks led to the call of those named here. With ``none`` all ranks may be
-            to blame.
+            values of the ranks led to the call of those named here. A loop ``ended`` there before
+            it ended on the others. With ``none`` all ranks may be to blame.
         ranks: Their numbers.
         location: The line to look at.
         guard: The condition on the rank.
         decider: The statement that skipped the call, or the condition of the one made alone.
     """
 
-    kind: Literal["guard", "passed", "alone", "decided", "most", "none"]
+    kind: Literal["guard", "passed", "alone", "decided", "ended", "most", "none"]
     ranks: tuple[int, ...]
     location: Location | None
     guard: Guard | None = None
@@ -188,12 +188,30 @@ def _by_value(one: Group, other: Group, most: bool) -> Blame | None:
         for made, there in ((one, other), (other, one))
         if (found := decided_by(made.call, there.call.lines)) is not None
     }
+    if not deciders:
+        return _by_loop(one, other) or _by_loop(other, one)
     if len(deciders) != 1:
         return None
     (made,), (decider,) = deciders, deciders.values()
     if not most:
         return Blame("decided", made.ranks, decider, decider=decider)
     return Blame("alone" if made is other else "passed", other.ranks, decider, decider=decider)
+
+
+def _by_loop(made: Group, other: Group) -> Blame | None:
+    """Return that a ``for`` ended on the ranks of a group, which came to a call behind it."""
+    at, there = _parting_of(made.call.lines, other.call.lines)
+    source = source_of(at.path) if at is not None else None
+    if at is None or there is None or source is None:
+        return None
+    ended = [each for each in source.around(there.line) if not holds(each, at.line)]
+    # With a loop around both, the other ranks may be in its next round.
+    if not ended or not isinstance(ended[-1], ast.For) or at.line < ended[-1].lineno:
+        return None
+    loop = ended[-1]
+    if source.exits(loop) or source.skips(loop) or source.counts_alike(loop):
+        return None
+    return Blame("ended", made.ranks, Location(at.path, ended[-1].lineno))
 
 
 def decided_by(call: Call, lines: Sequence[Location]) -> Location | None:

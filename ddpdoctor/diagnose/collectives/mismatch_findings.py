@@ -61,6 +61,16 @@ def mismatch_finding(found: Mismatch, steps: int = 0) -> Finding:
     kind, guilty = found.blame.kind, found.guilty
     if kind == "guard":
         return _guarded_finding(found.blame, guilty[0].call, found.evidence)
+    if kind == "ended":
+        ended, rest = guilty[0], found.others[0]
+        return _different(
+            found,
+            f"the loop at {quoted(found.blame.location)} ended earlier on {named(ended.ranks)}, "
+            f"which called {ended.call.what} at {quoted(ended.call.site)}, than on "
+            f"{named(rest.ranks)}, still in {rest.call.what} at {quoted(rest.call.site)}",
+            "Give the loop the same number of rounds on every rank (equal shards, drop_last), or "
+            "wrap it in `with model.join():`.",
+        )
     if kind not in ("passed", "alone", "decided"):
         return different_calls_finding(found)
     usual, odd = found.others[0], guilty[0]
@@ -182,7 +192,7 @@ def _listed(parts: Iterable[str]) -> str:
 def guarded_call(waits: Sequence[Blocked]) -> Finding | None:
     """Report a call that ranks wait in and that only they made, or that the others skipped."""
     same = same_number(waits)
-    if same is not None and same.blame.kind in ("guard", "passed", "alone", "decided"):
+    if same is not None and same.blame.kind in ("guard", "passed", "alone", "decided", "ended"):
         return mismatch_finding(same, _closed(same, waits))
     for one in waits:
         skipped = _skipped(one)

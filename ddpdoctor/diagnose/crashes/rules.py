@@ -36,7 +36,7 @@ from ddpdoctor.failures.table import TABLE
 from ddpdoctor.run.snapshot import Run
 
 _EXPLAINED_BY = dict.fromkeys(
-    sorted({*APART, *STANDSTILLS, "DDP305", "DDP707", "DDP801"}), ended_by
+    sorted({*APART, *STANDSTILLS, "DDP109", "DDP305", "DDP707", "DDP801"}), ended_by
 )
 """The rules of which the end of an attempt may be the consequence."""
 

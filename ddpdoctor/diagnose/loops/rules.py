@@ -10,6 +10,7 @@ from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.formatting import count as counted
 from ddpdoctor.core.formatting import named
 from ddpdoctor.core.relations import (
+    ABORT,
     MISPAIRED,
     STANDSTILL,
     Lapsed,
@@ -27,10 +28,11 @@ from ddpdoctor.diagnose.loops.training_loops import (
     LocalDecision,
     Trace,
     local_decisions,
+    loops_ended_early,
     traces_of,
 )
 from ddpdoctor.diagnose.replicas.differences import Replica, replicas
-from ddpdoctor.diagnose.source_files import source_of
+from ddpdoctor.diagnose.source_files import quoted, source_of
 from ddpdoctor.run.records.process import ErrorRecord
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.status import Phase
@@ -234,6 +236,7 @@ def _step_condition(rank: Rank) -> Location | None:
         "DDP801": relations.same_ranks_afterwards,
         "DDP802": relations.same_ranks_afterwards,
         "DDP803": relations.afterwards,
+        "DDP814": relations.brings_about,
         "DDP815": relations.same_ranks_afterwards,
     },
 )
@@ -265,9 +268,17 @@ def uneven(run: Run) -> Iterator[Finding]:
     When it stays silent
         Inside `join()`. For loops that may stop before the loader ends (`break`, `islice`, `zip`, a
         generator), unless they really leave a rank alone. For evaluation loaders, and for iterable
-        data sets, whose length is not known. DDP801 and DDP803, which follow from it, are not
-        reported as well.
+        data sets, whose length is not known, until a rank waits or failed alone. DDP801 and DDP803,
+        which follow from it, are not reported as well.
     """
+    known = _known_lengths(run)
+    yield from known
+    if not known and not local_decisions(run):
+        yield from map(_ended_finding, loops_ended_early(run))
+
+
+def _known_lengths(run: Run) -> list[Finding]:
+    """Return the finding about loaders whose lengths are known to differ."""
     for passes in matched(run):
         each = list(passes.values())
         counts = {one.rank: one.record.batches for one in each if one.record.batches is not None}
@@ -281,7 +292,7 @@ def uneven(run: Run) -> Iterator[Finding]:
         short = sorted(rank for rank, count in counts.items() if count < many)
         first = passes[short[0]]
         ends = [_ran_out(run, passes[rank]) for rank in short]
-        yield Finding(
+        found = Finding(
             code="DDP109",
             moment=min((end for end in ends if end), default=0),
             about=str(first.made),
@@ -301,7 +312,28 @@ def uneven(run: Run) -> Iterator[Finding]:
             fix="Give all ranks the same number of batches (a DistributedSampler, or drop_last and "
             "equal shards), or wrap the loop in `with model.join():`.",
         )
-        return
+        return [found]
+    return []
+
+
+def _ended_finding(early: LocalDecision) -> Finding:
+    """Make DDP109 of a loop whose loader ended earlier on some ranks."""
+    ranks, others = early.ranks, [each.rank.rank for each in early.others]
+    return Finding(
+        code="DDP109",
+        about=str(early.location),
+        moment=min(each.time for each in early.traces),
+        subjects=frozenset((MISPAIRED, STANDSTILL, ABORT)),
+        severity=Severity.ERROR,
+        message=f"{named(ranks)} ran out of batches before the others: the loop at "
+        f"{quoted(early.location)} ended after {_batches(early.batch or 0)} (step {early.step}), "
+        f"and {named(others)} went on",
+        ranks=ranks,
+        location=early.location,
+        evidence=tuple(_did(each) for each in (*early.traces, *early.others)[:6]),
+        fix="Give all ranks the same number of batches: as many shards or samples for each, a "
+        "stream that repeats with a fixed length, or wrap the loop in `with model.join():`.",
+    )
 
 
 def _ran_out(run: Run, one: Pass) -> int:

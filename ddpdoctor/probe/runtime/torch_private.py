@@ -226,7 +226,7 @@ def is_bare(tensors: Any) -> bool:
 
     ``light.h`` asks the same in light steps. ``next_functions`` lists a node's inputs.
     """
-    node = tensors[0].grad_fn if tensors else None
+    node: Any = tensors[0].grad_fn if tensors else None
     for _ in range(BARE_DEPTH if node is not None else 0):
         edges = node.next_functions
         if not edges:
@@ -240,7 +240,7 @@ def is_bare(tensors: Any) -> bool:
 def reaches_no_parameter(tensors: Any) -> bool:
     """Return whether the graphs of losses are small and hold no parameter of a module."""
     torch: Any = sys.modules["torch"]
-    nodes = [each.grad_fn for each in tensors]
+    nodes: list[Any] = [each.grad_fn for each in tensors]
     if any(isinstance(each, torch.nn.Parameter) for each in tensors):
         return False
     for count, node in enumerate(nodes):
