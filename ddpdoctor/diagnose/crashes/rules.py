@@ -22,6 +22,7 @@ from ddpdoctor.core.relations import (
 )
 from ddpdoctor.core.user_code import Location, user_file
 from ddpdoctor.diagnose import APART, STANDSTILLS
+from ddpdoctor.diagnose.crashes.pending_errors import explains, raised_before_a_wait
 from ddpdoctor.diagnose.crashes.rank_endings import Ending
 from ddpdoctor.diagnose.crashes.rules_attempts import (
     Attempt,
@@ -46,7 +47,12 @@ _FAULT_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 def crashes(run: Run) -> Iterator[Finding]:
     """Judge how each attempt ended."""
+    pending = raised_before_a_wait(run)
+    if pending is not None:
+        yield pending
     for attempt in attempts(run):
+        if attempt.last and pending is not None:
+            continue
         cause, known = attempt.cause, known_failure(attempt)
         if known is not None:
             found = known_finding(attempt, known)
@@ -215,7 +221,14 @@ def register_table() -> None:
             RULES[code] = replace(known, beside=crashes, yields_to=yields_to)
 
 
-@rule("DDP901", "exception", Severity.ERROR, detect=crashes, yields_to=_EXPLAINED_BY)
+@rule(
+    "DDP901",
+    "exception",
+    Severity.ERROR,
+    detect=crashes,
+    supersedes=dict.fromkeys((*APART, *STANDSTILLS, "DDP109", "DDP801"), explains),
+    yields_to=_EXPLAINED_BY,
+)
 class Exception:
     """A rank raised an exception, and the job failed because of it.
 
@@ -224,7 +237,8 @@ class Exception:
         and prints before it exits with an error status, and one in a thread that the main thread
         waits for. If exceptions wrap each other, the innermost one. torchrun's "Root Cause (first
         observed failure)" is the first exit that its agent noticed, often that of a rank that lost
-        its peers.
+        its peers. Also an exception that no end of the process shows yet: a `finally` or `__exit__`
+        calls a collective, in which the rank waits for the others.
 
     Why it is bad
         One rank's exception ends the job on all ranks: they wait for it in a collective until their

@@ -181,6 +181,19 @@ class ShownErrorRecord(ErrorRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PendingErrorRecord(ErrorRecord):
+    """A collective was called while this exception was being handled.
+
+    It may be the end of a ``finally`` or ``with``, which the other ranks do not come to. Written
+    once for each line and kind of exception, at most 16 times per rank.
+    """
+
+    kind = "pending_error"
+
+    called_at: Location | None = None  # The line that called the collective
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OwnStoreRecord(EndOfProcess):
     """A rank connects to a store of the script that no rank opens."""
 
