@@ -60,7 +60,7 @@ def mismatch_finding(found: Mismatch, steps: int = 0) -> Finding:
     """
     kind, guilty = found.blame.kind, found.guilty
     if kind == "guard":
-        return _guarded_finding(found.blame, guilty[0].call, found.evidence)
+        return _guarded_finding(found.blame, guilty[0].call, found.evidence, found.others)
     if kind == "ended":
         ended, rest = guilty[0], found.others[0]
         return _different(
@@ -111,13 +111,16 @@ def _different(found: Mismatch, message: str, fix: str) -> Finding:
     )
 
 
-def _guarded_finding(by: Blame, call: Call, evidence: tuple[str, ...]) -> Finding:
+def _guarded_finding(
+    by: Blame, call: Call, evidence: tuple[str, ...], others: Sequence[Group] = ()
+) -> Finding:
     """Make DDP401.
 
     Args:
         by: The condition on the rank, and the ranks under it.
         call: The call that they made.
         evidence: The calls of the ranks.
+        others: What the other ranks called at that time, if that is known.
     """
     guard, at = by.guard, by.location
     assert guard is not None and at is not None
@@ -131,13 +134,22 @@ def _guarded_finding(by: Blame, call: Call, evidence: tuple[str, ...]) -> Findin
         moment=call.began,
         severity=Severity.ERROR,
         message=f"{named(by.ranks)} alone called {call.what} at {quoted(call.site)}{through}, "
-        f"{under} (line {guard.line}): the other ranks never reach this call",
+        f"{under} (line {guard.line}): {_missing(call, others)}",
         ranks=tuple(sorted(by.ranks)),
         location=at,
         evidence=evidence,
         fix="Call it on every rank of the group: "
         + (f"in front of the `{guard.way}`." if guard.way else "move it out of the branch."),
     )
+
+
+def _missing(call: Call, others: Sequence[Group]) -> str:
+    """Say what the other ranks did instead of a call under a condition on the rank."""
+    for group in others:
+        if group.call.name == call.name and group.call.site != call.site:
+            # Their next call is of the same kind, so that it met this one.
+            return f"it met the {call.name} of {named(group.ranks)} at {brief(group.call.site)}"
+    return "the other ranks never reach this call"
 
 
 def different_calls_finding(found: Mismatch) -> Finding:
@@ -370,6 +382,10 @@ def order_finding(waits: Sequence[Blocked]) -> Finding:
         for one in waits[:4]
     )
     several = len(groups) > 1
+    shown = [call for rank in ranks if (call := rank.under_way or rank.blocked) is not None]
+    if several and len({call.place for call in shown}) < len({call.group for call in shown}):
+        # Groups of the same ranks differ in their names only.
+        listed += f" (groups {' and '.join(call.group for call in shown[:4])} by their names)"
     what = "collectives of different groups" if several else "different collectives"
     return Finding(
         code="DDP804" if several else "DDP803",
@@ -385,6 +401,41 @@ def order_finding(waits: Sequence[Blocked]) -> Finding:
         if several
         else _SAME_ORDER,
     )
+
+
+def point_to_point_finding(ranks: Sequence[RankState]) -> Finding | None:
+    """Report ranks that wait in a send or a recv for each other, or for a rank in a collective."""
+    inside = {rank.rank: rank for rank in ranks if rank.in_collective}
+    ways = {number: call for number, rank in inside.items() if (call := rank.exchange) is not None}
+    for number, call in sorted(ways.items()):
+        peer = inside.get(call.root)
+        if peer is None:
+            continue
+        back = ways.get(call.root)
+        if back is not None and (back.root != number or back.name != call.name):
+            # The peer waits for another rank, or the two fit together.
+            continue
+        both = back is not None
+        where = quoted(back.site if back is not None else peer.waits_at)
+        doing = f"{back.name} with rank {number}" if back is not None else peer.waits_in
+        found = [inside[number], peer]
+        return Finding(
+            code="DDP803",
+            about=f"exchange {call.site}",
+            subjects=_SUBJECTS,
+            moment=call.began,
+            severity=Severity.ERROR,
+            message=f"rank {number} waits in {call.name} with rank {peer.rank} at "
+            f"{quoted(call.site)}, and rank {peer.rank} in {doing} at {where}: neither can end",
+            ranks=tuple(sorted(each.rank for each in found)),
+            location=call.site,
+            evidence=tuple(waiting_line(each) for each in found),
+            fix=f"Let one of the two {'send' if call.name == 'recv' else 'receive'} first, or "
+            "exchange with dist.batch_isend_irecv."
+            if both
+            else f"Let rank {peer.rank} make the call that belongs to this one before it goes on.",
+        )
+    return None
 
 
 def waiting_line(rank: RankState) -> str:
