@@ -18,11 +18,6 @@ from ddpdoctor.run.records.process import ErrorRecord, PendingErrorRecord
 from ddpdoctor.run.snapshot import Rank, Run
 
 
-def explains(cause: Finding, effect: Finding) -> bool:
-    """Return whether the cause is such an exception: then all that the ranks do follows from it."""
-    return STANDSTILL in cause.subjects
-
-
 def raised_before_a_wait(run: Run) -> Finding | None:
     """Report such an exception (DDP901), in a job that hangs for sure or has failed."""
     found = [

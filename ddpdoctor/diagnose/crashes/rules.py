@@ -22,7 +22,8 @@ from ddpdoctor.core.relations import (
 )
 from ddpdoctor.core.user_code import Location, user_file
 from ddpdoctor.diagnose import APART, STANDSTILLS
-from ddpdoctor.diagnose.crashes.pending_errors import explains, raised_before_a_wait
+from ddpdoctor.diagnose.crashes.paths import path_fault
+from ddpdoctor.diagnose.crashes.pending_errors import raised_before_a_wait
 from ddpdoctor.diagnose.crashes.rank_endings import Ending
 from ddpdoctor.diagnose.crashes.rules_attempts import (
     Attempt,
@@ -94,13 +95,16 @@ def _exception(attempt: Attempt, cause: Ending) -> Finding | None:
         )
     if attempt.explained:
         return None
+    path = path_fault(attempt.run, cause) if attempt.last else None
+    fix = "Fix this exception first; failures of other ranks follow from it."
+    if not peers:
+        fix = "Fix this exception."
     return attempt.finding(
         "DDP901",
         cause,
-        f"{cause.name} raised {truncated(cause.text, 200)}{moment(cause)}",
-        "Fix this exception first; failures of other ranks follow from it."
-        if peers
-        else "Fix this exception.",
+        f"{cause.name} raised {truncated(cause.text, 200)}{moment(cause)}"
+        + (path.said if path is not None else ""),
+        path.fix if path is not None else fix,
     )
 
 
@@ -221,14 +225,7 @@ def register_table() -> None:
             RULES[code] = replace(known, beside=crashes, yields_to=yields_to)
 
 
-@rule(
-    "DDP901",
-    "exception",
-    Severity.ERROR,
-    detect=crashes,
-    supersedes=dict.fromkeys((*APART, *STANDSTILLS, "DDP109", "DDP801"), explains),
-    yields_to=_EXPLAINED_BY,
-)
+@rule("DDP901", "exception", Severity.ERROR, detect=crashes, yields_to=_EXPLAINED_BY)
 class Exception:
     """A rank raised an exception, and the job failed because of it.
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.core.formatting import named
-from ddpdoctor.core.relations import ABORT, MISPAIRED, STANDSTILL, same_subject
+from ddpdoctor.core.relations import ABORT, MISPAIRED, STANDSTILL
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.diagnose.source_files import FUNCTIONS, brief, files_of, last_name, quoted, tree_of
 from ddpdoctor.run.records.model import ConstantLossRecord, DdpRecord
@@ -19,10 +19,8 @@ _MAKERS = ("tensor", "scalar_tensor", "zeros", "ones", "full", "empty", "zeros_l
 
 
 def mispairs(cause: Finding, effect: Finding) -> bool:
-    """Return whether the cause makes collectives meet others, and the effect follows from that."""
-    return MISPAIRED in cause.subjects and (
-        effect.code in ("DDP701", "DDP801") or same_subject(cause, effect)
-    )
+    """Return whether the cause makes collectives meet others, after which parameters differ."""
+    return MISPAIRED in cause.subjects
 
 
 def constant_losses(run: Run) -> Iterator[Finding]:

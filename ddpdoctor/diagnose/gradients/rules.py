@@ -10,7 +10,6 @@ from ddpdoctor.core import relations
 from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.formatting import count as counted
 from ddpdoctor.core.formatting import named
-from ddpdoctor.diagnose import STANDSTILLS
 from ddpdoctor.diagnose.gradients.constant_losses import constant_losses, mispairs
 from ddpdoctor.diagnose.gradients.reducer import (
     TWICE,
@@ -26,12 +25,7 @@ from ddpdoctor.run.records.model import BatchNormRecord, FindUnusedRecord
 from ddpdoctor.run.snapshot import Rank, Run
 
 
-@rule(
-    "DDP305",
-    "unused-parameters",
-    Severity.ERROR,
-    supersedes=dict.fromkeys(("DDP701", "DDP801", *STANDSTILLS), mispairs),
-)
+@rule("DDP305", "unused-parameters", Severity.ERROR, supersedes={"DDP701": mispairs})
 def unused_parameters(run: Run) -> Iterator[Finding]:
     """Parameters got no gradient in a backward that DDP synchronizes.
 
