@@ -402,7 +402,10 @@ class Debugging:
             taken = f"port {last} is taken"
             if last != own.debug_port:
                 taken = f"not all of ports {own.debug_port}-{last} are free"
-            self._speaker.note(f"{taken}; debuggers attach at {_span(numbers)} instead")
+            # launch.json and `ddpdoctor attach` have the ports. At the default ones another job
+            # of the machine is usual.
+            if own.debug_port != DEFAULT_PORT:
+                self._speaker.note(f"{taken}; debuggers attach at {_span(numbers)} instead")
             # An editor trusts what it attaches to, which may be another user's at the usual port.
             for port in range(own.debug_port, last + 1):
                 uid = peers.listener(port)

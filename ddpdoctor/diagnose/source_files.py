@@ -208,6 +208,43 @@ class Source:
             if isinstance(node, ast.If) and node.lineno != line
         ]
 
+    def deciding(self, line: int) -> list[tuple[ast.If | ast.While, int, int]]:
+        """Return the conditions of one function that decide whether a line runs, outermost first.
+
+        They are those around the line, and those above it that leave the block around it. Each has
+        the first and the last line that it decides on.
+        """
+        found: list[tuple[ast.If | ast.While, int, int]] = []
+        for node in self._enclosing(line):
+            parent = self._parents.get(node)
+            for name in ("body", "orelse", "finalbody"):
+                block = getattr(parent, name, None)
+                if not isinstance(block, list) or node not in block:
+                    continue
+                first, last = block[0].lineno, block[-1].end_lineno or 0
+                if isinstance(parent, (ast.If, ast.While)) and not isinstance(
+                    parent.test, ast.Constant
+                ):
+                    found.append((parent, first, last))
+                found += [
+                    (each, (each.end_lineno or 0) + 1, last)
+                    for each in block[: block.index(node)]
+                    if isinstance(each, ast.If) and isinstance(each.body[-1], tuple(_WAYS))
+                ]
+        return sorted(found, key=lambda each: each[0].lineno)
+
+    def varies(self, node: ast.If | ast.While) -> bool:
+        """Return whether a condition compares sizes, or tests a name that a loop around it sets."""
+        inside = list(ast.walk(node.test))
+        if any(isinstance(each, (ast.Lt, ast.LtE, ast.Gt, ast.GtE)) for each in inside):
+            return True
+        names = {each.id for each in inside if isinstance(each, ast.Name)}
+        return any(
+            isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store) and each.id in names
+            for loop in self.around(node.lineno)
+            for each in walk_scope(loop.body)
+        )
+
     def scope(self, line: int) -> ast.AST | None:
         """Return the function that a line is in; None at the module's level."""
         node: ast.AST | None = self._statement(line)
@@ -238,6 +275,12 @@ class Source:
         if len(found) > 1:
             found = [each for each in found if not self.counts(each)]
         return found[0] if len(found) == 1 else None
+
+    def counts_alike(self, loop: ast.For) -> bool:
+        """Return whether a loop runs over a range, or over a literal."""
+        made = loop.iter
+        names = isinstance(made, ast.Call) and last_name(made.func) == "range"
+        return names or isinstance(made, (ast.List, ast.Tuple, ast.Constant))
 
     def counts(self, statement: ast.stmt) -> bool:
         """Return whether only a count that all ranks share decides on a statement.

@@ -25,12 +25,19 @@ from ddpdoctor.probe.observers.collective_calls import Flight, Ledger
 from ddpdoctor.probe.observers.ddp_modules import Changes, Models, Replicas, Stages
 from ddpdoctor.probe.observers.failures import Checkpoints
 from ddpdoctor.probe.observers.fingerprints import Fingerprints, Independent
-from ddpdoctor.probe.observers.gradients import Edits, Gradients, LossScale, Outside
+from ddpdoctor.probe.observers.gradients import (
+    ConstantLosses,
+    Edits,
+    Gradients,
+    LossScale,
+    Outside,
+)
 from ddpdoctor.probe.observers.job_launch import LaunchOptions
 from ddpdoctor.probe.observers.loaders import Loops
 from ddpdoctor.probe.observers.nonfinite import LocalGradients, Losses
 from ddpdoctor.probe.observers.optimizers import Schedulers, Zeroing
 from ddpdoctor.probe.observers.overhead import Pacing
+from ddpdoctor.probe.observers.own_work import OwnWork
 from ddpdoctor.probe.observers.random_numbers import RandomNumbers
 from ddpdoctor.probe.observers.samples import Samples
 from ddpdoctor.probe.observers.stack_sampling import Profiles
@@ -41,6 +48,7 @@ from ddpdoctor.probe.runtime import (
     hot,
     rank,
     shield,
+    sites,
     stacks,
     torch_groups,
     watch,
@@ -107,7 +115,7 @@ def become(torch: Any) -> None:
     number, world_size = distributed.get_rank(), distributed.get_world_size()
     local_rank = environment_int("LOCAL_RANK")
     restart = environment_int("TORCHELASTIC_RESTART_COUNT") or 0
-    started = time.time_ns()
+    started, joined = time.time_ns(), sites.caller()
     try:
         page, journal, restart = _open(number, world_size, local_rank, restart, started)
     except OSError as error:
@@ -133,6 +141,8 @@ def become(torch: Any) -> None:
             namespace=namespace(),
             backend=str(distributed.get_backend()),
             kept_timeout=torch_groups.kept_timeout(),
+            timeout=torch_groups.default_timeout(),
+            joined=joined.location if joined.path else None,
             argv=tuple(sys.argv),
             launcher="torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "other",
             versions={
@@ -156,6 +166,7 @@ def become(torch: Any) -> None:
         page.set_cost(state.budget.taken())
 
     recorder.each_second.append(show_cost)
+    recorder.each_second.append(OwnWork(state).look)
     stem = os.path.join(run_directory(), rank_stem(number, restart))
     ring = stem + ".collectives"
     try:
@@ -209,6 +220,7 @@ def observe(state: RankState) -> None:
     subscribe(optimizers.Optimizers(state, replicas))
     subscribe(Edits(state, replicas))
     subscribe(losses)
+    subscribe(ConstantLosses(state))
     if state.budget.enabled:
         subscribe(LossScale(state, replicas))
         subscribe(Outside(state, replicas))

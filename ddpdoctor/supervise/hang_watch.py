@@ -377,7 +377,11 @@ class HangWatch:
         """Take in what the rules found. Returns whether the job hangs for sure."""
         if self._hung is None or self._found is None or self._pending:
             return False
-        found = [each for each in findings if each.code.startswith(_OF_HANGS)]
+        found = [
+            each
+            for each in findings
+            if each.code.startswith(_OF_HANGS) or STANDSTILL in each.subjects
+        ]
         self._said |= bool(found)
         errors = [each for each in found if each.severity >= Severity.ERROR]
         self._by_calls = any(STANDSTILL not in each.subjects for each in errors)

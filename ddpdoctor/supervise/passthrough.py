@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import stat
 import struct
 import termios
 import threading
@@ -20,6 +21,31 @@ TAIL = 1 << 20  # Number of bytes at the end of the job's stderr that are kept
 _OUT = 2
 _CHUNK = 1 << 16
 _PATIENCE = 1.0  # Seconds that ddpdoctor's line waits for the job to complete its own, in a pipe
+
+
+def _is_one_file(one: int, other: int) -> bool:
+    """Return whether two descriptors are of one pipe or file, as with ``2>&1``."""
+    try:
+        first, second = os.fstat(one), os.fstat(other)
+    except OSError:
+        return False
+    return (first.st_dev, first.st_ino) == (second.st_dev, second.st_ino)
+
+
+def _ends_line(file: int) -> bool:
+    """Return whether a file that ends here, or is empty, ends a line.
+
+    What is in a pipe is unknown: an empty line is better than a finding behind half a line of the
+    job's stdout.
+    """
+    try:
+        size = os.fstat(file).st_size
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            return not stat.S_ISFIFO(os.fstat(file).st_mode)
+        with open(f"/proc/self/fd/{file}", "rb", buffering=0) as reader:
+            return not size or os.pread(reader.fileno(), 1, size - 1) == b"\n"
+    except OSError:
+        return True
 
 
 class Passthrough:
@@ -38,6 +64,7 @@ class Passthrough:
 
         self._terminal = os.isatty(_OUT)
         self._stdout_shares = self._terminal and os.isatty(1)
+        self._one_file = not self._terminal and _is_one_file(1, _OUT)
         self._lock = threading.Lock()
         self._tail: deque[bytes] = deque()
         self._tail_size = 0
@@ -197,6 +224,8 @@ class Passthrough:
         elif not self._line_start:
             if not force and waited < _PATIENCE:
                 return
+            self._write(b"\n")
+        elif self._one_file and not _ends_line(_OUT):
             self._write(b"\n")
         self._line_start = True
         while self._pending:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -399,15 +400,85 @@ def test_conditions_on_a_count_that_all_ranks_share(test: str, shared: bool) -> 
     assert _shared(ast.parse(test, mode="eval").body) is shared
 
 
-def test_a_loop_that_may_have_ended(tmp_path: Path) -> None:
-    """After the same call both came before: nothing tells who is early."""
-    text = "for epoch in range(3):\n    for x in loader:\n        train(x)\n    evaluate(x)\n"
+KEEPER = """\
+def save(model):
+    if settings.sharded:
+        gather(model)
+    barrier()
+def keep(model, score):
+    if score >= keeper.best:
+        return
+    save(model)
+def epoch(model):
+    for x in loader:
+        backward(x)
+for number in range(9):
+    epoch(model)
+    if args.evaluate:
+        keep(model, evaluate())
+"""
+
+
+def test_a_condition_on_a_value_of_each_rank(tmp_path: Path) -> None:
+    """Autograd's thread does not know what called backward."""
+    script = Script(tmp_path / "train.py", KEEPER)
+    chain = ("barrier()", "    save(model)", "        keep(model,")
+    barrier = script.call(9, *chain, name="barrier", numel=-1, dtype="", reduce="")
+    backward = script.call(9, "backward(x)")
+    before = rounds(script, 8, "backward(x)")
+    for above in ("    epoch(model)", ""):
+        lines = (Location(script.path, script.line(above)),) if above else ()
+        calls = {0: barrier, 1: replace(backward, above=lines)}
+        found, verdict = judged(calls, {0: before, 1: before})
+        assert (found.blame.kind, verdict.code, verdict.ranks) == ("decided", "DDP803", (0, 1))
+        assert verdict.location == Location(script.path, script.line("if score"))
+        assert verdict.message == (
+            "rank 0 alone called barrier #9 (default group) at `barrier()` train.py:4, where `if "
+            "score >= keeper.best:` train.py:6 differs between the ranks: rank 1 called all_reduce "
+            "#9 (4 floats, default group) at `backward(x)` train.py:11"
+        )
+    # Two of three are right about it.
+    found, verdict = judged({0: barrier, 1: barrier, 2: backward}, dict.fromkeys(range(3), before))
+    assert (found.blame.kind, verdict.ranks) == ("passed", (2,))
+    found, verdict = judged({0: backward, 1: backward, 2: barrier}, dict.fromkeys(range(3), before))
+    assert (found.blame.kind, verdict.ranks) == ("alone", (2,))
+
+
+@pytest.mark.parametrize("test", ["args.save", "scaler is not None", "step % 100 == 0", "True"])
+def test_conditions_that_are_the_same_on_all_ranks(tmp_path: Path, test: str) -> None:
+    text = f"for step, x in data:\n    backward(x)\n    if {test}:\n        barrier()\n"
     script = Script(tmp_path / "train.py", text)
+    calls = {0: script.call(9, "barrier()", numel=9), 1: script.call(9, "backward(x)")}
+    found, _ = judged(calls, dict.fromkeys(range(2), rounds(script, 1, "backward(x)")))
+    assert found.blame.kind == "none"
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (("", ""), "ended"),
+        (("in loader", "in range(n)"), "none"),
+        (("train(x)\n", "train(x)\n        if x > 3: break\n"), "none"),
+        (("train(x)\n", "train(x)\n        if x > 3: continue\n"), "none"),
+    ],
+    ids=["loader", "range", "break", "continue"],
+)
+def test_a_loop_that_ended_on_one_rank(tmp_path: Path, change: Any, kind: str) -> None:
+    """After the same call both came before, and nothing else decides."""
+    text = "for epoch in range(3):\n    for x in loader:\n        train(x)\n    evaluate(x)\n"
+    script = Script(tmp_path / "train.py", text.replace(*change))
     before = rounds(script, 2, "train", "train", "train", "evaluate")
     before += [script.call(9, "train"), script.call(10, "train")]
     calls = {0: script.call(11, "train"), 1: script.call(11, "evaluate", numel=1)}
     found, verdict = judged(calls, {0: before, 1: before})
-    assert (found.blame.kind, verdict.ranks) == ("none", (0, 1))
+    assert (found.blame.kind, verdict.ranks) == (kind, (1,) if kind == "ended" else (0, 1))
+    if kind == "ended":
+        assert verdict.location == Location(script.path, 2)
+        assert verdict.message == (
+            "the loop at `for x in loader:` train.py:2 ended earlier on rank 1, which called "
+            "all_reduce #11 (1 float, default group) at `evaluate(x)` train.py:4, than on rank 0, "
+            "still in all_reduce #11 (4 floats, default group) at `train(x)` train.py:3"
+        )
 
 
 # -- in words

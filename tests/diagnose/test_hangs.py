@@ -424,7 +424,7 @@ def test_groups_that_are_used_in_different_order(tmp_path: Path) -> None:
     assert found.message == (
         "ranks wait for each other in collectives of different groups: rank 0 in all_reduce #1 "
         "(4 floats, group of ranks 0-1) at train.py:10; rank 1 in all_reduce #1 (4 floats, group "
-        "of ranks 0-1) at train.py:20"
+        "of ranks 0-1) at train.py:20 (groups 10 and 20 by their names)"
     )
     assert found.evidence == (
         "rank 0 waits in all_reduce #1 (4 floats, group of ranks 0-1) at train.py:10 for 41 s",

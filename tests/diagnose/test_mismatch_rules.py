@@ -103,8 +103,8 @@ def test_a_barrier_that_some_rank_called_by_its_loss(written: Written, script: P
     (finding,) = failed(written)
     assert (finding.code, finding.ranks) == ("DDP803", (0, 1))
     assert finding.message == (
-        "rank 0 called barrier #1 (default group) at `dist.barrier()` train.py:4, while rank 1 was "
-        "in DDP's own all-reduce, and the job failed"
+        "rank 0 called barrier #1 (default group) at `dist.barrier()` train.py:4, by `if loss < "
+        "best:` train.py:3, while rank 1 was in DDP's own all-reduce, and the job failed"
     )
 
 
@@ -116,8 +116,8 @@ def test_the_smaller_part_of_the_ranks_is_out_of_line(written: Written, script: 
     (finding,) = failed(written)
     assert (finding.code, finding.ranks) == ("DDP803", (0,))
     assert finding.message == (
-        "rank 0 skipped barrier #1 (default group) at `dist.barrier()` train.py:4, in which "
-        "ranks 1 and 2 were when the job failed"
+        "rank 0 skipped barrier #1 (default group) at `dist.barrier()` train.py:4, by `if loss < "
+        "best:` train.py:3, in which ranks 1 and 2 were when the job failed"
     )
 
 

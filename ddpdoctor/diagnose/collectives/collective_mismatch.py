@@ -25,6 +25,9 @@ from ddpdoctor.run.snapshot import Run
 _COUNTED = re.compile(r"(?:.*_)?(step|epoch|iter|count|batch|every|interval|freq|world|i|n|idx)")
 """Names of counters that are equal on all ranks."""
 
+_OPTIONS = re.compile(r"args|cfg|config|conf|opts?|options|hparams|flags|FLAGS|settings")
+"""Names of what holds a job's options."""
+
 _MIN_REPEATS = 2  # Times that one call has to follow another to be taken for the rule
 
 
@@ -43,15 +46,16 @@ class Blame:
 
     Attributes:
         kind: How it is known. They alone passed a ``guard``, they ``passed`` over a call, they
-            made one ``alone``, or ``most`` ranks made another one. With ``none`` all ranks may be
-            to blame.
+            made one ``alone``, or ``most`` ranks made another one. With ``decided`` a condition on
+            values of the ranks led to the call of those named here. A loop ``ended`` there before
+            it ended on the others. With ``none`` all ranks may be to blame.
         ranks: Their numbers.
         location: The line to look at.
         guard: The condition on the rank.
         decider: The statement that skipped the call, or the condition of the one made alone.
     """
 
-    kind: Literal["guard", "passed", "alone", "most", "none"]
+    kind: Literal["guard", "passed", "alone", "decided", "ended", "most", "none"]
     ranks: tuple[int, ...]
     location: Location | None
     guard: Guard | None = None
@@ -87,6 +91,9 @@ def blame(
             claims += _by_course(other, one, orders[one.ranks[0]], most)
         if len(claims) == 1:
             return claims[0]
+        decided = _by_value(one, other, most)
+        if decided is not None:
+            return decided
     if most:
         odd = tuple(sorted(rank for each in groups[1:] for rank in each.ranks))
         return Blame("most", odd, groups[1].call.site)
@@ -172,6 +179,93 @@ def _by_course(
         condition = _condition(made, wanted)
         if condition is not None:
             yield Blame("alone", odd.ranks, odd.call.site, decider=condition)
+
+
+def _by_value(one: Group, other: Group, most: bool) -> Blame | None:
+    """Find the condition on values of the ranks that led to the call of one group only."""
+    deciders = {
+        made: found
+        for made, there in ((one, other), (other, one))
+        if (found := decided_by(made.call, there.call.lines)) is not None
+    }
+    if not deciders:
+        return _by_loop(one, other) or _by_loop(other, one)
+    if len(deciders) != 1:
+        return None
+    (made,), (decider,) = deciders, deciders.values()
+    if not most:
+        return Blame("decided", made.ranks, decider, decider=decider)
+    return Blame("alone" if made is other else "passed", other.ranks, decider, decider=decider)
+
+
+def _by_loop(made: Group, other: Group) -> Blame | None:
+    """Return that a ``for`` ended on the ranks of a group, which came to a call behind it."""
+    at, there = _parting_of(made.call.lines, other.call.lines)
+    source = source_of(at.path) if at is not None else None
+    if at is None or there is None or source is None:
+        return None
+    ended = [each for each in source.around(there.line) if not holds(each, at.line)]
+    # With a loop around both, the other ranks may be in its next round.
+    if not ended or not isinstance(ended[-1], ast.For) or at.line < ended[-1].lineno:
+        return None
+    loop = ended[-1]
+    if source.exits(loop) or source.skips(loop) or source.counts_alike(loop):
+        return None
+    return Blame("ended", made.ranks, Location(at.path, ended[-1].lineno))
+
+
+def decided_by(call: Call, lines: Sequence[Location]) -> Location | None:
+    """Return the condition that led to a call and not to other lines, the outermost that varies.
+
+    It is in the function in which they part, or in one that only the call is in.
+
+    Args:
+        call: The call of one rank.
+        lines: The lines that another rank is at, innermost first.
+    """
+    chain = call.lines
+    at, there = _parting_of(chain, lines)
+    # A condition on the rank either explains the calls, or has a matching call elsewhere.
+    guards = {guard.location for guard, _ in guards_of(chain)}
+    found: list[tuple[bool, Location]] = []
+    for frame in reversed(chain[: chain.index(at) + 1] if at is not None else chain):
+        source = source_of(frame.path)
+        if source is None:
+            continue
+        for each, first, last in source.deciding(frame.line):
+            passed = frame == at and there is not None and first <= there.line <= last
+            decider = Location(frame.path, each.lineno)
+            if passed or decider in guards or _shared(each.test) or _configured(each.test):
+                continue
+            found.append((source.varies(each), decider))
+    varying = [at for varies, at in found if varies]
+    return next(iter(varying or (at for _, at in found)), None)
+
+
+def _parting_of(
+    chain: Sequence[Location], lines: Sequence[Location]
+) -> tuple[Location | None, Location | None]:
+    """Return the lines of the outermost function that two calls are in at different lines."""
+    for at in reversed(chain):
+        source = source_of(at.path)
+        if source is None or at in lines:
+            continue
+        for there in lines:
+            if at.path == there.path and source.scope(at.line) is source.scope(there.line):
+                return at, there
+    return None, None
+
+
+def _configured(test: ast.expr) -> bool:
+    """Return whether a condition only asks for an option, or whether there is an object."""
+    if isinstance(test, ast.BoolOp):
+        return all(map(_configured, test.values))
+    if isinstance(test, ast.UnaryOp):
+        return _configured(test.operand)
+    if isinstance(test, ast.Compare):
+        return all(isinstance(each, (ast.Is, ast.IsNot)) for each in test.ops)
+    roots = [each.id for each in ast.walk(test) if isinstance(each, ast.Name)]
+    return bool(roots) and all(_OPTIONS.fullmatch(each) for each in roots)
 
 
 def _parting(

@@ -18,6 +18,7 @@ from ddpdoctor.diagnose.collectives.collective_mismatch import (
     alone_by_guard,
     as_nccl_compares,
     comes_after,
+    decided_by,
     mismatch_of_calls,
     mispaired_before,
     rings,
@@ -42,7 +43,10 @@ from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.status import Phase
 
 _SUBJECTS = frozenset((MISPAIRED, ABORT))
-_DECIDE = "Let every rank make the call: what decides on it has to be the same on all ranks."
+_DECIDE = (
+    "Reduce the value that decides over the ranks first (dist.all_reduce), so that all of them "
+    "make the call, or none does."
+)
 _SAME_ORDER = "Let every rank call the same collectives in the same order."
 _MAX_GROUPS = 4  # Groups of ranks that a sentence names
 
@@ -56,8 +60,18 @@ def mismatch_finding(found: Mismatch, steps: int = 0) -> Finding:
     """
     kind, guilty = found.blame.kind, found.guilty
     if kind == "guard":
-        return _guarded_finding(found.blame, guilty[0].call, found.evidence)
-    if kind not in ("passed", "alone"):
+        return _guarded_finding(found.blame, guilty[0].call, found.evidence, found.others)
+    if kind == "ended":
+        ended, rest = guilty[0], found.others[0]
+        return _different(
+            found,
+            f"the loop at {quoted(found.blame.location)} ended earlier on {named(ended.ranks)}, "
+            f"which called {ended.call.what} at {quoted(ended.call.site)}, than on "
+            f"{named(rest.ranks)}, still in {rest.call.what} at {quoted(rest.call.site)}",
+            "Give the loop the same number of rounds on every rank (equal shards, drop_last), or "
+            "wrap it in `with model.join():`.",
+        )
+    if kind not in ("passed", "alone", "decided"):
         return different_calls_finding(found)
     usual, odd = found.others[0], guilty[0]
     decider = found.blame.decider
@@ -71,10 +85,12 @@ def mismatch_finding(found: Mismatch, steps: int = 0) -> Finding:
             f"{quoted(odd.call.site)}"
         )
     else:
+        under = f"under {quoted(decider)}"
+        if kind == "decided":
+            under = f"where {quoted(decider)} differs between the ranks"
         message = (
-            f"{named(odd.ranks)} alone called {odd.call.what} at {quoted(odd.call.site)}, under "
-            f"{quoted(decider)}, where {named(usual.ranks)} called {usual.call.what} at "
-            f"{quoted(usual.call.site)}"
+            f"{named(odd.ranks)} alone called {odd.call.what} at {quoted(odd.call.site)}, {under}: "
+            f"{named(usual.ranks)} called {usual.call.what} at {quoted(usual.call.site)}"
         )
     return _different(found, message, _DECIDE)
 
@@ -87,20 +103,24 @@ def _different(found: Mismatch, message: str, fix: str) -> Finding:
         moment=max(call.began for call in found.calls.values()),
         severity=Severity.ERROR,
         message=message,
-        ranks=tuple(sorted(found.blame.ranks)),
+        # A value that differs between ranks may be wrong on either side.
+        ranks=tuple(sorted(found.calls if found.blame.kind == "decided" else found.blame.ranks)),
         location=found.blame.location,
         evidence=found.evidence,
         fix=fix,
     )
 
 
-def _guarded_finding(by: Blame, call: Call, evidence: tuple[str, ...]) -> Finding:
+def _guarded_finding(
+    by: Blame, call: Call, evidence: tuple[str, ...], others: Sequence[Group] = ()
+) -> Finding:
     """Make DDP401.
 
     Args:
         by: The condition on the rank, and the ranks under it.
         call: The call that they made.
         evidence: The calls of the ranks.
+        others: What the other ranks called at that time, if that is known.
     """
     guard, at = by.guard, by.location
     assert guard is not None and at is not None
@@ -114,13 +134,22 @@ def _guarded_finding(by: Blame, call: Call, evidence: tuple[str, ...]) -> Findin
         moment=call.began,
         severity=Severity.ERROR,
         message=f"{named(by.ranks)} alone called {call.what} at {quoted(call.site)}{through}, "
-        f"{under} (line {guard.line}): the other ranks never reach this call",
+        f"{under} (line {guard.line}): {_missing(call, others)}",
         ranks=tuple(sorted(by.ranks)),
         location=at,
         evidence=evidence,
         fix="Call it on every rank of the group: "
         + (f"in front of the `{guard.way}`." if guard.way else "move it out of the branch."),
     )
+
+
+def _missing(call: Call, others: Sequence[Group]) -> str:
+    """Say what the other ranks did instead of a call under a condition on the rank."""
+    for group in others:
+        if group.call.name == call.name and group.call.site != call.site:
+            # Their next call is of the same kind, so that it met this one.
+            return f"it met the {call.name} of {named(group.ranks)} at {brief(group.call.site)}"
+    return "the other ranks never reach this call"
 
 
 def different_calls_finding(found: Mismatch) -> Finding:
@@ -175,7 +204,7 @@ def _listed(parts: Iterable[str]) -> str:
 def guarded_call(waits: Sequence[Blocked]) -> Finding | None:
     """Report a call that ranks wait in and that only they made, or that the others skipped."""
     same = same_number(waits)
-    if same is not None and same.blame.kind in ("guard", "passed", "alone"):
+    if same is not None and same.blame.kind in ("guard", "passed", "alone", "decided", "ended"):
         return mismatch_finding(same, _closed(same, waits))
     for one in waits:
         skipped = _skipped(one)
@@ -307,8 +336,10 @@ def _comparable(call: Call) -> Call:
 
 def _with_lines(call: Call, rank: RankState) -> Call:
     """Add the lines that led to a call, which a Flight Recorder may lack."""
-    if call.chain:
-        return call
+    known = len(call.chain)
+    if known:
+        same = rank.user_lines[:known] == call.chain
+        return replace(call, above=rank.user_lines[known:]) if same else call
     lines = _lines(rank)
     return replace(call, site=lines[0] if lines else None, callers=tuple(lines[1:]))
 
@@ -351,6 +382,10 @@ def order_finding(waits: Sequence[Blocked]) -> Finding:
         for one in waits[:4]
     )
     several = len(groups) > 1
+    shown = [call for rank in ranks if (call := rank.under_way or rank.blocked) is not None]
+    if several and len({call.place for call in shown}) < len({call.group for call in shown}):
+        # Groups of the same ranks differ in their names only.
+        listed += f" (groups {' and '.join(call.group for call in shown[:4])} by their names)"
     what = "collectives of different groups" if several else "different collectives"
     return Finding(
         code="DDP804" if several else "DDP803",
@@ -366,6 +401,41 @@ def order_finding(waits: Sequence[Blocked]) -> Finding:
         if several
         else _SAME_ORDER,
     )
+
+
+def point_to_point_finding(ranks: Sequence[RankState]) -> Finding | None:
+    """Report ranks that wait in a send or a recv for each other, or for a rank in a collective."""
+    inside = {rank.rank: rank for rank in ranks if rank.in_collective}
+    ways = {number: call for number, rank in inside.items() if (call := rank.exchange) is not None}
+    for number, call in sorted(ways.items()):
+        peer = inside.get(call.root)
+        if peer is None:
+            continue
+        back = ways.get(call.root)
+        if back is not None and (back.root != number or back.name != call.name):
+            # The peer waits for another rank, or the two fit together.
+            continue
+        both = back is not None
+        where = quoted(back.site if back is not None else peer.waits_at)
+        doing = f"{back.name} with rank {number}" if back is not None else peer.waits_in
+        found = [inside[number], peer]
+        return Finding(
+            code="DDP803",
+            about=f"exchange {call.site}",
+            subjects=_SUBJECTS,
+            moment=call.began,
+            severity=Severity.ERROR,
+            message=f"rank {number} waits in {call.name} with rank {peer.rank} at "
+            f"{quoted(call.site)}, and rank {peer.rank} in {doing} at {where}: neither can end",
+            ranks=tuple(sorted(each.rank for each in found)),
+            location=call.site,
+            evidence=tuple(waiting_line(each) for each in found),
+            fix=f"Let one of the two {'send' if call.name == 'recv' else 'receive'} first, or "
+            "exchange with dist.batch_isend_irecv."
+            if both
+            else f"Let rank {peer.rank} make the call that belongs to this one before it goes on.",
+        )
+    return None
 
 
 def waiting_line(rank: RankState) -> str:
@@ -406,7 +476,12 @@ def failed_in_different_calls(run: Run) -> Finding | None:
     )
     if guarded is not None:
         return _guarded_finding(guarded, found.inside[min(found.inside)], evidence)
-    return _skipped_backward(run, found, evidence) or _skipped_call(found, evidence, skipped)
+    decider = skipped.location if skipped is not None else None
+    for call in () if skipped is not None else found.inside.values():
+        decider = decider or decided_by(call, next(iter(lines.values()), ()))
+    return _skipped_backward(run, found, evidence) or _skipped_call(
+        found, evidence, decider, skipped is not None
+    )
 
 
 def _failure(run: Run) -> _Failure | None:
@@ -476,20 +551,23 @@ def _error_lines(rank: Rank) -> list[Location]:
     return [at] if at is not None else []
 
 
-def _skipped_call(found: _Failure, evidence: tuple[str, ...], by: Blame | None) -> Finding:
+def _skipped_call(
+    found: _Failure, evidence: tuple[str, ...], decider: Location | None, by_rank: bool
+) -> Finding:
     """Report a call that some ranks made while the others were in DDP's own all-reduce.
 
     Args:
         found: The calls.
         evidence: Which rank was in which call.
-        by: The condition by which the others skipped it, if that is known.
+        decider: The condition that decides on it, if that is known.
+        by_rank: Whether it is one on the rank, by which the others skipped the call.
     """
     inside, elsewhere = sorted(found.inside), found.elsewhere
     call = found.inside[inside[0]]
-    many = len(inside) > len(elsewhere) or by is not None
+    many = len(inside) > len(elsewhere) or by_rank
     few = elsewhere if many else (inside if len(inside) < len(elsewhere) else ())
     who, others = (elsewhere, inside) if many else (inside, elsewhere)
-    at = f", by {quoted(by.location)}" if by is not None else ""
+    at = f", by {quoted(decider)}" if decider is not None else ""
     return Finding(
         code="DDP803",
         about=f"{call.site}",
@@ -500,7 +578,7 @@ def _skipped_call(found: _Failure, evidence: tuple[str, ...], by: Blame | None) 
         f"{quoted(call.site)}{at}, {'in which' if many else 'while'} {_were(others)}"
         + (" when the job failed" if many else " in DDP's own all-reduce, and the job failed"),
         ranks=tuple(sorted(few or (*inside, *elsewhere))),
-        location=by.location if by is not None else call.site,
+        location=decider or call.site,
         evidence=evidence,
         fix=_DECIDE,
     )

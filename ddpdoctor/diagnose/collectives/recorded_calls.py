@@ -45,11 +45,18 @@ class Call:
     started: bool = False  # A GPU was seen to have begun it
     timed: bool = False
     """Its start was recorded on the GPU, so the starts of later calls are recorded as well."""
+    above: tuple[Location, ...] = ()
+    """The lines that led to a backward, which calls from autograd lack, the nearest first."""
 
     @property
     def chain(self) -> tuple[Location, ...]:
         """Its line and those that led to it, innermost first."""
         return (self.site, *self.callers) if self.site is not None else self.callers
+
+    @property
+    def lines(self) -> tuple[Location, ...]:
+        """All lines that are known to have led to it, innermost first."""
+        return (*self.chain, *self.above)
 
     @property
     def numbering(self) -> tuple[str, str]:

@@ -124,6 +124,11 @@ _VICTIM = re.compile(
 )
 """Messages of a rank whose peers are gone, the consequence of a failure elsewhere."""
 
+TIMED_OUT = re.compile(
+    r"Timed out waiting (\d+)ms for (?:recv|send)|wait timeout after (\d+)ms|Timeout\(ms\)=(\d+)"
+)
+"""The messages of a collective that was not done within its timeout, in milliseconds."""
+
 _COMMON = re.compile(r"Connection reset by peer|Broken pipe|Socket (?:Timeout|closed)", re.I)
 """Those that a database or a download may print, too."""
 
@@ -149,7 +154,7 @@ _RAISED = re.compile(r"^(?:.*:)? *raise\b[^\n]*\n(?: *[~^]+ *\n)?[^\s:]+\s*\Z", 
 _IN_WORKER = re.compile(r"Caught \w+ in (DataLoader worker process \d+)")
 
 
-def _is_consequence(record: ErrorRecord) -> bool:
+def is_consequence(record: ErrorRecord) -> bool:
     """Return whether a rank failed only because another had, or because it was asked to stop."""
     name = record.exception
     wrapper = name.rpartition(".")[2] in _WRAPPERS
@@ -173,7 +178,7 @@ def _lost_peer(record: ErrorRecord) -> bool:
     return bool(_OF_TORCH.search(message) or not trace or _THROUGH_TORCH.search(trace))
 
 
-def _in_short(error: ErrorRecord | OuterError) -> str:
+def in_short(error: ErrorRecord | OuterError) -> str:
     """Return an exception with the first line of its message, without C++ source lines.
 
     The socket addresses of gloo are left out as well: it prints ports byte-swapped.
@@ -194,7 +199,7 @@ def _notes_of(record: ErrorRecord) -> Iterator[str]:
         if worker is not None:
             yield f"in {worker[1]}, whose batch was awaited{place}"
         else:
-            yield f"it was raised again as {_in_short(outer)[:160]}{place}"
+            yield f"it was raised again as {in_short(outer)[:160]}{place}"
     if left is not None:
         place = f" at {left.location}" if left.location is not None else ""
         yield f"the script caught it and ended itself by {_exit_text(left)}{place}"
@@ -491,8 +496,8 @@ def _exception(
         rank=rank,
         time=record.time,
         kind="exception",
-        victim=_is_consequence(record),
-        text=_in_short(record),
+        victim=is_consequence(record),
+        text=in_short(record),
         where=_place(record.step, record.collective or record.phase),
         location=record.location,
         traceback=record.traceback,

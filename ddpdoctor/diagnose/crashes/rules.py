@@ -22,6 +22,8 @@ from ddpdoctor.core.relations import (
 )
 from ddpdoctor.core.user_code import Location, user_file
 from ddpdoctor.diagnose import APART, STANDSTILLS
+from ddpdoctor.diagnose.crashes.paths import path_fault
+from ddpdoctor.diagnose.crashes.pending_errors import raised_before_a_wait
 from ddpdoctor.diagnose.crashes.rank_endings import Ending
 from ddpdoctor.diagnose.crashes.rules_attempts import (
     Attempt,
@@ -35,7 +37,9 @@ from ddpdoctor.failures import recognise
 from ddpdoctor.failures.table import TABLE
 from ddpdoctor.run.snapshot import Run
 
-_EXPLAINED_BY = dict.fromkeys(sorted({*APART, *STANDSTILLS, "DDP707", "DDP801"}), ended_by)
+_EXPLAINED_BY = dict.fromkeys(
+    sorted({*APART, *STANDSTILLS, "DDP109", "DDP305", "DDP707", "DDP801"}), ended_by
+)
 """The rules of which the end of an attempt may be the consequence."""
 
 _NATIVE = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
@@ -44,7 +48,12 @@ _FAULT_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 def crashes(run: Run) -> Iterator[Finding]:
     """Judge how each attempt ended."""
+    pending = raised_before_a_wait(run)
+    if pending is not None:
+        yield pending
     for attempt in attempts(run):
+        if attempt.last and pending is not None:
+            continue
         cause, known = attempt.cause, known_failure(attempt)
         if known is not None:
             found = known_finding(attempt, known)
@@ -86,13 +95,16 @@ def _exception(attempt: Attempt, cause: Ending) -> Finding | None:
         )
     if attempt.explained:
         return None
+    path = path_fault(attempt.run, cause) if attempt.last else None
+    fix = "Fix this exception first; failures of other ranks follow from it."
+    if not peers:
+        fix = "Fix this exception."
     return attempt.finding(
         "DDP901",
         cause,
-        f"{cause.name} raised {truncated(cause.text, 200)}{moment(cause)}",
-        "Fix this exception first; failures of other ranks follow from it."
-        if peers
-        else "Fix this exception.",
+        f"{cause.name} raised {truncated(cause.text, 200)}{moment(cause)}"
+        + (path.said if path is not None else ""),
+        path.fix if path is not None else fix,
     )
 
 
@@ -222,7 +234,8 @@ class Exception:
         and prints before it exits with an error status, and one in a thread that the main thread
         waits for. If exceptions wrap each other, the innermost one. torchrun's "Root Cause (first
         observed failure)" is the first exit that its agent noticed, often that of a rank that lost
-        its peers.
+        its peers. Also an exception that no end of the process shows yet: a `finally` or `__exit__`
+        calls a collective, in which the rank waits for the others.
 
     Why it is bad
         One rank's exception ends the job on all ranks: they wait for it in a collective until their

@@ -10,6 +10,7 @@ from ddpdoctor.core import relations
 from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.formatting import count as counted
 from ddpdoctor.core.formatting import named
+from ddpdoctor.diagnose.gradients.constant_losses import constant_losses, mispairs
 from ddpdoctor.diagnose.gradients.reducer import (
     STATIC,
     TWICE,
@@ -40,7 +41,7 @@ LARGE = 0.1
     "unused-parameters",
     Severity.ERROR,
     # Under static_graph=True DDP says that the graph has changed.
-    supersedes={"DDP306": relations.same_ranks_afterwards},
+    supersedes={"DDP306": relations.same_ranks_afterwards, "DDP701": mispairs},
 )
 def unused_parameters(run: Run) -> Iterator[Finding]:
     """Parameters got no gradient in a backward that DDP synchronizes.
@@ -52,6 +53,7 @@ def unused_parameters(run: Run) -> Iterator[Finding]:
         With `find_unused_parameters=True` or `static_graph=True`, parameters that got none in any
         of at least five backwards on any rank (a warning if a collective lost their graph, or if
         they are a tenth of the model; otherwise information).
+        A loss of some ranks only that depends on no parameter is reported in any step.
 
     Why it is bad
         DDP waits for every gradient of a bucket. If one is missing, the bucket is never reduced:
@@ -61,7 +63,8 @@ def unused_parameters(run: Run) -> Iterator[Finding]:
     How to fix it
         Use the parameters in the loss, or freeze them (`requires_grad_(False)`) before DDP is
         created. If they are unused in some iterations only, set `find_unused_parameters=True`. If
-        `dist.all_gather` lost their graph, use `torch.distributed.nn.functional.all_gather`.
+        `dist.all_gather` lost their graph, use `torch.distributed.nn.functional.all_gather`. A loss
+        without boxes is `prediction.sum() * 0`, not a new zero.
 
     Example
         Wrong: `self.auxiliary = nn.Linear(32, 2)`, which `forward` never calls.
@@ -69,8 +72,10 @@ def unused_parameters(run: Run) -> Iterator[Finding]:
 
     When it stays silent
         For frozen parameters, inside `no_sync()`, for models outside DDP, and if no parameter of
-        the module got a gradient. With these options, for parameters that are used now and then.
+        the module got a gradient on any rank. With these options, for parameters that are used now
+        and then.
     """
+    yield from constant_losses(run)
     found = [missing for missing in missing_gradients(run) if not missing.altered]
     for missing in found:
         yield _unused(run, missing)

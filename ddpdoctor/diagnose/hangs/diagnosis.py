@@ -16,6 +16,7 @@ from ddpdoctor.diagnose.collectives.mismatch_findings import (
     different_calls_finding,
     guarded_call,
     order_finding,
+    point_to_point_finding,
     same_number,
     waiting_line,
 )
@@ -180,6 +181,10 @@ def _without_stacks(still: HangSnapshot) -> tuple[str, ...]:
 
 def _of_waits(still: HangSnapshot, mismatched: bool, waits: Sequence[Blocked]) -> Iterator[Finding]:
     first = waits[0]
+    pair = point_to_point_finding(still.ranks)
+    if pair is not None:
+        yield pair
+        return
     alone = guarded_call(waits)
     if alone is not None:
         yield _with_nccl(still, alone)

@@ -187,6 +187,14 @@ class RankState:
         return None
 
     @cached_property
+    def exchange(self) -> Call | None:
+        """The send or recv that it is in; its ``root`` is the peer."""
+        last = self.evidence.collectives[-1] if self.evidence.collectives else None
+        if last is None or not last.point_to_point or last.ended or last.asynchronous:
+            return None
+        return from_ring(last) if self.phase == Phase.WAIT.label else None
+
+    @cached_property
     def pending(self) -> Call | None:
         """The first collective that is not done, by its Flight Recorder."""
         return first_pending(self.flight or ())

@@ -17,10 +17,13 @@ from ddpdoctor.diagnose.collectives.mismatch_findings import (
     failed_in_different_calls,
     mismatch_finding,
 )
+from ddpdoctor.diagnose.crashes.pending_errors import raised_before_a_wait
 from ddpdoctor.diagnose.crashes.rank_endings import PATIENCE, endings, last_phase
+from ddpdoctor.diagnose.gradients.constant_losses import constant_losses
 from ddpdoctor.diagnose.hangs.diagnosis import diagnose
 from ddpdoctor.diagnose.hangs.hang_snapshot import hang_snapshot, seen_waiting
 from ddpdoctor.diagnose.hangs.rank_activity import NEVER_ENDS
+from ddpdoctor.diagnose.hangs.timeouts import outlasted
 from ddpdoctor.diagnose.loops.rules_evaluation import alone_evaluating
 from ddpdoctor.run.records.model import DdpRecord
 from ddpdoctor.run.records.process import ErrorRecord, ExitRecord
@@ -64,6 +67,8 @@ def left_early(run: Run) -> Iterator[Finding]:
         or skipped a step (DDP403), or loaders of different length (DDP109).
     """
     ranks = run.last
+    if _is_explained(run):
+        return
     failures = {each.rank: each for each in endings(run, run.restarts[-1])}
     if any(not each.victim and each.kind != "abort-at-exit" for each in failures.values()):
         return
@@ -175,9 +180,15 @@ def _wish(rank: Rank) -> str:
 
 def stands_still(run: Run) -> Iterator[Finding]:
     """Judge a hang, and collectives that differ between ranks whether or not the job hangs."""
+    if _is_explained(run):
+        return
     mismatch = ring_mismatch(run)
     still = hang_snapshot(run)
     hung = diagnose(still, mismatch is not None) if still is not None else []
+    late = outlasted(run)
+    if late is not None and all(each.severity < Severity.ERROR for each in hung):
+        # An examination before that may have found that it works, which is a warning.
+        hung = [late]
     yield from hung
     known = {each.code for each in hung}
     if mismatch is not None:
@@ -188,6 +199,15 @@ def stands_still(run: Run) -> Iterator[Finding]:
     failed = failed_in_different_calls(run)
     if failed is not None and failed.code not in known:
         yield failed
+
+
+def _is_explained(run: Run) -> bool:
+    """Return whether a rank raised, or reduced nothing, before: DDP901 or DDP305 reports that.
+
+    Relations between the rules cannot: the ends of jobs, which have these codes, too, follow from
+    standstills.
+    """
+    return raised_before_a_wait(run) is not None or any(constant_losses(run))
 
 
 def _lapses(finding: Finding, run: Run) -> Lapsed | None:
@@ -202,7 +222,8 @@ class NeverJoined:
     What it finds
         Ranks that wait in a collective, and a rank that never called it: where it is instead, for
         how long, and whether it is idle, computes, reads or writes. With NCCL also a rank whose GPU
-        never came to it, because it is still at work that was queued before.
+        never came to it, because it is still at work that was queued before. In a job that failed,
+        a rank that was at its own work until the timeout of the others.
 
     Why it is bad
         The others wait until their timeout (10 minutes with NCCL, 30 with gloo), and the error then

@@ -10,6 +10,7 @@ from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.formatting import count as counted
 from ddpdoctor.core.formatting import named
 from ddpdoctor.core.relations import (
+    ABORT,
     MISPAIRED,
     STANDSTILL,
     Lapsed,
@@ -28,10 +29,11 @@ from ddpdoctor.diagnose.loops.training_loops import (
     LocalDecision,
     Trace,
     local_decisions,
+    loops_ended_early,
     traces_of,
 )
 from ddpdoctor.diagnose.replicas.differences import Replica, replicas
-from ddpdoctor.diagnose.source_files import source_of
+from ddpdoctor.diagnose.source_files import quoted, source_of
 from ddpdoctor.run.records.process import ErrorRecord
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.status import Phase
@@ -268,6 +270,7 @@ def _step_condition(rank: Rank) -> Location | None:
         "DDP801": relations.same_ranks_afterwards,
         "DDP802": relations.same_ranks_afterwards,
         "DDP803": relations.afterwards,
+        "DDP814": relations.brings_about,
         "DDP815": relations.same_ranks_afterwards,
     },
 )
@@ -301,9 +304,19 @@ def uneven(run: Run) -> Iterator[Finding]:
     When it stays silent
         Inside `join()`. For loops that may stop before the loader ends (`break`, `islice`, `zip`, a
         generator), unless they really leave a rank alone. For evaluation loaders, and for iterable
-        data sets, whose length is not known. DDP801 and DDP803, which follow from it, are not
-        reported as well.
+        data sets, whose length is not known, until a rank waits or failed alone. DDP801 and DDP803,
+        which follow from it, are not reported as well.
     """
+    known = _known_lengths(run)
+    yield from known
+    if known or local_decisions(run):
+        return
+    early = [_ended_finding(each) for each in loops_ended_early(run)]
+    yield from early or (_fewer_finding(each) for each in left_by_hand(run) if each.kind == "ended")
+
+
+def _known_lengths(run: Run) -> list[Finding]:
+    """Return the finding about loaders whose lengths are known to differ."""
     for passes in matched(run):
         counts = _uneven_counts(run, passes)
         if not counts:
@@ -312,7 +325,7 @@ def uneven(run: Run) -> Iterator[Finding]:
         short = sorted(rank for rank, count in counts.items() if count < many)
         first = passes[short[0]]
         ends = [_ran_out(run, passes[rank]) for rank in short]
-        yield Finding(
+        found = Finding(
             code="DDP109",
             moment=min((end for end in ends if end), default=0),
             about=str(first.made),
@@ -332,8 +345,8 @@ def uneven(run: Run) -> Iterator[Finding]:
             fix="Give all ranks the same number of batches (a DistributedSampler, or drop_last and "
             "equal shards), or wrap the loop in `with model.join():`.",
         )
-        return
-    yield from (_fewer_finding(each) for each in left_by_hand(run) if each.kind == "ended")
+        return [found]
+    return []
 
 
 def _uneven_counts(run: Run, passes: Passes) -> dict[int, int]:
@@ -361,6 +374,26 @@ def _fewer_finding(found: LeftByHand) -> Finding:
         evidence=_began(found),
         fix="Give all ranks the same number of iterations: cut them to the smallest "
         "(dist.all_reduce with MIN), or wrap the loop in `with model.join():`.",
+    )
+
+
+def _ended_finding(early: LocalDecision) -> Finding:
+    """Make DDP109 of a loop whose loader ended earlier on some ranks."""
+    ranks, others = early.ranks, [each.rank.rank for each in early.others]
+    return Finding(
+        code="DDP109",
+        about=str(early.location),
+        moment=min(each.time for each in early.traces),
+        subjects=frozenset((MISPAIRED, STANDSTILL, ABORT)),
+        severity=Severity.ERROR,
+        message=f"{named(ranks)} ran out of batches before the others: the loop at "
+        f"{quoted(early.location)} ended after {_batches(early.batch or 0)} (step {early.step}), "
+        f"and {named(others)} went on",
+        ranks=ranks,
+        location=early.location,
+        evidence=tuple(_did(each) for each in (*early.traces, *early.others)[:6]),
+        fix="Give all ranks the same number of batches: as many shards or samples for each, a "
+        "stream that repeats with a fixed length, or wrap the loop in `with model.join():`.",
     )
 
 

@@ -349,7 +349,7 @@ SOON = 3
 class LocalDecision:
     """A decision that some ranks took alone."""
 
-    kind: Literal["skipped", "left", "stopped"]
+    kind: Literal["skipped", "left", "stopped", "ended"]
     traces: tuple[Trace, ...]
     """Their loop."""
     others: tuple[Trace, ...]
@@ -370,6 +370,22 @@ def local_decisions(run: Run, *, suspected: bool = False) -> list[LocalDecision]
 
     Include those that may do no harm yet only if they are to be ``suspected``.
     """
+    found = (
+        next(case.skipped_or_left(), None) or case.stopped() for case in _cases(run, suspected)
+    )
+    return [each for each in found if each is not None]
+
+
+def loops_ended_early(run: Run) -> list[LocalDecision]:
+    """Return the first loop in each DDP group whose loader had fewer batches on some ranks.
+
+    The others still train in it, or failed there, and nothing else explains that.
+    """
+    found = (next(case.ended(), None) for case in _cases(run, False))
+    return [each for each in found if each is not None]
+
+
+def _cases(run: Run, suspected: bool) -> Iterator[_Case]:
     restart = run.restarts[-1]
     ends = {each.rank: each for each in endings(run, restart)}
     cause = first_failure(run, restart)
@@ -381,13 +397,9 @@ def local_decisions(run: Run, *, suspected: bool = False) -> list[LocalDecision]
         for rank in run.last
         for record in rank.records.of(DdpRecord)
     )
-    cases = (
-        _Case(run, tuple(ranks[each] for each in group), ends, limit, suspected)
-        for group in groups
-        if len(group) > 1
-    )
-    found = (next(case.skipped_or_left(), None) or case.stopped() for case in cases)
-    return [each for each in found if each is not None]
+    for group in groups:
+        if len(group) > 1:
+            yield _Case(run, tuple(ranks[each] for each in group), ends, limit, suspected)
 
 
 @dataclass
@@ -410,6 +422,32 @@ class _Case:
 
     def skipped_or_left(self) -> Iterator[LocalDecision]:
         """Yield decisions within a loop that ranks of the group began after as many steps."""
+        for members, place in self._loops():
+            decision = self._skipped(members, place) or self._left(members, place)
+            if decision is not None:
+                yield decision
+
+    def ended(self) -> Iterator[LocalDecision]:
+        """Yield loops that ended by themselves after fewer batches than other ranks trained on."""
+        for members, place in self._loops():
+            top = max(each.reached or 0 for each in members)
+            few = [
+                each
+                for each in members
+                if each.state == "ended"
+                and each.recorded_end
+                and (each.fetched or 0) < top
+                and each.time <= self.limit
+            ]
+            more = [each for each in members if each not in few]
+            if few and more and self._collapsed(few, more):
+                first = min(few, key=lambda each: each.fetched or 0)
+                ranks, step = tuple(few), first.step
+                at = place.location
+                yield LocalDecision("ended", ranks, tuple(more), place, at, step, first.fetched)
+
+    def _loops(self) -> Iterator[tuple[list[Trace], LoopPlace]]:
+        """Yield the loops that ranks began after as many steps and in which they differ."""
         shared: dict[tuple[object, ...], list[Trace]] = {}
         for traces in self.traces.values():
             for each in traces:
@@ -422,9 +460,7 @@ class _Case:
                 continue
             place = place_of(members[0].frames)
             if place is not None:
-                decision = self._skipped(members, place) or self._left(members, place)
-                if decision is not None:
-                    yield decision
+                yield members, place
 
     def _skipped(self, members: list[Trace], place: LoopPlace) -> LocalDecision | None:
         for trace in members:

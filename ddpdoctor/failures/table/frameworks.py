@@ -9,8 +9,9 @@ FRAMEWORKS = (
         Known("DDP938", "changed-in-place", Weight.CAUSE, "1.7 to 2.13; pytorch#22095"),
         r"modified by an inplace operation",
         says="changed a tensor in place that the backward pass still needs",
-        fix="Under DDP with several forwards before a backward: broadcast_buffers=False (BatchNorm's "
-        "buffers are overwritten), or one forward. Else torch.autograd.set_detect_anomaly(True).",
+        fix="Under DDP with several forwards before a backward, in which BatchNorm's buffers are "
+        "overwritten: one forward, or forward_sync_buffers=False (before torch 2.13 "
+        "broadcast_buffers=False). Else torch.autograd.set_detect_anomaly(True).",
         examples=(
             "RuntimeError: one of the variables needed for gradient computation has been modified by an inplace operation: [torch.cuda.FloatTensor [64]] is at version 4; expected version 3 instead.",
         ),
@@ -19,10 +20,10 @@ FRAMEWORKS = (
             "autograd's exception about an in-place operation.",
             "DDP writes rank 0's buffers into the model at each forward. With two forwards before a "
             "backward (a GAN, a siamese net), BatchNorm's saved statistics are overwritten.",
-            "`DDP(model, broadcast_buffers=False)`, SyncBatchNorm, or one forward on the "
-            "concatenated batch. Without DDP in the traceback: replace `x += y` by `x = x + y`.",
+            "`DDP(model, forward_sync_buffers=False)` (before torch 2.13 `broadcast_buffers=False`), "
+            "SyncBatchNorm, or one forward on the concatenated batch. Without DDP in the traceback: replace `x += y` by `x = x + y`.",
             "Wrong: `loss(ddp(a), ddp(b)).backward()` with BatchNorm.\n"
-            "Right: `DDP(model, broadcast_buffers=False)`",
+            "Right: `DDP(model, forward_sync_buffers=False)`",
             "While nothing is changed in place.",
         ),
     ),

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from sys import exc_info
 from types import ModuleType
 from typing import Any
 
@@ -154,6 +155,8 @@ def _install_compiled(c10d: ModuleType, name: str) -> bool:
     def call(*args: Any, **kwargs: Any) -> Any:
         if rank.is_tracing():
             return original(*args, **kwargs)
+        if exc_info()[1] is not None:
+            failures.collective_called(name)
         try:
             return followed(args, kwargs)
         except BaseException as error:
@@ -197,6 +200,8 @@ def _begin(name: str, bind: Callable[..., Call]) -> Callable[..., object]:
         if tracker is None:
             return None
         if tracker.phase != _WAIT:
+            if exc_info()[1] is not None:
+                failures.collective_called(name)
             chain = lines.sites()
             if tracker.enter(_WAIT, chain[0]):
                 tracker.collective = name

@@ -153,7 +153,10 @@ def _backward_begins(tensors: Any, *args: Any, accumulate_grad: bool = False, **
     site = _backs.sites()[0]
     if not tracker.enter(_BACKWARD, site):
         return None
+    reduced = tracker.reduced
     tracker.backward_begins(site)
+    if tracker.reduced != reduced and torch_private.is_bare(tensors):
+        _look_at_graph(tensors)
     if loss is not None:
         tracker.step.loss = loss
         # Only a finite number less itself is 0.
@@ -164,6 +167,12 @@ def _backward_begins(tensors: Any, *args: Any, accumulate_grad: bool = False, **
     if began:
         tracker.spent += clock() - began
     return tracker
+
+
+@shield.shielded
+def _look_at_graph(tensors: Any) -> None:
+    if torch_private.reaches_no_parameter(tensors):
+        emit(Observer.constant_backward)
 
 
 def _backward_ended(tracker: Any, result: Any, error: BaseException | None) -> None:

@@ -25,6 +25,7 @@ from ddpdoctor.run.records.process import (
     ErrorRecord,
     ExitRecord,
     OuterError,
+    PendingErrorRecord,
     ResourceFacts,
     ShownErrorRecord,
     ThreadErrorRecord,
@@ -427,6 +428,24 @@ def printed(*args: Any, **kwargs: Any) -> None:
         return
     if _shown is None or _shown[0] != id(error) or time.time_ns() - _shown[1].time > _SAME:
         _shown = id(error), _placed(_in_words(error), error)
+
+
+MAX_PENDING = 16  # kinds of exceptions, and lines, at which a rank calls collectives meanwhile
+
+
+@shield.shielded
+def collective_called(name: str) -> None:
+    """Record the exception that is being handled while a collective is called."""
+    error, state = sys.exc_info()[1], rank.current()
+    if state is None or error is None or not _is_failure(error) or not state.tracker.is_here():
+        return
+    site = caller()
+    once = ("pending", type(error).__name__, site.path, site.line)
+    if isinstance(error, StopIteration) or not state.may_add(PendingErrorRecord, MAX_PENDING, once):
+        return
+    values = {**_values(_placed(_in_words(error), error)), "collective": name}
+    # Native code may end the process in that call.
+    state.recorder.add_now(PendingErrorRecord(**values, called_at=site.location))
 
 
 def _is_failure(error: BaseException) -> bool:

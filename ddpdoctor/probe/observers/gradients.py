@@ -30,10 +30,11 @@ from ddpdoctor.probe.runtime import sites, torch_private
 from ddpdoctor.probe.runtime.budget import clock
 from ddpdoctor.probe.runtime.events import Observer, before_step
 from ddpdoctor.probe.runtime.rank import RankState
-from ddpdoctor.probe.runtime.sites import NOWHERE, Site
+from ddpdoctor.probe.runtime.sites import NOWHERE, Site, caller
 from ddpdoctor.run.records.model import (
     BatchNormRecord,
     ClipRecord,
+    ConstantLossRecord,
     EditRecord,
     FindUnusedRecord,
     GradientlessParameter,
@@ -65,6 +66,7 @@ NO_BACKWARD = "no backward"
 OUTSIDE = "outside"
 """The cause if parameters belong to no DDP module."""
 
+MAX_CONSTANT_LOSSES = 16  # backwards with a loss that depends on no parameter
 MEASURED = 4  # parameters whose norms are recorded at a time
 DENSE_UNREDUCED = 10  # times that each kind of unreduced gradient is measured; then powers of two
 MAX_UNREDUCED = 256  # the last of these
@@ -778,3 +780,16 @@ class Edits(Observer):
     def rank_ends(self) -> None:
         """Record that clipping has stopped."""
         self._note_stop(self.state.tracker.steps - 1)
+
+
+# -- losses that depend on no parameter
+
+
+class ConstantLosses(Observer):
+    """Backwards of one rank that DDP was to reduce and that reach no parameter."""
+
+    def constant_backward(self) -> None:
+        """Record the step."""
+        tracker = self.state.tracker
+        record = ConstantLossRecord(step=tracker.steps, backward=tracker.reduced, **caller().place)
+        self.state.add(record, MAX_CONSTANT_LOSSES)

@@ -101,7 +101,8 @@ PyMODINIT_FUNC PyInit__hot(void)
         {&s_step_ended, "step_ended"}, {&s_calls, "calls"}, {&s_dtype, "dtype"},
         {&s_shape, "shape"}, {&s_like, "like"}, {&s_returned, "returned"},
         {&s_carry, "carried_enough"}, {&s_compiling, "_is_compiling_flag"}, {&s_empty, ""},
-        {&s_qualname, "__qualname__"}, {&h_forward, "ddp.forward"},
+        {&s_qualname, "__qualname__"}, {&s_grad_fn, "grad_fn"},
+        {&s_next_functions, "next_functions"}, {&s_variable, "variable"}, {&h_forward, "ddp.forward"},
         {&h_backward, "backward"}, {&h_optimizer, "optimizer"}, {&h_collectives, "collectives"},
         {&h_ring, "collectives.ring"},
     };

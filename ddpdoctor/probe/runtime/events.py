@@ -67,6 +67,9 @@ class Observer:
     def graph_begins(self, loss: Any) -> None:
         """A backward is about to begin with a loss, as it was before a GradScaler scaled it."""
 
+    def constant_backward(self) -> None:
+        """A backward that is to be reduced begins with a loss that depends on no parameter."""
+
     def backward_ended(self) -> None:
         """A backward pass ended, and its all-reduces are done."""
 

@@ -41,12 +41,18 @@ class RankState:
             most: How many of its kind are written, the first ones.
             once: Its subject, for which only one record is written.
         """
-        count = self._written.get(type(record), 0)
+        if not self.may_add(type(record), most, once):
+            return False
+        self.recorder.add(record)
+        return True
+
+    def may_add(self, kind: type[Record], most: int, once: object = None) -> bool:
+        """Count a record of a kind. Return False if it is one too many, or known."""
+        count = self._written.get(kind, 0)
         if count >= most or (once is not None and once in self._known):
             return False
-        self._written[type(record)] = count + 1
+        self._written[kind] = count + 1
         self._known.add(once)
-        self.recorder.add(record)
         return True
 
 

@@ -222,6 +222,15 @@ def kept_timeout() -> float | None:
     return min(found, default=None)
 
 
+def default_timeout() -> float | None:
+    """Return the seconds of the timeout that the job gave its default group, or None."""
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    for backend in backends(c10d) if c10d is not None else ():
+        _, users, _ = _changed_timeouts.get(id(backend), (None, timeout_of(backend), None))
+        return users.total_seconds() if users is not None else None
+    return None
+
+
 def note_backends(backends: list[Any], timeout: timedelta) -> None:
     """Note new backends that were made with `least_timeout` instead of the job's ``timeout``."""
     with _changing:

@@ -236,6 +236,41 @@ def accumulator(parameter: Any) -> Any:
     return function.next_functions[0][0] if function is not None else None
 
 
+BARE_DEPTH = 5  # nodes from a loss to the end of its graph that `is_bare` follows
+_SMALL_GRAPH = 32  # nodes of a graph that are searched for a parameter
+
+
+def is_bare(tensors: Any) -> bool:
+    """Return whether the first loss has no graph, or so small a one that it may reach no parameter.
+
+    ``light.h`` asks the same in light steps. ``next_functions`` lists a node's inputs.
+    """
+    node: Any = tensors[0].grad_fn if tensors else None
+    for _ in range(BARE_DEPTH if node is not None else 0):
+        edges = node.next_functions
+        if not edges:
+            return type(getattr(node, "variable", None)).__name__ != "Parameter"
+        node = edges[0][0]
+        if node is None:
+            return True
+    return bool(tensors) and node is None
+
+
+def reaches_no_parameter(tensors: Any) -> bool:
+    """Return whether the graphs of losses are small and hold no parameter of a module."""
+    torch: Any = sys.modules["torch"]
+    nodes: list[Any] = [each.grad_fn for each in tensors]
+    if any(isinstance(each, torch.nn.Parameter) for each in tensors):
+        return False
+    for count, node in enumerate(nodes):
+        # The list grows by what it reaches.
+        if count >= _SMALL_GRAPH or isinstance(getattr(node, "variable", None), torch.nn.Parameter):
+            return False
+        if node is not None:
+            nodes += [each for each, _ in node.next_functions if each is not None]
+    return True
+
+
 def compiles_autograd() -> bool:
     """Return whether compiled autograd is on, which would trace a hook on a node (2.4 on)."""
     dynamo = sys.modules.get("torch._dynamo")

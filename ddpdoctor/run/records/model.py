@@ -189,6 +189,19 @@ class FindUnusedRecord(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ConstantLossRecord(PlacedRecord):
+    """A backward that DDP was to reduce had a loss that depends on no parameter. At most 16.
+
+    ``path`` and ``line`` are those of the backward.
+    """
+
+    kind = "constant_loss"
+
+    step: int
+    backward: int  # Its number among the reduced backwards of the rank, from 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BatchNormRecord(Record):
     """BatchNorm layers that compute statistics from one rank's batch."""
 

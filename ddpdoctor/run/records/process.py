@@ -29,6 +29,8 @@ class OpenRecord(Record):
     kept_timeout: float | None = None
     """Seconds of the shortest timeout of collectives that cannot be lifted while a debugger holds a
     rank. None if all can."""
+    timeout: float | None = None  # Seconds of the timeout of collectives. None if not known.
+    joined: Location | None = None  # The line that called ``init_process_group``
     argv: tuple[str, ...] = ()
     launcher: str = ""  # ``torchrun`` or ``other``
     versions: dict[str, str] = field(default_factory=dict)
@@ -76,6 +78,18 @@ class EndRecord(Record):
     spent: int = 0  # Nanoseconds that budgeted diagnosis took
     over: int = 0  # Nanoseconds of the period in which it did
     followed: int = 0  # Nanoseconds that following the steps took, estimated from timed ones
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnWorkRecord(Record):
+    """A rank has been outside of all phases for long. At most 64 per rank."""
+
+    kind = "own_work"
+    kept = 64
+
+    time: int
+    since: int  # Time at which the last phase ended
+    frames: tuple[Location, ...]  # The lines that the training thread is at, innermost first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,6 +194,19 @@ class ShownErrorRecord(ErrorRecord):
     """The exception whose traceback was printed last."""
 
     kind = "shown_error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingErrorRecord(ErrorRecord):
+    """A collective was called while this exception was being handled.
+
+    It may be the end of a ``finally`` or ``with``, which the other ranks do not come to. Written
+    once for each line and kind of exception, at most 16 times per rank.
+    """
+
+    kind = "pending_error"
+
+    called_at: Location | None = None  # The line that called the collective
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,8 @@ static PyObject *s_active, *s_page, *s_recorded, *s_site_met, *s_charge, *s_memo
 static PyObject *s_noticing, *s_detail, *s_clock, *s_accumulate_grad, *s_sync, *s_enter;
 static PyObject *s_exit, *s_evaluated, *s_forward_begins, *s_backward_begins, *s_backward_ended;
 static PyObject *s_calls, *s_dtype, *s_shape, *s_like, *s_returned;
-static PyObject *s_carry, *s_compiling, *s_qualname;
+static PyObject *s_carry, *s_compiling, *s_qualname, *s_grad_fn, *s_next_functions;
+static PyObject *s_variable;
 static PyObject *s_step_begins, *s_step_ended, *s_empty, *h_forward, *h_backward, *h_optimizer;
 static PyObject *h_collectives, *h_ring;
 

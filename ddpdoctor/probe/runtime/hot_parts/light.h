@@ -89,6 +89,41 @@ static int light_forward(Phases *rank, PyObject *ddp)
     return done;
 }
 
+enum { BARE_DEPTH = 5 };
+
+/* Whether the leaf at the end of a graph is a parameter. Its node has the tensor. */
+static int of_parameter(PyObject *leaf)
+{
+    PyObject *variable = PyObject_GetAttr(leaf, s_variable);
+    int found = variable != NULL && !strcmp(Py_TYPE(variable)->tp_name, "Parameter");
+    Py_XDECREF(variable);
+    return found;
+}
+
+/* Whether the first loss has no graph, or so small a one that it may reach no parameter, as
+ * torch_private.is_bare. */
+static int is_bare(PyObject *tensors)
+{
+    if (!PyTuple_Check(tensors) || !PyTuple_GET_SIZE(tensors))
+        return 0;
+    PyObject *node = PyObject_GetAttr(PyTuple_GET_ITEM(tensors, 0), s_grad_fn);
+    int bare = node == Py_None;
+    for (int depth = 0; node != NULL && !bare && depth < BARE_DEPTH; depth++) {
+        PyObject *edges = PyObject_GetAttr(node, s_next_functions), *next = NULL;
+        if (edges != NULL && PyTuple_Check(edges)) {
+            PyObject *edge = PyTuple_GET_SIZE(edges) ? PyTuple_GET_ITEM(edges, 0) : NULL;
+            if (edge != NULL && PyTuple_Check(edge) && PyTuple_GET_SIZE(edge))
+                next = Py_NewRef(PyTuple_GET_ITEM(edge, 0));
+            bare = edge == NULL ? !of_parameter(node) : next == Py_None;
+        }
+        Py_XDECREF(edges);
+        Py_XSETREF(node, next);
+    }
+    Py_XDECREF(node);
+    PyErr_Clear();
+    return bare;
+}
+
 /* A call of autograd's engine. */
 static int light_backward(Phases *rank, PyObject *const *args, Py_ssize_t count, PyObject *names)
 {
@@ -98,6 +133,8 @@ static int light_backward(Phases *rank, PyObject *const *args, Py_ssize_t count,
     while (i < keywords && PyUnicode_Compare(PyTuple_GET_ITEM(names, i), s_accumulate_grad))
         i++;
     if (i == keywords || args[count + i] != Py_True)
+        return FOR_PYTHON;
+    if (rank->reduces && count > 0 && is_bare(args[0]))
         return FOR_PYTHON;
     int64_t began = rank->clocked ? cpu_ns() : 0;
     PyObject *site = NULL;

@@ -1,0 +1,74 @@
+"""Find an exception of one rank that a collective in a ``finally`` or ``__exit__`` keeps back."""
+
+from __future__ import annotations
+
+from ddpdoctor.core.finding import Finding, Severity
+from ddpdoctor.core.formatting import named
+from ddpdoctor.core.relations import ABORT, MISPAIRED, STANDSTILL
+from ddpdoctor.diagnose.crashes.rank_endings import (
+    endings,
+    first_failure,
+    in_short,
+    is_consequence,
+    mispaired,
+)
+from ddpdoctor.diagnose.hangs.diagnosis import guilty
+from ddpdoctor.diagnose.source_files import brief, quoted
+from ddpdoctor.run.records.process import ErrorRecord, PendingErrorRecord
+from ddpdoctor.run.snapshot import Rank, Run
+
+
+def raised_before_a_wait(run: Run) -> Finding | None:
+    """Report such an exception (DDP901), in a job that hangs for sure or has failed."""
+    found = [
+        (rank, error)
+        for rank in run.last
+        if (error := _pending(rank)) is not None and not is_consequence(error)
+    ]
+    if not found or len(run.last) < 2:
+        return None
+    # Ranks that all handle the same exception call their collective together.
+    places = {(error.exception, error.location) for _, error in found}
+    if len(found) == len(run.last) and len(places) == 1:
+        return None
+    rank, error = min(found, key=lambda each: each[1].time)
+    restart = run.restarts[-1]
+    cause = first_failure(run, restart)
+    ends = endings(run, restart)
+    if cause is not None and cause.time < error.time:
+        return None
+    own = cause is None or cause.rank == rank.rank or mispaired(run, cause)
+    failed = bool(ends) and own and all(each.time >= error.time for each in ends)
+    if not failed and not guilty(run):
+        return None
+    return _finding(rank, error)
+
+
+def _pending(rank: Rank) -> PendingErrorRecord | None:
+    """Return the exception during which a rank called the collective that it is, or died, in."""
+    pending, status = rank.records.of(PendingErrorRecord), rank.status
+    if not pending or status is None or rank.ended is not None or rank.records.of(ErrorRecord):
+        return None
+    last = pending[-1]
+    there = status.collective == last.collective and status.site == str(last.called_at)
+    return last if there and status.step == last.step else None
+
+
+def _finding(rank: Rank, error: PendingErrorRecord) -> Finding:
+    where = f" in step {error.step}" if error.step is not None else ""
+    return Finding(
+        code="DDP901",
+        about=f"pending {rank.rank}",
+        severity=Severity.ERROR,
+        subjects=frozenset((STANDSTILL, MISPAIRED, ABORT)),
+        message=f"{named([rank.rank])} raised {in_short(error)[:200]}{where}, and called "
+        f"{error.collective} at {quoted(error.called_at)} while that was being handled: the other "
+        "ranks do not come to this call",
+        ranks=(rank.rank,),
+        location=error.location,
+        evidence=(f"the exception waits for {error.collective} at {brief(error.called_at)}",),
+        fix="Fix this exception first. Call no collective in a `finally`, `except` or `__exit__` "
+        "that an exception of one rank leads to.",
+        traceback=error.traceback,
+        moment=error.time,
+    )
