@@ -24,11 +24,11 @@ from ddpdoctor.run.rundir import STDERR
 from ddpdoctor.run.status import PAGE_SIZE
 
 MAX_NODE_RANKS = MAX_RANKS  # Files of ranks and attempts that a node may have
-MAX_PROCESSES = 64  # Journals of failed processes that a node may have
+MAX_PROCESSES = 128  # Journals of failed processes, and of loaders' workers, that a node may have
 MAX_NODE_FILES = 16  # Other files of a node
 
 _NAME = re.compile(r"rank-\d{4,7}\.r\d{1,4}\.(status|jsonl|collectives|fault)")
-_PROCESS = re.compile(r"process-(\d{1,10}\.jsonl)")
+_PROCESS = re.compile(r"process-([a-z0-9-]{1,48}\.jsonl)")
 _GPUS = re.compile(r"gpus-[A-Za-z0-9._-]{1,80}\.json")
 _SIZES = {"status": PAGE_SIZE, "collectives": RING_SIZE, "fault": opening.MOST_TEXT}
 

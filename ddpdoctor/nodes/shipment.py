@@ -41,7 +41,7 @@ NODE = "node.jsonl"  # The name under which they are sent
 
 _RANK = re.compile(r"rank-\d{4,}\.r(\d+)\.(status|jsonl|collectives|fault)$")
 _WHOLE = re.compile(r"gpus-[A-Za-z0-9._-]{1,80}\.json$")
-_PROCESS = re.compile(r"process-\d{1,10}\.jsonl$")
+_PROCESS = re.compile(r"process-[a-z0-9-]{1,48}\.jsonl$")
 _STEP = b'{"kind":"step"'
 _NUMBER = re.compile(rb'"step":(\d+)')
 
