@@ -198,8 +198,8 @@ class Ranks:
         """Called when the ranks of another node have changed; with nothing if all are gone."""
         self._exchange: RankLink | None = None
         """The connection to the process that exchanges records with other nodes."""
-        self._told: dict[str, object] = {}
-        """What the exchange was told last."""
+        self._sent_last: dict[str, object] = {}
+        """What was sent to the exchange last."""
         self._held_elsewhere = False
         """A debugger holds ranks of other nodes."""
 
@@ -291,7 +291,7 @@ class Ranks:
                     slot = await self._hello(link, slot, message)
                 elif message.get("say") == "exchange":
                     self._links.discard(link)
-                    self._exchange, self._told = link, {}
+                    self._exchange, self._sent_last = link, {}
                     self._tell_exchange()
                 elif link is self._exchange:
                     self._message_of_exchange(message)
@@ -404,8 +404,8 @@ class Ranks:
             if slot.link is not None and slot.last_rank is not None
         ]
         for name, value in (("held", self._held), ("ranks", ranks)):
-            if self._exchange is not None and self._told.get(name) != value:
-                self._told[name] = value
+            if self._exchange is not None and self._sent_last.get(name) != value:
+                self._sent_last[name] = value
                 self._exchange.send(name, **{name: value})
 
     def _message_of_exchange(self, message: Message) -> None:

@@ -1,7 +1,7 @@
 """Debuggers across nodes: who holds ranks, and the connections to ranks of other nodes.
 
-Each exchange tells the debug gateway of its own node, at the gateway's control socket, what it
-hears from the other nodes. A debugger connects to a port of the head. The head's gateway passes the
+Each exchange passes on what it hears from other nodes to the debug gateway beside it, at the
+gateway's control socket. A debugger connects to a port of the head. The head's gateway passes the
 connection on to the exchange, and the exchange of the rank's node connects to the gateway there,
 which serves it like a local debugger.
 """
@@ -57,7 +57,7 @@ class _Stream:
     sent: int = 0
     taken: int = 0  # Of the bytes sent, those that the other end has delivered
     received: int = 0
-    told: int = 0  # Of the bytes received and delivered, those that the other end knows of
+    announced: int = 0  # Of the bytes received and delivered, those that the other end knows of
     pending: bytearray = field(default_factory=bytearray)  # Received and not yet delivered
     closing: bool = False  # The other end is closed
 
@@ -75,7 +75,7 @@ class _Node:
     send: Send
     linked: bool = True
     held: bool = False  # A debugger holds ranks there
-    told: bool | None = None  # What it was told last of the other nodes
+    announced: bool | None = None  # What was sent to it last about the other nodes
     ranks: tuple[DebugRank, ...] = ()
 
 
@@ -98,7 +98,7 @@ class DebugRelay:
         self._input = b""
         self._due = 0.0
         self._held = False  # A debugger holds ranks of this node
-        self._told = False  # Whether the gateway was told that ranks of other nodes are held
+        self._announced = False  # Whether the gateway knows that ranks of other nodes are held
         self._ranks: tuple[DebugRank, ...] = ()
 
     def register(self, poller: zmq.Poller) -> None:
@@ -179,11 +179,11 @@ class DebugRelay:
         holding = {number for number, each in self._nodes.items() if each.linked and each.held}
         for number, node in self._nodes.items():
             held = self._held or bool(holding - {number})
-            if node.linked and node.told != held and node.send(Held(held=held), b""):
-                node.told = held
-        if self._gateway is not None and self._told != bool(holding):
-            self._told = bool(holding)
-            self._say("held", held=self._told)
+            if node.linked and node.announced != held and node.send(Held(held=held), b""):
+                node.announced = held
+        if self._gateway is not None and self._announced != bool(holding):
+            self._announced = bool(holding)
+            self._say("held", held=self._announced)
 
     def _tell_head(self) -> None:
         head = self._nodes.get(HEAD)
@@ -201,7 +201,7 @@ class DebugRelay:
             # The run has no debugger.
             gateway.close()
             return
-        self._gateway, self._input, self._told = gateway, b"", False
+        self._gateway, self._input, self._announced = gateway, b"", False
         self._say("exchange")
         for number in self._nodes:
             self._tell_of(number)
@@ -317,10 +317,10 @@ class DebugRelay:
             self._drop(stream)
             return
         delivered = stream.received - len(stream.pending)
-        if delivered - stream.told >= WINDOW // 4:
+        if delivered - stream.announced >= WINDOW // 4:
             taken = StreamTaken(number=stream.number, at=delivered)
             if self._nodes[stream.node].send(taken, b""):
-                stream.told = delivered
+                stream.announced = delivered
         if stream.closing and not stream.pending:
             self._drop(stream)
         elif stream.room > 0:

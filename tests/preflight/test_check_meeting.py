@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from ddpdoctor.preflight.nodes import agreement
 from ddpdoctor.preflight.nodes.reductions import Blame, blame
 from ddpdoctor.preflight.protocol import pairs, wire
+from ddpdoctor.preflight.protocol.connecting import ConnectError, connect
 from ddpdoctor.preflight.protocol.coordinator import Coordinator, listen
 from ddpdoctor.preflight.protocol.joining import (
     CallError,
@@ -220,6 +222,28 @@ def test_a_node_answers_those_of_its_own_check_alone() -> None:
         return [result.outcome for result in others]
 
     assert asyncio.run(talk()) == ["other service", "other service", "refused"]
+
+
+def test_whoever_dials_can_be_cancelled_at_any_moment() -> None:
+    """Node 0 stops looking for itself at the endpoint when all others are done."""
+
+    async def dial(port: int) -> None:
+        while True:
+            with contextlib.suppress(ConnectError):
+                await connect("127.0.0.1", port, 0.0 if port % 2 else 3.0)
+
+    async def run() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        for turns in range(120):
+            dialling = asyncio.ensure_future(dial(port - turns % 2))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            dialling.cancel()
+            await asyncio.wait({dialling}, timeout=10)
+            assert dialling.cancelled()
+
+    asyncio.run(run())
 
 
 # Joining.

@@ -233,7 +233,7 @@ def test_a_rank_that_lacks_more_than_it_skipped_has_fewer_batches(job: Job) -> N
     skipped = job.over("ended", 18, 17, idle=[[5, 5, False]], idled=1)
     job.waits(0, [job.loop()], reduced=20)
     job.ends(1, [job.loop(), *job.sites(), skipped], reduced=17)
-    assert job.codes() == ["DDP801"]
+    assert job.codes() == ["DDP109"]
 
 
 @pytest.mark.parametrize(("status", "expected"), [(None, []), (1, ["DDP403"])])

@@ -376,16 +376,8 @@ def order_finding(waits: Sequence[Blocked]) -> Finding:
     calls = [call for rank in ranks if (call := rank.blocked or rank.under_way) is not None]
     # A rank whose call is not known may be in another group.
     groups = {call.group for call in calls} | ({""} if len(calls) < len(ranks) else set())
-    listed = "; ".join(
-        f"{named([rank.rank for rank in one.waiting])} in {one.what} at "
-        f"{quoted(one.waiting[0].waits_at)}"
-        for one in waits[:4]
-    )
     several = len(groups) > 1
-    shown = [call for rank in ranks if (call := rank.under_way or rank.blocked) is not None]
-    if several and len({call.place for call in shown}) < len({call.group for call in shown}):
-        # Groups of the same ranks differ in their names only.
-        listed += f" (groups {' and '.join(call.group for call in shown[:4])} by their names)"
+    listed = _listed_waits(waits) + (_names_of_groups(ranks) if several else "")
     what = "collectives of different groups" if several else "different collectives"
     return Finding(
         code="DDP804" if several else "DDP803",
@@ -401,6 +393,22 @@ def order_finding(waits: Sequence[Blocked]) -> Finding:
         if several
         else _SAME_ORDER,
     )
+
+
+def _listed_waits(waits: Sequence[Blocked]) -> str:
+    return "; ".join(
+        f"{named([rank.rank for rank in one.waiting])} in {one.what} at "
+        f"{quoted(one.waiting[0].waits_at)}"
+        for one in waits[:4]
+    )
+
+
+def _names_of_groups(ranks: Sequence[RankState]) -> str:
+    """Name the groups of the ranks' calls if only their names tell them apart."""
+    shown = [call for rank in ranks if (call := rank.under_way or rank.blocked) is not None]
+    if len({call.place for call in shown}) == len({call.group for call in shown}):
+        return ""
+    return f" (groups {' and '.join(call.group for call in shown[:4])} by their names)"
 
 
 def point_to_point_finding(ranks: Sequence[RankState]) -> Finding | None:

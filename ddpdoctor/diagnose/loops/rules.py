@@ -281,8 +281,7 @@ def uneven(run: Run) -> Iterator[Finding]:
         A training loop over a loader that has more batches on one rank of a DDP group than on
         another. This is known from the loaders' lengths during the first epoch if the source of the
         loop shows that it takes every batch; otherwise once the rank with more batches waits alone.
-        Without a loader: a `for` without another way out, when some ranks wait in a backward of it
-        and others in a collective behind it.
+        Without a loader: a `for` without another way out that some ranks have left.
 
     Why it is bad
         Every backward is a collective. The rank that ran out of batches continues with something

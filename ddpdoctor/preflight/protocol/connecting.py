@@ -77,26 +77,22 @@ class ProcessClock:
     """Counts the time that this process gets, since a busy machine is not a broken network.
 
     A tick that comes late because other processes have the cores counts as two ticks at most. The
-    clock runs within ``async with``.
+    clock runs within ``with``.
     """
 
-    def __init__(self) -> None:
-        self._seconds = 0.0
-
-    async def __aenter__(self) -> ProcessClock:
-        self._ticking = asyncio.ensure_future(self._tick())
+    def __enter__(self) -> ProcessClock:
+        self._seconds, self._ticked = 0.0, time.monotonic()
+        self._tick()
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        self._ticking.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._ticking
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
 
-    async def _tick(self) -> None:
-        while True:
-            began = time.monotonic()
-            await asyncio.sleep(TICK_S)
-            self._seconds += min(time.monotonic() - began, 2 * TICK_S)
+    def _tick(self) -> None:
+        now = time.monotonic()
+        self._seconds += min(now - self._ticked, 2 * TICK_S)
+        self._ticked = now
+        self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     async def within(self, awaited: Awaitable[T], seconds: float) -> T:
         """Return the result of ``awaited``.
@@ -116,8 +112,11 @@ class ProcessClock:
         finally:
             if not task.done():
                 task.cancel()
-                with contextlib.suppress(asyncio.CancelledError, Exception):
-                    await task
+                # Awaiting the task itself would hide that the caller is cancelled, too.
+                await asyncio.wait({task})
+            if not task.cancelled():
+                # Else asyncio reports an error that was not asked for.
+                task.exception()
 
 
 def _family_of(address: str) -> socket.AddressFamily:
@@ -141,7 +140,7 @@ async def connect(
         ConnectError: There is no connection.
     """
     if clock is None:
-        async with ProcessClock() as clock:
+        with ProcessClock() as clock:
             return await connect(address, port, limit, mss=mss, clock=clock)
     family = _family_of(address)
     try:
@@ -287,7 +286,7 @@ async def proof_in_time(proof: Awaitable[T]) -> T:
     Raises:
         TimeoutError: It took more than :data:`PROOF_SECONDS`.
     """
-    async with ProcessClock() as clock:
+    with ProcessClock() as clock:
         return await clock.within(proof, PROOF_SECONDS)
 
 
@@ -324,7 +323,7 @@ async def echoes(address: str, limit: float) -> bool:
         asking.setblocking(False)
         loop = asyncio.get_running_loop()
         payload = os.urandom(16)
-        async with ProcessClock() as clock:
+        with ProcessClock() as clock:
             for number in range(1, ECHO_TRIES + 1):
                 header = (os.getpid() & 0xFFFF, number)
                 # The kernel computes the checksum of ICMPv6, which includes the addresses.

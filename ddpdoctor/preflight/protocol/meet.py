@@ -36,6 +36,7 @@ LOCAL_TIMEOUT = 10.0
 """The same for an endpoint on localhost, where only nodes of this machine can come."""
 
 POLL_INTERVAL = 0.2
+CANCEL_INTERVAL = 1.0  # Seconds after which a task that goes on is cancelled again
 SCOUT_INTERVAL = 1.0
 OWN_CALLS = 5
 NAMED_NODES = 4  # If more nodes are absent, a person who waits is shown their number
@@ -157,6 +158,19 @@ async def _until_cancelled(situation: Situation) -> Meeting:
     return meeting.result()
 
 
+async def _end(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel tasks, and wait for their end.
+
+    Before Python 3.12, a task that has just got what it waits for misses that it is cancelled.
+    """
+    pending = {*tasks}
+    while pending:
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=CANCEL_INTERVAL)
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def _meet(situation: Situation) -> Meeting:
     began = time.monotonic()
     options = situation.options
@@ -238,9 +252,7 @@ class Participant:
             foreign = () if at_home else addresses
             return replace(await work, holder=True, foreign=foreign)
         finally:
-            for task in (lead, work, scout, reminder):
-                task.cancel()
-            await asyncio.gather(lead, work, scout, reminder, return_exceptions=True)
+            await _end(lead, work, scout, reminder)
             await here.close()
 
     async def _who_listens(self, problem: Problem) -> Problem:

@@ -401,7 +401,7 @@ async def dial_all(targets: Sequence[Target], token: bytes) -> list[Dialled]:
 
     Never raises for what the network does.
     """
-    async with ProcessClock() as clock:
+    with ProcessClock() as clock:
         dialler = _Dialler(token, clock)
         return list(await asyncio.gather(*map(dialler.dial, targets)))
 
