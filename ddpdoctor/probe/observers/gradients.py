@@ -418,6 +418,7 @@ class LossScale(Observer):
     def __init__(self, state: RankState, replicas: Replicas) -> None:
         super().__init__(state)
         self._replicas = replicas
+        self._world_size = sys.modules["torch"].distributed.get_world_size()
         self._looked = 0
         self._divided = 0
 
@@ -456,7 +457,7 @@ class LossScale(Observer):
         self._count(leading, step)
 
     def _count(self, factor: float, step: int) -> None:
-        world = sys.modules["torch"].distributed.get_world_size()
+        world = self._world_size
         if world > 1 and abs(factor * world - 1) < FACTOR_ERROR:
             self._divided += 1
             if self._divided == SCALED_STEPS:

@@ -59,6 +59,8 @@ class RandomNumbers(Observer):
 
     def __init__(self, state: RankState) -> None:
         super().__init__(state)
+        # At the end the job may have destroyed its process group.
+        self._rank = sys.modules["torch"].distributed.get_rank()
         self._forwards = 0
         self._drops = False
         self._states: list[GeneratorState] = []
@@ -100,10 +102,9 @@ class RandomNumbers(Observer):
             self._states += states(place)
 
     def _end(self) -> None:
-        number = sys.modules["torch"].distributed.get_rank()
         self.state.recorder.add(
             RandomRecord(
-                time=time.time_ns(), rank=number, drops=self._drops, states=tuple(self._states)
+                time=time.time_ns(), rank=self._rank, drops=self._drops, states=tuple(self._states)
             )
         )
         self._states = []
