@@ -18,6 +18,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from ddpdoctor.core.user_code import Location
 from ddpdoctor.probe.hooks import collectives, ddp, exits, overrides, training
 from ddpdoctor.probe.hooks.exits import Exits
 from ddpdoctor.probe.observers import buffers, collective_calls, ddp_modules, optimizers
@@ -107,6 +108,17 @@ def start() -> None:
     debugger.install()
 
 
+def _joining_line() -> Location | None:
+    """Return the line of the user's code that joins the process group."""
+    try:
+        site = sites.caller()
+    except Exception as error:
+        # The rank is worth more than this line.
+        shield.fault("joined", error)
+        return None
+    return site.location if site.path else None
+
+
 def become(torch: Any) -> None:
     """Open this rank's files and start recording, unless that happened before."""
     if rank.current() is not None:
@@ -115,7 +127,7 @@ def become(torch: Any) -> None:
     number, world_size = distributed.get_rank(), distributed.get_world_size()
     local_rank = environment_int("LOCAL_RANK")
     restart = environment_int("TORCHELASTIC_RESTART_COUNT") or 0
-    started, joined = time.time_ns(), sites.caller()
+    started, joined = time.time_ns(), _joining_line()
     try:
         page, journal, restart = _open(number, world_size, local_rank, restart, started)
     except OSError as error:
@@ -142,7 +154,7 @@ def become(torch: Any) -> None:
             backend=str(distributed.get_backend()),
             kept_timeout=torch_groups.kept_timeout(),
             timeout=torch_groups.default_timeout(),
-            joined=joined.location if joined.path else None,
+            joined=joined,
             argv=tuple(sys.argv),
             launcher="torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "other",
             versions={
