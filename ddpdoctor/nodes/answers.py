@@ -1,4 +1,4 @@
-"""Answers of a node to questions of the head about the ranks of the node."""
+"""Answer the head's questions about the ranks of this node."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ class DebugRelay:
                 found.send(StreamClosed(number=message.number), b"")
 
     def _spread(self) -> None:
-        """Tell the gateway and all nodes whether a debugger holds ranks of others."""
+        """Tell the gateway and each node whether a debugger holds ranks elsewhere."""
         holding = {number for number, each in self._nodes.items() if each.linked and each.held}
         for number, node in self._nodes.items():
             held = self._held or bool(holding - {number})
@@ -298,7 +298,7 @@ class DebugRelay:
         elif isinstance(message, StreamTaken):
             stream.taken = max(stream.taken, min(message.at, stream.sent))
         elif message.at != stream.received or len(stream.pending) + len(blob) > WINDOW:
-            # Bytes are missing, since the link was lost, or the node does not keep to the window.
+            # The link dropped bytes, or the other node ignores the window.
             self._drop(stream)
             return
         else:

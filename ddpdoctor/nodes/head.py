@@ -104,6 +104,7 @@ class _Peer:
     taken: int = 0
     lost: bool = False
     left: bool = False
+    refused: bool = False  # It has sent what no node sends
     clock: Clock | None = None
     attempts: dict[int, int] = field(default_factory=dict)
 
@@ -205,7 +206,9 @@ class Head:
                 return
             found = link.unpacked(frames, MESSAGES) if frames else None
             if found is not None:
-                self._handle(identity, *found)
+                # What a node sends may be anything. The other nodes are served on.
+                with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError):
+                    self._handle(identity, *found)
 
     def _handle(self, identity: bytes, message: Record, blob: bytes) -> None:
         peer = self._peers.get(identity)
@@ -274,7 +277,10 @@ class Head:
             try:
                 self._mirror.take(peer.number, message.pieces, blob)
             except RefusedError as error:
-                self._note(peer, "refused", why=str(error)[:200])
+                # No node sends this, so it is no matter for the user.
+                if not peer.refused:
+                    peer.refused = True
+                    self._note(peer, "joined", why=f"refused: {error}"[:200])
             except OSError as error:
                 self._note(peer, "refused", why=f"cannot keep its records: {error.strerror}")
             peer.taken = message.number

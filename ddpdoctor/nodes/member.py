@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import struct
 import threading
 import time
 from collections import deque
@@ -43,7 +42,7 @@ from ddpdoctor.nodes.messages import (
     Welcome,
 )
 from ddpdoctor.nodes.shipment import Shipment
-from ddpdoctor.run.mapped import EXAMINATION, PROFILE, SUSPICION
+from ddpdoctor.run.mapped import EXAMINATION, PROFILE, SUSPICION, moved_suspicion
 from ddpdoctor.run.records.base import Record
 
 SHIP_EVERY = 1.0  # Seconds between two messages with files
@@ -53,6 +52,7 @@ MAX_PENDING = 4  # Messages with files that the head has not taken yet
 LOST = 15.0  # Seconds without a message after which the head is lost
 CONNECT_TIMEOUT = 1.5  # Seconds to try one address of the head
 WELCOME_TIMEOUT = 20.0  # Seconds for the head to accept a connection
+MAX_QUESTIONS = 8  # Questions that are answered at a time
 SMALL_CHANGE_NS = 1_000_000  # Changes of the clock's estimate that are not worth a message
 
 
@@ -99,6 +99,7 @@ class Member:
         self._due = 0.0
         self._number = 0
         self._pending: deque[tuple[int, list[bytes]]] = deque()
+        self._working = 0  # Questions that are not answered yet
         self._answers: SimpleQueue[tuple[int, Any]] = SimpleQueue()
         self._awake, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
@@ -171,7 +172,8 @@ class Member:
             if found is None:
                 return
             self._heard = time.monotonic()
-            self._handle(*found)
+            with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError):
+                self._handle(*found)
 
     def _handle(self, message: Record, blob: bytes) -> None:
         if isinstance(message, Welcome):
@@ -185,10 +187,7 @@ class Member:
         elif isinstance(message, Request):
             self._request(message.name, blob)
         elif isinstance(message, Question):
-            arguments = opening.loads(blob)
-            threading.Thread(
-                target=self._work, args=(message.number, message.what, arguments), daemon=True
-            ).start()
+            self._ask(message, opening.loads(blob))
         elif isinstance(message, EndHang):
             self.hangs = True
         elif isinstance(message, Over):
@@ -220,7 +219,7 @@ class Member:
         if name not in (EXAMINATION, PROFILE, SUSPICION):
             return
         if name == SUSPICION:
-            content = self._with_own_attempt(content)
+            content = moved_suspicion(content, {its: own for own, its in self._attempts.items()})
         with (
             contextlib.suppress(OSError),
             opening.file(self._directory / name, os.O_RDWR, owners=(os.getuid(),)) as file,
@@ -230,12 +229,12 @@ class Member:
         self._shipment.hurry()
         self._due = time.monotonic() + SHIP_EVERY / 4
 
-    def _with_own_attempt(self, content: bytes) -> bytes:
-        """Return a suspicion with this node's number of the attempt."""
-        at, word = 128, struct.Struct("<q")
-        (attempt,) = word.unpack_from(content, at)
-        own = next((mine for mine, its in self._attempts.items() if its == attempt), attempt)
-        return content[:at] + word.pack(own) + content[at + word.size :]
+    def _ask(self, question: Question, arguments: Any) -> None:
+        """Answer a question in a thread, since that takes seconds."""
+        if self._working < MAX_QUESTIONS:
+            self._working += 1
+            arguments = (question.number, question.what, arguments)
+            threading.Thread(target=self._work, args=arguments, daemon=True).start()
 
     def _work(self, number: int, what: str, arguments: Any) -> None:
         found = None
@@ -319,6 +318,7 @@ class Member:
         with contextlib.suppress(Empty):
             while alignment is not None:
                 number, found = self._answers.get_nowait()
+                self._working -= 1
                 self._send(Answer(number=number), dumped(alignment.document(found)))
 
     @property

@@ -17,7 +17,7 @@ from ddpdoctor.core.working_directory import relative
 from ddpdoctor.render import terminal
 from ddpdoctor.run import rundir
 from ddpdoctor.run.records.process import OverrideRecord
-from ddpdoctor.run.records.supervisor import UnwatchedRecord
+from ddpdoctor.run.records.supervisor import HeadRecord, UnwatchedRecord
 from ddpdoctor.run.reported import Event, FindingLog, Withdrawn, in_words
 from ddpdoctor.run.status import PHASES
 
@@ -41,6 +41,7 @@ def summary_lines(run: Run) -> Iterator[str]:
         yield f"attempt {restart + 1}: {text}{why}"
     again = f"attempt {run.restarts[-1] + 1}: " if len(run.restarts) > 1 else ""
     yield f"{again}{_size_text(run)}{_ending_text(run)}"
+    yield from _judge_line(run)
     pace = _pace_text(run)
     if pace:
         yield pace
@@ -67,6 +68,13 @@ def summary_lines(run: Run) -> Iterator[str]:
         yield f"{lost} records could not be written and are missing"
     for line in run.unreadable[:3]:
         yield f"not read: {line}"
+
+
+def _judge_line(run: Run) -> Iterator[str]:
+    """Say where the ranks of all nodes were judged, if not here."""
+    for head in run.supervisor.of(HeadRecord)[-1:]:
+        if head.state == "linked":
+            yield f"{head.host} judged the ranks of all nodes; its records are in {head.directory}"
 
 
 def findings_count(current: Sequence[Finding], ignored: int = 0) -> str:
@@ -295,7 +303,7 @@ class Reporter:
         if self._quiet:
             return
         if judge and not self.current:
-            # In a log of many nodes the lines of one say it all.
+            # Under Slurm all nodes write into one log. Keep the part of this one short.
             self.note(f"findings: see {judge}, which judged all ranks; records in {run.path}")
             return
         for line in self.faults.guarded("the summary", lambda: list(summary_lines(run))) or ():

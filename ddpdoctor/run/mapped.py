@@ -11,7 +11,7 @@ import errno
 import mmap
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -197,6 +197,24 @@ class SuspicionWriter:
     def close(self) -> None:
         """Unmap the file, which stays."""
         self._memory.close()
+
+
+def moved_suspicion(content: bytes, attempts: Mapping[int, int]) -> bytes:
+    """Return the content of the file with another number of the attempt.
+
+    Args:
+        content: The file of another node.
+        attempts: The numbers here, by those there.
+
+    Raises:
+        ValueError: It is cut short.
+    """
+    if len(content) != _SUSPECT_SIZE:
+        raise ValueError("a suspicion is cut short")
+    copy = bytearray(content)
+    (restart,) = _NUMBER.unpack_from(copy, _SUSPECT_AT)
+    _NUMBER.pack_into(copy, _SUSPECT_AT, attempts.get(restart, restart))
+    return bytes(copy)
 
 
 class SuspicionReader:

@@ -204,7 +204,7 @@ class NodeLink:
 
 
 def _has_others(own: list[Rank], store: StoreRecord, now: int) -> bool:
-    """Return whether ranks of the attempt are not on this node, as far as is known now."""
+    """Return whether some ranks of the attempt are known to be on other nodes."""
     world_size = max(rank.opened.world_size for rank in own)
     if store.local_world_size:
         return store.local_world_size < world_size

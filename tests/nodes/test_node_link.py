@@ -22,7 +22,7 @@ from ddpdoctor.nodes.alignment import Alignment, HeadClock
 from ddpdoctor.nodes.debug_relay import DebugRelay
 from ddpdoctor.nodes.head import Head, invitation_line
 from ddpdoctor.nodes.member import Member
-from ddpdoctor.nodes.messages import Began, Files, Hello, Piece
+from ddpdoctor.nodes.messages import Began, Files, Hello, Piece, Question, Request
 from ddpdoctor.nodes.mirror import Mirror, RefusedError
 from ddpdoctor.nodes.shipment import STEP_STRIDE, Shipment
 from ddpdoctor.run.journal import Journal
@@ -374,6 +374,30 @@ def test_what_no_node_sends_is_refused(tmp_path: Path, piece: Piece, contents: b
         Mirror(one.path, 1 << 20).take(1, [piece], contents)
     after = {each.name: each.read_bytes() for each in one.path.iterdir()}
     assert after == before and sorted(tmp_path.iterdir()) == [one.path]
+
+
+def test_a_refused_piece_costs_no_other(tmp_path: Path) -> None:
+    """On a machine with a ddpdoctor of each rank, all of them poll the same GPUs."""
+    (tmp_path / "gpus-host.json").write_text("{}")
+    mirror = Mirror(tmp_path, 1 << 20)
+    page = Piece(name="rank-0001.r0.status", size=1024)
+    mirror.take(1, [Piece(name="gpus-host.json", size=2), page], b"[]" + bytes(1024))
+    assert (tmp_path / "gpus-host.json").read_text() == "{}"
+    with pytest.raises(RefusedError):
+        mirror.take(1, [Piece(name="run.json", size=2), page], b"[]" + b"\1" * 1024)
+    assert (tmp_path / page.name).read_bytes() == b"\1" * 1024
+
+
+def test_a_damaged_message_ends_neither_side(pair: Pair) -> None:
+    pair.member.invite(pair.head.invitation)
+    pair.until(lambda: pair.rank())
+    (peer,) = pair.head._peers.values()
+    pair.head._send(peer, Question(number=1, what="examine"), b"no json")
+    pair.head._send(peer, Request(name="suspicion"), b"short")
+    pair.member._send(Files(number=10_000, pieces=()), b"")
+    pair.two.page.totals(9, 1, SECOND, 0)
+    pair.until(lambda: pair.rank().status.step == 9)
+    assert [each.state for each in RunReader(pair.one.path).snapshot().nodes] != ["refused"]
 
 
 def test_a_node_writes_no_file_of_another(tmp_path: Path) -> None:

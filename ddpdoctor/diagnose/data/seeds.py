@@ -30,7 +30,7 @@ _OWN = ("default_rng", "RandomState", "Random", "Generator", "PCG64")
 _DIFFERS = re.compile(
     r"rank|initial_seed|worker_info|urandom|getpid|time\b|time_ns|secrets|entropy|local_id"
 )
-"""Words of a seed that may differ between ranks."""
+"""Names in a seed's expression by which it may differ between ranks."""
 
 _DRAWS = re.compile(
     r"(randn?|randint|normal_?|standard_normal|uniform_?|integers|choices?|bernoulli_?"

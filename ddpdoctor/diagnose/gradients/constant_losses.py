@@ -15,7 +15,7 @@ from ddpdoctor.run.snapshot import Rank, Run
 
 _MAX_LISTED = 3
 _MAKERS = ("tensor", "scalar_tensor", "zeros", "ones", "full", "empty", "zeros_like", "ones_like")
-"""Functions, and methods with ``new_`` before it, that make a constant."""
+"""Functions that make a constant tensor. Their names follow ``new_`` as methods."""
 
 
 def mispairs(cause: Finding, effect: Finding) -> bool:

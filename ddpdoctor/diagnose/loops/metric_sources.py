@@ -57,7 +57,7 @@ class Use(NamedTuple):
     at: Location | None = None
     """The first line that shows it or compares it; None if there is none."""
     labelled: bool = False
-    """A line shows it with the number of its rank, or puts it into a file of its rank."""
+    """Whether a line prints it with its rank, or writes it to a file of its rank."""
     computed: Location | None = None
     """The line that divides what the loop counted."""
     over_all: bool = False
