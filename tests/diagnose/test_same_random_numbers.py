@@ -246,9 +246,9 @@ def test_nothing_is_drawn_and_the_budget_may_end_in_the_middle(
 
     lines: list[Any] = []
     before = torch.default_generator.get_state(), random.getstate()
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3, raising=False)
     observer = random_numbers.RandomNumbers(a_rank(lines, Purse(1)))
     monkeypatch.setattr(observer, "rest", lambda *_: None)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3, raising=False)
     for _ in range(random_numbers.LAST):
         observer.batch_fetched(None, None)
         observer.forward_begins(Model(), True)
