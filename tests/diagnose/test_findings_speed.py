@@ -18,7 +18,7 @@ from tests.support.finding_jobs import TRAIN, TWO, findings
 def test_straggler_is_found_by_its_own_time(doctor: Doctor, slow: str) -> None:
     faults = {
         "backward": ("--slow-backward", "0.02"),
-        "data": ("--slow-data", "0.001", "--slow-data-rank", "1"),
+        "data": ("--slow-data", "0.005", "--slow-data-rank", "1"),
     }
     result = doctor.run(*TWO, TRAIN, "--steps", "45", "--rank", "1", *faults[slow])
     result.check_success()
@@ -72,7 +72,7 @@ def test_a_rank_whose_core_others_use_is_no_slow_rank(doctor: Doctor) -> None:
 
 @pytest.mark.slow
 def test_data_bound_on_all_ranks(doctor: Doctor) -> None:
-    result = doctor.run(*TWO, TRAIN, "--steps", "45", "--slow-data", "0.001")
+    result = doctor.run(*TWO, TRAIN, "--steps", "45", "--slow-data", "0.005")
     result.check_success()
     named = [each for each in findings(result) if each.code != "DDP906"]
     assert [each.code for each in named] == ["DDP611"], result.stderr

@@ -184,6 +184,9 @@ def test_a_rank_is_signalled_only_if_it_is_the_runs(
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
     with subprocess.Popen(command, env=environment) as rank:
         try:
+            # The kernel shows a new program's environment a moment after it runs.
+            while not psutil.Process(rank.pid).environ():
+                time.sleep(0.01)
             status(1, rank.pid)
             choices = actions.signal_choices(at(live_run), replace(made.row(1), pid=rank.pid))
             assert "the others may hang" in choices[-1].words
