@@ -10,11 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-import ddpdoctor.diagnose.all_rules  # noqa: F401 (registers the rules)
+import ddpdoctor.diagnose.all_rules
+import ddpdoctor.lint.all_rules  # noqa: F401 (registers the rules on source code)
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.finding import RULES
 from ddpdoctor.core.options import Parser
 from ddpdoctor.failures.table import TABLE
+from ddpdoctor.lint.rules import LINT_RULES
 from ddpdoctor.preflight.check import CHECKS
 from ddpdoctor.render import terminal
 
@@ -55,8 +57,13 @@ def entries() -> Mapping[str, _Entry]:
         code: _Entry(rule.name, rule.severity.label, rule.page, tuple(messages.get(code, ())))
         for code, rule in RULES.items()
     }
+    static = {
+        rule.code: _Entry(rule.name, rule.severity.label, rule.page)
+        for rule in LINT_RULES.values()
+        if rule.name
+    }
     checks = {check.code: _Entry(check.name, "check", check.page) for check in CHECKS.values()}
-    return MappingProxyType(dict(sorted((rules | checks).items())))
+    return MappingProxyType(dict(sorted((rules | static | checks).items())))
 
 
 def main(words: Sequence[str]) -> int:
