@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.finding import Severity
 from ddpdoctor.core.options import CODES, Given, Parser, Selection, one_of
-from ddpdoctor.lint import files, output
+from ddpdoctor.lint import files, fixes, output
 from ddpdoctor.lint.check import Problem, check
 
 PARSER = Parser(
@@ -34,6 +34,8 @@ Options:
   --pedantic        Report infos, too.
   --fail-on LEVEL   Exit with 1 if a problem is at least as severe [default:
                     warning].
+  --fix             Mend what has one safe answer. Comments and layout stay.
+  --diff            Show what --fix would change, and change nothing.
   --statistics      Count the problems of each rule instead of showing them.
   --watch           Check again whenever a file changes, until Ctrl-C.
   -h, --help        Show this text.
@@ -67,6 +69,10 @@ def main(words: Sequence[str]) -> int:
         sys.stdout.reconfigure(errors="replace")
     if "--watch" in given:
         return _watch(given)
+    if "--diff" in given:
+        return _diff(given)
+    if "--fix" in given:
+        _fix(given)
     found, count = _check(given)
     _print(given, found, count)
     limit = Severity[given.get("--fail-on", "warning").upper()]
@@ -75,12 +81,58 @@ def main(words: Sequence[str]) -> int:
 
 def _check(given: Given) -> tuple[list[Problem], int]:
     sources = [files.read(path) for path in files.find(given.rest)]
+    return _selected(given, sources), len(sources)
+
+
+def _selected(given: Given, sources: list[files.SourceFile]) -> list[Problem]:
     least = Severity[given.get("--severity", "warning").upper()]
     if "--pedantic" in given:
         least = Severity.INFO
     selection = Selection.given(given)
-    found = [each for each in check(sources) if each.severity >= least and each.code in selection]
-    return found, len(sources)
+    return [each for each in check(sources) if each.severity >= least and each.code in selection]
+
+
+_ROUNDS = 10  # Checks after fixes, since one may make another possible
+
+
+def _fix(given: Given) -> None:
+    """Mend files until nothing more can be mended."""
+    mended = 0
+    for _ in range(_ROUNDS):
+        changes = _changes(given)
+        for path, (_, after, count) in changes.items():
+            try:
+                fixes.write(path, after)
+            except OSError as error:
+                raise DoctorError(f"{path} cannot be written: {error.strerror}") from None
+            mended += count
+        if not changes:
+            break
+    print(f"mended {mended}", file=sys.stderr)
+
+
+def _diff(given: Given) -> int:
+    """Print what one round of fixes would change. Returns the exit status."""
+    changes = _changes(given)
+    for path, (before, after, _) in changes.items():
+        sys.stdout.writelines(fixes.diff(path, before, after))
+    return int(bool(changes))
+
+
+def _changes(given: Given) -> dict[str, tuple[str, str, int]]:
+    """Return the texts before and after safe fixes, and how many they mend, by file."""
+    sources = {each.path: each for each in map(files.read, files.find(given.rest))}
+    edits: dict[str, list[tuple[fixes.Edit, ...]]] = {}
+    for each in _selected(given, list(sources.values())):
+        if each.edits:
+            edits.setdefault(each.path, []).append(each.edits)
+    changes = {}
+    for path, several in edits.items():
+        all_ = [edit for one in several for edit in one]
+        texts = fixes.mended(path, sources[path].lines, all_)
+        if texts is not None and texts[0] != texts[1]:
+            changes[path] = (*texts, len(several))
+    return changes
 
 
 def _print(given: Given, found: list[Problem], count: int) -> None:

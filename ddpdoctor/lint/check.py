@@ -12,6 +12,7 @@ import ddpdoctor.lint.all_rules  # noqa: F401 (registers the rules)
 from ddpdoctor.core.finding import Severity
 from ddpdoctor.core.formatting import shown
 from ddpdoctor.lint.files import SourceFile
+from ddpdoctor.lint.fixes import FIXES, Edit
 from ddpdoctor.lint.program import Code, Program, programs
 from ddpdoctor.lint.rules import LINT_RULES, Hit, LintRule
 
@@ -39,6 +40,7 @@ class Problem:
         message: One sentence.
         fix: What to change.
         source: The line's text.
+        edits: What mends it safely, if anything does.
     """
 
     path: str
@@ -52,6 +54,7 @@ class Problem:
     message: str
     fix: str
     source: str = ""
+    edits: tuple[Edit, ...] = ()
 
     @property
     def where(self) -> str:
@@ -127,6 +130,7 @@ def _problem(code: Code, rule: LintRule, hit: Hit) -> Problem:
     return Problem(
         code.file.path, first.line, column, last.line, end_column, first.cell, rule.code,
         hit.severity or rule.severity, hit.message, hit.fix, lines[line - 1],
+        tuple(FIXES[rule.code](code, hit)) if rule.code in FIXES else (),
     )  # fmt: skip
 
 

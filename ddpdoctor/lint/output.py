@@ -44,7 +44,9 @@ def summary(problems: Sequence[Problem], files: int) -> str:
     """Return one sentence about all problems."""
     counts = Counter(each.severity for each in problems)
     said = [count(counts[each], each.label) for each in reversed(Severity) if counts[each]]
-    return f"{', '.join(said) or 'no problems'} in {count(files, 'file')}"
+    safe = sum(bool(each.edits) for each in problems)
+    more = f", {safe} of them fixable with --fix" if safe else ""
+    return f"{', '.join(said) or 'no problems'} in {count(files, 'file')}{more}"
 
 
 def statistics(problems: Iterable[Problem]) -> str:
