@@ -34,7 +34,7 @@ Options:
   --pedantic        Report infos, too.
   --fail-on LEVEL   Exit with 1 if a problem is at least as severe [default:
                     warning].
-  --fix             Mend what has one safe answer. Comments and layout stay.
+  --fix             Fix what has one safe answer. Comments and layout stay.
   --diff            Show what --fix would change, and change nothing.
   --statistics      Count the problems of each rule instead of showing them.
   --watch           Check again whenever a file changes, until Ctrl-C.
@@ -96,8 +96,8 @@ _ROUNDS = 10  # Checks after fixes, since one may make another possible
 
 
 def _fix(given: Given) -> None:
-    """Mend files until nothing more can be mended."""
-    mended = 0
+    """Fix files until nothing more can be fixed."""
+    fixed = 0
     for _ in range(_ROUNDS):
         changes = _changes(given)
         for path, (_, after, count) in changes.items():
@@ -105,10 +105,10 @@ def _fix(given: Given) -> None:
                 fixes.write(path, after)
             except OSError as error:
                 raise DoctorError(f"{path} cannot be written: {error.strerror}") from None
-            mended += count
+            fixed += count
         if not changes:
             break
-    print(f"mended {mended}", file=sys.stderr)
+    print(f"fixed {fixed}", file=sys.stderr)
 
 
 def _diff(given: Given) -> int:
@@ -120,7 +120,7 @@ def _diff(given: Given) -> int:
 
 
 def _changes(given: Given) -> dict[str, tuple[str, str, int]]:
-    """Return the texts before and after safe fixes, and how many they mend, by file."""
+    """Return the texts before and after safe fixes, and how many they fix, by file."""
     sources = {each.path: each for each in map(files.read, files.find(given.rest))}
     edits: dict[str, list[tuple[fixes.Edit, ...]]] = {}
     for each in _selected(given, list(sources.values())):
@@ -129,7 +129,7 @@ def _changes(given: Given) -> dict[str, tuple[str, str, int]]:
     changes = {}
     for path, several in edits.items():
         all_ = [edit for one in several for edit in one]
-        texts = fixes.mended(path, sources[path].lines, all_)
+        texts = fixes.texts(path, sources[path].lines, all_)
         if texts is not None and texts[0] != texts[1]:
             changes[path] = (*texts, len(several))
     return changes

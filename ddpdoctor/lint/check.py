@@ -40,7 +40,7 @@ class Problem:
         message: One sentence.
         fix: What to change.
         source: The line's text.
-        edits: What mends it safely, if anything does.
+        edits: A safe fix, if there is one.
     """
 
     path: str

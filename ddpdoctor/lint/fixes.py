@@ -1,4 +1,4 @@
-"""Mend what has one safe answer, by edits of the text: comments and layout stay.
+"""Fix what has one safe answer, by edits of the text: comments and layout stay.
 
 Edits are proposed only where the answer is safe. A file whose edited text does not parse stays as
 it is.
@@ -76,7 +76,7 @@ def _before(code: Code, statement: ast.stmt, text: str) -> Edit | None:
 # -- what is safe, by rule
 
 
-def _told(code: Code, hit: Hit) -> list[Edit]:
+def _set_epoch(code: Code, hit: Hit) -> list[Edit]:
     """Call ``set_epoch`` first in the loop over epochs, where the sampler has a name there."""
     statement = code.statement(hit.node)
     if not isinstance(statement, ast.Assign) or not isinstance(statement.targets[0], ast.Name):
@@ -89,10 +89,10 @@ def _told(code: Code, hit: Hit) -> list[Edit]:
     if not isinstance(loop, ast.For) or not isinstance(loop.target, ast.Name):
         return []
     number = loop.target.id if loop.target.id != "_" else "epoch"
-    told = _before(code, loop.body[0], f"{sampler}.set_epoch({number})")
-    if told is None or (number != loop.target.id and number in code.loads):
+    call = _before(code, loop.body[0], f"{sampler}.set_epoch({number})")
+    if call is None or (number != loop.target.id and number in code.loads):
         return []
-    return [Edit(_start(loop.target), _end(loop.target), number), told]
+    return [Edit(_start(loop.target), _end(loop.target), number), call]
 
 
 def _is_over_epochs(code: Code, node: ast.AST, target: ast.Name) -> bool:
@@ -220,14 +220,14 @@ def _guarded(code: Code, hit: Hit) -> list[Edit]:
 
 FIXES: Mapping[str, Callable[[Code, Hit], list[Edit]]] = {
     "DDP101": _passed,
-    "DDP103": _told,
+    "DDP103": _set_epoch,
     "DDP108": _unshuffled,
     "DDP206": _spelled,
     "DDP207": _converted,
     "DDP501": _guarded,
     "DDP503": _mapped,
 }
-"""What mends the findings of a rule. No edits where it is not safe."""
+"""The functions that fix findings, by code. They return no edits where it is not safe."""
 
 
 # -- files
@@ -252,7 +252,7 @@ def edited(text: str, edits: Iterable[Edit]) -> str:
     return data.decode()
 
 
-def mended(path: str, lines: list[str], edits: Iterable[Edit]) -> tuple[str, str] | None:
+def texts(path: str, lines: list[str], edits: Iterable[Edit]) -> tuple[str, str] | None:
     """Return a file's text before and after some edits; None if it cannot be edited safely."""
     try:
         text = opening.contents(path, MAX_SIZE, links=True).decode()

@@ -91,7 +91,7 @@ LOADERS = frozenset(
 def rule(
     code: str, severity: Severity, name: str = "", moot: frozenset[str] = TRAINERS
 ) -> Callable[[Find], Find]:
-    """Register a rule. The docstring is its page if it has a name of its own."""
+    """Register a rule. The docstring is its page if it has its own name."""
 
     def decorate(find: Find) -> Find:
         if code in LINT_RULES:

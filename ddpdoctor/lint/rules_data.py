@@ -268,7 +268,7 @@ def _is_unsharded(origin: Origin) -> bool:
 def missing_set_epoch(code: Code) -> Iterator[Hit]:
     """Find samplers that shuffle and hear of no epoch."""
     for call in _samplers(code):
-        if not _shuffles(code, call) or _is_told(code, call):
+        if not _shuffles(code, call) or _has_epoch(code, call):
             continue
         loops = [
             (other, loop)
@@ -291,7 +291,7 @@ def missing_set_epoch(code: Code) -> Iterator[Hit]:
             )
 
 
-def _is_told(code: Code, sampler: ast.Call) -> bool:
+def _has_epoch(code: Code, sampler: ast.Call) -> bool:
     """Return whether a ``set_epoch`` of the program may be this sampler's."""
     for each in code.program.codes:
         calls = each.calls_by_name.get("set_epoch", ())
@@ -505,7 +505,7 @@ def unseeded_split(code: Code) -> Iterator[Hit]:
             )
             yield Hit(
                 call,
-                "each rank splits the data at random by a seed of its own, so some ranks train on "
+                "each rank splits the data at random by another seed, so some ranks train on "
                 "what others validate on",
                 f"Pass {seed}.",
             )

@@ -437,7 +437,7 @@ def optimizer_in_loop(code: Code) -> Iterator[Hit]:
         if own and steps and over and not under(code, call, "epoch", "step", "stage", "none"):
             yield Hit(
                 call,
-                "the optimizer is made anew for every batch, so momentum and other state is lost",
+                "a new optimizer is made for every batch, so momentum and other state is lost",
                 "Make it once, above the loop.",
             )
 
@@ -534,7 +534,7 @@ def _moves(code: Code, wrap: ast.Call, models: Sequence[ast.expr]) -> list[ast.C
 
 
 def _is_local(code: Code, inner: ast.expr) -> bool:
-    """Return whether the wrapped model is made in the program, so that nobody else moved it."""
+    """Return whether the wrapped model is made in the program, so that it was not moved elsewhere."""
     made = code.origins(inner)
     return bool(made) and all(isinstance(each.node, ast.Call) for each in made)
 
@@ -544,7 +544,7 @@ def wrapper_discarded(code: Code) -> Iterator[Hit]:
     """The DDP object is not used.
 
     What it finds
-        ``DDP(model)`` as a statement of its own, or bound to a name that is never read.
+        ``DDP(model)`` as a whole statement, or bound to a name that is never read.
 
     Why it is bad
         The training goes on with the bare model, and every rank trains a model of its
