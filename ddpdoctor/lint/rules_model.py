@@ -534,7 +534,7 @@ def _moves(code: Code, wrap: ast.Call, models: Sequence[ast.expr]) -> list[ast.C
 
 
 def _is_local(code: Code, inner: ast.expr) -> bool:
-    """Return whether the wrapped model is made in the program, so that it was not moved elsewhere."""
+    """Return whether the wrapped model is made in the program, and not moved elsewhere."""
     made = code.origins(inner)
     return bool(made) and all(isinstance(each.node, ast.Call) for each in made)
 
@@ -547,8 +547,7 @@ def wrapper_discarded(code: Code) -> Iterator[Hit]:
         ``DDP(model)`` as a whole statement, or bound to a name that is never read.
 
     Why it is bad
-        The training goes on with the bare model, and every rank trains a model of its
-        own.
+        The training continues with the bare model, and every rank trains another one.
 
     How to fix it
         Train with the object that ``DDP()`` returns.
