@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 from ddpdoctor.core import opening
@@ -131,11 +130,7 @@ def _trusted(folder: Path) -> set[int]:
 
 def _table(parser: Parser, path: str, text: bytes, is_pyproject: bool) -> Mapping[str, Any] | None:
     has_table = not is_pyproject or _TABLE.search(text)
-    toml = _toml()
-    if toml is None:
-        if has_table:
-            _remark(f"{path} is not read: this Python has no tomllib; pip install tomli")
-        return None
+    toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     try:
         table = toml.loads(text.decode())
     except ValueError as error:
@@ -146,15 +141,6 @@ def _table(parser: Parser, path: str, text: bytes, is_pyproject: bool) -> Mappin
         tools = table.get("tool")
         table = tools.get("ddpdoctor") if isinstance(tools, dict) else None
     return table if isinstance(table, dict) else None
-
-
-def _toml() -> ModuleType | None:
-    for name in ("tomllib", "tomli"):
-        try:
-            return importlib.import_module(name)
-        except ImportError:
-            continue
-    return None
 
 
 _remarked: set[str] = set()

@@ -122,7 +122,7 @@ def test_names_are_unique_and_each_failure_was_seen() -> None:
         assert failure.said(dict.fromkeys(failure.regex.groupindex, "7"))
         assert "{" not in failure.said(dict.fromkeys(failure.regex.groupindex, "7"))
         assert failure.known.seen, failure.known.name
-    pages = [failure.code for failure in TABLE if failure.page is not None]
+    pages = [failure.code for failure in TABLE if failure.page]
     assert len(set(pages)) == len(pages), "one page per code"
 
 
