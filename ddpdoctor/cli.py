@@ -104,8 +104,8 @@ def _dispatch(words: Sequence[str]) -> int:
     try:
         return int(module.main(words[1:]))
     except FileNotFoundError:
-        from ddpdoctor.core import working_directory
+        from ddpdoctor.core import opening
 
-        if working_directory.is_gone():
-            raise DoctorError(working_directory.GONE, working_directory.GO_THERE) from None
+        if opening.working_directory_is_gone():
+            raise DoctorError(opening.DIRECTORY_GONE, opening.GO_THERE) from None
         raise

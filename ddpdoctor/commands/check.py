@@ -12,13 +12,13 @@ from dataclasses import replace
 from types import FrameType
 
 import ddpdoctor.preflight  # noqa: F401 (registers the checks)
-from ddpdoctor.core import working_directory
+from ddpdoctor.core import opening
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.formatting import count, shown
 from ddpdoctor.preflight import command_lines
 from ddpdoctor.preflight.check import CHECKS, Check, Outcome, Status, run_checks
 from ddpdoctor.preflight.command_lines import PARSER
-from ddpdoctor.preflight.machine import orphans
+from ddpdoctor.preflight.machine import resources
 from ddpdoctor.preflight.nodes.attendance import (
     excluded_nodes,
     next_line,
@@ -52,9 +52,9 @@ def main(words: Sequence[str]) -> int:
     if any(place.local_rank for place in places(os.environ) if place.launcher != "torchrun"):
         print("left to the first task of this node")
         return 0
-    if working_directory.is_gone():
-        gone = working_directory.GONE
-        raise DoctorError(f"{gone}: torch would not start", working_directory.GO_THERE, WRONG_USAGE)
+    if opening.working_directory_is_gone():
+        gone = opening.DIRECTORY_GONE
+        raise DoctorError(f"{gone}: torch would not start", opening.GO_THERE, WRONG_USAGE)
     return _check(asked, chosen)
 
 
@@ -151,12 +151,12 @@ def _print(
 
 def _end_orphans(situation: Situation) -> None:
     """End the ranks that a dead job left behind, if the user confirms it."""
-    found = orphans.find(situation)
+    found = resources.find_orphans(situation)
     if not found:
         print("no rank of an earlier job is left\n")
         return
     for orphan in found:
-        print(shown(orphans.describe(orphan)))
+        print(shown(resources.describe_orphan(orphan)))
     if not situation.options.yes:
         if not sys.stdin.isatty():
             pids = " ".join(str(orphan.process.pid) for orphan in found)
@@ -172,7 +172,7 @@ def _end_orphans(situation: Situation) -> None:
         if answer.strip().lower() not in ("y", "yes"):
             print("nothing was ended\n")
             return
-    left = orphans.kill(found)
+    left = resources.kill_orphans(found)
     print(f"{len(found) - len(left)} of {len(found)} ended\n")
 
 

@@ -34,11 +34,9 @@ class _Entry:
     """A rule, or a check of ``ddpdoctor check``."""
 
     name: str
-    kind: str
-    """The usual severity of a rule's findings, or ``check``."""
+    kind: str  # The usual severity of a rule's findings, or ``check``
     page: str
-    messages: tuple[str, ...] = ()
-    """Texts in logs and exceptions that identify it."""
+    messages: tuple[str, ...] = ()  # Texts in logs and exceptions that identify it
 
     @property
     def summary(self) -> str:

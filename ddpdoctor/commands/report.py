@@ -215,8 +215,7 @@ def _write_files(
     """Write the files for ``--html`` and ``--trace``. Returns a line about each."""
     written = []
     if "--html" in given:
-        from ddpdoctor.render.html.content import report_content
-        from ddpdoctor.render.html.page import page
+        from ddpdoctor.render.html.page import page, report_content
 
         def html(path: str) -> int:
             data = page(report_content(run, found, live=live, remark=remark)).encode()

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ddpdoctor.core import working_directory
+from ddpdoctor.core import opening
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.debug.debugging import Debugging
 from ddpdoctor.render.reporter import Reporter
@@ -29,8 +29,8 @@ def main(words: Sequence[str]) -> int:
         return 0
     passthrough = Passthrough(direct=job_signals.is_interactive_shell(command.argv))
     reporter = Reporter(passthrough.say, command.own, reported.keep_traceback)
-    if working_directory.is_gone():
-        reporter.warn(f'{working_directory.GONE}, and torch hardly starts there: type `cd "$PWD"`')
+    if opening.working_directory_is_gone():
+        reporter.warn(f'{opening.DIRECTORY_GONE}, and torch hardly starts there: type `cd "$PWD"`')
     debugging = None
     try:
         if not command.own.no_debug:

@@ -9,11 +9,8 @@ from ddpdoctor.core.formatting import json_text, named
 from ddpdoctor.diagnose.speed.compare import Change, Comparison
 from ddpdoctor.render.json_lines import FORMAT
 
-MAX_RANKS = 8
-"""Ranks with a line of their own."""
-
-_MIN_CHANGE = 0.01
-"""Changes below this share of a step do not count."""
+MAX_RANKS = 8  # Ranks with a line of their own
+_MIN_CHANGE = 0.01  # Changes below this share of a step do not count
 
 
 def lines(found: Comparison) -> Iterator[str]:

@@ -57,8 +57,7 @@ class GpuWatch:
         self._thread: threading.Thread | None = None
         self._results: list[GpusRecord | FaultRecord] = []
         self._reported: set[tuple[object, ...]] = set()
-        self._slow = 0
-        """How often ranks were suspected to be slow."""
+        self._slow = 0  # How often ranks were suspected to be slow
 
     def look_at(self, run: Run) -> Iterator[GpusRecord | FaultRecord]:
         """Start a query when one is due. Yield the results of the last one if they are new."""

@@ -99,13 +99,10 @@ class JobSignals:
 
         Only Linux shows whether a signal has reached the job already.
         """
-        self.received: set[int] = set()
-        """Signals that ask the job to end."""
-        self.deadline: float | None = None
-        """Monotonic time in seconds by which the job has to end."""
+        self.received: set[int] = set()  # Signals that ask the job to end
+        self.deadline: float | None = None  # Monotonic time in seconds by which the job has to end
         self._started = False
-        self._unsent: list[int] = []
-        """Signals that came before the job's command started."""
+        self._unsent: list[int] = []  # Signals that came before the job's command started
         self._records: list[SignalRecord] = []
         self._interrupts = 0
         """Number of Ctrl-C. Python calls a handler once for several that arrive together."""

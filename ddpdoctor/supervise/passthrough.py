@@ -68,8 +68,7 @@ class Passthrough:
         self._lock = threading.Lock()
         self._tail: deque[bytes] = deque()
         self._tail_size = 0
-        self.carried = 0
-        """Number of bytes that the job has written so far."""
+        self.carried = 0  # Number of bytes that the job has written so far
         self._pending: deque[tuple[float, bytes]] = deque()
         self._line_start = True
         self._drain = threading.Event()

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddpdoctor import __version__
-from ddpdoctor.core import working_directory
+from ddpdoctor.core import opening
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.job import Command
 from ddpdoctor.debug.debugging import Debugging
@@ -70,7 +70,7 @@ def run_manifest(directory: Path, command: Command, debugging: Debugging | None)
         "started": time.time_ns(),
         "command": list(command.argv),
         "launcher": "torchrun" if command.through_torchrun else "command",
-        "cwd": working_directory.path(),
+        "cwd": opening.working_directory(),
         "host": socket.gethostname(),
         "supervisor": os.getpid(),
         "debug": debugging.manifest() if debugging is not None else None,
@@ -166,8 +166,7 @@ class RunWatch:
         self._debugging = debugging if directory is not None else None
         self._keepers = keepers
         self._signals = signals
-        self.killed = False
-        """The job was ended because it hung."""
+        self.killed = False  # The job was ended because it hung
         self._ranks = RankWatch()
         self._gpus: GpuWatch | None = None
         self._gpu_poll: GpuPoll | None = None
@@ -183,8 +182,7 @@ class RunWatch:
         self._stragglers: Stragglers | None = None
         self._watches: dict[str, Suspicions | Stragglers | HangWatch | Vitals] = {}
         self._trouble = 0
-        self._happened: float | None = None
-        """Time of the first event that has not been examined."""
+        self._happened: float | None = None  # Time of the first event that has not been examined
         self._mute_reported = False
         self._examined = time.monotonic()
         self._cost = 0.0  # CPU seconds of the last examination

@@ -52,8 +52,7 @@ class Stragglers:
         self._restart = restart
         self._suspected: set[tuple[int, bool]] = set()
         """Ranks that were suspected, each with whether that was by few steps."""
-        self._waiting: set[int] = set()
-        """Ranks that have not answered yet."""
+        self._waiting: set[int] = set()  # Ranks that have not answered yet
         self._until = 0.0
         self._before: tuple[float, dict[int, float]] | None = None
         self._clocks = CoreClocks()
@@ -197,12 +196,9 @@ class Suspicions:
         self._read: dict[int, int] = {}
         self._groups: dict[int, dict[int, tuple[int, ...]]] = {}
         self._open: dict[_Key, dict[int, FingerprintRecord]] = {}
-        self._suspected = False
-        """The ranks were asked to examine their steps."""
-        self._located: Suspicion | None = None
-        """The last request, which named tensors."""
-        self._waiting: set[int] = set()
-        """Ranks that have not written their elements yet."""
+        self._suspected = False  # The ranks were asked to examine their steps
+        self._located: Suspicion | None = None  # The last request, which named tensors
+        self._waiting: set[int] = set()  # Ranks that have not written their elements yet
         self._until: float | None = None
 
     def look(self, run: Run) -> bool:

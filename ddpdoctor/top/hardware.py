@@ -22,24 +22,20 @@ from ddpdoctor.system.nvml import same_uuid
 from ddpdoctor.system.process_activity import Turn, lacked, read_turn
 from ddpdoctor.top.snapshot import Gpu, Machine
 
-STALE_READING = 10.0
-"""Seconds after which a poller's last reading says nothing about the present."""
+STALE_READING = 10.0  # Seconds after which a poller's last reading says nothing about the present
 
 MANY_NODES, MAX_NODES = 8, 1024
 """With more nodes, their files are read every other time; and how many are read at all."""
 
-_MAX_BYTES = 8 << 20
-"""Size of the files of all nodes. One has some hundred bytes for each GPU."""
+_MAX_BYTES = 8 << 20  # Size of the files of all nodes. One has some hundred bytes for each GPU.
 
 
 @dataclass
 class _Node:
     """What is known of the GPUs of a node."""
 
-    seen: tuple[int, int] | None = None
-    """Modification time and inode of the file that was read."""
-    changed: float = 0.0
-    """When it changed, on the monotonic clock."""
+    seen: tuple[int, int] | None = None  # Modification time and inode of the file that was read
+    changed: float = 0.0  # When it changed, on the monotonic clock
     gpus: tuple[Gpu, ...] = ()
     trouble: str = ""
 
@@ -69,8 +65,7 @@ class GpuFiles:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._nodes: dict[str, _Node] = {}
-        """By the names of their files."""
+        self._nodes: dict[str, _Node] = {}  # By the names of their files
         self._odd_turn = False
         self._left_out = 0
 
@@ -129,8 +124,7 @@ class GpuFiles:
         node.gpus, node.trouble = gpus_of(record), str(record.get("nvml") or "")
 
 
-MIN_CPU_INTERVAL = 0.1
-"""Seconds between two readings of the CPU, whose counters are in hundredths."""
+MIN_CPU_INTERVAL = 0.1  # Seconds between two readings of the CPU, whose counters are in hundredths
 
 
 class MachineMeter:
@@ -158,11 +152,8 @@ class MachineMeter:
         return Machine(self._node, self._cpu, self._cores, used, total)
 
 
-FIRST_SAMPLE = 0.05
-"""Seconds for which a process without a heartbeat is watched the first time."""
-
-_SAMPLE_INTERVAL = 2.0
-"""Seconds after which its CPU time is sampled again."""
+FIRST_SAMPLE = 0.05  # Seconds for which a process without a heartbeat is watched the first time
+_SAMPLE_INTERVAL = 2.0  # Seconds after which its CPU time is sampled again
 
 STOPPED = "its process is stopped (SIGSTOP)"
 _STATE_TEXTS = {

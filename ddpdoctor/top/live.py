@@ -26,38 +26,32 @@ from ddpdoctor.run.records.process import ErrorRecord, OpenRecord
 from ddpdoctor.run.records.supervisor import RankExitRecord
 from ddpdoctor.run.records.training import PassRecord, StepRecord
 from ddpdoctor.run.status import Phase, Status
-from ddpdoctor.top import hardware, headline, run_files, step_times
+from ddpdoctor.top import hardware, headline, run_files
 from ddpdoctor.top.frames import Want
 from ddpdoctor.top.hardware import STOPPED, ProcessStates
 from ddpdoctor.top.run_files import (
+    RecentSteps,
     StampAges,
     StatusPages,
     Stderr,
+    StepLog,
     SupervisorEvents,
+    after_warm_up,
     without_control_characters,
 )
 from ddpdoctor.top.snapshot import Gpu, Job, RankRow, Snapshot, Times, Verdict
-from ddpdoctor.top.step_times import RecentSteps, StepLog, after_warm_up
 
 T = TypeVar("T")
 
-RATE_WINDOW = 30.0
-"""Seconds over which the rate of steps is averaged."""
-
-MAX_RANKS_FOR_LOSS = 4
-"""Ranks of whose newest steps loss and samples are read."""
-
-LIST_INTERVAL = 1.0
-"""Seconds between two listings of the run directory."""
-
-PASS_INTERVAL = 20.0
-"""Seconds between two checks of how long an epoch is."""
+RATE_WINDOW = 30.0  # Seconds over which the rate of steps is averaged
+MAX_RANKS_FOR_LOSS = 4  # Ranks of whose newest steps loss and samples are read
+LIST_INTERVAL = 1.0  # Seconds between two listings of the run directory
+PASS_INTERVAL = 20.0  # Seconds between two checks of how long an epoch is
 
 STALE = 5.0
 """Seconds without a heartbeat after which a rank is stale. It comes four times a second."""
 
-MANY_RANKS = 64
-"""With more ranks, those off screen are read in every other frame."""
+MANY_RANKS = 64  # With more ranks, those off screen are read in every other frame
 
 _EPOCHS_OPTION = re.compile(r"--(?:n|num|max|total)?[-_]?(?:train)?[-_]?epochs?$")
 _STEPS_OPTION = re.compile(r"--(?:n|num|max|total)?[-_]?(?:train)?[-_]?(?:steps|iters|iterations)$")
@@ -145,7 +139,7 @@ class Progress:
             epoch=epoch,
             rate=rate,
             steps=self._steps(step, epoch),
-            loss=step_times.mean_loss(newest),
+            loss=run_files.mean_loss(newest),
         )
         if samples and rate is not None and world_size:
             job = replace(job, samples_rate=fmean(samples) * world_size * rate)
@@ -191,29 +185,28 @@ class LiveRank:
         self._opened: OpenRecord | None = None
         self.group: tuple[int, ...] = ()
         """The ranks on GPUs that it reduces gradients with. Empty if it does not, or unknown."""
-        before = StepLog(self.path).newest(step_times.WINDOW)
-        self.recent = RecentSteps(after_warm_up([step_times.parts_of(step) for step in before]))
+        before = StepLog(self.path).newest(run_files.WINDOW)
+        self.recent = RecentSteps(after_warm_up([run_files.parts_of(step) for step in before]))
         """The newest steps, including those before the monitor started."""
-        self.row: RankRow | None = None
-        """As it was shown last."""
+        self.row: RankRow | None = None  # As it was shown last
 
     @property
     def opened(self) -> OpenRecord | None:
         """Its first record, once it is there."""
         if self._opened is None:
-            self._opened = step_times.open_record(self.path, self.max_memory)
+            self._opened = run_files.open_record(self.path, self.max_memory)
         return self._opened
 
     def times(self, on_gpu: bool) -> Times | None:
         """Average its newest steps. On a GPU the wait is still within the backward."""
         if on_gpu and not self.group and len(self.recent):
-            self.group = step_times.ddp_group(self.path, self.max_memory)
+            self.group = run_files.ddp_group(self.path, self.max_memory)
         return self.recent.times(apart=not self.group)
 
     @cached_property
     def error(self) -> ErrorRecord | None:
         """Its uncaught exception, once it has ended."""
-        return step_times.last_error(self.path, self.max_memory)
+        return run_files.last_error(self.path, self.max_memory)
 
     @property
     def newest(self) -> StepRecord | None:
@@ -259,8 +252,7 @@ class LiveSource:
         self._odd_turn = False
         self._broken: list[tuple[str, Exception]] = []
         """The parts of this frame that failed by a fault of ours."""
-        self.live = True
-        """Whether the run lived when it was read last."""
+        self.live = True  # Whether the run lived when it was read last
 
     def _read_manifest(self, live: bool) -> None:
         try:
@@ -295,7 +287,7 @@ class LiveSource:
                 if row is not None:
                     self._ranks[rank].row = row
         known = (self._ranks[rank].row for rank in pages if rank in self._ranks)
-        rows = step_times.with_waits([row for row in known if row is not None], self.groups)
+        rows = run_files.with_waits([row for row in known if row is not None], self.groups)
         job = self._part("the progress", lambda: self._job(pages, rows, ticks)) or Job()
         return self._snapshot(rows, pages, job, gpus, nvml, now)
 
@@ -439,7 +431,7 @@ class LiveSource:
         if rows and ticks - self._passes >= PASS_INTERVAL:
             self._passes = ticks
             first = self._ranks[min(row.rank for row in rows)]
-            record = step_times.last_pass(first.path, first.max_memory)
+            record = run_files.last_pass(first.path, first.max_memory)
             self._progress.add_pass(record, newest[0] if newest else None)
         step = max((status.step for status in pages.values()), default=None)
         epochs = [status.epoch for status in pages.values() if status.epoch is not None]

@@ -19,9 +19,9 @@ from ddpdoctor.core.user_code import Location
 from ddpdoctor.preflight.check import Outcome, Status
 from ddpdoctor.render import check_results, console, json_lines
 from ddpdoctor.run import rundir
+from ddpdoctor.run.records.supervisor import Frame, RankStacks, Thread
 from ddpdoctor.run.status import Phase
-from ddpdoctor.stacks import rank_stacks
-from ddpdoctor.stacks.rank_stacks import Frame, RankStacks, Thread
+from ddpdoctor.stacks import frames
 from tests.conftest import LIMIT
 from tests.support.written import MS, T0, Written
 
@@ -155,7 +155,7 @@ def directory(written: Written) -> Path:
     other = Thread(2, HOSTILE, False, (frame,))
     whole = RankStacks(0, 0, 1, HOSTILE, (thread, other), native=(HOSTILE,), note=HOSTILE)
     missing = RankStacks(1, 0, 1, HOSTILE, trouble=HOSTILE, note=HOSTILE)
-    rank_stacks.save_stacks(written.path, [whole, missing], T0)
+    frames.save_stacks(written.path, [whole, missing], T0)
     return written.path
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddpdoctor.debug import injection
+from ddpdoctor.debug import attach_points
 from tests.conftest import JOBS, LIMIT, Doctor, Live
 from tests.support.dap_client import DapClient, DapUnavailable, install_modules
 
@@ -146,7 +146,7 @@ def test_a_process_without_a_probe_by_gdb(
     script = doctor.write("bare.py", "import time\nwhile True:\n    time.sleep(0.05)\n")
     bare = subprocess.Popen([sys.executable, "-I", str(script)], env=doctor.environment())
     try:
-        if injection.breaks_sleepers():
+        if attach_points.breaks_sleepers():
             # On such a machine it is refused, and the process lives on.
             command = [sys.executable, "-m", "ddpdoctor", "attach", "--gdb", str(bare.pid)]
             refused = doctor.run(*command, watch=False)

@@ -17,10 +17,9 @@ import pytest
 
 from ddpdoctor.commands import report
 from ddpdoctor.core.finding import Finding
-from ddpdoctor.failures.anchors import ANCHORS, COMMON
 from ddpdoctor.failures.entry import Failure, Known, Weight
 from ddpdoctor.failures.lines import clean, rank_of_file, split_line, time_of
-from ddpdoctor.failures.log import read
+from ddpdoctor.failures.log import ANCHORS, COMMON, read
 from ddpdoctor.failures.table import TABLE
 from ddpdoctor.failures.verdict import findings
 

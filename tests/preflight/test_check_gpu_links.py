@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from ddpdoctor.preflight.check import Status
-from ddpdoctor.preflight.machine import gpu_health, gpu_links, gpu_use, software
+from ddpdoctor.preflight.machine import gpu_links, software
+from ddpdoctor.preflight.machine import gpus as gpus_module
 from ddpdoctor.preflight.situation import Once, Options, Situation, gpu_facts
 from ddpdoctor.system.gpu_health import GpuFacts, Health
 from ddpdoctor.system.nvml import Process
@@ -39,7 +40,7 @@ def test_gpus_of_several_kinds_have_two_orders(tmp_path: Path) -> None:
     gpus = (Health(device(0)), Health(device(1, "NVIDIA A40")))
 
     def about(**env: str) -> list[str]:
-        outcome = gpu_use.gpu_count(replace(situation(tmp_path, *gpus), environ=env))
+        outcome = gpus_module.gpu_count(replace(situation(tmp_path, *gpus), environ=env))
         assert outcome.status is Status.PASS
         return [finding.about for finding in outcome.findings]
 
@@ -87,7 +88,7 @@ def test_a_process_is_named_only_if_it_is_that_one(
     gpu = Health(device(0), memory_total=80 << 30, memory_used=30 << 30, processes=holder)
 
     def named() -> str:
-        (finding,) = gpu_use.gpu_memory(situation(tmp_path, gpu)).findings
+        (finding,) = gpus_module.gpu_memory(situation(tmp_path, gpu)).findings
         return finding.evidence[0]
 
     assert named() == "pid 77 of another container holds 30 GiB"
@@ -97,7 +98,7 @@ def test_a_process_is_named_only_if_it_is_that_one(
     (tmp_path / "proc/self/ns").mkdir(parents=True)
     (tmp_path / "proc/self/ns/pid").write_text("")
     number = (tmp_path / "proc/self/ns/pid").stat().st_ino
-    monkeypatch.setattr(gpu_use, "_FIRST_NAMESPACE", number)
+    monkeypatch.setattr(gpus_module, "_FIRST_NAMESPACE", number)
     assert named() == "python train.py (pid 77) holds 30 GiB"
 
 
@@ -113,7 +114,7 @@ def test_a_job_on_the_cpu_needs_no_driver(tmp_path: Path, monkeypatch: pytest.Mo
     ):
         found = software.Torch(Path("torch"), "2.13.0", cuda)
         monkeypatch.setattr(software, "installed_torch", lambda found=found: found)
-        assert gpu_health.gpu_driver(replace(machine, environ=hidden)).status is status
+        assert gpus_module.gpu_driver(replace(machine, environ=hidden)).status is status
 
 
 def test_gpus_that_the_machine_keeps_for_virtual_ones_are_not_missed(tmp_path: Path) -> None:
@@ -121,14 +122,14 @@ def test_gpus_that_the_machine_keeps_for_virtual_ones_are_not_missed(tmp_path: P
     once = Once()
     once.put(gpu_facts, GpuFacts(trouble="no NVIDIA driver", code=12))
     machine = Situation(Options(), environ={}, proc=tmp_path, sys=tmp_path / "sys", once=once)
-    assert gpu_health.gpu_driver(machine).status is not Status.SKIPPED
+    assert gpus_module.gpu_driver(machine).status is not Status.SKIPPED
     (tmp_path / "drivers/vfio-pci").mkdir(parents=True)
     for card in (tmp_path / "sys/bus/pci/devices").iterdir():
         (card.resolve() / "driver").symlink_to(tmp_path / "drivers/vfio-pci")
-    assert gpu_health.gpu_driver(machine).detail == "no GPU"
+    assert gpus_module.gpu_driver(machine).detail == "no GPU"
     # amdgpu's folder, where a process computes on GPUs of that maker.
     (tmp_path / "sys/class/kfd").mkdir(parents=True)
-    assert gpu_health.gpu_driver(machine).detail == "no NVIDIA GPU (AMD's are not tested)"
+    assert gpus_module.gpu_driver(machine).detail == "no NVIDIA GPU (AMD's are not tested)"
 
 
 def test_an_iommu_between_gpus_without_nvlink(tmp_path: Path) -> None:
@@ -270,9 +271,9 @@ def test_hardware_errors_in_the_kernels_log(tmp_path: Path) -> None:
     now = int(time.clock_gettime(time.CLOCK_MONOTONIC) * 1e6)
     log.write_text(RECORDS.format(now=now))
     machine = situation(tmp_path, Health(device(0)), Health(device(1)))
-    outcome = gpu_health.gpu_health(machine)
+    outcome = gpus_module.gpu_health(machine)
     assert [finding.message for finding in outcome.findings] == [
         "GPU 1 logged the GPU fell off the bus (XID 79) 0s ago"
     ]
     log.unlink()
-    assert gpu_health.gpu_health(machine).detail.endswith("the kernel log is not readable")
+    assert gpus_module.gpu_health(machine).detail.endswith("the kernel log is not readable")

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from ddpdoctor.preflight.nodes import agreement
 from ddpdoctor.preflight.nodes.reductions import Blame, blame
 from ddpdoctor.preflight.protocol import pairs, wire
-from ddpdoctor.preflight.protocol.connecting import ConnectError, connect
 from ddpdoctor.preflight.protocol.coordinator import Coordinator, listen
 from ddpdoctor.preflight.protocol.joining import (
     CallError,
@@ -39,7 +38,7 @@ from ddpdoctor.preflight.protocol.messages import (
     unpack_facts,
 )
 from ddpdoctor.preflight.protocol.pairs import Listener, Target, dial_all, dial_speed
-from ddpdoctor.preflight.protocol.wire import WireError
+from ddpdoctor.preflight.protocol.wire import ConnectError, WireError, connect
 from ddpdoctor.preflight.protocol.worker import Worker, gather_facts
 from ddpdoctor.preflight.selftest.collectives import Ranks
 from ddpdoctor.preflight.situation import NodePlace, Options, Situation, node_place

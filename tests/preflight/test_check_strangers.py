@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from ddpdoctor.preflight.machine.network import may_be_node
-from ddpdoctor.preflight.protocol import connecting, wire, worker
+from ddpdoctor.preflight.protocol import wire, worker
 from ddpdoctor.preflight.protocol.coordinator import MAX_REJECTED, Coordinator, listen
 from ddpdoctor.preflight.protocol.joining import Call, CallError, call_once
 from ddpdoctor.preflight.protocol.messages import (
@@ -99,16 +99,16 @@ def test_slow_connections_of_one_address_leave_room_for_the_nodes() -> None:
         calls(held, port, [STRANGER] * 200)
         for _ in range(600):
             await asyncio.sleep(0.05)
-            if here._admission.turned_away == 200 - connecting.MAX_UNPROVED_OF_ADDRESS:
+            if here._admission.turned_away == 200 - wire.MAX_UNPROVED_OF_ADDRESS:
                 break
-        assert len(here._admission._waiting) == connecting.MAX_UNPROVED_OF_ADDRESS
+        assert len(here._admission._waiting) == wire.MAX_UNPROVED_OF_ADDRESS
 
     with contextlib.ExitStack() as held:
         meeting(attack)
 
 
 def test_of_many_addresses_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connecting, "MAX_UNPROVED", 16)
+    monkeypatch.setattr(wire, "MAX_UNPROVED", 16)
 
     async def attack(here: Coordinator, port: int) -> None:
         calls(held, port, [f"127.0.1.{each}" for each in range(1, 41)])
@@ -123,7 +123,7 @@ def test_of_many_addresses_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connecting, "PROOF_SECONDS", 0.2)
+    monkeypatch.setattr(wire, "PROOF_SECONDS", 0.2)
 
     async def attack(here: Coordinator, port: int) -> None:
         reader, writer = await stranger(port)

@@ -14,7 +14,7 @@ import torch
 import ddpdoctor.diagnose.all_rules  # noqa: F401 (registers the rules)
 from ddpdoctor.run.records.supervisor import FindingRecord, FoundLocation
 from ddpdoctor.run.status import Phase
-from ddpdoctor.supervise.hang_signs import FIRST_STEP_FACTOR, SILENT_STEPS, WAIT_FACTOR, Signs
+from ddpdoctor.supervise.hang_watch import FIRST_STEP_FACTOR, SILENT_STEPS, WAIT_FACTOR, Signs
 from tests.conftest import LIMIT, Doctor
 from tests.support.hanging_ranks import job, status
 from tests.support.marks import sick

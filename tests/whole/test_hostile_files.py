@@ -32,11 +32,10 @@ from ddpdoctor.run.reader import MAX_KEPT, JournalReader, RunReader
 from ddpdoctor.run.records.base import json_line
 from ddpdoctor.run.records.model import DdpRecord, FingerprintRecord
 from ddpdoctor.run.records.process import EndRecord
-from ddpdoctor.run.records.supervisor import HangRecord
+from ddpdoctor.run.records.supervisor import Frame, HangRecord, RankStacks, Thread
 from ddpdoctor.run.records.typed_json import decoder
 from ddpdoctor.run.status import Phase
-from ddpdoctor.stacks import rank_stacks
-from ddpdoctor.stacks.rank_stacks import Frame, RankStacks, Thread
+from ddpdoctor.stacks import frames
 from ddpdoctor.top import run_files
 from tests.support.written import MS, T0, Written
 
@@ -89,7 +88,7 @@ def directory(written: Written) -> Path:
     (path / "lock").touch()
     frame = Frame("/a.py", 1, "main")
     stacks = RankStacks(0, 0, 1, "here", (Thread(1, "MainThread", False, (frame,)),))
-    rank_stacks.save_stacks(path, [stacks], T0)
+    frames.save_stacks(path, [stacks], T0)
     return path
 
 
@@ -167,7 +166,7 @@ def test_no_link_leads_out_of_a_run_directory(directory: Path, tmp_path: Path) -
     assert (found.stderr, found.supervisor, found.strays) == ("", (), ())
     assert found.ranks[0].status is None and found.ranks[0].records == ()
     assert found.ranks[1].status is not None
-    assert rank_stacks.load_stacks(directory) is None
+    assert frames.load_stacks(directory) is None
     assert rundir.is_live(directory) is False
     replace(directory / "run.json", str(secret / "run.json"))
     with pytest.raises(ddpdoctor.core.errors.DoctorError, match=r"run\.json is a link"):
@@ -185,7 +184,7 @@ def test_what_is_written_follows_no_link(directory: Path, tmp_path: Path) -> Non
     victim.write_text("precious")
     for name in (".stacks.json.new", "stacks.json"):
         replace(directory / name, str(victim))
-    rank_stacks.save_stacks(directory, [], T0)
+    frames.save_stacks(directory, [], T0)
     assert victim.read_text() == "precious"
     assert not (directory / "stacks.json").is_symlink()
     replace(directory / "lock", str(victim))

@@ -11,7 +11,7 @@ from pathlib import Path
 from ddpdoctor.core.finding import Finding
 from ddpdoctor.core.formatting import listed
 from ddpdoctor.preflight.check import Outcome, check, judged, note, skipped, typed, warning
-from ddpdoctor.preflight.machine.gpu_use import bus_gpus, job_gpus, no_gpu
+from ddpdoctor.preflight.machine.gpus import bus_gpus, job_gpus, no_gpu
 from ddpdoctor.preflight.situation import Situation, gpu_facts, names, text
 from ddpdoctor.system.gpu_health import Health
 

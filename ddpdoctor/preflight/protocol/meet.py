@@ -17,15 +17,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ddpdoctor.core.formatting import listed
-from ddpdoctor.preflight.machine import container
+from ddpdoctor.preflight import situation
 from ddpdoctor.preflight.machine.network import interfaces, is_local, is_own_address, resolve
 from ddpdoctor.preflight.protocol import coordinator, joining
-from ddpdoctor.preflight.protocol.connecting import NO_FILES, words_of
 from ddpdoctor.preflight.protocol.coordinator import Coordinator, Phases
 from ddpdoctor.preflight.protocol.joining import Call, CallError, Goal, Kind, Problem
 from ddpdoctor.preflight.protocol.messages import Facts, Node, Report
 from ddpdoctor.preflight.protocol.pairs import Listener
-from ddpdoctor.preflight.protocol.wire import WireError, key_of
+from ddpdoctor.preflight.protocol.wire import NO_FILES, WireError, key_of, words_of
 from ddpdoctor.preflight.protocol.worker import Worker, gather_facts, host_of
 from ddpdoctor.preflight.selftest.collectives import Ranks
 from ddpdoctor.preflight.situation import NodePlace, Situation, node_place
@@ -301,7 +300,7 @@ class Participant:
         began = time.monotonic()
         seen: set[Kind] = set()
         # A service of Kubernetes refuses until the container behind it is ready.
-        patient = container.appears_when_started(self.situation)
+        patient = situation.appears_when_started(self.situation)
         while not at_home:
             try:
                 call = await joining.call_any(self.goal)
@@ -321,7 +320,7 @@ class Participant:
         return None
 
     async def _join(self) -> Meeting:
-        appears = container.appears_when_started(self.situation)
+        appears = situation.appears_when_started(self.situation)
         say = self.situation.say
         try:
             call = await joining.join(self.goal, self.gather_until, say, appears=appears)

@@ -23,10 +23,9 @@ from ddpdoctor.core.finding import Severity
 from ddpdoctor.core.formatting import shown
 from ddpdoctor.preflight.check import Outcome, Status
 from ddpdoctor.preflight.machine import network
-from ddpdoctor.preflight.machine.gpu_use import chosen, no_gpu
+from ddpdoctor.preflight.machine.gpus import chosen, no_gpu
 from ddpdoctor.preflight.machine.software import versions
 from ddpdoctor.preflight.protocol import pairs, wire
-from ddpdoctor.preflight.protocol.connecting import words_of
 from ddpdoctor.preflight.protocol.joining import Call, refused
 from ddpdoctor.preflight.protocol.messages import (
     Answer,
@@ -38,6 +37,7 @@ from ddpdoctor.preflight.protocol.messages import (
     Welcome,
 )
 from ddpdoctor.preflight.protocol.pairs import Dialled, Listener, Target
+from ddpdoctor.preflight.protocol.wire import words_of
 from ddpdoctor.preflight.selftest.collectives import Ranks, why_no_nccl
 from ddpdoctor.preflight.situation import (
     NodePlace,
