@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from ddpdoctor.core import formatting
 from ddpdoctor.core.finding import Finding, to_record
 from ddpdoctor.core.formatting import TimeUnit, json_text, unit_for
+from ddpdoctor.core.relations import STRAGGLERS
 from ddpdoctor.scale.results import AS_IT_IS, Measured, Outcome, Row, rows
 
 # -- explain why a size is less efficient than the smallest one, and what to try
@@ -23,9 +24,6 @@ from ddpdoctor.scale.results import AS_IT_IS, Measured, Outcome, Row, rows
 
 GOOD = 0.97  # Efficiency from which on there is nothing to explain
 BETTER = 1.1  # Efficiency from which on the smallest size is no good base
-
-STRAGGLERS = ("DDP610", "DDP612")
-"""The findings that name a rank, or a stage of a pipeline, that the others wait for."""
 
 MIN_SLOWDOWN = 1.15  # How many times as long a rank on CPUs computes if it lacks cores
 MIN_SHARE = 0.3  # Share of the loss that waits for a core must have to be the cause

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.core.formatting import duration, named
+from ddpdoctor.core.relations import STRAGGLERS
 from ddpdoctor.diagnose.speed.pace import ENOUGH, PHASE_NAMES, WARM_UP
 from ddpdoctor.top import run_files
 from ddpdoctor.top.snapshot import FindingRow, RankRow, Snapshot, Times, Verdict
@@ -22,9 +23,6 @@ and fills caches."""
 
 MIN_STUCK_STEPS = 3.0  # Steps that a phase must last before its rank counts as stuck
 MIN_TROUBLE = 60.0  # Seconds after which waiting is trouble and not a pause
-
-STRAGGLERS = ("DDP610", "DDP612")
-"""The findings that name a rank, or a stage of a pipeline, that the others wait for."""
 
 
 @dataclass(frozen=True)

@@ -185,6 +185,7 @@ class LiveRank:
         self._opened: OpenRecord | None = None
         self.group: tuple[int, ...] = ()
         """The ranks on GPUs that it reduces gradients with. Empty if it does not, or unknown."""
+        self._searched = 0  # Bytes of the journal in which that was looked for
         before = StepLog(self.path).newest(run_files.WINDOW)
         self.recent = RecentSteps(after_warm_up([run_files.parts_of(step) for step in before]))
         """The newest steps, including those before the monitor started."""
@@ -200,7 +201,9 @@ class LiveRank:
     def times(self, on_gpu: bool) -> Times | None:
         """Average its newest steps. On a GPU the wait is still within the backward."""
         if on_gpu and not self.group and len(self.recent):
-            self.group = run_files.ddp_group(self.path, self.max_memory)
+            self.group, self._searched = run_files.ddp_group(
+                self.path, self.max_memory, self._searched
+            )
         return self.recent.times(apart=not self.group)
 
     @cached_property

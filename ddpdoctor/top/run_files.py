@@ -558,16 +558,20 @@ def open_record(path: Path, max_memory: int) -> OpenRecord | None:
     return next(_records(data, OpenRecord, max_memory), None)
 
 
-def ddp_group(path: Path, max_memory: int) -> tuple[int, ...]:
-    """Return the ranks on GPUs with which a rank reduces gradients.
+def ddp_group(path: Path, max_memory: int, searched: int = 0) -> tuple[tuple[int, ...], int]:
+    """Return the ranks on GPUs with which a rank reduces gradients, and the bytes searched.
 
-    Returns an empty tuple if its journal begins with several DDP groups, or with none.
+    There are no ranks if its journal begins with several DDP groups, or with none. The journal is
+    searched again once its beginning is twice as long as what was ``searched`` before.
     """
     with _opened(path) as files:
-        data = files[0].read(_RECORDS_SEARCHED, 0) if files else b""
+        size = min(files[0].size(), _RECORDS_SEARCHED) if files else 0
+        if searched and size < 2 * searched:
+            return (), searched
+        data = files[0].read(size, 0) if files else b""
     records = _records(data, DdpRecord, max_memory)
     groups = {each.group_ranks for each in records if each.device.startswith("cuda")}
-    return groups.pop() if len(groups) == 1 else ()
+    return groups.pop() if len(groups) == 1 else (), size
 
 
 def last_error(path: Path, max_memory: int) -> ErrorRecord | None:

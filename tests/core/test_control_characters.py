@@ -232,7 +232,7 @@ def test_a_hostile_run_to_attach_to(words: tuple[str, ...], host: str, directory
         [sys.executable, "-m", "ddpdoctor", *words, str(directory)],
         stdin=subprocess.DEVNULL,
         capture_output=True,
-        timeout=60,
+        timeout=LIMIT,
     )
     lock.close()
     said = (result.stdout + result.stderr).decode()
@@ -257,7 +257,7 @@ def test_attach_to_names(tmp_path: Path) -> None:
         result = subprocess.run(
             [sys.executable, "-m", "ddpdoctor", *words],
             capture_output=True,
-            timeout=60,
+            timeout=LIMIT,
             cwd=workspace,
         )
         assert b"Traceback" not in result.stderr

@@ -20,8 +20,9 @@ from torch._C._distributed_c10d import ProcessGroupGloo
 
 import ddpdoctor
 from ddpdoctor.run.records.supervisor import DebugRecord
-from tests.conftest import JOBS, LIMIT, ROOT, Doctor, Live, Result
-from tests.support.dap_client import DapClient, DapError, DapUnavailable, install_modules
+from tests.conftest import JOBS, LIMIT, ROOT, Doctor
+from tests.support.dap_client import DapClient, DapError
+from tests.support.debugged import Debugged
 
 JOB = JOBS / "debugged.py"
 PACKAGE = Path(ddpdoctor.__file__).parent
@@ -45,22 +46,8 @@ def unwrapped(text: str) -> str:
     return " ".join(" ".join(lines).split())
 
 
-@pytest.fixture(scope="session")
-def modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    try:
-        return install_modules(tmp_path_factory.mktemp("dap"))
-    except DapUnavailable as error:
-        pytest.skip(f"no DAP test client: {error}")
-
-
-class Job:
+class Job(Debugged):
     """A job under debugging, and the clients that were attached to it."""
-
-    def __init__(self, doctor: Doctor, modules: Path) -> None:
-        self.doctor = doctor
-        self.modules = modules
-        self.clients: list[DapClient] = []
-        self.live: Live
 
     def start(self, *words: str, options: tuple[str, ...] = (), job: Path = JOB) -> None:
         self.live = self.doctor.start(
@@ -108,10 +95,6 @@ class Job:
 
     def has_debugpy(self, rank: int) -> bool:
         return "pydevd" in Path(f"/proc/{self.pid(rank)}/maps").read_text()
-
-    def end(self) -> Result:
-        (self.doctor.directory / "stop").touch()
-        return self.live.finish()
 
 
 @pytest.fixture

@@ -36,6 +36,7 @@ from ddpdoctor.preflight.protocol.messages import (
 from ddpdoctor.preflight.protocol.pairs import Dialled
 from ddpdoctor.preflight.situation import NodePlace, Options, Situation
 from ddpdoctor.render import check_results as render
+from tests.conftest import LIMIT
 from tests.preflight.test_check_meeting import FACTS
 
 HOSTILE = (
@@ -138,7 +139,7 @@ def test_no_line_to_type_does_what_a_peer_wants(tmp_path: Path, text: str, outco
         env={"PATH": str(tools)},
         stdin=subprocess.DEVNULL,
         capture_output=True,
-        timeout=60,
+        timeout=LIMIT,
     )
     assert list(work.iterdir()) == [], lines
 

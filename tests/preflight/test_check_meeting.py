@@ -43,6 +43,7 @@ from ddpdoctor.preflight.protocol.worker import Worker, gather_facts
 from ddpdoctor.preflight.selftest.collectives import Ranks
 from ddpdoctor.preflight.situation import NodePlace, Options, Situation, node_place
 from ddpdoctor.run.records.base import as_json
+from tests.conftest import LIMIT
 
 
 def everybody(nodes: int) -> list[tuple[int, int]]:
@@ -322,7 +323,7 @@ def test_a_node_does_not_wait_for_its_ranks_when_node_0_is_gone() -> None:
             asking.cancel()
             await here.close()
             with pytest.raises(WireError, match="closed"):
-                await asyncio.wait_for(running, 60)
+                await asyncio.wait_for(running, LIMIT)
             await call.link.close()
         finally:
             await listener.close()

@@ -31,6 +31,7 @@ from ddpdoctor.preflight.protocol.worker import Worker
 from ddpdoctor.preflight.selftest.collectives import Ranks
 from ddpdoctor.preflight.situation import NodePlace
 from ddpdoctor.run.records.base import as_json
+from tests.conftest import LIMIT
 from tests.preflight.test_check_meeting import FACTS
 
 KEY = wire.key_of("job7")
@@ -257,7 +258,7 @@ def obeying(folder: Path, *orders: Order) -> Worker:
             await wire.Link(other, theirs).receive(60)
         theirs.close()
         with pytest.raises(wire.WireError):
-            await asyncio.wait_for(running, 60)
+            await asyncio.wait_for(running, LIMIT)
         writer.close()
         return made
 

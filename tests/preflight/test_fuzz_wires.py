@@ -37,6 +37,7 @@ from ddpdoctor.supervise.keepers import Keepers
 from ddpdoctor.system import nvml, peers, process_activity
 from ddpdoctor.system import proc as proc_layer
 from ddpdoctor.top.prometheus import Exporter
+from tests.conftest import LIMIT
 from tests.whole.test_fuzz import BYTES, VALUES
 
 FUZZ = settings(
@@ -349,7 +350,7 @@ def test_a_request_of_prometheus(exporter: int, data: bytes) -> None:
             while client.recv(4096):
                 pass
     with contextlib.suppress(urllib.error.HTTPError):
-        urllib.request.urlopen(f"http://127.0.0.1:{exporter}/metrics", timeout=10).read()
+        urllib.request.urlopen(f"http://127.0.0.1:{exporter}/metrics", timeout=LIMIT).read()
 
 
 # -- what the kernel says of processes, whose names are anybody's
