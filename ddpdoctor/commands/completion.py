@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from ddpdoctor.core.commands import COMMANDS
 from ddpdoctor.core.errors import DoctorError
-from ddpdoctor.core.options import DIRECTORY, Described, Parser
-from ddpdoctor.core.torchrun import known_options
+from ddpdoctor.core.options import DIRECTORY, Described, Parser, known_options
 
 PARSER = Parser(
     "completion",

@@ -14,7 +14,7 @@ from ddpdoctor.run import reported, rundir
 from ddpdoctor.supervise import command as job_command
 from ddpdoctor.supervise import job_signals
 from ddpdoctor.supervise.command import PARSER
-from ddpdoctor.supervise.passthrough import Passthrough
+from ddpdoctor.supervise.job_signals import Passthrough
 from ddpdoctor.supervise.supervisor import Supervisor, end_like
 from ddpdoctor.system import proc
 

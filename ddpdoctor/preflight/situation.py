@@ -15,8 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from ddpdoctor.system.gpu_health import GpuFacts, read_health
-from ddpdoctor.system.nvml import Choice, choice
+from ddpdoctor.system.nvml import Choice, GpuFacts, choice, read_health
 
 # -- what every check is given: options, environment, machine, time left, and this node's place
 

@@ -13,8 +13,7 @@ from ddpdoctor.core import options
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.formatting import count
 from ddpdoctor.core.job import Command, OwnOptions
-from ddpdoctor.core.options import CODES, Given, Parser, Passed, Selection
-from ddpdoctor.core.torchrun import read_options
+from ddpdoctor.core.options import CODES, Given, Parser, Passed, Selection, read_options
 
 PARSER = Parser(
     "run",

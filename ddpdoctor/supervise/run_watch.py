@@ -32,21 +32,19 @@ from ddpdoctor.run.records.base import JsonObject, Record
 from ddpdoctor.run.records.process import EndRecord, ErrorRecord, ExitRecord, FaultRecord
 from ddpdoctor.run.records.supervisor import JobRecord, SignalRecord, UnwatchedRecord
 from ddpdoctor.run.reported import Event, to_journal
-from ddpdoctor.supervise.job_signals import JobSignals
+from ddpdoctor.supervise.job_signals import JobSignals, Passthrough
 from ddpdoctor.supervise.keepers import Keepers
 from ddpdoctor.supervise.notify import Notifications
-from ddpdoctor.supervise.passthrough import Passthrough
 from ddpdoctor.supervise.rank_processes import RankWatch, Unwatched, bare_option, why_unwatched
 
 if TYPE_CHECKING:
     from ddpdoctor.run.reader import RunReader
     from ddpdoctor.run.snapshot import Run
     from ddpdoctor.run.vitals import Vitals
-    from ddpdoctor.supervise.gpu_watch import GpuWatch
     from ddpdoctor.supervise.hang_watch import HangWatch
     from ddpdoctor.supervise.node_link import NodeLink
-    from ddpdoctor.supervise.slow_ranks import Stragglers, Suspicions
-    from ddpdoctor.system.gpu_health import GpuPoll
+    from ddpdoctor.supervise.slow_ranks import GpuWatch, Stragglers, Suspicions
+    from ddpdoctor.system.nvml import GpuPoll
 
 
 # -- run.json
@@ -282,11 +280,10 @@ class RunWatch:
     def _start_parts(self, directory: Path) -> None:
         from ddpdoctor.run.reader import RunReader
         from ddpdoctor.run.vitals import Vitals
-        from ddpdoctor.supervise.gpu_watch import GpuWatch
         from ddpdoctor.supervise.hang_watch import HangWatch
         from ddpdoctor.supervise.node_link import NodeLink
-        from ddpdoctor.supervise.slow_ranks import Stragglers, Suspicions
-        from ddpdoctor.system.gpu_health import GpuPoll
+        from ddpdoctor.supervise.slow_ranks import GpuWatch, Stragglers, Suspicions
+        from ddpdoctor.system.nvml import GpuPoll
 
         if self._requests is None:
             return

@@ -15,8 +15,8 @@ from ddpdoctor.core.opening import integer
 from ddpdoctor.run import rundir
 from ddpdoctor.run.reader import read_manifest
 from ddpdoctor.run.records.training import StepRecord
-from ddpdoctor.system.gpu_health import Poller
-from ddpdoctor.top import hardware, headline, run_files
+from ddpdoctor.system.nvml import Poller
+from ddpdoctor.top import headline, live, run_files
 from ddpdoctor.top.frames import Played, Source, Want
 from ddpdoctor.top.live import LiveSource
 from ddpdoctor.top.run_files import StatusPages, StepLog
@@ -111,7 +111,7 @@ class FinishedSource(Played):
             time=now,
             exit_status=None,
             job=job,
-            gpus=tuple(hardware.without_readings(gpu, "") for gpu in last.gpus),
+            gpus=tuple(live.without_readings(gpu, "") for gpu in last.gpus),
             machine=None,
             findings=findings,
         )
@@ -136,7 +136,7 @@ def _row_at_step(row: RankRow, number: int, steps: list[StepRecord], *, apart: b
         step=steps[-1].step + 1 if steps else None,
         epoch=steps[-1].epoch if steps else None,
         times=run_files.mean_times(parts, apart),
-        gpu=None if row.gpu is None else hardware.without_readings(row.gpu, ""),
+        gpu=None if row.gpu is None else live.without_readings(row.gpu, ""),
     )
 
 
@@ -150,7 +150,7 @@ class MachineSource:
     def __init__(self, interval: float) -> None:
         self.interval = interval
         self.replay = None
-        self._meter = hardware.MachineMeter()
+        self._meter = live.MachineMeter()
         self._poller: Poller | None = None
 
     def read(self, want: Want) -> Snapshot:
@@ -163,7 +163,7 @@ class MachineSource:
             time=time.time(),
             kind="machine",
             verdict=Verdict(text, "info"),
-            gpus=hardware.gpus_of(record),
+            gpus=live.gpus_of(record),
             machine=self._meter.read(),
             nvml=str(record["nvml"]),
         )

@@ -13,11 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ddpdoctor.commands import check as check_module
 from ddpdoctor.core.finding import Finding, Severity, to_record
 from ddpdoctor.core.formatting import json_text, shown, without_formatting
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.preflight.check import Outcome, Status
-from ddpdoctor.render import check_results, console, json_lines
+from ddpdoctor.render import console, json_lines
 from ddpdoctor.run import rundir
 from ddpdoctor.run.records.supervisor import Frame, RankStacks, Thread
 from ddpdoctor.run.status import Phase
@@ -120,9 +121,9 @@ def test_lines_of_source(tmp_path: Path) -> None:
 
 def test_a_check() -> None:
     outcome = Outcome(Status.FAIL, f"peer {HOSTILE}", (FINDING,), "network")
-    check(check_results.table([outcome], colour=False, width=80))
-    check(check_results.findings([outcome], colour=False, width=80))
-    check(check_results.document([outcome], HOSTILE, 1, 0.1))
+    check(check_module.result_table([outcome], colour=False, width=80))
+    check(check_module.finding_blocks([outcome], colour=False, width=80))
+    check(check_module.json_document([outcome], HOSTILE, 1, 0.1))
 
 
 @pytest.fixture

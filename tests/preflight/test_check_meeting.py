@@ -28,7 +28,7 @@ from ddpdoctor.preflight.protocol.joining import (
     join,
     side_doors,
 )
-from ddpdoctor.preflight.protocol.meet import Meeting, meet_or_fail
+from ddpdoctor.preflight.protocol.meet import Meeting, Worker, gather_facts, meet_or_fail
 from ddpdoctor.preflight.protocol.messages import (
     Caller,
     Facts,
@@ -39,7 +39,6 @@ from ddpdoctor.preflight.protocol.messages import (
 )
 from ddpdoctor.preflight.protocol.pairs import Listener, Target, dial_all, dial_speed
 from ddpdoctor.preflight.protocol.wire import ConnectError, WireError, connect
-from ddpdoctor.preflight.protocol.worker import Worker, gather_facts
 from ddpdoctor.preflight.selftest.collectives import Ranks
 from ddpdoctor.preflight.situation import NodePlace, Options, Situation, node_place
 from ddpdoctor.run.records.base import as_json

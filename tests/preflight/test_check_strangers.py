@@ -17,9 +17,10 @@ import psutil
 import pytest
 
 from ddpdoctor.preflight.machine.network import may_be_node
-from ddpdoctor.preflight.protocol import wire, worker
+from ddpdoctor.preflight.protocol import meet, wire
 from ddpdoctor.preflight.protocol.coordinator import MAX_REJECTED, Coordinator, listen
 from ddpdoctor.preflight.protocol.joining import Call, CallError, call_once
+from ddpdoctor.preflight.protocol.meet import Worker
 from ddpdoctor.preflight.protocol.messages import (
     Hello,
     Order,
@@ -27,7 +28,6 @@ from ddpdoctor.preflight.protocol.messages import (
 )
 from ddpdoctor.preflight.protocol.pairs import Listener, Target
 from ddpdoctor.preflight.protocol.wire import unpacked
-from ddpdoctor.preflight.protocol.worker import Worker
 from ddpdoctor.preflight.selftest.collectives import Ranks
 from ddpdoctor.preflight.situation import NodePlace
 from ddpdoctor.run.records.base import as_json
@@ -276,7 +276,7 @@ def test_a_fake_node_0_does_not_get_a_node_to_dial_its_own_machine(tmp_path: Pat
 
 
 def test_a_fake_node_0_leaves_no_file(tmp_path: Path) -> None:
-    kept = tmp_path / f"{worker.MARKER_PREFIX}cd"
+    kept = tmp_path / f"{meet.MARKER_PREFIX}cd"
     kept.write_text("another check's")
     write, remove = (Order("folder", token="ab", action=each) for each in ("write", "remove"))
     obeying(tmp_path, write)

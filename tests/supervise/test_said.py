@@ -37,7 +37,7 @@ from ddpdoctor.run.reported import (
 )
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.status import Phase, Status
-from ddpdoctor.supervise.passthrough import Passthrough
+from ddpdoctor.supervise.job_signals import Passthrough
 from ddpdoctor.supervise.run_watch import Showing
 from ddpdoctor.top.run_files import SupervisorEvents
 from tests.conftest import ROOT, Doctor

@@ -16,9 +16,8 @@ from ddpdoctor.run.records.supervisor import DebugRecord, SignalRecord
 from ddpdoctor.run.records.training import SaveRecord
 from ddpdoctor.run.status import Phase
 from ddpdoctor.top import run_files
-from ddpdoctor.top.hardware import ProcessStates
 from ddpdoctor.top.headline import VerdictFacts, judge
-from ddpdoctor.top.live import LiveSource
+from ddpdoctor.top.live import LiveSource, ProcessStates
 from ddpdoctor.top.snapshot import RankRow
 from tests.support.generated import MS, USUAL, Generated
 from tests.support.top_runs import ALL, Make, living

@@ -25,7 +25,7 @@ from ddpdoctor.run.records.typed_json import RANK_RECORDS
 from ddpdoctor.run.status import PAGE_SIZE, parse_status
 from ddpdoctor.stacks import capture, frames
 from ddpdoctor.stacks.capture import read_declared
-from ddpdoctor.top import hardware, output, run_files
+from ddpdoctor.top import live, output, run_files
 from ddpdoctor.top.frames import WANT_ALL
 from ddpdoctor.top.recording import RecordingSource
 from ddpdoctor.top.run_files import Stderr
@@ -149,7 +149,7 @@ def test_a_reader(name: str, data: bytes, tmp_path: Path) -> None:
 @FUZZ
 @given(st.dictionaries(st.sampled_from(["gpus", "host", "format", "nvml"]), VALUES))
 def test_gpus(told: dict[str, Any]) -> None:
-    hardware.gpus_of(told)
+    live.gpus_of(told)
 
 
 @FUZZ

@@ -23,8 +23,7 @@ from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.diagnose.hangs.hang_snapshot import RankState
 from ddpdoctor.failures.lines import LONGEST
-from ddpdoctor.failures.log import read
-from ddpdoctor.failures.sources import logs_of
+from ddpdoctor.failures.log import read, texts_of
 from ddpdoctor.render import console
 from ddpdoctor.run import mapped, rundir
 from ddpdoctor.run.journal import Journal
@@ -410,13 +409,13 @@ def test_the_output_of_a_command_is_a_log(tmp_path: Path) -> None:
 
 
 def test_of_a_sparse_log_the_end_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpdoctor.failures.sources.MAX_BYTES", 1 << 20)
+    monkeypatch.setattr("ddpdoctor.failures.log.MAX_BYTES", 1 << 20)
     path = tmp_path / "job.log"
     with path.open("wb") as file:
         file.truncate(1 << 40)
         file.seek(0, os.SEEK_END)
         file.write(b"\nValueError: no\n")
-    data = b"".join(piece for _, pieces in logs_of(str(path)) for piece in pieces)
+    data = b"".join(piece for _, pieces in texts_of(str(path)) for piece in pieces)
     assert len(data) == 1 << 20
     assert data.endswith(b"ValueError: no\n")
 
