@@ -55,9 +55,6 @@ Exit status: 0; 2 if there is no such run, rank or process.
 def main(words: Sequence[str]) -> int:
     """Show, write or print the attach points of live runs."""
     given = PARSER.read(words)
-    if given.help:
-        sys.stdout.write(PARSER.help)
-        return 0
     name = PARSER.one_run(given)
     if "--gdb" in given:
         return _inject(given.options["--gdb"])

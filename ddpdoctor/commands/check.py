@@ -19,7 +19,6 @@ from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.formatting import count, json_text, shown
 from ddpdoctor.preflight import command_lines
 from ddpdoctor.preflight.check import CHECKS, Check, Outcome, Status, outcome_record, run_checks
-from ddpdoctor.preflight.command_lines import PARSER
 from ddpdoctor.preflight.machine import resources
 from ddpdoctor.preflight.nodes.attendance import (
     excluded_nodes,
@@ -171,6 +170,8 @@ scheduler can distinguish a broken node from one that had no time."""
 
 WRONG_USAGE = 3
 
+PARSER = command_lines.PARSER
+
 
 def main(words: Sequence[str]) -> int:
     """Check this machine, and the other nodes if there are any."""
@@ -179,9 +180,6 @@ def main(words: Sequence[str]) -> int:
         chosen = command_lines.choose(asked, CHECKS)
     except DoctorError as error:
         raise DoctorError(error.message, error.hint, status=WRONG_USAGE) from None
-    if asked.help:
-        sys.stdout.write(PARSER.help)
-        return 0
     if asked.list:
         _list(chosen)
         return 0

@@ -30,9 +30,6 @@ Options:
 def main(words: Sequence[str]) -> int:
     """Print the script for a shell."""
     given = PARSER.read(words)
-    if given.help:
-        sys.stdout.write(PARSER.help)
-        return 0
     scripts = {"bash": bash, "zsh": zsh, "fish": fish}
     if len(given.rest) != 1 or given.rest[0] not in scripts:
         raise DoctorError("name one shell: bash, zsh or fish", "ddpdoctor completion bash")

@@ -199,9 +199,6 @@ or file, or it cannot be read.
 def main(words: Sequence[str]) -> int:
     """Report on a run, or on logs."""
     given = PARSER.read(words)
-    if given.help:
-        sys.stdout.write(PARSER.help)
-        return 0
     if sys.stdout is not None and hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
     try:

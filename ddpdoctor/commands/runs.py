@@ -57,9 +57,6 @@ class _Entry:
 def main(words: Sequence[str]) -> int:
     """List runs, or remove old ones."""
     given = PARSER.read(words)
-    if given.help:
-        sys.stdout.write(PARSER.help)
-        return 0
     if given.rest:
         raise PARSER.wrong(f"runs takes no run: {given.rest[0]}", "`ddpdoctor report RUN` shows it")
     try:

@@ -115,9 +115,6 @@ What was measured until then, or until Ctrl-C, is printed and kept.
 def main(words: Sequence[str]) -> int:
     """Run the job at each size and print the results."""
     given = PARSER.read(words, job_command.PARSER.options)
-    if given.help:
-        sys.stdout.write(PARSER.help)
-        return 0
     if "--reference" in given and not given.rest:
         _print(table.reference_lines(()))
         return 0
@@ -236,7 +233,7 @@ def _check_command(started: Launch) -> None:
     """Refuse what ``ddpdoctor run`` would refuse in each run."""
     words = ["--no-debug", "--no-vscode", *started.typed, "--", *started.rest]
     command = job_command.build(words, os.environ)
-    if command is None or not command.through_torchrun:
+    if not command.through_torchrun:
         raise DoctorError(
             f"{started.rest[0]} starts the ranks itself, and scale has to choose their number",
             "name the script alone: ddpdoctor scale --nproc 1,2 -- train.py",

@@ -67,9 +67,6 @@ class _Taken:
 def main(words: Sequence[str]) -> int:
     """Take the stacks of the ranks and print them."""
     given = PARSER.read(words)
-    if given.help:
-        sys.stdout.write(PARSER.help)
-        return 0
     ranks = set().union(*given.get("--rank", ())) or None
     taken = _take(PARSER.one_run(given), ranks, native="--native" in given)
     missing = (ranks or set()) - {each.rank for each in taken.stacks}

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from ddpdoctor.core import opening
 from ddpdoctor.core.commands import COMMANDS
-from ddpdoctor.core.errors import USAGE, DoctorError
+from ddpdoctor.core.errors import USAGE, DoctorError, HelpRequest
 from ddpdoctor.core.finding import Finding
 from ddpdoctor.core.formatting import rank_set, shown
 from ddpdoctor.core.opening import whose
@@ -401,6 +401,7 @@ class Parser:
 
         Raises:
             DoctorError: An option is unknown, or its value is missing or wrong.
+            HelpRequest: One of the options is ``--help``.
         """
         given, queue = Given(), list(words)
         while queue:
@@ -417,7 +418,9 @@ class Parser:
                 given.help = True
             else:
                 self._option(given, word, queue, others, torchrun)
-        if self.options and not given.help:
+        if given.help:
+            raise HelpRequest(self.help)
+        if self.options:
             for name, value in configured(self).items():
                 if name not in given.options:
                     given.options[name] = value

@@ -204,7 +204,6 @@ class Arguments:
     selection: Selection = ALL
     list: bool = False
     json: bool = False
-    help: bool = False
 
 
 def parse(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> Arguments:
@@ -227,7 +226,6 @@ def parse(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> Argu
         selection=Selection.given(given),
         list="--list" in given,
         json="--json" in given,
-        help=given.help,
     )
 
 
