@@ -180,7 +180,7 @@ def test_two_ranks_from_attach_to_attach_again(job: Job) -> None:
 def test_a_rank_that_waits_for_another(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     # The compiled core has no frames here.
     monkeypatch.setenv("DDPDOCTOR_PURE_PYTHON", "1")
-    job.start("--at", "3", "--how", "away", "--seconds", "8")
+    job.start("--at", "3", "--how", "away", "--seconds", "30")
     job.live.wait_for_steps(3)
     client = job.attach(0)
     main = next(number for number, name in client.threads().items() if name == "MainThread")
@@ -201,7 +201,7 @@ def test_a_rank_that_waits_for_another(job: Job, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.slow
 def test_a_rank_that_holds_the_lock_of_python(job: Job) -> None:
-    job.start("--at", "3", "--how", "gil", "--seconds", "8")
+    job.start("--at", "3", "--how", "gil", "--seconds", "30")
     job.live.wait_for_steps(3)
     time.sleep(0.5)
     with pytest.raises(DapError, match=r"rank 1 .*does not answer: .*`ddpdoctor stacks`"):
