@@ -154,8 +154,8 @@ def layout(code: str, slug: str) -> dict[Path, str]:
     )
     return {
         Path("ddpdoctor/diagnose") / FAMILIES[code[3]] / f"rules_{name}.py": filled(RULE),
-        Path("sample_jobs/sick") / f"{stem}.py": filled(JOB),
-        Path("sample_jobs/sick") / f"{stem}_healed.py": filled(twin),
+        Path("tests/jobs/sick") / f"{stem}.py": filled(JOB),
+        Path("tests/jobs/sick") / f"{stem}_healed.py": filled(twin),
         Path("tests/diagnose") / f"test_{name}.py": filled(TEST),
     }
 

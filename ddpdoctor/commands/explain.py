@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,11 +35,9 @@ class _Entry:
     """A rule, or a check of ``ddpdoctor check``."""
 
     name: str
-    kind: str
-    """The usual severity of a rule's findings, or ``check``."""
+    kind: str  # The usual severity of a rule's findings, or ``check``
     page: str
-    messages: tuple[str, ...] = ()
-    """Texts in logs and exceptions that identify it."""
+    messages: tuple[str, ...] = ()  # Texts in logs and exceptions that identify it
 
     @property
     def summary(self) -> str:
@@ -69,9 +66,6 @@ def entries() -> Mapping[str, _Entry]:
 def main(words: Sequence[str]) -> int:
     """Print the page of a rule or a check, or the list of all."""
     given = PARSER.read(words)
-    if given.help:
-        sys.stdout.write(PARSER.help)
-        return 0
     if len(given.rest) > 1:
         raise DoctorError("explain takes one code", "for example: ddpdoctor explain DDP901")
     known = entries()
