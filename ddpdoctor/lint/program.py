@@ -304,7 +304,12 @@ class Code:
             made[name] += [each.value for each in items]
         for name, items in self._attributes.items():
             made[name] += [each.value for each in items]
-        returned = {name for name in self.functions if name in found.numbers | found.conditions}
+        # What takes arguments decides by more than the rank.
+        returned = {
+            name
+            for name, functions in self.functions.items()
+            if all({each.arg for each in one.args.args} <= {"self", "cls"} for one in functions)
+        }
         numbers = {
             name
             for name in found.numbers
