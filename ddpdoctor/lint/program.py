@@ -290,7 +290,15 @@ class Code:
         """Return whether a condition differs between ranks, as far as can be seen."""
         known = self._discerned.get(test)
         if known is None:
-            known = self._discerned[test] = discerns(test, self.words)
+            # What a function makes of a rank is not known, and may be the same on all.
+            made = any(
+                isinstance(each, ast.Call)
+                and each.args
+                and isinstance(each.func, ast.Name)
+                and each.func.id in self.functions
+                for each in ast.walk(test)
+            )
+            known = self._discerned[test] = not made and discerns(test, self.words)
         return known
 
     @cached_property
