@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,6 +62,25 @@ def test_the_call_by_which_a_rank_left_is_the_place(written: Written) -> None:
     (finding,) = left(written, [DRAWS, call, END])
     assert finding.location == Location("/a.py", 3)
     assert finding.evidence[-1] == "rank 1 called sys.exit at /a.py:3"
+    assert finding.fix.startswith("Exit on all ranks together")
+
+
+LOOPS = {
+    "for": ("def train():\n    for batch in shard(rank):\n        step(batch)\n", 3, 2),
+    "while": ("while steps < limit[rank]:\n    step()\n", 2, 1),
+    "caller": ("def step():\n    ddp(x)\nfor x in shard(rank):\n    step()\n", 2, 3),
+    "two callers": ("def step():\n    ddp(x)\nstep()\nfor x in y:\n    step()\n", 2, 2),
+    "next": ("while batches:\n    batch = next(batches)\n", 2, 1),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_the_loop_is_the_place_not_the_forward(written: Written, tmp_path: Path, name: str) -> None:
+    text, forward, line = LOOPS[name]
+    train = tmp_path / "train.py"
+    train.write_text(text)
+    (finding,) = left(written, [{**FORWARD, "path": str(train), "line": forward}, END])
+    assert finding.location == Location(str(train), line)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from ddpdoctor.diagnose.hangs.hang_snapshot import hang_snapshot, seen_waiting
 from ddpdoctor.diagnose.hangs.rank_activity import NEVER_ENDS
 from ddpdoctor.diagnose.hangs.timeouts import outlasted
 from ddpdoctor.diagnose.loops.rules_evaluation import alone_evaluating
+from ddpdoctor.diagnose.source_operations import loop_around
 from ddpdoctor.run.records.model import DdpRecord
 from ddpdoctor.run.records.process import ErrorRecord, ExitRecord
 from ddpdoctor.run.reported import hang, start
@@ -83,7 +84,7 @@ def left_early(run: Run) -> Iterator[Finding]:
         ]
         wanting = _without_evaluations(run, wanting)
         if wanting:
-            yield _finding(leaver, count, wanting)
+            yield _finding(run, leaver, count, wanting)
 
 
 def _without_evaluations(run: Run, wanting: list[Rank]) -> list[Rank]:
@@ -95,17 +96,26 @@ def _without_evaluations(run: Run, wanting: list[Rank]) -> list[Rank]:
     return [rank for rank in wanting if rank.rank not in alone]
 
 
-def _finding(leaver: Rank, count: int, wanting: list[Rank]) -> Finding:
+def _finding(run: Run, leaver: Rank, count: int, wanting: list[Rank]) -> Finding:
     steps = f"{count} synchronized step{'' if count == 1 else 's'}"
     evidence = [
         f"rank {leaver.rank} ended regularly after {steps}",
         *(f"rank {rank.rank} {_wish(rank)}" for rank in wanting[:4]),
     ]
     location = leaver.site("data") or leaver.site("forward")
+    location = loop_around(run, location) or location
+    fix = (
+        "Give all ranks the same number of steps (equal shards, drop_last), or wrap the "
+        "loop in `with model.join():`."
+    )
     call = next((call for call in leaver.records.of(ExitRecord) if call.status == 0), None)
     if call is not None and call.location is not None:
         location = call.location
         evidence.append(f"rank {leaver.rank} called {call.how} at {call.location}")
+        fix = (
+            "Exit on all ranks together: reduce the value that decides over the ranks first "
+            "(dist.all_reduce)."
+        )
     names = ", ".join(str(rank.rank) for rank in wanting)
     return Finding(
         code="DDP801",
@@ -117,8 +127,7 @@ def _finding(leaver: Rank, count: int, wanting: list[Rank]) -> Finding:
         subjects=frozenset((STANDSTILL,)),
         moment=leaver.ended.time if leaver.ended is not None else 0,
         evidence=tuple(evidence),
-        fix="Give all ranks the same number of steps (equal shards, drop_last), or wrap the "
-        "loop in `with model.join():`.",
+        fix=fix,
     )
 
 
