@@ -27,7 +27,9 @@ def outlasted(run: Run) -> Finding | None:
     or outside of all, from before the timeout ran until the other ranks gave up.
     """
     restart = run.restarts[-1]
-    first = next((each for each in endings(run, restart) if each.victim), None)
+    # A rank that its launcher stopped may be dated too early, by its last sign of life.
+    victims = (each for each in endings(run, restart) if each.victim and not each.stopped)
+    first = next(victims, None)
     if first is None or first.kind != "exception" or first_failure(run, restart) is not None:
         return None
     found = TIMED_OUT.search(first.message)
