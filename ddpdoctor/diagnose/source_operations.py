@@ -17,7 +17,9 @@ from ddpdoctor.diagnose.source_files import (
     FUNCTIONS,
     covers,
     files_of,
+    holds,
     last_name,
+    location,
     nodes_of,
     per_file,
     quoted,
@@ -474,6 +476,27 @@ def mentions(at: Location, word: str) -> bool:
             if any(word in ast.unparse(each).lower() for each in values):
                 return True
     return False
+
+
+JOIN = ", or wrap the loop in `with model.join():`"
+"""The end of a fix for loops of unequal length."""
+
+
+def without_join(run: Run, at: Location | None, fix: str) -> str:
+    """Return a fix, without `JOIN` if the loop at a line calls collectives of the job's own.
+
+    ``join()`` makes up for DDP's collectives alone.
+    """
+    source = source_of(at.path) if at is not None else None
+    loop = source.loop_at(at.line) if at is not None and source is not None else None
+    if at is None or loop is None:
+        return fix
+    calls = (call for rank in run.last if rank.ring is not None for call in rank.ring.collectives)
+    lines = (location(text) for call in calls for text in (call.site, *call.callers))
+    inside = any(
+        each is not None and each.path == at.path and holds(loop, each.line) for each in lines
+    )
+    return fix.replace(JOIN, "") if inside else fix
 
 
 def takes_batch_sampler(at: Location) -> bool:

@@ -68,8 +68,7 @@ def mismatch_finding(found: Mismatch, steps: int = 0) -> Finding:
             f"the loop at {quoted(found.blame.location)} ended earlier on {named(ended.ranks)}, "
             f"which called {ended.call.what} at {quoted(ended.call.site)}, than on "
             f"{named(rest.ranks)}, still in {rest.call.what} at {quoted(rest.call.site)}",
-            "Give the loop the same number of rounds on every rank (equal shards, drop_last), or "
-            "wrap it in `with model.join():`.",
+            "Give the loop the same number of rounds on every rank (equal shards, drop_last).",
         )
     if kind not in ("passed", "alone", "decided"):
         return different_calls_finding(found)
@@ -138,18 +137,21 @@ def _guarded_finding(
         ranks=tuple(sorted(by.ranks)),
         location=at,
         evidence=evidence,
-        fix="Call it on every rank of the group: "
-        + (f"in front of the `{guard.way}`." if guard.way else "move it out of the branch."),
+        fix=f"Call it on every rank of the group: in front of the `{guard.way}`."
+        if guard.way
+        else "Call it on every rank of the group: move it out of the branch.",
     )
 
 
 def _missing(call: Call, others: Sequence[Group]) -> str:
     """Say what the other ranks did instead of a call under a condition on the rank."""
     for group in others:
-        if group.call.name == call.name and group.call.site != call.site:
+        if group.call.name == call.name and group.call.chain != call.chain:
             # Their next call is of the same kind, so that it met this one.
-            return f"it met the {call.name} of {named(group.ranks)} at {brief(group.call.site)}"
-    return "the other ranks never reach this call"
+            apart = (at for at in group.call.chain if at not in call.chain)
+            at = brief(next(apart, group.call.site))
+            return f"it met the {call.name} of {named(group.ranks)} at {at}"
+    return "the other ranks did not make this call"
 
 
 def different_calls_finding(found: Mismatch) -> Finding:

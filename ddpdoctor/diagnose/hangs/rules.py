@@ -25,7 +25,7 @@ from ddpdoctor.diagnose.hangs.hang_snapshot import hang_snapshot, seen_waiting
 from ddpdoctor.diagnose.hangs.rank_activity import NEVER_ENDS
 from ddpdoctor.diagnose.hangs.timeouts import outlasted
 from ddpdoctor.diagnose.loops.rules_evaluation import alone_evaluating
-from ddpdoctor.diagnose.source_operations import loop_around
+from ddpdoctor.diagnose.source_operations import loop_around, without_join
 from ddpdoctor.run.records.model import DdpRecord
 from ddpdoctor.run.records.process import ErrorRecord, ExitRecord
 from ddpdoctor.run.reported import hang, start
@@ -104,9 +104,11 @@ def _finding(run: Run, leaver: Rank, count: int, wanting: list[Rank]) -> Finding
     ]
     location = leaver.site("data") or leaver.site("forward")
     location = loop_around(run, location) or location
-    fix = (
-        "Give all ranks the same number of steps (equal shards, drop_last), or wrap the "
-        "loop in `with model.join():`."
+    fix = without_join(
+        run,
+        location,
+        "Give all ranks the same number of steps (equal shards, drop_last), or wrap the loop in "
+        "`with model.join():`.",
     )
     call = next((call for call in leaver.records.of(ExitRecord) if call.status == 0), None)
     if call is not None and call.location is not None:

@@ -24,6 +24,7 @@ from ddpdoctor.diagnose.data.equal_losses import groups_of
 from ddpdoctor.diagnose.source_files import Loop, Source, holds, location, source_of
 from ddpdoctor.run.records.process import ErrorRecord
 from ddpdoctor.run.records.training import LoopRecord
+from ddpdoctor.run.ring import Collective
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.status import Phase
 
@@ -70,6 +71,9 @@ def _left(run: Run, group: Sequence[Rank], ends: dict[int | None, Ending]) -> Le
     path, source, loop, line = found
     since = [_behind(run, rank, path, loop, ends) for rank in outside]
     if not since or not all(since):
+        return None
+    behind = top - max(counts[rank.rank] for rank in outside)
+    if any(_came_out(rank, path, loop, behind) for rank in inside):
         return None
     kind, at = _decided(source, loop, line)
     return LeftByHand(
@@ -126,9 +130,21 @@ def _behind(run: Run, rank: Rank, path: str, loop: Loop, ends: dict[int | None, 
     calls = rank.ring.collectives if rank.ring is not None and not rank.ring.partial else ()
     if rank.lost or not calls or calls[-1].ended or not _waits(run, rank, ends):
         return 0
-    lines = [location(text) for text in (calls[-1].site, *calls[-1].callers)]
+    return calls[-1].began if _is_behind(calls[-1], path, loop) else 0
+
+
+def _is_behind(call: Collective, path: str, loop: Loop) -> bool:
+    """Return whether a collective was called from outside a loop."""
+    lines = [location(text) for text in (call.site, *call.callers)]
     here = [at.line for at in lines if at is not None and at.path == path]
-    return calls[-1].began if here and not any(holds(loop, line) for line in here) else 0
+    return bool(here) and not any(holds(loop, line) for line in here)
+
+
+def _came_out(rank: Rank, path: str, loop: Loop, steps: int) -> bool:
+    """Return whether a rank in a loop came out of it in its newest steps, and began it again."""
+    calls = rank.ring.collectives if rank.ring is not None else ()
+    since = rank.steps[-steps].start if len(rank.steps) >= steps else 0
+    return any(each.began >= since and _is_behind(each, path, loop) for each in calls)
 
 
 def _decided(

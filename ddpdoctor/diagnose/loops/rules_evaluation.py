@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.formatting import named
-from ddpdoctor.core.relations import MISPAIRED, STANDSTILL, brings_about
+from ddpdoctor.core.relations import MISPAIRED, STANDSTILL, brings_about, same_subject
 from ddpdoctor.diagnose import STANDSTILLS
 from ddpdoctor.diagnose.data.draws import (
     MIN_SAMPLES,
@@ -340,7 +340,10 @@ def padded(run: Run) -> Iterator[Finding]:
     "DDP402",
     "forward-under-rank-guard",
     Severity.ERROR,
-    supersedes=dict.fromkeys(STANDSTILLS, brings_about),
+    supersedes={
+        **dict.fromkeys(STANDSTILLS, brings_about),
+        **dict.fromkeys(("DDP401", "DDP803"), same_subject),
+    },
 )
 def forward_under_rank_guard(run: Run) -> Iterator[Finding]:
     """Only some ranks evaluate through the DDP wrapper of a model with buffers.
