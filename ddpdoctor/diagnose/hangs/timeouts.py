@@ -92,7 +92,7 @@ def _finding(
         location=place,
         evidence=(
             f"{first.name}: {first.text[:160]}",
-            *((f"the process group and its timeout were made{set_at}",) if set_at else ()),
+            *((f"the process group was created with this timeout{set_at}",) if set_at else ()),
         ),
         fix=f"Give the group more time (`init_process_group(timeout=timedelta(...))`{set_at}), or "
         "do the work before it: the others wait from the moment at which they call the collective.",

@@ -70,10 +70,8 @@ def _left(run: Run, group: Sequence[Rank], ends: dict[int | None, Ending]) -> Le
         return None
     path, source, loop, line = found
     since = [_behind(run, rank, path, loop, ends) for rank in outside]
-    if not since or not all(since):
-        return None
-    behind = top - max(counts[rank.rank] for rank in outside)
-    if any(_came_out(rank, path, loop, behind) for rank in inside):
+    missing = top - max((counts[rank.rank] for rank in outside), default=top)
+    if not (since and all(since)) or _came_out(inside, path, loop, missing):
         return None
     kind, at = _decided(source, loop, line)
     return LeftByHand(
@@ -140,11 +138,14 @@ def _is_behind(call: Collective, path: str, loop: Loop) -> bool:
     return bool(here) and not any(holds(loop, line) for line in here)
 
 
-def _came_out(rank: Rank, path: str, loop: Loop, steps: int) -> bool:
+def _came_out(inside: Sequence[Rank], path: str, loop: Loop, steps: int) -> bool:
     """Return whether a rank in a loop came out of it in its newest steps, and began it again."""
-    calls = rank.ring.collectives if rank.ring is not None else ()
-    since = rank.steps[-steps].start if len(rank.steps) >= steps else 0
-    return any(each.began >= since and _is_behind(each, path, loop) for each in calls)
+    return any(
+        call.began >= (rank.steps[-steps].start if len(rank.steps) >= steps else 0)
+        and _is_behind(call, path, loop)
+        for rank in inside
+        for call in (rank.ring.collectives if rank.ring is not None else ())
+    )
 
 
 def _decided(

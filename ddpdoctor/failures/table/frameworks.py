@@ -100,9 +100,9 @@ FRAMEWORKS = (
         r"|Could not find the transformer (?:layer )?class|`?FSDP`? requires (?!PyTorch)|FSDP expects|FullyShardedDataParallel[^\n]{0,200}(?:must|require|support)"
         r"|mixed torch\.Tensor and DTensor|ShardedTensor[^\n]{0,99}(?:mismatch|not)|Manual wrapping|_is_root should not",
         says="uses FSDP in a way that it refuses[: {what} differs within one unit]",
-        fix="One dtype and one requires_grad in each unit (cast before the wrap; use_orig_params=True "
-        "for frozen parts); outside of forward: summon_full_params; state dicts on all ranks, in the "
-        "form in which they were saved.",
+        fix="Give each unit one dtype and one requires_grad: cast before the wrap, and pass "
+        "use_orig_params=True for frozen parts. Outside of forward, use summon_full_params. Call "
+        "state_dict() on all ranks, and load it in the form in which it was saved.",
         examples=(
             "ValueError: Must flatten tensors with uniform dtype but got torch.bfloat16 and torch.float32",
         ),
