@@ -1,5 +1,6 @@
 """Rank 1 prepares its data for long while rank 0 is in a barrier already."""
 
+# fix: Let all ranks join first, or prepare the data
 # run: --hang-after 1
 
 import gc
