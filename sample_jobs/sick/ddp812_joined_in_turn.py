@@ -1,6 +1,5 @@
 """Rank 1 ends itself, and its launcher waits for rank 0, which waits for rank 1."""
 
-# fix: Start the ranks with torchrun
 # ranks: 1
 # run: --hang-after 6 --kill-on-hang
 # status: 4

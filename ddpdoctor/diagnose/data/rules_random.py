@@ -87,7 +87,7 @@ def same_random_numbers(run: Run) -> Iterator[Finding]:
         ranks=found.ranks,
         location=at or found.at,
         evidence=(found.evidence, *evidence),
-        fix="Seed it from torch.initial_seed() % 2**32, plus a multiple of the rank."
+        fix="Seed it from (torch.initial_seed() + 1000 * rank) % 2**32."
         if found.worker
         else "After the model is built, seed what draws for the data with the rank added: "
         "torch.manual_seed(seed + dist.get_rank()).",

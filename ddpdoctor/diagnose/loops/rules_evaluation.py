@@ -517,8 +517,8 @@ def evaluation_differs(run: Run) -> Iterator[Finding]:
                 f"{_combined(first)} reductions and gathers before the next training step",
             ),
             fix="Broadcast the buffers from one rank before the evaluation, leave "
-            "forward_sync_buffers on (before torch 2.13 broadcast_buffers), or convert the model "
-            "to SyncBatchNorm.",
+            "forward_sync_buffers on (before torch 2.13 broadcast_buffers), or on GPUs convert "
+            "the model to SyncBatchNorm.",
         )
         return
     yield from _other_model(run, evaluations.values())
