@@ -379,7 +379,6 @@ def order_finding(waits: Sequence[Blocked]) -> Finding:
     # A rank whose call is not known may be in another group.
     groups = {call.group for call in calls} | ({""} if len(calls) < len(ranks) else set())
     several = len(groups) > 1
-    listed = _listed_waits(waits) + (_names_of_groups(ranks) if several else "")
     what = "collectives of different groups" if several else "different collectives"
     return Finding(
         code="DDP804" if several else "DDP803",
@@ -387,7 +386,7 @@ def order_finding(waits: Sequence[Blocked]) -> Finding:
         subjects=_SUBJECTS,
         moment=max((call.began for call in calls), default=0),
         severity=Severity.ERROR,
-        message=f"ranks wait for each other in {what}: {listed}",
+        message=f"ranks wait for each other in {what}: {_listed_waits(waits)}",
         ranks=tuple(rank.rank for rank in ranks),
         location=waits[-1].waiting[-1].waits_at,
         evidence=tuple(waiting_line(rank) for rank in ranks[:6]),
@@ -398,19 +397,18 @@ def order_finding(waits: Sequence[Blocked]) -> Finding:
 
 
 def _listed_waits(waits: Sequence[Blocked]) -> str:
-    return "; ".join(
-        f"{named([rank.rank for rank in one.waiting])} in {one.what} at "
-        f"{quoted(one.waiting[0].waits_at)}"
-        for one in waits[:4]
-    )
-
-
-def _names_of_groups(ranks: Sequence[RankState]) -> str:
-    """Name the groups of the ranks' calls if only their names tell them apart."""
-    shown = [call for rank in ranks if (call := rank.under_way or rank.blocked) is not None]
-    if len({call.place for call in shown}) == len({call.group for call in shown}):
-        return ""
-    return f" (groups {' and '.join(call.group for call in shown[:4])} by their names)"
+    """Say which ranks wait in what, with the names of groups that have the same ranks."""
+    calls = [one.waiting[0].under_way or one.waiting[0].blocked for one in waits[:4]]
+    places = {call.group: call.place for call in calls if call is not None}
+    alike = len(set(places.values())) < len(places)
+    listed = []
+    for one, call in zip(waits, calls, strict=False):
+        what = one.what
+        if alike and call is not None:
+            what = what.replace(call.place, f"{call.place} named {call.group}")
+        who = named([rank.rank for rank in one.waiting])
+        listed.append(f"{who} in {what} at {quoted(one.waiting[0].waits_at)}")
+    return "; ".join(listed)
 
 
 def point_to_point_finding(ranks: Sequence[RankState]) -> Finding | None:

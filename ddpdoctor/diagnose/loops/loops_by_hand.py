@@ -22,6 +22,7 @@ from ddpdoctor.diagnose.crashes.rank_endings import (
 )
 from ddpdoctor.diagnose.data.equal_losses import groups_of
 from ddpdoctor.diagnose.source_files import Loop, Source, holds, location, source_of
+from ddpdoctor.diagnose.source_operations import callers, loop_around
 from ddpdoctor.run.records.process import ErrorRecord
 from ddpdoctor.run.records.training import LoopRecord
 from ddpdoctor.run.ring import Collective
@@ -65,7 +66,7 @@ def _left(run: Run, group: Sequence[Rank], ends: dict[int | None, Ending]) -> Le
     top = max(counts.values())
     inside = [rank for rank in group if counts[rank.rank] == top]
     outside = [rank for rank in group if counts[rank.rank] < top]
-    found = _innermost_loop(inside[0])
+    found = _innermost_loop(run, inside[0])
     if found is None or not all(_in_backward(run, rank, ends) for rank in inside):
         return None
     path, source, loop, line = found
@@ -97,7 +98,7 @@ def _waits(run: Run, rank: Rank, ends: dict[int | None, Ending]) -> bool:
     return rank.ended is None and run.waits_for(rank) > PATIENCE
 
 
-def _innermost_loop(rank: Rank) -> tuple[str, Source, Loop, int] | None:
+def _innermost_loop(run: Run, rank: Rank) -> tuple[str, Source, Loop, int] | None:
     """Return the loop that a backward of a rank is in, and the line in it that leads there."""
     error = rank.records.first(ErrorRecord)
     frames = [Location(each.path, each.line) for each in error.user_frames] if error else []
@@ -105,22 +106,15 @@ def _innermost_loop(rank: Rank) -> tuple[str, Source, Loop, int] | None:
     if not frames:
         if len(lines) != 1:
             return None
-        lines += _callers(lines[0])
+        # Calls from outside of loops, such as one to warm up, do not count.
+        calls = [each for each in callers(run, lines[0]) if loop_around(run, each) is not None]
+        lines += calls if len(calls) == 1 else []
     for at in lines:
         source = source_of(at.path)
         loops = source.around(at.line) if source is not None else []
         if source is not None and loops:
             return at.path, source, loops[0], at.line
     return None
-
-
-def _callers(at: Location) -> list[Location]:
-    """Return the only line in a loop that calls the function around a line."""
-    source = source_of(at.path)
-    name = getattr(source.scope(at.line), "name", "") if source is not None else ""
-    calls = source.calls(name) if source is not None and name else []
-    found = [Location(at.path, line) for line in calls if source and source.around(line)]
-    return found if len(found) == 1 else []
 
 
 def _behind(run: Run, rank: Rank, path: str, loop: Loop, ends: dict[int | None, Ending]) -> int:
