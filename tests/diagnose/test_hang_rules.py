@@ -11,7 +11,9 @@ import pytest
 
 from ddpdoctor.core.finding import Finding
 from ddpdoctor.core.user_code import Location
+from ddpdoctor.run.names import rank_stem
 from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.run.ring import RingWriter
 from ddpdoctor.run.status import Phase
 from tests.support.crash_records import error
 from tests.support.written import SECOND, T0, Written
@@ -81,6 +83,23 @@ def test_the_loop_is_the_place_not_the_forward(written: Written, tmp_path: Path,
     train.write_text(text)
     (finding,) = left(written, [{**FORWARD, "path": str(train), "line": forward}, END])
     assert finding.location == Location(str(train), line)
+
+
+@pytest.mark.parametrize(("guard", "code"), [("rank == 0", "DDP401"), ("debug", "DDP801")])
+def test_a_collective_behind_the_loop_that_one_rank_calls(
+    written: Written, tmp_path: Path, guard: str, code: str
+) -> None:
+    train = tmp_path / "train.py"
+    train.write_text(f"for x in y:\n    step()\nif {guard}:\n    dist.barrier()\n")
+    ring = RingWriter(f"{written.path}/{rank_stem(0, 0)}.collectives")
+    texts = ("barrier", "0|0-1", "", "", f"{train}:4")
+    ring.begin(T0, 1, tuple(map(ring.text, texts)), (), -1, -1, 0)  # type: ignore[arg-type]
+    written.rank(1, [{**FORWARD, "path": str(train), "line": 2}, END], armed=4, steps=4)
+    written.rank(0, [], phase=Phase.WAIT, armed=4, steps=4, collective="barrier", site=f"{train}:4")
+    written.exit(1, 0, T0)
+    (finding,) = written.findings()
+    assert finding.code == code
+    assert finding.location == Location(str(train), 4 if code == "DDP401" else 1)
 
 
 @pytest.mark.parametrize(

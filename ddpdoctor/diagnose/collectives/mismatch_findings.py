@@ -143,6 +143,17 @@ def _guarded_finding(
     )
 
 
+def called_alone(ranks: Sequence[Rank], evidence: tuple[str, ...]) -> Finding | None:
+    """Report the newest calls of some ranks if they are under a condition on the rank (DDP401)."""
+    newest = {
+        rank.rank: from_ring(rank.ring.collectives[-1])
+        for rank in ranks
+        if rank.ring is not None and rank.ring.collectives
+    }
+    by = alone_by_guard(newest, ()) if newest and len(newest) == len(ranks) else None
+    return _guarded_finding(by, next(iter(newest.values())), evidence) if by is not None else None
+
+
 def _missing(call: Call, others: Sequence[Group]) -> str:
     """Say what the other ranks did instead of a call under a condition on the rank."""
     for group in others:

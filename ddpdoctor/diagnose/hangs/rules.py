@@ -7,6 +7,7 @@ DDP801, those of differing collectives (DDP401, DDP803, DDP804) included.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 from ddpdoctor.core.finding import Finding, Severity, rule
@@ -14,6 +15,7 @@ from ddpdoctor.core.relations import STANDSTILL, Lapsed, brings_about
 from ddpdoctor.diagnose import STANDSTILLS
 from ddpdoctor.diagnose.collectives.collective_mismatch import ring_mismatch
 from ddpdoctor.diagnose.collectives.mismatch_findings import (
+    called_alone,
     failed_in_different_calls,
     mismatch_finding,
 )
@@ -67,6 +69,13 @@ def left_early(run: Run) -> Iterator[Finding]:
         a rank failed (DDP9xx), and if the cause is known: the statement by which a rank alone left
         or skipped a step (DDP403), or loaders of different length (DDP109).
     """
+    for leaver, wanting in _leavers(run):
+        if _alone_behind(leaver, wanting) is None:
+            yield _finding(run, leaver, wanting)
+
+
+def _leavers(run: Run) -> Iterator[tuple[Rank, list[Rank]]]:
+    """Yield each rank that finished while others need it, with these."""
     ranks = run.last
     if _is_explained(run):
         return
@@ -84,7 +93,7 @@ def left_early(run: Run) -> Iterator[Finding]:
         ]
         wanting = _without_evaluations(run, wanting)
         if wanting:
-            yield _finding(run, leaver, count, wanting)
+            yield leaver, wanting
 
 
 def _without_evaluations(run: Run, wanting: list[Rank]) -> list[Rank]:
@@ -96,7 +105,24 @@ def _without_evaluations(run: Run, wanting: list[Rank]) -> list[Rank]:
     return [rank for rank in wanting if rank.rank not in alone]
 
 
-def _finding(run: Run, leaver: Rank, count: int, wanting: list[Rank]) -> Finding:
+def _alone_behind(leaver: Rank, wanting: list[Rank]) -> Finding | None:
+    """Report a collective under a condition on the rank, called after as many steps (DDP401)."""
+    count = _armed(leaver)
+    if any(_armed(rank) > count or _phase(rank) != Phase.WAIT.label for rank in wanting):
+        return None
+    wishes = [f"rank {rank.rank} {_wish(rank)}" for rank in wanting[:4]]
+    found = called_alone(wanting, (f"rank {leaver.rank} ended regularly", *wishes))
+    return replace(found, subjects=found.subjects | {STANDSTILL}) if found is not None else None
+
+
+def _phase(rank: Rank) -> str:
+    """Return the phase that a rank is in, or was in when it failed."""
+    error, last = rank.records.first(ErrorRecord), last_phase(rank)
+    return error.phase if error is not None else last.label if last is not None else ""
+
+
+def _finding(run: Run, leaver: Rank, wanting: list[Rank]) -> Finding:
+    count = _armed(leaver)
     steps = f"{count} synchronized step{'' if count == 1 else 's'}"
     evidence = [
         f"rank {leaver.rank} ended regularly after {steps}",
@@ -208,8 +234,11 @@ def stands_still(run: Run) -> Iterator[Finding]:
             yield different
             known.add(different.code)
     failed = failed_in_different_calls(run)
-    if failed is not None and failed.code not in known:
-        yield failed
+    alone = (_alone_behind(leaver, wanting) for leaver, wanting in _leavers(run))
+    for each in (failed, *alone):
+        if each is not None and each.code not in known:
+            known.add(each.code)
+            yield each
 
 
 def _is_explained(run: Run) -> bool:
