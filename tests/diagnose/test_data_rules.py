@@ -159,8 +159,9 @@ def test_the_fix_is_one_that_the_loader_accepts(
 ) -> None:
     train = tmp_path / "train.py"
     train.write_text(f"loader = DataLoader(\n    data,\n    {call},\n)\n")
-    facts = {"made": [str(train), 1], "sampler": {"name": "RandomSampler", **sampler}}
-    run = run_of(*([drawn(shuffled(seed), **facts)] for seed in range(2)))
+    made, known = [str(train), 1], {"name": "RandomSampler", **sampler}
+    passes = [drawn(shuffled(seed), made=made, sampler=known) for seed in range(2)]
+    run = run_of(*([each] for each in passes))
     (finding,) = findings(run)
     assert finding.fix.startswith(fix)
 
