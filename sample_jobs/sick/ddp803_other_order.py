@@ -1,7 +1,7 @@
 """Metrics are reduced in the order of a set, which differs between processes."""
 
 # fix: Let every rank call the same collectives in the same order.
-# status: 1
+# status: 4
 # run: --hang-after 3 --kill-on-hang
 
 import gc
@@ -25,9 +25,9 @@ def main() -> None:
     names = ["loss", "best"] if rank == 0 else ["best", "loss"]
     for name in names:
         if name == "loss":
-            dist.all_reduce(torch.ones(1))  # expect: DDP803 ranks 0,1
+            dist.all_reduce(torch.ones(1))  # or: DDP803 ranks 0,1
         else:
-            dist.broadcast(torch.ones(1), src=0)
+            dist.broadcast(torch.ones(1), src=0)  # expect: DDP803 ranks 0,1
     del ddp, optimizer
     gc.collect()
     dist.destroy_process_group()

@@ -1,7 +1,7 @@
 """The metrics of each batch are reduced, and rank 0 has more batches."""
 
 # fix: Give the loop the same number of rounds
-# status: 1
+# status: 4
 # run: --hang-after 3 --kill-on-hang
 
 import gc
