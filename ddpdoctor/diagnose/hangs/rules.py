@@ -54,7 +54,8 @@ def left_early(run: Run) -> Iterator[Finding]:
 
     How to fix it
         Give every rank the same number of batches (`DistributedSampler` pads; `drop_last=True`
-        cuts), or run the loop inside `with model.join():`. Decide to stop on all ranks together.
+        cuts), or run the loop inside `with model.join():` if it calls no other collectives. Decide
+        to stop on all ranks together.
 
     Example
         Wrong:
@@ -67,7 +68,8 @@ def left_early(run: Run) -> Iterator[Finding]:
     When it stays silent
         Inside `join()`, for ranks of different DDP groups, for extra forwards in an evaluation, if
         a rank failed (DDP9xx), and if the cause is known: the statement by which a rank alone left
-        or skipped a step (DDP403), or loaders of different length (DDP109).
+        or skipped a step (DDP403), loaders of different length (DDP109), or a collective after the
+        loop that a condition on the rank decides on (DDP401).
     """
     for leaver, wanting in _leavers(run):
         if _alone_behind(leaver, wanting) is None:

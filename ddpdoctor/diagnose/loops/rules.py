@@ -290,7 +290,7 @@ def uneven(run: Run) -> Iterator[Finding]:
 
     How to fix it
         Give every rank the same number of batches (`DistributedSampler` pads, `drop_last=True`
-        cuts), or run the loop inside `with model.join():`.
+        cuts), or run the loop inside `with model.join():` if it calls no other collectives.
 
     Example
         Wrong:
