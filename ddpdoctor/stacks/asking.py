@@ -30,6 +30,7 @@ from ddpdoctor.core import opening
 from ddpdoctor.core.opening import integer, whole
 from ddpdoctor.run.names import STACKS_SUFFIX
 from ddpdoctor.run.records.base import JsonObject, Part
+from ddpdoctor.run.records.process import StoreRecord
 from ddpdoctor.run.records.typed_json import required
 from ddpdoctor.stacks.frames import is_ours
 from ddpdoctor.stacks.rank_stacks import CUT, ENDING, MAIN, Frame, Thread
@@ -71,6 +72,8 @@ class Declared(Part):
     cwd: str
     restart: int = 0
     time: int = 0  # Unix nanoseconds of the declaration
+    world_size: int = 0  # As in its environment at the start
+    store: StoreRecord | None = None  # Where torchrun lets the ranks meet
 
 
 def read_declared(directory: Path) -> list[Declared]:

@@ -20,6 +20,7 @@ from ddpdoctor.run.records.base import as_json
 from ddpdoctor.run.records.process import StoreRecord
 from ddpdoctor.run.records.typed_json import decoder
 from ddpdoctor.run.snapshot import Rank, Run
+from ddpdoctor.stacks.asking import read_declared
 from ddpdoctor.system.proc import pause, readable
 
 _PROGRAM = """\
@@ -95,25 +96,38 @@ class NodeLink:
         restart = run.restarts[-1]
         own = [rank for rank in run.attempt(restart) if not rank.elsewhere]
         store = next(filter(None, (rank.records.first(StoreRecord) for rank in own)), None)
-        if store is not None and restart not in self._sent and _has_others(own, store, run.taken):
+        if not run.ranks and self._process is None:
+            self._look_at_start()
+        elif store is not None and restart not in self._sent and _has_others(own, store, run.taken):
             self._sent.add(restart)
-            self._send(restart, own, store)
+            if self._process is None or (restart == run.restarts[0] and not self._state.linked):
+                self._waits_until = time.monotonic() + LINK_TIME
+            # The journals of other ranks may not be there yet.
+            began = min(rank.opened.time for rank in own if rank.opened.time)
+            world_size = max(rank.opened.world_size for rank in own)
+            leads = any(rank.rank == 0 for rank in own)
+            self._send(restart, world_size, began, store, leads=leads)
         elif self._process is not None and own and len(own) == own[0].opened.world_size:
             # The last ranks came late, and all are here.
             self.close()
         self._read()
 
-    def _send(self, restart: int, own: list[Rank], store: StoreRecord) -> None:
+    def _look_at_start(self) -> None:
+        """Look at the processes that are to become ranks. One may never join the others."""
+        declared = [each for each in read_declared(self._directory) if each.store is not None]
+        for each in declared[-1:]:
+            store = each.store
+            if store is not None and store.local_world_size <= len(declared) < each.world_size:
+                leads = any(one.rank == 0 for one in declared)
+                self._send(each.restart, each.world_size, 0, store, leads=leads)
+
+    def _send(
+        self, restart: int, world_size: int, began: int, store: StoreRecord, *, leads: bool
+    ) -> None:
         if self._process is None:
             self._start()
-            self._waits_until = time.monotonic() + LINK_TIME
         attempt = Attempt(
-            restart=restart,
-            world_size=max(rank.opened.world_size for rank in own),
-            # The journals of other ranks may not be there yet.
-            time=min(rank.opened.time for rank in own if rank.opened.time),
-            leads=any(rank.rank == 0 for rank in own),
-            store=store,
+            restart=restart, world_size=world_size, time=began, leads=leads, store=store
         )
         self._write(dumped(as_json(attempt) | {"store": as_json(store)}))
 

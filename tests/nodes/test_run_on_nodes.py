@@ -110,6 +110,39 @@ def test_the_verdict_is_that_of_one_host(nodes: Make, name: str, how: str) -> No
         assert running.found(number) == [], running.told(number)
 
 
+@pytest.mark.parametrize("how", ["static", "c10d"])
+def test_a_rank_that_does_not_join(nodes: Make, how: str) -> None:
+    checks = nodes(2)
+    path = job(checks, before="os.environ['RANK'] == '3' and time.sleep(1000)")
+    running = JobOnHosts(checks, path, how=how, nproc=2, options=FAST)
+    found = running.until("DDP802")
+    line = line_of(path, "time.sleep(1000)")
+    assert found["ranks"] == [3] and found["location"]["line"] == line, found
+    assert "rank 3 has not come to init_process_group" in found["message"]
+    assert "ranks 0, 1 and 2 wait for it" in found["message"]
+    running.stop()
+    assert running.found(1) == []
+
+
+def test_a_long_start_on_another_host_is_no_hang(nodes: Make) -> None:
+    checks = nodes(2)
+    work = "until = time.time() + 12\nwhile os.environ['RANK'] == '1' and time.time() < until: pass"
+    running = JobOnHosts(checks, job(checks, before=work), options=("--hang-after", "3"))
+    assert running.wait() == [0, 0]
+    assert running.found() == [] and "no progress" not in running.told(0)
+
+
+def test_a_failure_before_any_rank_has_joined(nodes: Make) -> None:
+    checks = nodes(2)
+    fail = "time.sleep(3)\nassert os.environ['RANK'] != '1', 'no data here'"
+    path = job(checks, before=fail)
+    running = JobOnHosts(checks, path)
+    found = running.until("DDP901")
+    assert found["ranks"] == [1] and found["location"]["line"] == line_of(path, "no data here")
+    running.stop()
+    assert running.found(1) == []
+
+
 def test_the_first_failure_is_found_whatever_the_clocks_say(nodes: Make) -> None:
     checks = nodes(2)
     faults.clock_shifted(checks.lab.hosts[1], -20, checks.directory)
