@@ -174,7 +174,8 @@ class Exchange:
         if attempt is None or time.monotonic() < self._due:
             return
         self._due = time.monotonic() + LOOK_EVERY
-        key = f"ddpdoctor/{attempt.store.job}/{attempt.store.round}"
+        # Without the round: each torchrun counts the restarts of its own node.
+        key = f"ddpdoctor/{attempt.store.job}"
         invitation = self._head.invitation if self._head is not None else None
         if invitation is None and attempt.leads and self._is_linked and self._member is not None:
             # An attempt whose rank 0 is on another node than before: the head stays.

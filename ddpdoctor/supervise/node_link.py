@@ -34,6 +34,8 @@ _PACKAGES = str(Path(__file__).parents[2])
 JOIN_TIME = 0.5
 """Seconds after which ranks of this node that join the same process group have done so."""
 
+MEETING = "nodes"  # The file of the meeting in a run directory
+
 LINK_TIME = 10.0  # Seconds in which findings wait for the first link to the head
 END_TIMEOUT = 12.0  # Seconds for the exchange to end
 
@@ -46,6 +48,7 @@ class NodeLink:
         journal_bytes: Maximum bytes of the journal of a rank.
         note: Prints a line about what ddpdoctor does.
         debug_nodes: Let debuggers of the head attach to ranks of this node.
+        chosen: The directory of ``--run-dir``, which may be on a file system that nodes share.
     """
 
     def __init__(
@@ -55,11 +58,18 @@ class NodeLink:
         note: Callable[[str], None],
         *,
         debug_nodes: bool = False,
+        chosen: str | None = None,
     ) -> None:
         self._directory = directory
         self._journal_bytes = journal_bytes
         self._note = note
         self._debug_nodes = debug_nodes
+        self._meeting = (
+            StoreRecord(file=os.path.abspath(os.path.join(chosen, MEETING)))
+            if chosen is not None
+            else None
+        )
+        """Where nodes meet whose ranks have no store that other processes can use."""
         self._launcher = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._output = b""
@@ -96,6 +106,7 @@ class NodeLink:
         restart = run.restarts[-1]
         own = [rank for rank in run.attempt(restart) if not rank.elsewhere]
         store = next(filter(None, (rank.records.first(StoreRecord) for rank in own)), None)
+        store = store or (self._meeting if own else None)
         if not run.ranks and self._process is None:
             self._look_at_start()
         elif store is not None and restart not in self._sent and _has_others(own, store, run.taken):
