@@ -46,7 +46,7 @@ class Attempt(Part):
 
     restart: int
     world_size: int
-    time: int  # When its first rank joined the process group
+    time: int  # When its first rank joined the process group. 0 before that.
     leads: bool  # Rank 0 is on this node
     store: StoreRecord
 
@@ -112,13 +112,13 @@ class Exchange:
         began = Began(restart=attempt.restart, world_size=attempt.world_size, time=attempt.time)
         if attempt.leads and self._head is None and not self._is_linked:
             self._head = Head(self._directory, self._journal_bytes, attempt.store.host, self._relay)
-        if self._head is not None:
+        if self._head is not None and attempt.time:
             self._head.began(began)
-        elif self._member is None:
+        elif self._head is None and self._member is None:
             self._member = Member(
                 self._directory, self._identity, self._answers.answer, self._relay
             )
-        if self._member is not None:
+        if self._member is not None and attempt.time:
             self._member.began(began)
         self._due = 0.0
 
@@ -174,7 +174,8 @@ class Exchange:
         if attempt is None or time.monotonic() < self._due:
             return
         self._due = time.monotonic() + LOOK_EVERY
-        key = f"ddpdoctor/{attempt.store.job}/{attempt.store.round}"
+        # Without the round: each torchrun counts the restarts of its own node.
+        key = f"ddpdoctor/{attempt.store.job}"
         invitation = self._head.invitation if self._head is not None else None
         if invitation is None and attempt.leads and self._is_linked and self._member is not None:
             # An attempt whose rank 0 is on another node than before: the head stays.

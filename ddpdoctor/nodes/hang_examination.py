@@ -147,8 +147,8 @@ def of_other_nodes(run: Run, number: int) -> Callable[[], dict[int, RankEvidence
 
     def wait() -> dict[int, RankEvidence]:
         thread.join()
-        elsewhere = {rank.rank for rank in run.last if rank.elsewhere}
-        return {rank: each for rank, each in found.items() if rank in elsewhere}
+        here = {rank.rank for rank in run.last if not rank.elsewhere}
+        return {rank: each for rank, each in found.items() if rank not in here}
 
     return wait
 

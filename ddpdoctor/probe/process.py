@@ -61,7 +61,7 @@ from ddpdoctor.probe.runtime.recorder import Recorder
 from ddpdoctor.probe.runtime.wrapping import when_imported
 from ddpdoctor.run.journal import Journal
 from ddpdoctor.run.names import FORMAT, namespace, rank_stem
-from ddpdoctor.run.records.process import OpenRecord, StoreRecord
+from ddpdoctor.run.records.process import OpenRecord
 from ddpdoctor.run.ring import RingWriter
 from ddpdoctor.run.status import Phase, StatusPage
 
@@ -205,17 +205,7 @@ def note_store(torch: Any, recorder: Recorder, world_size: int) -> None:
     place = torch_groups.store_place(torch.distributed.distributed_c10d)
     if place is None or local == world_size or world_size == 1:
         return
-    host, port, file = place
-    recorder.add(
-        StoreRecord(
-            host=host,
-            port=port,
-            file=os.path.abspath(file) if file else "",
-            job=os.environ.get("TORCHELASTIC_RUN_ID", ""),
-            round=environment_int("TORCHELASTIC_RESTART_COUNT") or 0,
-            local_world_size=local,
-        )
-    )
+    recorder.add(rank.met_at(*place))
 
 
 @shield.shielded

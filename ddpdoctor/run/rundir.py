@@ -15,6 +15,7 @@ import fcntl
 import os
 import secrets
 import shutil
+import socket
 import stat
 import sys
 import tempfile
@@ -33,6 +34,7 @@ KEEP = 20
 KEEP_SERIES = 5  # Maximum number of directories of `ddpdoctor scale`, each with many runs
 
 MANIFEST = "run.json"
+LOCK = "lock"
 LATEST = "latest"
 
 STDERR = "stderr.log"  # The end of the job's stderr, written once the job has ended
@@ -148,26 +150,52 @@ def create(chosen: str | None) -> Path:
     """Create the directory of a new run.
 
     Args:
-        chosen: The directory of ``--run-dir``, which must be empty or not exist. Without it, a new
-            directory in :func:`base_directory`.
+        chosen: The directory of ``--run-dir``, which must be empty or not exist. If a live run has
+            it, such as that of another node on a shared file system, the new one is below it.
+            Without it, a new directory in :func:`base_directory`.
 
     Raises:
         DoctorError: The directory cannot be made private, or is not empty.
         OSError: The disk is full, read-only, or not permitted.
     """
-    if chosen is not None:
-        path = Path(chosen).absolute()
-        if path.is_dir() and any(path.iterdir()):
-            raise DoctorError(
-                f"the run directory {chosen} is not empty", "name a new or an empty directory"
-            )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _own(path)
+    if chosen is None:
+        path = private_base() / _fresh_name()
+        _private(path)
         return path
-    base = private_base()
-    path = base / _fresh_name()
-    _private(path)
+    path = _chosen(chosen)
+    found = {each.name for each in path.iterdir()}
+    if not found:
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(path / LOCK, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+            return path
+    elif found != {LOCK} and not is_live(path):
+        raise _not_empty(chosen)
+    path /= f"{socket.gethostname()}-{os.getpid()}"
+    _own(path)
     return path
+
+
+def _chosen(name: str) -> Path:
+    """Return the directory that a person chose, created if it is missing.
+
+    Raises:
+        DoctorError: It is a link, not a directory, or another user's.
+        OSError: It cannot be created.
+    """
+    path = Path(name).absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _own(path)
+    return path
+
+
+def _not_empty(name: str) -> DoctorError:
+    return DoctorError(f"the run directory {name} is not empty", "name a new or an empty directory")
+
+
+def discard(path: Path) -> None:
+    """Remove the directory of a run that could not start, unless other runs are in it."""
+    if not any(map(is_live, path.iterdir())):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def create_series(chosen: str | None) -> Path:
@@ -178,7 +206,10 @@ def create_series(chosen: str | None) -> Path:
         OSError: The disk is full, read-only, or not permitted.
     """
     if chosen is not None:
-        return create(chosen)
+        path = _chosen(chosen)
+        if any(path.iterdir()):
+            raise _not_empty(chosen)
+        return path
     base = private_base()
     for old in sorted(base.glob("scale-*"))[: 1 - KEEP_SERIES]:
         if not any(map(is_live, old.iterdir())):
@@ -288,7 +319,7 @@ def put(path: Path, content: bytes) -> None:
 def is_live(path: Path) -> bool:
     """Return whether it is a live run of this user: its supervisor holds the :class:`Lock`."""
     try:
-        with opening.file(path / "lock", owners=(os.getuid(),)) as file:
+        with opening.file(path / LOCK, owners=(os.getuid(),)) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return stranger(path) is None
@@ -301,8 +332,8 @@ class Lock:
     """Marks a run as live, so that no other run prunes the directory."""
 
     def __init__(self, path: Path) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        self._file = open(os.open(path / "lock", flags, 0o600), "wb")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._file = open(os.open(path / LOCK, flags, 0o600), "wb")
         fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def close(self) -> None:

@@ -35,6 +35,7 @@ from ddpdoctor.core import opening
 from ddpdoctor.core.opening import integer, whole
 from ddpdoctor.run.names import STACKS_SUFFIX, namespace
 from ddpdoctor.run.records.base import JsonObject, Part
+from ddpdoctor.run.records.process import StoreRecord
 from ddpdoctor.run.records.supervisor import MAIN, Frame, ProcessState, RankStacks, Thread
 from ddpdoctor.run.records.typed_json import required
 from ddpdoctor.run.snapshot import Rank, Run
@@ -83,6 +84,8 @@ class Declared(Part):
     cwd: str
     restart: int = 0
     time: int = 0  # Unix nanoseconds of the declaration
+    world_size: int = 0  # As in its environment at the start
+    store: StoreRecord | None = None  # Where torchrun lets the ranks meet
 
 
 def read_declared(directory: Path) -> list[Declared]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from ddpdoctor.run.status import Phase
 from ddpdoctor.supervise import nccl_ras
 from ddpdoctor.system import proc, process_activity
 from ddpdoctor.system.proc import pause
-from ddpdoctor.system.process_activity import Turn, Turns, lacked, read_turn
+from ddpdoctor.system.process_activity import BUSY, Turn, Turns, lacked, read_turn
 
 # -- find jobs that make no progress, by signs of life of their ranks
 
@@ -348,6 +348,7 @@ class HangWatch:
         self._marks: dict[int, float] = {}
         """When each rank gave its last sign before the hang (monotonic seconds)."""
         self._evidence: dict[int, RankEvidence] = {}  # The newest evidence about each rank
+        self._elsewhere: Set[int] = frozenset()  # Those of other nodes
         self._native: dict[int, RankStacks] = {}
         """The stacks with native frames of ranks that were to blame, by rank."""
         self._seen: dict[int, hang_examination.Seen] = {}
@@ -389,6 +390,9 @@ class HangWatch:
                 self._note_move(run, now)
                 return False
             self._thread = None
+            if self._starts_elsewhere():
+                self._pending = False
+                return False
             # Check first whether it still hangs: py-spy would hold a rank that goes on.
             if not self._stands(run, now) or self._look_below(run) or self._doubts(run):
                 return False
@@ -396,7 +400,7 @@ class HangWatch:
         still = self._signs.look(run, now) if run.ranks else self._start.silence(run, now)
         for record in self._cores.records(run):
             self._write(record)
-        if self.left_to_head and run.ranks:
+        if self.left_to_head:
             return False
         if self._hung is not None and self._goes_on(run, now):
             return True
@@ -439,6 +443,14 @@ class HangWatch:
         if not still.fresh or still.seconds >= FIRST_STEP_FACTOR * still.limit:
             return False
         return self._start.works(now)
+
+    def _starts_elsewhere(self) -> bool:
+        """Return whether ranks of other nodes were at work in a long first step when examined."""
+        hung = self._hung
+        if hung is None or not hung.fresh or hung.seconds >= FIRST_STEP_FACTOR * hung.limit:
+            return False
+        found = (self._evidence[rank].activity for rank in self._elsewhere)
+        return any(each is not None and each.busy + each.children_busy >= BUSY for each in found)
 
     def _goes_on(self, run: Run, now: float) -> bool:
         """Return whether the ranks that made no progress move again, for good."""
@@ -507,8 +519,10 @@ class HangWatch:
             # Old status pages say nothing about the ranks of a node that does not answer.
             elsewhere = {rank.rank for rank in run.last if rank.elsewhere}
             own = {each.rank: each for each in ranks if each.rank not in elsewhere}
-            self._evidence = own | others()
-            works = any(each.launcher_works for each in ranks)
+            found_there = others()
+            self._elsewhere = found_there.keys() - own.keys()
+            self._evidence = found_there | own
+            works = any(each.launcher_works for each in self._evidence.values())
             whole = replace(found, launcher_works=works, ras=nccl(), file=f"hang-{number:04d}.json")
             self._put(whole)
             found = whole

@@ -20,6 +20,7 @@ from ddpdoctor.run.records.base import as_json
 from ddpdoctor.run.records.process import StoreRecord
 from ddpdoctor.run.records.typed_json import decoder
 from ddpdoctor.run.snapshot import Rank, Run
+from ddpdoctor.stacks.capture import read_declared
 from ddpdoctor.system.proc import pause, readable
 
 _PROGRAM = """\
@@ -33,6 +34,8 @@ _PACKAGES = str(Path(__file__).parents[2])
 JOIN_TIME = 0.5
 """Seconds after which ranks of this node that join the same process group have done so."""
 
+MEETING = "nodes"  # The file of the meeting in a run directory
+
 LINK_TIME = 10.0  # Seconds in which findings wait for the first link to the head
 END_TIMEOUT = 12.0  # Seconds for the exchange to end
 
@@ -45,6 +48,7 @@ class NodeLink:
         journal_bytes: Maximum bytes of the journal of a rank.
         note: Prints a line about what ddpdoctor does.
         debug_nodes: Let debuggers of the head attach to ranks of this node.
+        chosen: The directory of ``--run-dir``, which may be on a file system that nodes share.
     """
 
     def __init__(
@@ -54,11 +58,18 @@ class NodeLink:
         note: Callable[[str], None],
         *,
         debug_nodes: bool = False,
+        chosen: str | None = None,
     ) -> None:
         self._directory = directory
         self._journal_bytes = journal_bytes
         self._note = note
         self._debug_nodes = debug_nodes
+        self._meeting = (
+            StoreRecord(file=os.path.abspath(os.path.join(chosen, MEETING)))
+            if chosen is not None
+            else None
+        )
+        """Where nodes meet whose ranks have no store that other processes can use."""
         self._launcher = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._output = b""
@@ -95,25 +106,39 @@ class NodeLink:
         restart = run.restarts[-1]
         own = [rank for rank in run.attempt(restart) if not rank.elsewhere]
         store = next(filter(None, (rank.records.first(StoreRecord) for rank in own)), None)
-        if store is not None and restart not in self._sent and _has_others(own, store, run.taken):
+        store = store or (self._meeting if own else None)
+        if not run.ranks and self._process is None:
+            self._look_at_start()
+        elif store is not None and restart not in self._sent and _has_others(own, store, run.taken):
             self._sent.add(restart)
-            self._send(restart, own, store)
+            if self._process is None or (restart == run.restarts[0] and not self._state.linked):
+                self._waits_until = time.monotonic() + LINK_TIME
+            # The journals of other ranks may not be there yet.
+            began = min(rank.opened.time for rank in own if rank.opened.time)
+            world_size = max(rank.opened.world_size for rank in own)
+            leads = any(rank.rank == 0 for rank in own)
+            self._send(restart, world_size, began, store, leads=leads)
         elif self._process is not None and own and len(own) == own[0].opened.world_size:
             # The last ranks came late, and all are here.
             self.close()
         self._read()
 
-    def _send(self, restart: int, own: list[Rank], store: StoreRecord) -> None:
+    def _look_at_start(self) -> None:
+        """Look at the processes that are to become ranks. One may never join the others."""
+        declared = [each for each in read_declared(self._directory) if each.store is not None]
+        for each in declared[-1:]:
+            store = each.store
+            if store is not None and store.local_world_size <= len(declared) < each.world_size:
+                leads = any(one.rank == 0 for one in declared)
+                self._send(each.restart, each.world_size, 0, store, leads=leads)
+
+    def _send(
+        self, restart: int, world_size: int, began: int, store: StoreRecord, *, leads: bool
+    ) -> None:
         if self._process is None:
             self._start()
-            self._waits_until = time.monotonic() + LINK_TIME
         attempt = Attempt(
-            restart=restart,
-            world_size=max(rank.opened.world_size for rank in own),
-            # The journals of other ranks may not be there yet.
-            time=min(rank.opened.time for rank in own if rank.opened.time),
-            leads=any(rank.rank == 0 for rank in own),
-            store=store,
+            restart=restart, world_size=world_size, time=began, leads=leads, store=store
         )
         self._write(dumped(as_json(attempt) | {"store": as_json(store)}))
 

@@ -315,6 +315,7 @@ class RunWatch:
                 journal_bytes,
                 self._reporter.note,
                 debug_nodes=self._command.own.debug_nodes,
+                chosen=self._command.own.run_dir,
             )
         self._gpus = GpuWatch()
         self._gpu_poll = GpuPoll(directory)

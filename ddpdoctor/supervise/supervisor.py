@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import sys
 import time
@@ -18,6 +17,7 @@ from ddpdoctor.core.formatting import count
 from ddpdoctor.core.job import Command
 from ddpdoctor.debug.debugging import Debugging
 from ddpdoctor.render.reporter import Reporter
+from ddpdoctor.run import rundir
 from ddpdoctor.run.names import MARK
 from ddpdoctor.supervise import processes
 from ddpdoctor.supervise.job_signals import JobSignals, Passthrough
@@ -119,7 +119,7 @@ class Supervisor:
         except DoctorError:
             self._keepers.dismiss(self._idle)
             if self._directory is not None:
-                shutil.rmtree(self._directory, ignore_errors=True)
+                rundir.discard(self._directory)
             raise
         self._signals.started()
         self._passthrough.start()

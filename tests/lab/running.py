@@ -27,10 +27,11 @@ class JobOnHosts:
         arguments: Its arguments.
         nproc: Ranks of each host.
         how: ``static`` or ``c10d`` for torchrun; ``tasks`` for a ddpdoctor of each rank, which a
-            launcher such as srun tells its rank.
+            launcher such as srun tells its rank; ``kubeflow`` for what a PyTorchJob sets.
         options: Options of ddpdoctor and torchrun.
         own: More options of each ddpdoctor, by number.
         env: More variables, by host.
+        nnodes: torchrun's number of nodes, if it is not that of the hosts.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class JobOnHosts:
         options: Sequence[str] = (),
         own: Callable[[int], Sequence[str]] = lambda _: ("--no-debug", "--no-vscode"),
         env: Mapping[int, Mapping[str, str]] | None = None,
+        nnodes: str = "",
     ) -> None:
         self.checks = checks
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -58,8 +60,16 @@ class JobOnHosts:
                 command = [["--", sys.executable, str(script), *arguments]] * nproc
                 more |= {"MASTER_ADDR": first, "MASTER_PORT": str(PORT)}
                 more["WORLD_SIZE"] = str(len(hosts) * nproc)
+            elif how == "kubeflow":
+                command = [["--", str(script), *arguments]]
+                more |= {"MASTER_ADDR": hosts[0].name, "MASTER_PORT": "23456"}
+                more |= {f"PET_{name}": more[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
+                more |= {"PET_NNODES": str(len(hosts)), "PET_NPROC_PER_NODE": str(nproc)}
+                # Of the pod, not of its ranks.
+                more |= {"PET_NODE_RANK": str(host.rank), "RANK": str(host.rank)}
+                more["WORLD_SIZE"] = str(len(hosts) * nproc)
             else:
-                words = ["--nnodes", str(len(hosts)), "--nproc-per-node", str(nproc)]
+                words = ["--nnodes", nnodes or str(len(hosts)), "--nproc-per-node", str(nproc)]
                 if how == "c10d":
                     words += ["--rdzv-backend", "c10d", "--rdzv-id", "a-job"]
                     words += ["--rdzv-endpoint", f"{first}:{PORT}"]

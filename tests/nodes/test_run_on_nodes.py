@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ddpdoctor.run.reader import RunReader
 from tests.conftest import LIMIT
 from tests.lab import faults
 from tests.lab.checking import Checks, Make
@@ -109,16 +110,50 @@ def test_the_verdict_is_that_of_one_host(nodes: Make, name: str, how: str) -> No
         assert running.found(number) == [], running.told(number)
 
 
-def test_the_first_failure_is_found_whatever_the_clocks_say(nodes: Make) -> None:
+@pytest.mark.parametrize("how", ["static", "c10d", "kubeflow"])
+def test_a_rank_that_does_not_join(nodes: Make, how: str) -> None:
     checks = nodes(2)
-    faults.clock_shifted(checks.lab.hosts[1], -20, checks.directory)
+    path = job(checks, before="os.environ['RANK'] == '3' and time.sleep(1000)")
+    running = JobOnHosts(checks, path, how=how, nproc=2, options=FAST)
+    found = running.until("DDP802")
+    line = line_of(path, "time.sleep(1000)")
+    assert found["ranks"] == [3] and found["location"]["line"] == line, found
+    assert "rank 3 has not come to init_process_group" in found["message"]
+    assert "ranks 0, 1 and 2 wait for it" in found["message"]
+    running.stop()
+    assert running.found(1) == []
+
+
+def test_a_long_start_on_another_host_is_no_hang(nodes: Make) -> None:
+    checks = nodes(2)
+    work = "until = time.time() + 12\nwhile os.environ['RANK'] == '1' and time.time() < until: pass"
+    running = JobOnHosts(checks, job(checks, before=work), options=("--hang-after", "3"))
+    assert running.wait() == [0, 0]
+    assert running.found() == [] and "no progress" not in running.told(0)
+
+
+def test_a_failure_before_any_rank_has_joined(nodes: Make) -> None:
+    checks = nodes(2)
+    fail = "time.sleep(3)\nassert os.environ['RANK'] != '1', 'no data here'"
+    path = job(checks, before=fail)
+    running = JobOnHosts(checks, path)
+    found = running.until("DDP901")
+    assert found["ranks"] == [1] and found["location"]["line"] == line_of(path, "no data here")
+    running.stop()
+    assert running.found(1) == []
+
+
+@pytest.mark.parametrize("seconds", [-20, 20])
+def test_the_first_failure_is_found_whatever_the_clocks_say(nodes: Make, seconds: int) -> None:
+    checks = nodes(2)
+    faults.clock_shifted(checks.lab.hosts[1], seconds, checks.directory)
     path = job(checks, "assert rank < world - 1 or step < 60, 'a wrong label'")
     running = JobOnHosts(checks, path, nproc=2)
     running.wait()
     codes = {each["code"]: each for each in running.found()}
     assert set(codes) == {"DDP052", "DDP901"}, running.told(0)
     assert codes["DDP901"]["ranks"] == [3]
-    assert "20.0 s behind" in codes["DDP052"]["message"]
+    assert f"20.0 s {'behind' if seconds < 0 else 'ahead'}" in codes["DDP052"]["message"]
     assert running.found(1) == []
 
 
@@ -147,9 +182,10 @@ def test_a_hang_is_ended_on_all_hosts(nodes: Make) -> None:
     assert "the job hangs, says node0: ending it" in running.told(1)
 
 
-def test_a_healthy_job_hears_nothing(nodes: Make) -> None:
+@pytest.mark.parametrize("how", ["c10d", "kubeflow"])
+def test_a_healthy_job_hears_nothing(nodes: Make, how: str) -> None:
     checks = nodes(3)
-    running = JobOnHosts(checks, job(checks, steps=200), nproc=2, how="c10d")
+    running = JobOnHosts(checks, job(checks, steps=200), nproc=2, how=how)
     assert running.wait() == [0, 0, 0]
     assert running.found() == []
     assert "6 ranks, 200 steps; the job succeeded" in running.told(0)
@@ -176,6 +212,46 @@ def test_a_file_store(nodes: Make) -> None:
     assert running.wait() == [0, 0]
     assert "2 ranks, 100 steps" in running.told(0)
     assert not list(checks.directory.glob("store.ddpdoctor*"))
+
+
+OWN_STORE = """
+class Own(dist.Store):
+    pass
+for name in ("set", "get", "add", "wait", "check", "delete_key", "compare_set", "set_timeout"):
+    setattr(Own, name, lambda self, *given, name=name: getattr(inner, name)(*given))
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+inner = dist.PrefixStore("own", dist.TCPStore(*place, world, rank == 0))
+store = Own()
+"""
+
+
+def test_one_run_directory_for_all_nodes(nodes: Make) -> None:
+    checks = nodes(2)
+    shared = checks.directory / "shared"
+    # No other process can use this store, so the nodes meet in the directory.
+    path = job(
+        checks,
+        "rank == 1 and step == 60 and time.sleep(1000)",
+        before=OWN_STORE,
+        how=", store=store, rank=rank, world_size=world",
+    )
+    options = ("--run-dir", str(shared), *FAST)
+    running = JobOnHosts(checks, path, how="tasks", options=options)
+    found = running.until("DDP802")
+    assert found["ranks"] == [1] and found["location"]["line"] == line_of(path, "time.sleep(1000)")
+    running.until_told(
+        1, f"node0 judges this node's ranks with all others; records there in {shared}"
+    )
+    (one,) = (each for each in shared.glob("node?-*"))
+    ranks = [rank for path in (shared, one) for rank in RunReader(path).snapshot().ranks]
+    assert {rank.rank for rank in ranks} == {0, 1}
+    running.stop()
+    until = time.monotonic() + LIMIT
+    while list(shared.rglob("nodes.ddpdoctor")):
+        # What ended is the program that entered the host's namespaces.
+        assert time.monotonic() < until
+        time.sleep(0.1)
 
 
 # -- what is lost
@@ -235,12 +311,27 @@ def test_an_exchange_that_is_killed(nodes: Make) -> None:
 
 def test_restarts_are_attempts_of_all_nodes(nodes: Make) -> None:
     checks = nodes(2)
-    fail = (
-        "assert os.environ['TORCHELASTIC_RESTART_COUNT'] != '0' or rank == 0 or step < 30, 'once'"
-    )
+    # Each torchrun counts what failed on its own node. If one rank fails alone, bare torchrun may
+    # restart the other for a changed membership, and in 1 of 5 jobs they do not meet again.
+    fail = "assert os.environ['TORCHELASTIC_RESTART_COUNT'] != '0' or step < 30, 'once'"
     running = JobOnHosts(checks, job(checks, fail), how="c10d", options=("--max-restarts", "2"))
     assert running.wait() == [0, 0]
     run = running.run()
     assert run.restarts == (0, 1)
     assert [(rank.rank, rank.restart) for rank in run.ranks] == [(0, 0), (1, 0), (0, 1), (1, 1)]
-    assert "attempt 1: 2 ranks" in running.told(0) and "rank 1" in running.told(0)
+    assert "attempt 1: 2 ranks" in running.told(0) and "AssertionError: once" in running.told(0)
+
+
+def test_a_job_that_shrinks_goes_on_as_another_attempt(nodes: Make) -> None:
+    # A job that grows fails in bare torchrun 2.13: its agents wait for each other until a timeout.
+    checks = nodes(3)
+    options = ("--max-restarts", "3")
+    path = job(checks, steps=400)
+    running = JobOnHosts(checks, path, how="c10d", options=options, nnodes="1:3")
+    running.until_told(2, "node0 judges")
+    until_steps(running, 2)
+    checks.lab.hosts[2].namespace.close()
+    running.until_told(0, "attempt 2: 2 ranks")
+    assert "attempt 1: 3 ranks" in running.told(0)
+    ranks = [(rank.restart, rank.rank) for rank in running.run().ranks]
+    assert ranks == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]

@@ -263,6 +263,26 @@ def test_a_directory_with_something_in_it_is_refused(content: str, tmp_path: Pat
     assert (tmp_path / content).read_text() == "precious"
 
 
+def test_a_directory_that_a_live_run_has_takes_others_below(tmp_path: Path) -> None:
+    first = rundir.create(str(tmp_path))
+    second = rundir.create(str(tmp_path))  # The first has not begun yet
+    assert first == tmp_path and second.parent == tmp_path
+    second.rmdir()
+    lock = rundir.Lock(first)
+    (first / "run.json").write_text("{}")
+    third = rundir.create(str(tmp_path))
+    assert third.parent == tmp_path and not list(third.iterdir())
+    other = rundir.Lock(third)
+    rundir.discard(first)
+    assert third.is_dir()
+    other.close()
+    lock.close()
+    with pytest.raises(DoctorError, match="not empty"):
+        rundir.create(str(tmp_path))
+    rundir.discard(first)
+    assert not first.exists()
+
+
 def test_a_chosen_directory_is_found_while_it_lives(base: Path) -> None:
     path = made(rundir.create(str(base.parent / "chosen")))
     lock = rundir.Lock(path)

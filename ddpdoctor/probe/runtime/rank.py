@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ddpdoctor.probe.runtime import budget, events, shield, sites
 from ddpdoctor.probe.runtime.recorder import Recorder
 from ddpdoctor.run.records.base import Record
-from ddpdoctor.run.records.process import EndRecord, FaultRecord
+from ddpdoctor.run.records.process import EndRecord, FaultRecord, StoreRecord
 from ddpdoctor.run.status import Phase
 
 if TYPE_CHECKING:
@@ -110,6 +110,18 @@ def environment_int(name: str) -> int | None:
         return int(os.environ[name])
     except (KeyError, ValueError):
         return None
+
+
+def met_at(host: str, port: int, file: str = "") -> StoreRecord:
+    """Return the record of the store at which the ranks of this job meet."""
+    return StoreRecord(
+        host=host,
+        port=port,
+        file=os.path.abspath(file) if file else "",
+        job=os.environ.get("TORCHELASTIC_RUN_ID", ""),
+        round=environment_int("TORCHELASTIC_RESTART_COUNT") or 0,
+        local_world_size=environment_int("LOCAL_WORLD_SIZE") or 0,
+    )
 
 
 def _report(hook: str, error: str) -> None:

@@ -28,7 +28,7 @@ from ddpdoctor.probe.runtime import control, rank, shield
 from ddpdoctor.probe.runtime.shield import background
 from ddpdoctor.run.journal import move_up
 from ddpdoctor.run.names import STACKS_SUFFIX, namespace, stacks_stem
-from ddpdoctor.run.records.base import JsonObject, json_line
+from ddpdoctor.run.records.base import JsonObject, as_json, json_line
 
 MAX_FRAMES = 200  # innermost frames of a thread that are reported
 _FIRST = 9  # how far below the highest real-time signal to begin: others use the ends
@@ -92,7 +92,12 @@ def declare() -> None:
         "host": socket.gethostname(),
         "namespace": namespace(),
         "cwd": os.getcwd(),
+        "world_size": rank.environment_int("WORLD_SIZE") or 0,
     }
+    port = rank.environment_int("MASTER_PORT")
+    if port and control.is_worker():
+        # Under torchrun the store is there before the ranks are.
+        declaration["store"] = as_json(rank.met_at(os.environ.get("MASTER_ADDR", ""), port))
     os.write(file, json_line(declaration))
 
 
