@@ -186,9 +186,7 @@ def unsharded(run: Run) -> Iterator[Finding]:
 def _same_batches(run: Run) -> Iterator[Finding]:
     """Yield a loop without a loader in which every rank takes the same batches."""
     found = equal_losses(run)
-    first = run.rank(found.ranks[0]) if found is not None else None
-    at = first.site("forward") if first is not None else None
-    loop = loop_of(at)
+    loop = loop_of(found.at) if found is not None else None
     if found is None or (loop is not None and loop[1]):
         return
     yield Finding(
@@ -199,7 +197,7 @@ def _same_batches(run: Run) -> Iterator[Finding]:
         message="every rank trains on the same batches: its losses are those of the other ranks, "
         "bit for bit",
         ranks=found.ranks,
-        location=loop[0] if loop is not None else at,
+        location=loop[0] if loop is not None else found.at,
         evidence=(f"the loss was the same on all ranks in {found.steps} of {found.steps} steps",),
         fix="Give each rank its part of the batches, by dist.get_rank() and "
         "dist.get_world_size(): order[rank::world_size].",
