@@ -367,6 +367,23 @@ def test_page_faults_that_are_slow(written: Written, faults: int, kernel: int, n
     assert sick(written, mine).message.endswith("touches new memory in pad()") is named
 
 
+@pytest.mark.parametrize(
+    ("waited", "shared", "named"), [(30, 1, False), (30, 0, True), (0, 1, True)]
+)
+def test_page_faults_of_code_that_all_ranks_run(
+    written: Written, waited: int, shared: int, named: bool
+) -> None:
+    """On a crowded machine, one allocator returned its memory and another did not."""
+    asked(written)
+    there = stack(30, MAIN, loop(30), ("/job/a.py", 3, "pad"))
+    theirs = profile(BACKWARD, *[stack(shared, MAIN, loop(30), ("/job/a.py", 3, "pad"))] * shared)
+    for number in (0, 2):
+        rank(written, number, [*steps(10 + waited, 40, 9, waited), theirs])
+    mine = profile(there, stack(18, MAIN, loop(31)), minor=20 * 120_000)
+    rank(written, 1, [*steps(50 + waited, 1, 45, waited), mine])
+    assert [each.code for each in written.findings(status=0)] == ["DDP610"] * named
+
+
 def clocked(written: Written, *clocks: object) -> Finding:
     """The finding, with clocks of cores by rank; the others compute for 9 ms a step."""
     told = {"kind": "profile", "time": T0, "restart": 0, "asked": 1, "busy": []}

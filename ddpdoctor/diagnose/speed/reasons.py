@@ -268,6 +268,11 @@ def explain(run: Run, lag: Lag, usual: Sequence[Rank]) -> Reason | None:
         return None
     if not works and _workers_crowded(lag, mine, others):
         return None
+    alone = place is not None and not place.others
+    if works and not (lag.calm or alone) and _allocates(lag, mine, others):
+        # Code that all ranks run: one allocator returns its memory to the kernel, the others keep
+        # theirs. On a crowded machine, that comes and goes.
+        return None
     reason = _reason(run, lag, mine, others, place, works)
     pair = _gpus(run, lag, usual)
     facts = _gpu_evidence(*pair) if pair is not None else ()
@@ -356,9 +361,7 @@ def _for_counters(
             _location(mine.calls("set_num_threads")),
             fix="Give all ranks as many threads: torch.set_num_threads() or OMP_NUM_THREADS.",
         )
-    faults, kernel = _more(mine, others, "minor"), _more(mine, others, "system")
-    longer = max(FAULT * faults, min(SLOW_FAULT * faults, kernel))
-    if works and longer >= BORNE_OUT * lag.gap:
+    if works and _allocates(lag, mine, others):
         return _placed(
             place,
             ": it touches new memory" + _within(place),
@@ -367,6 +370,15 @@ def _for_counters(
             fix="Keep large buffers from step to step instead of allocating new ones.",
         )
     return _for_slow_core(run, lag, mine, others) if works and not alone else None
+
+
+def _allocates(lag: Lag, mine: Profile | None, others: Sequence[Profile]) -> bool:
+    """Return whether page faults explain a surplus."""
+    if mine is None or not others:
+        return False
+    faults, kernel = _more(mine, others, "minor"), _more(mine, others, "system")
+    longer = max(FAULT * faults, min(SLOW_FAULT * faults, kernel))
+    return longer >= BORNE_OUT * lag.gap
 
 
 def _for_wait(mine: Profile | None, others: Sequence[Profile], place: Spot) -> Reason:
