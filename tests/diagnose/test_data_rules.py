@@ -151,6 +151,16 @@ def test_the_same_order_is_seen_long_before_the_epoch_ends() -> None:
     assert codes(run_of([begun], [begun])) == ["DDP102"]
 
 
+@pytest.mark.parametrize(
+    ("fetched", "marks", "codes_of"), [(1, 1, ["DDP102"]), (2, 1, []), (0, 0, [])]
+)
+def test_a_pass_that_the_budget_ended_after_one_batch(
+    fetched: int, marks: int, codes_of: list[str]
+) -> None:
+    begun = drawn(shuffled(0)[:32], length=192, state="unfollowed", fetched=fetched, marks=marks)
+    assert codes(run_of([begun], [begun])) == codes_of
+
+
 @pytest.mark.parametrize("content", [None, lambda index: 5, lambda index: index % 2])
 def test_equal_indices_say_nothing_where_the_content_does_not(content: Content | None) -> None:
     begun = drawn(shuffled(0)[:16], content=content, state="trains")

@@ -58,7 +58,7 @@ class Pass:
     def trains(self) -> bool:
         """Whether its batches went into backward passes."""
         marks, fetched = self.record.marks, self.record.fetched
-        only = marks == fetched == 1 and self.record.state == "ended"
+        only = marks == fetched == 1 and self.record.state in ("ended", UNFOLLOWED)
         return (marks >= 2 or only) and 8 * marks >= fetched
 
     @property
