@@ -91,6 +91,19 @@ def test_waits_that_one_rank_alone_has_are_named(written: Written) -> None:
     assert finding.evidence[0].startswith("it waits 59.0 ms a step for a core")
 
 
+@pytest.mark.parametrize(("share", "named"), [(0.13, False), (0.3, True)])
+def test_many_processes_that_share_all_cores_take_none(
+    written: Written, share: float, named: bool
+) -> None:
+    """A rank whose core happens to have more of them than the other's is only unlucky."""
+    asked(written)
+    busy = [[4711 + each, share, each % 2, "python other.py"] for each in range(6)]
+    written.supervisor.append({"kind": "profile", "time": T0, "asked": 1, "busy": busy})
+    rank(written, 0, [*steps(12, 60, 12, 1), profile(BACKWARD)])
+    rank(written, 1, [*steps(71, 1, 12, 59), profile(BACKWARD)])
+    assert [each.ranks for each in written.findings(status=0)] == [(1,)] * named
+
+
 def test_a_rank_that_is_pinned_and_who_is_on_its_core(written: Written) -> None:
     asked(written)
     busy = [
@@ -348,6 +361,13 @@ def test_fewer_threads(written: Written, tmp_path: Path) -> None:
     assert finding.message.endswith(": it computes with 1 thread, the others with 4")
     assert finding.location == Location(str(script), 3)
     assert "set_num_threads" in finding.fix
+
+
+def test_waits_in_a_collective_are_no_line_of_a_surplus(written: Written) -> None:
+    """The rank was sampled in an evaluation, too, in which it waited for the others."""
+    waits = stack(24, MAIN, loop(40), waits=("distributed_c10d.py", "all_gather"), letter="S")
+    mine = profile(waits, stack(24, MAIN, loop(30), letter="S"))
+    assert sick(written, mine, cpu=10.0).location == Location("/job/train.py", 30)
 
 
 def test_page_faults(written: Written) -> None:

@@ -225,6 +225,8 @@ AT_DISK = 0.25
 """The same for waits for the disk. Not each sample of such a wait shows it."""
 SLOW_CORE_CLOCK = 0.85
 """The part of the others' clock below which a rank's core counts as slow."""
+TAKES_CORE = 0.25
+"""The part of a core that a process must use to be one that takes it from a rank."""
 MIN_READINGS = 3
 """How often the clock of a core must have been read."""
 
@@ -437,8 +439,11 @@ def _ghz(kilohertz: float) -> str:
 
 def _for_crowded_core(
     run: Run, lag: Lag, mine: Profile | None, others: Sequence[Profile]
-) -> Reason:
-    """Explain a surplus by other processes that use the rank's core, and only this core."""
+) -> Reason | None:
+    """Explain a surplus by other processes that use the rank's core, and only this core.
+
+    Return None if many processes share all cores, and the rank is unlucky.
+    """
     evidence = [
         f"it waits {shown_ms(lag.cores[0])} a step for a core to run on; the others "
         f"{shown_ms(lag.cores[1])}"
@@ -450,7 +455,8 @@ def _for_crowded_core(
     words = ", because other processes take its CPU core"
     location = None
     cores = mine.record.affinity if mine is not None else ()
-    if mine is not None and cores and any(cores != each.record.affinity for each in others):
+    pinned = bool(cores) and any(cores != each.record.affinity for each in others)
+    if mine is not None and pinned:
         numbers = f"core {cores[0]}" if len(cores) == 1 else f"{len(cores)} cores"
         words += f": it is pinned to {numbers}"
         fix = (
@@ -461,14 +467,21 @@ def _for_crowded_core(
     pids = {rank.status.pid for rank in run.last if rank.status is not None}
     own = lag.rank.status.pid if lag.rank.status is not None else 0
     busy = [
-        f"also on its core: {'another rank, ' if each.pid in pids else ''}{each.command[:120]}, "
-        f"{each.share:.0%} of a core"
+        each
         for record in run.supervisor.of(ProfileRequestRecord)
         if record.restart == run.restarts[-1]
         for each in record.busy
-        if each.pid != own and (not cores or each.core in cores)
+        if each.pid != own
     ]
-    return Reason(words, location, (*evidence, *busy[:3]), fix)
+    if not pinned and busy and max(each.share for each in busy) < TAKES_CORE:
+        return None
+    beside = [
+        f"also on its core: {'another rank, ' if each.pid in pids else ''}{each.command[:120]}, "
+        f"{each.share:.0%} of a core"
+        for each in busy
+        if not cores or each.core in cores
+    ]
+    return Reason(words, location, (*evidence, *beside[:3]), fix)
 
 
 def _placed(place: Spot | None, words: str, *evidence: str, fix: str = "") -> Reason:
