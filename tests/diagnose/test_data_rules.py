@@ -347,6 +347,32 @@ def test_results_of_a_shard_that_never_meet() -> None:
     assert "DDP106" in codes(run_of(evaluated(0, "last.pt"), evaluated(1, "last.pt")[:2]))
 
 
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        # Batches of 16 in turn; the last ones are filled up from the beginning.
+        (([*range(16), *range(32, 48)], [*range(16, 32), *range(48, 56), *range(8)]), ["DDP106"]),
+        # Each rank evaluates everything, or a part that it draws at random.
+        ((range(56), range(56)), []),
+        (([*range(32)], [*range(16, 48)]), []),
+    ],
+)
+def test_shards_that_are_filled_up_to_whole_batches(
+    parts: tuple[Sequence[int], Sequence[int]], expected: list[str]
+) -> None:
+    facts = {"pass": 1, "line": 30, "armed": 13, "marks": 0, "collectives": 0, "time": 100}
+    dealt = {"sampler": {"name": "BatchSamplerShard", "id": 2}, **facts}
+    found = codes(
+        run_of(
+            *(
+                [{**sharded(0, rank), "time": 10}, drawn(part, length=56, **dealt)]
+                for rank, part in enumerate(parts)
+            )
+        )
+    )
+    assert [code for code in found if code == "DDP106"] == expected
+
+
 def test_results_that_each_rank_keeps_in_a_file_of_its_own() -> None:
     assert codes(run_of(evaluated(0, "part0.pt"), evaluated(1, "part1.pt"))) == []
 
