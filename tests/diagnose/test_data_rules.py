@@ -151,6 +151,19 @@ def test_the_same_order_is_seen_long_before_the_epoch_ends() -> None:
     assert codes(run_of([begun], [begun])) == ["DDP102"]
 
 
+@pytest.mark.parametrize(("again", "expected"), [(0, ["DDP103"]), (1, [])])
+def test_passes_that_were_followed_for_a_different_time(again: int, expected: list[str]) -> None:
+    """The budget ended the second one, after fewer samples."""
+    ranks = []
+    for rank in range(2):
+        first, second = sharded(0, rank), sharded(again, rank)
+        later = {"number": 1, "pass": 1, "armed": 13, "sampler": first["sampler"]}
+        begun = drawn(shuffled(0)[rank::2][:32], state="trains", sampler=first["sampler"])
+        ended = drawn(shuffled(again)[rank::2][:32], state="unfollowed")
+        ranks.append([begun, first, {**second, **ended, **later}])
+    assert codes(run_of(*ranks)) == expected
+
+
 @pytest.mark.parametrize(
     ("fetched", "marks", "codes_of"), [(1, 1, ["DDP102"]), (2, 1, []), (0, 0, [])]
 )
@@ -360,8 +373,10 @@ def test_results_of_a_shard_that_never_meet() -> None:
 def test_shards_that_are_filled_up_to_whole_batches(
     parts: tuple[Sequence[int], Sequence[int]], expected: list[str]
 ) -> None:
-    facts = {"pass": 1, "line": 30, "armed": 13, "marks": 0, "collectives": 0, "time": 100}
-    dealt = {"sampler": {"name": "BatchSamplerShard", "id": 2}, **facts}
+    dealt: dict[str, Any] = {
+        "sampler": {"name": "BatchSamplerShard", "id": 2},
+        "pass": 1, "line": 30, "armed": 13, "marks": 0, "collectives": 0, "time": 100,
+    }  # fmt: skip
     found = codes(
         run_of(
             *(

@@ -69,6 +69,10 @@ def test_why_a_rank_is_behind_the_loop(written: Written, text: str, code: str, l
     assert Hang(written, text).found() == [(code, (1,), line)]
 
 
+def test_a_rank_without_a_step_stands_before_the_loop(written: Written) -> None:
+    assert Hang(written, PLAIN).found(reduced=0) == []
+
+
 def test_ranks_after_as_many_steps(written: Written) -> None:
     assert Hang(written, PLAIN).found(reduced=13) == []
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ddpdoctor.core.finding import Location
+from ddpdoctor.core.user_code import Location
 from ddpdoctor.run.records.model import DdpRecord, SoloRecord
 from ddpdoctor.run.snapshot import Rank, Run
 

@@ -15,6 +15,7 @@ from ddpdoctor.diagnose.data.draws import (
     WHOLE,
     Pass,
     Passes,
+    beginning,
     other_data,
     overlap,
     passes_of,
@@ -68,7 +69,9 @@ def _unsharded_finding(code: str, passes: Passes, message: str, at: Location, fi
     first = each[0]
     lines = [f"rank {one.rank} drew {one.record.draws} of {one.length} samples" for one in each[:4]]
     if same_order(passes):
-        lines.append(f"the first {first.head[0]} samples are the same in the same order")
+        lines.append(
+            f"the first {beginning(*passes.values())[0]} samples are the same in the same order"
+        )
     else:
         doubled, total = overlap(passes)
         lines.append(
@@ -435,7 +438,7 @@ def order_repeated(run: Run) -> Iterator[Finding]:
         at, epoch, sampler = again.read, again.sampler.epoch, again.sampler.name or "no sampler"
         evidence = [
             f"passes {before.record.number + 1} and {again.record.number + 1} over it gave "
-            f"the same {before.head[0]} samples first, in the same order",
+            f"the same {beginning(before, again)[0]} samples first, in the same order",
             f"{sampler} built at {again.at}",
         ]
         if epoch is not None:
@@ -545,7 +548,7 @@ def _comparable(before: Pass, again: Pass) -> bool:
         and sampler.id == again.sampler.id
         and sampler.set_epoch
         and sampler.shuffle is not False
-        and before.head[0] == again.head[0] >= MIN_SAMPLES
+        and beginning(before, again)[0] >= MIN_SAMPLES
         and 0.2 < before.record.falls / max(1, before.record.draws) < 0.9
     )
 
@@ -555,4 +558,4 @@ def _repeats(before: Pass, again: Pass) -> bool:
     one, other = before.record, again.record
     if one.state == other.state == "ended" and one.draws == other.draws:
         return one.order == other.order
-    return before.head == again.head
+    return beginning(before, again)[1]

@@ -63,7 +63,10 @@ class Use(NamedTuple):
     over_all: bool = False
     """It divides by the length of the whole data set."""
     kept: bool = False
-    """The loop is found, and nothing shows or compares what it makes."""
+    """The source is known, and nothing in it shows or compares what the loop makes.
+
+    It may be a loop of a library, which combines results in its own way.
+    """
 
 
 def use_of(run: Run, at: Location) -> Use:
@@ -92,7 +95,7 @@ def use_of(run: Run, at: Location) -> Use:
         any(labelled for _, labelled in shown),
         Location(at.path, quotients[0].lineno) if quotients else None,
         any(isinstance(each, ast.BinOp) and _is_length_of_all(each.right) for each in quotients),
-        loop is not None and not shown,
+        not shown,
     )
 
 

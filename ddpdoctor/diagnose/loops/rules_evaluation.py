@@ -587,7 +587,7 @@ def _combines_parts(passes: Passes) -> bool:
         all(_is_evaluation(one) and _combined(one) > 0 for one in each)
         # If all read one data set in full, the result of any rank would do.
         and not (same_part(passes) and all(one.record.draws >= one.length for one in each))
-        and len({(one.record.subset, one.head) for one in each}) == len(each)
+        and len({(one.record.subset, one.record.head) for one in each}) == len(each)
     )
 
 

@@ -13,7 +13,12 @@ from ddpdoctor.diagnose.speed.lag import Lag, Rhythm, ordinal
 from ddpdoctor.diagnose.speed.pace import BORNE_OUT
 from ddpdoctor.diagnose.speed.stack_samples import ADVICE, Profile, Spot, awaited, profiles, spot
 from ddpdoctor.run.records.model import DdpRecord
-from ddpdoctor.run.records.supervisor import GpusRecord, GpuState, ProfileRequestRecord
+from ddpdoctor.run.records.supervisor import (
+    BusyProcess,
+    GpusRecord,
+    GpuState,
+    ProfileRequestRecord,
+)
 from ddpdoctor.run.records.training import PassRecord
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.stacks.rank_stacks import Frame
@@ -270,10 +275,7 @@ def explain(run: Run, lag: Lag, usual: Sequence[Rank]) -> Reason | None:
         return None
     if not works and _workers_crowded(lag, mine, others):
         return None
-    alone = place is not None and not place.others
-    if works and not (lag.calm or alone) and _allocates(lag, mine, others):
-        # Code that all ranks run: one allocator returns its memory to the kernel, the others keep
-        # theirs. On a crowded machine, that comes and goes.
+    if works and _allocators_differ(lag, mine, others, place):
         return None
     reason = _reason(run, lag, mine, others, place, works)
     pair = _gpus(run, lag, usual)
@@ -374,6 +376,18 @@ def _for_counters(
     return _for_slow_core(run, lag, mine, others) if works and not alone else None
 
 
+def _allocators_differ(
+    lag: Lag, mine: Profile | None, others: Sequence[Profile], place: Spot | None
+) -> bool:
+    """Return whether page faults of code that all ranks run explain a surplus.
+
+    One allocator returns its memory to the kernel, the others keep theirs. On a crowded machine,
+    that comes and goes.
+    """
+    alone = place is not None and not place.others
+    return not (lag.calm or alone) and _allocates(lag, mine, others)
+
+
 def _allocates(lag: Lag, mine: Profile | None, others: Sequence[Profile]) -> bool:
     """Return whether page faults explain a surplus."""
     if mine is None or not others:
@@ -464,17 +478,10 @@ def _for_crowded_core(
             "included (os.sched_setaffinity, taskset, numactl), or do not pin it."
         )
         location = _location(mine.calls("sched_setaffinity") or mine.calls("cpu_affinity"))
-    pids = {rank.status.pid for rank in run.last if rank.status is not None}
-    own = lag.rank.status.pid if lag.rank.status is not None else 0
-    busy = [
-        each
-        for record in run.supervisor.of(ProfileRequestRecord)
-        if record.restart == run.restarts[-1]
-        for each in record.busy
-        if each.pid != own
-    ]
+    busy = _busy_processes(run, lag.rank)
     if not pinned and busy and max(each.share for each in busy) < TAKES_CORE:
         return None
+    pids = {rank.status.pid for rank in run.last if rank.status is not None}
     beside = [
         f"also on its core: {'another rank, ' if each.pid in pids else ''}{each.command[:120]}, "
         f"{each.share:.0%} of a core"
@@ -482,6 +489,18 @@ def _for_crowded_core(
         if not cores or each.core in cores
     ]
     return Reason(words, location, (*evidence, *beside[:3]), fix)
+
+
+def _busy_processes(run: Run, rank: Rank) -> list[BusyProcess]:
+    """Return the processes other than the rank that used the machine while stacks were sampled."""
+    own = rank.status.pid if rank.status is not None else 0
+    return [
+        each
+        for record in run.supervisor.of(ProfileRequestRecord)
+        if record.restart == run.restarts[-1]
+        for each in record.busy
+        if each.pid != own
+    ]
 
 
 def _placed(place: Spot | None, words: str, *evidence: str, fix: str = "") -> Reason:

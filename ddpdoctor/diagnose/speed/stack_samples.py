@@ -42,11 +42,6 @@ class Stack:
     letter: str
     """The state of the thread: R runs or wants to, S sleeps, D waits for a disk or device."""
 
-    @property
-    def in_collective(self) -> bool:
-        """Whether it waits for other ranks, which is no work of its rank."""
-        return self.waits[0] == "distributed_c10d.py"
-
 
 @dataclass(frozen=True)
 class Profile:
@@ -67,6 +62,11 @@ class Profile:
             )
             for seen in self.record.stacks
         )
+
+    @property
+    def working(self) -> list[Stack]:
+        """The stacks outside collectives. Those wait for other ranks."""
+        return [stack for stack in self.stacks if stack.waits[0] != "distributed_c10d.py"]
 
     @property
     def samples(self) -> int:
@@ -158,7 +158,7 @@ def spot(mine: Profile, others: Sequence[Profile], least: float) -> Spot | None:
         others: Profiles of ranks that are not slow.
         least: The part of its time that must be there.
     """
-    theirs = [stack for each in others for stack in each.stacks if not stack.in_collective]
+    theirs = [stack for each in others for stack in each.working]
     total, rest = mine.samples, sum(each.samples for each in others)
     if total < MIN_SAMPLES or rest < MIN_SAMPLES:
         return None
@@ -166,7 +166,7 @@ def spot(mine: Profile, others: Sequence[Profile], least: float) -> Spot | None:
     def excess(here: Sequence[Stack], there: Sequence[Stack]) -> float:
         return _count(here) - _count(there) * total / rest
 
-    here, there = [stack for stack in mine.stacks if not stack.in_collective], theirs
+    here, there = mine.working, theirs
     chain: list[Frame] = []
     found: Spot | None = None
     needed = max(MIN_EXCESS, least * total)
