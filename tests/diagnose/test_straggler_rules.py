@@ -83,8 +83,11 @@ def test_a_rank_whose_work_is_that_of_the_others_only_waits(written: Written) ->
 
 
 def test_waits_that_one_rank_alone_has_are_named(written: Written) -> None:
-    rank(written, 0, steps(12, 60, 12, 1))
-    rank(written, 1, steps(71, 1, 12, 59))
+    asked(written)
+    busy = [[4711, 0.9, 0, "python compress.py (pid 4711)"]]
+    written.supervisor.append({"kind": "profile", "time": T0, "asked": 1, "busy": busy})
+    rank(written, 0, [*steps(12, 60, 12, 1), profile(BACKWARD)])
+    rank(written, 1, [*steps(71, 1, 12, 59), profile(BACKWARD)])
     (finding,) = written.findings(status=0)
     assert (finding.ranks, finding.severity) == ((1,), Severity.WARNING)
     assert finding.message.endswith("because other processes take its CPU core")
@@ -102,6 +105,12 @@ def test_many_processes_that_share_all_cores_take_none(
     rank(written, 0, [*steps(12, 60, 12, 1), profile(BACKWARD)])
     rank(written, 1, [*steps(71, 1, 12, 59), profile(BACKWARD)])
     assert [each.ranks for each in written.findings(status=0)] == [(1,)] * named
+
+
+def test_nobody_is_blamed_who_was_not_seen(written: Written) -> None:
+    rank(written, 0, steps(12, 60, 12, 1))
+    rank(written, 1, steps(71, 1, 12, 59))
+    assert written.findings(status=0) == []
 
 
 def test_a_rank_that_is_pinned_and_who_is_on_its_core(written: Written) -> None:

@@ -456,7 +456,7 @@ def _for_crowded_core(
 ) -> Reason | None:
     """Explain a surplus by other processes that use the rank's core, and only this core.
 
-    Return None if many processes share all cores, and the rank is unlucky.
+    Return None if no process is known that does: many may share all cores, and the rank is unlucky.
     """
     evidence = [
         f"it waits {shown_ms(lag.cores[0])} a step for a core to run on; the others "
@@ -479,7 +479,7 @@ def _for_crowded_core(
         )
         location = _location(mine.calls("sched_setaffinity") or mine.calls("cpu_affinity"))
     busy = _busy_processes(run, lag.rank)
-    if not pinned and busy and max(each.share for each in busy) < TAKES_CORE:
+    if not pinned and max((each.share for each in busy), default=0.0) < TAKES_CORE:
         return None
     pids = {rank.status.pid for rank in run.last if rank.status is not None}
     beside = [
