@@ -419,6 +419,30 @@ for number in range(9):
 """
 
 
+@pytest.mark.parametrize(
+    ("test", "kind"),
+    [("world_size == 1", "alone"), ("args.num_gpus > 1", "alone"), ("score > 1", "decided")],
+)
+def test_a_condition_on_the_world_size_decides_nothing(
+    tmp_path: Path, test: str, kind: str
+) -> None:
+    text = f"""
+def gather(value):
+    if {test}:
+        return value
+    all_gather(value)
+for x in loader:
+    backward(x)
+    gather(x) if first else x
+"""
+    script = Script(tmp_path / "train.py", text)
+    gathers = script.call(9, "    all_gather(value)", "    gather(x)", name="all_gather")
+    backward = script.call(9, "    backward(x)")
+    before = rounds(script, 8, "    backward(x)")
+    found, _ = judged({0: gathers, 1: backward}, {0: before, 1: before})
+    assert (found.blame.kind == "decided") is (kind == "decided")
+
+
 def test_a_condition_on_a_value_of_each_rank(tmp_path: Path) -> None:
     """Autograd's thread does not know what called backward."""
     script = Script(tmp_path / "train.py", KEEPER)

@@ -171,6 +171,29 @@ def test_the_same_order_is_seen_long_before_the_epoch_ends() -> None:
     assert codes(run_of([begun], [begun])) == ["DDP102"]
 
 
+@pytest.mark.parametrize(("again", "expected"), [(0, ["DDP103"]), (1, [])])
+def test_passes_that_were_followed_for_a_different_time(again: int, expected: list[str]) -> None:
+    """The budget ended the second one, after fewer samples."""
+    ranks = []
+    for rank in range(2):
+        first, second = sharded(0, rank), sharded(again, rank)
+        later = {"number": 1, "pass": 1, "armed": 13, "sampler": first["sampler"]}
+        begun = drawn(shuffled(0)[rank::2][:32], state="trains", sampler=first["sampler"])
+        ended = drawn(shuffled(again)[rank::2][:32], state="unfollowed")
+        ranks.append([begun, first, {**second, **ended, **later}])
+    assert codes(run_of(*ranks)) == expected
+
+
+@pytest.mark.parametrize(
+    ("fetched", "marks", "codes_of"), [(1, 1, ["DDP102"]), (2, 1, []), (0, 0, [])]
+)
+def test_a_pass_that_the_budget_ended_after_one_batch(
+    fetched: int, marks: int, codes_of: list[str]
+) -> None:
+    begun = drawn(shuffled(0)[:32], length=192, state="unfollowed", fetched=fetched, marks=marks)
+    assert codes(run_of([begun], [begun])) == codes_of
+
+
 @pytest.mark.parametrize("content", [None, lambda index: 5, lambda index: index % 2])
 def test_equal_indices_say_nothing_where_the_content_does_not(content: Content | None) -> None:
     begun = drawn(shuffled(0)[:16], content=content, state="trains")
@@ -355,6 +378,34 @@ def evaluated(rank: int, file: str) -> list[JsonObject]:
 def test_results_of_a_shard_that_never_meet() -> None:
     assert "DDP106" in codes(run_of(evaluated(0, "last.pt"), evaluated(1, "last.pt")))
     assert "DDP106" in codes(run_of(evaluated(0, "last.pt"), evaluated(1, "last.pt")[:2]))
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        # Batches of 16 in turn; the last ones are filled up from the beginning.
+        (([*range(16), *range(32, 48)], [*range(16, 32), *range(48, 56), *range(8)]), ["DDP106"]),
+        # Each rank evaluates everything, or a part that it draws at random.
+        ((range(56), range(56)), []),
+        (([*range(32)], [*range(16, 48)]), []),
+    ],
+)
+def test_shards_that_are_filled_up_to_whole_batches(
+    parts: tuple[Sequence[int], Sequence[int]], expected: list[str]
+) -> None:
+    dealt: dict[str, Any] = {
+        "sampler": {"name": "BatchSamplerShard", "id": 2},
+        "pass": 1, "line": 30, "armed": 13, "marks": 0, "collectives": 0, "time": 100,
+    }  # fmt: skip
+    found = codes(
+        run_of(
+            *(
+                [{**sharded(0, rank), "time": 10}, drawn(part, length=56, **dealt)]
+                for rank, part in enumerate(parts)
+            )
+        )
+    )
+    assert [code for code in found if code == "DDP106"] == expected
 
 
 def test_results_that_each_rank_keeps_in_a_file_of_its_own() -> None:

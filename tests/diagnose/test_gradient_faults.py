@@ -288,6 +288,8 @@ def test_a_rate_scaled_by_the_batch_of_one_rank(tmp_path: Path) -> None:
             ("lr = 0.1 * batch_size * world_size / 256", []),
             ("optimizer = SGD(p, lr=args.lr * args.batch / 256)", ["DDP317"]),
             ("lr = 0.1", []),
+            # It is the batch of all ranks.
+            ("part = batch_size // world_size\nlr = 0.1 * batch_size / 256", []),
         )
     ):
         found = findings_of(tmp_path / str(number), [step], [step], script=f"{line}\n")

@@ -93,6 +93,10 @@ def test_a_rank_that_began_the_loop_again(written: Written) -> None:
     assert "DDP109" not in [code for code, _, _ in hang.found()]
 
 
+def test_a_rank_without_a_step_stands_before_the_loop(written: Written) -> None:
+    assert Hang(written, PLAIN).found(reduced=0) == []
+
+
 def test_ranks_after_as_many_steps(written: Written) -> None:
     assert Hang(written, PLAIN).found(reduced=13) == []
 

@@ -59,6 +59,28 @@ def test_a_result_that_is_shown_with_its_rank_is_labelled(
     assert not use.kept
 
 
+@pytest.mark.parametrize("shows", [True, False])
+def test_a_meter_of_the_function_around_the_loop(tmp_path: Path, shows: bool) -> None:
+    source = f"""
+    def validate(loader, model):
+        def run(loader):
+            for x, y in loader:  # read
+                top1.update(accuracy(model(x), y))
+
+        top1 = Meter()
+        run(loader)
+        return top1.avg
+
+    def main():
+        score = validate(loader, model)
+        {"best = max(best, score)" if shows else "pass"}  # shown
+    """
+    run, lines = run_of(tmp_path / "job.py", source)
+    use = use_of(run, Location(str(tmp_path / "job.py"), lines["read"]))
+    shown = Location(str(tmp_path / "job.py"), lines["shown"])
+    assert (use.at, use.kept) == ((shown, False) if shows else (None, True))
+
+
 def test_a_result_that_nothing_shows_is_kept(tmp_path: Path) -> None:
     source = """
     def pseudo(model, loader):

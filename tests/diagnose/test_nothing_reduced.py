@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from ddpdoctor.core.finding import Finding, Severity
-from ddpdoctor.diagnose.gradients.rules_unreduced import nothing_reduced
+from ddpdoctor.diagnose.data.equal_losses import equal_losses
+from ddpdoctor.diagnose.gradients.rules_unreduced import nothing_reduced, start_differs
 from ddpdoctor.diagnose.loops.rules_evaluation import evaluation_differs
-from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.run.records.base import JsonObject, encode
 from ddpdoctor.run.records.process import OpenRecord
 from ddpdoctor.run.records.supervisor import JobRecord
+from ddpdoctor.run.records.training import StepRecord
 from ddpdoctor.run.ring import RingWriter
 from ddpdoctor.run.snapshot import Rank, Records, Run
 from tests.diagnose.test_data_rules import drawn, evaluated, run_of, waiting
@@ -96,6 +98,84 @@ def test_ranks_that_differ_by_design_or_exchange_something(
     build: Build, other: list[JsonObject]
 ) -> None:
     assert said(build(trained(0), other)) == []
+
+
+def averaged(rank: int, **facts: object) -> list[JsonObject]:
+    """What a rank writes that averages gradients, but has weights of its own."""
+    return [
+        {**each, "gradients": [1.0 + step], "values": [2.0 + rank], "calls": step, "wide": step,
+         **facts}
+        for step, each in enumerate(trained(rank))
+    ]  # fmt: skip
+
+
+def test_averaged_gradients_of_different_weights(build: Build) -> None:
+    (finding,) = start_differs(build(averaged(0), averaged(1)))
+    assert (finding.code, finding.ranks, finding.severity) == ("DDP332", (0, 1), Severity.ERROR)
+    assert finding.evidence == (
+        "the gradients of SGD were equal on all ranks in 8 of 8 recorded steps",
+        "the parameters differed before step 0, and still before step 7: norm 2 on rank 0, 3 on "
+        "rank 1",
+    )
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        averaged(1, values=[2.0]),
+        averaged(1, values=[2.0 + 1e-9]),
+        averaged(1, gradients=[1.0]),
+        averaged(1, outside=True),
+        averaged(1, hyper=[[0.2, 0, None, 0]]),
+        averaged(1)[:3],
+        [{**averaged(1)[0], "values": [2.0]}, *averaged(1)[1:]],
+        [*averaged(1), {"kind": "ddp", "group_ranks": [0, 1]}],
+        [],
+    ],
+)
+def test_weights_that_are_equal_or_may_be_made_so(build: Build, other: list[JsonObject]) -> None:
+    assert not list(start_differs(build(averaged(0), other)))
+
+
+def test_gradients_that_are_all_zero_show_no_average(build: Build) -> None:
+    assert not list(start_differs(build(*(averaged(n, gradients=[0.0]) for n in (0, 1)))))
+
+
+def lost(offset: float = 0.0) -> tuple[bytes, ...]:
+    """Steps whose loss rises now and then."""
+    losses = [1.0 / (step + 1) + 0.1 * (step % 3) + offset for step in range(40)]
+    steps = (StepRecord(step=step, loss=loss, total=9) for step, loss in enumerate(losses))
+    return tuple(encode(each) for each in steps)
+
+
+@pytest.mark.parametrize(
+    ("other", "offset", "collectives", "ranks"),
+    [
+        (averaged(1), 0.0, ["all_reduce"] * 8, (0, 1)),
+        (averaged(1), 0.1, ["all_reduce"] * 8, None),
+        # The loss may be computed from what was gathered, or be reduced itself.
+        (averaged(1), 0.0, ["all_reduce", "all_gather"] * 4, None),
+        (averaged(1, calls=2), 0.0, ["all_reduce"] * 8, None),
+        (averaged(1, wide=None), 0.0, ["all_reduce"] * 8, None),
+        (trained(1), 0.0, [], None),
+        ([], 0.0, ["all_reduce"] * 8, None),
+    ],
+)
+def test_equal_losses_of_ranks_that_average_by_hand(
+    build: Build,
+    other: list[JsonObject],
+    offset: float,
+    collectives: list[str],
+    ranks: tuple[int, ...] | None,
+) -> None:
+    run = build(averaged(0), other, collectives=collectives)
+    lines = lost(), lost(offset)
+    run = replace(
+        run,
+        ranks=tuple(replace(r, step_lines=each) for r, each in zip(run.ranks, lines, strict=True)),
+    )
+    found = equal_losses(run)
+    assert (found and found.ranks) == ranks
 
 
 def test_what_was_exchanged_after_the_last_look_has_to_be_known(build: Build) -> None:

@@ -222,6 +222,25 @@ def test_which_lines_seed_alike(written: Written, call: str, alike: bool) -> Non
     assert [each.location.line for each in found] == ([3] if alike else [])
 
 
+@pytest.mark.parametrize(
+    ("before", "lines"),
+    [
+        ("args.local = dist.get_rank()", [2]),
+        ("args.device, args.local = device, dist.get_rank()", [2]),
+        ("args.seed += dist.get_rank()", []),
+        ("args.seed, args.local = 3 + dist.get_rank(), 0", []),
+        ("args = parse(dist.get_rank())", []),
+    ],
+)
+def test_other_attributes_of_the_options_do_not_matter(
+    written: Written, before: str, lines: list[int]
+) -> None:
+    written.rank(0, job(written, f"{before}\ntorch.manual_seed(args.seed)\nmodel(x)\n"))
+    written.findings()
+    found = seeds_of(RunReader(written.path).snapshot())
+    assert [each.location.line for each in found] == lines
+
+
 @pytest.mark.parametrize(("passed", "lines"), [("3", [2, 3]), ("3 + dist.get_rank()", [])])
 def test_a_seed_that_is_passed(written: Written, passed: str, lines: list[int]) -> None:
     source = f"def prepare(seed):\n    torch.manual_seed(seed)\nseed_all({passed})\n"

@@ -83,12 +83,34 @@ def test_a_rank_whose_work_is_that_of_the_others_only_waits(written: Written) ->
 
 
 def test_waits_that_one_rank_alone_has_are_named(written: Written) -> None:
-    rank(written, 0, steps(12, 60, 12, 1))
-    rank(written, 1, steps(71, 1, 12, 59))
+    asked(written)
+    busy = [[4711, 0.9, 0, "python compress.py (pid 4711)"]]
+    written.supervisor.append({"kind": "profile", "time": T0, "asked": 1, "busy": busy})
+    rank(written, 0, [*steps(12, 60, 12, 1), profile(BACKWARD)])
+    rank(written, 1, [*steps(71, 1, 12, 59), profile(BACKWARD)])
     (finding,) = written.findings(status=0)
     assert (finding.ranks, finding.severity) == ((1,), Severity.WARNING)
     assert finding.message.endswith("because other processes take its CPU core")
     assert finding.evidence[0].startswith("it waits 59.0 ms a step for a core")
+
+
+@pytest.mark.parametrize(("share", "named"), [(0.13, False), (0.3, True)])
+def test_many_processes_that_share_all_cores_take_none(
+    written: Written, share: float, named: bool
+) -> None:
+    """A rank whose core happens to have more of them than the other's is only unlucky."""
+    asked(written)
+    busy = [[4711 + each, share, each % 2, "python other.py"] for each in range(6)]
+    written.supervisor.append({"kind": "profile", "time": T0, "asked": 1, "busy": busy})
+    rank(written, 0, [*steps(12, 60, 12, 1), profile(BACKWARD)])
+    rank(written, 1, [*steps(71, 1, 12, 59), profile(BACKWARD)])
+    assert [each.ranks for each in written.findings(status=0)] == [(1,)] * named
+
+
+def test_nobody_is_blamed_who_was_not_seen(written: Written) -> None:
+    rank(written, 0, steps(12, 60, 12, 1))
+    rank(written, 1, steps(71, 1, 12, 59))
+    assert written.findings(status=0) == []
 
 
 def test_a_rank_that_is_pinned_and_who_is_on_its_core(written: Written) -> None:
@@ -357,6 +379,13 @@ def test_fewer_threads(written: Written, tmp_path: Path) -> None:
     assert "set_num_threads" in finding.fix
 
 
+def test_waits_in_a_collective_are_no_line_of_a_surplus(written: Written) -> None:
+    """The rank was sampled in an evaluation, too, in which it waited for the others."""
+    waits = stack(24, MAIN, loop(40), waits=("distributed_c10d.py", "all_gather"), letter="S")
+    mine = profile(waits, stack(24, MAIN, loop(30), letter="S"))
+    assert sick(written, mine, cpu=10.0).location == Location("/job/train.py", 30)
+
+
 def test_page_faults(written: Written) -> None:
     work = stack(40, MAIN, loop(30), ("/job/a.py", 3, "pad"))
     finding = sick(written, profile(work, minor=20 * 120_000))
@@ -372,6 +401,23 @@ def test_page_faults_that_are_slow(written: Written, faults: int, kernel: int, n
     work = stack(40, MAIN, loop(30), ("/job/a.py", 3, "pad"))
     mine = profile(work, minor=20 * faults, system=20 * kernel * MS)
     assert sick(written, mine).message.endswith("touches new memory in pad()") is named
+
+
+@pytest.mark.parametrize(
+    ("waited", "shared", "named"), [(30, 1, False), (30, 0, True), (0, 1, True)]
+)
+def test_page_faults_of_code_that_all_ranks_run(
+    written: Written, waited: int, shared: int, named: bool
+) -> None:
+    """On a crowded machine, one allocator returned its memory and another did not."""
+    asked(written)
+    there = stack(30, MAIN, loop(30), ("/job/a.py", 3, "pad"))
+    theirs = profile(BACKWARD, *[stack(shared, MAIN, loop(30), ("/job/a.py", 3, "pad"))] * shared)
+    for number in (0, 2):
+        rank(written, number, [*steps(10 + waited, 40, 9, waited), theirs])
+    mine = profile(there, stack(18, MAIN, loop(31)), minor=20 * 120_000)
+    rank(written, 1, [*steps(50 + waited, 1, 45, waited), mine])
+    assert [each.code for each in written.findings(status=0)] == ["DDP610"] * named
 
 
 def clocked(written: Written, *clocks: object) -> Finding:

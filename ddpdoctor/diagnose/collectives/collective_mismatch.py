@@ -17,13 +17,24 @@ from typing import Literal
 from ddpdoctor.core.formatting import named
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.diagnose.collectives.recorded_calls import Call, amount, from_ring
-from ddpdoctor.diagnose.source_files import Guard, brief, guards_of, holds, outcomes, source_of
+from ddpdoctor.diagnose.source_files import (
+    Guard,
+    brief,
+    guards_of,
+    holds,
+    last_name,
+    outcomes,
+    source_of,
+)
 from ddpdoctor.run.records.process import FaultRecord
 from ddpdoctor.run.ring import Collective
 from ddpdoctor.run.snapshot import Run
 
 _COUNTED = re.compile(r"(?:.*_)?(step|epoch|iter|count|batch|every|interval|freq|world|i|n|idx)")
 """Names of counters that are equal on all ranks."""
+
+_WORLD_SIZE = re.compile(r"(\w*_)?(world_size|n_?gpus?|nprocs|num_(gpus|processes|replicas))")
+"""Names of what is the same on all ranks of a job."""
 
 _OPTIONS = re.compile(r"args|cfg|config|conf|opts?|options|hparams|flags|FLAGS|settings")
 """Names of what holds a job's options."""
@@ -263,7 +274,11 @@ def _configured(test: ast.expr) -> bool:
     if isinstance(test, ast.UnaryOp):
         return _configured(test.operand)
     if isinstance(test, ast.Compare):
-        return all(isinstance(each, (ast.Is, ast.IsNot)) for each in test.ops)
+        compared = [each for each in (test.left, *test.comparators) if last_name(each)]
+        sizes = [each for each in compared if _WORLD_SIZE.fullmatch(last_name(each))]
+        return sizes == compared != [] or all(
+            isinstance(each, (ast.Is, ast.IsNot)) for each in test.ops
+        )
     roots = [each.id for each in ast.walk(test) if isinstance(each, ast.Name)]
     return bool(roots) and all(_OPTIONS.fullmatch(each) for each in roots)
 

@@ -38,6 +38,8 @@ class Pass:
     record: PassRecord
     before: tuple[PassRecord, ...] = ()
     """Earlier passes of the rank over the same loader."""
+    heads: frozenset[Head] = frozenset()
+    """The heads in all records of the pass. Older records have shorter ones."""
 
     @property
     def read(self) -> Location:
@@ -58,7 +60,7 @@ class Pass:
     def trains(self) -> bool:
         """Whether its batches went into backward passes."""
         marks, fetched = self.record.marks, self.record.fetched
-        only = marks == fetched == 1 and self.record.state == "ended"
+        only = marks == fetched == 1 and self.record.state in ("ended", UNFOLLOWED)
         return (marks >= 2 or only) and 8 * marks >= fetched
 
     @property
@@ -109,11 +111,6 @@ class Pass:
         return self.sampler.made or self.made
 
     @property
-    def head(self) -> Head:
-        """The first draws."""
-        return self.record.head or Head(0, 0)
-
-    @property
     def draws_again(self) -> bool:
         """Whether it drew many indices more than once."""
         return self.record.repeats > REPEATED * len(self.hits)
@@ -126,7 +123,9 @@ Passes = dict[int, Pass]
 def passes_of(rank: Rank) -> list[Pass]:
     """Return a rank's passes, oldest first, each by its newest record."""
     newest: dict[int, PassRecord] = {}
+    heads: dict[int, set[Head]] = {}
     for record in rank.records.of(PassRecord):
+        heads.setdefault(record.pass_, set()).update([record.head] if record.head else [])
         older = newest.get(record.pass_)
         # Only one of the records describes its loop.
         newest[record.pass_] = (
@@ -136,7 +135,8 @@ def passes_of(rank: Rank) -> list[Pass]:
     found: list[Pass] = []
     for record in newest.values():
         place = Pass(rank.rank, record).place
-        found.append(Pass(rank.rank, record, seen.get(place, ())))
+        known = frozenset(heads[record.pass_])
+        found.append(Pass(rank.rank, record, seen.get(place, ()), known))
         seen[place] = (*seen.get(place, ()), record)
     return found
 
@@ -232,8 +232,15 @@ def same_part(passes: Passes) -> bool:
 
 def same_order(passes: Passes) -> bool:
     """Return whether all ranks began with the same indices in the same order."""
-    heads = {each.head for each in passes.values()}
-    return len(heads) == 1 and heads.pop()[0] >= MIN_SAMPLES
+    draws, same = beginning(*passes.values())
+    return same and draws >= MIN_SAMPLES
+
+
+def beginning(*passes: Pass) -> tuple[int, bool]:
+    """Return how many first draws of all passes are known, and whether they are the same."""
+    known = [{head.draws: head.digest for head in each.heads} for each in passes]
+    draws = max(set.intersection(*map(set, known)), default=0)
+    return draws, draws > 0 and len({each[draws] for each in known}) == 1
 
 
 def overlap(passes: Passes) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from ddpdoctor.diagnose.data.draws import (
     WHOLE,
     Pass,
     Passes,
+    beginning,
     other_data,
     overlap,
     passes_of,
@@ -69,7 +70,9 @@ def _unsharded_finding(code: str, passes: Passes, message: str, at: Location, fi
     first = each[0]
     lines = [f"rank {one.rank} drew {one.record.draws} of {one.length} samples" for one in each[:4]]
     if same_order(passes):
-        lines.append(f"the first {first.head[0]} samples are the same in the same order")
+        lines.append(
+            f"the first {beginning(*passes.values())[0]} samples are the same in the same order"
+        )
     else:
         doubled, total = overlap(passes)
         lines.append(
@@ -207,9 +210,7 @@ def _sharding_fix(one: Pass) -> str:
 def _same_batches(run: Run) -> Iterator[Finding]:
     """Yield a loop without a loader in which every rank takes the same batches."""
     found = equal_losses(run)
-    first = run.rank(found.ranks[0]) if found is not None else None
-    at = first.site("forward") if first is not None else None
-    loop = loop_of(at)
+    loop = loop_of(found.at) if found is not None else None
     if found is None or (loop is not None and loop[1]):
         return
     yield Finding(
@@ -220,7 +221,7 @@ def _same_batches(run: Run) -> Iterator[Finding]:
         message="every rank trains on the same batches: its losses are those of the other ranks, "
         "bit for bit",
         ranks=found.ranks,
-        location=loop[0] if loop is not None else at,
+        location=loop[0] if loop is not None else found.at,
         evidence=(f"the loss was the same on all ranks in {found.steps} of {found.steps} steps",),
         fix="Give each rank its part of the batches, by dist.get_rank() and "
         "dist.get_world_size(): order[rank::world_size].",
@@ -458,7 +459,7 @@ def order_repeated(run: Run) -> Iterator[Finding]:
         at, epoch, sampler = again.read, again.sampler.epoch, again.sampler.name or "no sampler"
         evidence = [
             f"passes {before.record.number + 1} and {again.record.number + 1} over it gave "
-            f"the same {before.head[0]} samples first, in the same order",
+            f"the same {beginning(before, again)[0]} samples first, in the same order",
             f"{sampler} built at {again.at}",
         ]
         if epoch is not None:
@@ -568,7 +569,7 @@ def _comparable(before: Pass, again: Pass) -> bool:
         and sampler.id == again.sampler.id
         and sampler.set_epoch
         and sampler.shuffle is not False
-        and before.head[0] == again.head[0] >= MIN_SAMPLES
+        and beginning(before, again)[0] >= MIN_SAMPLES
         and 0.2 < before.record.falls / max(1, before.record.draws) < 0.9
     )
 
@@ -578,4 +579,4 @@ def _repeats(before: Pass, again: Pass) -> bool:
     one, other = before.record, again.record
     if one.state == other.state == "ended" and one.draws == other.draws:
         return one.order == other.order
-    return before.head == again.head
+    return beginning(before, again)[1]

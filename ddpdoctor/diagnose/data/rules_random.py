@@ -207,8 +207,7 @@ def _alike_ranks(
 def _losses(run: Run) -> Iterator[_Alike]:
     """Yield ranks with equal losses whose loop draws random numbers."""
     found = equal_losses(run)
-    at = run.rank(found.ranks[0]).site("forward") if found is not None else None
-    loop = loop_of(at)
+    loop = loop_of(found.at) if found is not None else None
     if found is not None and loop is not None and loop[1]:
         yield _Alike(
             found.ranks,

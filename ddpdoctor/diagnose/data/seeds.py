@@ -151,13 +151,22 @@ def _may_differ(value: ast.expr, tree: ast.Module, words: Words, depth: int) -> 
             targets = node.targets
         elif isinstance(node, (ast.AugAssign, ast.AnnAssign)):
             targets = [node.target]
-        bound = {last_name(each) for target in targets for each in ast.walk(target)} - {""}
+        bound = set[str]().union(*map(_bound, targets))
         given = getattr(node, "value", None)
         if not bound & names or not isinstance(given, ast.expr) or given is value:
             continue
         if _may_differ(given, tree, words, depth - 1):
             return True
     return False
+
+
+def _bound(target: ast.expr) -> set[str]:
+    """Return the names that an assignment binds: ``rank`` of ``args.rank``, and not ``args``."""
+    if isinstance(target, (ast.Tuple, ast.List)):
+        return set[str]().union(*map(_bound, target.elts))
+    if isinstance(target, ast.Attribute):
+        return {target.attr}
+    return {last_name(each) for each in ast.walk(target)} - {""}
 
 
 def loop_of(at: Location | None) -> tuple[Location, bool] | None:

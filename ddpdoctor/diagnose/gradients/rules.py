@@ -41,7 +41,12 @@ LARGE = 0.1
     "unused-parameters",
     Severity.ERROR,
     # Under static_graph=True DDP says that the graph has changed.
-    supersedes={"DDP306": relations.same_ranks_afterwards, "DDP701": mispairs},
+    # Gradients that were not reduced make parameters differ.
+    supersedes={
+        "DDP306": relations.same_ranks_afterwards,
+        "DDP701": mispairs,
+        "DDP319": relations.certain,
+    },
 )
 def unused_parameters(run: Run) -> Iterator[Finding]:
     """Parameters got no gradient in a backward that DDP synchronizes.

@@ -163,12 +163,13 @@ def rate_by_local_batch(run: Run) -> Iterator[Finding]:
         Right: `lr = 0.1 * batch_size * dist.get_world_size() / 256`
 
     When it stays silent
-        For a rate that no batch size is a part of, and for a single rank.
+        For a rate that no batch size is a part of, for a single rank, and if a line divides or
+        multiplies a batch size by the number of ranks: it may be that of all.
     """
     if run.world_size < 2 or len(run.last) < run.world_size:
         return
     at, samples, rate = rate_by_batch(run), _samples(run.last[0]), next(_rates(run.last[0]), None)
-    if at is None or samples is None:
+    if at is None or samples is None or scaled_by_world(run, "batch") is not None:
         return
     yield Finding(
         code="DDP317",

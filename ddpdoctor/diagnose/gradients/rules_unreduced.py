@@ -569,8 +569,76 @@ def nothing_reduced(run: Run) -> Iterator[Finding]:
     )
 
 
-def _separate_training(run: Run) -> SoloSteps:
-    """Return what the ranks wrote if each trains its own model; nothing otherwise."""
+@rule("DDP332", "start-differs", Severity.ERROR)
+def start_differs(run: Run) -> Iterator[Finding]:
+    """Gradients are averaged by hand, but the ranks began with different weights.
+
+    What it finds
+        Ranks without DistributedDataParallel whose optimizers get the same gradients, bit for bit,
+        in every step, while the parameters have differed since the first step.
+
+    Why it is bad
+        Nothing brings the weights together again: DDP broadcasts them when it is built, averaged
+        gradients do not. Each gradient is the average over different models, and the checkpoint
+        has those of rank 0.
+
+    How to fix it
+        Broadcast the parameters and buffers before the first step, or use DDP.
+
+    Example
+        Wrong:
+            torch.manual_seed(seed + rank)
+            model = Net()
+        Right:
+            torch.manual_seed(seed + rank)
+            model = Net()
+            for tensor in model.state_dict().values():
+                dist.broadcast(tensor, src=0)
+
+    When it stays silent
+        With DDP, if models or hyper-parameters differ, for parameters that are changed between two
+        steps, as by averaging, and for gradients that differ in any recorded step.
+    """
+    steps = _solo_steps(run)
+    first = steps[min(steps)] if steps else []
+    if not first or not all(map(_averaged_apart, steps.values())):
+        return
+    last = max(steps)
+    if not _differ([each.values for each in steps[last]]):
+        return
+    ranks = tuple(rank.rank for rank in run.last)
+    yield Finding(
+        code="DDP332",
+        severity=Severity.ERROR,
+        message=f"{named(ranks)} average their gradients, but began with different weights, "
+        "and nothing makes them equal",
+        ranks=ranks,
+        location=run.last[0].site("wait") or run.last[0].site("optimizer"),
+        evidence=(
+            f"the gradients of {first[0].optimizer} were equal on all ranks in {len(steps)} of "
+            f"{len(steps)} recorded steps",
+            f"the parameters differed before step {min(steps)}, and still before step {last}: norm "
+            + _listed(run.last, [each.values for each in steps[last]]),
+        ),
+        fix="Before the first step, broadcast the weights of one rank: "
+        "for each in model.state_dict().values(): dist.broadcast(each, src=0).",
+    )
+
+
+def _averaged_apart(records: list[SoloRecord]) -> bool:
+    """Return whether ranks had equal gradients and different parameters before a step."""
+    gradients = {each.gradients for each in records}
+    return (
+        _same_kind(records)
+        and len(gradients) == 1
+        and any(map(any, gradients))
+        and len({each.values for each in records}) == len(records)
+        and not any(each.outside for each in records)
+    )
+
+
+def _solo_steps(run: Run) -> SoloSteps:
+    """Return what the ranks wrote if all of them train without DDP; nothing otherwise."""
     ranks = run.last
     if run.world_size < 2 or len(ranks) != run.world_size:
         return {}
@@ -580,7 +648,13 @@ def _separate_training(run: Run) -> SoloSteps:
     written = [{each.step: each for each in rank.records.of(SoloRecord)} for rank in ranks]
     common = set.intersection(*map(set, written))
     steps = {step: [each[step] for each in written] for step in sorted(common)}
-    if len(steps) < MIN_RECORDED or not _is_final(run, max(steps)) or not _diverge(steps):
+    return steps if len(steps) >= MIN_RECORDED else {}
+
+
+def _separate_training(run: Run) -> SoloSteps:
+    """Return what the ranks wrote if each trains its own model; nothing otherwise."""
+    steps, ranks = _solo_steps(run), run.last
+    if not steps or not _is_final(run, max(steps)) or not _diverge(steps):
         return {}
     return {} if _exchanged(ranks) or _separate_files(ranks) else steps
 
@@ -592,15 +666,20 @@ def _diverge(steps: SoloSteps) -> bool:
     """
     first = min(steps)
     for step, records in steps.items():
-        kinds = {
-            (each.optimizer, each.shapes, each.parameters, each.elements, each.hyper)
-            for each in records
-        }
-        if len(kinds) > 1 or not _differ([each.gradients for each in records]):
+        if not _same_kind(records) or not _differ([each.gradients for each in records]):
             return False
         if step != first and not _differ([each.values for each in records]):
             return False
     return True
+
+
+def _same_kind(records: list[SoloRecord]) -> bool:
+    """Return whether ranks train models of one shape in the same way."""
+    kinds = {
+        (each.optimizer, each.shapes, each.parameters, each.elements, each.hyper)
+        for each in records
+    }
+    return len(kinds) == 1
 
 
 def _is_final(run: Run, last: int) -> bool:

@@ -69,6 +69,9 @@ def _left(run: Run, group: Sequence[Rank], ends: dict[int | None, Ending]) -> Le
     found = _innermost_loop(run, inside[0])
     if found is None or not all(_in_backward(run, rank, ends) for rank in inside):
         return None
+    if not all(counts[rank.rank] for rank in outside):
+        # It may stand before the loop, which it has not entered yet.
+        return None
     path, source, loop, line = found
     since = [_behind(run, rank, path, loop, ends) for rank in outside]
     missing = top - max((counts[rank.rank] for rank in outside), default=top)

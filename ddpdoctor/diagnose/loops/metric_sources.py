@@ -63,7 +63,10 @@ class Use(NamedTuple):
     over_all: bool = False
     """It divides by the length of the whole data set."""
     kept: bool = False
-    """The loop was found, and no line shows or compares its result."""
+    """The loop was found, and no line shows or compares its result.
+
+    It may be a loop of a library, which combines results in its own way.
+    """
 
 
 def use_of(run: Run, at: Location) -> Use:
@@ -77,6 +80,11 @@ def use_of(run: Run, at: Location) -> Use:
     end = (loop.end_lineno or 0) if loop is not None else at.line
     quotients = [each for each in _quotients(home, results) if each.lineno > end]
     shown = list(_shown(at.path, home, results, end))
+    for around in _functions_around(at.path, home):
+        # A meter that the loop fills may be one of the function around it.
+        results = _derived(around, results, name)
+        shown += _shown(at.path, around, results, getattr(home, "end_lineno", 0), name)
+        name = around.name
     for path, scope in _callers(run, name) if name else ():
         shown += _shown(path, scope, _derived(scope, set(), name), 0, name)
     logged = _logged_by_hook(run) if not shown else None
@@ -87,7 +95,7 @@ def use_of(run: Run, at: Location) -> Use:
         any(labelled for _, labelled in shown),
         Location(at.path, quotients[0].lineno) if quotients else None,
         any(isinstance(each, ast.BinOp) and _is_length_of_all(each.right) for each in quotients),
-        loop is not None and not shown,
+        not shown,
     )
 
 
@@ -166,6 +174,18 @@ def _scope(at: Location) -> Function | None:
     if source is not None and found is None:
         return next((each for each in nodes_of(at.path) if isinstance(each, ast.Module)), None)
     return found if isinstance(found, FUNCTIONS) else None
+
+
+def _functions_around(path: str, inner: Function) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Return the functions that a function is defined in, innermost first."""
+    around = [
+        node
+        for node in nodes_of(path)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and isinstance(inner, FUNCTIONS)
+        and node.lineno < inner.lineno <= (inner.end_lineno or 0) <= (node.end_lineno or 0)
+    ]
+    return sorted(around, key=lambda each: -each.lineno)
 
 
 def _loop_at(scope: Function, line: int) -> ast.For | ast.While | None:

@@ -164,8 +164,17 @@ def _disjoint_passes(run: Run) -> Iterator[list[Pass]]:
             # Of a data set without subsets each rank follows the same indices, else its own ones.
             followed = {(one.record.subset, one.record.followed) for one in each}
             shared, total = overlap(passes)
-            if not shared and total >= max(MIN_SAMPLES, WHOLE * sum(n for _, n in followed)):
+            apart = not shared or all(_is_filled_share(one, len(each)) for one in each)
+            drawn = max(MIN_SAMPLES, WHOLE * sum(n for _, n in followed))
+            if apart and total - shared >= drawn:
                 yield each
+
+
+def _is_filled_share(one: Pass, world: int) -> bool:
+    """Return whether a rank drew its part of the samples, filled up to whole batches."""
+    draws, batches = one.record.draws, one.record.fetched
+    part = -(-one.length // world)
+    return batches > 0 and part <= draws < part + draws / batches and draws < one.length
 
 
 def _uncombined(run: Run, each: list[Pass]) -> Finding | None:
@@ -581,7 +590,7 @@ def _combines_parts(passes: Passes) -> bool:
         all(_is_evaluation(one) and _combined(one) > 0 for one in each)
         # If all read one data set in full, the result of any rank would do.
         and not (same_part(passes) and all(one.record.draws >= one.length for one in each))
-        and len({(one.record.subset, one.head) for one in each}) == len(each)
+        and len({(one.record.subset, one.record.head) for one in each}) == len(each)
     )
 
 

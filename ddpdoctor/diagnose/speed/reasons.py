@@ -13,7 +13,13 @@ from ddpdoctor.diagnose.speed.lag import Lag, Rhythm, ordinal
 from ddpdoctor.diagnose.speed.pace import BORNE_OUT
 from ddpdoctor.diagnose.speed.stack_samples import ADVICE, Profile, Spot, awaited, profiles, spot
 from ddpdoctor.run.records.model import DdpRecord
-from ddpdoctor.run.records.supervisor import Frame, GpusRecord, GpuState, ProfileRequestRecord
+from ddpdoctor.run.records.supervisor import (
+    BusyProcess,
+    Frame,
+    GpusRecord,
+    GpuState,
+    ProfileRequestRecord,
+)
 from ddpdoctor.run.records.training import PassRecord
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.system.nvml import same_uuid
@@ -224,6 +230,8 @@ AT_DISK = 0.25
 """The same for waits for the disk. Not each sample of such a wait shows it."""
 SLOW_CORE_CLOCK = 0.85
 """The part of the others' clock below which a rank's core counts as slow."""
+TAKES_CORE = 0.25
+"""The part of a core that a process must use to be one that takes it from a rank."""
 MIN_READINGS = 3
 """How often the clock of a core must have been read."""
 
@@ -272,6 +280,8 @@ def explain(run: Run, lag: Lag, usual: Sequence[Rank]) -> Reason | None:
     if not (works or sure or (place is not None and place.blocked("SD") >= BLOCKED)):
         return None
     if not works and _workers_crowded(lag, mine, others):
+        return None
+    if works and _allocators_differ(lag, mine, others, place):
         return None
     reason = _reason(run, lag, mine, others, place, works)
     pair = _gpus(run, lag, usual)
@@ -363,9 +373,7 @@ def _for_counters(
             _location(mine.calls("set_num_threads")),
             fix="Give all ranks as many threads: torch.set_num_threads() or OMP_NUM_THREADS.",
         )
-    faults, kernel = _more(mine, others, "minor"), _more(mine, others, "system")
-    longer = max(FAULT * faults, min(SLOW_FAULT * faults, kernel))
-    if works and longer >= BORNE_OUT * lag.gap:
+    if works and _allocates(lag, mine, others):
         return _placed(
             place,
             ": it touches new memory" + _within(place),
@@ -374,6 +382,27 @@ def _for_counters(
             fix="Keep large buffers from step to step instead of allocating new ones.",
         )
     return _for_slow_core(run, lag, mine, others) if works and not alone else None
+
+
+def _allocators_differ(
+    lag: Lag, mine: Profile | None, others: Sequence[Profile], place: Spot | None
+) -> bool:
+    """Return whether page faults of code that all ranks run explain a surplus.
+
+    One allocator returns its memory to the kernel, the others keep theirs. On a crowded machine,
+    that comes and goes.
+    """
+    alone = place is not None and not place.others
+    return not (lag.calm or alone) and _allocates(lag, mine, others)
+
+
+def _allocates(lag: Lag, mine: Profile | None, others: Sequence[Profile]) -> bool:
+    """Return whether page faults explain a surplus."""
+    if mine is None or not others:
+        return False
+    faults, kernel = _more(mine, others, "minor"), _more(mine, others, "system")
+    longer = max(FAULT * faults, min(SLOW_FAULT * faults, kernel))
+    return longer >= BORNE_OUT * lag.gap
 
 
 def _for_wait(mine: Profile | None, others: Sequence[Profile], place: Spot) -> Reason:
@@ -432,8 +461,11 @@ def _ghz(kilohertz: float) -> str:
 
 def _for_crowded_core(
     run: Run, lag: Lag, mine: Profile | None, others: Sequence[Profile]
-) -> Reason:
-    """Explain a surplus by other processes that use the rank's core, and only this core."""
+) -> Reason | None:
+    """Explain a surplus by other processes that use the rank's core, and only this core.
+
+    Return None if no process is known that does: many may share all cores, and the rank is unlucky.
+    """
     evidence = [
         f"it waits {shown_ms(lag.cores[0])} a step for a core to run on; the others "
         f"{shown_ms(lag.cores[1])}"
@@ -445,7 +477,8 @@ def _for_crowded_core(
     words = ", because other processes take its CPU core"
     location = None
     cores = mine.record.affinity if mine is not None else ()
-    if mine is not None and cores and any(cores != each.record.affinity for each in others):
+    pinned = bool(cores) and any(cores != each.record.affinity for each in others)
+    if mine is not None and pinned:
         numbers = f"core {cores[0]}" if len(cores) == 1 else f"{len(cores)} cores"
         words += f": it is pinned to {numbers}"
         fix = (
@@ -453,17 +486,29 @@ def _for_crowded_core(
             "included (os.sched_setaffinity, taskset, numactl), or do not pin it."
         )
         location = _location(mine.calls("sched_setaffinity") or mine.calls("cpu_affinity"))
+    busy = _busy_processes(run, lag.rank)
+    if not pinned and max((each.share for each in busy), default=0.0) < TAKES_CORE:
+        return None
     pids = {rank.status.pid for rank in run.last if rank.status is not None}
-    own = lag.rank.status.pid if lag.rank.status is not None else 0
-    busy = [
+    beside = [
         f"also on its core: {'another rank, ' if each.pid in pids else ''}{each.command[:120]}, "
         f"{each.share:.0%} of a core"
+        for each in busy
+        if not cores or each.core in cores
+    ]
+    return Reason(words, location, (*evidence, *beside[:3]), fix)
+
+
+def _busy_processes(run: Run, rank: Rank) -> list[BusyProcess]:
+    """Return the processes other than the rank that used the machine while stacks were sampled."""
+    own = rank.status.pid if rank.status is not None else 0
+    return [
+        each
         for record in run.supervisor.of(ProfileRequestRecord)
         if record.restart == run.restarts[-1]
         for each in record.busy
-        if each.pid != own and (not cores or each.core in cores)
+        if each.pid != own
     ]
-    return Reason(words, location, (*evidence, *busy[:3]), fix)
 
 
 def _placed(place: Spot | None, words: str, *evidence: str, fix: str = "") -> Reason:

@@ -64,6 +64,11 @@ class Profile:
         )
 
     @property
+    def working(self) -> list[Stack]:
+        """The stacks outside collectives. Those wait for other ranks."""
+        return [stack for stack in self.stacks if stack.waits[0] != "distributed_c10d.py"]
+
+    @property
     def samples(self) -> int:
         """The number of samples."""
         return _count(self.stacks)
@@ -153,7 +158,7 @@ def spot(mine: Profile, others: Sequence[Profile], least: float) -> Spot | None:
         others: Profiles of ranks that are not slow.
         least: The part of its time that must be there.
     """
-    theirs = [stack for each in others for stack in each.stacks]
+    theirs = [stack for each in others for stack in each.working]
     total, rest = mine.samples, sum(each.samples for each in others)
     if total < MIN_SAMPLES or rest < MIN_SAMPLES:
         return None
@@ -161,7 +166,7 @@ def spot(mine: Profile, others: Sequence[Profile], least: float) -> Spot | None:
     def excess(here: Sequence[Stack], there: Sequence[Stack]) -> float:
         return _count(here) - _count(there) * total / rest
 
-    here, there = list(mine.stacks), theirs
+    here, there = mine.working, theirs
     chain: list[Frame] = []
     found: Spot | None = None
     needed = max(MIN_EXCESS, least * total)
