@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 
 from ddpdoctor.core import opening
-from ddpdoctor.run.records import model, process, supervisor, training
+from ddpdoctor.run.records import memory, model, process, supervisor, training
 from ddpdoctor.run.records.base import Record
 from ddpdoctor.run.records.typed_json import decoder
 
@@ -24,7 +24,7 @@ def kinds_of(*modules: str) -> dict[str, type[Record]]:
     }
 
 
-RANK_RECORDS = kinds_of(process.__name__, training.__name__, model.__name__)
+RANK_RECORDS = kinds_of(process.__name__, training.__name__, model.__name__, memory.__name__)
 """The records that processes of the job write, by kind."""
 
 SUPERVISOR_RECORDS = {**kinds_of(supervisor.__name__), "fault": process.FaultRecord}
