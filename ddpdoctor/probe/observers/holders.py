@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -44,6 +44,9 @@ _OPTIMIZED = 1  # the flag of a function's code
 _PLAIN = (int, float, bool, complex, type(None), type(...), slice, range, ModuleType, CodeType)
 _PLAIN_TYPES = frozenset((*_PLAIN, BuiltinFunctionType, object, FrameType))
 _TEXTS = (str, bytes, bytearray)
+_EMPTY = (list, tuple, dict, OrderedDict, set, frozenset)
+_SHORTEST = {**dict.fromkeys(_EMPTY, 1), **dict.fromkeys(_TEXTS, MIN_BYTES)}
+"""Lengths from which on values of these classes are followed."""
 _CLOSED = (
     *("logging", "threading", "_thread", "multiprocessing", "concurrent", "asyncio", "importlib"),
     *("ddpdoctor", "socket", "ctypes", "ast", "inspect", "typing", "enum", "re", "pathlib"),
@@ -120,13 +123,18 @@ class Look:
                 self._children(root, each.f_globals)
 
     def _modules(self) -> None:
-        modules = 0
-        for module in tuple(sys.modules.values()):
-            if type(module) is not ModuleType or modules >= MAX_MODULES:
+        """Begin at the user's modules. A package is the user's or a library's as a whole."""
+        packages: dict[str, bool] = {}
+        count = 0
+        for name, module in tuple(sys.modules.items()):
+            package = name.partition(".")[0]
+            if packages.get(package) is False or type(module) is not ModuleType:
                 continue
             path, names = _file_of(module), vars(module)
-            if path and user_file(path) and id(names) not in self._seen:
-                modules += 1
+            if path and package not in packages:
+                packages[package] = user_file(path)
+            if path and packages[package] and id(names) not in self._seen and count < MAX_MODULES:
+                count += 1
                 self._seen.add(id(names))
                 self._children(self._root(CodeFrame(path, 0, _MODULE)), names)
 
@@ -142,7 +150,10 @@ class Look:
                 self._add(parent, name, value)
 
     def _add(self, parent: int, label: Any, value: Any) -> None:
-        if type(value) not in _PLAIN_TYPES:
+        kind = type(value)
+        # A module has a dozen empty dictionaries. What is short is not noted, and leads nowhere.
+        least = _SHORTEST.get(kind)
+        if kind not in _PLAIN_TYPES and (least is None or len(value) >= least):
             self._objects.append(value)
             self._parents.append(parent)
             self._labels.append(label)
