@@ -95,13 +95,14 @@ class Look:
         self._seen: set[int] = {id(self), id(self.sizes), id(self.grown)}
         self._graphs = 0
         self._tensor: Any = getattr(sys.modules.get("torch"), "Tensor", ())
-        self._until = time.thread_time_ns() + LONGEST
+        self._until = 0
         self._depths: list[int] = []
         try:
             frames = _frames_from(frame)
             mine = [each for each in frames if user_file(each.f_code.co_filename)]
             self._frames(mine)
             self._modules()
+            self._until = time.thread_time_ns() + LONGEST
             self._walk()
             # Trainers of libraries lead to much that is not the job's.
             self._frames([each for each in frames if each not in mine])
