@@ -171,6 +171,8 @@ def test_workers_are_read_rarely_and_by_one_process(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(memory, "statm", lambda pid: (100, 60, 20))
     monkeypatch.setattr(memory, "_private_of", lambda pid: 5)
     workers = Workers()
+    assert workers.look() is None
+    workers.present = True
     first = workers.look()
     assert first == (7, 40, 2, None)
     assert workers.look() is None

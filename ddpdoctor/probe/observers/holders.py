@@ -45,7 +45,7 @@ _PLAIN = (int, float, bool, complex, type(None), type(...), slice, range, Module
 _PLAIN_TYPES = frozenset((*_PLAIN, BuiltinFunctionType, object, FrameType))
 _TEXTS = (str, bytes, bytearray)
 _EMPTY = (list, tuple, dict, OrderedDict, set, frozenset)
-_SHORTEST = {**dict.fromkeys(_EMPTY, 1), **dict.fromkeys(_TEXTS, MIN_BYTES)}
+_SHORTEST: dict[type, int] = {**dict.fromkeys(_EMPTY, 1), **dict.fromkeys(_TEXTS, MIN_BYTES)}
 """Lengths from which on values of these classes are followed."""
 _CLOSED = (
     *("logging", "threading", "_thread", "multiprocessing", "concurrent", "asyncio", "importlib"),

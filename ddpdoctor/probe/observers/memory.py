@@ -107,6 +107,7 @@ class Memory(Observer):
         """Record the large containers of data sets that workers read."""
         for loader, _ in built_loaders.living() if len(self._datasets) < MAX_DATASETS else ():
             if getattr(loader, "num_workers", 0) > 0:
+                self._workers.present = True
                 for record in large_containers(loader.dataset):
                     self._workers.copies = True
                     if (record.type, record.name) not in self._datasets:
@@ -286,7 +287,8 @@ class Workers:
     """
 
     def __init__(self) -> None:
-        self.copies = False
+        self.present = False  # a loader has workers
+        self.copies = False  # they may copy much of its data set
         self._pid = 0
         self._due = 0
         self._readings = 0
@@ -294,7 +296,7 @@ class Workers:
     def look(self) -> WorkerMemory | None:
         """Read the memory of one child process if that is due."""
         now = time.perf_counter_ns()
-        if now < self._due:
+        if not self.present or now < self._due:
             return None
         began = time.thread_time_ns()
         pids = child_pids()
