@@ -150,6 +150,11 @@ def test_what_the_code_bounds_is_left_alone(written: Written, tmp_path: Path, bo
     assert said(written, memory(leak), held(path, graph=False, each=2 * MIB)) == []
 
 
+def test_a_name_that_goes_at_the_end_is_not_bounded(written: Written, tmp_path: Path) -> None:
+    path = job(tmp_path, JOB + "    del hist\n")
+    assert said(written, memory(leak), held(path, graph=False, each=2 * MIB))
+
+
 PER_PASS = """\
 def main():
     for epoch in range(9):

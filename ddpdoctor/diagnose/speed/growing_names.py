@@ -173,7 +173,8 @@ class _Reader:
                 if isinstance(each, ast.Call) and _name(each.func) == "len" and each.args
             ]
         elif isinstance(node, ast.Delete):
-            self.shrinks += [at._replace(name=_name(each)) for each in node.targets]
+            cut = (each for each in node.targets if isinstance(each, ast.Subscript))
+            self.shrinks += [at._replace(name=_name(each)) for each in cut]
         elif isinstance(node, ast.AugAssign):
             self.grows.append(at._replace(name=_name(node.target)))
         elif isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
