@@ -35,6 +35,7 @@ from ddpdoctor.probe.observers.gradients import (
 )
 from ddpdoctor.probe.observers.job_launch import LaunchOptions
 from ddpdoctor.probe.observers.loaders import Loops
+from ddpdoctor.probe.observers.memory import Memory
 from ddpdoctor.probe.observers.nonfinite import LocalGradients, Losses
 from ddpdoctor.probe.observers.optimizers import Schedulers, Zeroing
 from ddpdoctor.probe.observers.overhead import Pacing
@@ -246,6 +247,9 @@ def observe(state: RankState) -> None:
     subscribe(Checkpoints(state))
     subscribe(Schedulers(state, replicas))
     subscribe(LaunchOptions(state))
+    memory = Memory(state)
+    subscribe(memory)
+    state.recorder.each_second.append(memory.write)
     # It comes after the observers that it paces.
     subscribe(pacing)
 

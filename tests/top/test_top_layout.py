@@ -16,8 +16,9 @@ from ddpdoctor.core import formatting
 from ddpdoctor.render.terminal import plain, style_of, text_width
 from ddpdoctor.top.app import changed_stretches
 from ddpdoctor.top.draw import drawing, screen
+from ddpdoctor.top.draw.board import full_rank
 from ddpdoctor.top.draw.drawing import ASCII, UNICODE, Material
-from ddpdoctor.top.frames import Past
+from ddpdoctor.top.frames import Past, Point
 from ddpdoctor.top.snapshot import FindingRow, Gpu, RankRow, Snapshot, Times, Verdict
 from ddpdoctor.top.view import KEYS, SORTS, Panel, View, apply_action, board_order, selected_rows
 from tests.support import top_snapshots as made
@@ -33,6 +34,24 @@ def test_the_picture_is_the_golden_one(name: str) -> None:
     assert made.picture(name) == golden.read_text("utf-8"), (
         "if the change is meant: python -m tests.support.top_snapshots"
     )
+
+
+def test_a_rank_that_gains_memory_shows_its_slope() -> None:
+    snapshot = made.run(2, gpus=False)
+    grows, still = (
+        Material(tuple(Point(100.0 + 2 * n, memory={0: (1 << 30) + n * each}) for n in range(30)))
+        for each in (4 << 20, 0)
+    )
+    shown = [
+        "".join(
+            plain(line) for line in full_rank(row, drawing.scene_of(snapshot, View(), 200, each))
+        )
+        for row in snapshot.ranks
+        if row.rank == 0
+        for each in (grows, still)
+    ]
+    assert "grows 120M a minute" in shown[0]
+    assert "a minute" not in shown[1]
 
 
 def test_there_is_no_golden_without_a_case() -> None:

@@ -22,6 +22,7 @@ from ddpdoctor.core.relations import (
 )
 from ddpdoctor.core.user_code import Location, user_file
 from ddpdoctor.diagnose import APART, STANDSTILLS
+from ddpdoctor.diagnose.crashes.out_of_memory import host_facts
 from ddpdoctor.diagnose.crashes.paths import path_fault
 from ddpdoctor.diagnose.crashes.pending_errors import raised_before_a_wait
 from ddpdoctor.diagnose.crashes.rank_endings import Ending
@@ -123,7 +124,7 @@ def _signal(attempt: Attempt, cause: Ending) -> Finding:
             f"killer{moment(cause)}",
             "Host memory ran out: use fewer DataLoader workers, load less per rank, or raise the "
             "job's memory limit.",
-            evidence=(source,),
+            evidence=(source, *(host_facts(attempt.run, cause) if attempt.last else ())),
         )
     if -(cause.status or 0) not in _NATIVE:
         return attempt.finding(

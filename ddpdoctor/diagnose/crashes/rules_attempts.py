@@ -13,6 +13,7 @@ from ddpdoctor.core.formatting import duration
 from ddpdoctor.core.relations import ABORT, END, LOST, MISPAIRED, MODELS
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.diagnose.checkpoints.rules import refused_for_prefix
+from ddpdoctor.diagnose.crashes.out_of_memory import GPU_MEMORY, gpu_facts
 from ddpdoctor.diagnose.crashes.rank_endings import Ending, endings, first_failure, mispaired
 from ddpdoctor.diagnose.crashes.resource_errors import file_facts, port_facts, torn
 from ddpdoctor.diagnose.gradients.reducer import is_explained
@@ -293,6 +294,8 @@ def known_finding(attempt: Attempt, known: KnownFailure) -> Finding | None:
         return None
     about_port = port_facts(attempt.run, cause, failure)
     facts = about_port if about_port.said else file_facts(cause, failure)
+    if failure.code == GPU_MEMORY and attempt.last:
+        facts = gpu_facts(attempt.run, cause)
     likely = "likely " if known.likely or failure.likely else ""
     return attempt.finding(
         failure.code,

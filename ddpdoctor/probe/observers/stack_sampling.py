@@ -243,14 +243,19 @@ def _numbers(path: str) -> list[int]:
     return [int(each) for each in _read(path).split()]
 
 
-def _children() -> dict[int, tuple[int, int]]:
-    """Return by pid for how long each child process ran, and waited for a core."""
+def child_pids() -> list[int]:
+    """Return the child processes of this process."""
     found: list[int] = []
     with contextlib.suppress(OSError, ValueError):
         for task in os.listdir("/proc/self/task"):
             found += _numbers(f"/proc/self/task/{task}/children")
+    return found[:MAX_CHILDREN]
+
+
+def _children() -> dict[int, tuple[int, int]]:
+    """Return by pid for how long each child process ran, and waited for a core."""
     counts: dict[int, tuple[int, int]] = {}
-    for child in found[:MAX_CHILDREN]:
+    for child in child_pids():
         with contextlib.suppress(OSError, ValueError):
             ran, waited = _numbers(f"/proc/{child}/schedstat")[:2]
             counts[child] = ran, waited

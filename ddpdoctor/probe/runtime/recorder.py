@@ -80,15 +80,17 @@ class Vitals:
             self._page.set_parts(self._parts)
         if abs(now - self._looked) >= MEMORY_EVERY:
             self._looked = now
-            self._page.set_memory(_resident(), self._allocator)
+            found = statm()
+            self._page.set_memory(None if found is None else found[1], self._allocator)
 
 
-def _resident() -> int | None:
-    """Return the bytes of memory of this process."""
+def statm(pid: int | str = "self") -> tuple[int, int, int] | None:
+    """Return the bytes of virtual, resident and shared memory of a process."""
     try:
-        with open("/proc/self/statm", "rb", buffering=0) as file:
-            return int(file.read(256).split()[1]) * _PAGE_SIZE
-    except (OSError, ValueError, IndexError):
+        with open(f"/proc/{pid}/statm", "rb", buffering=0) as file:
+            size, resident, shared = file.read(256).split()[:3]
+        return int(size) * _PAGE_SIZE, int(resident) * _PAGE_SIZE, int(shared) * _PAGE_SIZE
+    except (OSError, ValueError):
         return None
 
 

@@ -53,13 +53,15 @@ function machineSection(report) {
     return lines(labels, scaled, times, scaled.length > FEW ? [] : scaled.map((_, place) => place), format);
   }, { format, height: 160, overlay: (plot) => hung(plot, report.hangs) });
   const gib = (value) => `${figures(value)} GiB`;
+  const grows = (gpu) => report.findings.filter((each) => each.code === "DDP620" && each.message.startsWith("the GPU") === gpu)
+    .map((each) => `${each.code}: ${each.message}`).join("; ");
   const drawn = [
-    draw("GPU memory given out by torch", "of each rank", ranks, curves.allocated, gib, 2 ** -30),
+    draw("GPU memory given out by torch", grows(true) || "of each rank", ranks, curves.allocated, gib, 2 ** -30),
     draw("GPU memory in use", "of each GPU, by all processes", gpus, curves.memory, gib, 2 ** -30),
     draw("GPU utilization", "share of time in which a kernel ran: waiting in NCCL is one", gpus, curves.utilization, (value) => `${value.toFixed(0)} %`, 100),
     draw("GPU power", "", gpus, curves.power, (value) => `${value.toFixed(0)} W`),
     draw("GPU temperature", "", gpus, curves.temperature, (value) => `${value.toFixed(0)} \u00b0C`),
-    draw("Memory of processes", "of each rank, without its workers", ranks, curves.rss, gib, 2 ** -30),
+    draw("Memory of processes", grows(false) || "of each rank, without its workers", ranks, curves.rss, gib, 2 ** -30),
   ].filter(Boolean);
   return drawn.length ? section("machine", "Memory and GPUs", "Over the time since the start.", drawn) : null;
 }

@@ -16,7 +16,7 @@ from dataclasses import MISSING, fields
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ddpdoctor.core import opening
-from ddpdoctor.run.records import model, process, supervisor, training
+from ddpdoctor.run.records import memory, model, process, supervisor, training
 from ddpdoctor.run.records.base import JsonObject, Part, Record, key_of
 
 # -- make typed objects of JSON: the one place where foreign or damaged input is judged
@@ -230,7 +230,7 @@ def kinds_of(*modules: str) -> dict[str, type[Record]]:
     }
 
 
-RANK_RECORDS = kinds_of(process.__name__, training.__name__, model.__name__)
+RANK_RECORDS = kinds_of(process.__name__, training.__name__, model.__name__, memory.__name__)
 """The records that processes of the job write, by kind."""
 
 SUPERVISOR_RECORDS = {**kinds_of(supervisor.__name__), "fault": process.FaultRecord}

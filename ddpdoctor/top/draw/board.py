@@ -13,6 +13,7 @@ from statistics import median
 from ddpdoctor.core import formatting
 from ddpdoctor.core.formatting import bracketed
 from ddpdoctor.render.terminal import Line, Span, fit, labelled, text_width
+from ddpdoctor.run.memory_growth import EARLY_SEGMENTS, steady_growth
 from ddpdoctor.top.draw import drawing
 from ddpdoctor.top.draw.drawing import Frame, Scene
 from ddpdoctor.top.headline import slow_phase
@@ -288,7 +289,7 @@ def full_rank(row: RankRow, scene: Scene) -> list[Line]:
     port = row.debug_port
     for label, text in (
         ("now", _now_text(row)),
-        ("memory", _memory_text(row)),
+        ("memory", _memory_text(row) + _slope_text(row, scene)),
         ("gpu", "" if row.gpu is None else _gpu_text(row.gpu)),
         ("cost", "" if row.cost is None else f"ddpdoctor takes {row.cost:.2%} of its time"),
         ("debugger", "" if port is None else f"attach to port {port} (a: how)"),
@@ -360,6 +361,18 @@ def _memory_text(row: RankRow) -> str:
     if "device" in facts and row.gpu is not None and row.gpu.memory_total:
         facts["device"] += f" of {formatting.size(row.gpu.memory_total)}"
     return ", ".join(facts.values())
+
+
+_MIN_GROWTH = 16 << 20
+"""Bytes that a rank has to gain for its slope to be shown."""
+
+
+def _slope_text(row: RankRow, scene: Scene) -> str:
+    """Return how much memory a rank gains in a minute, if it does so steadily."""
+    known = [(each.time, each.memory.get(row.rank)) for each in scene.material.points]
+    readings = [(int(at * 1000), size) for at, size in known if size is not None]
+    found = steady_growth(readings, _MIN_GROWTH, EARLY_SEGMENTS)
+    return "" if found is None else f", grows {formatting.size(60_000 * found.per_step)} a minute"
 
 
 def _gpu_text(gpu: Gpu) -> str:

@@ -1,0 +1,156 @@
+"""Explain an out-of-memory error: what the rank held, how it grew, and who else held the rest."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ddpdoctor.core.formatting import binary_size, count, named
+from ddpdoctor.diagnose.crashes.rank_endings import Ending
+from ddpdoctor.diagnose.crashes.resource_errors import FailureFacts
+from ddpdoctor.diagnose.source_files import brief
+from ddpdoctor.diagnose.speed.memory import Grows, growing, held_by, points_of
+from ddpdoctor.run.memory_growth import EARLY_SEGMENTS
+from ddpdoctor.run.records.memory import AllocatorFacts, MemoryRecord, OutOfMemoryRecord
+from ddpdoctor.run.snapshot import Rank, Run
+
+GPU_MEMORY = "DDP928"
+"""The code of a GPU's memory that ran out, by torch's message."""
+MIN_GROWTH = 16 << 20
+"""Bytes of growth that are mentioned. It need not be the cause."""
+FRAGMENTED = 0.1
+"""The part of a GPU's memory that is reserved and not used, from which on it is fragmented."""
+LONGER = 1.2
+"""How much larger than all batches before it a batch is that may have been too large."""
+MAX_BLOCKS = 3
+_LOOKS = 2
+
+_SIZE = r"([\d.]+) ([KMGT]?)i?B"
+_FREE = re.compile(rf"total capacity of {_SIZE} of which {_SIZE} is free")
+_OTHER = re.compile(rf"Process (\d+) has {_SIZE} memory in use")
+_MINE = re.compile(rf"this process has {_SIZE} memory in use")
+_RESERVED = re.compile(rf"and {_SIZE} is reserved by PyTorch but unallocated")
+_POWER = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
+
+
+class Message(NamedTuple):
+    """What torch's message says, in bytes. None or empty for what it leaves out."""
+
+    total: int | None
+    free: int | None
+    mine: int | None
+    unused: int | None
+    others: dict[int, int]
+    """Other processes on the GPU, by pid."""
+
+
+def _bytes(number: str, letter: str) -> int:
+    return int(float(number) * (1 << _POWER[letter]))
+
+
+def message_of(text: str) -> Message:
+    """Read torch's message about a GPU that is full (1.13 to 2.13)."""
+    free, mine, unused = _FREE.search(text), _MINE.search(text), _RESERVED.search(text)
+    return Message(
+        _bytes(free[1], free[2]) if free else None,
+        _bytes(free[3], free[4]) if free else None,
+        _bytes(mine[1], mine[2]) if mine else None,
+        _bytes(unused[1], unused[2]) if unused else None,
+        {int(pid): _bytes(number, letter) for pid, number, letter in _OTHER.findall(text)},
+    )
+
+
+def gpu_facts(run: Run, cause: Ending) -> FailureFacts:
+    """Return what is known of a rank whose GPU was full."""
+    rank = _rank_of(run, cause)
+    said = message_of(cause.message)
+    record = None if rank is None else rank.records.first(OutOfMemoryRecord)
+    gpu = None if record is None else record.gpu
+    grown = None if rank is None else growing(rank, MIN_GROWTH, EARLY_SEGMENTS)
+    evidence = [*_held(said, gpu), *_others(run, said)]
+    fix = ""
+    total = said.total or (gpu.total if gpu is not None else None)
+    unused = said.unused or (gpu.reserved - gpu.allocated if gpu is not None else 0)
+    if total and unused >= FRAGMENTED * total:
+        evidence.append(f"fragmentation: {binary_size(unused)} are reserved and not used")
+        fix = "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or keep shapes alike."
+    if record is not None and _elements(record.shape) > LONGER * _elements(record.largest) > 0:
+        shapes = " x ".join(map(str, record.shape)), " x ".join(map(str, record.largest))
+        evidence.append(f"its last batch was {shapes[0]}, the largest before it {shapes[1]}")
+        fix = "Limit the length of a batch: cut, bucket or pack long samples."
+    if rank is not None and grown is not None and grown.gpu:
+        evidence += _growth(run, grown)
+        fix = "Find what it keeps of each step, and keep numbers (`.item()`) or less of it."
+    if record is not None and record.file:
+        evidence.append(f"for pytorch.org/memory_viz: {run.path / record.file}")
+    return FailureFacts(fix=fix, evidence=tuple(evidence))
+
+
+def _held(said: Message, gpu: AllocatorFacts | None) -> Iterator[str]:
+    if said.mine is not None and said.total is not None:
+        yield f"it held {binary_size(said.mine)} of the GPU's {binary_size(said.total)}"
+    elif gpu is not None:
+        yield f"torch held {binary_size(gpu.reserved)}, {binary_size(gpu.allocated)} of it in use"
+    for block in gpu.blocks[:MAX_BLOCKS] if gpu is not None else ():
+        where = f" from {brief(block.line)}" if block.line is not None else ""
+        yield f"{count(block.times, 'block')} of {binary_size(block.size)}{where}"
+
+
+def _others(run: Run, said: Message) -> Iterator[str]:
+    """Yield who else holds memory of the GPU."""
+    if not said.others:
+        return
+    pids = {rank.opened.pid: rank.rank for rank in run.last if not rank.elsewhere}
+    mine = {pids[pid]: size for pid, size in said.others.items() if pid in pids}
+    held = binary_size(sum(said.others.values()))
+    yield f"{count(len(said.others), 'other process', 'other processes')} held {held}" + (
+        f", {named(mine)} among them with {binary_size(sum(mine.values()))}" if mine else ""
+    )
+
+
+def _growth(run: Run, found: Grows) -> Iterator[str]:
+    growth, held = found.growth, held_by(run, found, _LOOKS)
+    span = f"step {growth.start} to {binary_size(growth.high)} at step {growth.end}"
+    rate = f"it grew by {binary_size(growth.per_step)} in each step"
+    yield f"{rate}, from {binary_size(growth.low)} at {span}"
+    if held is not None and not held.bounded:
+        where = f", {brief(held.line)}" if held.line is not None else ""
+        yield f"what grew is `{held.holder.name}` ({held.holder.sort}){where}"
+
+
+def host_facts(run: Run, cause: Ending) -> tuple[str, ...]:
+    """Return how the memory of ranks grew before the kernel killed one of them."""
+    return tuple(_of_host(run, cause))
+
+
+def _of_host(run: Run, cause: Ending) -> Iterator[str]:
+    killed = _rank_of(run, cause)
+    if killed is None:
+        return
+    newest = {rank.rank: points_of(rank)[-1].host for rank in run.last if points_of(rank)}
+    if killed.rank in newest:
+        yield f"it had {binary_size(newest[killed.rank])} of private memory at its last step"
+    beside = sum(size for number, size in newest.items() if number != killed.rank)
+    if beside:
+        yield f"the other ranks had {binary_size(beside)}"
+    workers = [each.worker for each in killed.records.of(MemoryRecord) if each.worker is not None]
+    if workers:
+        yield (
+            f"one of its {count(workers[-1].children, 'child process', 'child processes')} had "
+            f"{binary_size(workers[-1].own)}"
+        )
+    grown = growing(killed, MIN_GROWTH, EARLY_SEGMENTS)
+    if grown is not None and not grown.gpu:
+        yield from _growth(run, grown)
+
+
+def _rank_of(run: Run, cause: Ending) -> Rank | None:
+    return next((each for each in run.last if each.rank == cause.rank), None)
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    product = 1 if shape else 0
+    for each in shape:
+        product *= each
+    return product

@@ -1,0 +1,214 @@
+"""Evidence of memory that grows: how steadily, until when, and what holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from statistics import median
+from typing import NamedTuple
+
+from ddpdoctor.core.user_code import Location, user_file
+from ddpdoctor.diagnose.source_files import files_of
+from ddpdoctor.diagnose.speed.growing_names import source_of
+from ddpdoctor.run.memory_growth import EARLY_SEGMENTS, Growth, steady_growth
+from ddpdoctor.run.records.memory import (
+    DatasetRecord,
+    Holder,
+    HoldersRecord,
+    MemoryPoint,
+    MemoryRecord,
+)
+from ddpdoctor.run.records.training import LoopRecord, PassRecord
+from ddpdoctor.run.snapshot import Rank, Run
+
+MIN_GROWTH = 32 << 20
+"""Bytes that a rank has to gain."""
+MIN_UNEXPLAINED = 192 << 20
+"""The same if nothing is found that holds them."""
+MIN_UNEXPLAINED_SHARE = 0.25
+"""By how much it has to grow then, as a part of what it had."""
+MIN_LOOKS = 3
+"""Looks in which a name has to grow."""
+MIN_SHARE = 0.2
+"""The part of the growth that a name has to explain."""
+MIN_WORKER = 48 << 20
+"""Bytes that a worker process has to gain."""
+HEAVIER = 1.25
+"""How much more CPU time a step takes if its batches grow, and memory with them."""
+
+
+def points_of(rank: Rank) -> tuple[MemoryPoint, ...]:
+    """Return the readings of a rank's memory, oldest first."""
+    return tuple(each for record in rank.records.of(MemoryRecord) for each in record.points)
+
+
+class Grows(NamedTuple):
+    """A rank whose memory grows steadily."""
+
+    rank: Rank
+    growth: Growth
+    gpu: bool  # The memory of its GPU, else that of the machine
+
+
+def growing(rank: Rank, least: int = MIN_GROWTH, segments: int | None = None) -> Grows | None:
+    """Return how a rank's memory grows; None if it does not, or not steadily."""
+    points = points_of(rank)
+    given = [(each.step, each.allocated) for each in points if each.allocated is not None]
+    of_host = [(each.step, each.host) for each in points]
+    for gpu, values in ((True, given), (False, of_host)):
+        found = (
+            steady_growth(values, least)
+            if segments is None
+            else steady_growth(values, least, segments)
+        )
+        if found is not None:
+            return Grows(rank, found, gpu)
+    return None
+
+
+# -- what holds it
+
+
+class Held(NamedTuple):
+    """What holds the memory that a rank gains."""
+
+    holder: Holder
+    line: Location | None
+    rate: float | None  # Bytes that it gains in a step. None if that is not known.
+    bounded: bool
+
+
+def held_by(run: Run, found: Grows, fewest: int = MIN_LOOKS) -> Held | None:
+    """Return what holds most of what a rank gains; None if nothing was found."""
+    records = [each for each in found.rank.records.of(HoldersRecord) if each.looks >= fewest]
+    candidates = [held for record in reversed(records) for held in _plausible(run, found, record)]
+    return max(candidates, key=_weight, default=None)
+
+
+def looked(rank: Rank, fewest: int) -> bool:
+    """Return whether a rank has looked that often at what holds its memory."""
+    return any(each.looks >= fewest for each in rank.records.of(HoldersRecord))
+
+
+def _weight(held: Held) -> tuple[bool, bool, float]:
+    hooks, graph = held.holder.sort == "hooks", held.holder.graph
+    return hooks, graph and not held.bounded, float("inf") if held.rate is None else held.rate
+
+
+def _plausible(run: Run, found: Grows, record: HoldersRecord) -> Iterator[Held]:
+    steps = max(record.step - record.first, 1)
+    for holder in record.found:
+        rate = None if holder.each is None else holder.grew * holder.each / steps
+        if rate is not None and rate < MIN_SHARE * found.growth.per_step:
+            continue
+        at = holder.at
+        files = [each for each in files_of(run) if user_file(each)]
+        source = source_of(files, at.path, at.function, holder.name, holder.sort)
+        full = source.per_item and not _passed(found)
+        # What keeps a graph is at fault even if it is made again after some thousand steps.
+        again = source.bounded and not holder.graph
+        yield Held(holder, source.line, rate, holder.bound is not None or again or full)
+
+
+def _passed(found: Grows) -> bool:
+    """Return whether a pass over the data ended before the span in which memory grows."""
+    loops = found.rank.records.of(LoopRecord)
+    return any(each.state == "ended" and each.step <= found.growth.start for each in loops)
+
+
+def heavier(run: Run, found: Grows) -> bool:
+    """Return whether steps take more and more CPU time, as those of batches that grow."""
+    span = range(found.growth.start, found.growth.end + 1)
+    steps = [each for each in found.rank.steps if each.step in span and run.undisturbed(each)]
+    third = len(steps) // 3
+    if third < 2:
+        return False
+    early, late = (
+        median(each.cpu if each.cpu is not None else each.own for each in part)
+        for part in (steps[:third], steps[-third:])
+    )
+    samples = [each.samples for each in steps if each.samples]
+    more = bool(samples) and samples[-1] > samples[0] * HEAVIER
+    return more or late > HEAVIER * early
+
+
+def _beyond_pass(rank: Rank, growth: Growth) -> bool:
+    """Return whether growth over milliseconds goes beyond a pass, in which a cache may fill."""
+    loops = rank.records.of(LoopRecord)
+    ended = any(each.state == "ended" and each.time // 1_000_000 <= growth.start for each in loops)
+    return ended or any(each.iterable for each in rank.records.of(PassRecord))
+
+
+# -- when it ends
+
+
+def steps_left(run: Run, found: Grows, together: Sequence[Grows]) -> int | None:
+    """Return after how many steps the memory is full, if ranks go on to grow as they do.
+
+    Args:
+        run: The run.
+        found: The rank.
+        together: All ranks that grow.
+    """
+    records = found.rank.records.of(MemoryRecord)
+    newest = records[-1] if records else None
+    if newest is None:
+        return None
+    beside = [each for each in together if each.gpu == found.gpu and _shares(each, found)]
+    rate = sum(each.growth.per_step for each in beside)
+    if found.gpu:
+        used = [each.reserved or 0 for each in (_newest(one.rank) for one in beside) if each]
+        free = None if newest.total is None else newest.total - sum(used)
+    else:
+        free = newest.available
+    return None if free is None or rate <= 0 else max(int(free / rate), 0)
+
+
+def _newest(rank: Rank) -> MemoryPoint | None:
+    return next(reversed(points_of(rank)), None)
+
+
+def _shares(one: Grows, other: Grows) -> bool:
+    """Return whether two ranks fill the same memory."""
+    if not one.gpu:
+        return one.rank.opened.host == other.rank.opened.host
+    mine, theirs = one.rank.status, other.rank.status
+    same = mine is not None and theirs is not None and bool(mine.gpu) and mine.gpu == theirs.gpu
+    return same or one.rank is other.rank
+
+
+# -- workers of loaders
+
+
+class WorkerGrows(NamedTuple):
+    """A rank with a worker process whose memory grows steadily."""
+
+    rank: Rank
+    growth: Growth  # Its steps are milliseconds
+    children: int
+    copies: bool  # Pages of the data set that it shared with the rank become its own
+    dataset: DatasetRecord | None
+
+
+def growing_worker(rank: Rank) -> WorkerGrows | None:
+    """Return how a rank's worker process grows; None if it does not."""
+    readings = [
+        (each.time // 1_000_000, each.worker)
+        for each in rank.records.of(MemoryRecord)
+        if each.worker is not None
+    ]
+    if not readings:
+        return None
+    newest = readings[-1][1]
+    mine = [each for each in readings if each[1].pid == newest.pid]
+    datasets = rank.records.of(DatasetRecord)
+    own = [(time, worker.private) for time, worker in mine if worker.private is not None]
+    whole = [(time, worker.own) for time, worker in mine]
+    copied, grown = (
+        steady_growth(each[1:], MIN_WORKER, EARLY_SEGMENTS, warm_up=0) for each in (own, whole)
+    )
+    if grown is not None and _beyond_pass(rank, grown):
+        return WorkerGrows(rank, grown, newest.children, False, None)
+    if copied is None or not datasets:
+        return None
+    largest = max(datasets, key=lambda each: each.size)
+    return WorkerGrows(rank, copied, newest.children, True, largest)

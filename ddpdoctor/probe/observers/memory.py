@@ -1,0 +1,386 @@
+"""Follow the memory of a rank, and look for what holds it once it grows steadily.
+
+Between two steps the allocator's counters and the process's pages are read, some microseconds. That
+happens in each of the first steps, and then at intervals that grow with the age of the rank: each
+span of its life has as many readings. If they grow steadily, several looks compare what the job's
+names reach (`ddpdoctor.probe.observers.holders`). The writing thread reads the memory of child
+processes, and that of the machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from ddpdoctor.probe.observers import holders
+from ddpdoctor.probe.observers.loaders import built_loaders
+from ddpdoctor.probe.observers.stack_sampling import child_pids
+from ddpdoctor.probe.runtime import events, rank, torch_memory
+from ddpdoctor.probe.runtime.events import Observer
+from ddpdoctor.probe.runtime.rank import RankState
+from ddpdoctor.probe.runtime.recorder import statm
+from ddpdoctor.run.memory_growth import EARLY_SEGMENTS, steady_growth
+from ddpdoctor.run.names import rank_stem
+from ddpdoctor.run.records.memory import (
+    DatasetRecord,
+    Holder,
+    HoldersRecord,
+    MemoryPoint,
+    MemoryRecord,
+    OutOfMemoryRecord,
+    WorkerMemory,
+)
+
+# -- readings between two steps
+
+READINGS = 64  # readings while the age of the rank grows by a factor of 2.7
+JUDGED_EVERY = 4  # readings after which they are judged
+SUSPECT = 24 << 20  # bytes by which memory has to grow for a look at what holds it
+MAX_POINTS = 4096  # of which every second one is dropped
+
+LOOKS = (0, 2, 4, 8, 16)  # steps between a suspicion, or a look, and the next look
+WRITTEN_AFTER = 2  # looks after which what grew is recorded if the rank ends
+MAX_SERIES = 3  # series of looks. A later one needs twice the memory, and nothing found before.
+
+
+class Memory(Observer):
+    """The memory of one rank."""
+
+    def __init__(self, state: RankState) -> None:
+        super().__init__(state)
+        self._points: list[MemoryPoint] = []
+        self._written = 0  # number of points that were recorded
+        self._host: tuple[int, int] | None = None  # private and virtual bytes at first
+        self._began = time.perf_counter_ns()
+        self._device: Any = None
+        self._total: int | None = None
+        self._datasets: set[tuple[str, str]] = set()
+        self._workers = Workers()
+        self._looks = Looks(state)
+        self._shape: tuple[int, ...] = ()
+        self._largest: tuple[int, ...] = ()
+        self.rest("batch_fetched")
+        events.before_step(1, self._read)
+
+    def _read(self) -> None:
+        """Read the memory at the end of a step."""
+        tracker, now = self.state.tracker, time.perf_counter_ns()
+        if self._device is None and tracker.device is not None:
+            self._device = tracker.device.device
+            self._total = torch_memory.total_memory(self._device)
+            self.wake("batch_fetched")
+        allocated = reserved = None
+        if self._device is not None:
+            with contextlib.suppress(Exception):
+                allocated, reserved = torch_memory.counters(self._device)
+        if len(self._points) >= MAX_POINTS:
+            del self._points[1::2]
+            self._written = len(self._points)
+        host = self._private()
+        if host is not None:
+            self._points.append(
+                MemoryPoint(tracker.steps, time.time_ns(), host, allocated, reserved)
+            )
+        interval = (now - self._began) // READINGS
+        ahead = max(1, interval // max(tracker.last_total, 1))
+        events.before_step(tracker.steps + ahead, self._read)
+        if not len(self._points) % JUDGED_EVERY:
+            self._looks.consider(self._points)
+            self._note_datasets()
+
+    def _private(self) -> int | None:
+        """Return private memory of the process, without pages that it reserved before."""
+        found = statm()
+        if found is None:
+            return None
+        size, resident, shared = found
+        private = resident - shared
+        if self._host is None:
+            self._host = private, size
+        return min(private, self._host[0] + size - self._host[1])
+
+    def _note_datasets(self) -> None:
+        """Record the large containers of data sets that workers read."""
+        for loader, _ in built_loaders.living() if len(self._datasets) < MAX_DATASETS else ():
+            if getattr(loader, "num_workers", 0) > 0:
+                self._workers.present = True
+                for record in large_containers(loader.dataset):
+                    self._workers.copies = True
+                    if (record.type, record.name) not in self._datasets:
+                        self._datasets.add((record.type, record.name))
+                        self.state.recorder.add(record)
+
+    def batch_fetched(self, iterator: Any, data: Any) -> None:
+        """Remember the shape of the largest tensor in a batch, and that of all before."""
+        if _elements(self._shape) > _elements(self._largest):
+            self._largest = self._shape
+        self._shape = max(_shapes(data), key=_elements, default=())
+
+    def write(self) -> None:
+        """Record the new points, in the writing thread, once a second."""
+        points = tuple(self._points[self._written :])
+        worker = self._workers.look()
+        if points or worker is not None:
+            self._written += len(points)
+            self.state.recorder.add(
+                MemoryRecord(
+                    time=time.time_ns(),
+                    points=points,
+                    available=available(),
+                    total=self._total,
+                    worker=worker,
+                )
+            )
+
+    def rank_ends(self) -> None:
+        """Record the rest."""
+        self.write()
+        self._looks.write()
+
+    def rank_fails(self, error: BaseException) -> None:
+        """Record what the rank held if an exception says that the GPU's memory ran out."""
+        self.write()
+        self._looks.write()
+        if not torch_memory.is_out_of_memory(error) or self._device is None:
+            return
+        facts = torch_memory.allocator_facts(self._device)
+        found = torch_memory.snapshot(self._device)
+        if facts is not None and found is not None:
+            blocks, free, expandable = torch_memory.blocks_of(found)
+            facts = torch_memory.with_blocks(facts, blocks, free, expandable)
+        name = f"{rank_stem(self._number(), self.state.restart)}.memory.pickle"
+        kept = False
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            kept = bool(found) and torch_memory.keep(
+                found, os.path.join(rank.run_directory(), name)
+            )
+        self.state.recorder.add(
+            OutOfMemoryRecord(
+                time=time.time_ns(),
+                step=self.state.tracker.steps,
+                gpu=facts,
+                shape=self._shape,
+                largest=self._largest,
+                file=name if kept else "",
+            )
+        )
+
+    def _number(self) -> int:
+        return int(sys.modules["torch"].distributed.get_rank())
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    count = 1 if shape else 0
+    for each in shape:
+        count *= each
+    return count
+
+
+def _shapes(data: Any) -> Iterator[tuple[int, ...]]:
+    kind = type(data)
+    parts = data.values() if kind is dict else data if kind in (list, tuple) else (data,)
+    for each in parts:
+        if torch_memory.is_plain(type(each)):
+            yield tuple(each.shape)
+
+
+# -- looks at what holds it
+
+
+class Looks:
+    """The looks of one rank at what it holds more of."""
+
+    def __init__(self, state: RankState) -> None:
+        self._state = state
+        self._series = 0
+        self._least = SUSPECT
+        self._sizes: dict[holders.Place, holders.Noted] | None = None
+        self._grown: dict[holders.Place, Holder] = {}
+        self._count = 0
+        self._first = 0
+        self._cost = 0
+        self._complete = True
+        self._fresh = False  # something was found that is not recorded
+
+    def consider(self, points: list[MemoryPoint]) -> None:
+        """Begin a series of looks if memory grows steadily."""
+        if self._count or self._series >= MAX_SERIES or not self._state.budget.enabled:
+            return
+        host = [(each.step, each.host) for each in points]
+        gpu = [(each.step, each.allocated) for each in points if each.allocated is not None]
+        grown = [steady_growth(each, self._least, EARLY_SEGMENTS) for each in (host, gpu)]
+        sizes = [each.size for each in grown if each is not None]
+        if sizes:
+            self._series += 1
+            self._least = 2 * max(sizes)
+            self._sizes, self._grown, self._cost = None, {}, 0
+            self._next()
+
+    def _next(self) -> None:
+        ahead = max(LOOKS[self._count], 1)
+        events.before_step(self._state.tracker.steps + ahead, self._look)
+
+    def _look(self) -> None:
+        began, budget = time.thread_time_ns(), self._state.budget
+        look = holders.Look(sys._getframe(1), self._sizes)
+        if self._sizes is None:
+            self._first, self._complete = self._state.tracker.steps, look.complete
+        else:
+            self._grown = holders.merged(self._grown, look)
+        self._complete = self._complete and look.complete
+        self._sizes = look.sizes
+        self._count += 1
+        cost = time.thread_time_ns() - began
+        self._cost += cost
+        # Other diagnoses have their own suspicions to follow.
+        budget.grant(cost)
+        self._fresh = self._count >= WRITTEN_AFTER
+        if self._count < len(LOOKS):
+            self._next()
+            if self._count > WRITTEN_AFTER:
+                self.write()
+            return
+        self.write()
+        self._sizes, self._count = None, 0
+        if any(map(holders.weighs, self._grown.values())):
+            self._series = MAX_SERIES
+
+    def write(self) -> None:
+        """Record what has grown in all looks so far."""
+        if not self._fresh:
+            return
+        self._fresh = False
+        self._state.recorder.add(
+            HoldersRecord(
+                time=time.time_ns(),
+                first=self._first,
+                step=self._state.tracker.steps,
+                looks=self._count,
+                complete=self._complete,
+                found=holders.weightiest(self._grown),
+                cost=self._cost,
+            )
+        )
+
+
+# -- the memory of worker processes
+
+WORKERS_EVERY = 2_000_000_000  # nanoseconds between two readings of workers at first
+WORKERS_LATER = 10_000_000_000  # nanoseconds between later ones
+EARLY_READINGS = 12
+EARLY_PRICE, LATE_PRICE = 50, 1000  # times that a reading took, which pass until the next one
+MIN_COPIED = 16 << 20  # bytes of a container from which on its copies matter
+MAX_DATASETS = 8
+MAX_WRAPPED = 4  # data sets around another that are opened
+_ROLLUP = b"Private_"
+
+
+class Workers:
+    """The memory of a rank's child process, read in the writing thread.
+
+    Copies of pages that a parent had written are seen in the kernel's list of pages alone, which
+    takes it 5 to 50 ms for each GB. It is read only if the data set has much to copy.
+    """
+
+    def __init__(self) -> None:
+        self.present = False  # a loader has workers
+        self.copies = False  # they may copy much of its data set
+        self._pid = 0
+        self._due = 0
+        self._readings = 0
+
+    def look(self) -> WorkerMemory | None:
+        """Read the memory of one child process if that is due."""
+        now = time.perf_counter_ns()
+        if not self.present or now < self._due:
+            return None
+        began = time.thread_time_ns()
+        pids = child_pids()
+        if self._pid not in pids:
+            # The oldest one: workers are made in the order of their numbers.
+            self._pid = min(pids, default=0)
+            self._readings = 0
+        found = statm(self._pid) if self._pid else None
+        private = _private_of(self._pid) if found is not None and self.copies else None
+        early = self._readings < EARLY_READINGS
+        took = time.thread_time_ns() - began
+        self._readings += 1
+        wait = max(WORKERS_EVERY, EARLY_PRICE * took) if early else WORKERS_LATER
+        self._due = now + (wait if early else max(wait, LATE_PRICE * took))
+        if found is None:
+            return None
+        return WorkerMemory(self._pid, found[1] - found[2], len(pids), private)
+
+
+def _private_of(pid: int) -> int | None:
+    """Return the bytes of pages that a process shares with no other one."""
+    try:
+        with open(f"/proc/{pid}/smaps_rollup", "rb", buffering=0) as file:
+            lines = file.read(8192).splitlines()
+        return sum(int(each.split()[1]) for each in lines if each.startswith(_ROLLUP)) << 10
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def large_containers(dataset: Any) -> Iterator[DatasetRecord]:
+    """Yield the large containers of Python objects in a data set and those that it wraps."""
+    for _ in range(MAX_WRAPPED):
+        named = holders.attributes_of(dataset)
+        for name, value in named.items():
+            size, each = holders.worth(value)
+            if size * (each or 0) >= MIN_COPIED:
+                method = getattr(type(dataset), "__getitem__", None) or getattr(
+                    type(dataset), "__iter__", None
+                )
+                code = getattr(method, "__code__", None)
+                yield DatasetRecord(
+                    type=type(dataset).__name__,
+                    name=str(name),
+                    holds=holders.words_of(value),
+                    size=size,
+                    path="" if code is None else os.path.abspath(code.co_filename),
+                    line=0 if code is None else code.co_firstlineno,
+                )
+        dataset = named.get("dataset")
+        if dataset is None:
+            return
+
+
+# -- the memory of the machine
+
+_CGROUPS = (
+    ("/sys/fs/cgroup{path}", "memory.max", "memory.current"),
+    ("/sys/fs/cgroup/memory{path}", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
+
+
+def available() -> int | None:
+    """Return the free memory of the machine, or of this process's cgroup if that is less."""
+    found: list[int] = []
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        with open("/proc/meminfo", "rb", buffering=0) as file:
+            lines = file.read(512).splitlines()
+        found += [int(each.split()[1]) << 10 for each in lines if each[:13] == b"MemAvailable:"]
+    paths = {""}
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        with open("/proc/self/cgroup", encoding="utf-8") as text:
+            rows = [line.rstrip("\n").split(":", 2) for line in text]
+        paths |= {row[2].rstrip("/") for row in rows if row[1] in ("", "memory")}
+    for folder, limit, usage in _CGROUPS:
+        for path in paths:
+            with contextlib.suppress(OSError, ValueError):
+                most, used = (
+                    int(_read(os.path.join(folder.format(path=path), name)))
+                    for name in (limit, usage)
+                )
+                found.append(most - used)
+    return max(min(found), 0) if found else None
+
+
+def _read(path: str) -> str:
+    with open(path, encoding="ascii") as file:
+        return file.read(32)

@@ -1,0 +1,188 @@
+"""Read what tensors, graphs and torch's CUDA allocator hold, without touching a device.
+
+What is private in torch is taken by feature. Without it, that is not known.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from ddpdoctor.core.user_code import Location, user_file
+from ddpdoctor.run.records.memory import AllocatorFacts, Block
+
+MAX_LINKS = 512  # operations of a chain that are counted
+_NEAR = 12  # operations among which the next link of a chain is searched
+_PLAIN = ("torch", "torch.nn.parameter")
+
+
+def counters(device: Any) -> tuple[int, int]:
+    """Return allocated and reserved bytes of torch's CUDA allocator on a device.
+
+    Raises:
+        Exception: Another allocator was plugged in, which has no counters.
+    """
+    found = sys.modules["torch"].cuda.memory_stats_as_nested_dict(device)
+    bytes_of = (found[f"{each}_bytes"]["all"]["current"] for each in ("allocated", "reserved"))
+    allocated, reserved = map(int, bytes_of)
+    return allocated, reserved
+
+
+# -- tensors
+
+
+def is_plain(kind: type) -> bool:
+    """Return whether it is a tensor's class of torch itself, which runs no code of the job."""
+    tensor: Any = getattr(sys.modules.get("torch"), "Tensor", None)
+    return tensor is not None and issubclass(kind, tensor) and kind.__module__ in _PLAIN
+
+
+def storage_bytes(value: Any) -> int | None:
+    """Return the bytes of a tensor's storage. None if it is no plain tensor, or has none."""
+    if not is_plain(type(value)):
+        return None
+    try:
+        return int(value.untyped_storage().nbytes())
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def is_array(kind: type) -> bool:
+    """Return whether it is the class of NumPy's arrays."""
+    return kind.__name__ == "ndarray" and kind.__module__ == "numpy"
+
+
+def has_graph(value: Any) -> bool:
+    """Return whether a tensor was computed by operations that autograd keeps."""
+    return is_plain(type(value)) and value.grad_fn is not None
+
+
+def hooks_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the dictionaries of a tensor's hooks, such as ``_backward_hooks`` (0.1 to 2.15)."""
+    if is_plain(type(value)):
+        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            hooks = getattr(value, name, None)
+            if hooks is not None:
+                yield name, hooks
+
+
+def links_of(value: Any) -> int:
+    """Return the length of a tensor's chain of equal operations, ``total + loss`` for example.
+
+    A chain that grows by a link in each step keeps the graph of each step.
+    """
+    node, name, count = value.grad_fn, value.grad_fn.name(), 0
+    while node is not None and count < MAX_LINKS:
+        count += 1
+        node = _next_link(node, name)
+    return count
+
+
+def _next_link(node: Any, name: str) -> Any:
+    """Return the nearest operation of that name among those that computed ``node``'s inputs."""
+    near = [node]
+    for each in near:
+        for before, _ in each.next_functions:
+            if before is None:
+                continue
+            if before.name() == name:
+                return before
+            if len(near) < _NEAR:
+                near.append(before)
+    return None
+
+
+# -- what a GPU held when its memory ran out
+
+MAX_BLOCKS = 8
+MAX_SNAPSHOT = 64 << 20  # bytes of a snapshot that is kept
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an exception says that the memory of a GPU ran out."""
+    kind: Any = getattr(sys.modules.get("torch"), "OutOfMemoryError", None)
+    return kind is not None and isinstance(error, kind)
+
+
+def allocator_facts(device: Any) -> AllocatorFacts | None:
+    """Describe the allocator. Return None if it has no counters."""
+    torch: Any = sys.modules["torch"]
+    try:
+        found = torch.cuda.memory_stats_as_nested_dict(device)
+        given, taken = found["allocated_bytes"]["all"], found["reserved_bytes"]["all"]
+    except Exception:
+        return None
+    return AllocatorFacts(
+        allocated=int(given["current"]),
+        reserved=int(taken["current"]),
+        peak=int(given["peak"]),
+        total=total_memory(device),
+        retries=int(found.get("num_alloc_retries", 0)),
+    )
+
+
+def total_memory(device: Any) -> int | None:
+    """Return the bytes of a GPU's memory."""
+    try:
+        return int(sys.modules["torch"].cuda.get_device_properties(device).total_memory)
+    except Exception:
+        return None
+
+
+def with_blocks(
+    facts: AllocatorFacts, blocks: tuple[Block, ...], free: int | None, expandable: bool
+) -> AllocatorFacts:
+    """Add what a snapshot shows."""
+    return replace(facts, blocks=blocks, largest_free=free, expandable=expandable)
+
+
+def snapshot(device: Any) -> Any:
+    """Return ``torch.cuda.memory._snapshot()`` (2.1 to 2.15) for memory_viz. None without it."""
+    take = getattr(sys.modules["torch"].cuda.memory, "_snapshot", None)
+    try:
+        return None if take is None else take(device)
+    except Exception:
+        return None
+
+
+def keep(found: Any, path: str) -> bool:
+    """Write a snapshot to a new file. Return whether it is there."""
+    data = pickle.dumps(found)
+    if len(data) > MAX_SNAPSHOT:
+        return False
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with open(descriptor, "wb") as file:
+        file.write(data)
+    return True
+
+
+def blocks_of(found: Any) -> tuple[tuple[Block, ...], int | None, bool]:
+    """Return the blocks that take most memory, the largest free one, and if segments expand."""
+    sizes: Counter[tuple[int, Location | None]] = Counter()
+    free = 0
+    expandable = False
+    for segment in (found or {}).get("segments", ()):
+        expandable = expandable or bool(segment.get("is_expandable"))
+        for block in segment.get("blocks", ()):
+            size = int(block.get("size", 0))
+            if str(block.get("state", "")).startswith("active"):
+                sizes[size, _line_of(block.get("frames") or ())] += 1
+            else:
+                free = max(free, size)
+    most = sorted(sizes.items(), key=lambda each: each[0][0] * each[1], reverse=True)[:MAX_BLOCKS]
+    blocks = tuple(Block(size, count, line) for (size, line), count in most)
+    return blocks, (free if found else None), expandable
+
+
+def _line_of(frames: Any) -> Location | None:
+    """Return the user's line among the frames that torch recorded, innermost first."""
+    for each in frames:
+        path, line = str(each.get("filename", "")), each.get("line")
+        if path.endswith(".py") and user_file(path) and isinstance(line, int):
+            return Location(path, line)
+    return None

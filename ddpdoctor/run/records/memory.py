@@ -1,0 +1,132 @@
+"""Records of a rank's memory: how much it holds, what holds it, and what it held when it ran out.
+
+Sizes are bytes, times Unix nanoseconds.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ddpdoctor.core.user_code import Location
+from ddpdoctor.run.records.base import CodeFrame, Part, Record, dataclass
+
+
+class MemoryPoint(NamedTuple):
+    """The memory of a rank at the end of a step. In JSON a list."""
+
+    step: int
+    time: int
+    host: int
+    """Private memory of the process. At most what it grew in virtual memory: pages of a buffer that
+    was allocated before, and are touched one after the other, do not count."""
+    allocated: int | None = None
+    """Bytes that torch's CUDA allocator has given out. None without a GPU."""
+    reserved: int | None = None
+
+
+class WorkerMemory(NamedTuple):
+    """The memory of one of a rank's child processes. In JSON a list."""
+
+    pid: int
+    own: int  # Its memory without files. Pages that it shares with its parent count.
+    children: int  # Child processes of the rank
+    private: int | None = None
+    """Pages that it shares with no other process. Read only if its data set may be copied."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryRecord(Record):
+    """The memory of a rank in some steps. Points get rarer as the rank gets older."""
+
+    kind = "memory"
+    kept = 1024
+
+    time: int
+    points: tuple[MemoryPoint, ...] = ()
+    available: int | None = None
+    """Free memory of the machine, or of the cgroup if that is less."""
+    total: int | None = None  # Memory of the rank's GPU
+    worker: WorkerMemory | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetRecord(Record):
+    """A large Python container in a data set that is read by worker processes."""
+
+    kind = "dataset_memory"
+    kept = 8
+
+    type: str  # The class of the data set
+    name: str  # The attribute
+    holds: str  # The class of the container, and that of its elements
+    size: int  # Number of its elements
+    path: str = ""  # File of the class
+    line: int = 0  # Line of its ``__getitem__``
+
+
+class Holder(NamedTuple):
+    """Something that grew between two looks at what a rank holds. In JSON a list."""
+
+    name: str  # As the code names it: ``hist``, ``self.cache``, ``model.module.seen``
+    sort: str
+    """``list``, ``dict`` or the like, ``hooks``, ``cache``, ``graph`` for a tensor with a longer
+    graph, ``tensor``, ``array`` or ``text`` for a longer value."""
+    at: CodeFrame  # The frame, or module, through which it was found
+    size: int  # Elements, operations or bytes now
+    grew: int  # The same since the first look
+    holds: str = ""  # What its newest element is: ``Tensor``
+    each: int | None = None  # Bytes of an element. None if not known, as of a graph.
+    graph: bool = False  # Its newest element is a tensor with a graph
+    bound: int | None = None  # Maximum number of its elements, if it has one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HoldersRecord(Record):
+    """What a rank whose memory grows holds more of, by several looks."""
+
+    kind = "holders"
+    kept = 64
+
+    time: int
+    first: int  # Step of the first look
+    step: int  # Step of the newest look
+    looks: int  # Number of looks in which all of ``found`` grew
+    complete: bool = True  # All that can be reached was looked at
+    found: tuple[Holder, ...] = ()
+    cost: int = 0  # Nanoseconds that the looks took
+
+
+class Block(NamedTuple):
+    """Blocks of one size on a GPU. In JSON a list."""
+
+    size: int
+    times: int
+    line: Location | None = None  # Where they were allocated, if torch recorded it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllocatorFacts(Part):
+    """The state of torch's CUDA allocator. None if not known."""
+
+    allocated: int
+    reserved: int
+    peak: int = 0
+    total: int | None = None  # Memory of the GPU
+    largest_free: int | None = None  # Largest free block within what is reserved
+    retries: int = 0  # Allocations that succeeded only after cached blocks were freed
+    expandable: bool = False  # Segments are expandable
+    blocks: tuple[Block, ...] = ()  # That take most memory together
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutOfMemoryRecord(Record):
+    """What a rank held when an exception said that the memory of its GPU ran out."""
+
+    kind = "out_of_memory"
+
+    time: int
+    step: int
+    gpu: AllocatorFacts | None = None
+    shape: tuple[int, ...] = ()  # Shape of the largest tensor in the last batch
+    largest: tuple[int, ...] = ()  # The largest such shape of the batches before
+    file: str = ""  # Snapshot for pytorch.org/memory_viz in the run directory
