@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
 
 from ddpdoctor.core.opening import whole
-from ddpdoctor.failures import recognise
+from ddpdoctor.failures import TABLE, recognise
 from ddpdoctor.failures.anchors import Scan
 from ddpdoctor.failures.entry import Weight
 from ddpdoctor.failures.lines import (
@@ -21,7 +21,15 @@ from ddpdoctor.failures.lines import (
     split_line,
     time_of,
 )
-from ddpdoctor.failures.occurrences import ALIKE, ENDED, STATUS, Occurrence, corrected, is_mention
+from ddpdoctor.failures.occurrences import (
+    ALIKE,
+    ENDED,
+    LAUNCHER,
+    STATUS,
+    Occurrence,
+    corrected,
+    is_mention,
+)
 from ddpdoctor.failures.tracebacks import (
     SUMMARY_RANK,
     Kind,
@@ -36,8 +44,8 @@ from ddpdoctor.failures.tracebacks import (
 
 _BEGINNING = 20  # Lines at the beginning of a log that are compared with those after an end
 
-_NEUTRAL = re.compile(r"^\s|^$|^[=\-]{4}|^\s*[|+*]|^\.\.\.|^\[\d+\]:$")
-"""Lines of tables and frames, which a working job prints as well as one that ends."""
+_NEUTRAL = re.compile(r"^\s|^$|^[=\-]{4}|^\s*[|+*]|^\.\.\.|^\[\d+\]:$|\bNCCL INFO ")
+"""Lines of tables, frames and NCCL, which a working job prints as well as one that ends."""
 
 COMPLAINT = re.compile(
     r"[Ee]rror|[Ww]arn|[Ff]ailed|[Ff]ailure|Traceback|Exception|terminate called|srun|slurm"
@@ -105,6 +113,9 @@ _EARLIER = 4_000  # Bytes before a line that are searched for its time and rank
 _ROOT = "Root Cause (first observed failure)"
 _UNSTARTED = re.compile(r", in (?:_initialize_workers|_find_and_load)$", re.MULTILINE)
 """In tracebacks of launchers without ranks, and of imports, whose stdout buffers nothing."""
+
+_NOTICED = next(each for each in TABLE if each.known.name == "child-failed")
+"""What a launcher's traceback says whose end is missing."""
 
 _LOCAL_RANK = re.compile(r"local_rank: (\d+)")
 
@@ -182,14 +193,21 @@ class LogReader:
         goes_on = end and (self._number > end.last + _MANY or self._goes_on(end))
         next_ = self._number if goes_on else 0
         size, is_last = self._offset, True
+        named = set[int | None]()  # Ranks whose end a launcher reports later in the same run
         for each in reversed(found):
             behind = size - each.order[1] - len(each.traceback)
             held_back = _may_hold_back(each) and behind < _HELD_BACK
             each.behind = 0 if held_back else max(0, next_ - each.last - 1)
             of_rank = each.rank is not None and each.weight not in ENDED
-            if of_rank and not is_last and each.behind < _MANY:
+            if of_rank and ((not is_last and each.behind < _MANY) or each.rank in named):
                 # Other ranks of its run ended long after it.
                 each.behind = 0
+            if STATUS.search(each.text):
+                named.add(each.rank)
+            elif each.uncaught:
+                named.discard(each.rank)
+            elif each.failure is not None and each.failure.known.name == "launch":
+                named.clear()
             if each.final or each.uncaught:
                 next_, size, is_last = each.line, each.order[1], False
 
@@ -336,6 +354,8 @@ class LogReader:
         if not message and not printed.frames:
             return
         failure, groups = printed.known
+        if not message and LAUNCHER.search(printed.text):
+            failure = _NOTICED
         self._add(
             Occurrence(
                 failure=failure,

@@ -464,10 +464,14 @@ def _not_understood(first: Occurrence, remarks: Sequence[Occurrence]) -> Finding
     """Return the finding of a failure that is not known."""
     failure = remarks[0].failure
     lines = dict.fromkeys(_printed(each) for each in (*remarks[:_SHOWN], *remarks[-_SHOWN:], first))
+    alone = all(name_of(each) == "nccl-warn" for each in (first, *remarks))
+    said = (
+        f"{first.failure.said(first.groups)}, and the log ends" if alone and first.failure else ""
+    )
     return Finding(
         code="DDP900",
-        severity=Severity.ERROR,
-        message=f"{_subject(first)} likely failed first; why is not understood",
+        severity=Severity.WARNING if alone else Severity.ERROR,
+        message=f"{_subject(first)} {said or 'likely failed first; why is not understood'}",
         ranks=() if first.rank is None else (first.rank,),
         evidence=tuple(lines),
         fix="" if failure is None else failure.fix,
@@ -484,6 +488,9 @@ def _facts(first: Occurrence, all_: Sequence[Occurrence]) -> Iterator[str]:
             f"all ranks that the log shows, 0 to {all_in_it[-1]}, timed out in it: none of them "
             "was late; a rank that the log does not show may have been"
         )
+    if not first.text:
+        said = [e for e in all_ if e.weight == Weight.REMARK and e.order < first.order]
+        yield from (f"before: {_printed(each)}" for each in said[-_SHOWN:])
     yield from _absent(first, all_)
     yield from _printed_before(first, [each for each in all_ if each.order < first.order])
     limits = (each for each in all_ if name_of(each) == "time-limit" and each.order > first.order)
@@ -493,8 +500,8 @@ def _facts(first: Occurrence, all_: Sequence[Occurrence]) -> Iterator[str]:
         yield f"it was raised while handling: {shortened(first.context)}"
     if first.interleaved:
         yield "tracebacks of several processes are mixed here: its line is not certain"
-    if first.failure is not None and "nccl" in first.text.lower():
-        warned = [each for each in all_ if name_of(each) == "nccl-warn"]
+    if first.weight != Weight.CAUSE or "nccl" in first.text.lower():
+        warned = [e for e in all_ if name_of(e) == "nccl-warn" and e.order < first.order]
         yield from (f"before: {_printed(each)}" for each in warned[:_SHOWN])
 
 

@@ -8,6 +8,17 @@ from ddpdoctor.failures.entry import Failure, Known, Page, Weight
 # -- Reports of NCCL and CUDA
 
 
+_LAST = r"(?:[\s\S]{0,999}?Last error: *\n?(?P<last>\S[^\n]{0,160}))?"
+"""NCCL's own words, which newer versions print behind the kind of the error."""
+
+_NEARER = (
+    *("infiniband-retries", "infiniband-port", "p2p-unusable", "nccl-connect", "nvlink-sharp"),
+    *("nccl-warns-of-cuda", "interface-missing", "ranks-alike", "libfabric"),
+)
+"""Warnings of NCCL that say more than the kind of its error."""
+
+_SHARED_REFUSED = r"Permission denied|No such file|not permitted|attaching to"
+
 NCCL = (
     Failure(
         Known("DDP203", "two-ranks-on-one-gpu", Weight.CAUSE, "NCCL 2.x init.cc"),
@@ -77,8 +88,23 @@ NCCL = (
             "Error while creating shared memory segment /dev/shm/nccl-6VbKGJ (size 9637888), error: No space left on device (28)",
             "node0:55:99 [1] misc/shmutils.cc:87 NCCL WARN Error: failed to extend /dev/shm/nccl-8e1g3s to 9637892 bytes",
         ),
+        unless=_SHARED_REFUSED,
         says="has no shared memory left for NCCL: /dev/shm is full or too small",
         fix="`df -h /dev/shm`; in docker start with --shm-size=8g or --ipc=host.",
+    ),
+    Failure(
+        Known("DDP005", "nccl-shared-memory-refused", Weight.CAUSE, "nccl#328, nccl#1589"),
+        r"shared memory segment (?:/dev/shm/)?nccl-[^\n]{0,200}error: (?P<why>(?!No space)[A-Z][\w ]+)"
+        r"|Call to shm_open failed ?: (?P<open>(?!No space)[\w ]+)"
+        r"|Error while attaching to shared memory",
+        says="cannot open the shared memory of a peer for NCCL[: {why}][: {open}]",
+        fix="Permission denied: `ls -ld /dev/shm` has to show drwxrwxrwt. No such file: the ranks of one "
+        "node see different /dev/shm, since each has its own container (--ipc=host), or the peer has "
+        "already ended. NCCL_SHM_DISABLE=1 as a test.",
+        examples=(
+            "node0:55:99 [0] misc/shmutils.cc:129 NCCL WARN Error while attaching to shared memory segment /dev/shm/nccl-ab12 (size 64), error: No such file or directory (2)",
+            "node0:55:99 [0] include/shm.h:27 NCCL WARN Call to shm_open failed : Permission denied",
+        ),
     ),
     Failure(
         Known("DDP006", "locked-memory", Weight.CAUSE, "nccl-tests#206"),
@@ -92,9 +118,8 @@ NCCL = (
     ),
     Failure(
         Known("DDP921", "nccl-connect", Weight.GENERIC, "nccl#388, nccl#697"),
-        r"NCCL WARN[^\n]{0,999}connect to (?P<address>\S+) returned [^,]+, "
-        r"(?:exceeded error retry|retrying)|NCCL WARN[^\n]{0,999}Call to connect[^\n]{0,999}"
-        r"(?:failed|timed out|refused)",
+        r"NCCL WARN[^\n]{0,999}[Cc]onnect to (?P<address>\S+) (?:returned|failed)"
+        r"|NCCL WARN[^\n]{0,999}Call to connect[^\n]{0,999}(?:failed|timed out|refused)",
         examples=(
             "node1:41:88 [1] misc/socket.cc:484 NCCL WARN connect to 172.18.0.3<43215> returned Connection timed out, exceeded error retry count after 34 attempts",
         ),
@@ -115,20 +140,13 @@ NCCL = (
     ),
     Failure(
         Known("DDP922", "nccl-system-error", Weight.GENERIC, "nccl#207"),
-        r"ncclSystemError:|unhandled system error",
+        r"(?:ncclSystemError:|unhandled system error)" + _LAST,
         examples=(
             "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:291, unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.19.3\nncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.",
             "torch.distributed.DistBackendError: NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:77, unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.27.3",
         ),
-        says="had a system call fail within NCCL",
-        yields_to=(
-            "infiniband-retries",
-            "infiniband-port",
-            "p2p-unusable",
-            "nccl-connect",
-            "nccl-warns-of-cuda",
-            "interface-missing",
-        ),
+        says="had a system call fail within NCCL[: {last}]",
+        yields_to=_NEARER,
         fix="A line with NCCL WARN names the socket, shared memory or verbs call that failed; without "
         "any, run again with NCCL_DEBUG=WARN.",
         page=Page(
@@ -144,19 +162,12 @@ NCCL = (
     ),
     Failure(
         Known("DDP923", "nccl-cuda-error", Weight.GENERIC, "NCCL documentation"),
-        r"ncclUnhandledCudaError:|unhandled cuda error",
+        r"(?:ncclUnhandledCudaError:|unhandled cuda error)" + _LAST,
         examples=(
             "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:291, unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.19.3\nncclUnhandledCudaError: Call to CUDA function failed.",
         ),
-        says="had a CUDA call fail within NCCL",
-        yields_to=(
-            "infiniband-retries",
-            "infiniband-port",
-            "p2p-unusable",
-            "nccl-connect",
-            "nccl-warns-of-cuda",
-            "interface-missing",
-        ),
+        says="had a CUDA call fail within NCCL[: {last}]",
+        yields_to=_NEARER,
         fix="Run again with NCCL_DEBUG=WARN; look at `dmesg | grep -i xid` and whether the driver "
         "is as new as torch's CUDA (`nvidia-smi`).",
         page=Page(
@@ -282,16 +293,9 @@ _FIRST = (
 NETWORK = (
     Failure(
         Known("DDP203", "invalid-usage", Weight.GENERIC, "NCCL 2.x"),
-        r"ncclInvalidUsage|NCCL error[^\n]{0,200}invalid usage",
-        says="used NCCL in a way that it refuses: mostly two ranks on one GPU",
-        yields_to=(
-            "infiniband-retries",
-            "infiniband-port",
-            "p2p-unusable",
-            "nccl-connect",
-            "nccl-warns-of-cuda",
-            "interface-missing",
-        ),
+        r"(?:ncclInvalidUsage|NCCL error[^\n]{0,200}invalid usage)" + _LAST,
+        says="used NCCL in a way that it refuses: [{last}; ]mostly two ranks on one GPU",
+        yields_to=_NEARER,
         fix='torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before anything touches CUDA; no more '
         "ranks than GPUs. Else " + _WARN[0].lower() + _WARN[1:],
         likely=True,
@@ -312,16 +316,9 @@ NETWORK = (
     ),
     Failure(
         Known("DDP924", "nccl-internal-error", Weight.GENERIC, "NCCL 2.x"),
-        r"ncclInternalError|NCCL error[^\n]{0,200}internal error|ncclInvalidArgument|NCCL error[^\n]{0,200}invalid argument",
-        says="had NCCL fail an internal check",
-        yields_to=(
-            "infiniband-retries",
-            "infiniband-port",
-            "p2p-unusable",
-            "nccl-connect",
-            "nccl-warns-of-cuda",
-            "interface-missing",
-        ),
+        r"(?:ncclInternalError|NCCL error[^\n]{0,200}internal error)" + _LAST,
+        says="had NCCL fail an internal check[: {last}]",
+        yields_to=_NEARER,
         fix=_WARN
         + " Often the network (NCCL_SOCKET_IFNAME, NCCL_IB_DISABLE=1 as a test), the topology "
         "of the container or VM (NCCL_P2P_DISABLE=1 as a test), or a bug: try another NCCL.",
@@ -338,6 +335,51 @@ NETWORK = (
             "Wrong: `torchrun train.py`, which prints the error alone.\n"
             "Right: `NCCL_DEBUG=WARN torchrun train.py`",
             "If a line of NCCL says what failed.",
+        ),
+    ),
+    Failure(
+        Known("DDP924", "nccl-invalid-argument", Weight.GENERIC, "NCCL 2.x"),
+        r"(?:ncclInvalidArgument|NCCL error[^\n]{0,200}invalid argument)" + _LAST,
+        says="passed an argument that NCCL refuses[: {last}]",
+        yields_to=_NEARER,
+        fix="NCCL_DEBUG=WARN names it. Mostly the tensor: on another GPU than the communicator, not "
+        "contiguous, of a dtype that this NCCL does not know; or a root rank outside of the group.",
+        examples=(
+            "RuntimeError: NCCL error in: ../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:1269, invalid argument, NCCL version 2.14.3",
+        ),
+    ),
+    Failure(
+        Known("DDP923", "nvlink-sharp", Weight.GENERIC, "NCCL nvls.cc; nccl#976, nccl#1672"),
+        r"nvls\.cc:\d+ (?:\([^)\n]{0,80}\) )?NCCL WARN (?P<what>\S[^\n]{0,120})|NVLink SHARP \(NVLS\)[^\n]{0,120}"
+        r"(?:CUDA error|Cuda failure) (?P<error>\d+ ?'[^'\n]{1,80}')|(?:CUDA error|Cuda failure) 802\b",
+        says="cannot use NVLink SHARP (NVLS)[: {what}][: {error}]",
+        fix="Mostly the node's fabric manager, restarted without a reset of its GPUs: `systemctl status "
+        "nvidia-fabricmanager`, `nvidia-smi -q | grep -A2 Fabric`, reboot the node. NCCL_NVLS_ENABLE=0 "
+        "does without it.",
+        examples=(
+            "node1:77:77 [0] transport/nvls.cc:254 NCCL WARN Cuda failure 1 'invalid argument'",
+            "Last error:\nFailed to bind NVLink SHARP (NVLS) Multicast memory of size 64 : CUDA error 401 'not in this state'",
+        ),
+    ),
+    Failure(
+        Known("DDP001", "ranks-alike", Weight.GENERIC, "NCCL bootstrap.cc"),
+        r"rank (?P<rank>\d+) of (?P<all>\d+) ranks has already checked in|mismatch in rank count from procs",
+        says="came to NCCL twice: two processes have the same rank",
+        fix="Each node needs its own --node-rank, and each task of srun its own RANK (SLURM_PROCID inside "
+        "of the task); see for a second copy of the job that uses the same MASTER_ADDR and MASTER_PORT.",
+        examples=(
+            "node1:41:88 [0] bootstrap.cc:140 NCCL WARN Bootstrap Root : rank 1 of 8 ranks has already checked in",
+        ),
+    ),
+    Failure(
+        Known("DDP915", "libfabric", Weight.GENERIC, "aws-ofi-nccl"),
+        r"NET/OFI (?P<what>(?:Request \S+ completed with error|Unable to (?:register|create|open|get|insert)|Couldn't)[^\n]{0,90})",
+        says="had a transfer over EFA or another libfabric network fail: {what}",
+        fix="See whether the peer ended first. If not: the security group has to allow all traffic "
+        "within itself, `ulimit -l` be unlimited, the container's memory limit and huge pages be large "
+        "enough, and aws-ofi-nccl fit the EFA driver. FI_LOG_LEVEL=warn says more.",
+        examples=(
+            "node1:199:263 [2] process_err_completion:1562 NCCL WARN NET/OFI Request 0x7f08 completed with error. RC: 5.",
         ),
     ),
     Failure(
@@ -397,7 +439,7 @@ NETWORK = (
     Failure(
         Known("DDP921", "p2p-unusable", Weight.GENERIC, "NCCL p2p.cc; pytorch#53395"),
         r"Could not enable P2P between dev|[Pp]eer access is not supported|P2P is disabled between|peer mapping resources exhausted"
-        r"|cuIpc\w+ failed|failed to open CUDA IPC handle|Cuda failure '?invalid (?:resource handle|argument)"
+        r"|cuIpc\w+ failed|failed to open CUDA IPC handle"
         r"|pidfd_open[^\n]{0,60}not permitted|Could not find (?:NVLink|real path)|unable to open real path",
         says="cannot reach the other GPUs of its node directly",
         fix="As a test NCCL_P2P_DISABLE=1 (then NCCL_CUMEM_ENABLE=0). In VMs and containers: --ipc=host, "
@@ -407,8 +449,20 @@ NETWORK = (
         ),
     ),
     Failure(
+        Known("DDP921", "exchange-broken", Weight.CAUSE, "1.13 to 2.13"),
+        r"Rank (?P<one>\d+) has (?P<many>\d+) params, while rank (?P<peer>\d+) has inconsistent 0 params",
+        says="got zeros in place of what rank {peer} sent: the exchange between them is broken, not the "
+        "model",
+        likely=True,
+        fix="As a test NCCL_P2P_DISABLE=1; if that helps, turn off ACS and IOMMU in the BIOS or the VM. "
+        "Else see whether rank {peer} ended, or started with other arguments or another torch.",
+        examples=(
+            "RuntimeError: DDP expects same model across all ranks, but Rank 0 has 4 params, while rank 1 has inconsistent 0 params.",
+        ),
+    ),
+    Failure(
         Known("DDP923", "nccl-warns-of-cuda", Weight.GENERIC, "NCCL 2.x"),
-        r"NCCL WARN Cuda failure (?:\d+ )?'(?!out of memory)(?P<what>[^'\n]{1,80})'",
+        r"NCCL WARN Cuda failure (?:\d+ )?'(?!out of memory|peer access)(?P<what>[^'\n]{1,80})'",
         says="had a CUDA call fail within NCCL: {what}",
         fix="Look at `dmesg | grep -i xid`, whether the driver is as new as torch's CUDA "
         "(`nvidia-smi`), and for an earlier CUDA error of that rank.",
@@ -461,10 +515,14 @@ NETWORK = (
         ),
     ),
     Failure(
-        Known("DDP924", "nccl-warn", Weight.FACT, "NCCL 2.x"),
+        Known("DDP924", "nccl-warn", Weight.REMARK, "NCCL 2.x"),
         r"NCCL WARN (?P<text>\S[^\n]{0,300})",
         says="warned: {text}",
-        fix="",
+        fix="See whether the job failed, and what the other ranks print. NCCL_DEBUG=INFO of every rank "
+        "shows what led to it.",
+        # NCCL goes on after them.
+        unless=r"iommu=pt|NUMA (?:auto )?balancing|[Mm]issing \"|may be hanging|(?i:fall(?:ing)? ?back)"
+        r"|libibverbs|[Pp]lugin|MSCCL|not (?:found|set|supported)[^\n]{0,20}(?:using|default|ignor)|ignor(?:ed|ing)",
         examples=("node3:77:101 [2] NCCL WARN Some words that only a later NCCL says",),
     ),
 )
