@@ -13,7 +13,7 @@ _RAISED = (
     "Traceback (most recent call last):\n"
     '  File "/job/train.py", line 7, in <module>\n'
     "    dist.barrier()\n"
-    "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:9, {kind}, NCCL version 2.29.3\n"
+    "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:9, {kind}, NCCL version 2\n"
     "{name}: Something failed.\n"
     "Last error:\n"
     "{last}\n"
@@ -114,21 +114,18 @@ def test_the_last_error_decides(code: str, kind: str, name: str, last: str, said
 def test_shared_memory_that_cannot_be_opened_is_not_full() -> None:
     warned = (
         "h7:31:90 [0] a.cc:1 NCCL WARN Call to shm_open failed : Permission denied\n"
-        "h7:31:90 [0] a.cc:2 NCCL WARN Error while creating shared memory segment nccl-shm-r (size 9)\n"
+        "h7:31:90 [0] a.cc:2 NCCL WARN Error while creating shared memory segment nccl-shm-r\n"
     )
     found = one(warned + _HOW)
     assert found.code == "DDP005"
     assert "Permission denied" in found.message and "full" not in found.message
 
 
-def test_no_parameters_on_a_peer_means_a_broken_exchange() -> None:
+@pytest.mark.parametrize(("has", "code"), [(0, "DDP921"), (10, "DDP707")])
+def test_no_parameters_on_a_peer_means_a_broken_exchange(has: int, code: str) -> None:
     found = one(
-        "RuntimeError: DDP expects same model across all ranks, but Rank 2 has 9 params, while rank 0 "
-        "has inconsistent 0 params.\n"
+        "RuntimeError: DDP expects same model across all ranks, but Rank 2 has 9 params, "
+        f"while rank 0 has inconsistent {has} params.\n"
     )
-    assert found.code == "DDP921" and "NCCL_P2P_DISABLE" in found.fix
-    found = one(
-        "RuntimeError: DDP expects same model across all ranks, but Rank 2 has 9 params, while rank 0 "
-        "has inconsistent 10 params.\n"
-    )
-    assert found.code == "DDP707"
+    assert found.code == code
+    assert ("NCCL_P2P_DISABLE" in found.fix) == (has == 0)

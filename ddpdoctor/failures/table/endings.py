@@ -244,12 +244,12 @@ ENDINGS = (
     ),
     Failure(
         Known("DDP907", "nccl-timeout", Weight.SYMPTOM, "2.x; pytorch#118369"),
-        r"Watchdog caught collective operation timeout: WorkNCCL\((?:SeqNum=(?P<seq>\d+), )?"
-        r"OpType=(?P<op>\w+)(?:[^\n]{0,999}?ran for (?P<ms>\d+) milliseconds)?",
+        r"Watchdog caught collective operation timeout: WorkNCCL\("
+        r"(?:SeqNum=(?P<seq>\d+),? ?)?(?:OpType=(?P<op>\w+))?(?:[^\n]{0,999}?ran for (?P<ms>\d+) milliseconds)?",
         examples=(
             "[E1122 10:30:21.207 ProcessGroupNCCL.cpp:616] [Rank 2] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=9, OpType=ALLREDUCE, NumelIn=64, NumelOut=64, Timeout(ms)=600000) ran for 600028 milliseconds before timing out.",
         ),
-        says="waited[ {ms} ms] in {op}[ #{seq}], which did not complete",
+        says="waited[ {ms} ms] in[ {op}][ #{seq}], which did not complete",
         yields_to=("collectives-differ", "absent-from-barrier"),
         fix="Compare the numbers of all ranks: the rank with a smaller one, or none, did not come; see "
         "its output. If all have the same one, a link or a GPU failed: see `dmesg` for Xid, set "

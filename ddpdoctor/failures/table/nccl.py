@@ -494,7 +494,8 @@ NETWORK = (
     ),
     Failure(
         Known("DDP907", "timed-out-elsewhere", Weight.CONSEQUENCE, "2.2 to 2.13"),
-        r"Received a (?:dump signal due to a collective timeout|timeout signal) from (?:this local )?rank ?(?P<first>\d+)?"
+        r"Received a (?:dump signal due to a collective timeout|timeout signal) from (?:this local )? ?rank ?(?P<first>\d+)?"
+        r"(?:[^\n]{0,200}?[Ll]ast enqueued (?:NCCL )?work: (?P<enqueued>-?\d+))?"
         r"|Observed flight recorder dump signal from another rank|Some NCCL operations have failed or timed out"
         r"|To avoid data inconsistency, we are taking the entire process down",
         says="ended since a collective had failed or timed out[, first on rank {first}]",
@@ -507,6 +508,7 @@ NETWORK = (
     ),
     Failure(
         Known("DDP907", "nccl-progress", Weight.FACT, "2.2 to 2.13"),
+        r"(?:\bat (?:NCCL )?work(?: sequence id)?: (?P<at>\d+)[^\n]{0,20}?)?"
         r"last enqueued (?:NCCL )?work: (?P<enqueued>-?\d+), last completed (?:NCCL )?work: (?P<completed>-?\d+)",
         says="had enqueued collective #{enqueued} and completed #{completed}",
         fix="",
