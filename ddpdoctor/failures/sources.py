@@ -140,6 +140,8 @@ def recoded(chunks: Iterator[bytes]) -> Iterator[bytes]:
         coding = "utf-16"
     elif first[1:40:2].count(0) > 15 and not first[:40:2].count(0):
         coding = "utf-16-le"
+    elif first[:40:2].count(0) > 15 and not first[1:40:2].count(0):
+        coding = "utf-16-be"
     else:
         yield first.removeprefix(codecs.BOM_UTF8)
         yield from chunks

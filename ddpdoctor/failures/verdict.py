@@ -189,7 +189,10 @@ def found_in(occurrences: Sequence[Occurrence]) -> tuple[list[Occurrence], bool]
     if causes := _without_warnings(causes):
         before = _raised_before(causes[0], occurrences)
         return _ordered(before or causes), not before
-    lost = _ending(occurrences, Weight.STOPPED, Weight.BARE, Weight.CONSEQUENCE)
+    # A traceback without its end says less than a lost peer.
+    uncut = [each for each in occurrences if each.text]
+    lost = _ending(uncut, Weight.STOPPED, Weight.BARE, Weight.CONSEQUENCE)
+    lost = lost or _ending(occurrences, Weight.BARE)
     unsure = [each for each in occurrences if _is_unsure(each) and not (each.mention and lost)]
     if unsure:
         return _ordered(unsure)[-1:], False
@@ -495,8 +498,8 @@ def _not_understood(first: Occurrence, remarks: Sequence[Occurrence]) -> Finding
 
 
 _RECORD = (
-    "To know more, run it with TORCH_FR_BUFFER_SIZE=2000 (before torch 2.8 TORCH_NCCL_TRACE_BUFFER_SIZE), "
-    "TORCH_NCCL_DUMP_ON_TIMEOUT=1 and TORCH_FR_DUMP_TEMP_FILE=/shared/fr_ (before 2.9 "
+    "To know more, run it with TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1 "
+    "TORCH_FR_DUMP_TEMP_FILE=/shared/fr_ (before torch 2.8 TORCH_NCCL_TRACE_BUFFER_SIZE, before 2.9 "
     "TORCH_NCCL_DEBUG_INFO_TEMP_FILE): `ddpdoctor report --flight /shared` names rank and line."
 )
 _DUMPED = (

@@ -93,6 +93,18 @@ SCHEDULING = (
         ),
     ),
     Failure(
+        # Ray starts the work again, perhaps.
+        Known("DDP903", "raylet-out-of-memory", Weight.GENERIC, "Ray 2"),
+        r"\(tasks / actors\) killed due to memory pressure|due to the node running low on memory",
+        says="had workers killed by Ray, since its node ran out of host memory",
+        fix="Fewer or smaller workers on a node (num_cpus, resources_per_worker, DataLoader workers), or "
+        "larger nodes. RAY_memory_usage_threshold is the limit; `ray memory` shows what fills the object "
+        "store.",
+        examples=(
+            "(raylet) node_manager.cc:3069: 1 Workers (tasks / actors) killed due to memory pressure (OOM), 0 Workers crashed, an error",
+        ),
+    ),
+    Failure(
         Known("DDP960", "command-not-found", Weight.CAUSE, "Slurm, shells, containers"),
         r"execve\(\): (?P<command>\S+): (?P<why>[^\n]{1,60})|executable file not found in \$PATH|can't open file '(?P<file>[^'\n]{1,120})': \[Errno 2\]"
         r"|env: (?P<env>\S+): No such file or directory"
@@ -142,6 +154,21 @@ SCHEDULING = (
         examples=(
             "nvidia-container-cli: initialization error: nvml error: driver not loaded",
             "slurmstepd: error: pyxis: container start failed with error code: 1",
+        ),
+    ),
+    Failure(
+        Known("DDP960", "pod-not-started", Weight.SYMPTOM, "Kubernetes"),
+        r"FailedScheduling\b[^\n]{0,120}?(?P<nodes>\d+/\d+ nodes are available[^\n]{0,120})"
+        r"|Failed to pull image \"?(?P<image>[^\s\"]{1,120})|(?:Err)?ImagePull(?:BackOff)?\b|FailedMount\b[^\n]{0,120}?(?P<mount>MountVolume[^\n]{0,90})"
+        r"|FailedCreatePodSandBox",
+        says="has a pod that could not start[: {nodes}][: no image {image}][: {mount}]",
+        fix="`kubectl describe pod` and `kubectl get nodes -o wide`: free GPUs (nvidia.com/gpu), taints and "
+        "affinity, the image's name and pull secret, the volumes. The other ranks wait for it.",
+        severity=Severity.WARNING,
+        likely=True,
+        yields_to=("launch",),
+        examples=(
+            "  Warning  FailedScheduling  35s  default-scheduler  0/12 nodes are available: 4 Insufficient nvidia.com/gpu.",
         ),
     ),
     Failure(
@@ -214,7 +241,7 @@ SCHEDULING = (
         fix="The cause is the task that ended first: its exit code stands before, its output in its "
         "own file (srun --output=%x-%t.log).",
         examples=("srun: error: node3: task 5: Terminated",),
-        yields_to=("exit-status-1",),
+        yields_to=("exit-status-1", "process-failed"),
     ),
 )
 
@@ -472,7 +499,7 @@ WRAPPERS = (
         r"|\b(?P<shell>[Ss]egmentation fault|[Bb]us error|Illegal instruction|Floating point exception|Trace/breakpoint trap)"
         r"\b[^\n]{0,40}(?:core dumped|$)|^\w*sh: (?P<zsh>segmentation fault|bus error)\b|SIGSEGV, segmentation fault occurred"
         r"|(?:rank (?P<rank>\d+) died from|KILLED BY|terminated (?:with|by)|termination \() ?[Ss](?:ignal|IGNAL):? (?:11|7|8|4|SIG(?:SEGV|BUS|FPE|ILL))\b"
-        r"|[Ee]xit(?:ed with)? (?:exit )?[Cc]ode:? (?:139|135|-11)\b|exited on signal (?:11|7|8|4)\b"
+        r"|(?:\b[Rr]ank (?P<task>\d+) crashed with )?[Ee]xit(?:ed with)? (?:exit )?[Cc]ode:? (?:13[2569]|-(?:11|7|8|4))\b|exited on signal (?:11|7|8|4)\b"
         r"|\*\*\* Process received signal|Caught signal 11|Segfault encountered",
         says="crashed in native code[ with {name}][: {fatal}][: {shell}][: {zsh}]",
         fix="Run with PYTHONFAULTHANDLER=1 to see the Python line; suspect extensions, and libraries "
@@ -522,6 +549,7 @@ WRAPPERS = (
         r"|Child process \S+ (?:exited|failed)"
         r"|^papermill\.exceptions\.|CrashLoopBackOff|BackOff|process \d+ terminated with exit code [1-9]|failed \(exitcode: 1\)|Worker group failed"
         r"|exit status [1-9]\d*\b|The main process exited with|\bFAILED(?: \(exitcode:? ?[1-9]\d*\)| *$)"
+        r"|Error for Training job [^\n]{0,200}Failed|AlgorithmError: |ExecuteUserScriptError"
         r"|CHILD PROCESS FAILED WITH NO ERROR_FILE|^\[\d+\][+-]? +Exit [1-9]",
         says="failed, as its launcher noticed",
         fix=_OWN_LOG,
@@ -547,7 +575,8 @@ WRAPPERS = (
     Failure(
         Known("DDP900", "launch", Weight.FACT, "any"),
         r"Setting OMP_NUM_THREADS environment variable for each process to be|nohup: ignoring input"
-        r"|The following values were not passed to `accelerate launch`|\[runner\.py:\d+:main\] cmd = ",
+        r"|The following values were not passed to `accelerate launch`|\[runner\.py:\d+:main\] cmd = "
+        r"|Successfully assigned \S+ to |kubelet +Started container",
         says="was started",
         fix="",
         examples=(
@@ -564,7 +593,7 @@ WRAPPERS = (
         r"|INTERNAL ASSERT FAILED at|terminate called after throwing|^\s*what\(\):|Fatal Python error"
         r"|^(?:\w+\.)*[A-Z]\w*(?:Error|Exception)\(['\"]|^Error executing job|^Error in sys\.excepthook|Lmod has detected the foll"
         r"|^(?:\w+ )?(?:[Tt]raining|[Jj]ob|[Rr]un|[Ee]xperiment)(?: job)?(?: \S+)? (?:has )?(?:failed|aborted|crashed)\b"
-        r"|\b(?:[Ll]oss|LOSS) is (?:nan|NaN|NAN|[Ii]nf\w*)\b|^libc\+\+abi: terminating|process exited unexpectedly|panicked at |PBS: job killed: "
+        r"|\bNaN (?:detected|found|encountered)[^\n]{0,60}(?:abort|stop|exit|terminat)|^Exception has occurred: |\b(?:[Ll]oss|LOSS) is (?:nan|NaN|NAN|[Ii]nf\w*)\b|^libc\+\+abi: terminating|process exited unexpectedly|panicked at |PBS: job killed: "
         r"|\[E[^\]\n]{0,60}\.cpp:\d+\] (?![^\n]{0,200}enqueued)|^Traceback \(most[^)\n]{0,20}$|^bind: Address already in use",
         says="failed",
         fix="Collect the whole output of every rank, " + _OWN_LOG[0].lower() + _OWN_LOG[1:],

@@ -230,6 +230,7 @@ FRAMEWORKS = (
         Known("DDP902", "ray-worker-died", Weight.GENERIC, "Ray 2"),
         r"ray\.exceptions\.(?:RayActorError|ActorDiedError|ActorUnavailableError|WorkerCrashedError|NodeDiedError)"
         r"|worker died or was killed (?:while executing a task )?by an unexpected system error",
+        yields_to=("raylet-out-of-memory",),
         says="lost a Ray worker, which died without an exception",
         fix="Mostly the out-of-memory killer: see `dmesg`, /tmp/ray/session_latest/logs (the worker's "
         ".err file, raylet.out), and `ray status` for a node that went away.",

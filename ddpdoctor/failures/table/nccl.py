@@ -428,7 +428,7 @@ NETWORK = (
     Failure(
         Known("DDP907", "nccl-peer-gone", Weight.CONSEQUENCE, "NCCL socket.cc"),
         r"Call to (?:recv|send|read|write|recvmsg)\b[^\n]{0,120}failed|Connection closed by remote peer|Net : Connection closed"
-        r"|socket(?:Progress|PollConnect|TryAccept)[^\n]{0,99}(?:closed|returned)|Failed to connect to peer",
+        r"|socket(?:Progress|PollConnect|TryAccept)[^\n]{0,99}(?:closed|returned)(?![^\n]{0,99}retrying)|Failed to connect to peer",
         says="lost its connection to a peer in NCCL",
         fix=_FIRST,
         examples=(

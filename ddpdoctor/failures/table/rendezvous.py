@@ -17,6 +17,26 @@ LEAVING = r"has failed to (?:send a keep-alive heartbeat|shutdown the rendezvous
 
 RENDEZVOUS = (
     Failure(
+        Known("DDP964", "no-libuv", Weight.CAUSE, "2.4 to 2.13 on Windows; pytorch#139990"),
+        r"use_libuv was requested but PyTorch was buil[dt] without",
+        says="asked for a store with libuv, which this torch was built without",
+        fix="Set USE_LIBUV=0 in the environment of torchrun and of the script; or run it in WSL or on Linux.",
+        examples=(
+            "RuntimeError: use_libuv was requested but PyTorch was build without libuv support",
+        ),
+        page=Page(
+            "torch's store needs libuv, which this build does not have.",
+            'torch\'s exception "use_libuv was requested but PyTorch was built without libuv support".',
+            "From 2.4 on, torchrun and init_process_group choose the libuv store; torch for Windows has "
+            "only the older one.",
+            "Set `USE_LIBUV=0`, or add `?use_libuv=0` to a tcp:// address.",
+            "Wrong: `torchrun train.py` on Windows.\n"
+            "Right: `set USE_LIBUV=0` before it. If torchrun itself still fails: `python train.py` with "
+            "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set.",
+            "On Linux.",
+        ),
+    ),
+    Failure(
         Known("DDP002", "port-in-use", Weight.CAUSE, "1.13, 2.6, 2.13; pytorch#73320"),
         r"Error: (?:\[[^\n]{0,999})?The server socket has failed to listen"
         r"(?:[^\n]{0,999}?(?:port: |\]:)(?P<port>\d+))?",
@@ -374,7 +394,7 @@ STORES = (
     Failure(
         Known("DDP919", "store-wait", Weight.SYMPTOM, "1.7 to 2.13"),
         r"(?:Error|Exception|what\(\)): [^\n]{0,200}Socket Timeout|Timeout waiting for key: (?P<key>\S+)"
-        r"|Wait timeout$|FileStore[^\n]{0,200}[Tt]ime",
+        r"|waitForInput: socket [^\n]{0,400}timed out after \d+|Wait timeout$|FileStore[^\n]{0,200}[Tt]ime",
         says="waited in vain for what another rank should write to the store[ ({key})]",
         yields_to=("nccl-id-missing",),
         fix="Another rank is late, ended, or never started: see the other ranks' output. With "

@@ -129,9 +129,13 @@ RESOURCES = (
     Failure(
         Known("DDP931", "worker-killed", Weight.CAUSE, "1.13, 2.6, 2.13"),
         r"DataLoader worker \(pid(?:\(s\))? (?P<pid>[\d, ]+)\) "
-        r"(?:is killed by signal: (?!Terminated|Aborted)(?P<signal>[\w ]+)|exited unexpectedly)",
-        examples=("RuntimeError: DataLoader worker (pid(s) 13823, 13824) exited unexpectedly",),
-        says="lost a DataLoader worker (pid {pid})[, killed by signal {signal}]",
+        r"(?:is killed by signal: (?!Terminated|Aborted)(?P<signal>[\w ]+)|exited unexpectedly)"
+        r"|Unexpected (?P<fault>segmentation fault|floating-point exception) encountered in worker",
+        examples=(
+            "RuntimeError: DataLoader worker (pid(s) 13823, 13824) exited unexpectedly",
+            "ERROR: Unexpected segmentation fault encountered in worker.",
+        ),
+        says="lost a DataLoader worker[ (pid {pid})][, killed by signal {signal}][ by a {fault}]",
         fix="Killed: most likely the out-of-memory killer (dmesg); use fewer workers, and keep no "
         "large Python lists in the dataset. Otherwise a native library crashed in the worker: try "
         "num_workers=0.",
@@ -493,6 +497,7 @@ CUDA = (
         r"undefined symbol: (?P<symbol>\w{1,60})|version [`'](?P<version>\w+_[\d.]+)' not found"
         r"|(?:cannot open shared object file|libcud\w+\.so[^\n]{0,40}: cannot open)"
         r"|operator torchvision::nms does not exist|symbol lookup error"
+        r"|CUDA SETUP: CUDA detection failed|CUDA Setup failed despite"
         r"|requires (?:PyTorch|torch) ?(?P<needed>[<>=]=? ?[\d.]+)",
         # libibverbs tries the drivers of all network cards.
         unless=r"libibverbs: Warning",

@@ -80,10 +80,13 @@ SCRIPT = (
     Failure(
         Known("DDP305", "unused-parameters", Weight.CAUSE, "1.13, 2.6, 2.13; pytorch#83074"),
         r"Expected to have finished reduction in the prior iteration"
-        r"(?![^\n]{0,160}training graph has changed)" + _WITHOUT,
+        r"(?![^\n]{0,160}training graph has changed)"
+        + _WITHOUT
+        + r"|LightningModule has parameters that were not used in producing the loss",
         says="has parameters that got no gradient in the last backward[: {names}][: number {indices}]",
         examples=(
             "RuntimeError: Expected to have finished reduction in the prior iteration before starting a new one. This error indicates that your module has parameters that were not used in producing loss.",
+            "RuntimeError: It looks like your LightningModule has parameters that were not used in producing the loss returned by training_step.",
         ),
         fix="Use them in the loss, freeze them before DDP(...), or set "
         "find_unused_parameters=True; `ddpdoctor run` names them.",
@@ -130,6 +133,26 @@ SCRIPT = (
         ),
         fix="Drop find_unused_parameters=True: it walks the graph in every step.",
         severity=Severity.INFO,
+    ),
+    Failure(
+        Known("DDP332", "gradient-strides", Weight.NOTE, "1.7 to 2.13"),
+        r"Grad strides do not match bucket view strides",
+        says="has gradients of another memory layout than DDP's buckets, and copies them in every step",
+        severity=Severity.INFO,
+        fix="Nothing is wrong. To save the copies: model.to(memory_format=torch.channels_last) before DDP, "
+        "not after; a .contiguous() behind a transpose or a slice of a 1x1 convolution's input.",
+        examples=(
+            "[W reducer.cpp:320] Warning: Grad strides do not match bucket view strides. This is not an error, but may impair performance.",
+        ),
+        page=Page(
+            "Gradients have another memory layout than DDP's buckets.",
+            'torch\'s warning "Grad strides do not match bucket view strides".',
+            "DDP copies each such gradient into its bucket and back. Results do not change.",
+            "Choose the memory format before DDP is built, and keep it in forward.",
+            "Wrong: `DDP(model)` and then `model.to(memory_format=torch.channels_last)`\n"
+            "Right: `DDP(model.to(memory_format=torch.channels_last))`",
+            "Where the layouts are equal.",
+        ),
     ),
     Failure(
         Known("DDP707", "models-differ", Weight.CAUSE, "1.13, 2.6, 2.13"),
@@ -223,11 +246,14 @@ SCRIPT = (
     ),
     Failure(
         Known("DDP001", "environment-missing", Weight.CAUSE, "1.13, 2.6, 2.13"),
-        r"rendezvous: environment variable (?P<name>\w+) expected, but not set",
+        r"rendezvous: environment variable (?P<name>\w+) expected, but not set"
+        r"|(?m:^KeyError: '?(?P<key>(?:LOCAL_|GROUP_|NODE_|ROLE_)?RANK|(?:LOCAL_)?WORLD_SIZE|MASTER_(?:ADDR|PORT)"
+        r"|(?:SLURM|OMPI_COMM_WORLD|PMIX?|MV2_COMM_WORLD)_\w+)(?!\w))",
         examples=(
             "ValueError: Error initializing torch.distributed using env:// rendezvous: environment variable RANK expected, but not set",
+            "KeyError: 'LOCAL_RANK'",
         ),
-        says="was not started by a launcher: {name} is not set",
+        says="was not started by a launcher that sets [{name}][{key}]",
         fix="Start it with torchrun (or ddpdoctor run), or let the script do without a process "
         "group when it runs alone.",
         page=Page(
