@@ -193,21 +193,15 @@ class LogReader:
         goes_on = end and (self._number > end.last + _MANY or self._goes_on(end))
         next_ = self._number if goes_on else 0
         size, is_last = self._offset, True
-        named = set[int | None]()  # Ranks whose end a launcher reports later in the same run
+        named = _named_later(found)
         for each in reversed(found):
             behind = size - each.order[1] - len(each.traceback)
             held_back = _may_hold_back(each) and behind < _HELD_BACK
             each.behind = 0 if held_back else max(0, next_ - each.last - 1)
             of_rank = each.rank is not None and each.weight not in ENDED
-            if of_rank and ((not is_last and each.behind < _MANY) or each.rank in named):
+            if of_rank and ((not is_last and each.behind < _MANY) or id(each) in named):
                 # Other ranks of its run ended long after it.
                 each.behind = 0
-            if STATUS.search(each.text):
-                named.add(each.rank)
-            elif each.uncaught:
-                named.discard(each.rank)
-            elif each.failure is not None and each.failure.known.name == "launch":
-                named.clear()
             if each.final or each.uncaught:
                 next_, size, is_last = each.line, each.order[1], False
 
@@ -440,6 +434,20 @@ def read(source: str, chunks: Iterable[bytes], place: int = 0) -> list[Occurrenc
     for chunk in chunks:
         reader.feed(chunk)
     return reader.close()
+
+
+def _named_later(found: Sequence[Occurrence]) -> set[int]:
+    """Return the ids of exceptions whose rank a launcher reports later in the same run."""
+    later, ranks = set[int](), set[int | None]()
+    for each in reversed(found):
+        if STATUS.search(each.text):
+            ranks.add(each.rank)
+        elif each.uncaught and each.rank in ranks:
+            later.add(id(each))
+            ranks.remove(each.rank)
+        elif each.failure is not None and each.failure.known.name == "launch":
+            ranks.clear()
+    return later
 
 
 def _may_hold_back(occurrence: Occurrence) -> bool:

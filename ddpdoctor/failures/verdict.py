@@ -189,10 +189,7 @@ def found_in(occurrences: Sequence[Occurrence]) -> tuple[list[Occurrence], bool]
     if causes := _without_warnings(causes):
         before = _raised_before(causes[0], occurrences)
         return _ordered(before or causes), not before
-    # A traceback without its end says less than a lost peer.
-    uncut = [each for each in occurrences if each.text]
-    lost = _ending(uncut, Weight.STOPPED, Weight.BARE, Weight.CONSEQUENCE)
-    lost = lost or _ending(occurrences, Weight.BARE)
+    lost = _lost(occurrences)
     unsure = [each for each in occurrences if _is_unsure(each) and not (each.mention and lost)]
     if unsure:
         return _ordered(unsure)[-1:], False
@@ -228,6 +225,14 @@ def _ending(occurrences: Sequence[Occurrence], *weights: Weight) -> list[Occurre
     """Return what ended a process, of the first of these weights that occurs."""
     found = ([e for e in occurrences if e.weight == weight and e.final] for weight in weights)
     return next((each for each in found if each), [])
+
+
+def _lost(occurrences: Sequence[Occurrence]) -> list[Occurrence]:
+    """Return what followed from an unknown cause, or may have been only logged."""
+    # A traceback without its end says less than a lost peer.
+    uncut = [each for each in occurrences if each.text]
+    lost = _ending(uncut, Weight.STOPPED, Weight.BARE, Weight.CONSEQUENCE)
+    return lost or _ending(occurrences, Weight.BARE)
 
 
 def _raised_before(first: Occurrence, all_: Sequence[Occurrence]) -> list[Occurrence]:
@@ -499,7 +504,7 @@ def _not_understood(first: Occurrence, remarks: Sequence[Occurrence]) -> Finding
 
 _RECORD = (
     "To know more, run it with TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1 "
-    "TORCH_FR_DUMP_TEMP_FILE=/shared/fr_ (before torch 2.8 TORCH_NCCL_TRACE_BUFFER_SIZE, before 2.9 "
+    "TORCH_FR_DUMP_TEMP_FILE=/shared/fr_ (before 2.8 TORCH_NCCL_TRACE_BUFFER_SIZE, before 2.9 "
     "TORCH_NCCL_DEBUG_INFO_TEMP_FILE): `ddpdoctor report --flight /shared` names rank and line."
 )
 _DUMPED = (
@@ -547,9 +552,6 @@ def _facts(first: Occurrence, all_: Sequence[Occurrence]) -> Iterator[str]:
             f"all ranks that the log shows, 0 to {all_in_it[-1]}, timed out in it: none of them "
             "was late; a rank that the log does not show may have been"
         )
-    if not first.text:
-        said = [e for e in all_ if e.weight == Weight.REMARK and e.order < first.order]
-        yield from (f"before: {_printed(each)}" for each in said[-_SHOWN:])
     yield from _absent(first, all_)
     yield from _printed_before(first, [each for each in all_ if each.order < first.order])
     limits = (each for each in all_ if name_of(each) == "time-limit" and each.order > first.order)
@@ -559,9 +561,17 @@ def _facts(first: Occurrence, all_: Sequence[Occurrence]) -> Iterator[str]:
         yield f"it was raised while handling: {shortened(first.context)}"
     if first.interleaved:
         yield "tracebacks of several processes are mixed here: its line is not certain"
-    if first.weight != Weight.CAUSE or "nccl" in first.text.lower():
-        warned = [e for e in all_ if name_of(e) == "nccl-warn" and e.order < first.order]
-        yield from (f"before: {_printed(each)}" for each in warned[:_SHOWN])
+    yield from _warned(first, [each for each in all_ if each.order < first.order])
+
+
+def _warned(first: Occurrence, before: Sequence[Occurrence]) -> Iterator[str]:
+    """Return earlier warnings that may explain it: the first ones of NCCL, or the last of any."""
+    shown = []
+    if not first.text:
+        shown = [each for each in before if each.weight == Weight.REMARK][-_SHOWN:]
+    elif first.weight != Weight.CAUSE or "nccl" in first.text.lower():
+        shown = [each for each in before if name_of(each) == "nccl-warn"][:_SHOWN]
+    yield from (f"before: {_printed(each)}" for each in shown)
 
 
 def _printed_before(first: Occurrence, before: Sequence[Occurrence]) -> Iterator[str]:
