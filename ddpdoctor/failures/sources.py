@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import codecs
 import contextlib
+import fnmatch
 import gzip
 import importlib
 import io
@@ -189,21 +190,24 @@ def logs(names: Sequence[str]) -> list[str]:
         if name == "-" or (path.exists() and not path.is_dir()):
             found.append(name)
         elif path.is_dir():
-            inside = sorted({str(each) for each in _inside(path)})
-            if not inside:
+            within = sorted(map(str, inside(path)))
+            if not within:
                 raise DoctorError(f"{name} has no log files ({', '.join(_NAMES)})", _HINT)
-            found += inside[:_MAX_LOGS]
+            found += within[:_MAX_LOGS]
         else:
             raise DoctorError(f"no such file: {name}", _HINT)
     return list(dict.fromkeys(found))
 
 
-def _inside(folder: Path) -> Iterator[Path]:
+def inside(folder: Path) -> Iterator[Path]:
     """Yield the logs of a directory: regular files only, since it may contain anything."""
-    for pattern in _NAMES:
-        for path in folder.rglob(pattern):
+    named = re.compile("|".join(map(fnmatch.translate, _NAMES)))
+    for root, _, files in os.walk(folder):
+        for name in files:
+            path = Path(root, name)
             with contextlib.suppress(OSError):
-                if stat.S_ISREG(path.lstat().st_mode) and path.name not in _OF_THE_TRACKER:
+                is_log = named.match(name) and name not in _OF_THE_TRACKER
+                if is_log and stat.S_ISREG(path.lstat().st_mode):
                     yield path
 
 

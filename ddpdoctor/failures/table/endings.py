@@ -17,7 +17,7 @@ SCHEDULING = (
     Failure(
         Known("DDP908", "time-limit", Weight.DECISIVE, "Slurm, LSF, PBS"),
         r"CANCELLED AT \S+ DUE TO TIME LIMIT|TERM_RUNLIMIT|walltime \d+ exceeded limit"
-        r"|DeadlineExceeded|job killed: walltime|exceeded hard (?:wallclock )?time",
+        r"|JobState=(?:TIMEOUT|DEADLINE)\b|DeadlineExceeded|job killed: walltime|exceeded hard (?:wallclock )?time",
         says="was ended by the scheduler: the job's time limit is reached",
         fix="Ask for more time (--time), or save checkpoints and requeue (--signal=B:USR1@300).",
         examples=(
@@ -38,7 +38,7 @@ SCHEDULING = (
     ),
     Failure(
         Known("DDP908", "requeued", Weight.DECISIVE, "Slurm"),
-        r"CANCELLED AT \S+ DUE TO JOB REQUEUE",
+        r"CANCELLED AT \S+ DUE TO JOB REQUEUE|JobState=REQUEUED",
         says="was put back into the queue",
         fix="By its owner, an administrator, or a preemption (sacct --duplicates). It starts again: load "
         "the last checkpoint.",
@@ -48,7 +48,7 @@ SCHEDULING = (
     ),
     Failure(
         Known("DDP908", "preempted", Weight.DECISIVE, "Slurm, Kubernetes, clouds"),
-        r"CANCELLED AT \S+ DUE TO PREEMPTION|[Rr]eason: *Preempt|[Pp]reempted (?:by|in order to)"
+        r"CANCELLED AT \S+ DUE TO PREEMPTION|JobState=PREEMPTED|[Rr]eason: *Preempt|[Pp]reempted (?:by|in order to)"
         r"|Preempting job|instance (?:is|was) preempted|Spot (?:instance )?interruption"
         r"|DisruptionTarget|TaintManagerEviction",
         says="was preempted: another job took its place",
@@ -59,7 +59,7 @@ SCHEDULING = (
     ),
     Failure(
         Known("DDP908", "node-failed", Weight.DECISIVE, "Slurm, Kubernetes"),
-        r"CANCELLED AT \S+ DUE TO NODE FAILURE|srun: error: Node failure on (?P<node>\S+)"
+        r"CANCELLED AT \S+ DUE TO NODE FAILURE|JobState=(?:NODE|BOOT)_FAIL|srun: error: Node failure on (?P<node>\S+)"
         r"|NodeNotReady|NodeLost|Node is not ready|srun: error: (?P<down>\S+): [^\n]{0,99}Node failure",
         says="lost a node[ ({node})][ ({down})]: it failed, or stopped answering",
         fix="Exclude that node and start from the last checkpoint; its console or `scontrol show "
@@ -129,6 +129,14 @@ SCHEDULING = (
         ),
     ),
     Failure(
+        Known("DDP960", "output-not-opened", Weight.CAUSE, "Slurm"),
+        r"ExitCode=0:53\b",
+        says="could not start: Slurm could not open its output file, or enter its directory",
+        fix="Create the directories of --output, --error and --chdir, on a file system that the node has "
+        "mounted and this user may write to.",
+        examples=("JobId=4711 JobState=FAILED Reason=RaisedSignal:53 ExitCode=0:53",),
+    ),
+    Failure(
         # A shell continues after it, so later failures are nearer to the cause.
         Known("DDP960", "shell-command-not-found", Weight.GENERIC, "bash"),
         r"(?:(?<!-)\bbash|: line \d+): (?:line \d+: )?(?P<shell>\S+): command not found|\bzsh: command not found: (?P<zsh>\S+)"
@@ -183,7 +191,7 @@ SCHEDULING = (
     ),
     Failure(
         Known("DDP908", "cancelled", Weight.STOPPED, "Slurm"),
-        r"\*\*\* JOB (?P<job>\S+) ON \S+ CANCELLED AT|TERM_OWNER|TERM_ADMIN|Job cancelled by user|job was cancelled"
+        r"\*\*\* JOB (?P<job>\S+) ON \S+ CANCELLED AT|JobState=CANCELLED|TERM_OWNER|TERM_ADMIN|Job cancelled by user|job was cancelled"
         r"|srun: (?:Force Terminated job|forcing job termination)|Job allocation \d+ has been revoked",
         says="was cancelled by its owner or an administrator",
         fix=_LOOK_AT_SCHEDULER,
@@ -475,7 +483,7 @@ _OWN_LOG = (
 WRAPPERS = (
     Failure(
         Known("DDP902", "killed-status", Weight.GENERIC, "any"),
-        r"died with <Signals\.SIGKILL|return(?:ed)? (?:non-zero )?(?:exit )?(?:code|status)(?: =)? (?:-9|137)\b"
+        r"died with <Signals\.SIGKILL|ExitCode=(?:137:\d|\d+:9\b)|return(?:ed)? (?:non-zero )?(?:exit )?(?:code|status)(?: =)? (?:-9|137)\b"
         r"|[Ee]xit(?:ed with)? (?:exit )?[Cc]ode:? (?:-9|137)\b|\bexited on signal 9\b|^(?:\S+: line \d+: +\d+ )?Killed\b"
         r"|terminated with exit code (?:-9|137)\b|[Ee]xit(?: |_)status[:=]? ?(?:137|-9)\b|(?<!: )\b[Tt]ask \d+: Killed"
         r"|(?:rank (?P<rank>\d+) died from|KILLED BY|terminated (?:with|by)|termination \() ?[Ss](?:ignal|IGNAL):? (?:9|SIGKILL)\b"
@@ -494,7 +502,7 @@ WRAPPERS = (
     ),
     Failure(
         Known("DDP904", "crash-status", Weight.GENERIC, "any"),
-        r"died with <Signals\.(?P<name>SIG(?:SEGV|BUS|FPE|ILL))|return code = -(?:11|7|8|4)\b"
+        r"ExitCode=(?:13[2569]:\d|\d+:(?:11|7|8|4)\b)|died with <Signals\.(?P<name>SIG(?:SEGV|BUS|FPE|ILL))|return code = -(?:11|7|8|4)\b"
         r"|Fatal Python error: (?P<fatal>Segmentation fault|Bus error|Floating point exception|Illegal instruction)"
         r"|\b(?P<shell>[Ss]egmentation fault|[Bb]us error|Illegal instruction|Floating point exception|Trace/breakpoint trap)"
         r"\b[^\n]{0,40}(?:core dumped|$)|^\w*sh: (?P<zsh>segmentation fault|bus error)\b|SIGSEGV, segmentation fault occurred"
@@ -521,7 +529,7 @@ WRAPPERS = (
     ),
     Failure(
         Known("DDP904", "abort-status", Weight.CONSEQUENCE, "any"),
-        r"died with <Signals\.SIGABRT|return code = -6\b|[Ee]xit(?:ed with)? (?:exit )?[Cc]ode:? (?:134|-6)\b"
+        r"died with <Signals\.SIGABRT|ExitCode=(?:134:\d|\d+:6\b)|return code = -6\b|[Ee]xit(?:ed with)? (?:exit )?[Cc]ode:? (?:134|-6)\b"
         r"|^(?:\S+: line \d+: +\d+ )?Aborted\b(?![.!]$)|^Abort trap\b|KILLED BY SIGNAL: 6\b|\bAborted \(core dumped\)|exited on signal 6\b|Fatal Python error: Aborted"
         r"|task \d+: Aborted",
         says="aborted in native code (SIGABRT)",
@@ -550,7 +558,7 @@ WRAPPERS = (
         r"|^papermill\.exceptions\.|CrashLoopBackOff|BackOff|process \d+ terminated with exit code [1-9]|failed \(exitcode: 1\)|Worker group failed"
         r"|exit status [1-9]\d*\b|The main process exited with|\bFAILED(?: \(exitcode:? ?[1-9]\d*\)| *$)"
         r"|Error for Training job [^\n]{0,200}Failed|AlgorithmError: |ExecuteUserScriptError"
-        r"|CHILD PROCESS FAILED WITH NO ERROR_FILE|^\[\d+\][+-]? +Exit [1-9]",
+        r"|ExitCode=[1-9]\d*:\d|JobState=FAILED|CHILD PROCESS FAILED WITH NO ERROR_FILE|^\[\d+\][+-]? +Exit [1-9]",
         says="failed, as its launcher noticed",
         fix=_OWN_LOG,
         # Not the compilers of Triton and torch.compile, and tools of the script.
