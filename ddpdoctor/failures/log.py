@@ -44,7 +44,10 @@ from ddpdoctor.failures.tracebacks import (
 
 _BEGINNING = 20  # Lines at the beginning of a log that are compared with those after an end
 
-_NEUTRAL = re.compile(r"^\s|^$|^[=\-]{4}|^\s*[|+*]|^\.\.\.|^\[\d+\]:$|\bNCCL INFO ")
+_NEUTRAL = re.compile(
+    r"^\s|^$|^[=\-]{3}|^\s*[|+*│╭╰]|^\.\.\.|^\[\d+\]:$|\bNCCL INFO "
+    r"|^<ipython-input|^(?:~?/|[A-Z]:\\)\S+ in |^(?:File|Cell) \S+(?::\d+, |\[\d+\], )"
+)
 """Lines of tables, frames and NCCL, which a working job prints as well as one that ends."""
 
 COMPLAINT = re.compile(

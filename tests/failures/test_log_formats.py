@@ -358,6 +358,28 @@ def test_lines_in_an_array_of_json_have_their_ranks() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"log": "{}\n", "stream": "stderr"},
+        {"event": "line", "data": "{}\n", "pipe": "stderr"},
+        {"ts": "2026-01-01T10:00:00Z", "level": "ERROR", "msg": "{}"},
+    ],
+    ids=lambda each: next(iter(each)),
+)
+def test_lines_are_records_of_json(record: dict[str, str]) -> None:
+    lines = [
+        json.dumps({name: value.replace("{}", line) for name, value in record.items()})
+        for line in _RAISED_BY_RANK.splitlines()
+    ]
+    found = one("\n".join(lines))
+    assert (found.code, found.ranks) == ("DDP928", (1,))
+    assert found.location is not None and found.location.line == 9
+    # A record may have a whole traceback.
+    whole = {name: value.replace("{}", _RAISED_BY_RANK) for name, value in record.items()}
+    assert one(json.dumps(whole)).code == "DDP928"
+
+
 def test_a_cut_traceback_says_less_than_a_lost_peer() -> None:
     found = one(
         "ERROR:torch.distributed.elastic.multiprocessing.errors.error_handler:{\n"

@@ -279,16 +279,28 @@ ENDINGS = (
     ),
     Failure(
         Known("DDP907", "nccl-timeout", Weight.SYMPTOM, "2.x; pytorch#118369"),
-        r"Watchdog caught collective operation timeout: WorkNCCL\("
+        # Terminals break the line before it.
+        r"\btimeout: WorkNCCL\("
         r"(?:SeqNum=(?P<seq>\d+),? ?)?(?:OpType=(?P<op>\w+))?(?:[^\n]{0,999}?ran for (?P<ms>\d+) milliseconds)?",
         examples=(
             "[E1122 10:30:21.207 ProcessGroupNCCL.cpp:616] [Rank 2] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=9, OpType=ALLREDUCE, NumelIn=64, NumelOut=64, Timeout(ms)=600000) ran for 600028 milliseconds before timing out.",
         ),
         says="waited[ {ms} ms] in[ {op}][ #{seq}], which did not complete",
-        yields_to=("collectives-differ", "absent-from-barrier"),
+        yields_to=("collectives-differ", "absent-from-barrier", "did-not-join"),
         fix="Compare the numbers of all ranks: the rank with a smaller one, or none, did not come; see "
         "its output. If all have the same one, a link or a GPU failed: see `dmesg` for Xid, set "
         "NCCL_DEBUG=INFO, and run `ddpdoctor check`.",
+    ),
+    Failure(
+        Known("DDP907", "did-not-join", Weight.SYMPTOM, "1.13 to 2.13, TORCH_NCCL_DESYNC_DEBUG=1"),
+        r"\[(?P<rank>\d+)\] (?:finished|joined but didn't finish) collective #(?P<last>\d+)"
+        r"(?:, but didn't join collective #(?P<next>\d+))?",
+        says="was the one that the others waited for: it had come to collective #{last}[ and not to #{next}]",
+        fix="See what that rank did instead: a branch on the rank, batches of unequal number, a slow save, "
+        "or it ended.",
+        examples=(
+            "[E P.cpp:9]   [1] finished collective #2, but didn't join collective #3 (count from 1)",
+        ),
     ),
     Failure(
         Known("DDP907", "nccl-timeout-unnumbered", Weight.SYMPTOM, "2.15"),

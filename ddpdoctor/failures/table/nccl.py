@@ -204,7 +204,7 @@ NCCL = (
     ),
     Failure(
         Known("DDP927", "invalid-device-ordinal", Weight.CAUSE, "apex#1138"),
-        r"CUDA error: invalid device ordinal"
+        r"(?:CUDA|HIP) error: invalid device ordinal"
         r"|(?:RuntimeError|AcceleratorError): [^\n]{0,999}invalid device ordinal",
         examples=(
             "RuntimeError: CUDA error: invalid device ordinal\nCUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.",
@@ -462,7 +462,7 @@ NETWORK = (
     ),
     Failure(
         Known("DDP923", "nccl-warns-of-cuda", Weight.GENERIC, "NCCL 2.x"),
-        r"NCCL WARN Cuda failure (?:\d+ )?'(?!out of memory|peer access)(?P<what>[^'\n]{1,80})'",
+        r"(?:NCCL WARN |^|\]: )(?:Cuda|HIP) failure:? (?:\d+ )?'(?!out of memory|peer access)(?P<what>[^'\n]{1,80})'",
         says="had a CUDA call fail within NCCL: {what}",
         fix="Look at `dmesg | grep -i xid`, whether the driver is as new as torch's CUDA "
         "(`nvidia-smi`), and for an earlier CUDA error of that rank.",
@@ -513,7 +513,7 @@ NETWORK = (
         says="had enqueued collective #{enqueued} and completed #{completed}",
         fix="",
         examples=(
-            "[E ProcessGroupNCCL.cpp:1537] [PG 0 Rank 2] Timeout at NCCL work: 9, last enqueued NCCL work: 10, last completed NCCL work: 8.",
+            "[E ProcessGroupNCCL.cpp:1537] [PG 0 Rank 2] Timeout detected by watchdog at work: 9, last enqueued NCCL work: 10, last completed NCCL work: 8.",
         ),
     ),
     Failure(

@@ -222,7 +222,7 @@ RESOURCES = (
         Known("DDP934", "host-memory", Weight.CAUSE, "2.13"),
         r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory)"
         r"(?:[^\n]{0,999}?tried to allocate (?P<bytes>\d+) bytes)?"
-        r"|OSError: \[Errno 12\] Cannot allocate memory|^MemoryError\b",
+        r"|OSError: \[Errno 12\] Cannot allocate memory|^MemoryError\b|std::bad_alloc",
         examples=(
             "RuntimeError: [enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 1099511627776 bytes. Error code 12 (Cannot allocate memory)",
         ),
@@ -316,9 +316,10 @@ CUDA = (
     ),
     Failure(
         Known("DDP930", "illegal-memory-access", Weight.CAUSE, "1.7 to 2.13; nccl#1012"),
-        r"an illegal memory access was encountered|CUDA error: (?:misaligned address"
+        r"an illegal memory access was encountered|(?:CUDA|HIP) error: (?:misaligned address"
         r"|unspecified launch failure|an illegal instruction was encountered|invalid address space)"
-        r"|Cuda failure '?(?:unspecified launch failure|an illegal)",
+        r"|(?:Cuda|HIP) failure:? (?:\d+ )?'?(?:unspecified launch failure|an illegal)"
+        r"|Memory access fault by GPU node",
         says="had a CUDA kernel access memory that is not its own",
         fix=_BLOCKING + " Suspect custom and fused kernels, and versions that do not fit; if the "
         "same GPU fails each time, the GPU.",
@@ -404,7 +405,7 @@ CUDA = (
     ),
     Failure(
         Known("DDP930", "cuda-error", Weight.GENERIC, "1.7 to 2.13"),
-        r"CUDA error: (?!out of memory|device-side|uncorrectable|no kernel|CUBLAS|CUDNN|invalid device"
+        r"(?:CUDA|HIP) error: (?!out of memory|device-side|uncorrectable|no kernel|CUBLAS|CUDNN|invalid device"
         r"|all CUDA|initialization|system not|an illegal|misaligned|unspecified)(?P<what>[a-zA-Z][^\n]{1,80})"
         r"|CUDA unknown error",
         says="had a CUDA call fail[: {what}]",
@@ -425,7 +426,7 @@ CUDA = (
     Failure(
         Known("DDP948", "no-kernel-image", Weight.CAUSE, "1.7 to 2.13"),
         r"no kernel image is available for execution|is not compatible with the current PyTorch inst"
-        r"|CUDA error: invalid device function|nvrtc: error: invalid value for --gpu-architecture",
+        r"|(?:CUDA|HIP) error: invalid device function|nvrtc: error: invalid value for --gpu-architecture",
         says="runs code that was not built for its GPU",
         fix="Install a torch build for this GPU (`torch.cuda.get_arch_list()`), and build "
         "extensions with TORCH_CUDA_ARCH_LIST for it.",
@@ -459,8 +460,8 @@ CUDA = (
         Known("DDP209", "no-gpu-visible", Weight.CAUSE, "1.7 to 2.13"),
         r"No CUDA GPUs are available|CUDA-capable devices? (?:is|are) (?:detected|busy)|no CUDA-capable "
         r"device is detected|all CUDA-capable devices are busy|CUDA (?:driver )?initialization"
-        r"(?: failed|: Unexpected error)|CUDA error: system not yet initialized"
-        r"|No HIP GPUs are available|CUDA error: initialization error"
+        r"(?: failed|: Unexpected error)|(?:CUDA|HIP) error: system not yet initialized"
+        r"|No HIP GPUs are available|(?:CUDA|HIP) error: initialization error"
         r"|cannot find any torch accelerator",
         says="sees no GPU that it can use",
         fix="`nvidia-smi` on that node, CUDA_VISIBLE_DEVICES, docker --gpus all, exclusive mode; on "
