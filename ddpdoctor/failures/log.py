@@ -45,8 +45,8 @@ from ddpdoctor.failures.tracebacks import (
 _BEGINNING = 20  # Lines at the beginning of a log that are compared with those after an end
 
 _NEUTRAL = re.compile(
-    r"^\s|^$|^[=\-]{3}|^\s*[|+*│╭╰]|^\.\.\.|^\[\d+\]:$|\bNCCL INFO "
-    r"|^<ipython-input|^(?:~?/|[A-Z]:\\)\S+ in |^(?:File|Cell) \S+(?::\d+, |\[\d+\], )"
+    r"\s|$|[=\-]{3}|[|+*│╭╰]|\.\.\.|\[\d+\]:$"
+    r"|<ipython-input|(?:~?/|[A-Z]:\\)\S+ in |(?:File|Cell) \S+(?::\d+, |\[\d+\], )"
 )
 """Lines of tables, frames and NCCL, which a working job prints as well as one that ends."""
 
@@ -68,7 +68,8 @@ WORDS = re.compile(r"[A-Za-z]{3}")
 
 def is_plain(text: str) -> bool:
     """Return whether a line reports no failure, and is not part of a frame or table."""
-    return _NEUTRAL.search(text) is None and COMPLAINT.search(text) is None
+    neutral = _NEUTRAL.match(text) is not None or "NCCL INFO " in text
+    return not neutral and COMPLAINT.search(text) is None
 
 
 def is_step(text: str) -> bool:
