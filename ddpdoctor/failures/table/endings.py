@@ -81,7 +81,7 @@ SCHEDULING = (
     ),
     Failure(
         Known("DDP903", "container-out-of-memory", Weight.DECISIVE, "Kubernetes, docker, Slurm"),
-        r"OOMKilled|oom-kill:|Out of memory: Kill(?:ed)? process|srun: error: \S+: task \d+: Out Of Memory"
+        r"OOMKilled|slurmstepd: error: Detected \d+ oom[-_ ]?kill event|oom-kill:|Out of memory: Kill(?:ed)? process|srun: error: \S+: task \d+: Out Of Memory"
         r"|Memory cgroup out of memory|Some of your processes may have been killed by the cgroup out-of"
         r"|TERM_MEMLIMIT|Exceeded (?:job|step) memory limit|PBS: job killed: v?mem \S+ exceeded|Job \d+\S* has exceeded memory allocation|oom_kill event|OUT_OF_MEMORY|ray\.exceptions\.OutOfMemory",
         says="was killed by the out-of-memory killer: its container or job was out of host memory",
@@ -90,6 +90,7 @@ SCHEDULING = (
         examples=(
             "Last State: Terminated  Reason: OOMKilled  Exit Code: 137",
             "srun: error: node3: task 5: Out Of Memory",
+            "slurmstepd: error: Detected 1 oom-kill event(s) in StepId=4711.0. Some of the step tasks have been OOM Killed.",
         ),
     ),
     Failure(
@@ -357,47 +358,6 @@ ENDINGS = (
         fix=_LOOK_AT_LOG,
     ),
     Failure(
-        Known("DDP903", "slurm-out-of-memory", Weight.DECISIVE, "any"),
-        r"slurmstepd: error: Detected \d+ oom[-_ ]?kill event",
-        examples=(
-            "slurmstepd: error: Detected 1 oom-kill event(s) in StepId=4711.0. Some of the step tasks have been OOM Killed.",
-        ),
-        says="was killed by the out-of-memory killer, as Slurm says",
-        fix="The job's memory limit (--mem) was reached: fewer DataLoader workers, less data in "
-        "each rank, or more memory.",
-    ),
-    Failure(
-        Known("DDP902", "sigkill", Weight.GENERIC, "1.13, 2.6, 2.13"),
-        r"exitcode\s*: ?-9\b|process (?P<rank>\d+) terminated with signal SIGKILL",
-        examples=(
-            "exitcode  : -9 (pid: 13764)  (SIGKILL)",
-            "torch.multiprocessing.spawn.ProcessExitedException: process 1 terminated with signal SIGKILL",
-        ),
-        says="was killed by SIGKILL",
-        fix="The out-of-memory killer (`dmesg`, oom_kill in the cgroup's memory.events), a "
-        "scheduler's limit, or a person.",
-    ),
-    Failure(
-        Known("DDP902", "task-killed", Weight.GENERIC, "Slurm"),
-        r"srun: error: (?P<node>\S+): (?:task (?P<task>\d+)|tasks [\d,-]+): Killed",
-        examples=("srun: error: node3: task 5: Killed", "srun: error: node3: tasks 0-3: Killed"),
-        says="was killed by SIGKILL",
-        fix="The out-of-memory killer (`dmesg`, oom_kill in the cgroup's memory.events), a "
-        "scheduler's limit, or a person.",
-        # Slurm kills tasks that do not end by themselves.
-        follows=("cancelled",),
-    ),
-    Failure(
-        Known("DDP904", "native-crash", Weight.GENERIC, "2.13"),
-        r"exitcode\s*: ?-(?:11|7|8|4)\b(?: \(pid: \d+\)\s+\((?P<name>SIG\w+)\))?"
-        r"|process (?P<rank>\d+) terminated with signal (?P<signal>SIG(?:SEGV|BUS|FPE|ILL))"
-        r"|srun: error: (?P<node>\S+): task (?P<task>\d+): (?:Segmentation fault|Bus error)",
-        examples=("exitcode  : -11 (pid: 13790)  (SIGSEGV)",),
-        says="crashed in native code[ with {name}][ with {signal}]",
-        fix="Run with PYTHONFAULTHANDLER=1 to see the Python line; suspect extensions, and "
-        "libraries that do not fit torch. SIGBUS: see whether /dev/shm is full.",
-    ),
-    Failure(
         Known("DDP905", "exit-status", Weight.GENERIC, "1.13, 2.6, 2.13"),
         r"exitcode\s*: ?(?P<status>(?!1\b)[1-9]\d*)",
         examples=("exitcode  : 7 (pid: 13803)",),
@@ -415,13 +375,6 @@ ENDINGS = (
         "optimizer, gc.collect(), and only then destroy_process_group().",
         likely=True,
         severity=Severity.INFO,
-    ),
-    Failure(
-        Known("DDP904", "abort", Weight.CONSEQUENCE, "any"),
-        r"exitcode\s*: ?-6\b|process (?P<rank>\d+) terminated with signal SIGABRT",
-        examples=("exitcode  : -6 (pid: 77)",),
-        says="aborted in native code (SIGABRT)",
-        fix="Look above for lines of NCCL, gloo or glibc (`what():`) that say why.",
     ),
     Failure(
         Known("DDP907", "mpi-failed", Weight.GENERIC, "Open MPI, MPICH, Intel MPI"),
@@ -495,15 +448,21 @@ _OWN_LOG = (
 WRAPPERS = (
     Failure(
         Known("DDP902", "killed-status", Weight.GENERIC, "any"),
-        r"died with <Signals\.SIGKILL|ExitCode=(?:137:\d|\d+:9\b)|return(?:ed)? (?:non-zero )?(?:exit )?(?:code|status)(?: =)? (?:-9|137)\b"
+        r"exitcode\s*: ?-9\b|srun: error: (?P<node>\S+): (?:task (?P<task>\d+)|tasks [\d,-]+): Killed"
+        r"|died with <Signals\.SIGKILL|ExitCode=(?:137:\d|\d+:9\b)|return(?:ed)? (?:non-zero )?(?:exit )?(?:code|status)(?: =)? (?:-9|137)\b"
         r"|[Ee]xit(?:ed with)? (?:exit )?[Cc]ode:? (?:-9|137)\b|\bexited on signal 9\b|^(?:\S+: line \d+: +\d+ )?Killed\b"
         r"|terminated with exit code (?:-9|137)\b|[Ee]xit(?: |_)status[:=]? ?(?:137|-9)\b|(?<!: )\b[Tt]ask \d+: Killed"
-        r"|(?:rank (?P<rank>\d+) died from|KILLED BY|terminated (?:with|by)|termination \() ?[Ss](?:ignal|IGNAL):? (?:9|SIGKILL)\b"
+        r"|(?:(?:rank|process) (?P<rank>\d+) (?:died from|terminated with)|KILLED BY|terminated (?:with|by)|termination \() ?[Ss](?:ignal|IGNAL):? (?:9|SIGKILL)\b"
         r"|EXIT STRING: Killed|^\w*sh: killed\b|^\[\d+\][+-]? +(?:\d+ )?[Kk]illed\b",
         says="was killed by SIGKILL",
         fix="The out-of-memory killer most often (`dmesg`, oom_kill in the cgroup's memory.events), "
         "else a scheduler's limit, or a person.",
+        # Slurm kills tasks that do not end by themselves.
+        follows=("cancelled",),
         examples=(
+            "exitcode  : -9 (pid: 13764)  (SIGKILL)",
+            "torch.multiprocessing.spawn.ProcessExitedException: process 1 terminated with signal SIGKILL",
+            "srun: error: node3: tasks 0-3: Killed",
             "subprocess.CalledProcessError: Command '['/usr/bin/python', 'train.py']' died with <Signals.SIGKILL: 9>.",
             "[2023-05-01 12:00:00,123] [ERROR] [launch.py:321:sigkill_handler] ['/usr/bin/python', 'train.py'] exits with return code = -9",
             "./run.sh: line 12:  4711 Killed                  python train.py",
@@ -514,17 +473,18 @@ WRAPPERS = (
     ),
     Failure(
         Known("DDP904", "crash-status", Weight.GENERIC, "any"),
-        r"ExitCode=(?:13[2569]:\d|\d+:(?:11|7|8|4)\b)|died with <Signals\.(?P<name>SIG(?:SEGV|BUS|FPE|ILL))|return code = -(?:11|7|8|4)\b"
+        r"exitcode\s*: ?-(?:11|7|8|4)\b(?: \(pid: \d+\)\s+\((?P<status>SIG\w+)\))?|ExitCode=(?:13[2569]:\d|\d+:(?:11|7|8|4)\b)|died with <Signals\.(?P<name>SIG(?:SEGV|BUS|FPE|ILL))|return code = -(?:11|7|8|4)\b"
         r"|Fatal Python error: (?P<fatal>Segmentation fault|Bus error|Floating point exception|Illegal instruction)"
         r"|\b(?P<shell>[Ss]egmentation fault|[Bb]us error|Illegal instruction|Floating point exception|Trace/breakpoint trap)"
         r"\b[^\n]{0,40}(?:core dumped|$)|^\w*sh: (?P<zsh>segmentation fault|bus error)\b|SIGSEGV, segmentation fault occurred"
-        r"|(?:rank (?P<rank>\d+) died from|KILLED BY|terminated (?:with|by)|termination \() ?[Ss](?:ignal|IGNAL):? (?:11|7|8|4|SIG(?:SEGV|BUS|FPE|ILL))\b"
+        r"|(?:(?:rank|process) (?P<rank>\d+) (?:died from|terminated with)|KILLED BY|terminated (?:with|by)|termination \() ?[Ss](?:ignal|IGNAL):? (?:11|7|8|4|SIG(?:SEGV|BUS|FPE|ILL))\b"
         r"|(?:\b[Rr]ank (?P<task>\d+) crashed with )?[Ee]xit(?:ed with)? (?:exit )?[Cc]ode:? (?:13[2569]|-(?:11|7|8|4))\b|exited on signal (?:11|7|8|4)\b"
-        r"|\*\*\* Process received signal|Caught signal 11|Segfault encountered",
-        says="crashed in native code[ with {name}][: {fatal}][: {shell}][: {zsh}]",
+        r"|srun: error: (?P<node>\S+): task (?P<failed>\d+): (?:Segmentation fault|Bus error)|\*\*\* Process received signal|Caught signal 11|Segfault encountered",
+        says="crashed in native code[ with {name}][ with {status}][: {fatal}][: {shell}][: {zsh}]",
         fix="Run with PYTHONFAULTHANDLER=1 to see the Python line; suspect extensions, and libraries "
         "that do not fit torch. A bus error: see whether /dev/shm is full.",
         examples=(
+            "exitcode  : -11 (pid: 13790)  (SIGSEGV)",
             "subprocess.CalledProcessError: Command '['/usr/bin/python', 'train.py']' died with <Signals.SIGSEGV: 11>.",
             "Fatal Python error: Segmentation fault",
             "Segmentation fault (core dumped)",
@@ -541,12 +501,12 @@ WRAPPERS = (
     ),
     Failure(
         Known("DDP904", "abort-status", Weight.CONSEQUENCE, "any"),
-        r"died with <Signals\.SIGABRT|ExitCode=(?:134:\d|\d+:6\b)|return code = -6\b|[Ee]xit(?:ed with)? (?:exit )?[Cc]ode:? (?:134|-6)\b"
+        r"exitcode\s*: ?-6\b|process (?P<rank>\d+) terminated with signal SIGABRT|died with <Signals\.SIGABRT|ExitCode=(?:134:\d|\d+:6\b)|return code = -6\b|[Ee]xit(?:ed with)? (?:exit )?[Cc]ode:? (?:134|-6)\b"
         r"|^(?:\S+: line \d+: +\d+ )?Aborted\b(?![.!]$)|^Abort trap\b|KILLED BY SIGNAL: 6\b|\bAborted \(core dumped\)|exited on signal 6\b|Fatal Python error: Aborted"
         r"|task \d+: Aborted",
         says="aborted in native code (SIGABRT)",
         fix="Look above for lines of NCCL, gloo or glibc (`what():`) that say why.",
-        examples=("Aborted (core dumped)",),
+        examples=("Aborted (core dumped)", "exitcode  : -6 (pid: 77)"),
     ),
     Failure(
         Known("DDP907", "stopped-status", Weight.WRAPPER, "any"),
