@@ -362,27 +362,6 @@ NETWORK = (
         ),
     ),
     Failure(
-        Known("DDP001", "ranks-alike", Weight.GENERIC, "NCCL bootstrap.cc"),
-        r"rank (?P<rank>\d+) of (?P<all>\d+) ranks has already checked in|mismatch in rank count from procs",
-        says="came to NCCL twice: two processes have the same rank",
-        fix="Each node needs its own --node-rank, and each task of srun its own RANK (SLURM_PROCID inside "
-        "of the task); see for a second copy of the job that uses the same MASTER_ADDR and MASTER_PORT.",
-        examples=(
-            "node1:41:88 [0] bootstrap.cc:140 NCCL WARN Bootstrap Root : rank 1 of 8 ranks has already checked in",
-        ),
-    ),
-    Failure(
-        Known("DDP915", "libfabric", Weight.GENERIC, "aws-ofi-nccl"),
-        r"NET/OFI (?P<what>(?:Request \S+ completed with error|Unable to (?:register|create|open|get|insert)|Couldn't)[^\n]{0,90})",
-        says="had a transfer over EFA or another libfabric network fail: {what}",
-        fix="See whether the peer ended first. If not: the security group has to allow all traffic "
-        "within itself, `ulimit -l` be unlimited, the container's memory limit and huge pages be large "
-        "enough, and aws-ofi-nccl fit the EFA driver. FI_LOG_LEVEL=warn says more.",
-        examples=(
-            "node1:199:263 [2] process_err_completion:1562 NCCL WARN NET/OFI Request 0x7f08 completed with error. RC: 5.",
-        ),
-    ),
-    Failure(
         Known("DDP915", "infiniband-retries", Weight.GENERIC, "NCCL net_ib.cc; nccl#214"),
         r"Got completion (?:from peer (?P<peer>\S+) )?with (?:error|status=(?:12|IBV_WC_RETRY_EXC_ERR)\b)(?:\((?:12)\))? ?(?:12\b)?"
         r"(?!(?: | status=)?(?:4|5|9|10|11|13)\b)|IBV_WC_RETRY_EXC_ERR|transport retry counter exceeded",
@@ -423,6 +402,17 @@ NETWORK = (
         examples=(
             "node3:77:101 [2] NCCL WARN NET/IB : mlx5_0:1 Got async event : port error",
             "node3:77:101 [2] misc/ibvwrap.cc:284 NCCL WARN Call to ibv_modify_qp failed with error No such device",
+        ),
+    ),
+    Failure(
+        Known("DDP915", "libfabric", Weight.GENERIC, "aws-ofi-nccl"),
+        r"NET/OFI (?P<what>(?:Request \S+ completed with error|Unable to (?:register|create|open|get|insert)|Couldn't)[^\n]{0,90})",
+        says="had a transfer over EFA or another libfabric network fail: {what}",
+        fix="See whether the peer ended first. If not: the security group has to allow all traffic "
+        "within itself, `ulimit -l` be unlimited, the container's memory limit and huge pages be large "
+        "enough, and aws-ofi-nccl fit the EFA driver. FI_LOG_LEVEL=warn says more.",
+        examples=(
+            "node1:199:263 [2] process_err_completion:1562 NCCL WARN NET/OFI Request 0x7f08 completed with error. RC: 5.",
         ),
     ),
     Failure(

@@ -279,6 +279,16 @@ SCRIPT = (
         ),
     ),
     Failure(
+        Known("DDP001", "ranks-alike", Weight.GENERIC, "NCCL bootstrap.cc"),
+        r"rank (?P<rank>\d+) of (?P<all>\d+) ranks has already checked in|mismatch in rank count from procs",
+        says="came to NCCL twice: two processes have the same rank",
+        fix="Each node needs its own --node-rank, and each task of srun its own RANK (SLURM_PROCID inside "
+        "of the task); see for a second copy of the job that uses the same MASTER_ADDR and MASTER_PORT.",
+        examples=(
+            "node1:41:88 [0] bootstrap.cc:140 NCCL WARN Bootstrap Root : rank 1 of 8 ranks has already checked in",
+        ),
+    ),
+    Failure(
         Known("DDP213", "used-before-init", Weight.CAUSE, "1.13, 2.6, 2.13"),
         r"Default process group has not been initialized",
         examples=(
