@@ -66,9 +66,14 @@ def examine_many(ranks: int, where: str) -> None:
     from ddpdoctor.run import rundir
     from ddpdoctor.run.reader import RunReader
     from ddpdoctor.run.records.base import as_json, json_line
-    from ddpdoctor.run.records.evidence import ProcessActivity
-    from ddpdoctor.run.records.supervisor import HangRecord
-    from ddpdoctor.stacks.rank_stacks import MAIN, Frame, RankStacks, Thread
+    from ddpdoctor.run.records.supervisor import (
+        MAIN,
+        Frame,
+        HangRecord,
+        ProcessActivity,
+        RankStacks,
+        Thread,
+    )
 
     path = Path(where)
     generate(path, ranks)

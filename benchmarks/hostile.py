@@ -2,7 +2,7 @@ r"""Mutated run directories through `report`, `top --once` and `stacks`: what ho
 
     python benchmarks/hostile.py [--count N] [--seed N] DIRECTORY...
 
-Each DIRECTORY is a run directory to mutate; runs of `sample_jobs/sick` are good ones. A mutated
+Each DIRECTORY is a run directory to mutate; runs of `tests/jobs/sick` are good ones. A mutated
 copy has one to five of: bytes changed, cut or repeated in a file; a value of a JSON record
 replaced, removed or nested; a number of a status page replaced; escapes put into texts; a file
 replaced by a FIFO, a link to `/dev/zero`, a sparse file of a terabyte, a socket, a directory, or
@@ -16,7 +16,7 @@ Seeds are made by a few jobs, for instance:
 
     for job in ddp401_barrier_on_rank_0 ddp901_in_a_worker ddp610_heavier_samples; do
         ddpdoctor run --nproc-per-node 2 --hang-after 5 --kill-on-hang --run-dir seeds/$job \
-            -- sample_jobs/sick/$job.py
+            -- $(find . -name $job.py)
     done
     python benchmarks/hostile.py seeds/*
 """

@@ -28,9 +28,9 @@ import ddpdoctor.probe
 from ddpdoctor.render.stack_text import StackStyle, draw
 from ddpdoctor.run.names import FORMAT
 from ddpdoctor.run.reader import glance
+from ddpdoctor.run.records.supervisor import MAIN, Frame, RankStacks, Thread
 from ddpdoctor.stacks.capture import capture
 from ddpdoctor.stacks.frames import fold, merge
-from ddpdoctor.stacks.rank_stacks import MAIN, Frame, RankStacks, Thread
 
 ENTRY = Path(ddpdoctor.probe.__file__).parent / "entry"
 SECONDS = 20

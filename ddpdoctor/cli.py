@@ -1,8 +1,8 @@
 """Run a command by its name. Its module is imported only then, so ``--help`` is fast.
 
 The ``main`` of each command takes its words, returns the exit status, and raises DoctorError for
-what the user has to correct. The imports here, during which Ctrl-C is not caught, take a few
-milliseconds.
+what the user has to correct. A request for help is an exception, too. The imports here, during
+which Ctrl-C is not caught, take a few milliseconds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from ddpdoctor import __version__
 from ddpdoctor.core import plugins
 from ddpdoctor.core.commands import COMMANDS
-from ddpdoctor.core.errors import INTERNAL, DoctorError
+from ddpdoctor.core.errors import INTERNAL, DoctorError, HelpRequest
 
 HELP = """\
 Usage: ddpdoctor COMMAND [ARGS...]
@@ -103,9 +103,12 @@ def _dispatch(words: Sequence[str]) -> int:
     module = importlib.import_module(f"ddpdoctor.commands.{words[0]}")
     try:
         return int(module.main(words[1:]))
+    except HelpRequest as request:
+        sys.stdout.write(str(request))
+        return 0
     except FileNotFoundError:
-        from ddpdoctor.core import working_directory
+        from ddpdoctor.core import opening
 
-        if working_directory.is_gone():
-            raise DoctorError(working_directory.GONE, working_directory.GO_THERE) from None
+        if opening.working_directory_is_gone():
+            raise DoctorError(opening.DIRECTORY_GONE, opening.GO_THERE) from None
         raise

@@ -23,7 +23,7 @@ import psutil
 import pytest
 
 from ddpdoctor.run.reader import RunReader
-from ddpdoctor.run.records.decode import RANK_RECORDS, SUPERVISOR_RECORDS
+from ddpdoctor.run.records.typed_json import RANK_RECORDS, SUPERVISOR_RECORDS
 from ddpdoctor.run.snapshot import Run
 from tests.support.written import Written
 

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import ddpdoctor.diagnose.all_rules  # noqa: F401 (registers the rules)
+from ddpdoctor.commands.explain import entries
 from ddpdoctor.core.finding import RULES
 
 ROOT = Path(__file__).parent.parent
@@ -153,8 +154,8 @@ def layout(code: str, slug: str) -> dict[Path, str]:
     )
     return {
         Path("ddpdoctor/diagnose") / FAMILIES[code[3]] / f"rules_{name}.py": filled(RULE),
-        Path("sample_jobs/sick") / f"{stem}.py": filled(JOB),
-        Path("sample_jobs/sick") / f"{stem}_healed.py": filled(twin),
+        Path("tests/jobs/sick") / f"{stem}.py": filled(JOB),
+        Path("tests/jobs/sick") / f"{stem}_healed.py": filled(twin),
         Path("tests/diagnose") / f"test_{name}.py": filled(TEST),
     }
 
@@ -171,7 +172,7 @@ def main(words: list[str] | None = None, root: Path = ROOT) -> int:
     if asked.free:
         for digit, family in FAMILIES.items():
             codes = (f"DDP{digit}{number:02}" for number in range(1, 100))
-            free = [code for code in codes if code not in RULES]
+            free = [code for code in codes if code not in entries()]
             print(f"{family}: {', '.join(free[:12])}{', ...' if len(free) > 12 else ''}")
         return 0
     if not re.fullmatch(r"DDP[1-9]\d{2}", asked.code) or not re.fullmatch(

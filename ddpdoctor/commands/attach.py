@@ -16,10 +16,9 @@ import psutil
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.formatting import duration, shown
 from ddpdoctor.core.job import DEFAULT_PORT
-from ddpdoctor.core.opening import integer
+from ddpdoctor.core.opening import integer, relative_path
 from ddpdoctor.core.options import DIRECTORY, PATH_MAP, Given, Parser, number
-from ddpdoctor.core.working_directory import relative
-from ddpdoctor.debug import attach_points, injection, vscode_configurations
+from ddpdoctor.debug import attach_points, vscode_configurations
 from ddpdoctor.debug.vscode_files import current_directory, find_workspace
 from ddpdoctor.run import rundir
 from ddpdoctor.run.names import MARK
@@ -56,9 +55,6 @@ Exit status: 0; 2 if there is no such run, rank or process.
 def main(words: Sequence[str]) -> int:
     """Show, write or print the attach points of live runs."""
     given = PARSER.read(words)
-    if given.help:
-        sys.stdout.write(PARSER.help)
-        return 0
     name = PARSER.one_run(given)
     if "--gdb" in given:
         return _inject(given.options["--gdb"])
@@ -148,7 +144,7 @@ def _write(runs: Sequence[Run], given: Given, *, named: bool) -> int:
             for line in attach_points.left_out(run):
                 print(f"ddpdoctor: {shown(line)}", file=sys.stderr)
     path = os.path.join(workspace, ".vscode", vscode_configurations.LAUNCH_FILE)
-    _say(f"{'wrote' if changed else 'unchanged:'} {relative(path)}")
+    _say(f"{'wrote' if changed else 'unchanged:'} {relative_path(path)}")
     return 0
 
 
@@ -178,5 +174,5 @@ def _inject(pid: int) -> int:
             f"process {pid} belongs to uid {process.uids().effective}",
             "run this command as that user: the port lets in only that user and root",
         )
-    injection.serve(pid, DEFAULT_PORT, lambda text: print(shown(text), flush=True))
+    attach_points.serve_process(pid, DEFAULT_PORT, lambda text: print(shown(text), flush=True))
     return 0

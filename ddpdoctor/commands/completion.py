@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from ddpdoctor.core.commands import COMMANDS
 from ddpdoctor.core.errors import DoctorError
-from ddpdoctor.core.options import DIRECTORY, Described, Parser
-from ddpdoctor.core.torchrun import known_options
+from ddpdoctor.core.options import DIRECTORY, Described, Parser, known_options
 
 PARSER = Parser(
     "completion",
@@ -31,9 +30,6 @@ Options:
 def main(words: Sequence[str]) -> int:
     """Print the script for a shell."""
     given = PARSER.read(words)
-    if given.help:
-        sys.stdout.write(PARSER.help)
-        return 0
     scripts = {"bash": bash, "zsh": zsh, "fish": fish}
     if len(given.rest) != 1 or given.rest[0] not in scripts:
         raise DoctorError("name one shell: bash, zsh or fish", "ddpdoctor completion bash")

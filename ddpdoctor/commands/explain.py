@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import difflib
 import functools
-import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-import ddpdoctor.diagnose.all_rules  # noqa: F401 (registers the rules)
+import ddpdoctor.diagnose.all_rules
+import ddpdoctor.lint.all_rules  # noqa: F401 (registers the rules on source code)
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.finding import RULES
 from ddpdoctor.core.options import Parser
 from ddpdoctor.failures.table import TABLE
+from ddpdoctor.lint.rules import LINT_RULES
 from ddpdoctor.preflight.check import CHECKS
 from ddpdoctor.render import terminal
 
@@ -34,11 +35,9 @@ class _Entry:
     """A rule, or a check of ``ddpdoctor check``."""
 
     name: str
-    kind: str
-    """The usual severity of a rule's findings, or ``check``."""
+    kind: str  # The usual severity of a rule's findings, or ``check``
     page: str
-    messages: tuple[str, ...] = ()
-    """Texts in logs and exceptions that identify it."""
+    messages: tuple[str, ...] = ()  # Texts in logs and exceptions that identify it
 
     @property
     def summary(self) -> str:
@@ -55,16 +54,18 @@ def entries() -> Mapping[str, _Entry]:
         code: _Entry(rule.name, rule.severity.label, rule.page, tuple(messages.get(code, ())))
         for code, rule in RULES.items()
     }
+    static = {
+        rule.code: _Entry(rule.name, rule.severity.label, rule.page)
+        for rule in LINT_RULES.values()
+        if rule.name
+    }
     checks = {check.code: _Entry(check.name, "check", check.page) for check in CHECKS.values()}
-    return MappingProxyType(dict(sorted((rules | checks).items())))
+    return MappingProxyType(dict(sorted((rules | static | checks).items())))
 
 
 def main(words: Sequence[str]) -> int:
     """Print the page of a rule or a check, or the list of all."""
     given = PARSER.read(words)
-    if given.help:
-        sys.stdout.write(PARSER.help)
-        return 0
     if len(given.rest) > 1:
         raise DoctorError("explain takes one code", "for example: ddpdoctor explain DDP901")
     known = entries()

@@ -12,9 +12,9 @@ from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.core.formatting import count
 from ddpdoctor.core.job import Command, OwnOptions
 from ddpdoctor.core.options import Given, Selection
-from ddpdoctor.failures import sources, verdict
+from ddpdoctor.failures import verdict
 from ddpdoctor.failures.lines import Redactor
-from ddpdoctor.failures.log import LogReader
+from ddpdoctor.failures.log import LogReader, log_names, texts_of
 from ddpdoctor.failures.occurrences import Occurrence
 from ddpdoctor.render import json_lines, reporter
 from ddpdoctor.system.proc import pause
@@ -30,7 +30,7 @@ def report(given: Given) -> list[Finding]:
         return _of_slurm(given)
     if not given.rest:
         raise DoctorError("option --log needs a file", "name the job's log files, or - for stdin")
-    return _explained(given, given.rest[0], sources.logs(given.rest))
+    return _explained(given, given.rest[0], log_names(given.rest))
 
 
 def _of_slurm(given: Given) -> list[Finding]:
@@ -40,7 +40,7 @@ def _of_slurm(given: Given) -> list[Finding]:
     job = slurm.job(number)
     if job.missing:
         complain(f"no such file on this machine: {job.missing}")
-    logs = [*job.logs, *(sources.logs(given.rest) if given.rest else ())]
+    logs = [*job.logs, *(log_names(given.rest) if given.rest else ())]
     found = _explained(given, f"job {number}", logs, ("slurm", job.said))
     if not found and "--json" not in given:
         print_lines(f"Slurm: {line}" for line in job.said.splitlines())
@@ -129,7 +129,7 @@ def _opened(paths: Sequence[str]) -> Iterator[tuple[str, Iterator[bytes]]]:
     """Yield the logs with their names, relative to the directory of all."""
     common = os.path.commonpath([os.path.abspath(name) for name in paths]) if paths else ""
     for path in paths:
-        for name, chunks in sources.logs_of(path):
+        for name, chunks in texts_of(path):
             if name == "-":
                 yield "stdin", chunks
             else:

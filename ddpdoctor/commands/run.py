@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 
-from ddpdoctor.core import working_directory
+from ddpdoctor.core import opening
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.debug.debugging import Debugging
 from ddpdoctor.render.reporter import Reporter
 from ddpdoctor.run import reported, rundir
 from ddpdoctor.supervise import command as job_command
 from ddpdoctor.supervise import job_signals
-from ddpdoctor.supervise.command import PARSER
-from ddpdoctor.supervise.passthrough import Passthrough
+from ddpdoctor.supervise.job_signals import Passthrough
 from ddpdoctor.supervise.supervisor import Supervisor, end_like
 from ddpdoctor.system import proc
+
+PARSER = job_command.PARSER
 
 
 def main(words: Sequence[str]) -> int:
@@ -24,13 +24,10 @@ def main(words: Sequence[str]) -> int:
     # Before a library opens a descriptor that programs inherit.
     inherited = proc.inheritable()
     command = job_command.build(words, os.environ)
-    if command is None:
-        sys.stdout.write(PARSER.help)
-        return 0
     passthrough = Passthrough(direct=job_signals.is_interactive_shell(command.argv))
     reporter = Reporter(passthrough.say, command.own, reported.keep_traceback)
-    if working_directory.is_gone():
-        reporter.warn(f'{working_directory.GONE}, and torch hardly starts there: type `cd "$PWD"`')
+    if opening.working_directory_is_gone():
+        reporter.warn(f'{opening.DIRECTORY_GONE}, and torch hardly starts there: type `cd "$PWD"`')
     debugging = None
     try:
         if not command.own.no_debug:

@@ -49,19 +49,14 @@ class _Entry:
 
     path: Path
     status: str
-    started: float
-    """Unix time in seconds; 0 if unknown."""
-    size: int
-    """Bytes."""
+    started: float  # Unix time in seconds; 0 if unknown
+    size: int  # Bytes
     verdict: str
 
 
 def main(words: Sequence[str]) -> int:
     """List runs, or remove old ones."""
     given = PARSER.read(words)
-    if given.help:
-        sys.stdout.write(PARSER.help)
-        return 0
     if given.rest:
         raise PARSER.wrong(f"runs takes no run: {given.rest[0]}", "`ddpdoctor report RUN` shows it")
     try:
@@ -123,8 +118,8 @@ def _outcome(path: Path) -> tuple[str, str]:
     """Return how a run ended, and its worst finding, from the supervisor's journal alone."""
     from ddpdoctor.core.finding import Severity
     from ddpdoctor.run.reader import JournalReader
-    from ddpdoctor.run.records.decode import SUPERVISOR_RECORDS
     from ddpdoctor.run.records.supervisor import HangOverRecord, HangRecord, JobRecord, SignalRecord
+    from ddpdoctor.run.records.typed_json import SUPERVISOR_RECORDS
     from ddpdoctor.run.reported import standing
 
     reader = JournalReader(path / "supervisor.jsonl", kinds=SUPERVISOR_RECORDS)

@@ -16,9 +16,8 @@ from ddpdoctor.core.options import Given, Parser, Value
 from ddpdoctor.render import terminal
 from ddpdoctor.run import rundir
 from ddpdoctor.run.overrides import KNOWN
-from ddpdoctor.scale import chart, plan, table
-from ddpdoctor.scale.plan import Launch, Planned, Size, launch_from
-from ddpdoctor.scale.results import Outcome, rows
+from ddpdoctor.scale import chart, results, table
+from ddpdoctor.scale.results import Launch, Outcome, Planned, Size, launch_from, rows
 from ddpdoctor.scale.session import STRONG, WEAK, Session, Stopped, stop_at_signals
 from ddpdoctor.supervise import command as job_command
 from ddpdoctor.system.nvml import visible
@@ -116,9 +115,6 @@ What was measured until then, or until Ctrl-C, is printed and kept.
 def main(words: Sequence[str]) -> int:
     """Run the job at each size and print the results."""
     given = PARSER.read(words, job_command.PARSER.options)
-    if given.help:
-        sys.stdout.write(PARSER.help)
-        return 0
     if "--reference" in given and not given.rest:
         _print(table.reference_lines(()))
         return 0
@@ -127,11 +123,11 @@ def main(words: Sequence[str]) -> int:
             "no script to run", "for example: ddpdoctor scale --nproc 1,2 -- train.py"
         )
     nodes = given.get("--nnodes", (1,))
-    sizes = plan.sizes(nodes, given.get("--nproc") or _default_sizes(os.environ))
+    sizes = results.sizes(nodes, given.get("--nproc") or _default_sizes(os.environ))
     started = launch_from(given, nodes)
     _check(given, sizes, started)
-    variants = plan.variants(given.get("--try", ()), given.get("--compare", ()))
-    every = list(plan.plan(sizes, variants, given.get("--repeat", DEFAULT_REPEATS)))
+    variants = results.variants(given.get("--try", ()), given.get("--compare", ()))
+    every = list(results.planned_runs(sizes, variants, given.get("--repeat", DEFAULT_REPEATS)))
     _check_command(started)
     plot = chart.check_plot_file(given.get("--plot")) if "--plot" in given else None
     try:
@@ -237,7 +233,7 @@ def _check_command(started: Launch) -> None:
     """Refuse what ``ddpdoctor run`` would refuse in each run."""
     words = ["--no-debug", "--no-vscode", *started.typed, "--", *started.rest]
     command = job_command.build(words, os.environ)
-    if command is None or not command.through_torchrun:
+    if not command.through_torchrun:
         raise DoctorError(
             f"{started.rest[0]} starts the ranks itself, and scale has to choose their number",
             "name the script alone: ddpdoctor scale --nproc 1,2 -- train.py",

@@ -17,8 +17,8 @@ from ddpdoctor.core.options import RANKS, Given, Parser
 
 if TYPE_CHECKING:
     from ddpdoctor.render.terminal import Line
+    from ddpdoctor.run.records.supervisor import RankStacks
     from ddpdoctor.stacks.frames import Node
-    from ddpdoctor.stacks.rank_stacks import RankStacks
 
 PARSER = Parser(
     "stacks",
@@ -60,17 +60,13 @@ class _Taken:
 
     path: Path
     stacks: tuple[RankStacks, ...]
-    time: int
-    """Unix nanoseconds."""
+    time: int  # Unix nanoseconds
     live: bool
 
 
 def main(words: Sequence[str]) -> int:
     """Take the stacks of the ranks and print them."""
     given = PARSER.read(words)
-    if given.help:
-        sys.stdout.write(PARSER.help)
-        return 0
     ranks = set().union(*given.get("--rank", ())) or None
     taken = _take(PARSER.one_run(given), ranks, native="--native" in given)
     missing = (ranks or set()) - {each.rank for each in taken.stacks}
@@ -103,7 +99,7 @@ def _take(name: str | None, ranks: set[int] | None, *, native: bool) -> _Taken:
         return _last(path, ranks)
     from ddpdoctor.nodes.asking import capture_everywhere
     from ddpdoctor.run.reader import glance
-    from ddpdoctor.stacks.rank_stacks import save_stacks
+    from ddpdoctor.stacks.frames import save_stacks
 
     try:
         run = glance(path)
@@ -119,7 +115,7 @@ def _take(name: str | None, ranks: set[int] | None, *, native: bool) -> _Taken:
 
 
 def _last(path: Path, ranks: set[int] | None) -> _Taken:
-    from ddpdoctor.stacks.rank_stacks import STACKS_FILE, load_stacks
+    from ddpdoctor.stacks.frames import STACKS_FILE, load_stacks
 
     saved = load_stacks(path)
     if saved is None and (path / STACKS_FILE).exists():
@@ -139,8 +135,7 @@ def _over(path: Path) -> str:
 
 
 def _as_json(taken: _Taken) -> dict[str, Any]:
-    from ddpdoctor.stacks.frames import merge
-    from ddpdoctor.stacks.rank_stacks import stacks_record
+    from ddpdoctor.stacks.frames import merge, stacks_record
 
     merged = merge(taken.stacks)
     return {

@@ -64,9 +64,6 @@ Exit status: 0; 2 if there is no such run or recording, or nothing to draw on.
 def main(words: Sequence[str]) -> int:
     """Watch a run."""
     given = PARSER.read(words)
-    if given.help:
-        sys.stdout.write(PARSER.help)
-        return 0
     run = PARSER.one_run(given)
     _check(given, run)
     if "--json" not in given and "--once" not in given:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -60,9 +59,6 @@ Options:
 def main(words: Sequence[str]) -> int:
     """Write or remove the entries."""
     given = PARSER.read(words, command.PARSER.options)
-    if given.help:
-        sys.stdout.write(PARSER.help)
-        return 0
     if given.separator and not given.rest:
         raise DoctorError("no script after --", "leave -- out to run the open file")
     if given.separator and not given.passed:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 COMMANDS = {
     "run": "Start a distributed job, watch it, and report what is wrong.",
+    "lint": "Find misuse of DDP in training code without running it.",
+    "lsp": "Serve an editor what lint finds, by the Language Server Protocol.",
     "check": "Check before a job starts whether it can run here, and between nodes.",
     "top": "Watch a live run: which rank is slow, where, and what its GPU does.",
     "scale": "Run a job at several sizes, and say what keeps it from scaling.",

@@ -38,6 +38,10 @@ class DoctorError(Exception):
         return f"{self.message} ({self.hint})" if self.hint else self.message
 
 
+class HelpRequest(Exception):
+    """The command line asks for the help text, which is the message."""
+
+
 # -- Faults of ddpdoctor: each disables the part that failed and is reported once
 
 

@@ -118,14 +118,6 @@ def binary_size(size: float) -> str:
 
 
 @_if_known
-def data_rate(bytes_per_second: float) -> str:
-    """Format the speed of a link, in decimal units: ``12.5 GB/s``, ``80.0 MB/s``."""
-    if bytes_per_second >= 1e8:
-        return f"{bytes_per_second / 1e9:.1f} GB/s"
-    return f"{bytes_per_second / 1e6:.1f} MB/s"
-
-
-@_if_known
 def percent(ratio: float) -> str:
     """Format a ratio in at most four columns: ``87%``."""
     return f"{ratio * 100:.0f}%"

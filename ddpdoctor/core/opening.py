@@ -1,4 +1,4 @@
-"""Safely open files that others may have written: run directories, logs, and sources.
+"""Open files safely that others may have written, and find the working directory.
 
 A run directory may be a copy from anywhere, and what it names may be anything. Therefore:
 
@@ -11,6 +11,9 @@ A run directory may be a copy from anywhere, and what it names may be anything. 
 
 This module also names other users for messages. Ranks import it, so it needs the standard library
 alone.
+
+A shell stays in a directory that was removed and re-created, by ``git clone`` for example. torch
+does not start there: "Intel oneMKL FATAL ERROR: Cannot load libtorch_cpu.so".
 """
 
 from __future__ import annotations
@@ -24,6 +27,9 @@ import re
 import stat
 from collections.abc import Collection, Mapping
 from typing import Any
+
+# -- safely open files that others may have written: run directories, logs, and sources
+
 
 # -- Owners of run directories and ports
 
@@ -262,3 +268,36 @@ def json_object(path: Path, most: int, *, owners: Owners = None) -> dict[str, An
     if not isinstance(found, dict):
         raise ValueError(f"{os.fspath(path)} is no JSON object")
     return found
+
+
+# -- the working directory of a command, which may have been removed since the shell entered it
+
+
+DIRECTORY_GONE = "the working directory was removed"
+GO_THERE = 'cd "$PWD"   # into the one that has its name now'
+
+
+def working_directory() -> str:
+    """Return the working directory, or its former name if it was removed."""
+    return os.environ.get("PWD", "") if working_directory_is_gone() else os.getcwd()
+
+
+def relative_path(path: str) -> str:
+    """Shorten a path below the working directory to a relative one."""
+    short = os.path.relpath(path) if path else ""
+    return path if short.startswith("..") else short
+
+
+def relative_place(place: str) -> str:
+    """Shorten the path of ``path:line`` as :func:`relative` does."""
+    path, colon, line = place.rpartition(":")
+    return f"{relative_path(path)}{colon}{line}"
+
+
+def working_directory_is_gone() -> bool:
+    """Return whether the working directory was removed."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False

@@ -14,12 +14,10 @@ RULES = "ddpdoctor.rules"
 CHECKS = "ddpdoctor.checks"
 FAILURES = "ddpdoctor.failures"
 
-OWNERS: dict[str, str] = {}
-"""Plug-ins by the codes that they registered, as ``name version``."""
+OWNERS: dict[str, str] = {}  # Plug-ins by the codes that they registered, as ``name version``
 
 _CODE = re.compile(r"(?!DDP)[A-Z]{2,6}\d{3}")
-_MAX_ERROR = 200
-"""Characters of an exception that are shown."""
+_MAX_ERROR = 200  # Characters of an exception that are shown
 
 _failures: list[str] = []
 

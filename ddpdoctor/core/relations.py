@@ -39,8 +39,11 @@ def pace(finding: Finding, run: object) -> Lapsed | None:
     return Lapsed("over", "the newest steps do not show it")
 
 
-# -- Subjects of findings
+# -- Codes and subjects of findings
 
+
+STRAGGLERS = ("DDP610", "DDP612")
+"""The findings that name a rank, or a stage of a pipeline, that the others wait for."""
 
 STANDSTILL = "a standstill"  # What an examination of a hanging job found, and what explains that
 

@@ -100,35 +100,26 @@ class Tap:
     """The state of one session, from the messages that pass."""
 
     def __init__(self) -> None:
-        self.attached = False
-        """The client has set its breakpoints and completed its configuration."""
+        self.attached = False  # The client has set its breakpoints and completed its configuration
         self.stopped = False
-        self.place = ""
-        """``path:line`` of the stop, once the client has asked for the stack."""
-        self.leaving = False
-        """The client has asked for the end of the session."""
-        self.ended = False
-        """The rank has answered that."""
+        self.place = ""  # ``path:line`` of the stop, once the client has asked for the stack
+        self.leaving = False  # The client has asked for the end of the session
+        self.ended = False  # The rank has answered that
         self.stopped_by_client = False
         """The client asked for the end of the session, and not for a restart."""
-        self.at_gate = False
-        """The session began while the ranks were held before their first line."""
-        self.terminates = False
-        """The client waits for the event that the session is over."""
+        self.at_gate = False  # The session began while the ranks were held before their first line
+        self.terminates = False  # The client waits for the event that the session is over
         self.unanswered: dict[int, str] = {}
         """The commands of the client's requests without a response, by sequence number."""
         self.pausing: object = None
         """The thread that the client has asked to pause, until something has stopped."""
         self.shown: object = None
         """The thread in native code that was shown to the client as stopped."""
-        self.for_client: list[Message] = []
-        """The gateway's own messages to the client."""
-        self.for_rank: list[Message] = []
-        """The gateway's own messages to the rank."""
+        self.for_client: list[Message] = []  # The gateway's own messages to the client
+        self.for_rank: list[Message] = []  # The gateway's own messages to the rank
         self.breakpoints: dict[str, list[Message]] = {}
         """The breakpoints by file, as the rank has answered them."""
-        self._resumes = False
-        """The client has let a shown thread continue before it could stop."""
+        self._resumes = False  # The client has let a shown thread continue before it could stop
         self._files: dict[int, str] = {}
         self._from_client = Decoder()
         self._from_rank = Decoder()

@@ -17,7 +17,7 @@ from ddpdoctor.core import opening
 from ddpdoctor.core.errors import DoctorError, Faults
 from ddpdoctor.core.formatting import duration, named
 from ddpdoctor.core.job import DEFAULT_PORT, Command, OwnOptions
-from ddpdoctor.core.working_directory import relative, relative_place
+from ddpdoctor.core.opening import relative_path, relative_place
 from ddpdoctor.debug import gateway, vscode_configurations
 from ddpdoctor.debug.gateway import Gateway
 from ddpdoctor.debug.gateway_ranks import Stop
@@ -311,8 +311,7 @@ class Debugging:
         self._others_wait: dict[int, int] = {}
         """When the ranks of other nodes began to wait that were reported, in Unix nanoseconds."""
         self._expects = False
-        self.stopped = False
-        """The debugger was stopped, which ends the job."""
+        self.stopped = False  # The debugger was stopped, which ends the job
 
     def environment(self) -> dict[str, str]:
         """Return the variables that prepare the ranks for a debugger."""
@@ -477,7 +476,7 @@ class Debugging:
 
     def _say(self, record: DebugRecord) -> None:
         state, rank = record.state, record.rank
-        where = f"{relative(record.path)}:{record.line}"
+        where = f"{relative_path(record.path)}:{record.line}"
         if state == "waits" and rank is not None:
             node = self._written[1].get(rank, "")
             name = vscode_configurations.rank_name(rank, self._editor.label, node)
@@ -523,8 +522,8 @@ class Debugging:
         fresh = self._speaker.faults.guarded("launch.json", self._edit, write)
         if fresh:
             self._speaker.note(
-                f"wrote {relative(fresh)}, for F5 in VS Code; --no-vscode, or no-vscode = true "
-                "under [tool.ddpdoctor.run] in pyproject.toml, switches this off for good"
+                f"wrote {relative_path(fresh)}, for F5 in VS Code; --no-vscode, or no-vscode = "
+                "true under [tool.ddpdoctor.run] in pyproject.toml, switches this off for good"
             )
 
     def _edit(self, edit: Callable[[], str | None]) -> str | None:

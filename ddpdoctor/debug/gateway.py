@@ -19,9 +19,8 @@ from typing import Any
 
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.job import LOOPBACK
-from ddpdoctor.debug.clients import Clients
+from ddpdoctor.debug.clients import Clients, OtherNodes
 from ddpdoctor.debug.gateway_ranks import Ranks, Stop
-from ddpdoctor.debug.other_nodes import OtherNodes
 from ddpdoctor.run.names import CONTROL, debug_socket, short_path
 from ddpdoctor.run.records.supervisor import DebugRecord
 from ddpdoctor.system import peers

@@ -133,12 +133,9 @@ class Slot:
     port: int
     link: RankLink | None = None
     session: dap.Tap | None = None
-    client: asyncio.StreamWriter | None = None
-    """The connection to the session's client."""
-    waits: Message | None = None
-    """Where the rank waits for a debugger: ``why``, ``path``, ``line``."""
-    last_rank: int | None = None
-    """The global rank of the last process that had the port."""
+    client: asyncio.StreamWriter | None = None  # The connection to the session's client
+    waits: Message | None = None  # Where the rank waits for a debugger: ``why``, ``path``, ``line``
+    last_rank: int | None = None  # The global rank of the last process that had the port
 
     @property
     def rank(self) -> int:
@@ -151,8 +148,7 @@ class Stop:
     """A rank that the debugger holds."""
 
     rank: int
-    place: str
-    """``path:line``, empty if unknown."""
+    place: str  # ``path:line``, empty if unknown
 
 
 SETTLED = 4.0
@@ -177,10 +173,8 @@ class Ranks:
         self.slots = [Slot(index, port) for index, port in enumerate(ports)]
         self._records: deque[DebugRecord] = deque()
         self._changed = asyncio.Condition()
-        self.tasks: set[asyncio.Task[None]] = set()
-        """Background tasks."""
-        self.news: Callable[[], None] = lambda: None
-        """Called when there are records."""
+        self.tasks: set[asyncio.Task[None]] = set()  # Background tasks
+        self.news: Callable[[], None] = lambda: None  # Called when there are records
         self._gate = gate
         self.gate_open = gate is None
         self._hold_errors = hold_errors
@@ -198,10 +192,8 @@ class Ranks:
         """Called when the ranks of another node have changed; with nothing if all are gone."""
         self._exchange: RankLink | None = None
         """The connection to the process that exchanges records with other nodes."""
-        self._sent_last: dict[str, object] = {}
-        """What was sent to the exchange last."""
-        self._held_elsewhere = False
-        """A debugger holds ranks of other nodes."""
+        self._sent_last: dict[str, object] = {}  # What was sent to the exchange last
+        self._held_elsewhere = False  # A debugger holds ranks of other nodes
 
     @property
     def linked(self) -> list[Slot]:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddpdoctor.debug import jsonc, vscode_files
+from ddpdoctor.debug import vscode_files
 from ddpdoctor.debug.vscode_files import PREFIX, Section, any_name
 
 # -- launch.json
@@ -40,8 +40,7 @@ class AttachPoint:
     rank: int
     host: str
     port: int
-    node: str = ""
-    """The host of a rank of another node."""
+    node: str = ""  # The host of a rank of another node
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ def with_run(
         JsoncError: The text cannot be edited.
     """
     kept = set(others) - {label}
-    document = jsonc.parse(text or "")
+    document = vscode_files.parse_jsonc(text or "")
     if label and vscode_files.find(document, "compounds", "name", RUN_COMPOUND):
         # Keep the configurations that it names.
         kept.add("")
@@ -134,7 +133,7 @@ def with_run(
     text = vscode_files.rewrite(text, sections, _LAUNCH_DEFAULTS)
     if label or text is None:
         return text
-    document = jsonc.parse(text)
+    document = vscode_files.parse_jsonc(text)
     run = vscode_files.find(document, "compounds", "name", RUN_COMPOUND)
     listed = run.members("configurations") if run else []
     if not listed or listed[-1].value == names:

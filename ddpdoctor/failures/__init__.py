@@ -6,21 +6,23 @@ import functools
 import re
 from collections.abc import Mapping
 
-from ddpdoctor.failures.entry import Failure, Page, Weight, any_of
+from ddpdoctor.failures.entry import Failure, Weight, any_of
 from ddpdoctor.failures.table import TABLE
 
 _LAST_ERROR = "Last error:"
 
-_LITERALS: dict[str, set[int]] = {}
-"""By literal: the indices of the table's entries that require it."""
-for _place, _failure in enumerate(TABLE):
-    for _literal in _failure.literals:
-        _LITERALS.setdefault(_literal, set()).add(_place)
-
 
 @functools.cache
-def _any() -> re.Pattern[str]:
-    return any_of(_LITERALS)
+def _literals() -> tuple[dict[str, set[int]], re.Pattern[str]]:
+    """Return the indices of the table's entries by the literals that they require.
+
+    The pattern matches texts that have any of the literals.
+    """
+    found: dict[str, set[int]] = {}
+    for place, failure in enumerate(TABLE):
+        for literal in failure.literals:
+            found.setdefault(literal, set()).add(place)
+    return found, any_of(found)
 
 
 def recognise(text: str, traceback: str = "") -> tuple[Failure, Mapping[str, str]] | None:
@@ -37,9 +39,10 @@ def recognise(text: str, traceback: str = "") -> tuple[Failure, Mapping[str, str
             return own
     best: tuple[Failure, Mapping[str, str]] | None = None
     # Most of the time is spent here. Searching a pattern takes much longer than its literals.
-    if _any().search(text) is None:
+    literals, any_literal = _literals()
+    if any_literal.search(text) is None:
         return None
-    held = [_LITERALS[literal] for literal in _LITERALS if literal in text]
+    held = [places for literal, places in literals.items() if literal in text]
     for place in sorted(set[int]().union(*held)):
         failure = TABLE[place]
         if best is not None and failure.weight <= best[0].weight:
@@ -66,4 +69,4 @@ def matching_line(failure: Failure | None, text: str) -> str:
     return next(matching, next(said, lines[0] if lines else ""))
 
 
-__all__ = ["TABLE", "Failure", "Page", "Weight", "matching_line", "recognise"]
+__all__ = ["TABLE", "Failure", "Weight", "matching_line", "recognise"]

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from textwrap import indent
 from typing import Any, NamedTuple
 
 from ddpdoctor.core.finding import Severity
@@ -125,29 +124,6 @@ class Weight(IntEnum):
     DECISIVE = 11  # The system or scheduler reports what it did. Exceptions may follow from it.
 
 
-@dataclass(frozen=True)
-class Page:
-    """The documentation of a code, in the sections that every rule's page has."""
-
-    summary: str
-    finds: str
-    why: str
-    fix: str
-    example: str
-    silent: str
-
-    def __str__(self) -> str:
-        sections = (
-            ("What it finds", self.finds),
-            ("Why it is bad", self.why),
-            ("How to fix it", self.fix),
-            ("Example", self.example),
-            ("When it stays silent", self.silent),
-        )
-        bodies = (f"{head}\n{indent(text, '    ')}" for head, text in sections)
-        return "\n\n".join([self.summary, *bodies])
-
-
 class Known(NamedTuple):
     """The identity of a failure."""
 
@@ -171,7 +147,8 @@ class Failure:
         within: Regular expression that the frames of an exception have to match as well.
         unless: Regular expression that the frames, or a line without any, must not match, for
             equal texts of other libraries.
-        page: The code's page. None if a rule or an earlier entry of that code has it.
+        page: The code's page, in the form of a rule's docstring. Empty if a rule or an earlier
+            entry of that code has it.
         likely: The text alone does not prove it.
         severity: Severity of its finding.
         examples: Lines of logs that show it, and no other failure of the table.
@@ -187,7 +164,7 @@ class Failure:
     examples: tuple[str, ...] = ()
     within: str = ""
     unless: str = ""
-    page: Page | None = None
+    page: str = ""
     likely: bool = False
     severity: Severity = Severity.ERROR
     yields_to: tuple[str, ...] = ()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path, PurePath
 
 from ddpdoctor.core.errors import DoctorError
-from ddpdoctor.failures import sources
+from ddpdoctor.failures.log import logs_inside
 
 SETTLE = 10.0  # Seconds without a new line after which the logs of a job are read
 POLL = 2.0  # Seconds between two looks at the files
@@ -59,7 +59,7 @@ class Watch:
         """Return the size and the time of the last change of each log."""
         states = {}
         for name in self._names:
-            for path in sources.inside(Path(name)):
+            for path in logs_inside(Path(name)):
                 try:
                     found = path.stat()
                 except OSError:

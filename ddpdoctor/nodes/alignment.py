@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ddpdoctor.core import opening
 from ddpdoctor.run import ring, status
 from ddpdoctor.run.records.base import JsonObject, json_line
-from ddpdoctor.run.records.decode import RANK_RECORDS, SUPERVISOR_RECORDS
+from ddpdoctor.run.records.typed_json import RANK_RECORDS, SUPERVISOR_RECORDS
 
 _TIMES = ("time", "start", "since", "closed")
 """Keys of records that hold Unix nanoseconds. Those of the same name that hold a step are small."""

@@ -10,8 +10,7 @@ from ddpdoctor.nodes import hang_examination
 from ddpdoctor.nodes.alignment import parsed
 from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.records.base import as_json, document, json_line
-from ddpdoctor.run.records.evidence import RankEvidence
-from ddpdoctor.run.records.supervisor import NoCoreRecord
+from ddpdoctor.run.records.supervisor import NoCoreRecord, RankEvidence
 from ddpdoctor.run.snapshot import Run
 from ddpdoctor.run.status import Phase
 from ddpdoctor.stacks.capture import capture

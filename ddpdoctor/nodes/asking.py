@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 
 from ddpdoctor.core import opening
 from ddpdoctor.run.names import short_path
+from ddpdoctor.run.records.supervisor import RankStacks
 from ddpdoctor.run.snapshot import Run
 from ddpdoctor.stacks.capture import PATIENCE, capture
-from ddpdoctor.stacks.rank_stacks import RankStacks, from_record
+from ddpdoctor.stacks.frames import stacks_from_record
 
 SOCKET = "nodes.sock"
 MAX_ANSWER = 64 << 20  # Bytes of all answers to one question
@@ -88,7 +89,7 @@ def capture_everywhere(
         for answer in ask(run.path, "stacks", arguments, PATIENCE * (2 if native else 1) + 1):
             for each in answer.found if isinstance(answer.found, list) else ():
                 if isinstance(each, dict):
-                    stacks = from_record(each)
+                    stacks = stacks_from_record(each)
                     others[stacks.rank] = replace(stacks, restart=run.restarts[-1])
 
     thread = threading.Thread(target=ask_others, name="ddpdoctor-ask", daemon=True)

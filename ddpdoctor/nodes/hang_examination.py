@@ -20,12 +20,14 @@ from ddpdoctor.diagnose.hangs.process_activity import with_steadiness
 from ddpdoctor.nodes import asking
 from ddpdoctor.run.mapped import UnreadableError
 from ddpdoctor.run.names import namespace, rank_stem
-from ddpdoctor.run.records.evidence import (
+from ddpdoctor.run.records.supervisor import (
     FlightAnswer,
     FlightCall,
     ProcessActivity,
     ProcessExit,
+    ProcessState,
     RankEvidence,
+    RankStacks,
 )
 from ddpdoctor.run.records.typed_json import decoder
 from ddpdoctor.run.ring import read_ring
@@ -33,10 +35,9 @@ from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.status import read_status
 from ddpdoctor.stacks import capture as capture_module
 from ddpdoctor.stacks.capture import capture
-from ddpdoctor.stacks.rank_stacks import RankStacks
 from ddpdoctor.system import process_activity
 from ddpdoctor.system.proc import pause
-from ddpdoctor.system.process_activity import ProcessState, Turns, read_turns
+from ddpdoctor.system.process_activity import Turns, read_turns
 
 BETWEEN = 1.0  # Seconds over which CPU time and bytes are compared
 

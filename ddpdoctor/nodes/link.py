@@ -20,7 +20,7 @@ import zmq.auth.thread
 import zmq.utils.z85 as z85
 
 from ddpdoctor.run.records.base import Record, as_json
-from ddpdoctor.run.records.decode import parse
+from ddpdoctor.run.records.typed_json import parse
 
 MAX_MESSAGE = 8 << 20  # Bytes of a message on the wire
 MAX_BLOB = 64 << 20  # Bytes of a blob after decompression

@@ -6,7 +6,7 @@ Times are Unix nanoseconds of the sender's clock.
 from __future__ import annotations
 
 from ddpdoctor.run.records.base import Part, Record, dataclass
-from ddpdoctor.run.records.decode import kinds_of
+from ddpdoctor.run.records.typed_json import kinds_of
 
 PROTOCOL = 1  # Version of the messages. Nodes with different ones do not exchange records.
 

@@ -69,8 +69,7 @@ class Status(Enum):
     WARN = "warn"
     FAIL = "fail"
     SKIPPED = "skipped"
-    COULD_NOT_RUN = "could not run"
-    """The check broke or did not end in time, so nothing is known."""
+    COULD_NOT_RUN = "could not run"  # The check broke or did not end in time, so nothing is known
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from ddpdoctor.core.errors import DoctorError
-from ddpdoctor.core.options import ALL, CODES, Given, Parser, Selection, Value, seconds, text
-from ddpdoctor.core.torchrun import known_options
+from ddpdoctor.core.options import (
+    ALL,
+    CODES,
+    Given,
+    Parser,
+    Selection,
+    Value,
+    known_options,
+    seconds,
+    text,
+)
 from ddpdoctor.preflight.check import Check, typed
 from ddpdoctor.preflight.machine.network import own_host
 from ddpdoctor.preflight.situation import (
@@ -195,7 +204,6 @@ class Arguments:
     selection: Selection = ALL
     list: bool = False
     json: bool = False
-    help: bool = False
 
 
 def parse(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> Arguments:
@@ -218,7 +226,6 @@ def parse(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> Argu
         selection=Selection.given(given),
         list="--list" in given,
         json="--json" in given,
-        help=given.help,
     )
 
 

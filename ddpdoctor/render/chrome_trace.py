@@ -44,15 +44,13 @@ from ddpdoctor.run.step_series import newest_steps, split_backwards
 
 # -- traces of torch.profiler
 
-MAX_PROFILE_BYTES = 1 << 30
-"""Size of a profiler trace in bytes, decompressed."""
+MAX_PROFILE_BYTES = 1 << 30  # Size of a profiler trace in bytes, decompressed
 
 _PROFILE_SUFFIXES = (".json", ".json.gz")
 _RANK_IN_NAME = re.compile(r"rank[-_]?(\d{1,6})", re.IGNORECASE)
 _NUMBERS_PER_RANK = 1_000_000
 """Process numbers of the profiler trace of rank R begin at ``(R + 1) * _NUMBERS_PER_RANK``."""
-_ARROWS_PER_RANK = 1 << 32
-"""The same for the numbers of its arrows. JavaScript holds them exactly."""
+_ARROWS_PER_RANK = 1 << 32  # The same for the numbers of its arrows. JavaScript holds them exactly.
 
 
 @dataclass(frozen=True)
@@ -60,8 +58,7 @@ class Profile:
     """The profiler trace of one rank."""
 
     rank: int
-    base: int
-    """Unix nanoseconds from which its times count."""
+    base: int  # Unix nanoseconds from which its times count
     events: Sequence[JsonObject]
 
 
@@ -199,11 +196,9 @@ def _without_control_characters(value: Any) -> Any:
 MAX_STEPS = 60_000
 """Steps of all ranks, the newest of each. They make some 60 MB, which Perfetto opens at once."""
 
-JOB, FIRST = 1, 10
-"""The process of the job as a whole, and of rank 0."""
+JOB, FIRST = 1, 10  # The process of the job as a whole, and of rank 0
 
-STEPS, PHASES, DATA, COLLECTIVES = 1, 2, 3, 4
-"""The tracks of a rank."""
+STEPS, PHASES, DATA, COLLECTIVES = 1, 2, 3, 4  # The tracks of a rank
 
 _PHASE_ORDER = ("data", "forward", "backward", "wait", "optimizer", "other")
 _TRACKS = {STEPS: "steps", PHASES: "phases", DATA: "DataLoader waits", COLLECTIVES: "collectives"}

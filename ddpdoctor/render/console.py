@@ -21,8 +21,7 @@ from ddpdoctor.run.snapshot import Run
 
 # -- the lines of code around a finding
 
-CONTEXT = 2
-"""Lines of code above and below the guilty one."""
+CONTEXT = 2  # Lines of code above and below the guilty one
 
 
 class CodeRow(NamedTuple):

@@ -14,8 +14,7 @@ from ddpdoctor.run.reported import Withdrawn, from_journal
 if TYPE_CHECKING:
     from ddpdoctor.run.snapshot import Run
 
-FORMAT = 1
-"""Version of the lines. It is raised when a key changes its meaning, not for new keys."""
+FORMAT = 1  # Version of the lines. It is raised when a key changes its meaning, not for new keys.
 
 
 def line(finding: Finding, head: dict[str, Any]) -> str:

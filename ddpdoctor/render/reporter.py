@@ -13,7 +13,7 @@ from ddpdoctor.core.errors import DoctorError, Faults
 from ddpdoctor.core.finding import RULES, Finding, examine
 from ddpdoctor.core.formatting import shown
 from ddpdoctor.core.job import OwnOptions
-from ddpdoctor.core.working_directory import relative
+from ddpdoctor.core.opening import relative_path
 from ddpdoctor.render import terminal
 from ddpdoctor.run import rundir
 from ddpdoctor.run.records.process import OverrideRecord
@@ -174,13 +174,10 @@ class Reporter:
         self._selection = options.selection
         self._ignored = 0
         self._log = FindingLog()
-        self.found: list[Finding] = []
-        """What the last examination found, selected or not."""
-        self.news: list[Event] = []
-        """What was reported and withdrawn after the last examination."""
+        self.found: list[Finding] = []  # What the last examination found, selected or not
+        self.news: list[Event] = []  # What was reported and withdrawn after the last examination
         self._warned = False
-        self.faults = Faults(self.say)
-        """What failed in ddpdoctor itself."""
+        self.faults = Faults(self.say)  # What failed in ddpdoctor itself
         self._json_name = options.json
         self._json: int | None = None
         if options.json is not None:
@@ -311,7 +308,7 @@ class Reporter:
         self.note(f"{findings_count(self.current, self._ignored)}; records in {run.path}")
         if terminal.width(2) is not None:
             own = run.path.parent == rundir.base_directory()
-            name = run.path.name if own else relative(str(run.path))
+            name = run.path.name if own else relative_path(str(run.path))
             self.note(f"see it again: `ddpdoctor report {name}`")
 
 

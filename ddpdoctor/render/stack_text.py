@@ -13,17 +13,15 @@ from ddpdoctor.core import formatting
 from ddpdoctor.core.formatting import bracketed, shown
 from ddpdoctor.render.console import shown_path
 from ddpdoctor.render.terminal import Line, Span, shortened
-from ddpdoctor.stacks.frames import FOLDED, Code, Merged, Node, fold, libraries, merge, tail
-from ddpdoctor.stacks.rank_stacks import CUT, MAIN, Frame, RankStacks, Thread
+from ddpdoctor.run.records.supervisor import MAIN, Frame, RankStacks, Thread
+from ddpdoctor.stacks.frames import CUT, FOLDED, Code, Merged, Node, fold, libraries, merge, tail
 
 _INDENT = "  "
 _MAX_PLACE, _MAX_FUNCTION = 34, 24
 """Columns of a place and of a function's name. Longer ones push the rest to the right."""
-_MIN_CODE = 12
-"""Columns that a line of code needs to be worth showing."""
+_MIN_CODE = 12  # Columns that a line of code needs to be worth showing
 _MAX_NATIVE = 8
-_ODD = "!"
-"""Before ranks that are elsewhere than most."""
+_ODD = "!"  # Before ranks that are elsewhere than most
 
 
 @dataclass(frozen=True)
@@ -32,8 +30,7 @@ class StackStyle:
 
     width: int = 80
     ascii_only: bool = False
-    all_frames: bool = False
-    """Show the frames of libraries, and of what started the script, too."""
+    all_frames: bool = False  # Show the frames of libraries, and of what started the script, too
 
     @property
     def ellipsis(self) -> str:

@@ -23,12 +23,9 @@ if TYPE_CHECKING:
 class Colour(NamedTuple):
     """The colour of one meaning, wherever it is drawn."""
 
-    light: str
-    """On a light background, as ``#rrggbb``."""
-    dark: str
-    """On a dark background."""
-    ansi: str
-    """In a terminal of sixteen colours, as rich names it."""
+    light: str  # On a light background, as ``#rrggbb``
+    dark: str  # On a dark background
+    ansi: str  # In a terminal of sixteen colours, as rich names it
 
 
 PHASE_COLOURS = {
@@ -51,8 +48,7 @@ SEVERITY_COLOURS = {
 
 # -- styled lines of text for a terminal of any width
 
-Span = tuple[str, str]
-"""A text, and the name of its style; empty: plain."""
+Span = tuple[str, str]  # A text, and the name of its style; empty: plain
 
 Line = tuple[Span, ...]
 
@@ -249,8 +245,7 @@ def width(descriptor: int) -> int | None:
         return None
 
 
-UNWRAPPED = 1 << 20
-"""Columns of a pipe: nothing is wrapped or cut."""
+UNWRAPPED = 1 << 20  # Columns of a pipe: nothing is wrapped or cut
 
 
 def columns(most: int) -> int:

@@ -24,9 +24,9 @@ from ddpdoctor.run.journal import SEGMENT_SIZE, segment_number
 from ddpdoctor.run.mapped import UnreadableError
 from ddpdoctor.run.names import FORMAT
 from ddpdoctor.run.records.base import EVERY, JsonObject, Record
-from ddpdoctor.run.records.decode import RANK_RECORDS, SUPERVISOR_RECORDS, parse
 from ddpdoctor.run.records.process import OpenRecord
 from ddpdoctor.run.records.supervisor import DebugRecord, RankExitRecord
+from ddpdoctor.run.records.typed_json import RANK_RECORDS, SUPERVISOR_RECORDS, parse
 from ddpdoctor.run.rundir import MANIFEST, STDERR, STDERR_SO_FAR
 from ddpdoctor.run.snapshot import MAX_EXPANDED, Rank, Records, Run
 from ddpdoctor.run.status import read_status

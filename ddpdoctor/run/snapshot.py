@@ -14,7 +14,6 @@ from ddpdoctor.core.user_code import Location
 from ddpdoctor.run.mapped import UnreadableError
 from ddpdoctor.run.names import FORMAT
 from ddpdoctor.run.records.base import JsonObject, Record
-from ddpdoctor.run.records.decode import parse
 from ddpdoctor.run.records.model import DdpRecord
 from ddpdoctor.run.records.process import (
     EndRecord,
@@ -34,7 +33,7 @@ from ddpdoctor.run.records.supervisor import (
     SignalRecord,
 )
 from ddpdoctor.run.records.training import SiteRecord, StepRecord
-from ddpdoctor.run.records.typed_json import decoder
+from ddpdoctor.run.records.typed_json import decoder, parse
 from ddpdoctor.run.ring import Ring, read_ring
 from ddpdoctor.run.status import Status
 

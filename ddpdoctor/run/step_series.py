@@ -21,9 +21,9 @@ from pathlib import Path
 
 from ddpdoctor.core import opening
 from ddpdoctor.run.names import rank_stem
-from ddpdoctor.run.records.decode import parse
 from ddpdoctor.run.records.model import DdpRecord
 from ddpdoctor.run.records.training import StepRecord
+from ddpdoctor.run.records.typed_json import parse
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.status import PHASES
 

@@ -19,8 +19,8 @@ from ddpdoctor.run import rundir
 from ddpdoctor.run.names import VITALS
 from ddpdoctor.run.reader import MAX_RANKS
 from ddpdoctor.run.records.base import encode
-from ddpdoctor.run.records.decode import SUPERVISOR_RECORDS, parse
 from ddpdoctor.run.records.supervisor import GpuVitals, RankMemory, VitalsRecord
+from ddpdoctor.run.records.typed_json import SUPERVISOR_RECORDS, parse
 from ddpdoctor.run.snapshot import Run
 
 EVERY = 2.0  # Seconds between the first samples

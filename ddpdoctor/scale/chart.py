@@ -21,8 +21,7 @@ from ddpdoctor.core.formatting import shown
 from ddpdoctor.run.rundir import put
 from ddpdoctor.scale.results import Row
 
-WIDTH, HEIGHT = 820, 400
-"""Size of the chart in pixels."""
+WIDTH, HEIGHT = 820, 400  # Size of the chart in pixels
 
 _TOP, _BOTTOM, _PANEL = 50, 340, 320
 _LEFTS = (60, 470)
@@ -73,10 +72,8 @@ class _Panel(NamedTuple):
 
     left: float
     title: str
-    ranks: Sequence[int]
-    """The sizes, ascending."""
-    top: float
-    """The value at the top."""
+    ranks: Sequence[int]  # The sizes, ascending
+    top: float  # The value at the top
     ticks: int
     text: Callable[[float], str]
 
@@ -182,8 +179,7 @@ def _legend(names: Sequence[str]) -> list[Shape]:
 # -- the file
 
 _FONT_SIZE = 12
-_PNG_SCALE = 2
-"""Pixels of a PNG for one of the chart."""
+_PNG_SCALE = 2  # Pixels of a PNG for one of the chart
 
 _PIL_ANCHORS = {"start": "lm", "middle": "mm", "end": "rm"}
 """Pillow's names: left, middle and right, each at the middle of the height."""

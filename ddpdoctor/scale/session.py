@@ -26,15 +26,11 @@ from ddpdoctor.run.overrides import VARIABLE
 from ddpdoctor.run.reader import RunReader, glance
 from ddpdoctor.run.records.process import ErrorRecord, ExitRecord
 from ddpdoctor.run.snapshot import Run
-from ddpdoctor.scale.plan import Planned, Size
-from ddpdoctor.scale.results import Outcome, measure
+from ddpdoctor.scale.results import Outcome, Planned, Size, measure
 from ddpdoctor.system import proc
 
-POLL_INTERVAL = 0.5
-"""Seconds between two checks of how many steps the run has made."""
-
-END_TIMEOUT = 20.0
-"""Seconds in which a run has to end after it was asked to."""
+POLL_INTERVAL = 0.5  # Seconds between two checks of how many steps the run has made
+END_TIMEOUT = 20.0  # Seconds in which a run has to end after it was asked to
 
 RUN_OPTIONS = (
     "--quiet", "--no-debug", "--no-vscode", "--kill-on-hang", "--grace", "5",
@@ -168,8 +164,7 @@ class Session:
         self._keep = keep
         self._line = StatusLine()
         self._batch: tuple[Size, int] | None = None
-        self.outcomes: list[Outcome] = []
-        """The outcomes so far."""
+        self.outcomes: list[Outcome] = []  # The outcomes so far
 
     def run(self, planned: Sequence[Planned]) -> None:
         """Make the runs. A size and variant that failed is not repeated.

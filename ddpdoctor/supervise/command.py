@@ -13,8 +13,7 @@ from ddpdoctor.core import options
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.formatting import count
 from ddpdoctor.core.job import Command, OwnOptions
-from ddpdoctor.core.options import CODES, Given, Parser, Passed, Selection
-from ddpdoctor.core.torchrun import read_options
+from ddpdoctor.core.options import CODES, Given, Parser, Passed, Selection, read_options
 
 PARSER = Parser(
     "run",
@@ -121,7 +120,7 @@ _NPROC = ("--nproc-per-node", "--nproc_per_node")
 _NPROC_WORDS = frozenset({"auto", "cpu", "gpu", "xpu"})
 
 
-def build(words: Sequence[str], environ: Mapping[str, str]) -> Command | None:
+def build(words: Sequence[str], environ: Mapping[str, str]) -> Command:
     """Return the job that the command line of ``ddpdoctor run`` describes.
 
     Options come first, ddpdoctor's and torchrun's in any order. The first other word, or the one
@@ -131,15 +130,11 @@ def build(words: Sequence[str], environ: Mapping[str, str]) -> Command | None:
         words: The words after ``ddpdoctor run``.
         environ: The environment, for torchrun's ``PET_*`` defaults and ``CUDA_VISIBLE_DEVICES``.
 
-    Returns:
-        The job, or None to show the help.
-
     Raises:
         DoctorError: The command line cannot work. Nothing was started.
+        HelpRequest: It asks for the help text.
     """
     given = PARSER.read(words, {})
-    if given.help:
-        return None
     fields = given.fields()
     for name in ("select", "ignore"):
         fields.pop(name, None)

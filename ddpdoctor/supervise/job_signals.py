@@ -1,12 +1,19 @@
-"""Pass signals on to the job, each exactly once."""
+"""Pass terminal, input and signals through to the job, and stop it when asked to."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
+import stat
+import struct
 import sys
+import termios
+import threading
 import time
+import tty
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from types import FrameType
 
@@ -14,8 +21,256 @@ from ddpdoctor.core.job import Command
 from ddpdoctor.run.records.supervisor import SignalRecord
 from ddpdoctor.supervise import processes
 from ddpdoctor.supervise.keepers import Keepers
-from ddpdoctor.supervise.passthrough import Passthrough
 from ddpdoctor.system import proc
+from ddpdoctor.system.proc import pause, readable, until
+
+# -- pass the job's stderr through, unchanged, and print ddpdoctor's lines between its lines
+
+
+TAIL = 1 << 20  # Number of bytes at the end of the job's stderr that are kept
+
+_OUT = 2
+_CHUNK = 1 << 16
+_PATIENCE = 1.0  # Seconds that ddpdoctor's line waits for the job to complete its own, in a pipe
+
+
+def _is_one_file(one: int, other: int) -> bool:
+    """Return whether two descriptors are of one pipe or file, as with ``2>&1``."""
+    try:
+        first, second = os.fstat(one), os.fstat(other)
+    except OSError:
+        return False
+    return (first.st_dev, first.st_ino) == (second.st_dev, second.st_ino)
+
+
+def _ends_line(file: int) -> bool:
+    """Return whether a file that ends here, or is empty, ends a line.
+
+    What is in a pipe is unknown: an empty line is better than a finding behind half a line of the
+    job's stdout.
+    """
+    try:
+        size = os.fstat(file).st_size
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            return not stat.S_ISFIFO(os.fstat(file).st_mode)
+        with open(f"/proc/self/fd/{file}", "rb", buffering=0) as reader:
+            return not size or os.pread(reader.fileno(), 1, size - 1) == b"\n"
+    except OSError:
+        return True
+
+
+class Passthrough:
+    """Carry the job's stderr to ours.
+
+    If our stderr is a terminal, the job gets a pseudo-terminal, so progress bars and ``isatty``
+    work as before. Otherwise it gets a pipe. One thread does all the writing. A reader that stops
+    reading blocks this thread, and through it the job as it would without ddpdoctor, but nothing
+    else.
+
+    Args:
+        direct: Give the job the terminal itself if our stderr is one. Nothing is read then.
+    """
+
+    def __init__(self, direct: bool = False) -> None:
+
+        self._terminal = os.isatty(_OUT)
+        self._stdout_shares = self._terminal and os.isatty(1)
+        self._one_file = not self._terminal and _is_one_file(1, _OUT)
+        self._lock = threading.Lock()
+        self._tail: deque[bytes] = deque()
+        self._tail_size = 0
+        self.carried = 0  # Number of bytes that the job has written so far
+        self._pending: deque[tuple[float, bytes]] = deque()
+        self._line_start = True
+        self._drain = threading.Event()
+        self._drained = threading.Event()
+        self._wake_reader, self._wake_writer = os.pipe()
+        os.set_blocking(self._wake_writer, False)
+        self._source: int | None
+        if self._terminal and direct:
+            self._source, self.child_end = None, os.dup(_OUT)
+        else:
+            ends = None
+            if self._terminal:
+                with contextlib.suppress(OSError):
+                    ends = os.openpty()
+                    # The real terminal translates newlines, and must be the only one to do so.
+                    tty.setraw(ends[1])
+            self._source, self.child_end = ends or os.pipe()
+        self.resize()
+        self._thread = threading.Thread(target=self._pump, name="ddpdoctor-stderr", daemon=True)
+
+    def resize(self) -> None:
+        """Give the job's terminal the size of ours, on SIGWINCH."""
+        source = self._source
+        if self._terminal and source is not None:
+            with contextlib.suppress(OSError):
+                size = fcntl.ioctl(_OUT, termios.TIOCGWINSZ, bytes(8))
+                fcntl.ioctl(source, termios.TIOCSWINSZ, size)
+
+    def start(self) -> None:
+        """Start the thread, once the child has its end."""
+        os.close(self.child_end)
+        self._thread.start()
+
+    def finish(self, timeout: float | None) -> None:
+        """Wait until all output so far is written, for at most ``timeout`` seconds.
+
+        With None, wait as long as the reader needs, as the job itself would have.
+        """
+        if self._thread.is_alive():
+            self._drained.clear()
+            self._drain.set()
+            self._wake()
+            over = float("inf") if timeout is None else timeout
+            until(lambda: self._drained.is_set() or not self._thread.is_alive(), over)
+        if not self._thread.is_alive():
+            # There was no job, or the thread has failed: only ddpdoctor's own lines are left.
+            while self._pending:
+                self._write(self._pending.popleft()[1])
+
+    @property
+    def tail(self) -> bytes:
+        """The last bytes that the job wrote, `TAIL` at most."""
+        with self._lock:
+            return b"".join(self._tail)
+
+    def last(self, size: int) -> bytes:
+        """Return the last ``size`` bytes that the job wrote."""
+        chunks: list[bytes] = []
+        with self._lock:
+            for chunk in reversed(self._tail):
+                if size <= 0:
+                    break
+                chunks.append(chunk[-size:])
+                size -= len(chunk)
+        return b"".join(reversed(chunks))
+
+    def say(self, text: str) -> None:
+        """Print ddpdoctor's lines, never within a line of the job. Does not wait."""
+        self._pending.append((time.monotonic(), text.encode("utf-8", "replace")))
+        self._wake()
+
+    def _wake(self) -> None:
+        # With a full pipe the thread wakes up anyway.
+        with contextlib.suppress(OSError):
+            os.write(self._wake_writer, b"w")
+
+    # -- the writing thread
+
+    def _pump(self) -> None:
+        try:
+            self._carry_all()
+        except Exception:
+            # The job must not wait for a reader, whatever has failed.
+            while self._source is not None:
+                if readable([self._source], _PATIENCE / 4):
+                    self._take(self._write)
+                elif self._drain.is_set():
+                    self._drained.set()
+            self._drained.set()
+
+    def _carry_all(self) -> None:
+        while True:
+            sources = [self._wake_reader]
+            if self._source is not None:
+                sources.append(self._source)
+            wait = _PATIENCE / 4 if self._pending or self._drain.is_set() else None
+            ready = readable(sources, wait)
+            if self._wake_reader in ready:
+                os.read(self._wake_reader, _CHUNK)
+            carried = self._source in ready and self._take(self._carry)
+            more = self._source is not None and readable([self._source], 0)
+            draining = self._drain.is_set() and not carried and not more
+            self._release(force=draining)
+            if draining and not self._pending:
+                self._drain.clear()
+                self._drained.set()
+
+    def _take(self, carry: Callable[[bytes], bool]) -> bool:
+        """Read a chunk and pass it on. Returns False at the end of the job's stderr."""
+        assert self._source is not None
+        try:
+            chunk = os.read(self._source, _CHUNK)
+        except OSError:
+            chunk = b""
+        try:
+            if chunk and carry(chunk):
+                return True
+        except Exception:
+            self._write(chunk)
+            raise
+        # The job has closed it, or our reader is gone, which the job has to learn.
+        source, self._source = self._source, None
+        os.close(source)
+        return False
+
+    def _carry(self, chunk: bytes) -> bool:
+        with self._lock:
+            self._tail.append(chunk)
+            self._tail_size += len(chunk)
+            self.carried += len(chunk)
+            while self._tail_size - len(self._tail[0]) >= TAIL:
+                self._tail_size -= len(self._tail.popleft())
+        head, newline, rest = chunk.rpartition(b"\n")
+        if self._pending and newline:
+            if not self._write(head + newline):
+                return False
+            self._line_start = True
+            self._release()
+            chunk = rest
+        if chunk:
+            self._line_start = chunk.endswith(b"\n")
+            return self._write(chunk)
+        return True
+
+    def _release(self, force: bool = False) -> None:
+        """Write ddpdoctor's waiting lines if the job's output is at the start of a line."""
+        if not self._pending:
+            return
+        waited = time.monotonic() - self._pending[0][0]
+        if self._terminal:
+            self._write(self._fresh_line())
+        elif not self._line_start:
+            if not force and waited < _PATIENCE:
+                return
+            self._write(b"\n")
+        elif self._one_file and not _ends_line(_OUT):
+            self._write(b"\n")
+        self._line_start = True
+        while self._pending:
+            self._write(self._pending.popleft()[1])
+
+    def _fresh_line(self) -> bytes:
+        """Return what moves a terminal's cursor to an empty line.
+
+        Blanks of a line's width wrap only if the cursor was not at the left edge. Where the cursor
+        is, is unknown: output to stdout moves it, too.
+        """
+        if not self._stdout_shares and self._line_start:
+            return b""
+        try:
+            size = fcntl.ioctl(_OUT, termios.TIOCGWINSZ, bytes(8))
+            columns = struct.unpack("HHHH", size)[1]
+        except OSError:
+            columns = 0
+        return b" " * (columns - 1) + b"\r" if columns > 1 else b"\n"
+
+    def _write(self, data: bytes) -> bool:
+        view = memoryview(data)
+        while view:
+            try:
+                view = view[os.write(_OUT, view) :]
+            except BlockingIOError:
+                # The reader has made this end non-blocking, and is slow.
+                pause(0.01)
+            except OSError:
+                return False
+        return True
+
+
+# -- pass signals on to the job, each exactly once
+
 
 # -- the terminal, and its job control
 
@@ -99,13 +354,10 @@ class JobSignals:
 
         Only Linux shows whether a signal has reached the job already.
         """
-        self.received: set[int] = set()
-        """Signals that ask the job to end."""
-        self.deadline: float | None = None
-        """Monotonic time in seconds by which the job has to end."""
+        self.received: set[int] = set()  # Signals that ask the job to end
+        self.deadline: float | None = None  # Monotonic time in seconds by which the job has to end
         self._started = False
-        self._unsent: list[int] = []
-        """Signals that came before the job's command started."""
+        self._unsent: list[int] = []  # Signals that came before the job's command started
         self._records: list[SignalRecord] = []
         self._interrupts = 0
         """Number of Ctrl-C. Python calls a handler once for several that arrive together."""

@@ -34,10 +34,8 @@ class Keepers:
         self._below = 0
         self.sentinel = 0
         """The pid of a process in the job's process group that holds signals; 0 for none."""
-        self.pid = 0
-        """The pid of the job's command."""
-        self.status: int | None = None
-        """Its exit status once it has ended, negative for a signal."""
+        self.pid = 0  # The pid of the job's command
+        self.status: int | None = None  # Its exit status once it has ended, negative for a signal
         self._standby: subprocess.Popen[bytes] | None = None
         self._standbys = 0
         self._pipe_reader, self._pipe = os.pipe()

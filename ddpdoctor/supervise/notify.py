@@ -106,8 +106,7 @@ class _Target:
         self._messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._serve, name="ddpdoctor-notify", daemon=True)
         self._failed = False
-        self.pid = 0
-        """The pid of the command that runs now; 0 for none."""
+        self.pid = 0  # The pid of the command that runs now; 0 for none
 
     def put(self, message: dict[str, Any]) -> None:
         """Send a message later, without waiting."""

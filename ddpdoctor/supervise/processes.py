@@ -30,8 +30,7 @@ class Process(NamedTuple):
 
     pid: int
     parent: int
-    state: str
-    """One letter: R, S, D, T (stopped), Z (zombie)..."""
+    state: str  # One letter: R, S, D, T (stopped), Z (zombie)..
     group: int
     started: object
     """Start time in the system's unit. Together with the pid it identifies a process."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddpdoctor import __version__
-from ddpdoctor.core import working_directory
+from ddpdoctor.core import opening
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.job import Command
 from ddpdoctor.debug.debugging import Debugging
@@ -32,21 +32,19 @@ from ddpdoctor.run.records.base import JsonObject, Record
 from ddpdoctor.run.records.process import EndRecord, ErrorRecord, ExitRecord, FaultRecord
 from ddpdoctor.run.records.supervisor import JobRecord, SignalRecord, UnwatchedRecord
 from ddpdoctor.run.reported import Event, to_journal
-from ddpdoctor.supervise.job_signals import JobSignals
+from ddpdoctor.supervise.job_signals import JobSignals, Passthrough
 from ddpdoctor.supervise.keepers import Keepers
 from ddpdoctor.supervise.notify import Notifications
-from ddpdoctor.supervise.passthrough import Passthrough
 from ddpdoctor.supervise.rank_processes import RankWatch, Unwatched, bare_option, why_unwatched
 
 if TYPE_CHECKING:
     from ddpdoctor.run.reader import RunReader
     from ddpdoctor.run.snapshot import Run
     from ddpdoctor.run.vitals import Vitals
-    from ddpdoctor.supervise.gpu_watch import GpuWatch
     from ddpdoctor.supervise.hang_watch import HangWatch
     from ddpdoctor.supervise.node_link import NodeLink
-    from ddpdoctor.supervise.slow_ranks import Stragglers, Suspicions
-    from ddpdoctor.system.gpu_health import GpuPoll
+    from ddpdoctor.supervise.slow_ranks import GpuWatch, Stragglers, Suspicions
+    from ddpdoctor.system.nvml import GpuPoll
 
 
 # -- run.json
@@ -70,7 +68,7 @@ def run_manifest(directory: Path, command: Command, debugging: Debugging | None)
         "started": time.time_ns(),
         "command": list(command.argv),
         "launcher": "torchrun" if command.through_torchrun else "command",
-        "cwd": working_directory.path(),
+        "cwd": opening.working_directory(),
         "host": socket.gethostname(),
         "supervisor": os.getpid(),
         "debug": debugging.manifest() if debugging is not None else None,
@@ -166,8 +164,7 @@ class RunWatch:
         self._debugging = debugging if directory is not None else None
         self._keepers = keepers
         self._signals = signals
-        self.killed = False
-        """The job was ended because it hung."""
+        self.killed = False  # The job was ended because it hung
         self._ranks = RankWatch()
         self._gpus: GpuWatch | None = None
         self._gpu_poll: GpuPoll | None = None
@@ -183,8 +180,7 @@ class RunWatch:
         self._stragglers: Stragglers | None = None
         self._watches: dict[str, Suspicions | Stragglers | HangWatch | Vitals] = {}
         self._trouble = 0
-        self._happened: float | None = None
-        """Time of the first event that has not been examined."""
+        self._happened: float | None = None  # Time of the first event that has not been examined
         self._mute_reported = False
         self._examined = time.monotonic()
         self._cost = 0.0  # CPU seconds of the last examination
@@ -284,11 +280,10 @@ class RunWatch:
     def _start_parts(self, directory: Path) -> None:
         from ddpdoctor.run.reader import RunReader
         from ddpdoctor.run.vitals import Vitals
-        from ddpdoctor.supervise.gpu_watch import GpuWatch
         from ddpdoctor.supervise.hang_watch import HangWatch
         from ddpdoctor.supervise.node_link import NodeLink
-        from ddpdoctor.supervise.slow_ranks import Stragglers, Suspicions
-        from ddpdoctor.system.gpu_health import GpuPoll
+        from ddpdoctor.supervise.slow_ranks import GpuWatch, Stragglers, Suspicions
+        from ddpdoctor.system.nvml import GpuPoll
 
         if self._requests is None:
             return

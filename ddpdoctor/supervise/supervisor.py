@@ -20,9 +20,8 @@ from ddpdoctor.debug.debugging import Debugging
 from ddpdoctor.render.reporter import Reporter
 from ddpdoctor.run.names import MARK
 from ddpdoctor.supervise import processes
-from ddpdoctor.supervise.job_signals import JobSignals
+from ddpdoctor.supervise.job_signals import JobSignals, Passthrough
 from ddpdoctor.supervise.keepers import Keepers
-from ddpdoctor.supervise.passthrough import Passthrough
 from ddpdoctor.supervise.run_watch import RunWatch
 from ddpdoctor.system import proc
 from ddpdoctor.system.proc import pause, readable

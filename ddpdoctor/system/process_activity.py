@@ -11,10 +11,7 @@ from typing import NamedTuple
 
 import psutil
 
-from ddpdoctor.run.records.evidence import ChildState as ChildState
-from ddpdoctor.run.records.evidence import ProcessActivity
-from ddpdoctor.run.records.evidence import ProcessState as ProcessState
-from ddpdoctor.run.records.supervisor import CoreClock
+from ddpdoctor.run.records.supervisor import ChildState, CoreClock, ProcessActivity, ProcessState
 from ddpdoctor.system import proc
 from ddpdoctor.system.proc import PROC, read_stat
 

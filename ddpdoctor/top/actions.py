@@ -27,11 +27,11 @@ from ddpdoctor.run import rundir
 from ddpdoctor.run.mapped import UnreadableError
 from ddpdoctor.run.names import MARK, rank_stem
 from ddpdoctor.run.reader import glance, read_manifest
+from ddpdoctor.run.records.supervisor import RankStacks
 from ddpdoctor.run.snapshot import Run
 from ddpdoctor.run.status import read_status
-from ddpdoctor.stacks import rank_stacks
+from ddpdoctor.stacks import frames
 from ddpdoctor.stacks.frames import Code, code_of
-from ddpdoctor.stacks.rank_stacks import RankStacks
 from ddpdoctor.top.snapshot import RankRow, Snapshot
 
 
@@ -41,8 +41,7 @@ class TakenStacks:
 
     stacks: tuple[RankStacks, ...] = ()
     code: Code | None = None
-    time: float = 0.0
-    """Unix seconds."""
+    time: float = 0.0  # Unix seconds
     live: bool = True
     trouble: str = ""
 
@@ -63,7 +62,7 @@ def take_stacks(
     path = Path(snapshot.path)
     try:
         if replayed or not snapshot.live:
-            kept = None if rundir.is_live(path) else rank_stacks.load_stacks(path)
+            kept = None if rundir.is_live(path) else frames.load_stacks(path)
             if kept is None:
                 return TakenStacks(
                     trouble="what is played back has no stacks: none were taken while it ran"
@@ -74,7 +73,7 @@ def take_stacks(
         now = time.time_ns()
         if ranks is None:
             with contextlib.suppress(OSError):
-                rank_stacks.save_stacks(path, stacks, now)
+                frames.save_stacks(path, stacks, now)
         return TakenStacks(stacks, _stacks_code(path, stacks), now / 1e9)
     except (OSError, DoctorError) as error:
         return TakenStacks(trouble=f"no stacks can be taken: {error}")

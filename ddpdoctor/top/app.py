@@ -40,8 +40,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_MAX_GAP = 6
-"""Columns between two stretches that are written as one."""
+_MAX_GAP = 6  # Columns between two stretches that are written as one
 
 
 class Canvas(Widget, can_focus=True):
@@ -288,14 +287,9 @@ class Questions:
             self._app.reader.switch(lambda: make(run.path))
 
 
-WIDE = 160
-"""Columns from which there is room for the stack of the blamed rank."""
-
-STACK_INTERVAL = 10.0
-"""Seconds between two stacks of it."""
-
-MESSAGE_TIMEOUT = 10.0
-"""Seconds for which the message of a key stays."""
+WIDE = 160  # Columns from which there is room for the stack of the blamed rank
+STACK_INTERVAL = 10.0  # Seconds between two stacks of it
+MESSAGE_TIMEOUT = 10.0  # Seconds for which the message of a key stays
 
 _SCROLLED = ("help", "environment", "stacks", "attach")
 _IN_QUESTION = ("down", "up", "first", "last", "open", "escape", "quit")
@@ -339,17 +333,13 @@ class TopApp(App[None]):
         self._record = record
         self._recording = recording
         self._past = Past()
-        self._back = 0
-        """Frames by which the picture is behind the newest one."""
-        self._slot: tuple[Snapshot, Position] | None = None
-        """The newest frame, until it is shown."""
+        self._back = 0  # Frames by which the picture is behind the newest one
+        self._slot: tuple[Snapshot, Position] | None = None  # The newest frame, until it is shown
         self._newest = self.shown
         self.material = Material()
-        self.frozen = False
-        """Hold the picture while a question is open."""
+        self.frozen = False  # Hold the picture while a question is open
         self.replayed = False
-        self._message = ("", 0.0)
-        """The message, and since when it is shown."""
+        self._message = ("", 0.0)  # The message, and since when it is shown
         self._canvas = Canvas()
         self.reader = Reader(
             make,

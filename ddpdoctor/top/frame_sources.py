@@ -15,16 +15,14 @@ from ddpdoctor.core.opening import integer
 from ddpdoctor.run import rundir
 from ddpdoctor.run.reader import read_manifest
 from ddpdoctor.run.records.training import StepRecord
-from ddpdoctor.system.gpu_health import Poller
-from ddpdoctor.top import hardware, headline, run_files, step_times
+from ddpdoctor.system.nvml import Poller
+from ddpdoctor.top import headline, live, run_files
 from ddpdoctor.top.frames import Played, Source, Want
 from ddpdoctor.top.live import LiveSource
-from ddpdoctor.top.run_files import StatusPages
+from ddpdoctor.top.run_files import StatusPages, StepLog
 from ddpdoctor.top.snapshot import RankRow, Snapshot, Verdict
-from ddpdoctor.top.step_times import StepLog
 
-_CHART_POINTS = 48
-"""Steps that the charts of a run that is over are made of."""
+_CHART_POINTS = 48  # Steps that the charts of a run that is over are made of
 
 _MAX_READINGS, _MIN_CHART_POINTS = 960, 10
 """Steps of single ranks read for the charts, and the points below which they are not worth it."""
@@ -87,25 +85,25 @@ class FinishedSource(Played):
         rows, newest = [], []
         for row in last.ranks:
             log = self._logs.get(row.rank)
-            steps = log.until(number, step_times.WINDOW) if log is not None else []
+            steps = log.until(number, run_files.WINDOW) if log is not None else []
             if steps and steps[-1].step == number:
                 newest.append(steps[-1])
             rows.append(_row_at_step(row, number, steps, apart=row.rank not in groups))
-        rows = step_times.with_waits(rows, groups)
+        rows = run_files.with_waits(rows, groups)
         ends = [step.start + max(1, step.steps) * step.total for step in newest]
         now = max(ends) / 1e9 if ends else last.time
         findings = tuple(each for each in last.findings if each.time is None or each.time <= now)
         facts = headline.VerdictFacts(
             live=True, findings=findings, attempt=last.job.attempt, whole=False
         )
-        usual = step_times.median_times([row.times for row in rows if row.times is not None])
+        usual = run_files.median_times([row.times for row in rows if row.times is not None])
         job = replace(
             last.job,
             step=number + 1,
             epoch=newest[0].epoch if newest else None,
             rate=1 / usual.total if usual is not None and usual.total else None,
             samples_rate=None,
-            loss=step_times.mean_loss(newest),
+            loss=run_files.mean_loss(newest),
             left=None,
         )
         snapshot = replace(
@@ -113,7 +111,7 @@ class FinishedSource(Played):
             time=now,
             exit_status=None,
             job=job,
-            gpus=tuple(hardware.without_readings(gpu, "") for gpu in last.gpus),
+            gpus=tuple(live.without_readings(gpu, "") for gpu in last.gpus),
             machine=None,
             findings=findings,
         )
@@ -124,7 +122,7 @@ def _row_at_step(row: RankRow, number: int, steps: list[StepRecord], *, apart: b
     """Return a rank when a step was closed, without what only its status page knew."""
     reached = bool(steps) and steps[-1].step == number
     waits = not reached and row.state not in ("ended", "dead")
-    parts = step_times.after_warm_up([step_times.parts_of(step) for step in steps])
+    parts = run_files.after_warm_up([run_files.parts_of(step) for step in steps])
     return RankRow(
         rank=row.rank,
         node=row.node,
@@ -137,8 +135,8 @@ def _row_at_step(row: RankRow, number: int, steps: list[StepRecord], *, apart: b
         said="" if reached or not steps else row.said,
         step=steps[-1].step + 1 if steps else None,
         epoch=steps[-1].epoch if steps else None,
-        times=step_times.mean_times(parts, apart),
-        gpu=None if row.gpu is None else hardware.without_readings(row.gpu, ""),
+        times=run_files.mean_times(parts, apart),
+        gpu=None if row.gpu is None else live.without_readings(row.gpu, ""),
     )
 
 
@@ -152,7 +150,7 @@ class MachineSource:
     def __init__(self, interval: float) -> None:
         self.interval = interval
         self.replay = None
-        self._meter = hardware.MachineMeter()
+        self._meter = live.MachineMeter()
         self._poller: Poller | None = None
 
     def read(self, want: Want) -> Snapshot:
@@ -165,7 +163,7 @@ class MachineSource:
             time=time.time(),
             kind="machine",
             verdict=Verdict(text, "info"),
-            gpus=hardware.gpus_of(record),
+            gpus=live.gpus_of(record),
             machine=self._meter.read(),
             nvml=str(record["nvml"]),
         )
@@ -196,8 +194,7 @@ class RunSource:
         self.interval = interval
         self.path = path
         self._live = LiveSource(path, interval)
-        self.replay: FinishedSource | None = None
-        """Its steps, once it is over."""
+        self.replay: FinishedSource | None = None  # Its steps, once it is over
         if not rundir.is_live(path):
             self.replay = FinishedSource(path, interval, self._live)
 
@@ -275,10 +272,8 @@ class RunChoice:
 
     id: str
     path: str
-    command: str
-    """The script and its options."""
-    started: float | None
-    """Unix seconds."""
+    command: str  # The script and its options
+    started: float | None  # Unix seconds
     ranks: int
 
 

@@ -22,8 +22,7 @@ from ddpdoctor.top.snapshot import Snapshot, Times
 class Want:
     """What is on screen, so that a source can skip the rest."""
 
-    ranks: frozenset[int] | None = None
-    """Ranks that are visible. None: all."""
+    ranks: frozenset[int] | None = None  # Ranks that are visible. None: all.
 
 
 WANT_ALL = Want()
@@ -47,8 +46,7 @@ class Replay(Protocol):
 class Played:
     """The position of a source that is a replay itself."""
 
-    length: int
-    """How many frames there are."""
+    length: int  # How many frames there are
     _position = 0
 
     @property
@@ -94,32 +92,27 @@ class Source(Protocol):
 _MAX_ROWS, _MAX_FRAMES = 4000, 300
 """Rows of ranks kept over all frames, which bounds the monitor's memory; and frames."""
 
-_MAX_POINTS = 240
-"""Points kept of a run. When there are more, every other one is dropped."""
+_MAX_POINTS = 240  # Points kept of a run. When there are more, every other one is dropped.
 
 _MIN_GAP, _MAX_GAP = 2.0, 8.0
 """Seconds between two points at first, and in an older run: each new point redraws the charts."""
 
 _POINTS_PER_AGE = 30
 
-_MAX_RANKS = 32
-"""Ranks whose times and memory a point has: those that come first."""
+_MAX_RANKS = 32  # Ranks whose times and memory a point has: those that come first
 
 
 @dataclass(frozen=True, eq=False)
 class Point:
     """What the charts show of one frame. No two points are equal."""
 
-    time: float
-    """Unix seconds."""
+    time: float  # Unix seconds
     times: Mapping[int, Times] = field(default_factory=dict)
     median: Times | None = None
     skew: float | None = None
     loss: float | None = None
-    memory: Mapping[int, int] = field(default_factory=dict)
-    """In bytes."""
-    power: float | None = None
-    """Watts of all GPUs."""
+    memory: Mapping[int, int] = field(default_factory=dict)  # In bytes
+    power: float | None = None  # Watts of all GPUs
 
 
 def point(snapshot: Snapshot) -> Point:
@@ -143,8 +136,7 @@ class Past:
     def __init__(self) -> None:
         self.frames: deque[Snapshot] = deque()
         self.points: list[Point] = []
-        self._gap = _MIN_GAP
-        """Seconds between two points."""
+        self._gap = _MIN_GAP  # Seconds between two points
         self._path = ""
         self._step: int | None = None
 
@@ -182,14 +174,9 @@ class Past:
 
 T = TypeVar("T")
 
-Position = tuple[int, int] | None
-"""Frame and number of frames of a replay."""
-
-MIN_PAUSE = 0.05
-"""Seconds between two readings at least."""
-
-PAUSE_AFTER_FAILURE = 2.0
-"""Seconds until a source that failed is asked again."""
+Position = tuple[int, int] | None  # Frame and number of frames of a replay
+MIN_PAUSE = 0.05  # Seconds between two readings at least
+PAUSE_AFTER_FAILURE = 2.0  # Seconds until a source that failed is asked again
 
 
 class Reader(threading.Thread):
@@ -214,16 +201,14 @@ class Reader(threading.Thread):
         self._deliver = deliver
         self._trouble = trouble
         self._before = before
-        self._run: str | None = None
-        """The directory of the run whose past is known."""
+        self._run: str | None = None  # The directory of the run whose past is known
         self._wake = threading.Event()
         self._tasks: list[Callable[[], None]] = []
         self._lock = threading.Lock()
         self._ended = False
         self._source: Source | None = None
         self.want = Want(frozenset())
-        self.playing = True
-        """Whether a replay goes on to its next frame."""
+        self.playing = True  # Whether a replay goes on to its next frame
 
     def run(self) -> None:
         """Read until `stop`."""

@@ -12,22 +12,17 @@ from dataclasses import dataclass, replace
 
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.core.formatting import duration, named
+from ddpdoctor.core.relations import STRAGGLERS
 from ddpdoctor.diagnose.speed.pace import ENOUGH, PHASE_NAMES, WARM_UP
-from ddpdoctor.top import step_times
+from ddpdoctor.top import run_files
 from ddpdoctor.top.snapshot import FindingRow, RankRow, Snapshot, Times, Verdict
 
 MIN_STUCK, MIN_STUCK_FIRST = 5.0, 30.0
 """Seconds in one phase after which a rank may be stuck; and before its first step, which compiles
 and fills caches."""
 
-MIN_STUCK_STEPS = 3.0
-"""Steps that a phase must last before its rank counts as stuck."""
-
-MIN_TROUBLE = 60.0
-"""Seconds after which waiting is trouble and not a pause."""
-
-STRAGGLERS = ("DDP610", "DDP612")
-"""The findings that name a rank, or a stage of a pipeline, that the others wait for."""
+MIN_STUCK_STEPS = 3.0  # Steps that a phase must last before its rank counts as stuck
+MIN_TROUBLE = 60.0  # Seconds after which waiting is trouble and not a pause
 
 
 @dataclass(frozen=True)
@@ -36,25 +31,17 @@ class VerdictFacts:
 
     live: bool
     exit_status: int | None = None
-    asked: bool = False
-    """Whether the job was asked to stop."""
+    asked: bool = False  # Whether the job was asked to stop
     world_size: int | None = None
-    since_start: float | None = None
-    """Seconds."""
-    died: tuple[int, ...] = ()
-    """The ranks that died, the first first."""
-    held: tuple[int, ...] = ()
-    """Ranks that wait for a debugger."""
-    usual: Times | None = None
-    """The median rank's steps."""
+    since_start: float | None = None  # Seconds
+    died: tuple[int, ...] = ()  # The ranks that died, the first first
+    held: tuple[int, ...] = ()  # Ranks that wait for a debugger
+    usual: Times | None = None  # The median rank's steps
     findings: tuple[FindingRow, ...] = ()
-    hung: bool = False
-    """The supervisor found that the job makes no progress."""
+    hung: bool = False  # The supervisor found that the job makes no progress
     attempt: int = 0
-    attempts: int | None = None
-    """How many the launcher makes at most. None if unknown."""
-    whole: bool = True
-    """Whether the times are of the present, so that phases mean something."""
+    attempts: int | None = None  # How many the launcher makes at most. None if unknown.
+    whole: bool = True  # Whether the times are of the present, so that phases mean something
 
 
 def judge(rows: Sequence[RankRow], facts: VerdictFacts) -> Verdict:
@@ -122,15 +109,15 @@ def judged_snapshot(
         for row in rows
         if row.times is not None and (row.state != "dead" or not facts.live)
     ]
-    facts = replace(facts, usual=step_times.median_times(timed))
+    facts = replace(facts, usual=run_files.median_times(timed))
     found = judge(rows, facts)
     return replace(
         snapshot,
         verdict=found,
         state=run_state(rows, facts, found),
-        ranks=step_times.ordered_rows(rows, found.rank),
+        ranks=run_files.ordered_rows(rows, found.rank),
         median=facts.usual,
-        skew=step_times.skew(timed),
+        skew=run_files.skew(timed),
     )
 
 

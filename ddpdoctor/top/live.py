@@ -1,4 +1,8 @@
-"""Make frames of a live run from its status pages, in more detail for the ranks on screen."""
+"""Make frames of a live run: its status pages, GPUs and processes, in detail for ranks on screen.
+
+GPU readings come from the files that the pollers of all nodes write. CPU, memory and the states
+of processes are those of this machine.
+"""
 
 from __future__ import annotations
 
@@ -7,57 +11,239 @@ import re
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean
 from typing import TypeVar
 
+import psutil
+
 from ddpdoctor.core import opening
 from ddpdoctor.core.errors import DoctorError, words
 from ddpdoctor.core.opening import as_copy, integer, whole
 from ddpdoctor.run import rundir
-from ddpdoctor.run.names import namespace
+from ddpdoctor.run.names import FORMAT, namespace
 from ddpdoctor.run.reader import read_manifest
 from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.run.records.process import ErrorRecord, OpenRecord
 from ddpdoctor.run.records.supervisor import RankExitRecord
 from ddpdoctor.run.records.training import PassRecord, StepRecord
+from ddpdoctor.run.records.typed_json import decoder
 from ddpdoctor.run.status import Phase, Status
-from ddpdoctor.top import hardware, headline, run_files, step_times
+from ddpdoctor.system.nvml import same_uuid
+from ddpdoctor.system.process_activity import Turn, lacked, read_turn
+from ddpdoctor.top import headline, run_files
 from ddpdoctor.top.frames import Want
-from ddpdoctor.top.hardware import STOPPED, ProcessStates
 from ddpdoctor.top.run_files import (
+    RecentSteps,
     StampAges,
     StatusPages,
     Stderr,
+    StepLog,
     SupervisorEvents,
+    after_warm_up,
     without_control_characters,
 )
-from ddpdoctor.top.snapshot import Gpu, Job, RankRow, Snapshot, Times, Verdict
-from ddpdoctor.top.step_times import RecentSteps, StepLog, after_warm_up
+from ddpdoctor.top.snapshot import Gpu, Job, Machine, RankRow, Snapshot, Times, Verdict
+
+# -- read GPUs, CPU and memory of the machines, and why a process shows no sign of life
+
+
+STALE_READING = 10.0  # Seconds after which a poller's last reading says nothing about the present
+
+MANY_NODES, MAX_NODES = 8, 1024
+"""With more nodes, their files are read every other time; and how many are read at all."""
+
+_MAX_BYTES = 8 << 20  # Size of the files of all nodes. One has some hundred bytes for each GPU.
+
+
+@dataclass
+class _Node:
+    """What is known of the GPUs of a node."""
+
+    seen: tuple[int, int] | None = None  # Modification time and inode of the file that was read
+    changed: float = 0.0  # When it changed, on the monotonic clock
+    gpus: tuple[Gpu, ...] = ()
+    trouble: str = ""
+
+
+def gpus_of(record: Mapping[str, object]) -> tuple[Gpu, ...]:
+    """Return the GPUs of a node from what its poller wrote. Skip damaged ones."""
+    listed = record.get("gpus")
+    node = str(record.get("host") or "")
+    found = [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
+    gpus = (decoder(Gpu)({**each, "node": node}) for each in found if "index" in each)
+    return tuple(gpu for gpu in gpus if gpu.uuid)
+
+
+def without_readings(gpu: Gpu, problem: str) -> Gpu:
+    """Return a GPU with only those facts that do not change."""
+    still = Gpu(node=gpu.node, index=gpu.index, uuid=gpu.uuid, name=gpu.name, mig=gpu.mig)
+    return replace(still, memory_total=gpu.memory_total, problem=problem)
+
+
+def gpus_by_uuid(gpus: Iterable[Gpu]) -> dict[str, Gpu]:
+    """Return GPUs by the UUID that ranks report."""
+    return {same_uuid(gpu.uuid): gpu for gpu in gpus}
+
+
+class GpuFiles:
+    """The files that the pollers of all nodes keep in a run directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._nodes: dict[str, _Node] = {}  # By the names of their files
+        self._odd_turn = False
+        self._left_out = 0
+
+    def refresh(self) -> None:
+        """List the directory again."""
+        try:
+            names = opening.names(self._directory)
+        except OSError:
+            return
+        ours = [name for name in names if name.startswith("gpus-") and name.endswith(".json")]
+        self._nodes = {name: self._nodes.get(name, _Node()) for name in ours[:MAX_NODES]}
+        self._left_out = len(ours[MAX_NODES:])
+
+    def read(self, live: bool) -> tuple[tuple[Gpu, ...], str]:
+        """Return the GPUs of all nodes without old numbers, and why some cannot be read."""
+        found: list[Gpu] = []
+        trouble: list[str] = []
+        if self._left_out:
+            trouble.append(f"more than {MAX_NODES} nodes: {self._left_out} others are left out")
+        now = time.monotonic()
+        self._odd_turn = not self._odd_turn
+        many = len(self._nodes) > MANY_NODES
+        for number, (name, node) in enumerate(self._nodes.items()):
+            if not many or node.seen is None or number % 2 == self._odd_turn:
+                self._read(name, node, now)
+            age = now - node.changed
+            if not live or node.seen is None:
+                found += [without_readings(gpu, "") for gpu in node.gpus]
+            elif age > STALE_READING:
+                problem = f"not read for {age:.0f} s"
+                found += [without_readings(gpu, problem) for gpu in node.gpus]
+                trouble.append(f"GPUs {problem}")
+            else:
+                found += node.gpus
+            trouble += [node.trouble] if node.trouble else []
+        return tuple(found), "; ".join(dict.fromkeys(trouble))
+
+    def _read(self, name: str, node: _Node, now: float) -> None:
+        path = self._directory / name
+        try:
+            facts = path.lstat()
+            key = (facts.st_mtime_ns, facts.st_ino)
+            if node.seen == key:
+                return
+            record = opening.json_object(path, _MAX_BYTES // len(self._nodes))
+            if int(record.get("format", 0)) > FORMAT:
+                raise ValueError
+        except OSError:
+            return
+        except (ValueError, TypeError, OverflowError):
+            node.trouble = f"{name} is damaged"
+            return
+        # At first only the clock of the file system says how old it is.
+        age = max(0.0, time.time() - facts.st_mtime) if node.seen is None else 0.0
+        node.seen, node.changed = key, now - age
+        node.gpus, node.trouble = gpus_of(record), str(record.get("nvml") or "")
+
+
+MIN_CPU_INTERVAL = 0.1  # Seconds between two readings of the CPU, whose counters are in hundredths
+
+
+class MachineMeter:
+    """Reads CPU and memory of this machine."""
+
+    def __init__(self) -> None:
+        self._node = socket.gethostname()
+        self._cores = psutil.cpu_count()
+        self._read = 0.0
+        self._cpu: float | None = None
+
+    def read(self) -> Machine:
+        """Return memory, and the CPU's load since the last reading once there was one."""
+        used = total = None
+        # Without /proc nothing is known.
+        with contextlib.suppress(OSError, RuntimeError):
+            now = time.monotonic()
+            if now - self._read >= MIN_CPU_INTERVAL:
+                busy = psutil.cpu_percent() / 100
+                # The first call has nothing to compare with.
+                self._cpu = busy if self._read else None
+                self._read = now
+            memory = psutil.virtual_memory()
+            used, total = memory.total - memory.available, memory.total
+        return Machine(self._node, self._cpu, self._cores, used, total)
+
+
+FIRST_SAMPLE = 0.05  # Seconds for which a process without a heartbeat is watched the first time
+_SAMPLE_INTERVAL = 2.0  # Seconds after which its CPU time is sampled again
+
+STOPPED = "its process is stopped (SIGSTOP)"
+_STATE_TEXTS = {
+    psutil.STATUS_STOPPED: STOPPED,
+    psutil.STATUS_TRACING_STOP: "its process is traced",
+    psutil.STATUS_DISK_SLEEP: "its process waits for a disk",
+}
+
+
+class ProcessStates:
+    """Finds out why processes of this machine show no sign of life."""
+
+    def __init__(self) -> None:
+        self._turns: dict[int, tuple[float, Turn | None]] = {}
+        """CPU time of main threads, by pid, with the time of the sample."""
+
+    def state(self, pid: int) -> tuple[str, str]:
+        """Return the state of the rank whose process it is, and why."""
+        try:
+            status = psutil.Process(pid).status()
+        except psutil.NoSuchProcess:
+            return "dead", "its process is gone"
+        except (psutil.Error, OSError, ValueError, OverflowError):
+            return "stale", ""
+        if status == psutil.STATUS_ZOMBIE:
+            return "dead", "its process has ended"
+        if status == psutil.STATUS_RUNNING and self.lacks_core(pid):
+            # It works as far as it can, and so does the thread that writes the heartbeat.
+            return "running", "gets little CPU"
+        return "stale", _STATE_TEXTS.get(status, "")
+
+    def lacks_core(self, pid: int) -> bool:
+        """Return whether a main thread was ready to run, but had no core for most of the time."""
+        now, turn = time.monotonic(), read_turn(pid, pid)
+        if pid not in self._turns:
+            self._turns[pid] = (now, turn)
+            time.sleep(FIRST_SAMPLE)
+            now, turn = time.monotonic(), read_turn(pid, pid)
+        when, before = self._turns[pid]
+        if now - when >= _SAMPLE_INTERVAL:
+            self._turns[pid] = (now, turn)
+        if before is None or turn is None:
+            return False
+        return lacked(before, turn, now - when) > (now - when) / 2
+
+
+# -- make frames of a live run from its status pages, in more detail for the ranks on screen
+
 
 T = TypeVar("T")
 
-RATE_WINDOW = 30.0
-"""Seconds over which the rate of steps is averaged."""
-
-MAX_RANKS_FOR_LOSS = 4
-"""Ranks of whose newest steps loss and samples are read."""
-
-LIST_INTERVAL = 1.0
-"""Seconds between two listings of the run directory."""
-
-PASS_INTERVAL = 20.0
-"""Seconds between two checks of how long an epoch is."""
+RATE_WINDOW = 30.0  # Seconds over which the rate of steps is averaged
+MAX_RANKS_FOR_LOSS = 4  # Ranks of whose newest steps loss and samples are read
+LIST_INTERVAL = 1.0  # Seconds between two listings of the run directory
+PASS_INTERVAL = 20.0  # Seconds between two checks of how long an epoch is
 
 STALE = 5.0
 """Seconds without a heartbeat after which a rank is stale. It comes four times a second."""
 
-MANY_RANKS = 64
-"""With more ranks, those off screen are read in every other frame."""
+MANY_RANKS = 64  # With more ranks, those off screen are read in every other frame
 
 _EPOCHS_OPTION = re.compile(r"--(?:n|num|max|total)?[-_]?(?:train)?[-_]?epochs?$")
 _STEPS_OPTION = re.compile(r"--(?:n|num|max|total)?[-_]?(?:train)?[-_]?(?:steps|iters|iterations)$")
@@ -145,7 +331,7 @@ class Progress:
             epoch=epoch,
             rate=rate,
             steps=self._steps(step, epoch),
-            loss=step_times.mean_loss(newest),
+            loss=run_files.mean_loss(newest),
         )
         if samples and rate is not None and world_size:
             job = replace(job, samples_rate=fmean(samples) * world_size * rate)
@@ -191,29 +377,31 @@ class LiveRank:
         self._opened: OpenRecord | None = None
         self.group: tuple[int, ...] = ()
         """The ranks on GPUs that it reduces gradients with. Empty if it does not, or unknown."""
-        before = StepLog(self.path).newest(step_times.WINDOW)
-        self.recent = RecentSteps(after_warm_up([step_times.parts_of(step) for step in before]))
+        self._searched = 0  # Bytes of the journal in which that was looked for
+        before = StepLog(self.path).newest(run_files.WINDOW)
+        self.recent = RecentSteps(after_warm_up([run_files.parts_of(step) for step in before]))
         """The newest steps, including those before the monitor started."""
-        self.row: RankRow | None = None
-        """As it was shown last."""
+        self.row: RankRow | None = None  # As it was shown last
 
     @property
     def opened(self) -> OpenRecord | None:
         """Its first record, once it is there."""
         if self._opened is None:
-            self._opened = step_times.open_record(self.path, self.max_memory)
+            self._opened = run_files.open_record(self.path, self.max_memory)
         return self._opened
 
     def times(self, on_gpu: bool) -> Times | None:
         """Average its newest steps. On a GPU the wait is still within the backward."""
         if on_gpu and not self.group and len(self.recent):
-            self.group = step_times.ddp_group(self.path, self.max_memory)
+            self.group, self._searched = run_files.ddp_group(
+                self.path, self.max_memory, self._searched
+            )
         return self.recent.times(apart=not self.group)
 
     @cached_property
     def error(self) -> ErrorRecord | None:
         """Its uncaught exception, once it has ended."""
-        return step_times.last_error(self.path, self.max_memory)
+        return run_files.last_error(self.path, self.max_memory)
 
     @property
     def newest(self) -> StepRecord | None:
@@ -244,10 +432,10 @@ class LiveSource:
         self._progress = Progress({})
         self._read_manifest(rundir.is_live(path))
         self._pages = StatusPages(path)
-        self._gpus = hardware.GpuFiles(path)
+        self._gpus = GpuFiles(path)
         self._stderr = Stderr(path)
         self._events = SupervisorEvents(path)
-        self._meter = hardware.MachineMeter()
+        self._meter = MachineMeter()
         self._ages = StampAges()
         self._processes = ProcessStates()
         self._namespace = namespace()
@@ -259,8 +447,7 @@ class LiveSource:
         self._odd_turn = False
         self._broken: list[tuple[str, Exception]] = []
         """The parts of this frame that failed by a fault of ours."""
-        self.live = True
-        """Whether the run lived when it was read last."""
+        self.live = True  # Whether the run lived when it was read last
 
     def _read_manifest(self, live: bool) -> None:
         try:
@@ -286,7 +473,7 @@ class LiveSource:
         self._part("the output", self._stderr.read)
         nothing: tuple[tuple[Gpu, ...], str] = (), ""
         gpus, nvml = self._part("the GPUs", lambda: self._gpus.read(self.live)) or nothing
-        by_uuid = self._part("the GPUs", lambda: hardware.by_uuid(gpus)) or {}
+        by_uuid = self._part("the GPUs", lambda: gpus_by_uuid(gpus)) or {}
         for rank, status in pages.items():
             if rank not in skipped:
                 row = self._part(
@@ -295,7 +482,7 @@ class LiveSource:
                 if row is not None:
                     self._ranks[rank].row = row
         known = (self._ranks[rank].row for rank in pages if rank in self._ranks)
-        rows = step_times.with_waits([row for row in known if row is not None], self.groups)
+        rows = run_files.with_waits([row for row in known if row is not None], self.groups)
         job = self._part("the progress", lambda: self._job(pages, rows, ticks)) or Job()
         return self._snapshot(rows, pages, job, gpus, nvml, now)
 
@@ -439,7 +626,7 @@ class LiveSource:
         if rows and ticks - self._passes >= PASS_INTERVAL:
             self._passes = ticks
             first = self._ranks[min(row.rank for row in rows)]
-            record = step_times.last_pass(first.path, first.max_memory)
+            record = run_files.last_pass(first.path, first.max_memory)
             self._progress.add_pass(record, newest[0] if newest else None)
         step = max((status.step for status in pages.values()), default=None)
         epochs = [status.epoch for status in pages.values() if status.epoch is not None]

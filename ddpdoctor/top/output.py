@@ -23,11 +23,8 @@ from ddpdoctor.top.view import View
 MAX_MEMORY = 4 * opening.MOST_EXPANDED
 """Bytes of memory that a snapshot may take. One of a thousand ranks takes half of that."""
 
-FORMAT = 1
-"""Version of the JSON. It is raised when a field changes its meaning."""
-
-Keep = Callable[[Snapshot], None]
-"""Called with each snapshot, to record or export it."""
+FORMAT = 1  # Version of the JSON. It is raised when a field changes its meaning.
+Keep = Callable[[Snapshot], None]  # Called with each snapshot, to record or export it
 
 
 def picture(source: Source, view: View, out: TextIO, keep: Keep | None = None) -> None:

@@ -28,11 +28,8 @@ from ddpdoctor.core.opening import whole
 from ddpdoctor.top.snapshot import PHASES, RankRow, Snapshot
 from ddpdoctor.top.view import rank_value
 
-MAX_CONNECTIONS = 16
-"""Connections at a time. Another one takes the place of the oldest."""
-
-MIN_GAP = 0.01
-"""Seconds between two connections."""
+MAX_CONNECTIONS = 16  # Connections at a time. Another one takes the place of the oldest.
+MIN_GAP = 0.01  # Seconds between two connections
 
 REQUEST_TIMEOUT, RESPONSE_TIMEOUT = 5.0, 30.0
 """Seconds in which a request has to arrive, and its response to be taken."""

@@ -20,7 +20,7 @@ from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.core.formatting import json_text
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.run.status import PHASES, Parts
-from ddpdoctor.top import headline, output, step_times
+from ddpdoctor.top import headline, output, run_files
 from ddpdoctor.top.frames import WANT_ALL, Played, Want
 from ddpdoctor.top.snapshot import FindingRow, Gpu, Job, Machine, RankRow, Snapshot, Verdict
 
@@ -29,8 +29,7 @@ from ddpdoctor.top.snapshot import FindingRow, Gpu, Job, Machine, RankRow, Snaps
 RECORDING_FORMAT = 2
 """Version of a recording, which is in each of its lines. Recordings without one are older."""
 
-MAX_FRAMES = 1 << 20
-"""Frames that are played, the first ones: twelve days of one per second."""
+MAX_FRAMES = 1 << 20  # Frames that are played, the first ones: twelve days of one per second
 
 _MAX_EXPANDED = 1 << 31
 """Size of a recording in bytes once it is expanded. What comes after is not played."""
@@ -136,8 +135,7 @@ class RecordingSource(Played):
             raise DoctorError(
                 f"{path} is no recording: {error}", "make one with `ddpdoctor top --record FILE`"
             ) from None
-        self.interval = 1.0
-        """Seconds between the first two frames."""
+        self.interval = 1.0  # Seconds between the first two frames
         if self.length > 1:
             with contextlib.suppress(ValueError):
                 self.interval = min(60.0, max(0.1, self._frame(1).time - first.time))
@@ -211,11 +209,8 @@ class RecordingSource(Played):
 
 # -- a made-up job of two nodes with a straggler, for people without a job
 
-STEP = 0.222
-"""Seconds that a step of the job takes."""
-
-AGE = 600.0
-"""Seconds for which the job has run when the monitor starts."""
+STEP = 0.222  # Seconds that a step of the job takes
+AGE = 600.0  # Seconds for which the job has run when the monitor starts
 
 _STEPS_OF_EPOCH, _EPOCHS = 1250, 90
 _BATCH = 64
@@ -345,7 +340,7 @@ def _row(rank: int, number: int, age: float, slow: int, seed: int) -> RankRow:
     within = age % STEP
     phases = (("data", 0.03), ("forward", 0.06), ("backward", 0.2))
     phase = next((name for name, until in phases if within <= until), "optimizer")
-    first = max(0, number - step_times.WINDOW + 1)
+    first = max(0, number - run_files.WINDOW + 1)
     return RankRow(
         rank=rank,
         node=node,
@@ -356,7 +351,7 @@ def _row(rank: int, number: int, age: float, slow: int, seed: int) -> RankRow:
         site={"data": "train.py:57", "optimizer": "train.py:66"}.get(phase, "train.py:61"),
         step=number + 1,
         epoch=number // _STEPS_OF_EPOCH,
-        times=step_times.mean_times(
+        times=run_files.mean_times(
             [_step(seed, rank, each, slow) for each in range(first, number + 1)]
         ),
         heartbeat=round(within, 3),

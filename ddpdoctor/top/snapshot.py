@@ -35,15 +35,12 @@ class Gpu(Part):
     clock_max: float | None = None
     throttle: tuple[str, ...] = ()
     ecc_errors: int | None = None
-    pcie: float | None = None
-    """Bytes per second over PCIe, both directions."""
-    nvlink: float | None = None
-    """Bytes per second over NVLink, both directions."""
+    pcie: float | None = None  # Bytes per second over PCIe, both directions
+    nvlink: float | None = None  # Bytes per second over NVLink, both directions
     processes: tuple[tuple[int, int | None], ...] = ()
     """The processes that hold its memory: pid and bytes."""
     mig: bool = False
-    problem: str = ""
-    """Why numbers are missing, in words."""
+    problem: str = ""  # Why numbers are missing, in words
 
 
 @dataclass(frozen=True)
@@ -76,36 +73,28 @@ class RankRow(Part):
     node: str
     local_rank: int | None = None
     restart: int = 0
-    stage: str = ""
-    """The stages of a pipeline that it runs, from 0: ``1`` or ``0,2``."""
+    stage: str = ""  # The stages of a pipeline that it runs, from 0: ``1`` or ``0,2``
     pid: int | None = None
     state: str = "running"
     """``starting``, ``running``, ``stale``, ``debugger``, ``ended`` or ``dead``."""
-    said: str = ""
-    """The state in words: how the rank died, what holds it."""
+    said: str = ""  # The state in words: how the rank died, what holds it
     phase: str = ""
-    since: float | None = None
-    """Seconds in the phase."""
-    site: str = ""
-    """``path:line`` of the user's code that entered the phase."""
+    since: float | None = None  # Seconds in the phase
+    site: str = ""  # ``path:line`` of the user's code that entered the phase
     collective: str = ""
     step: int | None = None
     epoch: int | None = None
     times: Times | None = None
-    heartbeat: float | None = None
-    """Seconds since the rank's last sign of life."""
+    heartbeat: float | None = None  # Seconds since the rank's last sign of life
     dropped: int = 0
     rss: int | None = None
     allocated: int | None = None
     reserved: int | None = None
-    peak: int | None = None
-    """Bytes of torch's CUDA allocator."""
-    cost: float | None = None
-    """The share of its time that ddpdoctor takes."""
+    peak: int | None = None  # Bytes of torch's CUDA allocator
+    cost: float | None = None  # The share of its time that ddpdoctor takes
     gpu: Gpu | None = None
     debug_port: int | None = None
-    output: tuple[str, ...] = ()
-    """The last lines of its stderr that carry its prefix."""
+    output: tuple[str, ...] = ()  # The last lines of its stderr that carry its prefix
 
     @property
     def memory(self) -> int | None:
@@ -120,12 +109,9 @@ class Verdict(Part):
     """The line above the board."""
 
     text: str
-    level: str = "ok"
-    """``ok``, ``info``, ``warning`` or ``error``."""
-    rank: int | None = None
-    """The rank that is blamed."""
-    phase: str = ""
-    """The phase in which it is slow."""
+    level: str = "ok"  # ``ok``, ``info``, ``warning`` or ``error``
+    rank: int | None = None  # The rank that is blamed
+    phase: str = ""  # The phase in which it is slow
 
 
 @dataclass(frozen=True)
@@ -144,36 +130,25 @@ class FindingRow:
     """A finding, and when it was reported."""
 
     finding: Finding
-    time: float | None = None
-    """Unix seconds."""
-    attempt: int = 0
-    """The attempt of the job that it is about."""
+    time: float | None = None  # Unix seconds
+    attempt: int = 0  # The attempt of the job that it is about
 
 
 @dataclass(frozen=True)
 class Job(Part):
     """How far the job is, and how fast."""
 
-    script: str = ""
-    """The script and its options."""
-    step: int | None = None
-    """Steps done."""
-    steps: int | None = None
-    """How many there will be, if the command or the loaders tell."""
+    script: str = ""  # The script and its options
+    step: int | None = None  # Steps done
+    steps: int | None = None  # How many there will be, if the command or the loaders tell
     epoch: int | None = None
     epochs: int | None = None
-    rate: float | None = None
-    """Steps per second."""
-    samples_rate: float | None = None
-    """Samples per second, of all ranks."""
-    loss: float | None = None
-    """The mean over the first ranks."""
-    left: float | None = None
-    """Seconds until the last step."""
-    attempt: int = 0
-    """The number of the attempt, from 0."""
-    attempts: int | None = None
-    """How many torchrun makes at most."""
+    rate: float | None = None  # Steps per second
+    samples_rate: float | None = None  # Samples per second, of all ranks
+    loss: float | None = None  # The mean over the first ranks
+    left: float | None = None  # Seconds until the last step
+    attempt: int = 0  # The number of the attempt, from 0
+    attempts: int | None = None  # How many torchrun makes at most
 
 
 STATES = ("starting", "running", "hung", "restarting", "failing", "ended", "failed", "gone")
@@ -184,13 +159,10 @@ STATES = ("starting", "running", "hung", "restarting", "failing", "ended", "fail
 class Snapshot(Part):
     """One frame."""
 
-    time: float
-    """Unix seconds."""
-    kind: str
-    """``run``, ``machine`` or ``demo``."""
+    time: float  # Unix seconds
+    kind: str  # ``run``, ``machine`` or ``demo``
     verdict: Verdict
-    run: str = ""
-    """The run's id."""
+    run: str = ""  # The run's id
     path: str = ""
     command: str = ""
     started: float | None = None
@@ -203,14 +175,12 @@ class Snapshot(Part):
     ranks: tuple[RankRow, ...] = ()
     """The blamed one first, then by own time, descending. Ranks that run nothing come last."""
     median: Times | None = None
-    skew: float | None = None
-    """The largest own time, as a ratio to the median one."""
+    skew: float | None = None  # The largest own time, as a ratio to the median one
     gpus: tuple[Gpu, ...] = ()
     machine: Machine | None = None
     findings: tuple[FindingRow, ...] = ()
     output: tuple[str, ...] = ()
-    nvml: str = ""
-    """What is wrong with NVML, in words."""
+    nvml: str = ""  # What is wrong with NVML, in words
     notes: tuple[str, ...] = ()
     """What is wrong with the monitor itself: unreadable files, a run that is gone."""
     environment: dict[str, str] = field(default_factory=dict)

@@ -30,34 +30,25 @@ class View:
     ascii_only: bool = False
     colour: bool = True
     readonly: bool = False
-    keys: bool = True
-    """Whether there is a keyboard, so that a line shows the keys."""
+    keys: bool = True  # Whether there is a keyboard, so that a line shows the keys
     sort: str = "own"
     reverse: bool = False
     filter: str = ""
-    typing: bool = False
-    """The filter is being typed."""
-    cursor: int | None = None
-    """The selected rank."""
-    top: int = 0
-    """The first row of the board that is drawn."""
+    typing: bool = False  # The filter is being typed
+    cursor: int | None = None  # The selected rank
+    top: int = 0  # The first row of the board that is drawn
     expanded: bool = False
     grouped: bool = False
     paused: bool = False
     recording: str = ""
     panel: Panel = ""
-    item: int = 0
-    """The selected line of a panel, or how far it is scrolled."""
-    opened: bool = False
-    """The selected finding is open."""
-    everyone: bool = True
-    """The panel is about all ranks rather than the selected one."""
+    item: int = 0  # The selected line of a panel, or how far it is scrolled
+    opened: bool = False  # The selected finding is open
+    everyone: bool = True  # The panel is about all ranks rather than the selected one
     position: tuple[int, int] | None = None
     """Frame and number of frames, of a replay or of the frames kept."""
-    message: str = ""
-    """The message of the last key."""
-    trouble: str = ""
-    """Why there are no new frames."""
+    message: str = ""  # The message of the last key
+    trouble: str = ""  # Why there are no new frames
 
     def toggled(self, panel: Panel) -> View:
         """Open a panel, or close it if it is open."""
@@ -145,8 +136,7 @@ def chosen_rank(snapshot: Snapshot, view: View) -> RankRow | None:
 class Key(NamedTuple):
     """A key, what it does in a word and in a line, and how long it stays on a narrow screen."""
 
-    keys: tuple[str, ...]
-    """As textual names them."""
+    keys: tuple[str, ...]  # As textual names them
     shown: str
     short: str
     text: str

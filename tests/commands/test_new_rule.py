@@ -43,11 +43,11 @@ def test_what_is_laid_out_passes_its_own_tests(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_its_jobs_are_a_sick_one_and_a_healthy_one(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "ddpdoctor", tmp_path / "ddpdoctor")
-    (tmp_path / "sample_jobs" / "sick").mkdir(parents=True)
+    (tmp_path / "tests" / "jobs" / "sick").mkdir(parents=True)
     (tmp_path / "tests" / "diagnose").mkdir(parents=True)
     assert new_rule.main(["DDP999", "shouted-loss"], tmp_path) == 0
     codes = []
-    for job in sorted((tmp_path / "sample_jobs" / "sick").glob("*.py")):
+    for job in sorted((tmp_path / "tests" / "jobs" / "sick").glob("*.py")):
         command = [sys.executable, "-m", "ddpdoctor", "run", "--no-vscode", "--debug-port", "0"]
         done = subprocess.run(
             [*command, "--nproc-per-node", "2", "--", str(job)],

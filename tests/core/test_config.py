@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import os
 from pathlib import Path
@@ -19,9 +18,6 @@ from ddpdoctor.preflight import command_lines
 from ddpdoctor.supervise import command
 from tests.conftest import Doctor
 from tests.support.launching import PYTHON
-
-READER = any(map(importlib.util.find_spec, ("tomllib", "tomli")))
-needs_reader = pytest.mark.skipif(not READER, reason="this Python has neither tomllib nor tomli")
 
 PROJECT = """
 [project]
@@ -59,7 +55,6 @@ def own(*words: str) -> OwnOptions:
     return built.own
 
 
-@needs_reader
 def test_each_command_has_its_options_and_what_is_typed_counts(folder: Path) -> None:
     (folder / "pyproject.toml").write_text(PROJECT)
     options = own()
@@ -75,7 +70,6 @@ def test_each_command_has_its_options_and_what_is_typed_counts(folder: Path) -> 
     assert (checked.options.timeout, checked.selection.ignore) == (30, ("DDP309", "DDP61"))
 
 
-@needs_reader
 def test_the_nearest_file_counts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "pyproject.toml").write_text(PROJECT)
     deep = folder / "a" / "b"
@@ -89,7 +83,6 @@ def test_the_nearest_file_counts(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert own().hang_after == 7
 
 
-@needs_reader
 @pytest.mark.parametrize(
     ("text", "error"),
     [
@@ -111,7 +104,6 @@ def test_what_cannot_be_is_refused_by_name(folder: Path, text: str, error: str) 
     assert raised.value.message.startswith(error)
 
 
-@needs_reader
 def test_a_file_above_that_is_another_users_is_not_read(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,7 +121,6 @@ def test_a_file_above_that_is_another_users_is_not_read(
     )
 
 
-@needs_reader
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file to another user")
 def test_a_file_is_another_users_even_if_one_of_ours_takes_its_place(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -150,20 +141,6 @@ def test_a_file_is_another_users_even_if_one_of_ours_takes_its_place(
     assert "it belongs to another user (uid 65533)" in capsys.readouterr().err
 
 
-def test_a_python_that_reads_no_toml_says_so_where_there_is_something_to_read(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(options, "_toml", lambda: None)
-    (folder / "pyproject.toml").write_text('[project]\ndependencies = ["ddpdoctor"]\n')
-    assert own().hang_after is None
-    assert capsys.readouterr().err == ""
-    (folder / "pyproject.toml").write_text(PROJECT)
-    assert own().hang_after is None
-    said = "ddpdoctor: pyproject.toml is not read: this Python has no tomllib; pip install tomli\n"
-    assert capsys.readouterr().err == said
-
-
-@needs_reader
 def test_run_reads_it(doctor: Doctor) -> None:
     (doctor.directory / "ddpdoctor.toml").write_text("[run]\nquiet = true\nno-vscode = true\n")
     result = doctor.run("--", PYTHON, "-c", "pass")

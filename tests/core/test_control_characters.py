@@ -13,15 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ddpdoctor.commands import check as check_module
 from ddpdoctor.core.finding import Finding, Severity, to_record
 from ddpdoctor.core.formatting import json_text, shown, without_formatting
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.preflight.check import Outcome, Status
-from ddpdoctor.render import check_results, console, json_lines
+from ddpdoctor.render import console, json_lines
 from ddpdoctor.run import rundir
+from ddpdoctor.run.records.supervisor import Frame, RankStacks, Thread
 from ddpdoctor.run.status import Phase
-from ddpdoctor.stacks import rank_stacks
-from ddpdoctor.stacks.rank_stacks import Frame, RankStacks, Thread
+from ddpdoctor.stacks import frames
 from tests.conftest import LIMIT
 from tests.support.written import MS, T0, Written
 
@@ -120,9 +121,9 @@ def test_lines_of_source(tmp_path: Path) -> None:
 
 def test_a_check() -> None:
     outcome = Outcome(Status.FAIL, f"peer {HOSTILE}", (FINDING,), "network")
-    check(check_results.table([outcome], colour=False, width=80))
-    check(check_results.findings([outcome], colour=False, width=80))
-    check(check_results.document([outcome], HOSTILE, 1, 0.1))
+    check(check_module.result_table([outcome], colour=False, width=80))
+    check(check_module.finding_blocks([outcome], colour=False, width=80))
+    check(check_module.json_document([outcome], HOSTILE, 1, 0.1))
 
 
 @pytest.fixture
@@ -155,7 +156,7 @@ def directory(written: Written) -> Path:
     other = Thread(2, HOSTILE, False, (frame,))
     whole = RankStacks(0, 0, 1, HOSTILE, (thread, other), native=(HOSTILE,), note=HOSTILE)
     missing = RankStacks(1, 0, 1, HOSTILE, trouble=HOSTILE, note=HOSTILE)
-    rank_stacks.save_stacks(written.path, [whole, missing], T0)
+    frames.save_stacks(written.path, [whole, missing], T0)
     return written.path
 
 
@@ -232,7 +233,7 @@ def test_a_hostile_run_to_attach_to(words: tuple[str, ...], host: str, directory
         [sys.executable, "-m", "ddpdoctor", *words, str(directory)],
         stdin=subprocess.DEVNULL,
         capture_output=True,
-        timeout=60,
+        timeout=LIMIT,
     )
     lock.close()
     said = (result.stdout + result.stderr).decode()
@@ -257,7 +258,7 @@ def test_attach_to_names(tmp_path: Path) -> None:
         result = subprocess.run(
             [sys.executable, "-m", "ddpdoctor", *words],
             capture_output=True,
-            timeout=60,
+            timeout=LIMIT,
             cwd=workspace,
         )
         assert b"Traceback" not in result.stderr

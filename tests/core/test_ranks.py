@@ -40,11 +40,6 @@ def test_bytes_have_binary_units(size: float | None, text: str) -> None:
     assert formatting.binary_size(size) == text
 
 
-def test_speeds_of_links_have_decimal_units() -> None:
-    assert formatting.data_rate(12.5e9) == "12.5 GB/s"
-    assert formatting.data_rate(99e6) == "99.0 MB/s"
-
-
 def test_of_many_names_the_first_are_listed() -> None:
     assert formatting.listed(["a", "b"]) == "a, b"
     assert formatting.listed("abcd", 2) == "a, b and 2 more"

@@ -17,9 +17,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddpdoctor.debug import injection
+from ddpdoctor.debug import attach_points
 from tests.conftest import JOBS, LIMIT, Doctor, Live
-from tests.support.dap_client import DapClient, DapUnavailable, install_modules
+from tests.support.dap_client import DapClient
 
 JOB = JOBS / "debugged.py"
 QUICK = ("--nproc-per-node", "1", "--", "-c", "pass")
@@ -136,17 +136,11 @@ def test_without_a_live_run(doctor: Doctor) -> None:
 
 @pytest.mark.skipif(shutil.which("gdb") is None, reason="gdb is not installed")
 @pytest.mark.slow
-def test_a_process_without_a_probe_by_gdb(
-    doctor: Doctor, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    try:
-        modules = install_modules(tmp_path_factory.mktemp("dap"))
-    except DapUnavailable as error:
-        pytest.skip(f"no DAP test client: {error}")
+def test_a_process_without_a_probe_by_gdb(doctor: Doctor, modules: Path) -> None:
     script = doctor.write("bare.py", "import time\nwhile True:\n    time.sleep(0.05)\n")
     bare = subprocess.Popen([sys.executable, "-I", str(script)], env=doctor.environment())
     try:
-        if injection.breaks_sleepers():
+        if attach_points.breaks_sleepers():
             # On such a machine it is refused, and the process lives on.
             command = [sys.executable, "-m", "ddpdoctor", "attach", "--gdb", str(bare.pid)]
             refused = doctor.run(*command, watch=False)

@@ -355,7 +355,7 @@ def test_another_user_attaches_to_nothing(doctor: Doctor, live: Live) -> None:
                 as_another_user(sys.executable, "-m", "ddpdoctor", *words),
                 capture_output=True,
                 text=True,
-                timeout=60,
+                timeout=LIMIT,
                 stdin=subprocess.DEVNULL,
                 cwd="/",
                 env={**os.environ, "PYTHONPATH": str(ROOT), "HOME": "/nonexistent"},
@@ -367,6 +367,6 @@ def test_another_user_attaches_to_nothing(doctor: Doctor, live: Live) -> None:
             assert first.startswith("ddpdoctor: error: "), result.stderr
             assert len(more) <= 1, result.stderr
     finally:
-        alone.communicate(timeout=60)
+        alone.communicate(timeout=LIMIT)
     assert own_client(numbers[0])["success"]
     assert "Traceback" not in end(doctor, live)

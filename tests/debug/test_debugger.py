@@ -20,8 +20,9 @@ from torch._C._distributed_c10d import ProcessGroupGloo
 
 import ddpdoctor
 from ddpdoctor.run.records.supervisor import DebugRecord
-from tests.conftest import JOBS, LIMIT, ROOT, Doctor, Live, Result
-from tests.support.dap_client import DapClient, DapError, DapUnavailable, install_modules
+from tests.conftest import JOBS, LIMIT, ROOT, Doctor
+from tests.support.dap_client import DapClient, DapError
+from tests.support.debugged import Debugged
 
 JOB = JOBS / "debugged.py"
 PACKAGE = Path(ddpdoctor.__file__).parent
@@ -45,22 +46,8 @@ def unwrapped(text: str) -> str:
     return " ".join(" ".join(lines).split())
 
 
-@pytest.fixture(scope="session")
-def modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    try:
-        return install_modules(tmp_path_factory.mktemp("dap"))
-    except DapUnavailable as error:
-        pytest.skip(f"no DAP test client: {error}")
-
-
-class Job:
+class Job(Debugged):
     """A job under debugging, and the clients that were attached to it."""
-
-    def __init__(self, doctor: Doctor, modules: Path) -> None:
-        self.doctor = doctor
-        self.modules = modules
-        self.clients: list[DapClient] = []
-        self.live: Live
 
     def start(self, *words: str, options: tuple[str, ...] = (), job: Path = JOB) -> None:
         self.live = self.doctor.start(
@@ -108,10 +95,6 @@ class Job:
 
     def has_debugpy(self, rank: int) -> bool:
         return "pydevd" in Path(f"/proc/{self.pid(rank)}/maps").read_text()
-
-    def end(self) -> Result:
-        (self.doctor.directory / "stop").touch()
-        return self.live.finish()
 
 
 @pytest.fixture
@@ -197,7 +180,7 @@ def test_two_ranks_from_attach_to_attach_again(job: Job) -> None:
 def test_a_rank_that_waits_for_another(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     # The compiled core has no frames here.
     monkeypatch.setenv("DDPDOCTOR_PURE_PYTHON", "1")
-    job.start("--at", "3", "--how", "away", "--seconds", "8")
+    job.start("--at", "3", "--how", "away", "--seconds", "30")
     job.live.wait_for_steps(3)
     client = job.attach(0)
     main = next(number for number, name in client.threads().items() if name == "MainThread")
@@ -218,7 +201,7 @@ def test_a_rank_that_waits_for_another(job: Job, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.slow
 def test_a_rank_that_holds_the_lock_of_python(job: Job) -> None:
-    job.start("--at", "3", "--how", "gil", "--seconds", "8")
+    job.start("--at", "3", "--how", "gil", "--seconds", "30")
     job.live.wait_for_steps(3)
     time.sleep(0.5)
     with pytest.raises(DapError, match=r"rank 1 .*does not answer: .*`ddpdoctor stacks`"):

@@ -13,28 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import JOBS, LIMIT, Doctor, Live, Result
-from tests.support.dap_client import DapClient, DapUnavailable, install_modules
+from tests.conftest import JOBS, LIMIT, Doctor
+from tests.support.dap_client import DapClient
+from tests.support.debugged import Debugged
 
 JOB = JOBS / "held.py"
 
 
-@pytest.fixture(scope="session")
-def modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    try:
-        return install_modules(tmp_path_factory.mktemp("dap"))
-    except DapUnavailable as error:
-        pytest.skip(f"no DAP test client: {error}")
-
-
-class Held:
+class Held(Debugged):
     """Two ranks, and a client attached to each."""
-
-    def __init__(self, doctor: Doctor, modules: Path) -> None:
-        self.doctor = doctor
-        self.modules = modules
-        self.clients: list[DapClient] = []
-        self.live: Live
 
     def start(self, *options: str) -> None:
         self.live = self.doctor.start("--debug-port", "0", *options, "--", sys.executable, str(JOB))
@@ -67,10 +54,6 @@ class Held:
             assert self.live.process.poll() is None, self.live.err.read_text()
             assert time.monotonic() < deadline
             time.sleep(0.1)
-
-    def end(self) -> Result:
-        (self.doctor.directory / "stop").touch()
-        return self.live.finish(120)
 
 
 @pytest.fixture

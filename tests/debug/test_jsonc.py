@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ddpdoctor.debug import jsonc, vscode_configurations, vscode_files
-from ddpdoctor.debug.jsonc import JsoncError
+from ddpdoctor.debug import vscode_configurations, vscode_files
+from ddpdoctor.debug.vscode_files import JsoncError
 from tests.support.jsonc_words import MAPPINGS, MORE, POINTS, add, independent
 
 KEYS = ("configurations", "compounds")
@@ -21,7 +21,7 @@ PREFIX = "ddpdoctor: "
 def comments(text: str) -> list[str]:
     return [
         comment.text
-        for comment in jsonc.parse(text).comments
+        for comment in vscode_files.parse_jsonc(text).comments
         if comment.text not in (vscode_files.MADE, vscode_files.MADE_FILE)
     ]
 
@@ -124,8 +124,8 @@ def test_add_and_remove_restores_every_byte(choose: random.Random) -> None:
     text = Writer(choose).document(KEYS)
     added = add(text)
     value = independent(added)
-    assert jsonc.parse(added).root is not None
-    assert value == jsonc.parse(added).root.value  # type: ignore[union-attr]
+    assert vscode_files.parse_jsonc(added).root is not None
+    assert value == vscode_files.parse_jsonc(added).root.value  # type: ignore[union-attr]
     before = independent(text)
     expected = {"version": "0.2.0"} if before is None else before
     assert foreign(value) == {"configurations": [], "compounds": [], **expected}
@@ -194,7 +194,7 @@ def test_what_a_person_did_to_our_entries_does_no_harm(choose: random.Random) ->
     removed = vscode_configurations.without_launch_entries(text)
     assert removed is not None
     assert independent(removed) == foreign(value)
-    assert jsonc.parse(removed).root.value == foreign(value)  # type: ignore[union-attr]
+    assert vscode_files.parse_jsonc(removed).root.value == foreign(value)  # type: ignore[union-attr]
     # A comment may end up behind another one on the line, but not a word of it is lost.
     assert "".join(comments(removed)).replace(" ", "") == "".join(comments(text)).replace(" ", "")
     again = vscode_configurations.with_run(text, MORE, MAPPINGS)
@@ -210,7 +210,7 @@ def test_damage_is_named_or_harmless(choose: random.Random) -> None:
         text = text[:at]
     else:
         text = text[:at] + choose.choice('{}[],:"/*\\\n\x00\ufeffx0-') + text[at + 1 :]
-    error, root = outcome(lambda: jsonc.parse(text).root)
+    error, root = outcome(lambda: vscode_files.parse_jsonc(text).root)
     if error is None:
         assert (root.value if root else None) == independent(text)
         error, added = outcome(lambda: add(text))

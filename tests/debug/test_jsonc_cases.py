@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from ddpdoctor.debug import jsonc, vscode_configurations, vscode_files
-from ddpdoctor.debug.jsonc import JsoncError
+from ddpdoctor.debug import vscode_configurations, vscode_files
+from ddpdoctor.debug.vscode_files import JsoncError
 from tests.support.jsonc_words import MAPPINGS, MORE, POINTS, add, independent
 
 MESSY = (
@@ -206,7 +206,7 @@ def test_long_strings_and_numbers_take_no_time() -> None:
     text = json.dumps({"a": "x\\" * 200_000, "b": int("9" * 4000)})
     assert vscode_configurations.without_launch_entries(add(text)) == text
     with pytest.raises(JsoncError):
-        jsonc.parse('{"a": "' + "x" * 400_000)
+        vscode_files.parse_jsonc('{"a": "' + "x" * 400_000)
 
 
 def test_half_a_surrogate_pair_is_written_as_an_escape() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ddpdoctor import cli
 from ddpdoctor.commands import vscode
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.debug import vscode_configurations, vscode_files
@@ -240,7 +241,7 @@ def test_a_command_line_that_cannot_work(here: Path, words: list[str], message: 
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert vscode.main(["--help"]) == 0
+    assert cli.main(["vscode", "--help"]) == 0
     shown = capsys.readouterr().out
     assert shown == vscode.PARSER.help
     assert all(option in shown for option in vscode.PARSER.options)

@@ -15,7 +15,7 @@ import pytest
 
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.job import DEFAULT_PORT, OwnOptions
-from ddpdoctor.debug import jsonc, vscode_configurations, vscode_files
+from ddpdoctor.debug import vscode_configurations, vscode_files
 from ddpdoctor.debug.debugging import Editor
 from ddpdoctor.debug.vscode_configurations import AttachPoint, PathMapping
 from ddpdoctor.run import rundir
@@ -114,7 +114,7 @@ def test_one_configuration() -> None:
     text = vscode_configurations.with_run(
         None, POINTS[1:], vscode_configurations.default_mappings(Path("/w"))
     )
-    root = jsonc.parse(text or "").root
+    root = vscode_files.parse_jsonc(text or "").root
     assert root is not None and isinstance(root.value, dict)
     assert root.value["configurations"] == [
         {
@@ -312,7 +312,7 @@ def test_two_processes_at_once(workspace: Path) -> None:
         writer.stdin.close()
     # Whoever reads meanwhile sees a whole file.
     while any(writer.poll() is None for writer in writers):
-        jsonc.parse(path.read_text())
+        vscode_files.parse_jsonc(path.read_text())
         time.sleep(0.001)
     assert [writer.returncode for writer in writers] == [0, 0]
     ours = [f"ddpdoctor: rank {rank} ({label})" for label in "ab" for rank in (0, 1)]

@@ -10,7 +10,7 @@ import pytest
 from ddpdoctor.core.finding import RULES, Finding, Severity
 from ddpdoctor.run.snapshot import Run
 from ddpdoctor.stacks.capture import find_py_spy
-from ddpdoctor.stacks.rank_stacks import ENDING
+from ddpdoctor.stacks.frames import ENDING
 from tests.conftest import Doctor
 from tests.support.hanging_ranks import TRAIN, findings, rank, stacks, waiting
 

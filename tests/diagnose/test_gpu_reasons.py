@@ -14,7 +14,7 @@ from ddpdoctor.core.finding import Finding
 from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.run.records.supervisor import GpusRecord, GpuState, ProfileRequestRecord
 from ddpdoctor.run.snapshot import Records
-from ddpdoctor.supervise.gpu_watch import GpuWatch
+from ddpdoctor.supervise.slow_ranks import GpuWatch
 from tests.diagnose.test_stragglers_on_gpus import steps
 from tests.fake_nvml import Machine
 from tests.probe.test_foreign_gpus import A, B, a_run, looked, rank

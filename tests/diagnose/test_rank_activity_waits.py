@@ -13,7 +13,7 @@ from ddpdoctor.diagnose.collectives.recorded_calls import from_flight, from_ring
 from ddpdoctor.diagnose.hangs.hang_snapshot import RankState
 from ddpdoctor.diagnose.hangs.rank_activity import NEVER_ENDS, activity_of, exit_wait
 from ddpdoctor.run.ring import Collective
-from ddpdoctor.stacks.rank_stacks import ENDING
+from ddpdoctor.stacks.frames import ENDING
 from tests.support.hanging_ranks import NOW, call, flight_call, stacks, state
 from tests.support.seen_ranks import LOAD, LOADER, died, said, seen
 

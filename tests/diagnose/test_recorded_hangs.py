@@ -18,7 +18,7 @@ from ddpdoctor.diagnose.hangs.process_activity import MIN_STEADY
 from ddpdoctor.nodes.hang_examination import AFTER, BEFORE, NEWEST_ENTRIES, around
 from ddpdoctor.probe.observers.collective_calls import reported_calls
 from ddpdoctor.run.records.base import as_json
-from ddpdoctor.run.records.evidence import FlightCall
+from ddpdoctor.run.records.supervisor import FlightCall
 from tests.support.hanging_ranks import flight_call
 from tests.support.written import Written
 

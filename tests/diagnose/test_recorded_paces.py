@@ -17,7 +17,7 @@ from ddpdoctor.core.finding import Finding
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.render import reporter
 from ddpdoctor.render.chrome_trace import write_trace
-from ddpdoctor.render.html import content
+from ddpdoctor.render.html import page
 from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.run.step_series import series
@@ -74,7 +74,7 @@ def test_a_straggler_is_the_same_in_all_views(written: Written, tmp_path: Path) 
     assert finding.location == Location("/job/g_straggler_gpu.py", 8)
 
     run = RunReader(written.path).snapshot()
-    rows = content.rank_rows(run, run.last, [finding], series(run, run.last, 1 << 16))
+    rows = page.rank_rows(run, run.last, [finding], series(run, run.last, 1 << 16))
     waits = {row["rank"]: row["parts"][5] for row in rows}
     own = {row["rank"]: row["own"] for row in rows}
     assert own[1] > 3 * own[0] and waits[0] > 0.140 > 0.002 > waits[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from ddpdoctor.core.errors import HANG
 from ddpdoctor.run.records.process import FaultRecord
 from ddpdoctor.system.nvml import visible
-from tests.conftest import Doctor
+from tests.conftest import ROOT, Doctor
 from tests.support.marks import (
     HEALTHY,
     SICK,
@@ -105,6 +106,13 @@ def test_its_healed_twin_is_left_alone(doctor: Doctor, path: Path, record_proper
 def test_a_healthy_job_is_left_alone(doctor: Doctor, path: Path, record_property: Note) -> None:
     verdict = examined(doctor, "healthy", path, record_property)
     assert verdict.as_wanted, verdict
+
+
+def test_the_sample_jobs_are_those_that_their_page_names() -> None:
+    folder = ROOT / "sample_jobs"
+    named = re.findall(r"\(sick/(\w+)\.py\)", (folder / "README.md").read_text())
+    pairs = [f"{name}{end}.py" for name in named for end in ("", "_healed")]
+    assert sorted(pairs) == sorted(path.name for path in (folder / "sick").glob("*.py"))
 
 
 def test_a_job_is_judged_by_its_marks(tmp_path: Path) -> None:

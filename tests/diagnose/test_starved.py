@@ -17,9 +17,9 @@ import pytest
 from ddpdoctor.core.finding import Severity
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.status import Phase
-from ddpdoctor.stacks.asking import GIL_HELD, _Patience
-from ddpdoctor.stacks.rank_stacks import ENDING
-from ddpdoctor.supervise.hang_signs import Cores, Signs
+from ddpdoctor.stacks.capture import GIL_HELD, _Patience
+from ddpdoctor.stacks.frames import ENDING
+from ddpdoctor.supervise.hang_watch import Cores, Signs
 from ddpdoctor.system import process_activity
 from ddpdoctor.system.process_activity import Turn, lacked, read_turn, share
 from tests.conftest import LIMIT

@@ -17,10 +17,9 @@ import pytest
 
 from ddpdoctor.commands import report
 from ddpdoctor.core.finding import Finding
-from ddpdoctor.failures.anchors import ANCHORS, COMMON
 from ddpdoctor.failures.entry import Failure, Known, Weight
 from ddpdoctor.failures.lines import clean, rank_of_file, split_line, time_of
-from ddpdoctor.failures.log import read
+from ddpdoctor.failures.log import ANCHORS, COMMON, read
 from ddpdoctor.failures.table import TABLE
 from ddpdoctor.failures.verdict import findings
 
@@ -122,7 +121,7 @@ def test_names_are_unique_and_each_failure_was_seen() -> None:
         assert failure.said(dict.fromkeys(failure.regex.groupindex, "7"))
         assert "{" not in failure.said(dict.fromkeys(failure.regex.groupindex, "7"))
         assert failure.known.seen, failure.known.name
-    pages = [failure.code for failure in TABLE if failure.page is not None]
+    pages = [failure.code for failure in TABLE if failure.page]
     assert len(set(pages)) == len(pages), "one page per code"
 
 

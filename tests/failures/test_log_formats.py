@@ -18,9 +18,9 @@ import pytest
 from ddpdoctor.commands import report
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.finding import Finding
-from ddpdoctor.failures import sources
+from ddpdoctor.failures import log
 from ddpdoctor.failures.lines import split_line, time_of
-from ddpdoctor.failures.log import read
+from ddpdoctor.failures.log import read, recoded
 from ddpdoctor.failures.verdict import findings
 
 TRACEBACK = """\
@@ -292,7 +292,7 @@ def test_zstd_takes_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "compression.zstd", None)
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(DoctorError, match="is compressed with zstd") as raised:
-        list(sources.unpacked("job.zst", io.BytesIO(b"\x28\xb5\x2f\xfd and more")))
+        list(log.unpacked("job.zst", io.BytesIO(b"\x28\xb5\x2f\xfd and more")))
     assert "pip install zstandard" in raised.value.hint
 
 
@@ -339,7 +339,7 @@ _RAISED_BY_RANK = (
 
 @pytest.mark.parametrize("coding", ["utf-16-be", "utf-16-le", "utf-16"])
 def test_utf_16_is_read_in_either_order(coding: str) -> None:
-    data = sources.recoded(iter([_RAISED_BY_RANK.encode(coding)]))
+    data = recoded(iter([_RAISED_BY_RANK.encode(coding)]))
     (found,) = findings(read("job.log", data))
     assert (found.code, found.ranks) == ("DDP928", (1,))
 

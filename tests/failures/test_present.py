@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.failures import anchors
+from ddpdoctor.failures import log
 
 try:
     compiled: Any = importlib.import_module("ddpdoctor.failures._present")
@@ -57,10 +57,10 @@ def test_a_log_is_scanned_alike_with_and_without_it(monkeypatch: pytest.MonkeyPa
     if os.environ.get("DDPDOCTOR_PURE_PYTHON"):
         pytest.skip("DDPDOCTOR_PURE_PYTHON asks for the one without")
     lines = [b"epoch %d loss 0.5" % number for number in range(9_000)]
-    for number, anchor in enumerate(anchors.ANCHORS * 20):
+    for number, anchor in enumerate(log.ANCHORS * 20):
         lines[97 * number % len(lines)] = b"said %d: " % number + anchor
     block = b"\n".join(lines) + b"\n"
-    found = list(anchors.Scan().starts(block, 0))
-    assert anchors._compiled is not None
-    monkeypatch.setattr(anchors, "_compiled", None)
-    assert list(anchors.Scan().starts(block, 0)) == found != []
+    found = list(log.Scan().starts(block, 0))
+    assert log._compiled is not None
+    monkeypatch.setattr(log, "_compiled", None)
+    assert list(log.Scan().starts(block, 0)) == found != []

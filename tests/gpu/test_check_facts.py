@@ -7,8 +7,7 @@ import re
 
 import pytest
 
-from ddpdoctor.system.gpu_health import GpuFacts, read_health
-from ddpdoctor.system.nvml import choice
+from ddpdoctor.system.nvml import GpuFacts, choice, read_health
 from tests.gpu.machine import cuda_count, needs_gpu, plain_smi, smi
 
 pytestmark = needs_gpu

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ddpdoctor.preflight.selftest.collectives import PROGRAM
-from ddpdoctor.system.gpu_health import read_health
+from ddpdoctor.system.nvml import read_health
 from tests.conftest import LIMIT, TOKEN, Doctor, Result, marked
 from tests.gpu.machine import (
     GPUS,

@@ -8,6 +8,7 @@ import gc
 import os
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,14 @@ def say(line: str) -> None:
     """Print in one write: the ranks are unbuffered and share the output."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
+
+
+def meet(folder: Path, attempt: int) -> None:
+    """Wait for the other ranks: the group's timeout may be shorter than a late import of torch."""
+    (folder / f"here-{attempt}-{os.environ['RANK']}").touch()
+    world_size = int(os.environ["WORLD_SIZE"])
+    while not all((folder / f"here-{attempt}-{rank}").exists() for rank in range(world_size)):
+        time.sleep(0.05)
 
 
 def train(options: argparse.Namespace) -> None:
@@ -99,6 +108,7 @@ def main() -> None:
         while not os.path.exists("restart"):
             time.sleep(0.05)  # mark: first attempt
         sys.exit(f"process {first} ends its attempt")
+    meet(Path(options.stop).parent, attempt)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=options.timeout))
     train(options)
     gc.collect()

@@ -10,16 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import LIMIT, ROOT
+from tests.conftest import LIMIT
 from tests.lab import faults
 from tests.lab.checking import Checks, Make
 from tests.lab.network import Host
 from tests.lab.running import JobOnHosts
-from tests.support.marks import head, marks, said
+from tests.support.marks import head, marks, said, sick
 
 pytestmark = pytest.mark.slow
 
-SICK = ROOT / "sample_jobs" / "sick"
 FAST = ("--hang-after", "6")
 
 TRAINS = """
@@ -96,7 +95,7 @@ VERDICTS = [
 
 @pytest.mark.parametrize(("name", "how"), VERDICTS)
 def test_the_verdict_is_that_of_one_host(nodes: Make, name: str, how: str) -> None:
-    path = SICK / f"{name}.py"
+    path = sick(name)
     expected = marks(path)
     checks = nodes(head(path, "ranks", 2))
     options = FAST if "--hang-after" in path.read_text() else ()

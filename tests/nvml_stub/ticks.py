@@ -3,8 +3,7 @@
 import json
 import sys
 
-from ddpdoctor.system.gpu_health import Poller
-from ddpdoctor.system.nvml import NvmlReader
+from ddpdoctor.system.nvml import NvmlReader, Poller
 
 now = 0.0
 poller = Poller(NvmlReader(lambda: now), lambda: now)

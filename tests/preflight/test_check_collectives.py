@@ -22,8 +22,7 @@ from ddpdoctor.preflight.selftest.collectives import (
     why_no_nccl,
 )
 from ddpdoctor.preflight.situation import Once, Situation, gpu_facts
-from ddpdoctor.system.gpu_health import GpuFacts, Health
-from ddpdoctor.system.nvml import Device
+from ddpdoctor.system.nvml import Device, GpuFacts, Health
 from tests.conftest import LIMIT, TOKEN, Doctor, marked
 
 CHECK = (sys.executable, "-m", "ddpdoctor", "check", "--only", "collectives")

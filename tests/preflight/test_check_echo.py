@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpdoctor.preflight.protocol.connecting import echoes
+from ddpdoctor.preflight.protocol.wire import echoes
 from tests.conftest import ROOT
 from tests.lab import faults
 from tests.lab.network import Host, Lab, lab, why_not
@@ -21,7 +21,7 @@ GROUPS = "/proc/sys/net/ipv4/ping_group_range"
 ASK = """
 import asyncio, sys
 sys.path.insert(0, sys.argv[1])
-from ddpdoctor.preflight.protocol.connecting import echoes
+from ddpdoctor.preflight.protocol.wire import echoes
 print(asyncio.run(echoes(sys.argv[2], float(sys.argv[3]))))
 """
 

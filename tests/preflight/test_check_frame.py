@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 import ddpdoctor.preflight  # noqa: F401 (registers the checks)
-from ddpdoctor.commands.check import NOT_TESTED, WRONG_USAGE, exit_status
+from ddpdoctor.commands import check as render
+from ddpdoctor.commands.check import NOT_TESTED, WRONG_USAGE, Progress, exit_status
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.preflight import command_lines
@@ -35,8 +36,6 @@ from ddpdoctor.preflight.situation import (
     places,
     split_endpoint,
 )
-from ddpdoctor.render import check_results as render
-from ddpdoctor.render.check_results import Progress
 from tests.conftest import LIMIT, ROOT, Doctor
 
 
@@ -131,14 +130,14 @@ def test_the_table_fits_eighty_columns_and_names_everything() -> None:
         made("another", lambda s: judged("looked", [finding(Severity.ERROR)])),
         made("third", lambda s: skipped("no GPU")),
     )
-    text = render.table(outcomes, colour=False, width=80)
+    text = render.result_table(outcomes, colour=False, width=80)
     assert all(len(line) <= 80 for line in text.splitlines())
     assert "third              skipped no GPU" in text
     assert "\x1b" not in text
-    coloured = render.table(outcomes, colour=True, width=80)
+    coloured = render.result_table(outcomes, colour=True, width=80)
     assert "\x1b[1;31mfail" in coloured
-    assert "  paste:    export A=1\n" in render.findings(outcomes, colour=False, width=80)
-    assert render.summary(outcomes, 1.23) == "3 checks in 1.2 s: 1 failed, 1 skipped, 1 passed"
+    assert "  paste:    export A=1\n" in render.finding_blocks(outcomes, colour=False, width=80)
+    assert render.summary_line(outcomes, 1.23) == "3 checks in 1.2 s: 1 failed, 1 skipped, 1 passed"
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from ddpdoctor.preflight.check import Status
-from ddpdoctor.preflight.machine import gpu_health, gpu_links, gpu_use, software
+from ddpdoctor.preflight.machine import gpus as gpus_module
+from ddpdoctor.preflight.machine import software
 from ddpdoctor.preflight.situation import Once, Options, Situation, gpu_facts
-from ddpdoctor.system.gpu_health import GpuFacts, Health
-from ddpdoctor.system.nvml import Process
+from ddpdoctor.system.nvml import GpuFacts, Health, Process
 from tests.conftest import Doctor
 from tests.nvml_stub import build
 from tests.support.gpu_stub import Gpus, device
@@ -39,7 +39,7 @@ def test_gpus_of_several_kinds_have_two_orders(tmp_path: Path) -> None:
     gpus = (Health(device(0)), Health(device(1, "NVIDIA A40")))
 
     def about(**env: str) -> list[str]:
-        outcome = gpu_use.gpu_count(replace(situation(tmp_path, *gpus), environ=env))
+        outcome = gpus_module.gpu_count(replace(situation(tmp_path, *gpus), environ=env))
         assert outcome.status is Status.PASS
         return [finding.about for finding in outcome.findings]
 
@@ -51,20 +51,20 @@ def test_gpus_of_several_kinds_have_two_orders(tmp_path: Path) -> None:
 def test_bridges_of_some_gpus_are_no_fault(tmp_path: Path) -> None:
     pair = [Health(device(i), links=(True,) * 4) for i in (0, 1)]
     alone = Health(device(2), links=(False,) * 4)
-    assert gpu_links.gpu_links(situation(tmp_path, *pair, alone)).status is Status.WARN
+    assert gpus_module.gpu_links(situation(tmp_path, *pair, alone)).status is Status.WARN
     without = [Health(device(i), links=(False,) * 4) for i in (2, 3)]
-    assert gpu_links.gpu_links(situation(tmp_path, *pair, *without)).status is Status.PASS
+    assert gpus_module.gpu_links(situation(tmp_path, *pair, *without)).status is Status.PASS
 
 
 def test_the_generation_of_an_idle_gpu_is_no_fault(tmp_path: Path) -> None:
     idle = Health(device(0), width=16, width_most=16, generation=1, generation_most=5, busy=False)
-    assert gpu_links.gpu_links(situation(tmp_path, idle)).status is Status.PASS
+    assert gpus_module.gpu_links(situation(tmp_path, idle)).status is Status.PASS
 
 
 def test_a_board_that_shares_its_lanes_is_no_fault(tmp_path: Path) -> None:
     def lanes(*widths: int) -> list[str]:
         gpus = [Health(device(i), width=each, width_most=16) for i, each in enumerate(widths)]
-        outcome = gpu_links.gpu_links(situation(tmp_path, *gpus))
+        outcome = gpus_module.gpu_links(situation(tmp_path, *gpus))
         assert all("PCIe lanes" in finding.message for finding in outcome.findings)
         return [outcome.status.value, *(finding.about for finding in outcome.findings)]
 
@@ -87,7 +87,7 @@ def test_a_process_is_named_only_if_it_is_that_one(
     gpu = Health(device(0), memory_total=80 << 30, memory_used=30 << 30, processes=holder)
 
     def named() -> str:
-        (finding,) = gpu_use.gpu_memory(situation(tmp_path, gpu)).findings
+        (finding,) = gpus_module.gpu_memory(situation(tmp_path, gpu)).findings
         return finding.evidence[0]
 
     assert named() == "pid 77 of another container holds 30 GiB"
@@ -97,7 +97,7 @@ def test_a_process_is_named_only_if_it_is_that_one(
     (tmp_path / "proc/self/ns").mkdir(parents=True)
     (tmp_path / "proc/self/ns/pid").write_text("")
     number = (tmp_path / "proc/self/ns/pid").stat().st_ino
-    monkeypatch.setattr(gpu_use, "_FIRST_NAMESPACE", number)
+    monkeypatch.setattr(gpus_module, "_FIRST_NAMESPACE", number)
     assert named() == "python train.py (pid 77) holds 30 GiB"
 
 
@@ -113,7 +113,7 @@ def test_a_job_on_the_cpu_needs_no_driver(tmp_path: Path, monkeypatch: pytest.Mo
     ):
         found = software.Torch(Path("torch"), "2.13.0", cuda)
         monkeypatch.setattr(software, "installed_torch", lambda found=found: found)
-        assert gpu_health.gpu_driver(replace(machine, environ=hidden)).status is status
+        assert gpus_module.gpu_driver(replace(machine, environ=hidden)).status is status
 
 
 def test_gpus_that_the_machine_keeps_for_virtual_ones_are_not_missed(tmp_path: Path) -> None:
@@ -121,14 +121,14 @@ def test_gpus_that_the_machine_keeps_for_virtual_ones_are_not_missed(tmp_path: P
     once = Once()
     once.put(gpu_facts, GpuFacts(trouble="no NVIDIA driver", code=12))
     machine = Situation(Options(), environ={}, proc=tmp_path, sys=tmp_path / "sys", once=once)
-    assert gpu_health.gpu_driver(machine).status is not Status.SKIPPED
+    assert gpus_module.gpu_driver(machine).status is not Status.SKIPPED
     (tmp_path / "drivers/vfio-pci").mkdir(parents=True)
     for card in (tmp_path / "sys/bus/pci/devices").iterdir():
         (card.resolve() / "driver").symlink_to(tmp_path / "drivers/vfio-pci")
-    assert gpu_health.gpu_driver(machine).detail == "no GPU"
+    assert gpus_module.gpu_driver(machine).detail == "no GPU"
     # amdgpu's folder, where a process computes on GPUs of that maker.
     (tmp_path / "sys/class/kfd").mkdir(parents=True)
-    assert gpu_health.gpu_driver(machine).detail == "no NVIDIA GPU (AMD's are not tested)"
+    assert gpus_module.gpu_driver(machine).detail == "no NVIDIA GPU (AMD's are not tested)"
 
 
 def test_an_iommu_between_gpus_without_nvlink(tmp_path: Path) -> None:
@@ -138,12 +138,12 @@ def test_an_iommu_between_gpus_without_nvlink(tmp_path: Path) -> None:
             group = tmp_path / f"sys/bus/pci/devices/0000:{index:02x}:00.0/iommu_group"
             group.mkdir(parents=True, exist_ok=True)
             (group / "type").write_text(f"{mode}\n")
-        assert gpu_links.gpu_peers(situation(tmp_path, *gpus)).status is status
+        assert gpus_module.gpu_peers(situation(tmp_path, *gpus)).status is status
     without = [Health(device(i), links=(False,) * 4) for i in (0, 1)]
-    assert gpu_links.gpu_peers(situation(tmp_path, *without)).status is Status.WARN
+    assert gpus_module.gpu_peers(situation(tmp_path, *without)).status is Status.WARN
     linked = [Health(device(i), links=(True,) * 18) for i in (0, 1)]
-    assert gpu_links.gpu_peers(situation(tmp_path, *linked)).status is Status.PASS
-    assert gpu_links.gpu_peers(situation(tmp_path, *gpus, peers=False)).status is Status.PASS
+    assert gpus_module.gpu_peers(situation(tmp_path, *linked)).status is Status.PASS
+    assert gpus_module.gpu_peers(situation(tmp_path, *gpus, peers=False)).status is Status.PASS
 
 
 # Access control on PCIe switches.
@@ -190,7 +190,7 @@ def switch(root: Path, acs: int | None, *, size: int = 4096, gpus: int = 2) -> N
 
 def test_access_control_on_the_ports_of_a_switch(tmp_path: Path) -> None:
     switch(tmp_path, acs=0x1D)
-    outcome = gpu_links.gpu_acs(situation(tmp_path, *(Health(device(i)) for i in (0, 1))))
+    outcome = gpus_module.gpu_acs(situation(tmp_path, *(Health(device(i)) for i in (0, 1))))
     assert outcome.detail == "2 switch ports above 2 GPUs, ACS redirects on 2"
     (finding,) = outcome.findings
     assert (finding.code, outcome.status) == ("DDP026", Status.WARN)
@@ -220,7 +220,7 @@ def test_access_control_that_is_off_or_cannot_be_read(
     tmp_path: Path, acs: int | None, size: int, gpus: int, detail: str
 ) -> None:
     switch(tmp_path, acs, size=size, gpus=gpus)
-    outcome = gpu_links.gpu_acs(situation(tmp_path, *(Health(device(i)) for i in range(gpus))))
+    outcome = gpus_module.gpu_acs(situation(tmp_path, *(Health(device(i)) for i in range(gpus))))
     assert outcome.detail == detail
     assert outcome.findings == ()
     read = "switch ports" in detail
@@ -234,13 +234,13 @@ def test_access_control_is_harmless_in_a_virtual_machine_or_beside_nvlink(tmp_pa
     once.put(gpu_facts, GpuFacts(gpus=gpus, nvlinked=((0, 1),)))
     proc = tmp_path / "proc"
     machine = Situation(Options(), environ={}, proc=proc, sys=tmp_path / "sys", once=once)
-    assert gpu_links.gpu_acs(machine).status is Status.PASS
+    assert gpus_module.gpu_acs(machine).status is Status.PASS
     # A network card that reads the GPUs' memory goes over PCIe whatever joins the GPUs.
     (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
-    assert gpu_links.gpu_acs(machine).status is Status.WARN
+    assert gpus_module.gpu_acs(machine).status is Status.WARN
     proc.mkdir()
     (proc / "cpuinfo").write_text("flags\t\t: fpu vme hypervisor lahf_lm\n")
-    assert gpu_links.gpu_acs(machine).detail == "a virtual machine: its host decides"
+    assert gpus_module.gpu_acs(machine).detail == "a virtual machine: its host decides"
 
 
 @pytest.mark.parametrize("damage", [b"", b"\xff" * 4096, bytes(4096)])
@@ -249,7 +249,7 @@ def test_a_damaged_configuration_space_does_no_harm(tmp_path: Path, damage: byte
     for config in tmp_path.glob("sys/devices/**/config"):
         config.write_bytes(damage)
     machine = situation(tmp_path, *(Health(device(i)) for i in (0, 1)))
-    assert gpu_links.gpu_acs(machine).status is Status.SKIPPED
+    assert gpus_module.gpu_acs(machine).status is Status.SKIPPED
 
 
 RECORDS = """\
@@ -270,9 +270,9 @@ def test_hardware_errors_in_the_kernels_log(tmp_path: Path) -> None:
     now = int(time.clock_gettime(time.CLOCK_MONOTONIC) * 1e6)
     log.write_text(RECORDS.format(now=now))
     machine = situation(tmp_path, Health(device(0)), Health(device(1)))
-    outcome = gpu_health.gpu_health(machine)
+    outcome = gpus_module.gpu_health(machine)
     assert [finding.message for finding in outcome.findings] == [
         "GPU 1 logged the GPU fell off the bus (XID 79) 0s ago"
     ]
     log.unlink()
-    assert gpu_health.gpu_health(machine).detail.endswith("the kernel log is not readable")
+    assert gpus_module.gpu_health(machine).detail.endswith("the kernel log is not readable")

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from ddpdoctor.commands import check as render
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.preflight.check import CHECKS
 from ddpdoctor.preflight.machine.own_address import ArpAnswer, arp_answers
@@ -35,7 +36,7 @@ from ddpdoctor.preflight.protocol.messages import (
 )
 from ddpdoctor.preflight.protocol.pairs import Dialled
 from ddpdoctor.preflight.situation import NodePlace, Options, Situation
-from ddpdoctor.render import check_results as render
+from tests.conftest import LIMIT
 from tests.preflight.test_check_meeting import FACTS
 
 HOSTILE = (
@@ -109,8 +110,8 @@ def found(meeting: Meeting, asked: tuple[ArpAnswer, ...]) -> Iterator[Finding]:
             if check.scope == "nodes":
                 outcome = check.run(situation)
                 yield from outcome.findings
-                rows = render.table([outcome], colour=False, width=80)
-                rows += render.findings([outcome], colour=False, width=80)
+                rows = render.result_table([outcome], colour=False, width=80)
+                rows += render.finding_blocks([outcome], colour=False, width=80)
                 assert "\x1b" not in rows and "\x07" not in rows and "\x9b" not in rows
 
 
@@ -138,7 +139,7 @@ def test_no_line_to_type_does_what_a_peer_wants(tmp_path: Path, text: str, outco
         env={"PATH": str(tools)},
         stdin=subprocess.DEVNULL,
         capture_output=True,
-        timeout=60,
+        timeout=LIMIT,
     )
     assert list(work.iterdir()) == [], lines
 

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from ddpdoctor.core.errors import DoctorError
-from ddpdoctor.core.torchrun import read_options
+from ddpdoctor.core.options import read_options
 from ddpdoctor.preflight import command_lines
 from tests.conftest import LIMIT, Doctor
 

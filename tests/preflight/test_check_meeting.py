@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from ddpdoctor.preflight.nodes import agreement
 from ddpdoctor.preflight.nodes.reductions import Blame, blame
 from ddpdoctor.preflight.protocol import pairs, wire
-from ddpdoctor.preflight.protocol.connecting import ConnectError, connect
 from ddpdoctor.preflight.protocol.coordinator import Coordinator, listen
 from ddpdoctor.preflight.protocol.joining import (
     CallError,
@@ -29,7 +28,7 @@ from ddpdoctor.preflight.protocol.joining import (
     join,
     side_doors,
 )
-from ddpdoctor.preflight.protocol.meet import Meeting, meet_or_fail
+from ddpdoctor.preflight.protocol.meet import Meeting, Worker, gather_facts, meet_or_fail
 from ddpdoctor.preflight.protocol.messages import (
     Caller,
     Facts,
@@ -39,11 +38,11 @@ from ddpdoctor.preflight.protocol.messages import (
     unpack_facts,
 )
 from ddpdoctor.preflight.protocol.pairs import Listener, Target, dial_all, dial_speed
-from ddpdoctor.preflight.protocol.wire import WireError
-from ddpdoctor.preflight.protocol.worker import Worker, gather_facts
+from ddpdoctor.preflight.protocol.wire import ConnectError, WireError, connect
 from ddpdoctor.preflight.selftest.collectives import Ranks
 from ddpdoctor.preflight.situation import NodePlace, Options, Situation, node_place
 from ddpdoctor.run.records.base import as_json
+from tests.conftest import LIMIT
 
 
 def everybody(nodes: int) -> list[tuple[int, int]]:
@@ -323,7 +322,7 @@ def test_a_node_does_not_wait_for_its_ranks_when_node_0_is_gone() -> None:
             asking.cancel()
             await here.close()
             with pytest.raises(WireError, match="closed"):
-                await asyncio.wait_for(running, 60)
+                await asyncio.wait_for(running, LIMIT)
             await call.link.close()
         finally:
             await listener.close()

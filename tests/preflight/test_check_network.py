@@ -28,7 +28,7 @@ from ddpdoctor.preflight.machine.network import (
     own_name,
 )
 from ddpdoctor.preflight.situation import Once, Options, Situation, gpu_facts
-from ddpdoctor.system.gpu_health import GpuFacts, Health
+from ddpdoctor.system.nvml import GpuFacts, Health
 from tests.conftest import Doctor
 from tests.support.gpu_stub import device
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddpdoctor.preflight.machine import orphans
+from ddpdoctor.preflight.machine import resources
 from ddpdoctor.preflight.situation import Options, Situation
 from tests.conftest import LIMIT, Doctor
 from tests.support.made_machine import TORCHRUN, Machine
@@ -43,7 +43,7 @@ RANK = {**TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}
 
 def orphans_of(machine: Machine) -> list[int]:
     machine.write("proc/uptime", "1000.0 1.0\n")
-    return sorted(each.process.pid for each in orphans.find(machine.situation()))
+    return sorted(each.process.pid for each in resources.find_orphans(machine.situation()))
 
 
 def test_only_ranks_without_a_launcher_are_orphans(machine: Machine) -> None:
@@ -101,7 +101,7 @@ def test_who_has_just_started_is_no_orphan_yet(machine: Machine) -> None:
     started(machine, 1, 0, 1, {}, "/sbin/init")
     started(machine, 200, 1, 200, RANK)
     machine.write("proc/uptime", "3.0 1.0\n")
-    assert orphans.find(machine.situation()) == []
+    assert resources.find_orphans(machine.situation()) == []
 
 
 def test_real_orphans_are_found_and_ended_when_asked_to(
@@ -109,9 +109,9 @@ def test_real_orphans_are_found_and_ended_when_asked_to(
 ) -> None:
     """torchrun is killed; its rank lives on, until somebody says yes."""
     words = Path("/proc/1/cmdline").read_bytes().decode("utf-8", "replace")
-    if any(each in words for each in orphans._LAUNCHERS):
+    if any(each in words for each in resources._LAUNCHERS):
         pytest.skip("process 1 may be a launcher here, so that nothing counts as an orphan")
-    monkeypatch.setattr(orphans, "YOUNG", 0.0)
+    monkeypatch.setattr(resources, "YOUNG", 0.0)
     source = """
         import socket, time
         server = socket.create_server(("127.0.0.1", 0))
@@ -133,8 +133,8 @@ def test_real_orphans_are_found_and_ended_when_asked_to(
     port = (doctor.directory / "port").read_text()
     situation = Situation(Options(nproc=1), environ={})
 
-    def mine() -> list[orphans.Orphan]:
-        return [each for each in orphans.find(situation) if each.process.pid == rank.pid]
+    def mine() -> list[resources.Orphan]:
+        return [each for each in resources.find_orphans(situation) if each.process.pid == rank.pid]
 
     assert mine() == []
     live.process.send_signal(signal.SIGKILL)
@@ -143,9 +143,9 @@ def test_real_orphans_are_found_and_ended_when_asked_to(
     while not mine() and time.monotonic() < deadline:
         time.sleep(0.1)
     (orphan,) = mine()
-    assert orphans.describe(orphan).startswith(f"rank 0: {Path(sys.executable).name} ")
-    assert f", port {port}, " in orphans.describe(orphan)
-    assert list(orphans.kill([orphan])) == []
+    assert resources.describe_orphan(orphan).startswith(f"rank 0: {Path(sys.executable).name} ")
+    assert f", port {port}, " in resources.describe_orphan(orphan)
+    assert list(resources.kill_orphans([orphan])) == []
     assert not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE
 
 
@@ -169,7 +169,7 @@ def test_it_asks_and_ends_them_in_a_machine_of_their_own(
     if shutil.which("unshare") is None or subprocess.run([*command, "true"]).returncode:
         pytest.skip("no pid namespaces here")
     sleeper = doctor.write("sleeper.py", "import time\ntime.sleep(600)\n")
-    young = orphans.YOUNG + 2
+    young = resources.YOUNG + 2
     text = START.format(python=sys.executable, sleeper=sleeper, young=young)
     start = doctor.write("start.sh", text)
     head, tail = pty.openpty()

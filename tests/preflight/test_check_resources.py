@@ -15,8 +15,16 @@ from pathlib import Path
 import pytest
 
 from ddpdoctor.preflight.check import Outcome, Status
-from ddpdoctor.preflight.machine import container, own_address, resources
-from ddpdoctor.preflight.situation import Options, Situation, bounded
+from ddpdoctor.preflight.machine import own_address, resources
+from ddpdoctor.preflight.situation import (
+    Options,
+    Situation,
+    appears_when_started,
+    bounded,
+    container_cores,
+    container_memory,
+    container_pids,
+)
 from tests.conftest import LIMIT, Doctor
 from tests.support.made_machine import Machine, messages
 
@@ -38,7 +46,7 @@ def quota(machine: Machine, cores_allowed: float) -> None:
 
 def test_the_quota_of_a_container_counts(machine: Machine) -> None:
     quota(machine, 1.5)
-    assert container.cores(machine.situation()) == 1.5
+    assert container_cores(machine.situation()) == 1.5
     eight = machine.situation(Options(nproc=8))
     outcome = resources.cores(eight)
     assert outcome.status is Status.WARN
@@ -68,9 +76,9 @@ def test_the_older_control_groups(machine: Machine) -> None:
     machine.write("sys/fs/cgroup/pids/pids.max", "100\n")
     machine.write("sys/fs/cgroup/pids/pids.current", "40\n")
     situation = machine.situation()
-    assert container.cores(situation) == 2.0
-    assert container.memory(situation) == (300 << 20, 1 << 30)
-    assert container.pids(situation) == (40, 100)
+    assert container_cores(situation) == 2.0
+    assert container_memory(situation) == (300 << 20, 1 << 30)
+    assert container_pids(situation) == (40, 100)
 
 
 @pytest.mark.parametrize("text", ["max\n", f"{2**63 - 4096}\n", "", "junk\n"])
@@ -79,7 +87,7 @@ def test_no_limit_is_no_limit(machine: Machine, text: str) -> None:
     machine.write("sys/fs/cgroup/cgroup.controllers", "memory\n")
     machine.write("sys/fs/cgroup/memory.max", text)
     machine.write("sys/fs/cgroup/memory/memory.limit_in_bytes", text)
-    assert container.memory(machine.situation()) is None
+    assert container_memory(machine.situation()) is None
 
 
 def test_threads_beyond_the_cores(machine: Machine) -> None:
@@ -140,7 +148,7 @@ def test_where_a_name_comes_with_its_container(
     for path, text in files.items():
         machine.write(path, text)
     situation = machine.situation(environ=environ)
-    assert container.appears_when_started(situation) is appears
+    assert appears_when_started(situation) is appears
 
 
 def limited(limit: int, value: int) -> Callable[[], None]:

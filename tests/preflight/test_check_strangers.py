@@ -17,9 +17,10 @@ import psutil
 import pytest
 
 from ddpdoctor.preflight.machine.network import may_be_node
-from ddpdoctor.preflight.protocol import connecting, wire, worker
+from ddpdoctor.preflight.protocol import meet, wire
 from ddpdoctor.preflight.protocol.coordinator import MAX_REJECTED, Coordinator, listen
 from ddpdoctor.preflight.protocol.joining import Call, CallError, call_once
+from ddpdoctor.preflight.protocol.meet import Worker
 from ddpdoctor.preflight.protocol.messages import (
     Hello,
     Order,
@@ -27,10 +28,10 @@ from ddpdoctor.preflight.protocol.messages import (
 )
 from ddpdoctor.preflight.protocol.pairs import Listener, Target
 from ddpdoctor.preflight.protocol.wire import unpacked
-from ddpdoctor.preflight.protocol.worker import Worker
 from ddpdoctor.preflight.selftest.collectives import Ranks
 from ddpdoctor.preflight.situation import NodePlace
 from ddpdoctor.run.records.base import as_json
+from tests.conftest import LIMIT
 from tests.preflight.test_check_meeting import FACTS
 
 KEY = wire.key_of("job7")
@@ -99,16 +100,16 @@ def test_slow_connections_of_one_address_leave_room_for_the_nodes() -> None:
         calls(held, port, [STRANGER] * 200)
         for _ in range(600):
             await asyncio.sleep(0.05)
-            if here._admission.turned_away == 200 - connecting.MAX_UNPROVED_OF_ADDRESS:
+            if here._admission.turned_away == 200 - wire.MAX_UNPROVED_OF_ADDRESS:
                 break
-        assert len(here._admission._waiting) == connecting.MAX_UNPROVED_OF_ADDRESS
+        assert len(here._admission._waiting) == wire.MAX_UNPROVED_OF_ADDRESS
 
     with contextlib.ExitStack() as held:
         meeting(attack)
 
 
 def test_of_many_addresses_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connecting, "MAX_UNPROVED", 16)
+    monkeypatch.setattr(wire, "MAX_UNPROVED", 16)
 
     async def attack(here: Coordinator, port: int) -> None:
         calls(held, port, [f"127.0.1.{each}" for each in range(1, 41)])
@@ -123,7 +124,7 @@ def test_of_many_addresses_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connecting, "PROOF_SECONDS", 0.2)
+    monkeypatch.setattr(wire, "PROOF_SECONDS", 0.2)
 
     async def attack(here: Coordinator, port: int) -> None:
         reader, writer = await stranger(port)
@@ -257,7 +258,7 @@ def obeying(folder: Path, *orders: Order) -> Worker:
             await wire.Link(other, theirs).receive(60)
         theirs.close()
         with pytest.raises(wire.WireError):
-            await asyncio.wait_for(running, 60)
+            await asyncio.wait_for(running, LIMIT)
         writer.close()
         return made
 
@@ -275,7 +276,7 @@ def test_a_fake_node_0_does_not_get_a_node_to_dial_its_own_machine(tmp_path: Pat
 
 
 def test_a_fake_node_0_leaves_no_file(tmp_path: Path) -> None:
-    kept = tmp_path / f"{worker.MARKER_PREFIX}cd"
+    kept = tmp_path / f"{meet.MARKER_PREFIX}cd"
     kept.write_text("another check's")
     write, remove = (Order("folder", token="ab", action=each) for each in ("write", "remove"))
     obeying(tmp_path, write)

@@ -23,11 +23,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ddpdoctor.debug import dap, jsonc, vscode_configurations
+from ddpdoctor.debug import dap, vscode_configurations, vscode_files
 from ddpdoctor.debug.gateway_ranks import RankLink
 from ddpdoctor.debug.vscode_configurations import AttachPoint, PathMapping
-from ddpdoctor.preflight.machine import gpu_health
-from ddpdoctor.preflight.protocol import connecting, coordinator, pairs, wire
+from ddpdoctor.preflight.machine import gpus
+from ddpdoctor.preflight.protocol import coordinator, pairs, wire
 from ddpdoctor.preflight.protocol.messages import Facts, unpack_facts
 from ddpdoctor.preflight.selftest.collectives import Answers
 from ddpdoctor.probe.runtime import control, shield
@@ -37,6 +37,7 @@ from ddpdoctor.supervise.keepers import Keepers
 from ddpdoctor.system import nvml, peers, process_activity
 from ddpdoctor.system import proc as proc_layer
 from ddpdoctor.top.prometheus import Exporter
+from tests.conftest import LIMIT
 from tests.whole.test_fuzz import BYTES, VALUES
 
 FUZZ = settings(
@@ -186,9 +187,7 @@ def test_a_speed_of_a_peer(data: bytes) -> None:
 def test_an_echo_of_a_peer(replies: list[bytes]) -> None:
     payload = b"ddpdoctor-payload"
     right = (
-        bytes([connecting._ICMP_TYPES[socket.AF_INET][2]])
-        + bytes(connecting._ICMP_HEADER.size - 1)
-        + payload
+        bytes([wire._ICMP_TYPES[socket.AF_INET][2]]) + bytes(wire._ICMP_HEADER.size - 1) + payload
     )
 
     async def hear() -> None:
@@ -197,7 +196,7 @@ def test_an_echo_of_a_peer(replies: list[bytes]) -> None:
             mine.setblocking(False)
             for each in (*replies, right):
                 theirs.send(each)
-            await asyncio.wait_for(connecting._echo_reply(mine, socket.AF_INET, payload), 5)
+            await asyncio.wait_for(wire._echo_reply(mine, socket.AF_INET, payload), 5)
 
     asyncio.run(hear())
 
@@ -315,17 +314,17 @@ def test_a_file_of_the_editor(text: str) -> None:
     points = [AttachPoint(0, "127.0.0.1", 5678)]
     mappings = [PathMapping("/here", "/there")]
     for edit in (
-        jsonc.parse,
+        vscode_files.parse_jsonc,
         lambda given: vscode_configurations.with_run(given, points, mappings),
         lambda given: vscode_configurations.with_launch_entries(given, points, mappings),
         vscode_configurations.without_launch_entries,
         lambda given: vscode_configurations.with_tasks(given, ["train.py"]),
         vscode_configurations.without_tasks,
     ):
-        with contextlib.suppress(jsonc.JsoncError):
+        with contextlib.suppress(vscode_files.JsoncError):
             found = edit(text)
             if isinstance(found, str):
-                jsonc.parse(found)
+                vscode_files.parse_jsonc(found)
 
 
 # -- requests of Prometheus
@@ -351,7 +350,7 @@ def test_a_request_of_prometheus(exporter: int, data: bytes) -> None:
             while client.recv(4096):
                 pass
     with contextlib.suppress(urllib.error.HTTPError):
-        urllib.request.urlopen(f"http://127.0.0.1:{exporter}/metrics", timeout=10).read()
+        urllib.request.urlopen(f"http://127.0.0.1:{exporter}/metrics", timeout=LIMIT).read()
 
 
 # -- what the kernel says of processes, whose names are anybody's
@@ -445,5 +444,5 @@ DIGITS = st.integers(0, 5_000).map(lambda count: "7" * count)
 def test_words_of_the_driver_and_for_it(entries: list[str], number: str, stamp: str) -> None:
     nvml.choice({"CUDA_VISIBLE_DEVICES": ",".join(entries)}, [])
     record = f"4,1,{stamp},-;NVRM: Xid (PCI:0000:01:00): {number}, pid=1, x"
-    for xid in gpu_health._parsed([record, *entries], 1.0):
+    for xid in gpus._parsed([record, *entries], 1.0):
         assert xid.age >= 0

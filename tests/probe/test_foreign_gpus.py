@@ -25,7 +25,7 @@ from ddpdoctor.run.records.process import FaultRecord, OpenRecord
 from ddpdoctor.run.records.supervisor import GpusRecord
 from ddpdoctor.run.snapshot import Rank, Records, Run
 from ddpdoctor.run.status import Phase, Status
-from ddpdoctor.supervise.gpu_watch import GpuWatch
+from ddpdoctor.supervise.slow_ranks import GpuWatch
 from ddpdoctor.system.nvml import NvmlReader
 from tests.conftest import Doctor
 from tests.fake_nvml import FOLDER, Machine

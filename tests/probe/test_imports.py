@@ -116,7 +116,7 @@ def third_party(modules: set[str]) -> set[str]:
     "statement",
     [
         "import ddpdoctor.probe.process",
-        "import ddpdoctor.run.records.decode, ddpdoctor.run.status",
+        "import ddpdoctor.run.records.typed_json, ddpdoctor.run.status",
         "import ddpdoctor.probe.runtime.watch",
     ],
 )

@@ -8,8 +8,8 @@ import torch
 from ddpdoctor.run.records.model import NonfiniteGradientRecord, NonfiniteRecord
 from ddpdoctor.run.records.process import FaultRecord
 from tests.conftest import ROOT, Doctor
+from tests.support.marks import sick
 
-SICK = ROOT / "sample_jobs" / "sick"
 LATER = str(ROOT / "tests" / "jobs" / "later.py")
 
 
@@ -19,7 +19,7 @@ LATER = str(ROOT / "tests" / "jobs" / "later.py")
     reason="this torch does not tell whether a saved tensor has hooks: nothing is looked at",
 )
 def test_the_operation_and_the_module_are_told_of_a_loss(doctor: Doctor) -> None:
-    job = str(SICK / "ddp706_entropy_of_certainty.py")
+    job = str(sick("ddp706_entropy_of_certainty"))
     result = doctor.run("--nproc-per-node", "2", "--overhead-budget", "50", LATER, job)
     result.check_success()
     (told,) = result.run.ranks[1].records.of(NonfiniteRecord)
@@ -35,7 +35,7 @@ def test_the_operation_and_the_module_are_told_of_a_loss(doctor: Doctor) -> None
 
 @pytest.mark.slow
 def test_the_parameters_are_told_of_a_gradient(doctor: Doctor) -> None:
-    job = str(SICK / "ddp706_norm_of_nothing.py")
+    job = str(sick("ddp706_norm_of_nothing"))
     result = doctor.run("--nproc-per-node", "2", "--overhead-budget", "50", LATER, job)
     assert result.codes == ["DDP706"]
     said = " ".join(result.ours.split())
@@ -47,7 +47,7 @@ def test_the_parameters_are_told_of_a_gradient(doctor: Doctor) -> None:
 
 @pytest.mark.slow
 def test_where_sizes_cannot_be_had_the_rank_and_the_step_are_told(doctor: Doctor) -> None:
-    job = str(SICK / "ddp706_norm_of_nothing.py")
+    job = str(sick("ddp706_norm_of_nothing"))
     result = doctor.run("--nproc-per-node", "2", "--overhead-budget", "50", LATER, "--broken", job)
     result.check_success()
     assert result.codes == ["DDP706"]

@@ -14,9 +14,9 @@ from ddpdoctor.probe.runtime.recorder import Vitals
 from ddpdoctor.run import code_version, vitals
 from ddpdoctor.run import vitals as keeping
 from ddpdoctor.run.reader import RunReader
-from ddpdoctor.run.records.decode import parse
 from ddpdoctor.run.records.supervisor import VitalsRecord
 from ddpdoctor.run.records.training import StepRecord
+from ddpdoctor.run.records.typed_json import parse
 from ddpdoctor.run.status import Parts, StatusPage
 from ddpdoctor.run.step_series import _STEP, PARTS, series
 from tests.conftest import Doctor

@@ -18,8 +18,8 @@ from ddpdoctor.probe.observers import stack_sampling
 from ddpdoctor.probe.runtime.budget import Budget
 from ddpdoctor.run.mapped import MOST_PROFILES, PROFILE, Asking
 from ddpdoctor.run.records.base import JsonObject, json_line
-from ddpdoctor.run.records.decode import parse
 from ddpdoctor.run.records.training import ProfileRecord
+from ddpdoctor.run.records.typed_json import parse
 from tests.support.probed import a_rank
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's counters are Linux's")

@@ -17,12 +17,11 @@ from ddpdoctor.core.finding import RULES, examine
 from ddpdoctor.nodes import hang_examination
 from ddpdoctor.run.mapped import Asking
 from ddpdoctor.run.records.base import Record
-from ddpdoctor.run.records.evidence import RankEvidence
 from ddpdoctor.run.records.process import EndRecord
-from ddpdoctor.run.records.supervisor import RankExitRecord
+from ddpdoctor.run.records.supervisor import RankEvidence, RankExitRecord
 from ddpdoctor.run.snapshot import NO_RECORDS, Rank, Records, Run
 from ddpdoctor.run.status import Phase
-from ddpdoctor.stacks.rank_stacks import ENDING, from_record
+from ddpdoctor.stacks.frames import ENDING, stacks_from_record
 from ddpdoctor.supervise import hang_watch
 from ddpdoctor.supervise.hang_watch import HangWatch
 from ddpdoctor.system import process_activity
@@ -60,7 +59,7 @@ class Watched:
             path, Asking(str(path)), 0.1, self.told.records.append, self.told.note, lambda: None
         )
         told = {**stacks(0, ("/job/log.py", 8, "finish")), "trouble": ENDING}
-        seen = from_record({**told, "pid": pid, "state": {"letter": "S"}})
+        seen = stacks_from_record({**told, "pid": pid, "state": {"letter": "S"}})
         monkeypatch.setattr(hang_examination, "capture", lambda *_, **__: (seen,))
         monkeypatch.setattr(hang_examination, "flights", lambda *_: {})
         monkeypatch.setattr(hang_examination, "BETWEEN", 0.05)

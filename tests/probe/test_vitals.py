@@ -13,8 +13,8 @@ import pytest
 from ddpdoctor.probe.runtime import recorder, shield
 from ddpdoctor.probe.runtime.recorder import Recorder, Vitals
 from ddpdoctor.run.journal import Journal
-from ddpdoctor.run.records.decode import parse
 from ddpdoctor.run.records.process import FaultRecord
+from ddpdoctor.run.records.typed_json import parse
 from ddpdoctor.run.status import PAGE_SIZE, Parts, StatusPage, read_status
 from tests.conftest import LIMIT
 

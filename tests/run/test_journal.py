@@ -17,8 +17,8 @@ from ddpdoctor.run.journal import SEGMENT_SIZE, Journal, segment_line, segment_n
 from ddpdoctor.run.names import FORMAT
 from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.records.base import EVERY, json_line
-from ddpdoctor.run.records.decode import RANK_RECORDS, SUPERVISOR_RECORDS
 from ddpdoctor.run.records.process import DataParallelRecord, LocalRankRecord, OpenRecord
+from ddpdoctor.run.records.typed_json import RANK_RECORDS, SUPERVISOR_RECORDS
 from tests.support.journals import (
     PACKAGE,
     SMALL,

@@ -14,12 +14,6 @@ from hypothesis import strategies as st
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.run.journal import Journal
 from ddpdoctor.run.records.base import Part, Record, encode, key_of
-from ddpdoctor.run.records.decode import (
-    RANK_RECORDS,
-    SUPERVISOR_RECORDS,
-    decode,
-    parse,
-)
 from ddpdoctor.run.records.model import NonfiniteRecord, Origin, UnreducedRecord
 from ddpdoctor.run.records.process import ErrorRecord, OpenRecord
 from ddpdoctor.run.records.supervisor import ProfileRequestRecord
@@ -31,6 +25,7 @@ from ddpdoctor.run.records.training import (
     SiteRecord,
     StepRecord,
 )
+from ddpdoctor.run.records.typed_json import RANK_RECORDS, SUPERVISOR_RECORDS, decode, parse
 
 KINDS = [*RANK_RECORDS.items(), *SUPERVISOR_RECORDS.items()]
 

@@ -13,9 +13,19 @@ import pytest
 from ddpdoctor.core.errors import HANG, DoctorError
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.run.reader import RunReader
-from ddpdoctor.scale import causes, chart, table
-from ddpdoctor.scale.plan import Size, Variant, plan, sizes, variants
-from ddpdoctor.scale.results import Outcome, Row, measure, median_repeat, rows
+from ddpdoctor.scale import chart, table
+from ddpdoctor.scale.results import (
+    Outcome,
+    Row,
+    Size,
+    Variant,
+    measure,
+    median_repeat,
+    planned_runs,
+    rows,
+    sizes,
+    variants,
+)
 from ddpdoctor.scale.session import judge_run
 from tests.support.scale_runs import measured, outcome, planned, steps, write_run
 from tests.support.written import T0
@@ -27,7 +37,7 @@ TRIED = Variant("bucket_cap_mb=1", {"bucket_cap_mb": "1"})
 
 
 def test_each_repeat_goes_through_all_sizes() -> None:
-    made = list(plan(sizes((1,), (4, 1, 2)), variants((), ()), 2))
+    made = list(planned_runs(sizes((1,), (4, 1, 2)), variants((), ()), 2))
     assert [(each.size.ranks, each.repeat) for each in made] == [
         (1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2),
     ]  # fmt: skip
@@ -36,7 +46,7 @@ def test_each_repeat_goes_through_all_sizes() -> None:
 
 def test_one_rank_has_no_communication_to_tune() -> None:
     tried = (("bucket_cap_mb", ("1", "25")), ("num_workers", ("4",)))
-    made = list(plan(sizes((1,), (1, 2)), variants(tried, ("torch", "apex")), 1))
+    made = list(planned_runs(sizes((1,), (1, 2)), variants(tried, ("torch", "apex")), 1))
     assert [(each.size.ranks, each.variant.name) for each in made] == [
         (1, ""), (1, "apex"), (1, "num_workers=4"),
         (2, ""), (2, "apex"), (2, "bucket_cap_mb=1"), (2, "bucket_cap_mb=25"), (2, "num_workers=4"),
@@ -327,17 +337,17 @@ BASE = measured()
 def test_causes(
     name: str, changed: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(causes, "_cores_here", lambda: 64)
+    monkeypatch.setattr(table, "_cores_here", lambda: 64)
     this = measured(2, **changed)
-    found = causes.cause(BASE, this, BASE.step / this.step)
+    found = table.cause(BASE, this, BASE.step / this.step)
     assert found.name == name
     assert words in found.words
     assert bool(found.tries) == (name != "none")
 
 
 def test_more_ranks_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(causes, "_cores_here", lambda: 1)
-    found = causes.cause(BASE, measured(2, backward=0.080), 0.6)
+    monkeypatch.setattr(table, "_cores_here", lambda: 1)
+    found = table.cause(BASE, measured(2, backward=0.080), 0.6)
     assert found.words.endswith("times as long as one alone, as 2 ranks share 1 core")
 
 
@@ -345,7 +355,7 @@ def test_strong_scaling_loses_by_too_small_a_batch() -> None:
     # A quarter of the samples, in half of the time.
     parts = {"forward": 0.010, "backward": 0.020, "data": 0.0005, "other": 0.0005}
     this = measured(4, samples=2.0, cpu=False, **parts)
-    found = causes.cause(BASE, this, (16 / 4) / this.step * BASE.step / 8)
+    found = table.cause(BASE, this, (16 / 4) / this.step * BASE.step / 8)
     assert found.name == "batch"
     assert "2 samples a rank take 2.1 times their part of what 8 take" in found.words
 
@@ -354,13 +364,13 @@ def test_a_straggler_is_named_by_its_finding() -> None:
     this = measured(2, exposed=0.030)
     message = "rank 1 holds the others up by 30 ms a step, in its backward compute"
     straggler = Finding("DDP610", Severity.WARNING, message, (1,), fix="Look at its device.")
-    found = causes.cause(BASE, this, 0.6, [straggler])
+    found = table.cause(BASE, this, 0.6, [straggler])
     assert (found.name, found.words) == ("straggler", f"a straggler: {message}")
     assert found.tries == ("Look at its device.",)
 
 
 def test_a_smallest_size_that_was_disturbed_is_no_measure() -> None:
-    found = causes.cause(measured(backward=0.9), measured(2), 3.0)
+    found = table.cause(measured(backward=0.9), measured(2), 3.0)
     assert "something else slowed down" in found.words
 
 

@@ -21,7 +21,7 @@ from ddpdoctor.run import rundir
 from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.records.process import OverrideRecord
 from ddpdoctor.scale import session
-from ddpdoctor.scale.plan import Planned, launch_from
+from ddpdoctor.scale.results import Planned, launch_from
 from ddpdoctor.scale.session import Session
 from tests.conftest import JOBS, Doctor
 from tests.support.launching import wait_until

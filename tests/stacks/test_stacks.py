@@ -6,10 +6,10 @@ import os
 
 import pytest
 
+from ddpdoctor.run.records.supervisor import Frame, Thread
 from ddpdoctor.stacks import capture
-from ddpdoctor.stacks.asking import parse_dump
-from ddpdoctor.stacks.frames import is_user_path
-from ddpdoctor.stacks.rank_stacks import CUT, Frame, Thread
+from ddpdoctor.stacks.capture import parse_dump
+from ddpdoctor.stacks.frames import CUT, is_user_path
 
 TORCH = "/srv/env/lib/python3.12/site-packages/torch"
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddpdoctor.stacks import asking, capture
-from ddpdoctor.stacks.asking import read_declared
+from ddpdoctor.run.records.supervisor import MAIN
+from ddpdoctor.stacks import capture
+from ddpdoctor.stacks.capture import read_declared
 from ddpdoctor.stacks.frames import merge
-from ddpdoctor.stacks.rank_stacks import MAIN
 from ddpdoctor.system.proc import read_stat
 from ddpdoctor.system.process_activity import read_signals
 from tests.conftest import LIMIT, Doctor
@@ -136,7 +136,7 @@ def test_a_process_that_is_not_the_one_it_was_is_left_alone(
         record = json.loads(Path(declared.path).read_bytes().splitlines()[0])
         record[how] = 0
         Path(declared.path).write_text(json.dumps(record) + "\n")
-        expected = asking.OTHER_PROGRAM
+        expected = capture.OTHER_PROGRAM
     (found,) = candidates.capture()
     assert (found.trouble, found.threads) == (expected, ())
     assert live.process.poll() is None
@@ -154,7 +154,7 @@ def test_after_exec_nothing_is_sent_to_what_does_not_expect_it(candidates: Candi
     while process.name() != "sleep":
         time.sleep(0.01)
     (found,) = candidates.capture()
-    assert found.trouble == asking.OTHER_PROGRAM
+    assert found.trouble == capture.OTHER_PROGRAM
     assert live.process.poll() is None
 
 
@@ -244,7 +244,7 @@ def test_every_one_of_many_requests_in_a_row_is_answered(candidates: Candidates)
 def test_what_is_asked_twice_at_once_is_answered_twice(candidates: Candidates) -> None:
     live = candidates.start(SLEEPS)
     (declared,) = read_declared(candidates.run_dir)
-    dialogues = [asking.Asking(declared) for _ in range(3)]
+    dialogues = [capture.Asking(declared) for _ in range(3)]
     turns = [each.turns() for each in dialogues]
     while turns:
         for each in list(turns):
@@ -319,7 +319,7 @@ def test_a_job_that_closes_all_files_loses_nothing_but_its_stacks(candidates: Ca
     live = candidates.start(source)
     while "whole" not in live.out.read_text():
         (found,) = candidates.capture()
-        assert found.trouble == asking.OTHER_PROGRAM
+        assert found.trouble == capture.OTHER_PROGRAM
         assert live.process.poll() is None, live.err.read_text()
 
 

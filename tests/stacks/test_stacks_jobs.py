@@ -17,8 +17,7 @@ import pytest
 
 from ddpdoctor.run.reader import glance
 from ddpdoctor.run.records.process import FaultRecord
-from ddpdoctor.stacks.asking import read_declared
-from ddpdoctor.stacks.capture import capture
+from ddpdoctor.stacks.capture import capture, read_declared
 from ddpdoctor.stacks.frames import innermost
 from tests.conftest import JOBS, LIMIT, Doctor, Live, Result, marked
 from tests.support.schemas import check_schema

@@ -13,10 +13,25 @@ import pytest
 from ddpdoctor.core.formatting import bracketed
 from ddpdoctor.render import stack_text as render
 from ddpdoctor.render.terminal import Line
-from ddpdoctor.stacks import capture, rank_stacks
-from ddpdoctor.stacks.frames import FOLDED, code_of, fold, innermost, merge, tail
-from ddpdoctor.stacks.rank_stacks import MAIN, Frame, RankStacks, Thread, from_record, to_record
-from ddpdoctor.system.process_activity import ChildState, ProcessState
+from ddpdoctor.run.records.supervisor import (
+    MAIN,
+    ChildState,
+    Frame,
+    ProcessState,
+    RankStacks,
+    Thread,
+)
+from ddpdoctor.stacks import capture, frames
+from ddpdoctor.stacks.frames import (
+    FOLDED,
+    code_of,
+    fold,
+    innermost,
+    merge,
+    stacks_from_record,
+    stacks_to_record,
+    tail,
+)
 
 TORCH = "/srv/env/lib/python3.12/site-packages/torch"
 
@@ -181,18 +196,18 @@ def test_json_and_back() -> None:
         3, 1, 44, "node1", (Thread(9, MAIN, False, (TRAIN, STEP)),), ("poll (libc.so.6)",),
         ProcessState("D", 1.5, "futex", (child,)), True, "", "no native frames",
     )  # fmt: skip
-    assert from_record(json.loads(json.dumps(to_record(one)))) == one
+    assert stacks_from_record(json.loads(json.dumps(stacks_to_record(one)))) == one
 
 
 @pytest.mark.parametrize("damaged", [{}, {"threads": 3, "state": [], "native": {}, "rank": "x"}])
 def test_damaged_json_is_read_as_far_as_it_goes(damaged: dict[str, object]) -> None:
-    assert from_record(damaged).threads == ()
+    assert stacks_from_record(damaged).threads == ()
 
 
 def test_the_last_stacks_are_kept(tmp_path: Path) -> None:
-    assert rank_stacks.load_stacks(tmp_path) is None
+    assert frames.load_stacks(tmp_path) is None
     ranks = (stacks_of(0, TRAIN), stacks_of(1, trouble="has ended"))
-    rank_stacks.save_stacks(tmp_path, ranks, 5)
-    assert rank_stacks.load_stacks(tmp_path) == rank_stacks.Saved(5, ranks)
-    (tmp_path / rank_stacks.STACKS_FILE).write_text('{"ranks": [3]}')
-    assert rank_stacks.load_stacks(tmp_path) is None
+    frames.save_stacks(tmp_path, ranks, 5)
+    assert frames.load_stacks(tmp_path) == frames.Saved(5, ranks)
+    (tmp_path / frames.STACKS_FILE).write_text('{"ranks": [3]}')
+    assert frames.load_stacks(tmp_path) is None

@@ -16,12 +16,10 @@ import pytest
 from ddpdoctor.nodes import hang_examination
 from ddpdoctor.render import stack_text as render
 from ddpdoctor.run.reader import glance
+from ddpdoctor.run.records.supervisor import ProcessState, RankStacks
 from ddpdoctor.stacks import capture as capture_module
-from ddpdoctor.stacks.asking import read_declared
-from ddpdoctor.stacks.capture import capture, find_py_spy, native_frames
-from ddpdoctor.stacks.rank_stacks import RankStacks
+from ddpdoctor.stacks.capture import capture, find_py_spy, native_frames, read_declared
 from ddpdoctor.system.proc import read_stat
-from ddpdoctor.system.process_activity import ProcessState
 from tests.conftest import Doctor
 from tests.support.candidates import HOLDS_GIL, SLEEPS, Candidates, at, line_of
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from textual.pilot import Pilot
 
-from ddpdoctor.stacks import rank_stacks
-from ddpdoctor.stacks.rank_stacks import MAIN, Frame, RankStacks, Thread
+from ddpdoctor.run.records.supervisor import MAIN, Frame, RankStacks, Thread
+from ddpdoctor.stacks import frames
 from ddpdoctor.top.actions import take_stacks
 from ddpdoctor.top.app import TopApp
 from tests.support import top_snapshots as made
@@ -94,7 +94,7 @@ def test_a_run_that_is_over_shows_what_was_taken_last(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"format": 1}')
     threads = (Thread(1, MAIN, False, (Frame("/data/train.py", 7, "main"),)),)
     ranks = tuple(RankStacks(rank, 0, 0, "node0", threads) for rank in (0, 1))
-    rank_stacks.save_stacks(tmp_path, ranks, time.time_ns())
+    frames.save_stacks(tmp_path, ranks, time.time_ns())
 
     async def test(app: TopApp, pilot: Pilot[None]) -> None:
         await pilot.press("d")

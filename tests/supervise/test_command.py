@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.core.errors import DoctorError, HelpRequest
 from ddpdoctor.supervise import command as job_command
 from ddpdoctor.supervise.command import build
 from ddpdoctor.system.nvml import Device, choice, visible
@@ -252,7 +252,8 @@ def test_any_mix_means_what_torchrun_says(
     ids=" ".join,
 )
 def test_help_among_the_options_is_ours(words: list[str]) -> None:
-    assert build(words, os.environ) is None
+    with pytest.raises(HelpRequest):
+        build(words, os.environ)
 
 
 # -- PET_* variables

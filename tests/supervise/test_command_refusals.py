@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ddpdoctor.core.errors import DoctorError
-from ddpdoctor.core.torchrun import read_options
+from ddpdoctor.core.options import read_options
 from tests.support.torchrun_words import doctor, torchrun_parser
 
 

@@ -14,9 +14,10 @@ import torch
 import ddpdoctor.diagnose.all_rules  # noqa: F401 (registers the rules)
 from ddpdoctor.run.records.supervisor import FindingRecord, FoundLocation
 from ddpdoctor.run.status import Phase
-from ddpdoctor.supervise.hang_signs import FIRST_STEP_FACTOR, SILENT_STEPS, WAIT_FACTOR, Signs
-from tests.conftest import LIMIT, ROOT, Doctor
+from ddpdoctor.supervise.hang_watch import FIRST_STEP_FACTOR, SILENT_STEPS, WAIT_FACTOR, Signs
+from tests.conftest import LIMIT, Doctor
 from tests.support.hanging_ranks import job, status
+from tests.support.marks import sick
 
 # -- when
 
@@ -149,7 +150,7 @@ def test_a_rank_that_computes_alone_is_never_ended(doctor: Doctor) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ends", [True, False])
 def test_native_frames_of_the_rank_that_is_to_blame(doctor: Doctor, ends: bool) -> None:
-    job = ROOT / "sample_jobs" / "sick" / "ddp810_native_wait.py"
+    job = sick("ddp810_native_wait")
     options = ["--kill-on-hang"] if ends else ["--grace", "1"]
     live = doctor.start("--hang-after", "3", *options, "--nproc-per-node", "2", "--", str(job))
 

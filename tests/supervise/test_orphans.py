@@ -15,7 +15,7 @@ from tests.conftest import LIMIT
 
 if TYPE_CHECKING:
     from tests.conftest import Doctor, Live
-from tests.support.launching import PYTHON, wait_until
+from tests.support.launching import PYTHON, wait_for_rounds, wait_until
 from tests.support.left_behind import (
     _words,
     alive,
@@ -79,7 +79,7 @@ if "helper" in sys.argv:
 write(f"rank-{rank}.{ATTEMPT}")
 for batch in DataLoader(Stuck(rank), batch_size=1, num_workers=1):
     pass
-until = time.monotonic() + 60
+until = time.monotonic() + 300
 while not os.path.exists("go") and time.monotonic() < until:
     time.sleep(0.05)
 dist.barrier()
@@ -192,7 +192,9 @@ def test_the_job_outlives_its_keepers_and_not_the_supervisor(doctor: Doctor) -> 
         wait_until(lambda old=first: standby_of(live) not in (None, old), "a new one")  # type: ignore[misc]
     assert live.process.poll() is None
     assert alive(pid_in(doctor.directory / "rank-0.0"))
-    time.sleep(2.0)  # it looks every half second what there is
+    last = standby_of(live)
+    assert last is not None
+    wait_for_rounds(last.pid, 1.0, 2)  # it looks every half second what there is
     live.process.kill()
     live.process.wait()
     assert_all_end(doctor)
@@ -329,7 +331,7 @@ def test_asked_to_stop(number: signal.Signals, doctor: Doctor) -> None:
 def test_the_supervisor_is_killed_in_the_grace_period(doctor: Doctor) -> None:
     live = start_stuck(doctor, "stubborn", "helper")
     live.process.send_signal(signal.SIGTERM)
-    live.wait_for(lambda run: run.stopped_at is not None, 10)
+    live.wait_for(lambda run: run.stopped_at is not None)
     live.process.kill()
     live.process.wait()
     assert_all_end(doctor)
@@ -345,7 +347,7 @@ def test_workers_of_a_killed_rank_are_gone_while_the_restarted_job_goes_on(
 ) -> None:
     live = start_stuck(doctor, options=("--max-restarts", "1"))
     if when == "later":
-        time.sleep(1.2)  # the supervisor looks every half second
+        wait_for_rounds(live.process.pid, 1.2, 6)  # the supervisor looks every half second
     workers = [pid_in(doctor.directory / f"worker-{rank}") for rank in (0, 1)]
     os.kill(pid_in(doctor.directory / "rank-1.0"), signal.SIGKILL)
     again = [doctor.directory / f"rank-{rank}.1" for rank in (0, 1)]
@@ -371,7 +373,8 @@ def test_a_rank_that_no_torchrun_started_leaves_no_workers(doctor: Doctor) -> No
     wait_until(worker.exists, "a worker")
     live.wait_for(lambda run: len(run.ranks) == 1)
     pid = pid_in(worker)
-    time.sleep(2.2)  # the supervisor notes a rank's children every second
+    # The supervisor notes a rank's children every second.
+    wait_for_rounds(live.process.pid, 2.2, 6)
     os.kill(pid_in(doctor.directory / "rank-0.0"), signal.SIGKILL)
     wait_until(lambda: not alive(pid), "the worker's end")
     assert live.process.poll() is None

@@ -37,10 +37,11 @@ from ddpdoctor.run.reported import (
 )
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.status import Phase, Status
-from ddpdoctor.supervise.passthrough import Passthrough
+from ddpdoctor.supervise.job_signals import Passthrough
 from ddpdoctor.supervise.run_watch import Showing
 from ddpdoctor.top.run_files import SupervisorEvents
 from tests.conftest import ROOT, Doctor
+from tests.support.marks import sick
 from tests.support.written import supervisor_records
 
 APART = Finding(
@@ -386,7 +387,7 @@ def test_a_report_has_what_happened_and_stands(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_symptom_waits_for_its_explanation(doctor: Doctor) -> None:
-    path = ROOT / "sample_jobs" / "sick" / "ddp302_slow_steps.py"
+    path = sick("ddp302_slow_steps")
     file = doctor.directory / "found.jsonl"
     result = doctor.run("--json", str(file), "--nproc-per-node", "2", "--", str(path))
     result.check_success()

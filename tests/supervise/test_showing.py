@@ -15,7 +15,7 @@ from ddpdoctor.run import rundir
 from ddpdoctor.run.records.supervisor import FindingRecord, RetractionRecord
 from ddpdoctor.run.reported import Reported, Withdrawn, from_journal
 from ddpdoctor.supervise import run_watch
-from ddpdoctor.supervise.passthrough import Passthrough
+from ddpdoctor.supervise.job_signals import Passthrough
 from ddpdoctor.supervise.run_watch import Showing, keep_stderr
 from tests.conftest import Doctor
 

@@ -29,6 +29,7 @@ from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.supervise import slow_ranks
 from ddpdoctor.supervise.slow_ranks import Suspicions
 from tests.conftest import JOBS, Doctor
+from tests.support.marks import sick
 from tests.support.probed import Purse, a_rank
 from tests.support.written import rank_records
 
@@ -286,7 +287,7 @@ def test_ranks_of_a_live_job_tell_how_far_they_are_apart(doctor: Doctor) -> None
 
 @pytest.mark.slow
 def test_without_a_budget_no_fingerprint_is_taken(doctor: Doctor) -> None:
-    job = str(JOBS.parent.parent / "sample_jobs" / "sick" / "ddp701_gradient_noise.py")
+    job = str(sick("ddp701_gradient_noise"))
     result = doctor.run("--nproc-per-node", "2", "--overhead-budget", "0", "--", job)
     result.check_success()
     kinds = {record.kind for rank in result.run.ranks for record in rank.records}

@@ -107,7 +107,7 @@ def test_a_shell_stops_and_continues_the_whole_job(terminal: Open, doctor: Docto
     assert grows(*files)
     for resumed in (b"fg", b"bg"):
         shell.type(STOP)
-        shell.wait_for(b"Stopped", 60)
+        shell.wait_for(b"Stopped", LIMIT)
         shell.seen = b""
         before = sizes(*files)
         time.sleep(1.0)
@@ -116,7 +116,7 @@ def test_a_shell_stops_and_continues_the_whole_job(terminal: Open, doctor: Docto
         assert grows(*files), "it does not go on"
     shell.seen = b""
     (doctor.directory / "go").touch()
-    shell.wait_for(b"over", 60)
+    shell.wait_for(b"over", LIMIT)
     shell.type(b"wait; jobs; exit 9\n")
     assert shell.finish(120) == 9
 
@@ -159,7 +159,7 @@ def test_a_shells_kill_is_one_signal(how: str, terminal: Open, doctor: Doctor) -
     shell.type(f"{run} &\n".encode())
     shell.wait_for(b"ready\r", 180)
     shell.type(f"{how}; wait $!; echo status $?; exit\n".encode())
-    shell.wait_for(b"status 23", 60)
+    shell.wait_for(b"status 23", LIMIT)
     assert re.findall(rb"got (SIG.*)\r\n", shell.seen) == [b"SIGTERM"]
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import ddpdoctor.probe
 from ddpdoctor.run.names import FORMAT
 from ddpdoctor.run.reader import glance
+from ddpdoctor.run.records.supervisor import RankStacks, Thread
 from ddpdoctor.stacks.capture import capture
 from ddpdoctor.stacks.frames import innermost
-from ddpdoctor.stacks.rank_stacks import RankStacks, Thread
 from tests.conftest import LIMIT, Doctor, Live
 
 ENTRY = Path(ddpdoctor.probe.__file__).parent / "entry"

@@ -9,7 +9,7 @@ from typing import Any
 import ddpdoctor.diagnose.all_rules  # noqa: F401 (registers the rules)
 from ddpdoctor.core.finding import Finding
 from ddpdoctor.diagnose.hangs.hang_snapshot import RankState
-from ddpdoctor.run.records.evidence import FlightCall, RankEvidence
+from ddpdoctor.run.records.supervisor import FlightCall, RankEvidence
 from ddpdoctor.run.records.typed_json import decoder
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.status import Phase, Status

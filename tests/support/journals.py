@@ -10,7 +10,7 @@ import ddpdoctor.diagnose.all_rules  # noqa: F401 (registers the rules)
 from ddpdoctor.run.names import FORMAT
 from ddpdoctor.run.reader import JournalReader, RunReader
 from ddpdoctor.run.records.base import JsonObject, Record, as_json, dataclass, json_line
-from ddpdoctor.run.records.decode import RANK_RECORDS, SUPERVISOR_RECORDS
+from ddpdoctor.run.records.typed_json import RANK_RECORDS, SUPERVISOR_RECORDS
 from ddpdoctor.run.snapshot import Rank
 from ddpdoctor.run.status import StatusPage
 

@@ -6,6 +6,8 @@ import sys
 import time
 from collections.abc import Callable
 
+import psutil
+
 from tests.conftest import LIMIT
 
 PYTHON = sys.executable
@@ -30,3 +32,14 @@ def wait_until(condition: Callable[[], bool], what: str = "it", timeout: float =
     while not condition():
         assert time.monotonic() < deadline, f"never happened: {what}"
         time.sleep(0.02)
+
+
+def wait_for_rounds(pid: int, seconds: float, rounds: int) -> None:
+    """Wait until a process has had time to look around, also where it rarely gets a core.
+
+    Its main thread sleeps once in each round of its loop.
+    """
+    process = psutil.Process(pid)
+    before = process.num_ctx_switches().voluntary
+    time.sleep(seconds)
+    wait_until(lambda: process.num_ctx_switches().voluntary >= before + rounds, "its rounds")

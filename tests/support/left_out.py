@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from ddpdoctor.run.names import rank_stem
 from ddpdoctor.run.records.base import Record
-from ddpdoctor.run.records.decode import parse
 from ddpdoctor.run.records.model import (
     BuffersRecord,
     ElementsRecord,
@@ -23,6 +22,7 @@ from ddpdoctor.run.records.model import (
 )
 from ddpdoctor.run.records.process import EndRecord, FaultRecord, OpenRecord
 from ddpdoctor.run.records.training import PassRecord, RandomRecord, StepRecord
+from ddpdoctor.run.records.typed_json import parse
 from ddpdoctor.run.snapshot import Rank, Records, Run
 from ddpdoctor.run.status import Phase
 from tests.support.written import SECOND

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ddpdoctor.preflight.check import Outcome
 from ddpdoctor.preflight.situation import Once, Options, Situation, gpu_facts
-from ddpdoctor.system.gpu_health import GpuFacts, Health
+from ddpdoctor.system.nvml import GpuFacts, Health
 from tests.support.gpu_stub import device
 
 

@@ -7,7 +7,7 @@ may say ``# ranks: 3``, ``# status: 1`` (the exit status that the job itself has
 ``# run: --hang-after 3`` (options of ``ddpdoctor run``), and ``# needs: gpu`` or
 ``# needs: 2 gpus``: it is skipped where fewer are visible; or ``# needs: free cores`` or
 ``# needs: 5 free cores``: what it does wrong makes no difference where every rank lacks a core.
-The twin of ``sick/NAME.py`` is ``sick/NAME_healed.py``.
+The twin of ``NAME.py`` is ``NAME_healed.py`` beside it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-JOBS = Path(__file__).parents[2] / "sample_jobs"
-SICK = sorted(path for path in (JOBS / "sick").glob("*.py") if not path.stem.endswith("_healed"))
-HEALTHY = sorted((JOBS / "healthy").glob("*.py"))
+ROOT = Path(__file__).parents[2]
+FOLDERS = (ROOT / "tests" / "jobs" / "sick", ROOT / "sample_jobs" / "sick")
+SICK = sorted(
+    (path for folder in FOLDERS for path in folder.glob("*.py") if path.stem[-7:] != "_healed"),
+    key=lambda path: path.stem,
+)
+HEALTHY = sorted((ROOT / "tests" / "jobs" / "healthy").glob("*.py"))
 
 _MARK = re.compile(r"# (expect|or): (DDP\d+)(?: ranks? ([\d,]+))?$")
 
@@ -67,6 +71,12 @@ def said(finding: Mapping[str, object]) -> Said:
     return Said(
         str(finding["code"]), str(place.get("path")), int(place.get("line", 0)), tuple(ranks)
     )
+
+
+def sick(name: str) -> Path:
+    """The sick job of this name, wherever it is."""
+    (found,) = (path for path in SICK if path.stem == name)
+    return found
 
 
 def healed(path: Path) -> Path:

@@ -9,8 +9,8 @@ from typing import Any
 
 from ddpdoctor.probe.runtime.rank import RankState
 from ddpdoctor.run.records.base import JsonObject, Record, encode
-from ddpdoctor.run.records.decode import decode
 from ddpdoctor.run.records.training import PassRecord
+from ddpdoctor.run.records.typed_json import decode
 from ddpdoctor.run.status import PAGE_SIZE
 
 

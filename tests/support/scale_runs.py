@@ -13,8 +13,7 @@ from ddpdoctor.run.records.model import DdpRecord, Parameter
 from ddpdoctor.run.records.process import EndRecord, OpenRecord
 from ddpdoctor.run.records.supervisor import JobRecord
 from ddpdoctor.run.status import Phase, StatusPage
-from ddpdoctor.scale.plan import AS_IT_IS, Planned, Size, Variant
-from ddpdoctor.scale.results import Measured, Outcome
+from ddpdoctor.scale.results import AS_IT_IS, Measured, Outcome, Planned, Size, Variant
 from tests.support.written import MS, T0, writable
 
 STEPS = 20

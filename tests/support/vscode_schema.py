@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ddpdoctor.debug import jsonc
+from ddpdoctor.debug import vscode_files
 
 SCHEMA = json.loads((Path(__file__).parent / "launch_schema.json").read_text())
 TYPES: dict[str, Callable[[object], bool]] = {
@@ -37,7 +37,7 @@ def check(value: Any, schema: dict[str, Any], where: str = "launch.json") -> Non
 
 
 def load(path: Path) -> Any:
-    root = jsonc.parse(path.read_text()).root
+    root = vscode_files.parse_jsonc(path.read_text()).root
     assert root is not None
     return root.value
 

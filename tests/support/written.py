@@ -14,10 +14,10 @@ from ddpdoctor.run.journal import Journal
 from ddpdoctor.run.names import FORMAT, rank_stem
 from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.records.base import JsonObject, Record, json_line
-from ddpdoctor.run.records.decode import SUPERVISOR_RECORDS, decode
 from ddpdoctor.run.records.model import DdpRecord
 from ddpdoctor.run.records.process import OpenRecord
 from ddpdoctor.run.records.supervisor import JobRecord
+from ddpdoctor.run.records.typed_json import SUPERVISOR_RECORDS, decode
 from ddpdoctor.run.snapshot import Records, Run
 from ddpdoctor.run.status import Phase, StatusPage, page_name, page_text
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.system import gpu_health
-from ddpdoctor.system.gpu_health import GpuPoll, file_name
-from ddpdoctor.top import hardware
+from ddpdoctor.system import nvml
+from ddpdoctor.system.nvml import GpuPoll, file_name
+from ddpdoctor.top import live
 from tests.conftest import Doctor
 from tests.nvml_stub import Stub, build
 
@@ -70,7 +70,7 @@ def test_links_and_processes(stub: Stub) -> None:
     # The counters of the stub are milliseconds, and six seconds have passed by its clock.
     assert 0 < gpu(told, 3)["nvlink"] < 1e9
     assert "nvlink" not in gpu(told, 4)
-    held = hardware.gpus_of(told)[3]
+    held = live.gpus_of(told)[3]
     assert held.processes == ((4103, 61 << 30),) and held.pcie == 1024 * 8001
 
 
@@ -157,7 +157,7 @@ def test_a_driver_that_does_not_open_is_named(stub: Stub, code: int, words: str)
 
 
 def test_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_health, "LIBRARY", "libthere-is-none.so.1")
+    monkeypatch.setattr(nvml, "LIBRARY", "libthere-is-none.so.1")
     GpuPoll(tmp_path).start()
     time.sleep(0.2)
     assert list(tmp_path.iterdir()) == []
@@ -196,8 +196,8 @@ def test_a_binding_that_is_something_else_costs_the_numbers_only(
     def broken() -> None:
         raise ValueError("broken")
 
-    monkeypatch.setattr(gpu_health, "LIBRARY", str(library / "libnvidia-ml.so.1"))
-    monkeypatch.setattr(gpu_health, "Poller", broken)
+    monkeypatch.setattr(nvml, "LIBRARY", str(library / "libnvidia-ml.so.1"))
+    monkeypatch.setattr(nvml, "Poller", broken)
     GpuPoll(tmp_path).start()
     time.sleep(0.2)
     assert list(tmp_path.iterdir()) == []

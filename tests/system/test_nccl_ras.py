@@ -16,9 +16,8 @@ from ddpdoctor.diagnose.hangs.diagnosis import ras_evidence
 from ddpdoctor.nodes import hang_examination
 from ddpdoctor.run.mapped import Asking
 from ddpdoctor.run.records.base import as_json, json_line
-from ddpdoctor.run.records.evidence import RankEvidence
 from ddpdoctor.run.records.process import OpenRecord
-from ddpdoctor.run.records.supervisor import HangRecord, Ras
+from ddpdoctor.run.records.supervisor import HangRecord, RankEvidence, Ras
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.status import Phase
 from ddpdoctor.supervise import nccl_ras

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from ddpdoctor import cli
 from ddpdoctor.commands import top
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.render import terminal
@@ -59,7 +60,7 @@ def test_bad_words_are_refused(words: list[str], message: str) -> None:
 
 
 def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
-    assert top.main(["--help"]) == 0
+    assert cli.main(["top", "--help"]) == 0
     shown = capsys.readouterr().out
     assert all(option in shown for option in top.PARSER.options)
     assert max(map(len, shown.splitlines())) <= 80

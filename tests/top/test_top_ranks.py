@@ -10,11 +10,14 @@ from typing import Any
 import psutil
 import pytest
 
+from ddpdoctor.run.records.base import encode
+from ddpdoctor.run.records.model import DdpRecord
 from ddpdoctor.run.records.supervisor import DebugRecord, SignalRecord
+from ddpdoctor.run.records.training import SaveRecord
 from ddpdoctor.run.status import Phase
-from ddpdoctor.top.hardware import ProcessStates
+from ddpdoctor.top import run_files
 from ddpdoctor.top.headline import VerdictFacts, judge
-from ddpdoctor.top.live import LiveSource
+from ddpdoctor.top.live import LiveSource, ProcessStates
 from ddpdoctor.top.snapshot import RankRow
 from tests.support.generated import MS, USUAL, Generated
 from tests.support.top_runs import ALL, Make, living
@@ -239,3 +242,26 @@ def test_the_newest_attempt_counts(make: Make, tmp_path: Path) -> None:
     snapshot = source.read(ALL)
     assert [row.restart for row in snapshot.ranks] == [1, 1]
     assert snapshot.verdict.level == "ok"
+
+
+def test_a_journal_without_a_ddp_group_is_searched_only_while_its_start_grows(
+    tmp_path: Path,
+) -> None:
+    path, memory = tmp_path / "rank-0.jsonl", 1 << 20
+    line = encode(SaveRecord(time=1, file="/tmp/a.pt", content="data", path="/job/t.py", line=1))
+    path.write_bytes(line * 10)
+    group, searched = run_files.ddp_group(path, memory)
+    assert (group, searched) == ((), 10 * len(line))
+    ddp = encode(DdpRecord(device="cuda:0", group_ranks=(0, 1), path="/job/t.py", line=2))
+    with path.open("ab") as file:
+        file.write(ddp)
+        assert run_files.ddp_group(path, memory, searched) == ((), searched)
+        file.write(line * 20)
+        file.flush()
+    assert run_files.ddp_group(path, memory, searched)[0] == (0, 1)
+    path.write_bytes(line * (300_000 // len(line)))
+    group, searched = run_files.ddp_group(path, memory)
+    assert searched == 1 << 18
+    # The start is known in full, so nothing is read again.
+    path.write_bytes(ddp + line * 3000)
+    assert run_files.ddp_group(path, memory, searched) == ((), searched)

@@ -21,7 +21,7 @@ from ddpdoctor.run.records.supervisor import (
 from ddpdoctor.run.records.training import PassRecord, StepRecord
 from ddpdoctor.run.reported import Reported, Withdrawn, to_journal
 from ddpdoctor.run.status import Phase
-from ddpdoctor.top import live, output, step_times
+from ddpdoctor.top import live, output, run_files
 from ddpdoctor.top.frame_sources import open_source
 from ddpdoctor.top.frames import Want
 from ddpdoctor.top.live import LiveSource, Progress
@@ -102,7 +102,7 @@ def test_a_rank_that_turns_slow_is_seen_on_its_page_alone(make: Make) -> None:
     for rank, each in run.every.items():
         phase = "forward" if rank == 2 else "wait"
         each.parts = each.parts._replace(**{phase: getattr(each.parts, phase) + 30 * MS})
-    for _ in range(step_times.WINDOW // 2 + 1):
+    for _ in range(run_files.WINDOW // 2 + 1):
         run.steps(1)
         snapshot = source.read(Want(frozenset()))
     first = snapshot.ranks[0]
@@ -133,7 +133,7 @@ def test_a_rank_that_gets_no_core_is_shown_so(make: Make, cpu: int, lacked: int)
     run.every[1].parts = run.every[1].parts._replace(cpu=cpu * MS, waited=41 * MS)
     run.every[0].parts = run.every[0].parts._replace(cpu=33 * MS)
     source = living(run)
-    for _ in range(step_times.WINDOW):
+    for _ in range(run_files.WINDOW):
         # What the journal said is older now than what the medians are made of.
         run.steps(1)
         snapshot = source.read(Want(frozenset()))

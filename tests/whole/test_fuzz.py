@@ -21,11 +21,11 @@ from ddpdoctor.failures.log import read as read_log
 from ddpdoctor.run import ring
 from ddpdoctor.run.mapped import UnreadableError
 from ddpdoctor.run.reader import JournalReader, RunReader, read_manifest
-from ddpdoctor.run.records.decode import RANK_RECORDS
+from ddpdoctor.run.records.typed_json import RANK_RECORDS
 from ddpdoctor.run.status import PAGE_SIZE, parse_status
-from ddpdoctor.stacks import asking, rank_stacks
-from ddpdoctor.stacks.asking import read_declared
-from ddpdoctor.top import hardware, output, step_times
+from ddpdoctor.stacks import capture, frames
+from ddpdoctor.stacks.capture import read_declared
+from ddpdoctor.top import live, output, run_files
 from ddpdoctor.top.frames import WANT_ALL
 from ddpdoctor.top.recording import RecordingSource
 from ddpdoctor.top.run_files import Stderr
@@ -81,7 +81,7 @@ def journal(path: Path) -> None:
     reader.poll()
     assert all(type(record) is RANK_RECORDS[record.kind] for record in reader.records)
     for line in reader.step_lines:
-        step_times.parse_step(line)
+        run_files.parse_step(line)
 
 
 def log(path: Path) -> None:
@@ -103,13 +103,13 @@ def whole(path: Path) -> None:
 
 
 def steps(path: Path) -> None:
-    found = step_times.StepLog(path)
+    found = run_files.StepLog(path)
     found.span()
     found.until(5, 3)
     found.newest(3)
-    step_times.open_record(path, 1 << 20)
-    step_times.last_error(path, 1 << 20)
-    step_times.last_pass(path, 1 << 20)
+    run_files.open_record(path, 1 << 20)
+    run_files.last_error(path, 1 << 20)
+    run_files.last_pass(path, 1 << 20)
 
 
 def stderr(path: Path) -> None:
@@ -122,12 +122,12 @@ READERS: dict[str, tuple[str, Callable[[Path], object], tuple[type[Exception], .
     "manifest": ("run.json", manifest, (DoctorError,)),
     "supervisor": ("supervisor.jsonl", whole, ()),
     "stderr": ("stderr.log", stderr, ()),
-    "stacks": ("stacks.json", lambda path: rank_stacks.load_stacks(path.parent), ()),
+    "stacks": ("stacks.json", lambda path: frames.load_stacks(path.parent), ()),
     "declared": ("stacks-1-2.txt", lambda path: read_declared(path.parent), ()),
     "log": ("rank0.log", log, ()),
     "faulthandler": (
         "x",
-        lambda path: asking.parse_dump(path.read_text(errors="replace"), "/d"),
+        lambda path: capture.parse_dump(path.read_text(errors="replace"), "/d"),
         (),
     ),
     "recording": ("top.jsonl", recording, (DoctorError,)),
@@ -149,7 +149,7 @@ def test_a_reader(name: str, data: bytes, tmp_path: Path) -> None:
 @FUZZ
 @given(st.dictionaries(st.sampled_from(["gpus", "host", "format", "nvml"]), VALUES))
 def test_gpus(told: dict[str, Any]) -> None:
-    hardware.gpus_of(told)
+    live.gpus_of(told)
 
 
 @FUZZ

@@ -23,8 +23,7 @@ from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.diagnose.hangs.hang_snapshot import RankState
 from ddpdoctor.failures.lines import LONGEST
-from ddpdoctor.failures.log import read
-from ddpdoctor.failures.sources import logs_of
+from ddpdoctor.failures.log import read, texts_of
 from ddpdoctor.render import console
 from ddpdoctor.run import mapped, rundir
 from ddpdoctor.run.journal import Journal
@@ -32,11 +31,10 @@ from ddpdoctor.run.reader import MAX_KEPT, JournalReader, RunReader
 from ddpdoctor.run.records.base import json_line
 from ddpdoctor.run.records.model import DdpRecord, FingerprintRecord
 from ddpdoctor.run.records.process import EndRecord
-from ddpdoctor.run.records.supervisor import HangRecord
+from ddpdoctor.run.records.supervisor import Frame, HangRecord, RankStacks, Thread
 from ddpdoctor.run.records.typed_json import decoder
 from ddpdoctor.run.status import Phase
-from ddpdoctor.stacks import rank_stacks
-from ddpdoctor.stacks.rank_stacks import Frame, RankStacks, Thread
+from ddpdoctor.stacks import frames
 from ddpdoctor.top import run_files
 from tests.support.written import MS, T0, Written
 
@@ -89,7 +87,7 @@ def directory(written: Written) -> Path:
     (path / "lock").touch()
     frame = Frame("/a.py", 1, "main")
     stacks = RankStacks(0, 0, 1, "here", (Thread(1, "MainThread", False, (frame,)),))
-    rank_stacks.save_stacks(path, [stacks], T0)
+    frames.save_stacks(path, [stacks], T0)
     return path
 
 
@@ -167,7 +165,7 @@ def test_no_link_leads_out_of_a_run_directory(directory: Path, tmp_path: Path) -
     assert (found.stderr, found.supervisor, found.strays) == ("", (), ())
     assert found.ranks[0].status is None and found.ranks[0].records == ()
     assert found.ranks[1].status is not None
-    assert rank_stacks.load_stacks(directory) is None
+    assert frames.load_stacks(directory) is None
     assert rundir.is_live(directory) is False
     replace(directory / "run.json", str(secret / "run.json"))
     with pytest.raises(ddpdoctor.core.errors.DoctorError, match=r"run\.json is a link"):
@@ -185,7 +183,7 @@ def test_what_is_written_follows_no_link(directory: Path, tmp_path: Path) -> Non
     victim.write_text("precious")
     for name in (".stacks.json.new", "stacks.json"):
         replace(directory / name, str(victim))
-    rank_stacks.save_stacks(directory, [], T0)
+    frames.save_stacks(directory, [], T0)
     assert victim.read_text() == "precious"
     assert not (directory / "stacks.json").is_symlink()
     replace(directory / "lock", str(victim))
@@ -411,13 +409,13 @@ def test_the_output_of_a_command_is_a_log(tmp_path: Path) -> None:
 
 
 def test_of_a_sparse_log_the_end_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpdoctor.failures.sources.MAX_BYTES", 1 << 20)
+    monkeypatch.setattr("ddpdoctor.failures.log.MAX_BYTES", 1 << 20)
     path = tmp_path / "job.log"
     with path.open("wb") as file:
         file.truncate(1 << 40)
         file.seek(0, os.SEEK_END)
         file.write(b"\nValueError: no\n")
-    data = b"".join(piece for _, pieces in logs_of(str(path)) for piece in pieces)
+    data = b"".join(piece for _, pieces in texts_of(str(path)) for piece in pieces)
     assert len(data) == 1 << 20
     assert data.endswith(b"ValueError: no\n")
 

@@ -21,13 +21,12 @@ from ddpdoctor.run import rundir
 from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.snapshot import Run
 from ddpdoctor.run.status import Phase
-from ddpdoctor.supervise.passthrough import Passthrough
+from ddpdoctor.supervise.job_signals import Passthrough
 from ddpdoctor.supervise.run_watch import RunWatch
 from ddpdoctor.supervise.supervisor import Supervisor
 from ddpdoctor.top import headline
 from ddpdoctor.top.frames import Want
-from ddpdoctor.top.hardware import GpuFiles
-from ddpdoctor.top.live import LiveSource
+from ddpdoctor.top.live import GpuFiles, LiveSource
 from ddpdoctor.top.run_files import Stderr, SupervisorEvents
 from tests.support.written import T0, Written
 

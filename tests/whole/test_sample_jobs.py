@@ -17,7 +17,7 @@ JOBS = Path(__file__).resolve().parents[2] / "sample_jobs"
 RESNET = "resnet50_synthetic.py"
 CIFAR = "cifar10.py"
 TIMEOUT_S = 300.0
-STOP_S = 40.0
+STOP_S = 120.0
 
 Done = subprocess.CompletedProcess[str]
 

@@ -16,9 +16,9 @@ from ddpdoctor.commands import report, runs, stacks
 from ddpdoctor.core.finding import Finding, Severity, from_record, to_record
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.render import json_lines
+from ddpdoctor.run.records.supervisor import Frame, RankStacks, Thread
 from ddpdoctor.run.reported import Reported, Withdrawn, from_journal, to_journal
 from ddpdoctor.scale import table
-from ddpdoctor.stacks.rank_stacks import Frame, RankStacks, Thread
 from ddpdoctor.top import output, snapshot
 from tests.conftest import ROOT, Doctor
 from tests.support.drawn_runs import write_run

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from ddpdoctor.core.opening import whole
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.diagnose.source_files import location
-from ddpdoctor.run.records.evidence import FlightCall
-from ddpdoctor.run.records.supervisor import Ras, RasCommunicator, RasDifference
+from ddpdoctor.run.records.supervisor import FlightCall, Ras, RasCommunicator, RasDifference
 from ddpdoctor.run.ring import Collective
 
 _WORDS = {

@@ -215,7 +215,7 @@ def register_table() -> None:
         known = RULES.get(code)
         if known is None:
             rows = [failure for failure in TABLE if failure.code == code]
-            page = next((str(each.page) for each in rows if each.page is not None), "")
+            page = next((each.page for each in rows if each.page), "")
             name, severity = rows[0].known.name, rows[0].severity
             RULES[code] = Rule(code, name, severity, crashes, page, yields_to=_EXPLAINED_BY)
         elif known.detect is not crashes:

@@ -22,8 +22,7 @@ from ddpdoctor.diagnose.collectives.recorded_calls import Call, first_pending, f
 from ddpdoctor.diagnose.hangs.hang_snapshot import MIN_PENDING_NS
 from ddpdoctor.run.names import MOST_WORLD
 from ddpdoctor.run.records.base import JsonObject
-from ddpdoctor.run.records.evidence import FlightCall, RankEvidence
-from ddpdoctor.run.records.supervisor import HangRecord
+from ddpdoctor.run.records.supervisor import FlightCall, HangRecord, RankEvidence
 from ddpdoctor.run.snapshot import Records, Run
 from ddpdoctor.run.status import Phase
 from ddpdoctor.stacks.frames import is_user_path

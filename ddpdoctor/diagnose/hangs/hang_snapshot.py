@@ -18,9 +18,14 @@ from ddpdoctor.diagnose.crashes.resource_errors import unopened_store
 from ddpdoctor.diagnose.source_files import location, only_sleeps
 from ddpdoctor.run.names import BEFORE_FORWARD, MOST_WORLD
 from ddpdoctor.run.records.base import JsonObject
-from ddpdoctor.run.records.evidence import Frame, ProcessActivity, RankEvidence, RankStacks
 from ddpdoctor.run.records.process import OwnStoreRecord
-from ddpdoctor.run.records.supervisor import HangRecord
+from ddpdoctor.run.records.supervisor import (
+    Frame,
+    HangRecord,
+    ProcessActivity,
+    RankEvidence,
+    RankStacks,
+)
 from ddpdoctor.run.snapshot import Run
 from ddpdoctor.run.status import Phase
 from ddpdoctor.stacks.frames import innermost, user_frames

@@ -22,8 +22,8 @@ from ddpdoctor.diagnose.hangs.process_activity import (
     works,
 )
 from ddpdoctor.diagnose.source_files import brief, constant_while, quoted, statement
-from ddpdoctor.stacks.frames import innermost, is_ours, is_user_path
-from ddpdoctor.stacks.rank_stacks import ENDING, Frame, Thread
+from ddpdoctor.run.records.supervisor import Frame, Thread
+from ddpdoctor.stacks.frames import ENDING, innermost, is_ours, is_user_path
 from ddpdoctor.system.proc import ENDED
 
 LAUNCHER_TIMEOUT = 5.0  # Seconds within which a launcher notices that a rank has died

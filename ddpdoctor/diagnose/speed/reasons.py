@@ -13,10 +13,9 @@ from ddpdoctor.diagnose.speed.lag import Lag, Rhythm, ordinal
 from ddpdoctor.diagnose.speed.pace import BORNE_OUT
 from ddpdoctor.diagnose.speed.stack_samples import ADVICE, Profile, Spot, awaited, profiles, spot
 from ddpdoctor.run.records.model import DdpRecord
-from ddpdoctor.run.records.supervisor import GpusRecord, GpuState, ProfileRequestRecord
+from ddpdoctor.run.records.supervisor import Frame, GpusRecord, GpuState, ProfileRequestRecord
 from ddpdoctor.run.records.training import PassRecord
 from ddpdoctor.run.snapshot import Rank, Run
-from ddpdoctor.stacks.rank_stacks import Frame
 from ddpdoctor.system.nvml import same_uuid
 
 

@@ -15,10 +15,10 @@ from typing import Any
 
 from ddpdoctor.core import opening
 from ddpdoctor.diagnose.source_files import Source, last_name, source_of
+from ddpdoctor.run.records.supervisor import Frame
 from ddpdoctor.run.records.training import ProfileRecord
 from ddpdoctor.run.snapshot import Rank
 from ddpdoctor.stacks.frames import code_of
-from ddpdoctor.stacks.rank_stacks import Frame
 
 MIN_SAMPLES = 12
 """Samples that a verdict needs."""

@@ -2,37 +2,54 @@
 
 To add one, write an entry into the file of its family: the text in the log (``pattern``), its
 meaning (``says``), the fix (``fix``), and printed lines that show it, as short as possible
-(``examples``). An entry of a new code brings the code's page. The tests check that each example is
-recognised as its own entry, and as no other.
+(``examples``). An entry of a new code brings the code's page. The keys are those of `Failure` and
+`Known`. Parts of a pattern are joined. The tests check that each example is recognised as its own
+entry, and as no other.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from ddpdoctor.core import plugins
-from ddpdoctor.failures.entry import Failure, check_failure
-from ddpdoctor.failures.table import endings, frameworks, nccl, rendezvous, resources, script
+from ddpdoctor.core.finding import Severity
+from ddpdoctor.failures.entry import Failure, Known, Weight, check_failure
 
-_OWN: tuple[Failure, ...] = (
-    *rendezvous.RENDEZVOUS,
-    *rendezvous.STORES,
-    *resources.RESOURCES,
-    *nccl.NCCL,
-    *resources.CUDA,
-    *nccl.NETWORK,
-    *script.SCRIPT,
-    *script.CHECKPOINTS,
-    *frameworks.FRAMEWORKS,
-    *endings.SCHEDULING,
-    *endings.ENDINGS,
-    *endings.WRAPPERS,
-)
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_FILES = (
+    "rendezvous", "resources", "nccl", "cuda", "network", "script", "frameworks", "endings",
+)  # fmt: skip
+"""In the order in which entries count that match one line at the same weight."""
+
+
+def _own() -> Iterator[Failure]:
+    for name in _FILES:
+        text = Path(__file__).with_name(f"{name}.toml").read_text(encoding="utf-8")
+        for entry in tomllib.loads(text)["failure"]:
+            known = Known(
+                entry.pop("code"), entry.pop("name"), Weight[entry.pop("weight")], entry.pop("seen")
+            )
+            severity = Severity[entry.pop("severity", "ERROR")]
+            for key in ("pattern", "within", "unless"):
+                entry[key] = "".join(entry.get(key, ""))
+            for key in ("says", "fix"):
+                entry[key] = " ".join(entry[key].split())
+            for key in ("examples", "yields_to", "follows"):
+                entry[key] = tuple(entry.get(key, ()))
+            yield Failure(known, severity=severity, **entry)
 
 
 def _with_plugins() -> tuple[Failure, ...]:
     """Add the failures of plug-ins behind ours."""
-    failures = {each.known.name: each for each in _OWN}
+    failures = {each.known.name: each for each in _own()}
+    own = {each.code for each in failures.values()}
 
     def take(loaded: Any) -> None:
         for failure in [loaded] if isinstance(loaded, Failure) else loaded:
@@ -41,7 +58,7 @@ def _with_plugins() -> tuple[Failure, ...]:
                 raise ValueError(f"there is a failure {failure.known.name} already")
             failures[failure.known.name] = failure
 
-    plugins.load(plugins.FAILURES, failures, take, known={each.code for each in _OWN})
+    plugins.load(plugins.FAILURES, failures, take, known=own)
     return tuple(failures.values())
 
 

@@ -283,8 +283,7 @@ class Interface:
 
     name: str
     addresses: tuple[str, ...] = ()
-    running: bool = True
-    """Whether it is up and has a carrier (IFF_RUNNING)."""
+    running: bool = True  # Whether it is up and has a carrier (IFF_RUNNING)
     loopback: bool = False
     mtu: int = 1500
 
@@ -334,8 +333,7 @@ class Choice:
 
     interfaces: tuple[Interface, ...] = ()
     problem: str = ""
-    reason: str = ""
-    """What decided: a variable, the host name, a default."""
+    reason: str = ""  # What decided: a variable, the host name, a default
 
 
 def gloo_choice(

@@ -13,7 +13,7 @@ from statistics import median_high
 from typing import Any
 
 from ddpdoctor.preflight.machine.network import dialled_at, gloo_dials, is_loopback
-from ddpdoctor.preflight.protocol import connecting, pairs, wire
+from ddpdoctor.preflight.protocol import pairs, wire
 from ddpdoctor.preflight.protocol.joining import side_doors
 from ddpdoctor.preflight.protocol.messages import (
     Answer,
@@ -91,17 +91,15 @@ class Coordinator:
         self.token = secrets.token_hex(16)
         self.members: list[Member] = []
         self.rejected: list[Caller] = []
-        self.rejected_calls = 0
-        """How many calls came without a proof."""
+        self.rejected_calls = 0  # How many calls came without a proof
         self.surplus: list[Caller] = []
         self.blocked: list[Caller] = []
-        self.callers = False
-        """Whether another machine has called."""
+        self.callers = False  # Whether another machine has called
         self._listening = listening
         self._key = key
         self._nnodes = nnodes
         self._scale = scale
-        self._admission = connecting.Admission()
+        self._admission = wire.Admission()
         self._gathered = asyncio.Event()
         self._complete = asyncio.Event()
         self._given_up = False
@@ -248,8 +246,8 @@ class Coordinator:
                 return None
             challenge = wire.nonce()
             link.writer.write(wire.greeting(challenge))
-            receiving = link.receive(UNPROVED_TIMEOUT, connecting.PROOF_BYTES)
-            message = await connecting.proof_in_time(receiving)
+            receiving = link.receive(UNPROVED_TIMEOUT, wire.PROOF_BYTES)
+            message = await wire.proof_in_time(receiving)
             try:
                 hello = unpacked(Hello, message)
             except ValueError:
@@ -259,7 +257,7 @@ class Coordinator:
             self.rejected_calls += 1
             caller = Caller(hello.host, address)
             self.rejected = [*_without(self.rejected, caller), caller][-MAX_REJECTED:]
-            await connecting.proof_in_time(link.send(Welcome(refused="id")))
+            await wire.proof_in_time(link.send(Welcome(refused="id")))
         return None
 
     async def _admit(self, link: Link) -> Member | None:
@@ -326,7 +324,7 @@ def listen(port: int) -> socket.socket:
     Raises:
         OSError: The port is taken, or not allowed.
     """
-    listening = connecting.listen(port)
+    listening = wire.listen(port)
     with contextlib.suppress(OSError):
         # Packets are small, so that reports about a link that loses large ones arrive.
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SEGMENT)
@@ -465,7 +463,7 @@ class Phases:
             for index, listed in cells.items()
         }
         # A busy machine takes longer, and must not be mistaken for one that went away.
-        limit = connecting.CONNECT_TIMEOUT + pairs.STALL_TIMEOUT
+        limit = wire.CONNECT_TIMEOUT + pairs.STALL_TIMEOUT
         seconds = (3 * limit + 0.2 * nodes) * self.scale
         answers = await self.coordinator.ask(orders, "dialling", seconds)
         return {

@@ -26,10 +26,17 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ddpdoctor.preflight.machine.network import resolve
-from ddpdoctor.preflight.protocol import connecting, wire
-from ddpdoctor.preflight.protocol.connecting import Closed, ConnectError, connect, echoes
+from ddpdoctor.preflight.protocol import wire
 from ddpdoctor.preflight.protocol.messages import Hello, Welcome
-from ddpdoctor.preflight.protocol.wire import Link, WireError, unpacked
+from ddpdoctor.preflight.protocol.wire import (
+    Closed,
+    ConnectError,
+    Link,
+    WireError,
+    connect,
+    echoes,
+    unpacked,
+)
 from ddpdoctor.preflight.situation import joined_endpoint
 
 # -- one call: connect, prove the id, compare clocks
@@ -143,7 +150,7 @@ async def _introduce(link: Link, address: str, key: bytes, hostname: str) -> Cal
 
     async def ask(hello: Hello) -> Welcome:
         await link.send(hello)
-        message = await link.receive(GREETING_TIMEOUT, connecting.PROOF_BYTES)
+        message = await link.receive(GREETING_TIMEOUT, wire.PROOF_BYTES)
         try:
             return unpacked(Welcome, message)
         except ValueError as error:
@@ -295,8 +302,7 @@ class _Attempts:
         self._ssh_tries = 0
         self._answering: dict[str, int] = {}
         """Ports at which the endpoint's machines answer, by address."""
-        self._echoing: set[str] = set()
-        """Addresses of machines that answer a ping."""
+        self._echoing: set[str] = set()  # Addresses of machines that answer a ping
 
     async def run(self) -> Call:
         while True:

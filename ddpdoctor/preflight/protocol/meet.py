@@ -9,33 +9,474 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import hashlib
+import os
+import re
+import resource
 import selectors
 import socket
+import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import combinations
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from ddpdoctor.core.formatting import listed
-from ddpdoctor.preflight.machine import container
+from ddpdoctor import __version__
+from ddpdoctor.core import opening
+from ddpdoctor.core.finding import Severity
+from ddpdoctor.core.formatting import listed, shown
+from ddpdoctor.preflight import situation
+from ddpdoctor.preflight.check import Outcome, Status
+from ddpdoctor.preflight.machine import network
+from ddpdoctor.preflight.machine.gpus import chosen, no_gpu
 from ddpdoctor.preflight.machine.network import interfaces, is_local, is_own_address, resolve
-from ddpdoctor.preflight.protocol import coordinator, joining
-from ddpdoctor.preflight.protocol.connecting import NO_FILES, words_of
+from ddpdoctor.preflight.machine.software import versions
+from ddpdoctor.preflight.protocol import coordinator, joining, pairs, wire
 from ddpdoctor.preflight.protocol.coordinator import Coordinator, Phases
-from ddpdoctor.preflight.protocol.joining import Call, CallError, Goal, Kind, Problem
-from ddpdoctor.preflight.protocol.messages import Facts, Node, Report
-from ddpdoctor.preflight.protocol.pairs import Listener
-from ddpdoctor.preflight.protocol.wire import WireError, key_of
-from ddpdoctor.preflight.protocol.worker import Worker, gather_facts, host_of
-from ddpdoctor.preflight.selftest.collectives import Ranks
-from ddpdoctor.preflight.situation import NodePlace, Situation, node_place
+from ddpdoctor.preflight.protocol.joining import Call, CallError, Goal, Kind, Problem, refused
+from ddpdoctor.preflight.protocol.messages import (
+    Answer,
+    Facts,
+    Node,
+    Order,
+    Report,
+    Said,
+    Verdict,
+    Welcome,
+)
+from ddpdoctor.preflight.protocol.pairs import Dialled, Listener, Target
+from ddpdoctor.preflight.protocol.wire import NO_FILES, WireError, key_of, words_of
+from ddpdoctor.preflight.selftest.collectives import Ranks, why_no_nccl
+from ddpdoctor.preflight.situation import (
+    NodePlace,
+    Situation,
+    Verdicts,
+    gpu_facts,
+    node_place,
+    text,
+    visible_gpus,
+)
+
+# -- what a node reports about itself, and what it does for the coordinator until the end
+
+
+# -- what the links of this machine are built for
+
+
+NVLINK = 20e9
+"""Bytes per second that a link of any NVLink generation carries one way, or more: 20 GB/s in the
+first, 25 in the second to fourth, 50 in the fifth."""
+
+PCIE_LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
+"""Bytes per second of one lane, one way, by the PCIe generation."""
+
+_VIRTUAL_DRIVERS = frozenset(
+    {"hv_netvsc", "virtio_net", "vmxnet3", "xen_netfront", "vif", "gve", "ena", "veth", "tun"}
+)
+"""Drivers of virtual network cards, which do not reach the speed that they report."""
+
+_GIGABIT = 1e9 / 8
+
+
+class LinkCapacity(NamedTuple):
+    """A link, or why its speed is unknown, and the bytes per second it carries one way, or 0."""
+
+    link: str
+    speed: float = 0.0
+
+
+def intra_node_capacity(situation: Situation) -> LinkCapacity:
+    """Return the slowest link that a ring through all GPUs of this machine needs."""
+    gpus = chosen(situation)
+    if len(gpus) < 2:
+        return LinkCapacity("a single GPU" if gpus else no_gpu(situation))
+    wired = set(situation.shared(gpu_facts).nvlinked)
+    indices = sorted(gpu.device.index for gpu in gpus)
+    if all(pair in wired for pair in combinations(indices, 2)):
+        links = min(sum(gpu.links) for gpu in gpus)
+        if links:
+            return LinkCapacity(f"{links} NVLinks", links * NVLINK)
+    width = min(gpu.width or 0 for gpu in gpus)
+    generation = min(gpu.generation_most or 0 for gpu in gpus)
+    if not width or generation not in PCIE_LANE:
+        return LinkCapacity("the driver does not report the PCIe link")
+    return LinkCapacity(f"PCIe {generation} x{width}", width * PCIE_LANE[generation])
+
+
+def inter_node_capacity(situation: Situation) -> LinkCapacity:
+    """Return the link to other nodes that NCCL will use: InfiniBand or RoCE, else a socket."""
+    if situation.environ.get("NCCL_IB_DISABLE", "0") in ("", "0"):
+        ports = sorted(_fabric_ports(situation.sys), key=lambda port: port.speed)
+        if ports:
+            return ports[0]
+    choice = network.nccl_choice(situation.environ, situation.shared(network.interfaces))
+    if not choice.interfaces:
+        return LinkCapacity("no interface")
+    return interface_speed(situation.sys, choice.interfaces[0].name)
+
+
+def _fabric_ports(sys: Path) -> Iterator[LinkCapacity]:
+    """Yield the active ports of InfiniBand and RoCE. NCCL uses EFA only by a plugin."""
+    for port in sorted((sys / "class" / "infiniband").glob("*/ports/*")):
+        # "4: ACTIVE"; "200 Gb/sec (4X HDR)"
+        kind = {"InfiniBand": "InfiniBand", "Ethernet": "RoCE"}.get(text(port / "link_layer"))
+        with contextlib.suppress(ValueError):
+            rate = float(text(port / "rate").partition(" ")[0])
+            if kind and rate > 0 and "ACTIVE" in text(port / "state"):
+                device = port.parent.parent.name
+                yield LinkCapacity(f"{kind} {device}, {rate:.0f} Gbit/s", rate * _GIGABIT)
+
+
+def interface_speed(sys: Path, name: str) -> LinkCapacity:
+    """Return the speed that a network interface reports, if a real card reports it."""
+    folder = sys / "class" / "net" / name
+    cards = [folder]
+    if (folder / "bonding").is_dir():
+        cards = [folder.parent / each for each in text(folder / "bonding" / "slaves").split()]
+    drivers = [card / "device" / "driver" for card in cards]
+    real = (each.exists() and each.resolve().name not in _VIRTUAL_DRIVERS for each in drivers)
+    if not drivers or not all(real):
+        return LinkCapacity(f"{name} is virtual")
+    # For an interface that is down the kernel reports nothing, or -1.
+    speed = text(folder / "speed")
+    megabits = int(speed) if speed.isdigit() else 0
+    if not megabits:
+        return LinkCapacity(f"{name} does not report its speed")
+    return LinkCapacity(f"{name}, {megabits / 1000:g} Gbit/s", megabits * 1e6 / 8)
+
+
+# -- facts
+
+
+NO_LINK = ("no GPU", 0.0)  # The links of a node without GPUs, which has no use for NCCL
+
+_VARIABLE_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_", "TORCH_CPP_LOG_LEVEL")
+
+
+def gather_facts(situation: Situation, place: NodePlace, pair_port: int, *, reduces: bool) -> Facts:
+    """Gather this node's facts. Looking up names and asking git takes a moment."""
+    gloo_address, gloo_why = network.advertised_address(situation)
+    script, script_hash, commit, changes = script_and_commit(situation)
+    installed = situation.shared(versions)
+    folder = situation.options.checkpoint_dir
+    gpus = situation.shared(visible_gpus)
+
+    def valid(version: str) -> str:
+        return version if wire.fits(version, wire.Version) else ""
+
+    return Facts(
+        host=host_of(situation),
+        rank=place.rank,
+        nnodes=place.nnodes,
+        nproc=situation.nproc,
+        machine=_machine_id(situation),
+        gloo_address=gloo_address,
+        gloo_why=gloo_why,
+        nccl_address=network.nccl_address(situation),
+        interfaces=tuple(
+            (each.name, each.mtu, each.addresses)
+            for each in situation.shared(network.interfaces)
+            if each.running
+            and wire.fits(each.name, wire.Interface)
+            and any(not network.is_loopback(address) for address in each.addresses)
+        ),
+        pair_port=pair_port,
+        reduces=reduces,
+        gpus=gpus,
+        no_nccl=why_no_nccl(situation, situation.nproc, nodes=place.nnodes),
+        inside=intra_node_capacity(situation) if gpus else NO_LINK,
+        outside=inter_node_capacity(situation) if gpus else NO_LINK,
+        torch=valid(installed.torch),
+        nccl=valid(installed.nccl),
+        driver=valid(installed.driver),
+        python=valid(installed.python),
+        ddpdoctor=__version__,
+        variables={
+            name: shown(value)[: wire.MAX_TEXT]
+            for name, value in sorted(situation.environ.items())
+            if name.startswith(_VARIABLE_PREFIXES) and wire.fits(name, wire.Variable)
+        },
+        script=shown(script),
+        script_hash=script_hash,
+        commit=commit,
+        changes=changes,
+        folder=str(folder) if folder and str(folder).isprintable() else "",
+    )
+
+
+def host_of(situation: Situation) -> str:
+    """Return this machine's name for other nodes, without characters that no host name has."""
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", situation.hostname).lstrip(".-")[:253]
+    return name if name and wire.fits(name, wire.Host) else "unnamed"
+
+
+def _machine_id(situation: Situation) -> str:
+    """Identify the machine's boot and its network namespace, of which containers have their own."""
+    boot = text(situation.proc / "sys/kernel/random/boot_id")
+    with contextlib.suppress(OSError):
+        namespace = os.stat(situation.proc / "self/ns/net")
+        if boot:
+            return f"{boot}/{namespace.st_dev}/{namespace.st_ino}"
+    return situation.hostname
+
+
+GIT_TIMEOUT = 5.0  # Seconds for git. A large repository on a slow file system is left out.
+
+
+def script_and_commit(situation: Situation) -> tuple[str, str, str, str]:
+    """Return the script's name, its hash, its commit and a hash of the changes since.
+
+    What is unknown is empty. Nothing is imported or run.
+    """
+    options = situation.options
+    if not options.script or options.module:
+        return "", "", "", ""
+    script = Path(options.script[0])
+    try:
+        script_hash = hashlib.sha256(script.read_bytes()).hexdigest()[:16]
+    except OSError:
+        return str(script), "", "", ""
+    folder = script.resolve().parent
+    commit = _git(folder, "rev-parse", "HEAD").decode().strip()
+    changed = _git(folder, "diff", "HEAD", "--no-ext-diff", "--no-textconv") if commit else b""
+    changes = hashlib.sha256(changed).hexdigest()[:16] if changed else ""
+    return str(script), script_hash, commit, changes
+
+
+def _git(folder: Path, *words: str) -> bytes:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *words],
+            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            timeout=GIT_TIMEOUT,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return b""
+    return done.stdout if done.returncode == 0 else b""
+
+
+# -- orders
+
+
+MAX_FINDINGS, MAX_SAID = 16, 500
+"""The most findings of a machine that others are shown, and characters of each."""
+
+POLL_INTERVAL = 0.2  # Seconds between checks that the coordinator is still there
+
+
+@dataclass
+class Worker:
+    """A node that carries out the coordinator's orders.
+
+    Attributes:
+        index: This node's index; -1 until it is known.
+        written: The token of the file that this node has written into the checkpoint directory.
+    """
+
+    call: Call
+    place: NodePlace
+    facts: Facts
+    listener: Listener
+    ranks: Ranks
+    verdicts: Verdicts = field(default_factory=Verdicts)
+    index: int = -1
+    written: str = ""
+
+    async def run(self, deadline: float) -> Report:
+        """Carry out orders until the coordinator sends its report, or until the monotonic deadline.
+
+        Raises:
+            WireError: The coordinator is gone.
+            CallError: It goes on without this node.
+        """
+        link, call = self.call.link, self.call
+        await link.send(
+            {"facts": self.facts, "offset": call.offset, "uncertainty": call.uncertainty}
+        )
+        try:
+            while True:
+                left = max(0.1, deadline - time.monotonic())
+                message = await link.receive(left, wire.MAX_OF_COORDINATOR)
+                order = wire.unpacked(Order, message)
+                if order.do == "leave":
+                    raise refused(wire.unpacked(Welcome, message))
+                if order.do == "end" and order.report is not None:
+                    with contextlib.suppress(wire.WireError):
+                        await link.send(Answer())
+                    return order.report
+                try:
+                    answer = await self._while_connected(self._do(order))
+                except OSError as error:
+                    # Too many open files, for example. Node 0 reports it to all.
+                    answer = Answer(failed=_error_words(error))
+                await link.send(answer)
+        except ValueError as error:
+            raise wire.WireError(str(error)) from None
+        finally:
+            # A fake node 0 may never ask for it.
+            if self.written:
+                remove_marker(Path(self.facts.folder), self.written)
+
+    async def _while_connected(self, doing: Coroutine[Any, Any, Answer]) -> Answer:
+        """Do something while the coordinator is there. Without it, ranks would wait in vain.
+
+        Raises:
+            WireError: The coordinator is gone.
+        """
+        task = asyncio.ensure_future(doing)
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=POLL_INTERVAL)
+                # Nothing is read: the coordinator sends nothing until it has its answer.
+                if not task.done() and self.call.link.reader.at_eof():
+                    raise wire.WireError("the connection was closed")
+            return task.result()
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+
+    async def _do(self, order: Order) -> Answer:
+        if order.do == "roster":
+            self.index = order.index
+            self.listener.admit(order.index, pairs.pair_token(order.token.encode()))
+        elif order.do == "dial":
+            return Answer(dialled=await self._dial(order.targets))
+        elif order.do == "verdict":
+            until = time.monotonic() + order.limit
+            while self.verdicts.so_far()[1] and time.monotonic() < until:
+                await asyncio.sleep(POLL_INTERVAL)
+            return Answer(verdict=verdict_of(*self.verdicts.so_far()))
+        elif order.do == "settle" and order.needed:
+            return Answer(unready=await self.ranks.ready(order.limit))
+        elif order.do == "settle":
+            await self.ranks.stop()
+        elif order.do == "speed" and order.targets and self._allows(order.targets[0]):
+            return Answer(speed=await pairs.dial_speed(order.targets[0], self.listener.token))
+        elif order.do == "folder" and self.facts.folder:
+            return await asyncio.to_thread(self._in_folder, Path(self.facts.folder), order)
+        elif order.do == "reduce":
+            # A rank that waits in vain ends at its own limits. `patience` is for hung ones.
+            orders = [self._of_rank(order, local) for local in range(self.facts.nproc)]
+            return Answer(ranks=tuple(await self.ranks.reduce(orders, order.patience)))
+        return Answer()
+
+    async def _dial(self, targets: Sequence[Target]) -> tuple[Dialled, ...]:
+        allowed = [each for each in targets if self._allows(each)]
+        results = iter(await pairs.dial_all(allowed, self.listener.token))
+        not_dialled = Dialled("unreachable", error="no address of another node: not dialled")
+        return tuple(next(results) if self._allows(each) else not_dialled for each in targets)
+
+    def _of_rank(self, order: Order, local: int) -> dict[str, Any]:
+        same = ("port", "world", "limit", "stage_limit", "patience", "node_of", "soak")
+        return {
+            "host": self.place.host,
+            "rank": order.first + local,
+            "local_rank": local,
+            "stages": "nccl" if order.nccl else "",
+            **{name: getattr(order, name) for name in same},
+        }
+
+    def _allows(self, target: Target) -> bool:
+        """Return whether another node may be there. A fake node 0 may name any address."""
+        return target.port >= 1024 and network.may_be_node(target.address, self.call.address)
+
+    def _in_folder(self, folder: Path, order: Order) -> Answer:
+        """Test whether all nodes see a file that one of them writes."""
+        if order.action == "write" and not self.written:
+            try:
+                with open(folder / f"{MARKER_PREFIX}{order.token}", "x") as file:
+                    file.write(order.token)
+            except OSError as error:
+                return Answer(error=error.strerror or str(error))
+            self.written = order.token
+            return Answer()
+        if order.action == "remove":
+            remove_marker(folder, self.written)
+            self.written = ""
+            return Answer()
+        return Answer(seen=marker_seen(folder, order.token), listing=folder_hash(folder))
+
+
+def verdict_of(outcomes: Iterable[Outcome], running: Sequence[str]) -> Verdict:
+    """Summarize the outcomes of this machine's checks for the other nodes."""
+    said = [(each.check, finding) for each in outcomes for finding in each.findings]
+    said = [each for each in said if each[1].severity > Severity.INFO]
+    said.sort(key=lambda each: -each[1].severity)
+    late = [each.check for each in outcomes if each.status is Status.COULD_NOT_RUN]
+    return Verdict(
+        tuple(
+            Said(check, finding.code, finding.severity.label, finding.message[:MAX_SAID])
+            for check, finding in said[:MAX_FINDINGS]
+        ),
+        (*late, *running),
+    )
+
+
+def _error_words(error: OSError) -> str:
+    if error.errno == errno.EMFILE:
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return f"{words_of(error)} (limit {files}: raise it with ulimit -n)"
+    return words_of(error)
+
+
+MARKER_PREFIX = ".ddpdoctor-check-"
+
+MARKER_SEEN_WITHIN = 4.0
+"""Seconds. An NFS client may answer from its cache for up to ``acdirmin`` (30 s), but it asks the
+server for a name that it never looked up."""
+
+SAMPLED_FILES = 200
+
+
+def marker_seen(folder: Path, token: str) -> bool:
+    """Return whether the file appears here, with the right content."""
+    marker = folder / f"{MARKER_PREFIX}{token}"
+    until = time.monotonic() + MARKER_SEEN_WITHIN
+    while True:
+        with contextlib.suppress(OSError):
+            # Listing the directory makes an NFS client ask the server again.
+            os.listdir(folder)
+            # The user of another node may have another uid here.
+            if opening.contents(marker, 4096, links=True) == token.encode():
+                return True
+        if time.monotonic() >= until:
+            return False
+        time.sleep(0.1)
+
+
+def folder_hash(folder: Path) -> str:
+    """Hash the names and sizes of a sample of the directory's files; empty if it cannot be read."""
+    try:
+        names = sorted(name for name in os.listdir(folder) if not name.startswith(MARKER_PREFIX))
+    except OSError:
+        return ""
+    step = max(1, len(names) // SAMPLED_FILES)
+    digest = hashlib.sha256(str(len(names)).encode())
+    for name in names[::step]:
+        digest.update(name.encode(errors="surrogateescape"))
+        with contextlib.suppress(OSError):
+            digest.update(str((folder / name).stat().st_size).encode())
+    return digest.hexdigest()[:16]
+
+
+def remove_marker(folder: Path, token: str) -> None:
+    """Remove the file."""
+    with contextlib.suppress(OSError):
+        (folder / f"{MARKER_PREFIX}{token}").unlink()
+
+
+# -- meet
+
 
 GATHER_TIMEOUT = 30.0  # Seconds to wait for absent nodes; half of ``--timeout`` at most
 
 LOCAL_TIMEOUT = 10.0
 """The same for an endpoint on localhost, where only nodes of this machine can come."""
 
-POLL_INTERVAL = 0.2
 CANCEL_INTERVAL = 1.0  # Seconds after which a task that goes on is cancelled again
 SCOUT_INTERVAL = 1.0
 OWN_CALLS = 5
@@ -301,7 +742,7 @@ class Participant:
         began = time.monotonic()
         seen: set[Kind] = set()
         # A service of Kubernetes refuses until the container behind it is ready.
-        patient = container.appears_when_started(self.situation)
+        patient = situation.appears_when_started(self.situation)
         while not at_home:
             try:
                 call = await joining.call_any(self.goal)
@@ -321,7 +762,7 @@ class Participant:
         return None
 
     async def _join(self) -> Meeting:
-        appears = container.appears_when_started(self.situation)
+        appears = situation.appears_when_started(self.situation)
         say = self.situation.say
         try:
             call = await joining.join(self.goal, self.gather_until, say, appears=appears)

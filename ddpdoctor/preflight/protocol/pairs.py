@@ -24,16 +24,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from ddpdoctor.preflight.protocol import connecting
-from ddpdoctor.preflight.protocol.connecting import (
+from ddpdoctor.preflight.protocol import wire
+from ddpdoctor.preflight.protocol.wire import (
+    Address,
     Closed,
     ConnectError,
+    Index,
+    Port,
     ProcessClock,
     connect,
     listen,
     words_of,
 )
-from ddpdoctor.preflight.protocol.wire import Address, Index, Port
 from ddpdoctor.preflight.situation import waited_for_core
 from ddpdoctor.run.records.base import Part
 
@@ -350,7 +352,7 @@ class Listener:
         self.token = b""
         self.index = -1
         self._server: asyncio.Server | None = None
-        self._admission = connecting.Admission()
+        self._admission = wire.Admission()
 
     async def open(self) -> int:
         """Listen on a port that the kernel chooses. Return the port."""
@@ -379,7 +381,7 @@ class Listener:
         with self._admission.place(writer, str(peer[0]) if peer else "") as placed:
             if not placed:
                 return
-            hello = await connecting.proof_in_time(reader.readexactly(_HELLO.size))
+            hello = await wire.proof_in_time(reader.readexactly(_HELLO.size))
         token, index, what = _HELLO.unpack(hello)
         if not self.token or not secrets.compare_digest(token, self.token):
             return

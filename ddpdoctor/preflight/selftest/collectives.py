@@ -23,7 +23,7 @@ from ddpdoctor.core.formatting import GIB, binary_size, count, duration
 from ddpdoctor.core.opening import whole
 from ddpdoctor.preflight.check import Outcome, check, could_not_run, failure, judged, skipped
 from ddpdoctor.preflight.machine import software
-from ddpdoctor.preflight.machine.gpu_use import chosen, none_here
+from ddpdoctor.preflight.machine.gpus import chosen, none_here
 from ddpdoctor.preflight.protocol.messages import RankResult, Stage
 from ddpdoctor.preflight.situation import Deadline, Situation, ended, visible_gpus
 from ddpdoctor.run.records.typed_json import decoder

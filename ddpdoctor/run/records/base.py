@@ -1,8 +1,8 @@
 """The base classes of journal records, and how a record becomes a line of JSON.
 
 Each kind of record is a frozen dataclass, declared once in a module of this package. A rank or the
-supervisor constructs it, and :func:`ddpdoctor.run.records.decode.decode` reads it back. Only the
-standard library is used, since the job's interpreter may have nothing else.
+supervisor constructs it, and :func:`ddpdoctor.run.records.typed_json.decode` reads it back. Only
+the standard library is used, since the job's interpreter may have nothing else.
 
 A field that a writer always knows has no default. A field with its default is left out of the
 line. A line that lacks a field, or has a value of another type, is read as the default, or as the

@@ -1,18 +1,26 @@
-"""Make typed objects of JSON: the one place where foreign or damaged input is judged.
+"""Decode JSON into declared types, and lines of journals into records.
 
 A JSON object may come from another version, from a torn write, or from an attacker. Unknown keys
 are skipped. A value that is not of its field's declared type counts as missing. So every returned
 object holds what its class declares, and readers need no checks.
+
+:mod:`~ddpdoctor.run.records.typed_json` checks the values.
 """
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from ddpdoctor.run.records.base import JsonObject, Part, key_of
+from ddpdoctor.core import opening
+from ddpdoctor.run.records import model, process, supervisor, training
+from ddpdoctor.run.records.base import JsonObject, Part, Record, key_of
+
+# -- make typed objects of JSON: the one place where foreign or damaged input is judged
+
 
 P = TypeVar("P", bound=Part)
 
@@ -207,3 +215,45 @@ _PLAIN: dict[Any, _Convert] = {
     bool: _exactly(bool),
     type(None): _exactly(type(None)),
 }
+
+
+# -- read records back from lines of a journal. Lines of an unknown kind are skipped
+
+
+def kinds_of(*modules: str) -> dict[str, type[Record]]:
+    """Return the records that some loaded modules declare, by kind."""
+    declared = (each for module in modules for each in vars(sys.modules[module]).values())
+    return {
+        each.kind: each
+        for each in declared
+        if isinstance(each, type) and issubclass(each, Record) and each.kind
+    }
+
+
+RANK_RECORDS = kinds_of(process.__name__, training.__name__, model.__name__)
+"""The records that processes of the job write, by kind."""
+
+SUPERVISOR_RECORDS = {**kinds_of(supervisor.__name__), "fault": process.FaultRecord}
+"""The records that the supervisor writes, by kind."""
+
+
+def decode(
+    line: Mapping[str, object], kinds: Mapping[str, type[Record]] = RANK_RECORDS
+) -> Record | None:
+    """Return the record of a JSON object, or None if its kind is not known."""
+    kind = line.get("kind")
+    declared = kinds.get(kind) if isinstance(kind, str) else None
+    try:
+        return None if declared is None else decoder(declared)(line)
+    except RecursionError:
+        # Parts in parts in parts.
+        return None
+
+
+def parse(line: bytes, kinds: Mapping[str, type[Record]] = RANK_RECORDS) -> Record | None:
+    """Return the record of a journal line. None if it is torn, no record, or of no known kind."""
+    try:
+        found = opening.loads(line)
+    except ValueError:
+        return None
+    return decode(found, kinds) if isinstance(found, dict) else None

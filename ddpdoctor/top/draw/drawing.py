@@ -29,18 +29,13 @@ class Marks:
     """The characters of the board. All but the ellipsis are one column wide."""
 
     ascii_only: bool
-    letters: bool
-    """Whether phases are letters, since there are no colours."""
-    levels: str
-    """Bars by height, from empty to full."""
-    fill: str
-    """A stretch of a stacked bar."""
-    waiting: str
-    """A stretch of waiting."""
+    letters: bool  # Whether phases are letters, since there are no colours
+    levels: str  # Bars by height, from empty to full
+    fill: str  # A stretch of a stacked bar
+    waiting: str  # A stretch of waiting
     ellipsis: str
     rule: str
-    dot: str
-    """Between parts of a line."""
+    dot: str  # Between parts of a line
     cursor: str
     dead: str
     debugger: str
@@ -104,16 +99,12 @@ class Frame:
     """Lines of a screen or of a part of it, and what they are about."""
 
     lines: tuple[Line, ...]
-    ranks: Mapping[int, int] = field(default_factory=dict)
-    """The rank of each line."""
+    ranks: Mapping[int, int] = field(default_factory=dict)  # The rank of each line
     entries: Mapping[int, int] = field(default_factory=dict)
     """The entry of a panel's list on each line."""
-    visible: frozenset[int] | None = None
-    """The ranks on screen. None behind a panel."""
-    top: int = 0
-    """The first row of the board on screen."""
-    item: int = 0
-    """How far the panel is scrolled, at most to its end."""
+    visible: frozenset[int] | None = None  # The ranks on screen. None behind a panel.
+    top: int = 0  # The first row of the board on screen
+    item: int = 0  # How far the panel is scrolled, at most to its end
 
     def below(self, lines: Sequence[Line]) -> Frame:
         """Return the frame below other lines."""
@@ -129,14 +120,11 @@ class Frame:
 class Material:
     """What a screen shows beside the snapshot."""
 
-    points: tuple[Point, ...] = ()
-    """The run over time, oldest first."""
+    points: tuple[Point, ...] = ()  # The run over time, oldest first
     asked: tuple[str, ...] = ()
     """The lines that a key asked for: processes below a rank, how to attach, live runs."""
-    taken: TakenStacks | None = None
-    """The stacks. None until they were taken."""
-    outlier: TakenStacks | None = None
-    """The stacks of the blamed rank, as a wide screen shows them."""
+    taken: TakenStacks | None = None  # The stacks. None until they were taken.
+    outlier: TakenStacks | None = None  # The stacks of the blamed rank, as a wide screen shows them
 
 
 @dataclass(frozen=True)
@@ -172,8 +160,7 @@ def scene_of(snapshot: Snapshot, view: View, room: int, material: Material | Non
 
 # -- bars and charts of text
 
-PHASE_LETTERS = dict(zip(PHASES, "dfbo.w", strict=True))
-"""How a phase is drawn without colours."""
+PHASE_LETTERS = dict(zip(PHASES, "dfbo.w", strict=True))  # How a phase is drawn without colours
 
 _PARTS = attrgetter(*PHASES)
 

@@ -260,17 +260,11 @@ def _meter_line(name: str, share: float | None, text: str, scene: Scene) -> Line
 PANE_COLUMNS, PANE_GAP = 58, 3
 """Columns for which there is another pane beside the first, and columns between two panes."""
 
-MIN_CHART, MAX_CHART = 6, 20
-"""Lines of a chart with its title."""
+MIN_CHART, MAX_CHART = 6, 20  # Lines of a chart with its title
 
-TALL = 30
-"""Lines from which on the worst finding is shown in full."""
-
-MIN_POINTS = 4
-"""Points that a chart needs."""
-
-_Chart = Callable[[int], list[Line]]
-"""Draws a chart in so many lines."""
+TALL = 30  # Lines from which on the worst finding is shown in full
+MIN_POINTS = 4  # Points that a chart needs
+_Chart = Callable[[int], list[Line]]  # Draws a chart in so many lines
 
 
 def draw_below(scene: Scene, height: int) -> list[Line]:
@@ -404,12 +398,9 @@ class _ChartSubject:
 
     points: tuple[Point, ...]
     rank: int | None
-    several: bool
-    """Whether there are several ranks."""
-    memory: int | None
-    """Bytes of the rank's GPU."""
-    watts: float | None
-    """The power limit of all GPUs."""
+    several: bool  # Whether there are several ranks
+    memory: int | None  # Bytes of the rank's GPU
+    watts: float | None  # The power limit of all GPUs
     room: int
     marks: Marks
 

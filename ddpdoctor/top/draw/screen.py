@@ -188,8 +188,7 @@ def message_line(scene: Scene) -> Line | None:
 
 # -- a whole screen
 
-MIN_BELOW = 14
-"""Lines that a board longer than a tall screen leaves to what is below it."""
+MIN_BELOW = 14  # Lines that a board longer than a tall screen leaves to what is below it
 
 TALL = 40
 

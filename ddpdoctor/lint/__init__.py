@@ -1,0 +1,1 @@
+"""Find misuse of DistributedDataParallel in training code without running it."""

@@ -1,0 +1,10 @@
+"""Import all rules on source code, which registers them."""
+
+from __future__ import annotations
+
+from ddpdoctor.lint import (  # noqa: F401
+    rules_collectives,
+    rules_data,
+    rules_launch,
+    rules_model,
+)

@@ -1,0 +1,153 @@
+"""Apply the rules to some files."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ddpdoctor.lint.all_rules  # noqa: F401 (registers the rules)
+from ddpdoctor.core.finding import Severity
+from ddpdoctor.core.formatting import shown
+from ddpdoctor.lint.files import SourceFile
+from ddpdoctor.lint.fixes import FIXES, Edit
+from ddpdoctor.lint.program import Code, Program, programs
+from ddpdoctor.lint.rules import LINT_RULES, Hit, LintRule
+
+UNREADABLE = "DDP016"
+"""The code of a file that cannot be read or parsed, as in ``ddpdoctor check``."""
+
+_NOQA = re.compile(
+    r"#\s*noqa(?::\s*(?P<codes>[A-Z]+[0-9]*(?:[\s,]+[A-Z]+[0-9]*)*))?", re.IGNORECASE
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A fault in a file.
+
+    Attributes:
+        path: The file as it was given.
+        line: The first line, from 1. In a notebook, of its cell.
+        column: The first column, from 1.
+        end_line: The last line.
+        end_column: The column after the last one.
+        cell: The number of a notebook's code cell, from 1. 0 in other files.
+        code: The rule's code.
+        severity: See :class:`~ddpdoctor.core.finding.Severity`.
+        message: One sentence.
+        fix: What to change.
+        source: The line's text.
+        edits: A safe fix, if there is one.
+    """
+
+    path: str
+    line: int
+    column: int
+    end_line: int
+    end_column: int
+    cell: int
+    code: str
+    severity: Severity
+    message: str
+    fix: str
+    source: str = ""
+    edits: tuple[Edit, ...] = ()
+
+    @property
+    def where(self) -> str:
+        """The place as editors understand it: ``path:line:column``."""
+        cell = f":cell {self.cell}" if self.cell else ""
+        return f"{shown(self.path)}{cell}:{self.line}:{self.column}"
+
+    def record(self) -> dict[str, Any]:
+        """Return it as a JSON object."""
+        record = {
+            "path": self.path, "line": self.line, "column": self.column,
+            "end_line": self.end_line, "end_column": self.end_column, "code": self.code,
+            "severity": self.severity.label, "message": self.message, "fix": self.fix,
+        }  # fmt: skip
+        return record | ({"cell": self.cell} if self.cell else {})
+
+
+def check(files: Sequence[SourceFile]) -> list[Problem]:
+    """Return the problems in some files, in the order of files and lines."""
+    found = [_unreadable(each) for each in files if each.error is not None]
+    for program in programs(files):
+        found += _of_program(program)
+    order = {each.path: number for number, each in enumerate(files)}
+    return sorted(
+        found, key=lambda each: (order[each.path], each.cell, each.line, each.column, each.code)
+    )
+
+
+def _unreadable(file: SourceFile) -> Problem:
+    assert file.error is not None
+    said, line, column = file.error
+    place = file.place(line)
+    text = file.lines[line - 1] if 0 < line <= len(file.lines) else ""
+    return Problem(
+        file.path, place.line, column, place.line, column, place.cell, UNREADABLE, Severity.ERROR,
+        said, "Run it with this Python first.", text,
+    )  # fmt: skip
+
+
+def _of_program(program: Program) -> Iterator[Problem]:
+    full = {name.lstrip(".") for code in program.codes for name in code.imports.values()}
+    if not any(name.startswith("torch") for name in full):
+        return
+    imported = {".".join(name.split(".")[:count]) for name in full for count in (1, 2)}
+    rules = [each for each in LINT_RULES.values() if not each.moot & imported]
+    for code in program.codes:
+        seen = set[tuple[str, int]]()
+        for rule in rules:
+            try:
+                hits = list(rule.find(code))
+            except RecursionError:
+                # Code that is nested a thousand levels deep.
+                continue
+            for hit in hits:
+                key = rule.code, id(hit.node)
+                if key not in seen and not _is_silenced(code, hit.node, rule.code):
+                    seen.add(key)
+                    yield _problem(code, rule, hit)
+
+
+def _problem(code: Code, rule: LintRule, hit: Hit) -> Problem:
+    node: Any = hit.node
+    line, end = node.lineno, node.end_lineno or node.lineno
+    lines = code.file.lines
+    column, end_column = (
+        len(lines[at - 1].encode()[:offset].decode("utf-8", "replace")) + 1
+        for at, offset in ((line, node.col_offset), (end, node.end_col_offset or 0))
+    )
+    if isinstance(node, (ast.If, ast.ExceptHandler, ast.With, ast.For, ast.While)):
+        # Of a block, its first line.
+        end, end_column = line, len(lines[line - 1]) + 1
+    first, last = code.file.place(line), code.file.place(end)
+    return Problem(
+        code.file.path, first.line, column, last.line, end_column, first.cell, rule.code,
+        hit.severity or rule.severity, hit.message, hit.fix, lines[line - 1],
+        tuple(FIXES[rule.code](code, hit)) if rule.code in FIXES else (),
+    )  # fmt: skip
+
+
+def _is_silenced(code: Code, node: ast.AST, of: str) -> bool:
+    """Return whether a ``# noqa`` stands in a line of the node, or at its statement's end."""
+    statement = code.statement(node) if isinstance(node, ast.expr) else node
+    first = getattr(node, "lineno", 1)
+    last = getattr(node, "end_lineno", None) or first
+    is_block = isinstance(
+        statement, (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.ExceptHandler)
+    )
+    end = first if is_block else getattr(statement, "end_lineno", None) or last
+    for line in {first, min(last, end), end}:
+        text = code.file.lines[line - 1] if 0 < line <= len(code.file.lines) else ""
+        found = _NOQA.search(text) if "noqa" in text.lower() else None
+        if found is not None:
+            codes = re.split(r"[\s,]+", found["codes"].upper()) if found["codes"] else []
+            if not codes or any(of.startswith(each) for each in codes):
+                return True
+    return False

@@ -1,0 +1,53 @@
+"""Names of ``torch.distributed``, and of its DDP module, in any release from 1.8 on."""
+
+from __future__ import annotations
+
+_NAMES = """
+AllToAllOptions AllreduceCoalescedOptions AllreduceOptions Backend BackendConfig BarrierOptions
+BroadcastOptions BuiltinCommHookType DebugLevel DeviceMesh DistBackendError DistError
+DistNetworkError DistStoreError FileStore GatherOptions GradBucket GroupMember GroupName
+HashStore Logger P2POp PrefixStore ProcessGroup ProcessGroupGloo ProcessGroupMPI
+ProcessGroupNCCL ProcessGroupUCC ProcessGroupWrapper ProcessGroupXCCL QueueEmptyError RankType
+ReduceOp ReduceOptions ReduceScatterOptions Reducer ScatterOptions Store TCPStore Work
+algorithms all_gather all_gather_coalesced all_gather_into_tensor all_gather_multigpu
+all_gather_object all_gather_single all_reduce all_reduce_coalesced all_reduce_multigpu
+all_to_all all_to_all_single argparse_util autograd barrier batch_isend_irecv breakpoint
+broadcast broadcast_multigpu broadcast_object_list c10d c10d_logger checkpoint collective_utils
+config constants debug debug_server default_pg_timeout deprecated destroy_process_group
+device_mesh distributed_c10d elastic flight_recorder fsdp gather gather_into_tensor
+gather_object gather_single get_backend get_backend_config get_debug_level
+get_default_backend_for_device get_default_group get_global_rank get_group_rank
+get_node_local_rank get_pg_count get_process_group_ranks get_rank get_world_size group
+init_device_mesh init_master_slave init_process_group irecv is_available is_backend_available
+is_gloo_available is_initialized is_mpi_available is_nccl_available is_torchelastic_launched
+is_ucc_available is_xccl_available isend launch launcher log logging logging_handlers
+monitored_barrier new_group new_subgroups new_subgroups_by_enumeration nn nodes optim pipeline
+pipelining record_comm recv recv_object_list reduce reduce_multigpu reduce_op reduce_scatter
+reduce_scatter_multigpu reduce_scatter_single reduce_scatter_tensor register_rendezvous_handler
+remote_device rendezvous rpc run scatter scatter_object_list send send_object_list
+set_debug_level set_debug_level_from_env shrink_group split_group supports_complex sys tensor
+timedelta torch traceback typing utils
+"""
+
+DISTRIBUTED = frozenset(_NAMES.split())
+
+_OF_WRAPPER = """
+T_destination add_module apply bfloat16 broadcast_buffers bucket_bytes_cap buffers
+call_super_init children compile cpu cuda ddp_uneven_inputs_config device device_ids device_type
+dim double dump_patches eval extra_repr find_unused_parameters float forward
+forward_sync_buffers gather get_buffer get_extra_state get_parameter get_submodule
+gradient_as_bucket_view half in_features ipu is_multi_device_module join join_device join_hook
+join_process_group load_state_dict logger mixed_precision module modules modules_buffers mtia
+named_buffers named_children named_modules named_parameters no_sync num_iterations out_features
+output_device parameters parameters_to_ignore process_group reducer register_backward_hook
+register_buffer register_comm_hook register_forward_hook register_forward_pre_hook
+register_full_backward_hook register_full_backward_pre_hook register_load_state_dict_post_hook
+register_load_state_dict_pre_hook register_module register_parameter
+register_state_dict_post_hook register_state_dict_pre_hook require_backward_grad_sync
+require_forward_param_sync require_sync requires_grad_ scatter set_extra_state set_submodule
+share_memory state_dict static_graph to to_empty to_kwargs train training type
+will_sync_module_buffers xpu zero_grad
+"""
+
+WRAPPER = frozenset(_OF_WRAPPER.split())
+"""Attributes that a DDP object has itself."""

@@ -1,0 +1,833 @@
+"""Follow names through the files of a program: what each expression may be.
+
+The reading does not run anything and does not follow the order of statements. `origins` returns
+where the values of an expression come from: through names, attributes, parameters, tuples, keyword
+dictionaries and returns of functions, within one file and through imports of the other files.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple, TypeAlias
+
+from ddpdoctor.diagnose.source_files import (
+    FUNCTIONS,
+    Words,
+    by_rank_alone,
+    discerns,
+    last_name,
+    runs_on_one_rank,
+    words_of,
+)
+from ddpdoctor.lint.files import SourceFile
+
+Function: TypeAlias = "ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda"
+Loop: TypeAlias = "ast.For | ast.AsyncFor | ast.While"
+LOOPS = (ast.For, ast.AsyncFor, ast.While)
+_FUNCTIONS = (*FUNCTIONS, ast.Lambda)
+_SCOPES = (*_FUNCTIONS, ast.ClassDef, ast.Module)
+_NESTED = (*_FUNCTIONS, ast.ClassDef)
+ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+"""Variables whose values are known by their names, in whatever dictionary they are."""
+
+_DEPTH = 8
+"""Steps from one name to the next that are followed."""
+
+_SAME = frozenset(
+    (
+        *("to", "cuda", "cpu", "float", "half", "bfloat16", "double", "train", "eval", "compile"),
+        *("convert_sync_batchnorm", "requires_grad_", "type", "channels_last", "share_memory"),
+    )
+)
+"""Calls that return the module they are given, or a copy of it."""
+
+_COMPARISONS = frozenset(("main", "master", "chief", "primary", "verbose", "gpu", "device", "root"))
+
+
+class Origin(NamedTuple):
+    """An expression that makes a value, and the file it stands in."""
+
+    node: ast.expr
+    code: Code
+
+
+class Item(NamedTuple):
+    """A value that a name is set to.
+
+    Attributes:
+        value: The expression.
+        position: The position in the tuple that it makes, if several names are set.
+        is_item: The name is set to the items of the value, as in a ``for``.
+        node: The statement.
+    """
+
+    value: ast.expr
+    position: int | None
+    is_item: bool
+    node: ast.AST
+
+
+@dataclass(repr=False)
+class Code:
+    """One file's names, calls and scopes. All of them are collected in one pass."""
+
+    file: SourceFile
+    tree: ast.Module
+    program: Program = field(init=False, repr=False)
+    nodes: list[ast.AST] = field(default_factory=list)
+    parents: dict[ast.AST, ast.AST] = field(default_factory=dict)
+    imports: dict[str, str] = field(default_factory=dict)
+    functions: dict[str, list[ast.FunctionDef | ast.AsyncFunctionDef]] = field(default_factory=dict)
+    classes: dict[str, ast.ClassDef] = field(default_factory=dict)
+    calls: list[ast.Call] = field(default_factory=list)
+    calls_by_name: dict[str, list[ast.Call]] = field(default_factory=dict)
+    loads: dict[str, list[ast.Name | ast.Attribute]] = field(default_factory=dict)
+    _children: dict[ast.AST, list[ast.AST]] = field(default_factory=dict, repr=False)
+    _inside: dict[ast.AST, list[ast.AST]] = field(default_factory=dict, repr=False)
+    _discerned: dict[ast.expr, bool] = field(default_factory=dict, repr=False)
+    _set: dict[tuple[ast.AST, str], list[Item]] = field(default_factory=lambda: defaultdict(list))
+    _attributes: dict[str, list[Item]] = field(default_factory=lambda: defaultdict(list))
+
+    def __post_init__(self) -> None:
+        queue: list[ast.AST] = [self.tree]
+        for node in queue:
+            self.nodes.append(node)
+            children = self._children[node] = list(ast.iter_child_nodes(node))
+            for child in children:
+                self.parents[child] = node
+            queue += children
+        for node in self.nodes:
+            self._collect(node)
+
+    def _collect(self, node: ast.AST) -> None:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            self._import(node)
+        elif isinstance(node, FUNCTIONS):
+            self.functions.setdefault(node.name, []).append(node)
+        elif isinstance(node, ast.ClassDef):
+            self.classes[node.name] = node
+        elif isinstance(node, ast.Call):
+            self.calls.append(node)
+            self.calls_by_name.setdefault(last_name(node.func), []).append(node)
+        elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Load):
+            self.loads.setdefault(last_name(node), []).append(node)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+            for target in targets_of(node):
+                self._bind(target, node.value, node)
+        elif isinstance(node, ast.NamedExpr):
+            self._bind(node.target, node.value, node)
+        elif isinstance(node, (ast.For, ast.AsyncFor, ast.comprehension)):
+            self._bind(node.target, node.iter, node, is_item=True)
+        elif isinstance(node, ast.withitem) and node.optional_vars is not None:
+            self._bind(node.optional_vars, node.context_expr, node)
+
+    def _import(self, node: ast.Import | ast.ImportFrom) -> None:
+        for each in node.names:
+            if isinstance(node, ast.ImportFrom):
+                module = "." * node.level + (node.module or "")
+                self.imports[each.asname or each.name] = f"{module}.{each.name}"
+            else:
+                local = each.asname or each.name.partition(".")[0]
+                self.imports[local] = each.name if each.asname else local
+
+    def _bind(
+        self,
+        target: ast.expr,
+        value: ast.expr,
+        node: ast.AST,
+        index: int | None = None,
+        is_item: bool = False,
+    ) -> None:
+        if isinstance(target, ast.Name):
+            self._set[self.scope(target), target.id].append(Item(value, index, is_item, node))
+        elif isinstance(target, ast.Attribute):
+            self._attributes[target.attr].append(Item(value, index, is_item, node))
+        elif isinstance(target, ast.Subscript):
+            key = target.slice
+            if isinstance(key, ast.Constant) and isinstance(key.value, str):
+                self._attributes[f"[{key.value}]"].append(Item(value, index, is_item, node))
+        elif isinstance(target, (ast.Tuple, ast.List)):
+            parts = value.elts if isinstance(value, (ast.Tuple, ast.List)) and not is_item else None
+            for at, each in enumerate(target.elts):
+                if parts is not None and len(parts) == len(target.elts):
+                    self._bind(each, parts[at], node)
+                else:
+                    self._bind(each, value, node, at, is_item)
+
+    # -- places
+
+    def above(self, node: ast.AST) -> Iterator[ast.AST]:
+        """Yield what encloses a node, innermost first."""
+        parent = self.parents.get(node)
+        while parent is not None:
+            yield parent
+            parent = self.parents.get(parent)
+
+    def scope(self, node: ast.AST) -> ast.AST:
+        """Return the function, class or module whose names a node sees first."""
+        inner = node
+        for each in self.above(node):
+            if isinstance(each, _FUNCTIONS):
+                # Decorators and defaults belong to the scope around.
+                body = each.body if isinstance(each.body, list) else [each.body]
+                if inner in body or isinstance(inner, ast.arguments):
+                    return each
+            elif isinstance(each, (ast.ClassDef, ast.Module)):
+                return each
+            inner = each
+        return self.tree
+
+    def function(self, node: ast.AST) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+        """Return the function that a node is in; None at the module's level."""
+        for each in self.above(node):
+            if isinstance(each, FUNCTIONS):
+                return each
+        return None
+
+    def owner(self, node: ast.AST) -> ast.ClassDef | None:
+        """Return the class whose method a node is in."""
+        return next((each for each in self.above(node) if isinstance(each, ast.ClassDef)), None)
+
+    def statement(self, node: ast.AST) -> ast.stmt:
+        """Return the statement that a node belongs to."""
+        while not isinstance(node, ast.stmt):
+            node = self.parents[node]
+        return node
+
+    def loops(self, node: ast.AST) -> list[Loop]:
+        """Return the loops of one function whose body holds a node, innermost first."""
+        found: list[Loop] = []
+        inner = node
+        for each in self.above(node):
+            if isinstance(each, _NESTED):
+                break
+            if isinstance(each, LOOPS) and inner in each.body:
+                found.append(each)
+            inner = each
+        return found
+
+    def within(self, node: ast.AST) -> list[ast.AST]:
+        """Return the nodes of a block in order, but not what nested functions and classes hold."""
+        known = self._inside.get(node)
+        if known is None:
+            known = self._inside[node] = []
+            stack = self._children[node][::-1]
+            while stack:
+                child = stack.pop()
+                known.append(child)
+                if not isinstance(child, _NESTED):
+                    stack += self._children[child][::-1]
+        return known
+
+    def called(self, node: ast.AST, name: str) -> list[ast.Call]:
+        """Return the calls of a function or method within a block."""
+        calls = (each for each in self.within(node) if isinstance(each, ast.Call))
+        return [each for each in calls if last_name(each.func) == name]
+
+    def text(self, node: ast.AST) -> str:
+        """Return an expression's source in one line."""
+        return ast.unparse(node)
+
+    # -- names
+
+    def dotted(self, node: ast.AST) -> str:
+        """Return the full name that an expression refers to: ``torch.distributed.barrier``."""
+        if isinstance(node, ast.Name):
+            if node.id in self.classes or (
+                node.id in self.functions and node.id not in self.imports
+            ):
+                return f"<{self.file.path}>.{node.id}"
+            return self.imports.get(node.id, node.id)
+        if isinstance(node, ast.Attribute):
+            base = self.dotted(node.value)
+            return f"{base}.{node.attr}" if base else ""
+        return ""
+
+    def is_torch(self, call: ast.AST, *names: str) -> bool:
+        """Return whether a call is of one of torch's functions or classes, by its last name.
+
+        Names that come from elsewhere, such as apex's, are not torch's. Of what is imported by a
+        star or from the program's own files, the name decides.
+        """
+        if not isinstance(call, ast.Call) or (
+            last_name(call.func) not in names and not isinstance(call.func, ast.Name)
+        ):
+            return False
+        full = self.dotted(call.func)
+        if full.rpartition(".")[2] not in names:
+            return False
+        first = full.partition(".")[0]
+        if isinstance(call.func, ast.Name) and call.func.id not in self.imports:
+            return not full.startswith("<")
+        return first in ("torch", "torchvision", "") or full in names
+
+    def is_dist(self, call: ast.AST, *names: str) -> bool:
+        """Return whether a call is of one of torch.distributed's functions."""
+        if not isinstance(call, ast.Call) or last_name(call.func) not in names:
+            return False
+        full = self.dotted(call.func)
+        return full.startswith(("torch.distributed.", "dist."))
+
+    @cached_property
+    def wraps(self) -> list[ast.Call]:
+        """The calls that wrap a model with torch's DDP."""
+        return [each for each in self.calls if self.is_torch(each, "DistributedDataParallel")]
+
+    @cached_property
+    def words(self) -> Words:
+        """Names for the rank in this file and those that it imports from the program."""
+        found = self._own_words
+        for other in self.program.imported_by(self):
+            found |= other._own_words
+        return found
+
+    def discerns(self, test: ast.expr) -> bool:
+        """Return whether a condition differs between ranks, as far as can be seen."""
+        known = self._discerned.get(test)
+        if known is None:
+            known = self._discerned[test] = discerns(test, self.words)
+        return known
+
+    @cached_property
+    def _own_words(self) -> Words:
+        """Names for the rank, of which the file shows that a rank makes them."""
+        found = words_of(self.tree)
+        if not found.numbers and not found.conditions:
+            return found
+        made: dict[str, list[ast.expr]] = defaultdict(list)
+        for (_, name), items in self._set.items():
+            made[name] += [each.value for each in items]
+        for name, items in self._attributes.items():
+            made[name] += [each.value for each in items]
+        returned = {name for name in self.functions if name in found.numbers | found.conditions}
+        numbers = {
+            name
+            for name in found.numbers
+            if name in returned or (made[name] and all(map(_is_number_of_rank, made[name])))
+        }
+        # A tensor that is made of the rank may be reduced before it decides.
+        conditions = {
+            name
+            for name in found.conditions
+            if name in returned
+            or (made[name] and not any(isinstance(each, ast.Call) for each in made[name]))
+        }
+        return Words(frozenset(numbers), frozenset(conditions))
+
+    # -- values
+
+    def values(self, node: ast.expr) -> Iterator[tuple[Code, Item]]:
+        """Yield what a name or an attribute is set to, in the nearest scope that sets it."""
+        if isinstance(node, ast.Name):
+            for scope in self._visible(node):
+                known = self._set.get((scope, node.id), ())
+                yield from ((self, each) for each in known)
+                passed = isinstance(scope, _FUNCTIONS) and _has_parameter(scope, node.id)
+                if passed:
+                    yield from self._passed(scope, node.id)
+                if known or passed:
+                    return
+            yield from self.program.imported_values(self, node.id)
+        elif isinstance(node, ast.Attribute):
+            if isinstance(node.value, ast.Name) and node.value.id in self.imports:
+                yield from self.program.module_values(self, node)
+            yield from self._of_attribute(node)
+        elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+            for each in self._attributes.get(f"[{node.slice.value!s}]", ()):
+                yield self, each
+
+    def _of_attribute(self, node: ast.Attribute) -> Iterator[tuple[Code, Item]]:
+        for code in self.program.codes:
+            for item in code._attributes.get(node.attr, ()):
+                # Another class's attribute of that name is another thing.
+                mine = self.owner(node) if last_name(node.value) == "self" else None
+                theirs = code.owner(item.node)
+                if mine is None or theirs is None or mine is theirs or code is not self:
+                    yield code, item
+
+    def _visible(self, node: ast.AST) -> Iterator[ast.AST]:
+        scope = self.scope(node)
+        yield scope
+        for each in self.above(scope):
+            if isinstance(each, (*_FUNCTIONS, ast.Module)):
+                yield each
+
+    def _passed(self, function: ast.AST, name: str) -> Iterator[tuple[Code, Item]]:
+        """Yield what calls of the program pass as a parameter, and its default."""
+        assert isinstance(function, _FUNCTIONS)
+        default = _default(function, name)
+        if default is not None:
+            yield self, Item(default, None, False, function)
+        if isinstance(function, ast.Lambda):
+            return
+        for code, call in self.program.callers(self, function):
+            value = argument_of(call, function, name, is_method=self.is_method(function))
+            if value is not None:
+                yield code, Item(value, None, False, call)
+
+    def is_method(self, function: ast.AST) -> bool:
+        """Return whether a function is a method that gets its object."""
+        static = (last_name(each) for each in getattr(function, "decorator_list", ()))
+        return isinstance(self.parents.get(function), ast.ClassDef) and "staticmethod" not in static
+
+    def origins(self, node: ast.expr) -> list[Origin]:
+        """Return the expressions that make an expression's value, as far as can be followed."""
+        found: dict[tuple[int, int | None], Origin] = {}
+        self._follow(node, None, found, set(), _DEPTH)
+        return list(found.values())
+
+    def _follow(
+        self,
+        node: ast.expr,
+        index: int | None,
+        found: dict[tuple[int, int | None], Origin],
+        seen: set[tuple[int, int | None]],
+        depth: int,
+    ) -> None:
+        if (id(node), index) in seen or depth < 0:
+            return
+        seen.add((id(node), index))
+        nexts = list(self._next(node, index))
+        if not nexts:
+            found.setdefault((id(node), index), Origin(node, self))
+        for code, each, at in nexts:
+            code._follow(each, at, found, seen, depth - 1)
+
+    def _next(
+        self, node: ast.expr, index: int | None
+    ) -> Iterator[tuple[Code, ast.expr, int | None]]:
+        """Yield the expressions that an expression takes its value from."""
+        if isinstance(node, (ast.Tuple, ast.List)) and index is not None:
+            if index < len(node.elts):
+                yield self, node.elts[index], None
+        elif isinstance(node, (ast.Name, ast.Attribute)):
+            for code, item in self.values(node):
+                if item.is_item:
+                    yield from _items_of(code, item)
+                else:
+                    yield code, item.value, item.position if index is None else index
+        elif isinstance(node, ast.IfExp):
+            yield self, node.body, index
+            yield self, node.orelse, index
+        elif isinstance(node, ast.BoolOp):
+            yield from ((self, each, index) for each in node.values)
+        elif isinstance(node, (ast.NamedExpr, ast.Await)):
+            yield self, node.value, index
+        elif isinstance(node, ast.Subscript):
+            yield from self._next_of_subscript(node, index)
+        elif isinstance(node, ast.Call):
+            yield from self._next_of_call(node, index)
+
+    def _next_of_subscript(
+        self, node: ast.Subscript, index: int | None
+    ) -> Iterator[tuple[Code, ast.expr, int | None]]:
+        if isinstance(node.slice, ast.Constant) and node.slice.value in ENVIRONMENT:
+            return
+        for code, item in self.values(node):
+            yield code, item.value, item.position if index is None else index
+        for made in self._containers(node.value):
+            value = made.node
+            if isinstance(value, ast.Dict):
+                key = ast.dump(node.slice)
+                equal = [
+                    v
+                    for k, v in zip(value.keys, value.values, strict=True)
+                    if k and ast.dump(k) == key
+                ]
+                for each in equal or value.values:
+                    yield made.code, each, index
+            elif isinstance(value, ast.DictComp):
+                yield made.code, value.value, index
+            elif isinstance(value, (ast.List, ast.Tuple)):
+                at = getattr(node.slice, "value", None)
+                known = isinstance(at, int) and -len(value.elts) <= at < len(value.elts)
+                for each in [value.elts[at]] if known and at is not None else value.elts:
+                    yield made.code, each, index
+            elif isinstance(value, (ast.ListComp, ast.GeneratorExp)):
+                yield made.code, value.elt, index
+
+    def _containers(self, node: ast.expr) -> list[Origin]:
+        made = (ast.Dict, ast.DictComp, ast.List, ast.Tuple, ast.ListComp, ast.GeneratorExp)
+        if isinstance(node, made):
+            return [Origin(node, self)]
+        items = [(code, item) for code, item in self.values(node) if item.position is None]
+        return [Origin(item.value, code) for code, item in items if isinstance(item.value, made)]
+
+    def _next_of_call(
+        self, node: ast.Call, index: int | None
+    ) -> Iterator[tuple[Code, ast.expr, int | None]]:
+        name = last_name(node.func)
+        if name in _SAME:
+            if isinstance(node.func, ast.Attribute) and not self.dotted(node.func).startswith(
+                "torch"
+            ):
+                yield self, node.func.value, index
+            elif node.args:
+                yield self, node.args[0], index
+            return
+        if name in ("iter", "enumerate", "cycle", "tqdm", "trange", "zip") and node.args:
+            yield self, node.args[0], index
+            return
+        for code, function in self.program.targets(self, node):
+            for each in code.within(function):
+                if isinstance(each, ast.Return) and each.value is not None:
+                    yield code, each.value, index
+
+
+def _items_of(code: Code, item: Item) -> Iterator[tuple[Code, ast.expr, int | None]]:
+    """Yield what the items of a value are: of a literal its parts, of what is called itself."""
+    value = item.value
+    if isinstance(value, (ast.List, ast.Tuple)):
+        for each in value.elts:
+            yield code, each, item.position
+    elif isinstance(value, ast.Call) and last_name(value.func) in ("values", "items"):
+        inner = value.func.value if isinstance(value.func, ast.Attribute) else value
+        for made in code._containers(inner):
+            if isinstance(made.node, ast.Dict):
+                yield from ((made.code, each, None) for each in made.node.values)
+
+
+def programs(files: Iterable[SourceFile]) -> list[Program]:
+    """Group files by their imports: what does not import each other is another program."""
+    everything = Program(Code(each, each.tree) for each in files if each.tree is not None)
+    group = {id(code): {id(code)} for code in everything.codes}
+    for code in everything.codes:
+        for other in everything.imported_by(code):
+            joined = group[id(code)] | group[id(other)]
+            group.update(dict.fromkeys(joined, joined))
+    by_id = {id(code): code for code in everything.codes}
+    apart = {id(members): members for members in group.values()}
+    return [Program(by_id[each] for each in by_id if each in members) for members in apart.values()]
+
+
+class Program:
+    """Files that import each other."""
+
+    def __init__(self, codes: Iterable[Code]) -> None:
+        self.codes = list(codes)
+        self._modules: dict[str, list[Code]] = defaultdict(list)
+        for code in self.codes:
+            stem = os.path.splitext(code.file.path)[0]
+            parts = [part for part in stem.replace(os.sep, "/").split("/") if part not in ("", ".")]
+            if parts and parts[-1] == "__init__":
+                parts.pop()
+            for start in range(len(parts)):
+                self._modules[".".join(parts[start:])].append(code)
+        self._callers: dict[int, list[tuple[Code, ast.Call]]] = {}
+        for code in self.codes:
+            code.program = self
+
+    def module(self, code: Code, name: str) -> Code | None:
+        """Return the file of a module as another file imports it, if it is certain."""
+        found = self._modules.get(name.lstrip("."), [])
+        if len(found) > 1:
+            here = os.path.dirname(code.file.path)
+            found = [each for each in found if os.path.dirname(each.file.path) == here] or found
+        return found[0] if len(found) == 1 and found[0] is not code else None
+
+    def imported_by(self, code: Code) -> list[Code]:
+        """Return the files of the program that a file imports from."""
+        found: dict[int, Code] = {}
+        for full in code.imports.values():
+            for name in (full, full.rpartition(".")[0]):
+                other = self.module(code, name) if name else None
+                if other is not None:
+                    found[id(other)] = other
+        return list(found.values())
+
+    def imported_values(self, code: Code, name: str) -> Iterator[tuple[Code, Item]]:
+        """Yield what a name that a file imports is set to at the other module's level."""
+        module, _, attribute = code.imports.get(name, "").rpartition(".")
+        other = self.module(code, module) if module else None
+        if other is not None:
+            yield from ((other, each) for each in other._set.get((other.tree, attribute), ()))
+
+    def module_values(self, code: Code, node: ast.Attribute) -> Iterator[tuple[Code, Item]]:
+        """Yield what ``module.name`` is set to."""
+        assert isinstance(node.value, ast.Name)
+        other = self.module(code, code.imports[node.value.id])
+        if other is not None:
+            yield from ((other, each) for each in other._set.get((other.tree, node.attr), ()))
+
+    def targets(
+        self, code: Code, call: ast.Call
+    ) -> list[tuple[Code, ast.FunctionDef | ast.AsyncFunctionDef]]:
+        """Return the functions of the program that a call may run."""
+        name = last_name(call.func)
+        if isinstance(call.func, ast.Name):
+            if name in code.functions:
+                return [(code, each) for each in code.functions[name] if not code.is_method(each)]
+            module, _, attribute = code.imports.get(name, "").rpartition(".")
+            return self._functions(code, module, attribute)
+        if not isinstance(call.func, ast.Attribute):
+            return []
+        value = call.func.value
+        if isinstance(value, ast.Name) and value.id in code.imports:
+            return self._functions(code, code.imports[value.id], name)
+        if last_name(value) == "self":
+            owner = code.owner(call)
+            methods = code.functions.get(name, ())
+            return [(code, each) for each in methods if code.parents.get(each) is owner]
+        # A method with a name that only one class of the program has.
+        found = [
+            (each, one)
+            for each in self.codes
+            for one in each.functions.get(name, ())
+            if each.is_method(one)
+        ]
+        return found if len(found) == 1 and name not in _COMMON_METHODS else []
+
+    def _functions(
+        self, code: Code, module: str, name: str
+    ) -> list[tuple[Code, ast.FunctionDef | ast.AsyncFunctionDef]]:
+        """Return the functions of a name in another file, as a file imports it."""
+        other = self.module(code, module) if module else None
+        return [(other, each) for each in other.functions.get(name, ())] if other else []
+
+    def callers(
+        self, code: Code, function: ast.FunctionDef | ast.AsyncFunctionDef
+    ) -> list[tuple[Code, ast.Call]]:
+        """Return the calls of a function in the program, also through ``mp.spawn``."""
+        known = self._callers.get(id(function))
+        if known is None:
+            name = function.name
+            owner = code.parents.get(function)
+            if name == "__init__" and isinstance(owner, ast.ClassDef):
+                name = owner.name
+            known = [
+                (each, call)
+                for each in self.codes
+                for call in each.calls_by_name.get(name, ())
+                if name != function.name
+                or any(one is function for _, one in self.targets(each, call))
+            ]
+            self._callers[id(function)] = known
+        return known
+
+    def uses(self, *words: str) -> bool:
+        """Return whether a file of the program has one of these words as a name."""
+        return any(
+            word in code.loads or word in code.calls_by_name or word in code.imports
+            for code in self.codes
+            for word in words
+        )
+
+
+_COMMON_METHODS = frozenset(("step", "forward", "get", "update", "close", "run", "load", "save"))
+
+
+def _is_number_of_rank(value: ast.expr) -> bool:
+    """Return whether an expression is a rank, or a parameter's default, and not made of one."""
+    while isinstance(value, ast.Call) and last_name(value.func) in ("int", "str") and value.args:
+        value = value.args[0]
+    if isinstance(value, ast.Call):
+        return not value.args or last_name(value.func) in ("get", "getenv", "getattr")
+    return isinstance(value, (ast.Name, ast.Attribute, ast.Subscript, ast.Constant, ast.IfExp))
+
+
+# -- parts of calls
+
+
+def keyword(call: ast.Call, name: str, position: int | None = None) -> ast.expr | None:
+    """Return an argument by its keyword or position; None if it is not passed so."""
+    for each in call.keywords:
+        if each.arg == name:
+            return each.value
+    if position is not None and position < len(call.args):
+        before = call.args[: position + 1]
+        if not any(isinstance(each, ast.Starred) for each in before):
+            return call.args[position]
+    return None
+
+
+def has_unpacked(call: ast.Call) -> bool:
+    """Return whether arguments are passed by ``*`` or ``**``, so that others may be among them."""
+    return any(isinstance(each, ast.Starred) for each in call.args) or any(
+        each.arg is None for each in call.keywords
+    )
+
+
+def argument_of(
+    call: ast.Call, function: ast.FunctionDef | ast.AsyncFunctionDef, name: str, is_method: bool
+) -> ast.expr | None:
+    """Return what a call passes as a parameter of a function; None if that is not known."""
+    names = [each.arg for each in (*function.args.posonlyargs, *function.args.args)]
+    if is_method and names:
+        names = names[1:]
+    return keyword(call, name, names.index(name) if name in names else None)
+
+
+def _has_parameter(function: ast.AST, name: str) -> bool:
+    arguments = getattr(function, "args", None)
+    if not isinstance(arguments, ast.arguments):
+        return False
+    every = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
+    extra = [each for each in (arguments.vararg, arguments.kwarg) if each is not None]
+    return any(each.arg == name for each in (*every, *extra))
+
+
+def _default(function: ast.AST, name: str) -> ast.expr | None:
+    arguments = getattr(function, "args", None)
+    assert isinstance(arguments, ast.arguments)
+    names = [each.arg for each in (*arguments.posonlyargs, *arguments.args)]
+    with_default = names[len(names) - len(arguments.defaults) :]
+    for each, value in zip(with_default, arguments.defaults, strict=True):
+        if each == name:
+            return value
+    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        if argument.arg == name:
+            return default
+    return None
+
+
+def calls_in(nodes: Iterable[ast.AST], *names: str) -> list[ast.Call]:
+    """Return the calls of some names in some nodes and what they hold, nested functions too."""
+    return [
+        each
+        for node in nodes
+        for each in ast.walk(node)
+        if isinstance(each, ast.Call) and last_name(each.func) in names
+    ]
+
+
+def targets_of(node: ast.AST) -> list[ast.expr]:
+    """Return what an assignment sets; nothing for another node."""
+    if isinstance(node, ast.Assign):
+        return node.targets
+    return [node.target] if isinstance(node, (ast.AnnAssign, ast.AugAssign)) else []
+
+
+# -- conditions
+
+
+def guards(code: Code, node: ast.AST) -> list[tuple[ast.AST, bool]]:
+    """Return the conditions on the rank that decide whether a node runs, innermost first.
+
+    Each has whether the node runs where the condition is true. Conditions above the node that leave
+    its block count as well.
+    """
+    found: list[tuple[ast.AST, bool]] = []
+    inner = node
+    for each in code.above(node):
+        if isinstance(each, (ast.If, ast.IfExp)) and inner is not each.test:
+            body = each.body if isinstance(each.body, list) else [each.body]
+            if code.discerns(each.test):
+                found.append((each, inner in body))
+        elif isinstance(each, ast.BoolOp) and inner in each.values:
+            before = each.values[: each.values.index(inner)]
+            for test in before:
+                if code.discerns(test):
+                    found.append((each, isinstance(each.op, ast.And)))
+        elif isinstance(each, FUNCTIONS):
+            found += [(each, True) for one in each.decorator_list if runs_on_one_rank(one)]
+        if isinstance(inner, ast.stmt):
+            found += _left_above(code, each, inner)
+        if isinstance(each, _FUNCTIONS):
+            break
+        inner = each
+    return found
+
+
+def _left_above(code: Code, parent: ast.AST, inner: ast.stmt) -> list[tuple[ast.AST, bool]]:
+    """Return the conditions on the rank above a statement of a block that leave the block."""
+    for name in ("body", "orelse", "finalbody"):
+        block = getattr(parent, name, None)
+        if isinstance(block, list) and inner in block:
+            leaves = (ast.Return, ast.Continue, ast.Break, ast.Raise)
+            return [
+                (each, False)
+                for each in block[: block.index(inner)]
+                if isinstance(each, ast.If)
+                and isinstance(each.body[-1], leaves)
+                and code.discerns(each.test)
+                # A `continue` that depends on more than the rank lets a later round get there.
+                and (
+                    isinstance(each.body[-1], (ast.Return, ast.Raise))
+                    or by_rank_alone(each.test, code.words)
+                )
+            ]
+    return []
+
+
+def is_guarded(code: Code, node: ast.AST, depth: int = 4) -> bool:
+    """Return whether some ranks may not run a node, by its own conditions or those of its callers.
+
+    Conditions that only look like it count too, so that rules can be silent about them.
+    """
+    if guards(code, node) or _seems_guarded(code, node):
+        return True
+    function = code.function(node)
+    if function is None or depth <= 0:
+        return False
+    callers = code.program.callers(code, function)
+    return bool(callers) and all(is_guarded(each, call, depth - 1) for each, call in callers)
+
+
+def _seems_guarded(code: Code, node: ast.AST) -> bool:
+    inner = node
+    for each in code.above(node):
+        if isinstance(each, ast.If) and inner is not each.test:
+            words = {last_name(one).lower() for one in ast.walk(each.test)}
+            parts = {part for word in words for part in word.split("_")}
+            if parts & _COMPARISONS or any("rank" in word for word in words):
+                return True
+        if isinstance(each, FUNCTIONS):
+            name = each.name.lower()
+            return any(
+                word in name for word in ("master", "main_process", "rank0", "rank_zero", "rank_0")
+            )
+        inner = each
+    return False
+
+
+def under(code: Code, node: ast.AST, *words: str) -> bool:
+    """Return whether a condition around a node has one of these words in a name."""
+    inner = node
+    for each in code.above(node):
+        if isinstance(each, (ast.If, ast.IfExp, ast.While)) and inner is not each.test:
+            names = [last_name(one).lower() for one in ast.walk(each.test)]
+            names += [
+                one.value.lower()
+                for one in ast.walk(each.test)
+                if isinstance(one, ast.Constant) and isinstance(one.value, str)
+            ]
+            if any(word in name for name in names for word in words):
+                return True
+        inner = each
+    return False
+
+
+def exclusive(code: Code, one: ast.AST, other: ast.AST) -> bool:
+    """Return whether two nodes stand in different branches of a condition, so that one runs."""
+    branches = dict(_branches(code, one))
+    return any(branches.get(node, name) != name for node, name in _branches(code, other))
+
+
+def _branches(code: Code, node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
+    inner = node
+    for each in code.above(node):
+        if isinstance(each, (ast.If, ast.IfExp)):
+            for name in ("body", "orelse"):
+                part = getattr(each, name)
+                if inner is part or (isinstance(part, list) and inner in part):
+                    yield each, name
+        inner = each
+
+
+def without_gradients(code: Code, node: ast.AST) -> bool:
+    """Return whether a node runs under ``no_grad`` or ``inference_mode``."""
+    quiet = ("no_grad", "inference_mode", "set_grad_enabled")
+    for each in code.above(node):
+        if isinstance(each, ast.With):
+            names = {last_name(one) for item in each.items for one in ast.walk(item.context_expr)}
+            if names & set(quiet):
+                return True
+        if isinstance(each, FUNCTIONS):
+            names = {last_name(one) for mark in each.decorator_list for one in ast.walk(mark)}
+            return bool(names & set(quiet))
+    return False

@@ -1,0 +1,642 @@
+"""Rules on the start of a job: process groups, devices, arguments and spawned processes."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import re
+from collections.abc import Iterator
+
+from ddpdoctor.core.finding import Severity
+from ddpdoctor.diagnose.source_files import last_name
+from ddpdoctor.lint.names import DISTRIBUTED
+from ddpdoctor.lint.program import ENVIRONMENT, Code, exclusive, has_unpacked, keyword, under
+from ddpdoctor.lint.ranks import is_local_rank, is_rank, is_world_size, variable
+from ddpdoctor.lint.rules import Hit, rule
+
+
+@rule("DDP201", Severity.WARNING, "hardcoded-topology")
+def hardcoded_topology(code: Code) -> Iterator[Hit]:
+    """``init_process_group`` gets a number of ranks, or a rank, that is written in the code.
+
+    What it finds
+        ``world_size=`` with a number from 2 on, or ``rank=`` with a number beside it.
+
+    Why it is bad
+        With another number of processes the job waits for ranks that never come.
+
+    How to fix it
+        Leave both out. torchrun sets them in the environment.
+
+    Example
+        Wrong:
+            dist.init_process_group("nccl", world_size=4, rank=rank)
+        Right:
+            dist.init_process_group("nccl")
+
+    When it stays silent
+        One process (``world_size=1``), and the number that ``mp.spawn`` starts.
+    """
+    if code.program.uses("spawn", "Process"):
+        return
+    for call in code.calls_by_name.get("init_process_group", ()):
+        size, rank = keyword(call, "world_size", 3), keyword(call, "rank", 4)
+        if rank is not None and size is not None and is_local_rank(code, rank):
+            counts = [last_name(each) for each in ast.walk(size)]
+            if is_world_size(code, size) and not any("local" in each.lower() for each in counts):
+                yield Hit(
+                    rank,
+                    "the local rank is used as the rank among all: on several nodes ranks appear "
+                    "twice, and the job waits for ever",
+                    "Leave out world_size and rank: torchrun sets them.",
+                )
+                continue
+        number = size.value if isinstance(size, ast.Constant) else None
+        if isinstance(number, int) and number > 1:
+            yield Hit(
+                size or call,
+                f"the number of ranks is fixed at {number}: with another number of processes the "
+                "job waits for ever",
+                "Leave out world_size and rank: torchrun sets them.",
+            )
+
+
+@rule("DDP202", Severity.INFO, "hardcoded-rendezvous", moot=frozenset())
+def hardcoded_rendezvous(code: Code) -> Iterator[Hit]:
+    """The address or the port at which ranks meet is written in the code.
+
+    What it finds
+        ``os.environ["MASTER_PORT"] = "12355"``, ``MASTER_ADDR`` likewise, or an
+        ``init_method`` with a port.
+
+    Why it is bad
+        It overrides what torchrun sets, and a second job on the machine finds the port
+        taken. A port above 65535 fails at once (error).
+
+    How to fix it
+        Start the script with torchrun, which sets both.
+
+    Example
+        Wrong:
+            os.environ["MASTER_PORT"] = "12355"
+        Right:
+            torchrun --nproc-per-node 4 train.py
+
+    When it stays silent
+        Defaults (``setdefault``, ``os.environ.get``).
+    """
+    for node in code.nodes:
+        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Constant):
+            continue
+        name = variable(code, node.targets[0])
+        if name != "MASTER_PORT":
+            continue
+        if under(code, node, "MASTER_PORT".lower(), "environ"):
+            continue
+        value = str(node.value.value)
+        if value.isdigit() and int(value) > 65535:
+            yield Hit(
+                node, f"there is no port {value}: the greatest is 65535",
+                "Use a port below 65536, or let torchrun choose.", Severity.ERROR,
+            )  # fmt: skip
+        elif not code.program.uses("spawn", "Process"):
+            yield Hit(
+                node, "the rendezvous port is fixed: it overrides torchrun's, and a second job on "
+                "this machine fails",
+                'Use os.environ.setdefault("MASTER_PORT", ...), or start with torchrun.',
+            )  # fmt: skip
+
+
+@rule("DDP204", Severity.WARNING, "global-rank-as-device")
+def rank_as_device(code: Code) -> Iterator[Hit]:
+    """The rank among all ranks is used as the number of a GPU.
+
+    What it finds
+        ``dist.get_rank()`` or ``RANK`` in ``set_device``, ``.to()``, ``.cuda()``,
+        ``torch.device`` or ``device_ids``, without ``% device_count()``.
+
+    Why it is bad
+        On the second node the numbers exceed the GPUs that there are ("invalid device
+        ordinal").
+
+    How to fix it
+        Use ``LOCAL_RANK``.
+
+    Example
+        Wrong:
+            torch.cuda.set_device(dist.get_rank())
+        Right:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+
+    When it stays silent
+        The index that ``mp.spawn`` passes, since it counts the processes of one node.
+    """
+    for call in code.calls:
+        name = last_name(call.func)
+        if name in ("set_device", "set_device_index") or (
+            name in ("to", "cuda") and isinstance(call.func, ast.Attribute)
+        ):
+            value = keyword(call, "device", 0)
+        elif name == "device" and code.dotted(call.func) == "torch.device":
+            value = keyword(call, "index", 1) or keyword(call, "type", 0)
+        elif name == "DistributedDataParallel" or code.is_torch(call, "DistributedDataParallel"):
+            given = keyword(call, "device_ids", 1)
+            value = (
+                given.elts[0] if isinstance(given, (ast.List, ast.Tuple)) and given.elts else None
+            )
+        else:
+            continue
+        if isinstance(value, ast.JoinedStr):
+            parts = [each.value for each in value.values if isinstance(each, ast.FormattedValue)]
+            value = parts[0] if len(parts) == 1 else None
+        if value is not None and is_rank(code, value):
+            yield Hit(
+                value,
+                "the global rank is used as the number of a GPU, which fails on the second node",
+                'Use int(os.environ["LOCAL_RANK"]).',
+            )
+            return
+
+
+@rule("DDP203", Severity.WARNING)
+def barrier_without_device(code: Code) -> Iterator[Hit]:
+    """Find barriers of NCCL before the process has a GPU."""
+    for init in code.calls_by_name.get("init_process_group", ()):
+        backend = keyword(init, "backend", 0)
+        nccl = backend is not None and any(
+            isinstance(each.node, ast.Constant) and each.node.value == "nccl"
+            for each in code.origins(backend)
+        )
+        if not nccl or keyword(init, "device_id") is not None:
+            continue
+        function = code.function(init)
+        for call in code.called(function or code.tree, "barrier"):
+            before = [
+                each
+                for each in code.within(function or code.tree)
+                if isinstance(each, ast.Call)
+                and each.lineno < call.lineno
+                and (_chooses_device(code, each) or keyword(each, "device_ids"))
+            ]
+            if function is not None and _device_is_set_outside(code, function):
+                continue
+            if call.lineno >= init.lineno and not before and not call.keywords:
+                yield Hit(
+                    call,
+                    "no GPU is set before this barrier: NCCL guesses one, and ranks may share it",
+                    "Call torch.cuda.set_device(local_rank) first, or pass device_id to "
+                    "init_process_group.",
+                )
+
+
+_DEVICES = ("set_device", "set_device_index", "cuda", "to", "device")
+
+
+def _chooses_device(code: Code, call: ast.Call) -> bool:
+    """Return whether a call chooses a GPU, itself or in a function of the program."""
+    if last_name(call.func) in _DEVICES:
+        return True
+    return any(
+        isinstance(each, ast.Call) and last_name(each.func) in _DEVICES
+        for other, function in code.program.targets(code, call)
+        for each in other.within(function)
+    )
+
+
+def _device_is_set_outside(code: Code, function: ast.AST) -> bool:
+    """Return whether something outside of a function may choose the GPU before it."""
+    inside = {id(each) for each in code.within(function)}
+    return any(
+        (variable(each, node) == "CUDA_VISIBLE_DEVICES" and id(node) not in inside)
+        or (
+            isinstance(node, ast.Call)
+            and last_name(node.func) in ("set_device", "set_device_index")
+            and id(node) not in inside
+        )
+        for each in code.program.codes
+        for node in each.nodes
+        if isinstance(node, (ast.Subscript, ast.Call))
+    )
+
+
+@rule("DDP205", Severity.ERROR, "wrong-device-ids")
+def wrong_device_ids(code: Code) -> Iterator[Hit]:
+    """DDP gets several ``device_ids``, or a list as ``output_device``.
+
+    What it finds
+        ``device_ids`` with more than one entry.
+
+    Why it is bad
+        DDP raises ValueError. One process drives one GPU.
+
+    How to fix it
+        Pass the one device of this rank, or leave it out.
+
+    Example
+        Wrong:
+            DDP(model, device_ids=[0, 1, 2, 3])
+        Right:
+            DDP(model, device_ids=[local_rank])
+
+    When it stays silent
+        A list that another part of the program makes.
+    """
+    for call in code.wraps:
+        ids, output = keyword(call, "device_ids", 1), keyword(call, "output_device", 2)
+        several = isinstance(ids, (ast.List, ast.Tuple)) and len(ids.elts) > 1
+        if isinstance(ids, ast.Call) and last_name(ids.func) == "list":
+            several = bool(code.called(ids, "device_count"))
+        if several or isinstance(output, (ast.List, ast.Tuple)):
+            yield Hit(
+                (ids if several else output) or call,
+                "DDP takes the one GPU of its rank, and raises ValueError for a list of several",
+                "Pass device_ids=[local_rank].",
+            )
+
+
+@rule("DDP206", Severity.WARNING, moot=frozenset())
+def local_rank_option(code: Code) -> Iterator[Hit]:
+    """Find options for the local rank that no launcher of today fills."""
+    program = code.program
+    if program.uses("spawn", "parse_known_args", "deepspeed") or not program.uses(
+        "init_process_group", "DistributedDataParallel", "DistributedSampler"
+    ):
+        return
+    for call in code.calls_by_name.get("add_argument", ()):
+        names = [each.value for each in call.args if isinstance(each, ast.Constant)]
+        if "--local_rank" not in names or "--local-rank" in names:
+            continue
+        default = keyword(call, "default")
+        if default is not None and any(variable(code, one) for one in ast.walk(default)):
+            continue
+        if _is_filled(code):
+            continue
+        used = [
+            load
+            for each in program.codes
+            for load in each.loads.get("local_rank", ())
+            if isinstance(load, ast.Attribute)
+        ]
+        if used:
+            yield Hit(
+                call,
+                "torchrun never passes --local_rank, and torch.distributed.launch passes "
+                "--local-rank, which argparse refuses",
+                'Use parser.add_argument("--local-rank", "--local_rank", type=int, '
+                'default=int(os.environ.get("LOCAL_RANK", 0))).',
+            )
+
+
+def _is_filled(code: Code) -> bool:
+    """Return whether the program reads the local rank from the environment."""
+    return any(
+        variable(each, node) in ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
+        for each in code.program.codes
+        for node in each.nodes
+        if isinstance(node, (ast.Subscript, ast.Call))
+    )
+
+
+@rule("DDP207", Severity.ERROR, "rank-not-int", moot=frozenset())
+def rank_not_int(code: Code) -> Iterator[Hit]:
+    """A rank from the environment is used as a number, although it is a string.
+
+    What it finds
+        ``os.environ["RANK"]`` without ``int()`` that is compared with a number or used as a
+        device.
+
+    Why it is bad
+        ``"0" == 0`` is False, so no rank saves or logs. ``set_device("0")`` raises.
+
+    How to fix it
+        Convert it with ``int()``.
+
+    Example
+        Wrong:
+            rank = os.environ["RANK"]
+            if rank == 0: save()
+        Right:
+            rank = int(os.environ["RANK"])
+
+    When it stays silent
+        Where the variable is only printed.
+    """
+    for node in code.nodes:
+        tested = _used_as_number(node)
+        made = [each.node for each in code.origins(tested)] if tested is not None else []
+        names = {variable(code, each) for each in made}
+        if made and names <= {*ENVIRONMENT} and not any(map(_number_by_default, made)):
+            name = variable(code, made[0])
+            yield Hit(
+                tested or node,
+                f"{name} from the environment is a string, and no number equals it",
+                f'Use int(os.environ["{name}"]).',
+            )
+
+
+def _used_as_number(node: ast.AST) -> ast.expr | None:
+    """Return what is compared with a number, calculated with, or used as a device."""
+    if isinstance(node, ast.Compare) and len(node.ops) == 1:
+        sides = (node.left, node.comparators[0])
+        numbers = [s for s in sides if isinstance(s, ast.Constant) and type(s.value) is int]
+        others = [s for s in sides if not isinstance(s, ast.Constant)]
+        return others[0] if numbers and others else None
+    if isinstance(node, ast.Call) and last_name(node.func) == "set_device" and node.args:
+        return node.args[0]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mod, ast.FloorDiv, ast.Sub)):
+        return node.left if not isinstance(node.left, ast.Constant) else None
+    return None
+
+
+def _number_by_default(node: ast.expr) -> bool:
+    return (
+        isinstance(node, ast.Call)
+        and len(node.args) > 1
+        and not (isinstance(node.args[1], ast.Constant) and isinstance(node.args[1].value, str))
+    )
+
+
+@rule("DDP210", Severity.INFO, "missing-destroy")
+def missing_destroy(code: Code) -> Iterator[Hit]:
+    """The process group is never destroyed.
+
+    What it finds
+        ``init_process_group`` in a program without ``destroy_process_group``.
+
+    Why it is bad
+        Torch warns at the exit, and NCCL may hang or leak there.
+
+    How to fix it
+        Call ``dist.destroy_process_group()`` at the end.
+
+    Example
+        Wrong:
+            main()
+        Right:
+            main()
+            dist.destroy_process_group()
+
+    When it stays silent
+        Programs of frameworks that do it.
+    """
+    if code.program.uses("destroy_process_group"):
+        return
+    for call in code.calls_by_name.get("init_process_group", ())[:1]:
+        if code.is_dist(call, "init_process_group"):
+            yield Hit(
+                call, "the process group is never destroyed, which torch warns of at the exit",
+                "Call dist.destroy_process_group() at the end.",
+            )  # fmt: skip
+
+
+@rule("DDP211", Severity.ERROR, moot=frozenset())
+def spawn_without_guard(code: Code) -> Iterator[Hit]:
+    """Find processes that are spawned at a module's level without a main guard."""
+    for call in code.calls_by_name.get("spawn", ()):
+        if "multiprocessing" not in code.dotted(call.func) and not code.dotted(
+            call.func
+        ).startswith("mp."):
+            continue
+        if (
+            code.function(call) is None
+            and code.owner(call) is None
+            and not under(code, call, "__name__")
+        ):
+            yield Hit(
+                call,
+                "spawned processes import this file and spawn again: Python raises RuntimeError",
+                'Put it below if __name__ == "__main__":.',
+            )
+
+
+@rule("DDP212", Severity.ERROR, moot=frozenset())
+def spawn_unpicklable(code: Code) -> Iterator[Hit]:
+    """Find lambdas and nested functions that are sent to spawned processes."""
+    for call in _spawns(code):
+        target = keyword(call, "fn", 0)
+        nested = False
+        if isinstance(target, ast.Name):
+            functions = code.functions.get(target.id, ())
+            nested = bool(functions) and all(code.function(each) is not None for each in functions)
+        if isinstance(target, ast.Lambda) or nested:
+            yield Hit(
+                target or call,
+                "a lambda or a nested function cannot be pickled, so mp.spawn raises",
+                "Pass a function of the module's level.",
+            )
+
+
+def _spawns(code: Code) -> list[ast.Call]:
+    return [
+        each
+        for each in code.calls_by_name.get("spawn", ())
+        if "multiprocessing" in code.dotted(each.func) or code.dotted(each.func).startswith("mp.")
+    ]
+
+
+@rule("DDP216", Severity.ERROR, "spawn-arity", moot=frozenset())
+def spawn_arity(code: Code) -> Iterator[Hit]:
+    """``mp.spawn`` passes another number of arguments than its function takes.
+
+    What it finds
+        The function has more or fewer positional parameters than the process's index and
+        ``args`` fill.
+
+    Why it is bad
+        Each process raises TypeError at its start.
+
+    How to fix it
+        The index comes first, then the items of ``args``.
+
+    Example
+        Wrong:
+            def main(args): ...
+            mp.spawn(main, args=(args,), nprocs=4)
+        Right:
+            def main(index, args): ...
+            mp.spawn(main, args=(args,), nprocs=4)
+
+    When it stays silent
+        Functions with ``*args``, and partial ones.
+    """
+    for call in _spawns(code):
+        target, args = keyword(call, "fn", 0), keyword(call, "args", 1)
+        if not isinstance(target, ast.Name) or has_unpacked(call):
+            continue
+        functions = code.functions.get(target.id, ())
+        if len(functions) != 1 or target.id in code.imports or functions[0].decorator_list:
+            continue
+        if args is not None and not isinstance(args, ast.Tuple):
+            if isinstance(args, ast.Constant):
+                pass
+            continue
+        items = args.elts if isinstance(args, ast.Tuple) else []
+        arguments = functions[0].args
+        if arguments.vararg is not None or any(isinstance(each, ast.Starred) for each in items):
+            continue
+        takes = len(arguments.posonlyargs) + len(arguments.args)
+        given = 1 + len(items)
+        if not takes - len(arguments.defaults) <= given <= takes:
+            yield Hit(
+                call,
+                f"{target.id}() takes {takes} positional arguments, and mp.spawn passes {given}: "
+                "the process's index and args",
+                "The index is the first parameter, then come the items of args.",
+            )
+
+
+@rule("DDP213", Severity.ERROR)
+def used_before_init(code: Code) -> Iterator[Hit]:
+    """Find uses of the process group above its start in the same block."""
+    for init in code.calls_by_name.get("init_process_group", ()):
+        if not code.is_dist(init, "init_process_group") or code.loops(init):
+            continue
+        function = code.function(init)
+        statement = code.statement(init)
+        parent = code.parents[statement]
+        block = getattr(parent, "body", [])
+        if statement not in block or isinstance(parent, (ast.If, ast.Try)):
+            continue
+        for call in (each for each in code.calls if code.function(each) is function):
+            if call.lineno >= statement.lineno or code.statement(call) not in block:
+                continue
+            sampler = code.is_torch(call, "DistributedSampler") and keyword(call, "rank", 2) is None
+            if (
+                sampler
+                or code.is_torch(call, "DistributedDataParallel")
+                or code.is_dist(
+                    call,
+                    "get_rank",
+                    "get_world_size",
+                    "barrier",
+                    "all_reduce",
+                    "broadcast",
+                    "new_group",
+                )
+            ):
+                yield Hit(
+                    call,
+                    "this needs the process group, which is initialized below",
+                    "Call init_process_group() first.",
+                )
+
+
+@rule("DDP214", Severity.WARNING)
+def data_parallel(code: Code) -> Iterator[Hit]:
+    """Find DataParallel inside of DistributedDataParallel."""
+    for call in code.wraps:
+        for each in code.origins(call.args[0]) if call.args else ():
+            if each.code.is_torch(each.node, "DataParallel") and (
+                each.code is not code
+                or (each.node.lineno <= call.lineno and not exclusive(code, each.node, call))
+            ):
+                yield Hit(
+                    call,
+                    "DDP wraps a DataParallel model, so each rank uses the GPUs of all others",
+                    "Wrap the model with DistributedDataParallel alone.",
+                )
+
+
+@rule("DDP217", Severity.ERROR, "unknown-distributed-function", moot=frozenset())
+def unknown_function(code: Code) -> Iterator[Hit]:
+    """A function of torch.distributed does not exist.
+
+    What it finds
+        ``dist.NAME`` where no release of torch has the name, and one has a similar name.
+
+    Why it is bad
+        AttributeError, often late, at the first evaluation or the exit.
+
+    How to fix it
+        Use the name that is meant.
+
+    Example
+        Wrong:
+            dist.allreduce(loss)
+        Right:
+            dist.all_reduce(loss)
+
+    When it stays silent
+        Names that resemble none.
+    """
+    for node in code.nodes:
+        if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Load):
+            continue
+        if code.dotted(node.value) != "torch.distributed" or node.attr in DISTRIBUTED:
+            continue
+        close = difflib.get_close_matches(node.attr, DISTRIBUTED, n=1, cutoff=0.85)
+        if close and not node.attr.startswith("_") and not _is_tested(code, node):
+            yield Hit(node, f"torch.distributed has no {node.attr}", f"Did you mean {close[0]}?")
+
+
+def _is_tested(code: Code, node: ast.AST) -> bool:
+    return any(isinstance(each, ast.Try) for each in code.above(node)) or under(
+        code, node, "hasattr", "version"
+    )
+
+
+@rule("DDP219", Severity.WARNING, "late-visible-devices", moot=frozenset())
+def late_visible_devices(code: Code) -> Iterator[Hit]:
+    """``CUDA_VISIBLE_DEVICES`` is set after CUDA was used.
+
+    What it finds
+        The variable is assigned below a call that initializes CUDA, at the same level.
+
+    Why it is bad
+        It has no effect. The process still sees all GPUs.
+
+    How to fix it
+        Set it before the job starts, or before the first use of CUDA.
+
+    Example
+        Wrong:
+            model.cuda()
+            os.environ["CUDA_VISIBLE_DEVICES"] = "1"
+        Right:
+            CUDA_VISIBLE_DEVICES=1 python train.py
+
+    When it stays silent
+        Assignments above the first use.
+    """
+    for node in code.nodes:
+        if (
+            not isinstance(node, ast.Assign)
+            or variable(code, node.targets[0]) != "CUDA_VISIBLE_DEVICES"
+        ):
+            continue
+        function = code.function(node)
+        if code.loops(node):
+            continue
+        earlier = [
+            call
+            for call in code.calls
+            if code.function(call) is function
+            and call.lineno < node.lineno
+            and (
+                (last_name(call.func) == "cuda" and isinstance(call.func, ast.Attribute))
+                or code.dotted(call.func)
+                in ("torch.cuda.set_device", "torch.cuda.init", "torch.cuda.current_device")
+            )
+        ]
+        if earlier:
+            yield Hit(
+                node,
+                f"CUDA is in use since line {earlier[0].lineno}, so this has no effect",
+                "Set CUDA_VISIBLE_DEVICES before the process starts.",
+            )
+
+
+_LAUNCH = re.compile(r"python\d? -m torch\.distributed\.launch\b|torch/distributed/launch\.py")
+
+
+@rule("DDP208", Severity.INFO, moot=frozenset())
+def deprecated_launcher(code: Code) -> Iterator[Hit]:
+    """Find the deprecated launcher in commands that the program runs."""
+    for node in code.nodes:
+        if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
+            continue
+        documents = isinstance(code.parents.get(node), ast.Expr)
+        if not documents and _LAUNCH.search(node.value):
+            yield Hit(
+                node, "torch.distributed.launch is deprecated", "Start the job with torchrun."
+            )

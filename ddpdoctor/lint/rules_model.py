@@ -1,0 +1,801 @@
+"""Rules on the wrapped model, its gradients and its optimizer."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+
+from ddpdoctor.core.finding import Severity
+from ddpdoctor.diagnose.source_files import FUNCTIONS, last_name
+from ddpdoctor.lint.names import WRAPPER
+from ddpdoctor.lint.program import (
+    Code,
+    Origin,
+    calls_in,
+    exclusive,
+    guards,
+    keyword,
+    targets_of,
+    under,
+    without_gradients,
+)
+from ddpdoctor.lint.rules import Hit, rule
+
+_QUIET = frozenset(
+    (
+        *("state_dict", "load_state_dict", "parameters", "named_parameters", "buffers", "eval"),
+        *("named_buffers", "modules", "named_modules", "children", "named_children", "train", "to"),
+        *("cuda", "cpu", "save_pretrained", "save", "requires_grad_", "zero_grad", "apply"),
+        *("get_parameter", "register_forward_hook", "half", "float", "config", "update", "clip"),
+        *(
+            "get_submodule",
+            "no_sync",
+            "register_comm_hook",
+            "extra_repr",
+            "set_epoch",
+            "named_children",
+        ),
+    )
+)
+"""Methods of a module that are no forward."""
+
+
+def _is_ddp(origin: Origin) -> bool:
+    return origin.code.is_torch(origin.node, "DistributedDataParallel")
+
+
+def _is_wrapper(code: Code, node: ast.expr) -> bool:
+    """Return whether an expression may be a DDP module."""
+    return isinstance(node, (ast.Name, ast.Attribute)) and any(map(_is_ddp, code.origins(node)))
+
+
+def _bound(code: Code, wrap: ast.Call) -> ast.expr | None:
+    """Return the name or attribute that a wrapper is bound to in its own statement."""
+    statement = code.statement(wrap)
+    if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+        target, value = statement.targets[0], statement.value
+        while isinstance(value, ast.Call) and value is not wrap:
+            # DDP(...).to(device), torch.compile(DDP(...))
+            value = (
+                value.func.value
+                if isinstance(value.func, ast.Attribute)
+                else value.args[0]
+                if value.args
+                else value.func
+            )
+        if value is wrap and isinstance(target, (ast.Name, ast.Attribute)):
+            return target
+    return None
+
+
+def _same(code: Code, one: ast.AST, other: ast.AST) -> bool:
+    """Return whether two expressions are the same name or attribute of one scope."""
+    if isinstance(one, ast.Name) and isinstance(other, ast.Name):
+        return one.id == other.id and code.scope(one) is code.scope(other)
+    return (
+        isinstance(one, ast.Attribute)
+        and isinstance(other, ast.Attribute)
+        and ast.unparse(one) == ast.unparse(other)
+    )
+
+
+def _after(code: Code, wrap: ast.Call) -> Iterator[ast.AST]:
+    """Yield the nodes of the wrapping function below the wrapper's statement."""
+    function = code.function(wrap)
+    end = code.statement(wrap).end_lineno or 0
+    for each in code.within(function or code.tree):
+        if getattr(each, "lineno", 0) > end:
+            yield each
+
+
+@rule("DDP301", Severity.ERROR)
+def forward_around_ddp(code: Code) -> Iterator[Hit]:
+    """Find training forwards that do not go through the wrapper."""
+    if _averages_by_hand(code) or code.program.uses("PeriodicModelAverager"):
+        return
+    for function in [each for each in code.nodes if isinstance(each, (*FUNCTIONS, ast.Module))]:
+        for loss in code.called(function, "backward"):
+            block: ast.AST = next(iter(code.loops(loss)), function)
+            calls = [each for each in code.within(block) if isinstance(each, ast.Call)]
+            used = _made_of(code, block, loss)
+            around = [
+                each
+                for each in calls
+                if _goes_around(code, each) and (id(each) in used or not _is_helper(each))
+            ]
+            if around and not any(_goes_through(code, each) for each in calls):
+                yield Hit(
+                    around[0],
+                    "this forward goes to the module inside of DDP, so the gradients of its "
+                    "backward are not reduced and the ranks' models drift apart",
+                    "Call the DDP object itself.",
+                )
+
+
+def _goes_through(code: Code, call: ast.Call) -> bool:
+    """Return whether a call runs a wrapper, or passes it to what may."""
+    if _is_wrapper(code, call.func):
+        return True
+    if last_name(call.func) == "forward" and isinstance(call.func, ast.Attribute):
+        return _is_wrapper(code, call.func.value)
+    return not _is_ignored(call) and any(_is_wrapper(code, each) for each in call.args)
+
+
+def _averages_by_hand(code: Code) -> bool:
+    """Return whether the ranks average gradients or parameters themselves."""
+    return any(
+        isinstance(node, ast.For)
+        and _over_parameters(node)
+        and any(
+            each.is_dist(one, "all_reduce", "reduce", "broadcast", "all_gather")
+            for one in each.within(node)
+        )
+        for each in code.program.codes
+        for node in each.nodes
+    )
+
+
+def _is_helper(call: ast.Call) -> bool:
+    """Return whether a method's name is that of a helper rather than of a forward."""
+    helpers = ("get_", "set_", "load", "save", "reset", "init", "update", "step", "penalty")
+    return last_name(call.func).startswith(helpers)
+
+
+def _made_of(code: Code, block: ast.AST, loss: ast.Call) -> set[int]:
+    """Return the ids of the calls that a loss is made of in a block."""
+    receiver = loss.func.value if isinstance(loss.func, ast.Attribute) else loss
+    queue: list[ast.expr] = [receiver]
+    found: set[int] = set()
+    names: set[str] = set()
+    while queue:
+        for each in ast.walk(queue.pop()):
+            if isinstance(each, ast.Call):
+                found.add(id(each))
+            elif isinstance(each, ast.Name) and each.id not in names:
+                names.add(each.id)
+                queue += [
+                    node.value
+                    for node in code.within(block)
+                    if isinstance(node, (ast.Assign, ast.AugAssign))
+                    and any(
+                        isinstance(one, ast.Name) and one.id == each.id
+                        for target in (
+                            node.targets if isinstance(node, ast.Assign) else [node.target]
+                        )
+                        for one in ast.walk(target)
+                    )
+                ]
+    return found
+
+
+def _is_ignored(call: ast.Call) -> bool:
+    return last_name(call.func) in ("len", "print", "isinstance", "id", "hasattr", "getattr")
+
+
+def _goes_around(code: Code, call: ast.Call) -> bool:
+    if without_gradients(code, call) or guards(code, call):
+        return False
+    node: ast.expr = call.func
+    if isinstance(node, ast.Attribute) and node.attr == "module":
+        return _is_wrapper(code, node.value)
+    if (
+        isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Attribute)
+        and node.value.attr == "module"
+        and node.attr not in _QUIET
+    ):
+        used = not isinstance(code.parents[call], ast.Expr)
+        return used and _is_wrapper(code, node.value.value)
+    return False
+
+
+@rule("DDP303", Severity.ERROR)
+def changed_after_wrap(code: Code) -> Iterator[Hit]:
+    """Find parameters that are frozen, unfrozen or replaced after the model was wrapped."""
+    for wrap in code.wraps:
+        target = _bound(code, wrap)
+        inner = wrap.args[0] if wrap.args else keyword(wrap, "module")
+        models = [each for each in (target, inner) if isinstance(each, (ast.Name, ast.Attribute))]
+        if not models or code.loops(wrap):
+            continue
+        for node in _after(code, wrap):
+            changed = _changes(node)
+            if changed is None or exclusive(code, wrap, node) or not _is_once(code, node):
+                continue
+            owner = _root(changed)
+            mine = any(_same(code, owner, each) for each in models) or _item_of(code, node, models)
+            again = any(
+                each.lineno > getattr(node, "lineno", 0) and code.scope(each) is code.scope(wrap)
+                for each in code.wraps
+            )
+            if mine and not again:
+                yield Hit(
+                    node,
+                    "parameters change after the model was wrapped, which DDP does not notice: it "
+                    "reduces those that it saw when it was made",
+                    "Freeze, unfreeze or replace layers first, and wrap the model last.",
+                )
+                break
+
+
+def _is_once(code: Code, node: ast.AST) -> bool:
+    """Return whether a change is made once, on all ranks, and not to a whole module.
+
+    A loop toggles what it sets back. A whole module is a teacher that is never trained.
+    """
+    over = [each for each in code.loops(node) if _over_parameters(each)]
+    if len(over) < len(code.loops(node)) or guards(code, node):
+        return False
+    return not over or any(isinstance(each, ast.If) for each in code.within(over[0]))
+
+
+def _changes(node: ast.AST) -> ast.expr | None:
+    """Return what a statement sets ``requires_grad`` of, or puts a new layer into."""
+    if isinstance(node, ast.Assign):
+        target = node.targets[0]
+        if isinstance(target, ast.Attribute) and target.attr == "requires_grad":
+            return target.value
+        made = node.value
+        if isinstance(target, ast.Attribute) and isinstance(made, ast.Call):
+            named = isinstance(made.func, ast.Attribute) and last_name(made.func.value) == "nn"
+            if named and target.attr != "module" and last_name(target) != "criterion":
+                return target.value if last_name(target.value) != "self" else None
+    if (
+        isinstance(node, ast.Call)
+        and last_name(node.func) == "requires_grad_"
+        and isinstance(node.func, ast.Attribute)
+    ):
+        return node.func.value
+    return None
+
+
+def _root(node: ast.expr) -> ast.expr:
+    """Return the module that a chain of attributes begins with, without ``.module`` and layers."""
+    while isinstance(node, (ast.Attribute, ast.Subscript, ast.Call)):
+        if isinstance(node, ast.Attribute) and last_name(node.value) == "self":
+            return node
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node
+
+
+def _over_parameters(loop: ast.AST) -> bool:
+    made = getattr(loop, "iter", None)
+    names = ("parameters", "children", "modules")
+    return isinstance(made, ast.Call) and last_name(made.func).removeprefix("named_") in names
+
+
+def _item_of(code: Code, node: ast.AST, models: Sequence[ast.expr]) -> bool:
+    """Return whether a node is in a loop over the parameters of one of some models."""
+    return any(
+        _over_parameters(loop)
+        and isinstance(loop, ast.For)
+        and any(
+            _same(code, _root(each.func), model)
+            for each in ast.walk(loop.iter)
+            if isinstance(each, ast.Call)
+            for model in models
+        )
+        for loop in code.loops(node)
+    )
+
+
+@rule("DDP304", Severity.INFO)
+def finds_unused(code: Code) -> Iterator[Hit]:
+    """Find DDP with ``find_unused_parameters=True``."""
+    for wrap in code.wraps:
+        value = keyword(wrap, "find_unused_parameters")
+        if isinstance(value, ast.Constant) and value.value is True:
+            yield Hit(
+                value,
+                "find_unused_parameters=True walks the graph in every step",
+                "Leave it out unless parameters are really unused in some steps.",
+            )
+
+
+@rule("DDP307", Severity.INFO)
+def accumulates_without_no_sync(code: Code) -> Iterator[Hit]:
+    """Find gradient accumulation that reduces in every backward."""
+    if not any(each.wraps for each in code.program.codes):
+        return
+    if code.program.uses("no_sync", "require_backward_grad_sync", "accumulate"):
+        return
+    for step in code.calls_by_name.get("step", ()):
+        loops = code.loops(step)
+        if not loops or not code.called(loops[0], "backward"):
+            continue
+        for each in code.above(step):
+            if each is loops[0]:
+                break
+            if isinstance(each, ast.If) and any(
+                isinstance(one, ast.BinOp) and isinstance(one.op, ast.Mod)
+                for one in ast.walk(each.test)
+            ):
+                if any("accum" in last_name(one).lower() for one in ast.walk(each.test)):
+                    yield Hit(
+                        each,
+                        "gradients are accumulated, but reduced in every backward",
+                        "Run all but the last micro-batch under model.no_sync().",
+                    )
+                break
+
+
+@rule("DDP308", Severity.WARNING)
+def no_sync_scope(code: Code) -> Iterator[Hit]:
+    """Find ``no_sync`` around the backward alone."""
+    for node in code.nodes:
+        if not isinstance(node, ast.With) or len(node.items) != 1:
+            continue
+        context = node.items[0].context_expr
+        if not (isinstance(context, ast.Call) and last_name(context.func) == "no_sync"):
+            continue
+        calls = [
+            each for each in code.within(node) if isinstance(each, ast.Call) and each is not context
+        ]
+        names = {last_name(each.func) for each in calls}
+        others = names - {
+            "backward",
+            "scale",
+            "item",
+            "step",
+            "zero_grad",
+            "unscale_",
+            "append",
+            "mean",
+            "sum",
+            "float",
+        }
+        if "backward" in names and not others:
+            yield Hit(
+                context,
+                "no_sync() covers the backward alone and has no effect: what counts is the forward",
+                "Put the forward into the same block.",
+            )
+
+
+@rule("DDP310", Severity.WARNING, "sync-batch-norm-after-wrap")
+def syncbn_after_wrap(code: Code) -> Iterator[Hit]:
+    """BatchNorm layers are replaced by SyncBatchNorm after the model was wrapped.
+
+    What it finds
+        ``convert_sync_batchnorm`` of a DDP module.
+
+    Why it is bad
+        DDP still holds the parameters and buffers of the layers that are replaced.
+
+    How to fix it
+        Convert first, then wrap.
+
+    Example
+        Wrong:
+            model = DDP(model)
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        Right:
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+            model = DDP(model)
+
+    When it stays silent
+        A model that is wrapped again below.
+    """
+    for call in code.calls_by_name.get("convert_sync_batchnorm", ()):
+        argument = keyword(call, "module", 0)
+        if argument is None:
+            continue
+        for wrap in code.wraps:
+            target = _bound(code, wrap)
+            above = wrap.lineno < call.lineno and code.function(wrap) is code.function(call)
+            again = any(each.lineno > call.lineno for each in code.wraps)
+            if target is not None and above and not again and _same(code, target, argument):
+                yield Hit(
+                    call,
+                    "the model is wrapped already, so DDP holds the layers that this replaces",
+                    "Convert the model first, then wrap it.",
+                )
+
+
+_OPTIMIZERS = frozenset(
+    (
+        "SGD",
+        "Adam",
+        "AdamW",
+        "RMSprop",
+        "Adagrad",
+        "Adadelta",
+        "NAdam",
+        "RAdam",
+        "Adamax",
+        "LBFGS",
+        "SparseAdam",
+    )
+)
+
+
+def _is_optimizer(code: Code, call: ast.AST) -> bool:
+    if not isinstance(call, ast.Call):
+        return False
+    full = code.dotted(call.func)
+    return last_name(call.func) in _OPTIMIZERS and (full.startswith(("torch.optim", "optim.")))
+
+
+@rule("DDP311", Severity.WARNING)
+def optimizer_in_loop(code: Code) -> Iterator[Hit]:
+    """Find optimizers that are made in the loop over batches."""
+    for call in (each for each in code.calls if _is_optimizer(code, each)):
+        loops = code.loops(call)
+        if not loops or not isinstance(loops[0], ast.For) or last_name(call.func) == "LBFGS":
+            continue
+        own = [
+            each for each in code.called(loops[0], "backward") if code.loops(each)[:1] == loops[:1]
+        ]
+        steps = [
+            each for each in code.called(loops[0], "step") if code.loops(each)[:1] == loops[:1]
+        ]
+        made = code.origins(loops[0].iter)
+        over = (
+            any(each.code.is_torch(each.node, "DataLoader") for each in made)
+            or "loader" in ast.unparse(loops[0].iter).lower()
+        )
+        if own and steps and over and not under(code, call, "epoch", "step", "stage", "none"):
+            yield Hit(
+                call,
+                "a new optimizer is made for every batch, so momentum and other state is lost",
+                "Make it once, above the loop.",
+            )
+
+
+@rule("DDP312", Severity.WARNING)
+def zero_grad_missing(code: Code) -> Iterator[Hit]:
+    """Find training loops that never set gradients to zero."""
+    program = code.program
+    zeroed = [
+        (each, call) for each in program.codes for call in each.calls_by_name.get("zero_grad", ())
+    ]
+    steps = code.calls_by_name.get("step", ())
+    if program.uses("closure") or any(
+        # Once above the loop is as good as never.
+        each.loops(call) or each.function(call) not in [code.function(step) for step in steps]
+        for each, call in zeroed
+    ):
+        return
+    if any(
+        last_name(target) == "grad"
+        for each in program.codes
+        for node in each.nodes
+        for target in targets_of(node)
+    ):
+        return
+    for step in steps:
+        loops = code.loops(step)
+        receiver = step.func.value if isinstance(step.func, ast.Attribute) else None
+        if not loops or receiver is None or step.args or not code.called(loops[0], "backward"):
+            continue
+        if any(_is_optimizer(each.code, each.node) for each in code.origins(receiver)):
+            yield Hit(
+                step,
+                "gradients are never set to zero, so each step adds those of all steps before",
+                "Call optimizer.zero_grad() in each step.",
+            )
+            return
+
+
+@rule("DDP314", Severity.ERROR, "wrap-before-move")
+def wrap_before_move(code: Code) -> Iterator[Hit]:
+    """The model is moved to its device after it was wrapped.
+
+    What it finds
+        ``DDP(model)`` of a model that was not moved, then ``.to(device)`` or ``.cuda()`` on
+        the result.
+
+    Why it is bad
+        DDP's buckets and hooks belong to the CPU's parameters. Gradients may not be
+        reduced any more, without an error.
+
+    How to fix it
+        Move, then wrap.
+
+    Example
+        Wrong:
+            model = DDP(Net())
+            model.to(device)
+        Right:
+            model = DDP(Net().to(device))
+
+    When it stays silent
+        A model that was moved to the device before as well.
+    """
+    for wrap in code.wraps:
+        target = _bound(code, wrap)
+        inner = wrap.args[0] if wrap.args else keyword(wrap, "module")
+        if target is None or inner is None or keyword(wrap, "device_ids", 1) is not None:
+            continue
+        made = code.origins(inner)
+        if calls_in([inner, *(each.node for each in made)], *_MOVES) or not _is_local(code, inner):
+            continue
+        moved = _moves(code, wrap, (target, inner))
+        after = [each for each in moved if each.lineno > wrap.lineno and not guards(code, each)]
+        if after and not any(each.lineno < wrap.lineno for each in moved):
+            yield Hit(
+                after[0],
+                "the model is moved after it was wrapped, so DDP may not reduce its gradients",
+                "Move the model to its device first, and wrap it last.",
+            )
+
+
+_MOVES = ("to", "cuda")
+
+
+def _moves(code: Code, wrap: ast.Call, models: Sequence[ast.expr]) -> list[ast.Call]:
+    """Return the calls in a wrapper's function that move one of some models to a device."""
+    return [
+        each
+        for each in calls_in([code.function(wrap) or code.tree], *_MOVES)
+        if isinstance(each.func, ast.Attribute)
+        and any(_same(code, each.func.value, model) for model in models)
+    ]
+
+
+def _is_local(code: Code, inner: ast.expr) -> bool:
+    """Return whether the wrapped model is made in the program, and not moved elsewhere."""
+    made = code.origins(inner)
+    return bool(made) and all(isinstance(each.node, ast.Call) for each in made)
+
+
+@rule("DDP315", Severity.ERROR, "wrapper-discarded")
+def wrapper_discarded(code: Code) -> Iterator[Hit]:
+    """The DDP object is not used.
+
+    What it finds
+        ``DDP(model)`` as a whole statement, or bound to a name that is never read.
+
+    Why it is bad
+        The training continues with the bare model, and every rank trains another one.
+
+    How to fix it
+        Train with the object that ``DDP()`` returns.
+
+    Example
+        Wrong:
+            DDP(model)
+            loss = model(x).sum()
+        Right:
+            model = DDP(model)
+            loss = model(x).sum()
+
+    When it stays silent
+        Attributes and names that other files may read.
+    """
+    for wrap in code.wraps:
+        statement = code.statement(wrap)
+        target = _bound(code, wrap)
+        if isinstance(statement, ast.Expr) and statement.value is wrap:
+            lost = True
+        elif isinstance(target, ast.Name):
+            scope = code.scope(target)
+            shared = isinstance(scope, (ast.Module, ast.ClassDef))
+            reads = [
+                each
+                for each in code.loads.get(target.id, ())
+                if isinstance(each, ast.Name)
+                and (code.scope(each) is scope or scope in code.above(each))
+            ]
+            names = {
+                one
+                for each in code.within(scope)
+                if isinstance(each, (ast.Global, ast.Nonlocal))
+                for one in each.names
+            }
+            lost = (
+                not reads
+                and not (shared and len(code.program.codes) > 1)
+                and target.id not in names
+            )
+        else:
+            lost = False
+        if lost:
+            yield Hit(
+                wrap,
+                "nothing uses this DDP object, so the ranks train separate models",
+                "Train with the object that DDP() returns.",
+            )
+
+
+@rule("DDP316", Severity.WARNING)
+def clip_too_early(code: Code) -> Iterator[Hit]:
+    """Find clipping of gradients that are still scaled."""
+    if code.program.uses("unscale_"):
+        return
+    for call in (
+        *code.calls_by_name.get("clip_grad_norm_", ()),
+        *code.calls_by_name.get("clip_grad_value_", ()),
+    ):
+        function = code.function(call)
+        block: ast.AST = next(iter(code.loops(call)), function or code.tree)
+        scaled = [
+            each
+            for each in code.called(block, "backward")
+            if isinstance(each.func, ast.Attribute)
+            and isinstance(each.func.value, ast.Call)
+            and last_name(each.func.value.func) == "scale"
+        ]
+        steps = [
+            each
+            for each in code.called(block, "step")
+            if isinstance(each.func, ast.Attribute)
+            and "scaler" in last_name(each.func.value).lower()
+        ]
+        scaled = [each for each in scaled if not exclusive(code, each, call)]
+        if scaled and steps and scaled[0].lineno < call.lineno:
+            yield Hit(
+                call,
+                "gradients are clipped while they are still multiplied by the loss scale, so "
+                "nearly all of them are cut",
+                "Call scaler.unscale_(optimizer) before the clipping.",
+            )
+
+
+@rule("DDP319", Severity.ERROR)
+def rank_only_weights(code: Code) -> Iterator[Hit]:
+    """Find weights that one rank alone loads after the model was wrapped."""
+    for wrap in code.wraps:
+        target = _bound(code, wrap)
+        inner = wrap.args[0] if wrap.args else None
+        models = [each for each in (target, inner) if isinstance(each, (ast.Name, ast.Attribute))]
+        below = list(_after(code, wrap))
+        for node in below:
+            if not isinstance(node, ast.Call) or last_name(node.func) != "load_state_dict":
+                continue
+            if exclusive(code, wrap, node):
+                continue
+            owner = node.func.value if isinstance(node.func, ast.Attribute) else None
+            if owner is None or not any(_same(code, _root(owner), each) for each in models):
+                continue
+            condition = next((each for each, _ in guards(code, node)), None)
+            if condition is not None and not _made_up_for(code, node, condition, below):
+                yield Hit(
+                    node,
+                    "one rank alone loads weights into the wrapped model, and DDP never sends them "
+                    "to the others",
+                    "Load on every rank, or before the model is wrapped.",
+                )
+
+
+def _made_up_for(code: Code, load: ast.Call, condition: ast.AST, below: Sequence[ast.AST]) -> bool:
+    """Return whether the weights are the same again: sent, loaded by the others, or put back."""
+    if _both_branches(code, condition, "load_state_dict"):
+        return True
+    if isinstance(condition, ast.If) and len(code.called(condition, "load_state_dict")) > 1:
+        return True
+    return any(
+        each.lineno > load.lineno
+        and (
+            last_name(each.func) in ("broadcast", "broadcast_object_list")
+            or code.is_torch(each, "DistributedDataParallel")
+        )
+        for each in below
+        if isinstance(each, ast.Call)
+    )
+
+
+def _both_branches(code: Code, condition: ast.AST, name: str) -> bool:
+    if not isinstance(condition, ast.If) or not condition.orelse:
+        return False
+    parts = (condition.body, condition.orelse)
+    return all(
+        any(
+            last_name(one.func) == name
+            for s in part
+            for one in ast.walk(s)
+            if isinstance(one, ast.Call)
+        )
+        for part in parts
+    )
+
+
+@rule("DDP321", Severity.INFO, "deprecated-argument", moot=frozenset())
+def deprecated_argument(code: Code) -> Iterator[Hit]:
+    """DDP gets an argument that torch 2.13 deprecates.
+
+    What it finds
+        ``broadcast_buffers=`` or ``check_reduction=``.
+
+    Why it is bad
+        A FutureWarning on each rank, and later an error.
+
+    How to fix it
+        ``forward_sync_buffers=`` from torch 2.13 on.
+
+    Example
+        Wrong:
+            DDP(model, broadcast_buffers=False)
+        Right:
+            DDP(model, forward_sync_buffers=False)
+
+    When it stays silent
+        Other arguments.
+    """
+    for wrap in code.wraps:
+        for each in wrap.keywords:
+            if each.arg == "check_reduction":
+                yield Hit(each.value, "torch ignores check_reduction", "Leave it out.")
+            elif each.arg == "broadcast_buffers":
+                yield Hit(
+                    each.value,
+                    "torch 2.13 deprecates broadcast_buffers",
+                    "Use forward_sync_buffers from torch 2.13 on.",
+                )
+
+
+@rule("DDP962", Severity.ERROR)
+def wrapper_attribute(code: Code) -> Iterator[Hit]:
+    """Find attributes of the model that are read from its wrapper."""
+    for name, loads in code.loads.items():
+        if name in WRAPPER or name.startswith("__"):
+            continue
+        for load in loads:
+            if not isinstance(load, ast.Attribute):
+                continue
+            wrap = _only_wrapper(code, load.value)
+            if wrap is None or under(code, load, "hasattr", "ddp", "distrib", "module"):
+                continue
+            made = code.origins(wrap.args[0]) if wrap.args else []
+            classes = [
+                each.code.classes.get(last_name(each.node.func))
+                for each in made
+                if isinstance(each.node, ast.Call)
+            ]
+            if classes and all(each is not None and _defines(each, name) for each in classes):
+                yield Hit(
+                    load,
+                    f"the DDP object has no {name}: it is its module's",
+                    f"Use .module.{name}.",
+                )
+
+
+def _only_wrapper(code: Code, node: ast.expr) -> ast.Call | None:
+    """Return the call that wraps what a name is, if it is nothing else."""
+    if not isinstance(node, ast.Name):
+        return None
+    items = [item for other, item in code.values(node) if other is code]
+    made = [item.value for item in items if item.position is None and not item.is_item]
+    found = [each for each in made if code.is_torch(each, "DistributedDataParallel")]
+    last = max(items, key=lambda item: getattr(item.node, "lineno", 0), default=None)
+    if last is None or last.value not in found or code.scope(last.node) is not code.scope(node):
+        return None
+    if node.lineno <= getattr(last.node, "lineno", 0) or exclusive(code, last.node, node):
+        return None
+    held = [each for each in code.above(last.node) if isinstance(each, ast.If)]
+    wrap = last.value
+    return wrap if not held and isinstance(wrap, ast.Call) else None
+
+
+def _defines(node: ast.ClassDef, name: str) -> bool:
+    """Return whether a class defines a method or an attribute of a name."""
+    return any(
+        (isinstance(each, FUNCTIONS) and each.name == name)
+        or (isinstance(each, ast.Attribute) and each.attr == name)
+        for each in ast.walk(node)
+    )
+
+
+@rule("DDP322", Severity.ERROR)
+def autograd_grad(code: Code) -> Iterator[Hit]:
+    """Find ``torch.autograd.grad`` over the parameters of a DDP module."""
+    for call in code.calls_by_name.get("grad", ()):
+        if code.dotted(call.func) != "torch.autograd.grad":
+            continue
+        inputs = keyword(call, "inputs", 1)
+        if inputs is None:
+            continue
+        for each in ast.walk(inputs):
+            if (
+                isinstance(each, ast.Call)
+                and last_name(each.func) == "parameters"
+                and isinstance(each.func, ast.Attribute)
+                and _is_wrapper(code, each.func.value)
+                and not code.program.uses("all_reduce")
+            ):
+                yield Hit(
+                    call,
+                    "torch.autograd.grad does not run DDP's hooks, so these gradients are this "
+                    "rank's alone",
+                    "Use loss.backward(), or all_reduce the gradients.",
+                )

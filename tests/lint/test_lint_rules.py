@@ -1,0 +1,100 @@
+"""Each rule finds what its snippets expect, and nothing else, however the code is written."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from ddpdoctor.core.finding import Severity
+from ddpdoctor.lint import check, files
+from ddpdoctor.lint.rules import LINT_RULES
+
+FOLDER = Path(__file__).with_name("snippets")
+
+
+def snippets() -> Iterator[tuple[str, str]]:
+    """Yield the snippets of all files with their names."""
+    for path in sorted(FOLDER.glob("*.txt")):
+        for part in re.split(r"(?m)^# %% ", path.read_text())[1:]:
+            name, _, code = part.partition("\n")
+            yield f"{path.stem}: {name}", code
+
+
+CASES = dict(snippets())
+
+
+def problems(code: str, path: str = "train.py") -> list[tuple[int, str]]:
+    """Return line and code of what is found, without infos."""
+    found = check.check([files.parse(path, code.encode())])
+    return [(each.line, each.code) for each in found if each.severity > Severity.INFO]
+
+
+def expected(code: str) -> list[tuple[int, str]]:
+    lines = enumerate(code.splitlines(), 1)
+    return [(at, each) for at, line in lines for each in re.findall(r"# expect: (DDP\d+)", line)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_snippet(name: str) -> None:
+    assert problems(CASES[name]) == expected(CASES[name])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_layout_and_place_do_not_matter(name: str) -> None:
+    code = CASES[name]
+    wanted = sorted(each for _, each in expected(code))
+    plain = ast.unparse(ast.parse(code))
+    assert sorted(each for _, each in problems(plain)) == wanted
+    typed = re.sub(r"def (\w+)\((\w+), ", r"def \1(\2: object, ", plain)
+    assert sorted(each for _, each in problems(typed)) == wanted
+    if "os.environ" not in code and "spawn" not in code and "parser" not in code:
+        body = "\n".join(f"    {line}" for line in plain.splitlines())
+        assert sorted(each for _, each in problems(f"def job():\n{body}\njob()\n")) == wanted
+
+
+class Renamed(ast.NodeTransformer):
+    """Gives variables and parameters other names, but not those that are imported or called by."""
+
+    NAMES: ClassVar = {"sampler": "chooser", "loader": "batches", "model": "network", "x": "images"}
+
+    def visit_Name(self, node: ast.Name) -> ast.Name:
+        node.id = self.NAMES.get(node.id, node.id)
+        return node
+
+    def visit_arg(self, node: ast.arg) -> ast.arg:
+        node.arg = self.NAMES.get(node.arg, node.arg)
+        return node
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_names_do_not_matter(name: str) -> None:
+    renamed = ast.unparse(Renamed().visit(ast.parse(CASES[name])))
+    wanted = sorted(each for _, each in expected(CASES[name]))
+    assert sorted(each for _, each in problems(renamed)) == wanted
+
+
+@pytest.mark.parametrize("name", [name for name, code in CASES.items() if "# expect" in code])
+def test_noqa(name: str) -> None:
+    code = re.sub(r"# expect: (DDP\d+)", r"# noqa: \1", CASES[name])
+    assert problems(code) == []
+    other = re.sub(r"# expect: (DDP\d+)", "# noqa: E501", CASES[name])
+    assert [each for _, each in problems(other)] == [each for _, each in expected(CASES[name])]
+
+
+def test_each_warning_and_error_has_a_snippet() -> None:
+    severe = {code for code, rule in LINT_RULES.items() if rule.severity > Severity.INFO}
+    seen = {code for each in CASES.values() for _, code in expected(each)}
+    assert severe - seen == set()
+
+
+def test_own_pages_have_examples() -> None:
+    for rule in LINT_RULES.values():
+        if rule.name:
+            assert "Wrong:" in rule.page
+            assert "Right:" in rule.page
+            assert len(rule.page.splitlines()) <= 30
