@@ -70,6 +70,8 @@ def NAME(run: Run) -> Iterator[Finding]:
 JOB = '''\
 """FILL IN: what the job does wrong."""
 
+# fix: Give the file another name
+
 import gc
 import tempfile
 
@@ -149,9 +151,8 @@ def layout(code: str, slug: str) -> dict[Path, str]:
         return text.replace("CODE", code).replace("SLUG", slug).replace("NAME", name)
 
     stem = f"{code.lower()}_{name}"
-    twin = (
-        re.sub(r"  # expect: .*", "", JOB).replace("shout.pt", "last.pt").replace("wrong", "right")
-    )
+    unmarked = re.sub(r"  # expect: .*|# fix: .*\n\n", "", JOB)
+    twin = unmarked.replace("shout.pt", "last.pt").replace("wrong", "right")
     return {
         Path("ddpdoctor/diagnose") / FAMILIES[code[3]] / f"rules_{name}.py": filled(RULE),
         Path("tests/jobs/sick") / f"{stem}.py": filled(JOB),

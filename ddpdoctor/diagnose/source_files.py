@@ -164,6 +164,11 @@ class Source:
             node for node in self._enclosing(line) if isinstance(node, _LOOPS) and holds(node, line)
         ]
 
+    def loop_at(self, line: int) -> Loop | None:
+        """Return the loop that begins at a line."""
+        loops = (node for node in self._nodes if isinstance(node, _LOOPS))
+        return next((each for each in loops if each.lineno == line), None)
+
     def leaves(self, line: int, loop: Loop) -> bool:
         """Return whether the statement at a line leaves a loop."""
         return any(covers(each, line) for each in self.exits(loop))

@@ -17,11 +17,15 @@ from ddpdoctor.diagnose.source_files import (
     FUNCTIONS,
     covers,
     files_of,
+    holds,
     last_name,
+    location,
     nodes_of,
     per_file,
+    quoted,
     rank_guard,
     ranks_at,
+    source_of,
     tree_of,
     walk_scope,
 )
@@ -474,6 +478,35 @@ def mentions(at: Location, word: str) -> bool:
     return False
 
 
+JOIN = ", or wrap the loop in `with model.join():`"
+"""The end of a fix for loops of unequal length."""
+
+
+def without_join(run: Run, at: Location | None, fix: str) -> str:
+    """Return a fix, without `JOIN` if the loop at a line calls collectives of the job's own.
+
+    ``join()`` makes up for DDP's collectives alone.
+    """
+    source = source_of(at.path) if at is not None else None
+    loop = source.loop_at(at.line) if at is not None and source is not None else None
+    if at is None or loop is None:
+        return fix
+    calls = (call for rank in run.last if rank.ring is not None for call in rank.ring.collectives)
+    lines = (location(text) for call in calls for text in (call.site, *call.callers))
+    inside = any(
+        each is not None and each.path == at.path and holds(loop, each.line) for each in lines
+    )
+    return fix.replace(JOIN, "") if inside else fix
+
+
+def takes_batch_sampler(at: Location) -> bool:
+    """Return whether the call at a line passes a ``batch_sampler``, by its name."""
+    calls = [
+        node for node in nodes_of(at.path) if isinstance(node, ast.Call) and covers(node, at.line)
+    ]
+    return any(each.arg == "batch_sampler" for call in calls for each in call.keywords)
+
+
 # -- lines that write gradients, weights or hyper-parameters on some ranks only
 
 _IN_PLACE = re.compile(
@@ -503,21 +536,64 @@ class Write:
 
 
 def written_on_some_ranks(run: Run, what: WriteTarget) -> list[Location]:
-    """Return the lines that write something under a condition on the rank."""
-    paths = files_of(run)
-    calls: dict[str, list[Location]] = {}
-    for path in paths:
-        for name, line in _called_functions(path):
-            calls.setdefault(name, []).append(Location(path, line))
-    found: list[Location] = []
-    for write in (each for path in paths for each in _writes(path) if each.what == what):
-        # The condition may be around every call of the function.
-        called = calls.get(write.function, ()) if write.function else ()
-        if rank_guard(*write.location) is not None or (
-            called and all(rank_guard(*each) is not None for each in called)
-        ):
-            found.append(write.location)
-    return found
+    """Return the lines under a condition on the rank that write something, or call what does."""
+    writes = (each for path in files_of(run) for each in _writes(path) if each.what == what)
+    chains = (guarded_calls(run, each.location) for each in writes)
+    return list(dict.fromkeys(chain[-1] for chain in chains if chain))
+
+
+def guarded_calls(run: Run, at: Location) -> list[Location]:
+    """Return a line and the calls that lead to it, up to one under a condition on the rank.
+
+    Return an empty list if some rank may come to the line without such a condition.
+    """
+    chain = [at]
+    while rank_guard(*chain[-1]) is None:
+        calls = callers(run, chain[-1])
+        guarded = [each for each in calls if rank_guard(*each) is not None]
+        if calls and len(guarded) == len(calls) > 1:
+            return chain
+        if len(calls) != 1 or len(chain) > MAX_DEPTH:
+            return []
+        chain += calls
+    return chain
+
+
+def guarded_call(run: Run, at: Location | None) -> tuple[Location | None, tuple[str, ...]]:
+    """Return the call under a condition on the rank that led to a line, with the evidence.
+
+    Return the line itself without evidence if no such call is known.
+    """
+    chain = guarded_calls(run, at) if at is not None else []
+    if len(chain) < 2:
+        return at, ()
+    return chain[-1], (f"{quoted(at)} is called from {quoted(chain[-1])}",)
+
+
+def callers(run: Run, at: Location) -> list[Location]:
+    """Return the lines of the user's files that call the function around a line, by its name."""
+    source = source_of(at.path)
+    name = getattr(source.scope(at.line), "name", "") if source is not None else ""
+    return [
+        Location(path, line)
+        for path in (files_of(run) if name else ())
+        if (source := source_of(path)) is not None
+        for line in source.calls(name)
+    ]
+
+
+def loop_around(run: Run, at: Location | None) -> Location | None:
+    """Return the innermost loop around a line, or around the only call of its function."""
+    for _ in range(MAX_DEPTH):
+        source = source_of(at.path) if at is not None else None
+        if at is None or source is None:
+            break
+        loop = source.driven_at(at.line) or next(iter(source.around(at.line)), None)
+        if loop is not None:
+            return Location(at.path, loop.lineno)
+        calls = callers(run, at)
+        at = calls[0] if len(calls) == 1 else None
+    return None
 
 
 _UPDATES = re.compile(r"(ema_|momentum_)?(update|step)(_parameters|_ema|_average|_teacher)?$")
@@ -582,13 +658,6 @@ def likely_written(lines: list[Location], what: str) -> Iterator[str]:
     elif lines:
         listed = ", ".join(map(str, lines[:4]))
         yield f"lines that change {what} under a condition on the rank: {listed}"
-
-
-@per_file
-def _called_functions(path: str) -> list[tuple[str, int]]:
-    """Return the names of the functions that a file calls, with the lines."""
-    calls = (node for node in nodes_of(path) if isinstance(node, ast.Call))
-    return [(last_name(call.func), call.lineno) for call in calls]
 
 
 @per_file

@@ -290,7 +290,15 @@ class Code:
         """Return whether a condition differs between ranks, as far as can be seen."""
         known = self._discerned.get(test)
         if known is None:
-            known = self._discerned[test] = discerns(test, self.words)
+            # What a function makes of a rank is not known, and may be the same on all.
+            made = any(
+                isinstance(each, ast.Call)
+                and each.args
+                and isinstance(each.func, ast.Name)
+                and each.func.id in self.functions
+                for each in ast.walk(test)
+            )
+            known = self._discerned[test] = not made and discerns(test, self.words)
         return known
 
     @cached_property
@@ -304,7 +312,12 @@ class Code:
             made[name] += [each.value for each in items]
         for name, items in self._attributes.items():
             made[name] += [each.value for each in items]
-        returned = {name for name in self.functions if name in found.numbers | found.conditions}
+        # What takes arguments decides by more than the rank.
+        returned = {
+            name
+            for name, functions in self.functions.items()
+            if all({each.arg for each in one.args.args} <= {"self", "cls"} for one in functions)
+        }
         numbers = {
             name
             for name in found.numbers

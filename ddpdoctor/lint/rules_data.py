@@ -15,6 +15,7 @@ from ddpdoctor.lint.program import (
     has_unpacked,
     is_guarded,
     keyword,
+    targets_of,
     under,
     without_gradients,
 )
@@ -587,10 +588,11 @@ def shard_not_reduced(code: Code) -> Iterator[Hit]:
             continue
         counted = _counted(code, loop)
         for node in code.within(code.function(loop) or code.tree):
+            if getattr(node, "lineno", 0) <= (loop.end_lineno or loop.lineno):
+                continue
             if (
                 isinstance(node, ast.BinOp)
                 and isinstance(node.op, ast.Div)
-                and node.lineno > loop.lineno
                 and {last_name(one) for one in ast.walk(node.left)} & counted
                 and _is_length_of_data(node.right)
             ):
@@ -600,6 +602,33 @@ def shard_not_reduced(code: Code) -> Iterator[Hit]:
                     "and never reduced over the ranks",
                     "all_reduce the sum and the count, then divide.",
                 )
+                break
+            if isinstance(node, ast.Call) and _shows(code, node, counted):
+                yield Hit(
+                    node,
+                    "this shows what one rank counted over its shard as if it were of the whole "
+                    "data set",
+                    "all_reduce the sum and the count first.",
+                )
+                break
+
+
+_SHOWN = ("print", "info", "add_scalar", "write", "log", "log_metrics", "print_rank0")
+
+
+def _shows(code: Code, call: ast.Call, counted: set[str]) -> bool:
+    """Return whether a call prints or logs some counts, and does not name the rank."""
+    if last_name(call.func) not in _SHOWN or mentions_rank(code, call):
+        return False
+    text = ast.unparse(call).lower()
+    names = {last_name(one) for each in call.args for one in ast.walk(each)}
+    derived = {
+        last_name(target)
+        for node in code.within(code.function(call) or code.tree)
+        for target in targets_of(node)
+        if {last_name(one) for one in ast.walk(getattr(node, "value", node))} & counted
+    }
+    return "rank" not in text and bool(names & (counted | derived))
 
 
 _REDUCES = (

@@ -458,7 +458,7 @@ class HangWatch:
             return self._pending and self._examined()
         seconds = now - SETTLE - min(self._marks.values(), default=self._start.began)
         if self._said:
-            self._note(f"the job runs again after no progress for {seconds:.0f} s")
+            self._note(f"the job is running again after no progress for {seconds:.0f} s")
         self._over()
         return True
 

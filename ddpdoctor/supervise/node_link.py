@@ -161,8 +161,8 @@ class NodeLink:
         self.judge = state.host
         if state.linked and not before.linked:
             self._note(
-                f"{state.host} judges this node's ranks with all others; records there in "
-                f"{state.directory}"
+                f"{state.host} judges this node's ranks together with all others; its records are "
+                f"in {state.directory}"
             )
         elif before.linked and not state.linked:
             self._note(f"lost the link to {before.host}: this node's ranks are judged alone")

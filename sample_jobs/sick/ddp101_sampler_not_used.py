@@ -1,5 +1,7 @@
 """A sampler is built and set to the epoch, but no loader has it."""
 
+# fix: Pass sampler=<this sampler>
+
 import gc
 
 import torch

@@ -1,5 +1,7 @@
 """The sampler is never told the epoch."""
 
+# fix: Call set_epoch(epoch) with the epoch's number
+
 import gc
 
 import torch

@@ -1,5 +1,7 @@
 """Train with a device chosen by an option that torch.distributed.launch once filled."""
 
+# fix: Read int(os.environ["LOCAL_RANK"])
+
 import argparse
 import gc
 

@@ -1,3 +1,4 @@
+# fix: Use them in the loss, freeze them before DDP
 # status: 1
 """Train a classifier whose auxiliary head is never used."""
 

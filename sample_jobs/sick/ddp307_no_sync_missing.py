@@ -1,5 +1,7 @@
 """Accumulate the gradients of four batches, and reduce each."""
 
+# fix: Put the forward and the backward of the other batches
+
 import gc
 
 import torch

@@ -1,5 +1,6 @@
 """Rank 0 logs, and waits in a barrier that no other rank calls."""
 
+# fix: Call it on every rank of the group: move it out of the branch
 # run: --hang-after 3 --kill-on-hang
 # status: 4
 

@@ -1,5 +1,7 @@
 """Train a classifier and keep the weights of the wrapper."""
 
+# fix: Save `model.module.state_dict()`
+
 import gc
 import os
 import tempfile

@@ -1,5 +1,7 @@
 """Training with gradient noise, which every rank draws for itself."""
 
+# fix: Change parameters and gradients in the same way
+
 import gc
 
 import torch

@@ -1,5 +1,6 @@
 """Rank 1 asks a server that does not answer, and waits for ever."""
 
+# fix: Let every rank call the same collectives in the same order; work
 # run: --hang-after 3 --kill-on-hang
 # status: 4
 

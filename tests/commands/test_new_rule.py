@@ -33,7 +33,8 @@ def test_what_is_laid_out_passes_its_own_tests(tmp_path: Path) -> None:
     assert new_rule.main(["DDP999", "shouted-loss"], tmp_path) == 0
     assert new_rule.main(["DDP999", "shouted-loss"], tmp_path) == 2
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    tests = ["tests/diagnose/test_shouted_loss.py", "tests/diagnose/test_rules.py"]
+    names = ("shouted_loss", "rules", "fixes")
+    tests = [f"tests/diagnose/test_{name}.py" for name in names]
     done = subprocess.run(
         [*command, *tests], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT
     )

@@ -235,7 +235,7 @@ def test_a_condition_on_the_rank_in_a_caller(tmp_path: Path) -> None:
     assert verdict.location == Location(script.path, 10)
     assert verdict.message == (
         "rank 0 alone called barrier #3 (default group) at `barrier()` train.py:2, by `save()` "
-        "train.py:10, under `if rank == 0:` (line 9): the other ranks never reach this call"
+        "train.py:10, under `if rank == 0:` (line 9): the other ranks did not make this call"
     )
     # Most ranks are under it; the others are no more guilty for being few.
     found, verdict = judged({0: reduces, 1: barrier, 2: barrier})

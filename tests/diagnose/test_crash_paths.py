@@ -56,4 +56,4 @@ def test_a_path_that_another_rank_has_just_made(
     written.rank(1, [error("FileExistsError", message, when)])
     written.exit(1, 1, when + SECOND)
     found = next(each for each in written.findings(status=1) if each.code == "DDP901")
-    assert ("it was made or changed 10 ms before" in found.message) is (seconds < 1)
+    assert ("it was created or changed 10 ms earlier" in found.message) is (seconds < 1)

@@ -146,6 +146,26 @@ def test_four_ranks_that_draw_everything() -> None:
     assert (finding.code, finding.ranks, finding.location.line) == ("DDP102", (0, 1, 2, 3), 5)  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(
+    ("sampler", "call", "fix"),
+    [
+        ({"torch": True}, "sampler=s", "Use sampler=DistributedSampler(dataset)"),
+        ({"torch": True}, "batch_sampler=s", "Build the batch sampler on a DistributedSampler:"),
+        ({"name": "Buckets"}, "batch_sampler=s", "Let Buckets shuffle with the same seed"),
+    ],
+)
+def test_the_fix_is_one_that_the_loader_accepts(
+    tmp_path: Path, sampler: JsonObject, call: str, fix: str
+) -> None:
+    train = tmp_path / "train.py"
+    train.write_text(f"loader = DataLoader(\n    data,\n    {call},\n)\n")
+    made, known = [str(train), 1], {"name": "RandomSampler", **sampler}
+    passes = [drawn(shuffled(seed), made=made, sampler=known) for seed in range(2)]
+    run = run_of(*([each] for each in passes))
+    (finding,) = findings(run)
+    assert finding.fix.startswith(fix)
+
+
 def test_the_same_order_is_seen_long_before_the_epoch_ends() -> None:
     begun = drawn(shuffled(0, 100_000)[:32], length=100_000, state="trains")
     assert codes(run_of([begun], [begun])) == ["DDP102"]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ddpdoctor.core.user_code import Location
 from ddpdoctor.run.records.base import JsonObject
 from tests.support.replicas import SITE, found, prints, ranks, tensors
 from tests.support.written import T0, Written
@@ -21,6 +22,37 @@ def test_weights_loaded_on_one_rank_are_the_cause(written: Written) -> None:
     assert (finding.code, finding.ranks, str(finding.location)) == (
         "DDP319", (1,), "/job/train.py:5",
     )  # fmt: skip
+
+
+GUARDED = """def change(model):
+    torch_changes(model)
+if rank == 0:
+    change(ddp)
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"), [("load", "DDP319"), ("resume", "DDP703"), ("clip", "DDP709")]
+)
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_the_call_under_a_condition_is_the_place_not_the_function_that_it_calls(
+    written: Written, tmp_path: Path, kind: str, code: str, elsewhere: bool
+) -> None:
+    train = tmp_path / "train.py"
+    train.write_text(GUARDED + "change(teacher)\n" * elsewhere)
+    at = {"kind": "site", "phase": "forward", "path": str(train), "line": 1}
+    change = {"kind": kind, "step": 2, "module": 0, "path": str(train), "line": 2}
+    change |= {"call": "clip_grad_norm_"} if kind == "clip" else {"what": "SGD"}
+    both = [
+        [{**each, "state": each["parameters"] * (kind == "resume")} for each in prints(letters)]
+        for letters in ("aabb", "aaaa")
+    ]
+    ranks(written, [at, change, *both[0]], [at, *both[1]])
+    (finding,) = written.findings(status=0)
+    assert finding.code == code
+    assert finding.location == Location(str(train), 2 if elsewhere else 4)
+    called = "`torch_changes(model)` train.py:2 is called from `change(ddp)` train.py:4"
+    assert (called in finding.evidence) is not elsewhere
 
 
 def test_other_weights_loaded_on_every_rank_are_not_one_ranks_fault(written: Written) -> None:
@@ -74,10 +106,10 @@ def test_the_line_that_changes_weights_on_one_rank(
     (finding,) = found(written)
     assert finding.code == ("DDP319" if seen or name in WRITES else "DDP701")
     # By what was seen, else by the condition around the line, if that is known.
-    alone = name in WRITES and name != "helper"
+    alone = name in WRITES
     assert finding.ranks == ((1,) if seen else (0,) if alone else (0, 1))
     if name in WRITES:
-        assert finding.location is not None and finding.location.path == str(train)
+        assert finding.location == Location(str(train), 4 if name == "helper" else 2)
         assert "likely" in finding.message or seen
     elif seen:
         assert finding.location is None

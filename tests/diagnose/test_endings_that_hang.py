@@ -39,8 +39,8 @@ def only(found: list[Finding]) -> Finding:
 def test_a_thread_that_is_no_daemon(tmp_path: Path) -> None:
     found = only(findings(tmp_path, at_the_end(0, SHUTDOWN), at_the_end(1, SHUTDOWN)))
     assert found.message == (
-        "ranks 0 and 1 are at the end of the script for 41 s, waiting for the thread 'uploader', "
-        "which is at upload.py:5"
+        "ranks 0 and 1 have been at the end of the script for 41 s, waiting for the thread "
+        "'uploader', which is at upload.py:5"
     )
     assert (found.severity, found.ranks) == (Severity.WARNING, (0, 1))
     assert str(found.location) == "/job/upload.py:5"
@@ -166,7 +166,7 @@ def test_a_real_shutdown_that_does_not_end_is_ended_if_asked(doctor: Doctor) -> 
     said = doctor.run(*options, "--", "train.py")
     assert said.status == 4, said.stderr
     words = " ".join(said.ours.replace("ddpdoctor: ", "").split())
-    assert "error DDP815: rank 1 is at the end of the script for" in words
+    assert "error DDP815: rank 1 has been at the end of the script for" in words
     assert "where Python's own shutdown does not come to its end" in words
     if find_py_spy() is not None:
         assert "below `__del__` train.py:" in words

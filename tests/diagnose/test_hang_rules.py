@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ddpdoctor.core.finding import Finding
 from ddpdoctor.core.user_code import Location
+from ddpdoctor.run.names import rank_stem
 from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.run.ring import RingWriter
 from ddpdoctor.run.status import Phase
 from tests.support.crash_records import error
 from tests.support.written import SECOND, T0, Written
@@ -61,6 +64,42 @@ def test_the_call_by_which_a_rank_left_is_the_place(written: Written) -> None:
     (finding,) = left(written, [DRAWS, call, END])
     assert finding.location == Location("/a.py", 3)
     assert finding.evidence[-1] == "rank 1 called sys.exit at /a.py:3"
+    assert finding.fix.startswith("Exit on all ranks together")
+
+
+LOOPS = {
+    "for": ("def train():\n    for batch in shard(rank):\n        step(batch)\n", 3, 2),
+    "while": ("while steps < limit[rank]:\n    step()\n", 2, 1),
+    "caller": ("def step():\n    ddp(x)\nfor x in shard(rank):\n    step()\n", 2, 3),
+    "two callers": ("def step():\n    ddp(x)\nstep()\nfor x in y:\n    step()\n", 2, 2),
+    "next": ("while batches:\n    batch = next(batches)\n", 2, 1),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_the_loop_is_the_place_not_the_forward(written: Written, tmp_path: Path, name: str) -> None:
+    text, forward, line = LOOPS[name]
+    train = tmp_path / "train.py"
+    train.write_text(text)
+    (finding,) = left(written, [{**FORWARD, "path": str(train), "line": forward}, END])
+    assert finding.location == Location(str(train), line)
+
+
+@pytest.mark.parametrize(("guard", "code"), [("rank == 0", "DDP401"), ("debug", "DDP801")])
+def test_a_collective_behind_the_loop_that_one_rank_calls(
+    written: Written, tmp_path: Path, guard: str, code: str
+) -> None:
+    train = tmp_path / "train.py"
+    train.write_text(f"for x in y:\n    step()\nif {guard}:\n    dist.barrier()\n")
+    ring = RingWriter(f"{written.path}/{rank_stem(0, 0)}.collectives")
+    texts = ("barrier", "0|0-1", "", "", f"{train}:4")
+    ring.begin(T0, 1, tuple(map(ring.text, texts)), (), -1, -1, 0)  # type: ignore[arg-type]
+    written.rank(1, [{**FORWARD, "path": str(train), "line": 2}, END], armed=4, steps=4)
+    written.rank(0, [], phase=Phase.WAIT, armed=4, steps=4, collective="barrier", site=f"{train}:4")
+    written.exit(1, 0, T0)
+    (finding,) = written.findings()
+    assert finding.code == code
+    assert finding.location == Location(str(train), 4 if code == "DDP401" else 1)
 
 
 @pytest.mark.parametrize(

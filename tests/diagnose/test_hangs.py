@@ -423,8 +423,8 @@ def test_groups_that_are_used_in_different_order(tmp_path: Path) -> None:
     assert (found.code, found.ranks, found.severity) == ("DDP804", (0, 1), Severity.ERROR)
     assert found.message == (
         "ranks wait for each other in collectives of different groups: rank 0 in all_reduce #1 "
-        "(4 floats, group of ranks 0-1) at train.py:10; rank 1 in all_reduce #1 (4 floats, group "
-        "of ranks 0-1) at train.py:20 (groups 10 and 20 by their names)"
+        "(4 floats, group of ranks 0-1 named 10) at train.py:10; rank 1 in all_reduce #1 (4 "
+        "floats, group of ranks 0-1 named 20) at train.py:20"
     )
     assert found.evidence == (
         "rank 0 waits in all_reduce #1 (4 floats, group of ranks 0-1) at train.py:10 for 41 s",

@@ -55,9 +55,10 @@ class Hang:
             ring.end(order, T0 + 2 * SECOND)
         if partial:
             ring.set_partial()
+        self.findings = self.written.findings()
         return [
             (each.code, each.ranks, each.location.line if each.location else 0)
-            for each in self.written.findings()
+            for each in self.findings
         ]
 
 
@@ -67,6 +68,29 @@ class Hang:
 )
 def test_why_a_rank_is_behind_the_loop(written: Written, text: str, code: str, line: int) -> None:
     assert Hang(written, text).found() == [(code, (1,), line)]
+
+
+def called(hang: Hang, line: int) -> None:
+    """Rank 0 called a collective at a line, after its last step began."""
+    ring = RingWriter(f"{hang.written.path}/{rank_stem(0, 0)}.collectives")
+    texts = ("all_reduce", "0|0-1", "float32", "SUM", f"{hang.path}:{line}")
+    ring.end(ring.begin(T0, 1, tuple(map(ring.text, texts)), (1,), 1, -1, 0), T0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_join_does_not_make_up_for_the_jobs_own_collectives(written: Written, inside: bool) -> None:
+    hang = Hang(written, PLAIN)
+    if inside:
+        called(hang, 4)
+    assert hang.found() == [("DDP109", (1,), 2)]
+    (finding,) = hang.findings
+    assert ("model.join()" in finding.fix) is not inside
+
+
+def test_a_rank_that_began_the_loop_again(written: Written) -> None:
+    hang = Hang(written, PLAIN)
+    called(hang, hang.behind)
+    assert "DDP109" not in [code for code, _, _ in hang.found()]
 
 
 def test_ranks_after_as_many_steps(written: Written) -> None:

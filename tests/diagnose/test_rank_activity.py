@@ -135,8 +135,13 @@ def test_who_would_compute_if_it_had_a_core_starves() -> None:
 @pytest.mark.parametrize(
     ("letters", "code", "severity", "words"),
     [
-        ("TT", "DDP805", Severity.ERROR, "is stopped (SIGSTOP, SIGTSTP or Ctrl-Z) for 41 s, at"),
-        ("tt", "DDP805", Severity.WARNING, "is held by a tracer (gdb, strace) for 41 s, at"),
+        (
+            "TT",
+            "DDP805",
+            Severity.ERROR,
+            "has been stopped (SIGSTOP, SIGTSTP or Ctrl-Z) for 41 s, at",
+        ),
+        ("tt", "DDP805", Severity.WARNING, "has been held by a tracer (gdb, strace) for 41 s, at"),
         ("DD", "DDP806", Severity.ERROR, "waits for a disk or device in nfs_wait for 41 s, at"),
     ],
 )

@@ -122,7 +122,7 @@ def test_the_end_waits_for_threads() -> None:
     assert said(found) == (
         "DDP815",
         Severity.WARNING,
-        "is at the end of the script for 41 s, waiting for the thread 'sender', which is at "
+        "has been at the end of the script for 41 s, waiting for the thread 'sender', which is at "
         "log.py:5",
     )
     found = exit_wait(seen(stacks=threads(("sender", 5), ("saver", 6), ("third", 7))))
@@ -164,7 +164,7 @@ def test_the_end_waits_for_processes(letters: str, words: str, evidence: int) ->
     known = stacks(1, CHILDREN, state={"children": [tracker, *children]})
     found = exit_wait(seen(stacks=known))
     assert said(found)[:2] == ("DDP815", Severity.WARNING)
-    assert said(found)[2] == f"is at the end of the script for 41 s, {words}"
+    assert said(found)[2] == f"has been at the end of the script for 41 s, {words}"
     assert found is not None and len(found.evidence) == evidence
 
 
@@ -189,7 +189,7 @@ def test_what_is_called_at_the_end_or_never_comes_back(
     # It has been there for long enough to say so, even if it is at work.
     found = exit_wait(seen(ended=ended, stacks=known, since=NOW - 300 * 10**9, **facts))
     assert said(found)[:2] == ("DDP815", severity)
-    assert said(found)[2].startswith(f"is at the end of the script for 300 s, {words}")
+    assert said(found)[2].startswith(f"has been at the end of the script for 300 s, {words}")
     if facts:
         assert exit_wait(seen(ended=ended, stacks=known, since=NOW - 299 * 10**9, **facts)) is None
     hidden = seen(ended=ended, stacks=known)

@@ -19,6 +19,7 @@ from tests.support.marks import (
     SICK,
     Kind,
     Verdict,
+    fix,
     head,
     healed,
     judged,
@@ -94,6 +95,9 @@ def test_a_sick_job_is_named(doctor: Doctor, path: Path, record_property: Note) 
     assert marks(path), "no mark"
     verdict = examined(doctor, "sick", path, record_property)
     assert verdict.as_wanted, verdict
+    wanted = re.escape(fix(path)).replace(r"\{\}", ".*")
+    fixes = [each["fix"] for each in read(doctor.directory / "findings.json") if "fix" in each]
+    assert any(re.match(wanted, each) for each in fixes), fixes
 
 
 @pytest.mark.parametrize("path", jobs(SICK, twin=True))

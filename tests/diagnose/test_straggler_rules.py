@@ -173,6 +173,7 @@ def test_the_line_is_the_one_with_the_surplus(written: Written) -> None:
     theirs = profile(BACKWARD, common)
     finding = sick(written, profile(work, common, stack(8, MAIN, loop(33))), theirs)
     assert finding.location == Location("/job/clean.py", 12)
+    assert finding.fix.startswith("Do this on the one rank less often")
     assert finding.message == (
         "rank 1 holds the others up by 40.0 ms a step, in its code between the phases: it runs "
         "normalize()"
@@ -182,6 +183,12 @@ def test_the_line_is_the_one_with_the_surplus(written: Written) -> None:
         "of 100",
         "called at train.py:30",
     )
+
+
+def test_a_line_of_all_ranks_that_takes_longer_on_one(written: Written) -> None:
+    work = [stack(count, MAIN, loop(30), ("/job/clean.py", 12, "clean")) for count in (40, 4)]
+    finding = sick(written, profile(work[0]), profile(work[1], BACKWARD))
+    assert finding.fix.startswith("See why this line takes longer on this rank")
 
 
 def test_what_all_ranks_do_is_no_surplus(written: Written) -> None:
@@ -221,7 +228,7 @@ def test_a_file_that_was_changed_since_has_other_lines(
     mine = profile(stack(40, (str(script), 3, "main"), (str(tmp_path / "log.py"), 7, "log")))
     os.utime(script, ns=(0, mine["time"] + later))
     finding = sick(written, mine)
-    assert finding.fix.startswith("Do this on the one rank less often") is named
+    assert ("train.py:3 is in a branch that depends on the rank" in finding.evidence) is named
 
 
 def test_a_branch_by_rank_is_the_cause(written: Written, tmp_path: Path) -> None:

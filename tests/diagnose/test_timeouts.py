@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,16 @@ def test_the_line_that_all_looks_have_in_common(written: Written) -> None:
         "rank 0 was at train.py:41 for 6 s and never joined barrier, where rank 1 waited at "
         "train.py:7 until the timeout of 6 s"
     )
+
+
+def test_a_launcher_that_took_the_exit_status_of_the_late_rank(written: Written) -> None:
+    """What is known of its end is that torchrun stopped it. It is dated by its last change."""
+    written.rank(0, [at(2, 41, 63)], phase=Phase.OTHER)
+    timed_out(written)
+    written.supervisor[-1] |= {"status": None}
+    stderr = f"Sending process {os.getpid()} closing signal SIGTERM\n"
+    (finding,) = written.findings(status=1, stderr=stderr)
+    assert (finding.code, finding.ranks) == ("DDP802", (0,))
 
 
 def test_a_loader_of_one_rank(written: Written) -> None:

@@ -13,8 +13,11 @@ import pytest
 
 from ddpdoctor.commands import lint
 from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.core.finding import Severity
 from ddpdoctor.lint import files
+from ddpdoctor.lint.check import check
 from ddpdoctor.lint.flake8 import Plugin
+from tests.conftest import ROOT
 
 SICK = """\
 import torch.distributed as dist
@@ -183,6 +186,32 @@ def test_files_that_import_each_other(sick: Path, capsys: pytest.CaptureFixture[
     )
     # What does not import it, is another program.
     assert lint.main(["train.py"]) == 0
+
+
+def test_healthy_jobs_and_ddpdoctor_itself_are_clean() -> None:
+    paths = [*(ROOT / "sample_jobs").glob("*.py"), *(ROOT / "tests/jobs/healthy").rglob("*.py")]
+    paths += [*(ROOT / "sample_jobs").glob("healthy/*.py"), ROOT / "ddpdoctor/preflight/selftest"]
+    sources = [files.read(each) for each in files.find([str(path) for path in paths])]
+    found = [each for each in check(sources) if each.severity > Severity.INFO]
+    assert [f"{each.where} {each.code}" for each in found] == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("ddp101_sampler_not_used", "ddp102_no_sampler", "ddp103_no_set_epoch"),
+        *("ddp113_seed_by_rank", "ddp206_local_rank_option", "ddp213_sampler_before_init"),
+        *("ddp301_module_in_training", "ddp303_head_replaced", "ddp308_no_sync_around_backward"),
+        *("ddp311_adam_in_the_loop", "ddp312_no_zero_grad", "ddp316_scaled_gradients"),
+        *("ddp319_weights_loaded_on_one_rank", "ddp401_barrier_on_rank_0"),
+        *("ddp401_barrier_in_helper", "ddp402_evaluation_on_rank_0", "ddp403_skip_on_local_nan"),
+        *("ddp501_save_on_every_rank", "ddp503_load_onto_gpu_0"),
+    ],
+)
+def test_faults_of_sick_jobs_that_the_source_shows(name: str) -> None:
+    (path,) = [*ROOT.glob(f"*/sick/{name}.py"), *ROOT.glob(f"tests/jobs/sick/{name}.py")]
+    found = check([files.read(str(path))])
+    assert name[:6].upper() in {each.code for each in found}
 
 
 def test_flake8(sick: Path) -> None:

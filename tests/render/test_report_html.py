@@ -205,7 +205,7 @@ def test_what_was_not_measured_is_listed(tmp_path: Path) -> None:
     (run / "vitals.jsonl").unlink()
     found = content(written(run))
     assert "steps: no rank closed one" in found["gaps"]
-    assert "memory and GPUs over time: the run has no record of them" in found["gaps"]
+    assert "memory and GPUs over time: not recorded in this run" in found["gaps"]
 
 
 def test_a_damaged_directory_is_shown_as_far_as_it_goes(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_a_stall_is_said_and_so_is_that_it_is_over(doctor: Doctor) -> None:
     result = doctor.run("--hang-after", "3", "--nproc-per-node", "2", "--", str(script))
     result.check_success()
     assert result.codes == ["DDP802"], result.stderr
-    assert "the job runs again after no progress for" in result.ours
+    assert "the job is running again after no progress for" in result.ours
     assert "findings: none" in result.ours
     (found,) = result.run.supervisor.of(FindingRecord)
     assert found.ranks == (1,)

@@ -4,7 +4,8 @@ A mark stands on the guilty line: ``# expect: DDP305`` for a finding of the job 
 rank, ``# expect: DDP305 rank 1`` or ``ranks 0,2`` for exactly these. ``# or: DDP805 rank 1`` is a
 line at which the same finding may stand instead: it takes py-spy to know more. The head of a job
 may say ``# ranks: 3``, ``# status: 1`` (the exit status that the job itself has, 0 unless said),
-``# run: --hang-after 3`` (options of ``ddpdoctor run``), and ``# needs: gpu`` or
+``# run: --hang-after 3`` (options of ``ddpdoctor run``), ``# fix: Load the state``: how the fix
+begins that is printed, which the healed twin follows to the letter, and ``# needs: gpu`` or
 ``# needs: 2 gpus``: it is skipped where fewer are visible; or ``# needs: free cores`` or
 ``# needs: 5 free cores``: what it does wrong makes no difference where every rank lacks a core.
 The twin of ``NAME.py`` is ``NAME_healed.py`` beside it.
@@ -94,6 +95,12 @@ def options(path: Path) -> list[str]:
     """The options that a job wants ``ddpdoctor run`` to have."""
     match = re.search(r"^# run: (.+)$", path.read_text(), re.MULTILINE)
     return match[1].split() if match is not None else []
+
+
+def fix(path: Path) -> str:
+    """How the fix begins that a job's findings print; ``{}`` stands for what varies."""
+    match = re.search(r"^# fix: (.+)$", path.read_text(), re.MULTILINE)
+    return match[1] if match is not None else ""
 
 
 def needed_gpus(path: Path) -> int:

@@ -68,8 +68,7 @@ def mismatch_finding(found: Mismatch, steps: int = 0) -> Finding:
             f"the loop at {quoted(found.blame.location)} ended earlier on {named(ended.ranks)}, "
             f"which called {ended.call.what} at {quoted(ended.call.site)}, than on "
             f"{named(rest.ranks)}, still in {rest.call.what} at {quoted(rest.call.site)}",
-            "Give the loop the same number of rounds on every rank (equal shards, drop_last), or "
-            "wrap it in `with model.join():`.",
+            "Give the loop the same number of rounds on every rank (equal shards, drop_last).",
         )
     if kind not in ("passed", "alone", "decided"):
         return different_calls_finding(found)
@@ -138,18 +137,32 @@ def _guarded_finding(
         ranks=tuple(sorted(by.ranks)),
         location=at,
         evidence=evidence,
-        fix="Call it on every rank of the group: "
-        + (f"in front of the `{guard.way}`." if guard.way else "move it out of the branch."),
+        fix=f"Call it on every rank of the group: in front of the `{guard.way}`."
+        if guard.way
+        else "Call it on every rank of the group: move it out of the branch.",
     )
+
+
+def called_alone(ranks: Sequence[Rank], evidence: tuple[str, ...]) -> Finding | None:
+    """Report the newest calls of some ranks if they are under a condition on the rank (DDP401)."""
+    newest = {
+        rank.rank: from_ring(rank.ring.collectives[-1])
+        for rank in ranks
+        if rank.ring is not None and rank.ring.collectives
+    }
+    by = alone_by_guard(newest, ()) if newest and len(newest) == len(ranks) else None
+    return _guarded_finding(by, next(iter(newest.values())), evidence) if by is not None else None
 
 
 def _missing(call: Call, others: Sequence[Group]) -> str:
     """Say what the other ranks did instead of a call under a condition on the rank."""
     for group in others:
-        if group.call.name == call.name and group.call.site != call.site:
+        if group.call.name == call.name and group.call.chain != call.chain:
             # Their next call is of the same kind, so that it met this one.
-            return f"it met the {call.name} of {named(group.ranks)} at {brief(group.call.site)}"
-    return "the other ranks never reach this call"
+            apart = (at for at in group.call.chain if at not in call.chain)
+            at = brief(next(apart, group.call.site))
+            return f"it met the {call.name} of {named(group.ranks)} at {at}"
+    return "the other ranks did not make this call"
 
 
 def different_calls_finding(found: Mismatch) -> Finding:
@@ -377,7 +390,6 @@ def order_finding(waits: Sequence[Blocked]) -> Finding:
     # A rank whose call is not known may be in another group.
     groups = {call.group for call in calls} | ({""} if len(calls) < len(ranks) else set())
     several = len(groups) > 1
-    listed = _listed_waits(waits) + (_names_of_groups(ranks) if several else "")
     what = "collectives of different groups" if several else "different collectives"
     return Finding(
         code="DDP804" if several else "DDP803",
@@ -385,7 +397,7 @@ def order_finding(waits: Sequence[Blocked]) -> Finding:
         subjects=_SUBJECTS,
         moment=max((call.began for call in calls), default=0),
         severity=Severity.ERROR,
-        message=f"ranks wait for each other in {what}: {listed}",
+        message=f"ranks wait for each other in {what}: {_listed_waits(waits)}",
         ranks=tuple(rank.rank for rank in ranks),
         location=waits[-1].waiting[-1].waits_at,
         evidence=tuple(waiting_line(rank) for rank in ranks[:6]),
@@ -396,19 +408,18 @@ def order_finding(waits: Sequence[Blocked]) -> Finding:
 
 
 def _listed_waits(waits: Sequence[Blocked]) -> str:
-    return "; ".join(
-        f"{named([rank.rank for rank in one.waiting])} in {one.what} at "
-        f"{quoted(one.waiting[0].waits_at)}"
-        for one in waits[:4]
-    )
-
-
-def _names_of_groups(ranks: Sequence[RankState]) -> str:
-    """Name the groups of the ranks' calls if only their names tell them apart."""
-    shown = [call for rank in ranks if (call := rank.under_way or rank.blocked) is not None]
-    if len({call.place for call in shown}) == len({call.group for call in shown}):
-        return ""
-    return f" (groups {' and '.join(call.group for call in shown[:4])} by their names)"
+    """Say which ranks wait in what, with the names of groups that have the same ranks."""
+    calls = [one.waiting[0].under_way or one.waiting[0].blocked for one in waits[:4]]
+    places = {call.group: call.place for call in calls if call is not None}
+    alike = len(set(places.values())) < len(places)
+    listed = []
+    for one, call in zip(waits, calls, strict=False):
+        what = one.what
+        if alike and call is not None:
+            what = what.replace(call.place, f"{call.place} named {call.group}")
+        who = named([rank.rank for rank in one.waiting])
+        listed.append(f"{who} in {what} at {quoted(one.waiting[0].waits_at)}")
+    return "; ".join(listed)
 
 
 def point_to_point_finding(ranks: Sequence[RankState]) -> Finding | None:

@@ -1,4 +1,4 @@
-"""Say of an exception about a path that the ranks used different ones, or raced for one."""
+"""Explain an exception about a path: the ranks used different paths, or raced for one."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ddpdoctor.run.snapshot import Run
 _PATH = re.compile(r"\[Errno \d+\][^']*'([^']+)'")
 
 MAX_RACE = 1_000_000_000
-"""Nanoseconds between the making of a path and an exception that it exists."""
+"""Maximum time in nanoseconds from a path's creation to an exception that it exists."""
 
 
 @dataclass(frozen=True)
 class PathFault:
-    """What is wrong with a path, as an addition to the message of the exception, and the fix."""
+    """The cause of an exception about a path, to add to its message, and the fix."""
 
     said: str
     fix: str
@@ -58,6 +58,6 @@ def _race(cause: Ending, path: str) -> PathFault | None:
     if not 0 <= before <= MAX_RACE:
         return None
     return PathFault(
-        f"; it was made or changed {before / 1e6:.0f} ms before",
+        f"; it was created or changed {before / 1e6:.0f} ms earlier",
         "Let one rank make it and the others wait in a barrier, or pass exist_ok=True.",
     )

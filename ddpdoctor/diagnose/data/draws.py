@@ -19,13 +19,13 @@ UNFOLLOWED = "unfollowed"
 """The state of a pass whose rest was not recorded because the overhead budget was spent."""
 
 WHOLE = 0.9
-"""The part of something that counts as all of it."""
+"""The least part of something that counts as all of it."""
 REPEATED = 0.1
 """The part of a rank's own draws above which it draws with replacement."""
 MAX_CHANCE = 1e-6
 """The highest chance that different data looks the same by accident."""
 MIN_SAMPLES = 8
-"""Samples that an order or a split must have."""
+"""The least number of samples in an order or a split."""
 
 _NO_SAMPLER = SamplerFacts()
 
@@ -142,7 +142,7 @@ def passes_of(rank: Rank) -> list[Pass]:
 
 
 def matched(run: Run) -> Iterator[Passes]:
-    """Yield passes of all ranks of a DDP group over the same loader after as many common steps."""
+    """Yield passes of all ranks of a DDP group over the same loader, begun at the same step."""
     ranks = {rank.rank: rank for rank in run.last}
     groups = dict.fromkeys(
         tuple(sorted(record.group_ranks))
@@ -237,7 +237,7 @@ def same_order(passes: Passes) -> bool:
 
 
 def overlap(passes: Passes) -> tuple[int, int]:
-    """Return how many draws of followed indices another rank made, too, and how many there were."""
+    """Return how many draws of followed indices another rank repeated, and the number of draws."""
     union = frozenset[int]().union(*(each.hits for each in passes.values()))
     total = sum(len(each.hits) for each in passes.values())
     return total - len(union), total

@@ -26,6 +26,7 @@ from ddpdoctor.diagnose.data.draws import (
 from ddpdoctor.diagnose.data.equal_losses import equal_losses
 from ddpdoctor.diagnose.data.seeds import loop_of
 from ddpdoctor.diagnose.loops.training_loops import local_decisions
+from ddpdoctor.diagnose.source_operations import takes_batch_sampler
 from ddpdoctor.run.snapshot import Rank, Run
 
 
@@ -128,7 +129,9 @@ def sampler_not_used(run: Run) -> Iterator[Finding]:
             f"every rank trains on the whole data set: the DistributedSampler built at {idle[0]} "
             f"was never passed to the loader built at {next(iter(passes.values())).made}",
             idle[0],
-            "Pass sampler=<this sampler> to the training DataLoader and drop shuffle=True.",
+            "Build the loader's batch sampler on this sampler."
+            if takes_batch_sampler(next(iter(passes.values())).made)
+            else "Pass sampler=<this sampler> to the training DataLoader and drop shuffle=True.",
         )
         return
 
@@ -176,11 +179,29 @@ def unsharded(run: Run) -> Iterator[Finding]:
             f"every rank trains on the whole data set ({first.length} samples a pass) with the "
             f"loader built at {first.made}, instead of on its part of it",
             first.made,
-            "Use sampler=DistributedSampler(dataset) in this DataLoader, without shuffle=True, "
-            "and call sampler.set_epoch(epoch) before each epoch.",
+            _sharding_fix(first),
         )
         return
     yield from _same_batches(run)
+
+
+def _sharding_fix(one: Pass) -> str:
+    """Say how to give each rank its part. A loader with a batch sampler accepts no sampler."""
+    if not takes_batch_sampler(one.made):
+        return (
+            "Use sampler=DistributedSampler(dataset) in this DataLoader, without shuffle=True, "
+            "and call sampler.set_epoch(epoch) before each epoch."
+        )
+    if one.sampler.torch:
+        return (
+            "Build the batch sampler on a DistributedSampler: BatchSampler(DistributedSampler("
+            "dataset), batch_size, drop_last). Call that sampler's set_epoch(epoch) before each "
+            "epoch."
+        )
+    return (
+        f"Let {one.sampler.name} shuffle with the same seed on all ranks, another one in each "
+        "epoch, and yield each rank's part of the batches: batches[rank::world_size]."
+    )
 
 
 def _same_batches(run: Run) -> Iterator[Finding]:

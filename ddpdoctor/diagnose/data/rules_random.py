@@ -16,12 +16,12 @@ from ddpdoctor.run.records.training import GeneratorState, RandomRecord
 from ddpdoctor.run.snapshot import Rank, Run
 
 MIN_STEPS = 4
-"""Steps in a row in which a rank drew."""
+"""The least number of consecutive steps in which a rank drew."""
 MANY = 624
-"""Numbers of a block, which are drawn in a step for each element of something. Fewer may be what
-ranks have to share, such as an order or a size."""
+"""The size of a generator's block. A step that draws as many draws for each element of a tensor.
+Fewer may be something that ranks must share, such as an order or a size."""
 SOME = 8
-"""Numbers that a data set draws for a batch that it augments."""
+"""The least number of draws for a batch that is augmented."""
 
 _NAMES = {"torch": "torch", "numpy": "numpy", "python": "the random module"}
 
@@ -87,7 +87,7 @@ def same_random_numbers(run: Run) -> Iterator[Finding]:
         ranks=found.ranks,
         location=at or found.at,
         evidence=(found.evidence, *evidence),
-        fix="Seed it from torch.initial_seed() % 2**32, plus a multiple of the rank."
+        fix="Seed it from (torch.initial_seed() + 1000 * rank) % 2**32."
         if found.worker
         else "After the model is built, seed what draws for the data with the rank added: "
         "torch.manual_seed(seed + dist.get_rank()).",
@@ -98,7 +98,7 @@ def same_random_numbers(run: Run) -> Iterator[Finding]:
 
 
 def _workers(run: Run) -> Iterator[_Alike]:
-    """Yield data sets whose workers draw alike on all ranks."""
+    """Yield data sets whose workers draw the same numbers on all ranks."""
     records = [each for each in run.strays.of(RandomRecord) if each.restart == run.restarts[-1]]
     for group in groups_of(run):
         numbers = tuple(rank.rank for rank in group)
@@ -119,7 +119,7 @@ def _alike_workers(
     for record in written:
         states = [each for each in record.states if each.name == library]
         if len(states) < 2 or any(_drawn(*pair) < 1 for pair in pairwise(states)):
-            # Its data set is not augmented, as that of an evaluation.
+            # Its data set is not augmented, for example that of an evaluation.
             continue
         many = many and all(_drawn(*pair) >= MANY for pair in pairwise(states))
         key = record.worker or 0, record.generation
@@ -146,7 +146,7 @@ def _drawn(before: GeneratorState, after: GeneratorState) -> int:
     """Return how many numbers were drawn at least between two states."""
     if before.block == after.block:
         return after.used - before.used
-    # The block was replaced once or more often. Few draws would not do that in each of some steps.
+    # The block was replaced at least once. A few draws a step would not do that in every step.
     return MANY
 
 
@@ -224,7 +224,7 @@ def _losses(run: Run) -> Iterator[_Alike]:
 
 
 def _seed_line(run: Run, found: _Alike) -> tuple[Location | None, tuple[str, ...]]:
-    """Return the line that is taken for the cause, and others that seed alike."""
+    """Return the most likely line of the cause, and other lines that seed alike."""
     functions = worker_functions(run)
     fits = [
         (min(fit, 1) if each.passed else 2 * fit, each)

@@ -84,7 +84,7 @@ def _columns(each: Sequence[Pass]) -> range:
 
 
 def _common_samples(each: Sequence[Pass]) -> int | None:
-    """Return how many samples all ranks have in common, if that is nearly all they have."""
+    """Return how many samples all ranks have in common, if these are nearly all of them."""
     if not all(one.record.rows for one in each):
         return None
     workers = max(1, *(one.record.workers for one in each))
@@ -201,9 +201,9 @@ def _doubled(batches: list[list[int | None]]) -> int:
 
 
 MIN_SHARED = 0.02
-"""The part of all draws that must be shared. Less may be what fills a last round."""
+"""The least part of all draws that must be shared. Less may be padding of the last round."""
 MAX_HASHES = 256
-"""Hashes that a rank writes of a pass. With fewer, these are all."""
+"""Maximum number of hashes that a rank records of a pass. Fewer are those of all samples."""
 
 Compared = tuple[int, int, str]
 """Draws of samples that another rank drew, draws that were compared, and how."""

@@ -1,4 +1,4 @@
-"""Find the lines of the user's source that seed generators of random numbers alike on all ranks."""
+"""Find lines of the user's source that seed random number generators alike on all ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _DRAWS = re.compile(
     r"|random_sample|sample|rollout|simulate\w*|generate\w*|synthe\w*|make_batch|draw\w*)$"
 )
 MAX_DEPTH = 3
-"""Functions, called by functions, that are searched for draws."""
+"""Maximum depth of calls that are searched for draws."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Seed:
     library: str
     """``torch``, ``numpy``, ``python``, or empty if its name does not tell."""
     own: bool
-    """It seeds a new generator, not the one that a process shares."""
+    """It seeds a new generator, not the global one of the process."""
     function: str
     """The function that holds it. Empty at the top of a file."""
     passed: bool
@@ -108,7 +108,7 @@ def _arguments(scope: ast.AST) -> set[str]:
 
 
 def _calls(scope: ast.AST, tree: ast.Module, words: Words) -> Iterator[ast.Call]:
-    """Yield the calls of a scope that seed with what no rank has alone."""
+    """Yield the calls of a scope that seed with a value that all ranks share."""
     given = _arguments(scope)
     for call in _within(scope):
         if not isinstance(call, ast.Call) or not _SEEDS.match(last_name(call.func)):
@@ -137,7 +137,7 @@ def _within(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _may_differ(value: ast.expr, tree: ast.Module, words: Words, depth: int) -> bool:
-    """Return whether a value may not be the same on all ranks."""
+    """Return whether a value may differ between ranks."""
     if _DIFFERS.search(ast.unparse(value)):
         return True
     names = {last_name(each) for each in ast.walk(value)} - {""}
@@ -183,5 +183,5 @@ def _draws(node: ast.AST, functions: Mapping[str, ast.AST], depth: int) -> bool:
 
 
 def mentions(run: Run, word: str) -> bool:
-    """Return whether a name of the user's files holds a word."""
+    """Return whether a name in the user's files contains a word."""
     return any(word in last_name(node).lower() for path in files_of(run) for node in nodes_of(path))

@@ -1,4 +1,4 @@
-"""Find losses of some ranks that depend on no parameter, so that DDP reduced nothing there."""
+"""Find losses that depend on no parameter, so that DDP reduces nothing on their ranks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ddpdoctor.run.snapshot import Rank, Run
 
 _MAX_LISTED = 3
 _MAKERS = ("tensor", "scalar_tensor", "zeros", "ones", "full", "empty", "zeros_like", "ones_like")
-"""Functions that make a constant tensor. Their names follow ``new_`` as methods."""
+"""Functions that create a constant tensor. As methods, their names begin with ``new_``."""
 
 
 def mispairs(cause: Finding, effect: Finding) -> bool:
-    """Return whether the cause makes collectives meet others, after which parameters differ."""
+    """Return whether the cause makes collectives meet others. Parameters may differ afterwards."""
     return MISPAIRED in cause.subjects
 
 
@@ -44,7 +44,7 @@ def constant_losses(run: Run) -> Iterator[Finding]:
 def _reduced(rank: Rank, number: int, constant: dict[int, ConstantLossRecord]) -> bool:
     """Return whether a rank is known to have begun that backward with a loss of its model."""
     begun = rank.status.reduced if rank.status is not None else 0
-    # What it did not record counts only if it records still.
+    # A missing record means something only if the rank still records.
     return begun >= number not in constant and not rank.lost and len(constant) < number
 
 
@@ -78,7 +78,7 @@ def _finding(run: Run, alone: list[Rank], others: list[Rank], first: ConstantLos
 
 
 def _constants(run: Run) -> list[Location]:
-    """Return the lines that make a constant with ``requires_grad``, those of a loss if any are."""
+    """Return the lines that create a constant with ``requires_grad``, only losses if any are."""
     found: dict[Location, bool] = {}
     for path in files_of(run):
         tree = tree_of(path)
@@ -95,7 +95,7 @@ def _constants(run: Run) -> list[Location]:
 
 
 def _makes_constant(call: ast.Call) -> bool:
-    """Return whether a call makes a tensor with ``requires_grad``, or lets a new one have it."""
+    """Return whether a call creates a tensor with ``requires_grad``, or sets it on a new one."""
     name = last_name(call.func).removeprefix("new_")
     if name == "requires_grad_":
         inner = getattr(call.func, "value", None)

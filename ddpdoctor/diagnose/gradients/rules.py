@@ -86,6 +86,9 @@ def unused_parameters(run: Run) -> Iterator[Finding]:
             yield from _never_used(run, number, seen)
 
 
+_THEN = " Then find_unused_parameters=True is needed only if others are unused now and then."
+
+
 def _never_used(run: Run, number: int, seen: OfModule[NeverUsedRecord]) -> Iterator[Finding]:
     """Yield what no rank ever uses, although DDP's options allow it."""
     newest = {rank.rank: record for rank, record in seen.records}
@@ -115,9 +118,12 @@ def _never_used(run: Run, number: int, seen: OfModule[NeverUsedRecord]) -> Itera
         ranks=tuple(sorted(newest)),
         location=cut.location if cut is not None else record.location,
         evidence=(*evidence, *_cut_evidence(cut)),
-        fix=_fix_of_cut(cut)
-        if cut is not None
-        else "Use them in the loss, or remove them or freeze them before DDP is built.",
+        fix=(
+            _fix_of_cut(cut)
+            if cut is not None
+            else "Use them in the loss, or remove them or freeze them before DDP is built."
+        )
+        + ("" if static else _THEN),
         about=f"module {number} never",
     )
 

@@ -64,7 +64,7 @@ def schedule_length(run: Run) -> Iterator[Finding]:
                 ranks=tuple(rank.rank for rank in run.last),
                 location=record.location,
                 evidence=(
-                    f"before training step {record.steps} {record.scheduler} had come to position "
+                    f"before training step {record.steps}, {record.scheduler} had reached position "
                     f"{record.position}",
                     f"there are {world} ranks",
                 ),
@@ -115,7 +115,7 @@ def _judged(run: Run, record: ScheduleRecord, world: int) -> tuple[str, str] | N
             return None
         return (
             f"{record.scheduler} is stepped {world} times in each training step, as often as there "
-            f"are ranks, and comes to its end ({right}) {world} times too early",
+            f"are ranks, and ends ({right} steps) {world} times too early",
             "Step the scheduler once for each optimizer step, or make it as many times longer.",
         )
     # Schedulers in a row begin one after another.

@@ -15,6 +15,7 @@ from ddpdoctor.diagnose.replicas.differences import Difference, Replica, odd, re
 from ddpdoctor.diagnose.source_files import quoted
 from ddpdoctor.diagnose.source_operations import (
     MAX_CANDIDATES,
+    guarded_call,
     likely_written,
     names_world_factor,
     operation_lines,
@@ -366,7 +367,7 @@ def gradient_changed_on_one_rank(run: Run) -> Iterator[Finding]:
         first = 0 if difference.equal is None else difference.equal + 1
         steps = range(first, difference.first + 1)
         found = (
-            _clipped(replica, steps)
+            _clipped(run, replica, steps)
             or _changed(run, replica, steps)
             or (_guarded(run, replica, difference) if gradients else None)
         )
@@ -386,7 +387,7 @@ def gradient_changed_on_one_rank(run: Run) -> Iterator[Finding]:
         )
 
 
-def _clipped(replica: Replica, steps: range) -> Edit | None:
+def _clipped(run: Run, replica: Replica, steps: range) -> Edit | None:
     """Return the first step in which only some ranks called one of torch's functions."""
     for step, states in _states(replica, ClipRecord, steps):
         clipping = tuple(rank for rank, each in states.items() if each is not None and each.call)
@@ -394,12 +395,16 @@ def _clipped(replica: Replica, steps: range) -> Edit | None:
         record = states[clipping[0]] if clipping else None
         if record is None or not rest:
             continue
+        location, called = guarded_call(run, record.location)
         return Edit(
             clipping if len(clipping) <= len(rest) else rest,
             f"{named(clipping)} call{'' if len(clipping) > 1 else 's'} {record.call} here and "
             f"{named(rest)} do{'es' if len(rest) == 1 else ''} not",
-            record.location,
-            (f"the first step of that kind since the parameters were equal is step {step}",),
+            location,
+            (
+                f"the first step of that kind since the parameters were equal is step {step}",
+                *called,
+            ),
         )
     return None
 

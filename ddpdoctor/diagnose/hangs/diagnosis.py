@@ -331,6 +331,13 @@ def _by_gpus(still: HangSnapshot, one: Blocked) -> Finding:
     if alone:
         cause = "the backend, or the device"
         fix = "See its native frames: `ddpdoctor stacks`."
+    elif all(rank.evidence.collective == "Work.wait" and not rank.under_way for rank in waiting):
+        # Only isend and irecv are not recorded.
+        cause = "they may wait for each other's isend or irecv"
+        fix = (
+            "Start all sends and receives (isend, irecv) before any wait, or exchange with "
+            "dist.batch_isend_irecv."
+        )
     elif "unknown" in arrivals.values():
         cause = "the network does not carry it, or a GPU has not come to it"
         fix = (

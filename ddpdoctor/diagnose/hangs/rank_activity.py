@@ -75,7 +75,7 @@ def state_of(rank: RankState) -> Activity | None:
     if set(letters) == {"T"}:
         return Activity(
             "DDP805",
-            f"is stopped (SIGSTOP, SIGTSTP or Ctrl-Z) {since}, {at}",
+            f"has been stopped (SIGSTOP, SIGTSTP or Ctrl-Z) {since}, {at}",
             Severity.ERROR,
             rank.site,
             f"Continue it with `kill -CONT {rank.evidence.pid}`, and find out who stopped it.",
@@ -83,7 +83,7 @@ def state_of(rank: RankState) -> Activity | None:
     if set(letters) == {"t"}:
         return Activity(
             "DDP805",
-            f"is held by a tracer (gdb, strace) {since}, {at}",
+            f"has been held by a tracer (gdb, strace) {since}, {at}",
             Severity.WARNING,
             rank.site,
             "Let the tracer go on, or detach it.",
@@ -398,7 +398,7 @@ def exit_wait(rank: RankState) -> Activity | None:
     if rank.seconds < EXIT_TIMEOUT and (works(rank) or waits_for_network(rank)):
         return None
     outer = rank.frames[0] if rank.frames else Frame("", 0, "")
-    since = f"is at the end of the script for {rank.seconds} s"
+    since = f"has been at the end of the script for {rank.seconds} s"
     if outer.path.endswith(_JOINS_THREADS[0]) and outer.function == _JOINS_THREADS[1]:
         return _joined_threads(rank, since)
     if outer.path.endswith(_JOINS_CHILDREN[0]) and outer.function == _JOINS_CHILDREN[1]:

@@ -7,6 +7,7 @@ DDP801, those of differing collectives (DDP401, DDP803, DDP804) included.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 from ddpdoctor.core.finding import Finding, Severity, rule
@@ -14,6 +15,7 @@ from ddpdoctor.core.relations import STANDSTILL, Lapsed, brings_about
 from ddpdoctor.diagnose import STANDSTILLS
 from ddpdoctor.diagnose.collectives.collective_mismatch import ring_mismatch
 from ddpdoctor.diagnose.collectives.mismatch_findings import (
+    called_alone,
     failed_in_different_calls,
     mismatch_finding,
 )
@@ -25,6 +27,7 @@ from ddpdoctor.diagnose.hangs.hang_snapshot import hang_snapshot, seen_waiting
 from ddpdoctor.diagnose.hangs.rank_activity import NEVER_ENDS
 from ddpdoctor.diagnose.hangs.timeouts import outlasted
 from ddpdoctor.diagnose.loops.rules_evaluation import alone_evaluating
+from ddpdoctor.diagnose.source_operations import loop_around, without_join
 from ddpdoctor.run.records.model import DdpRecord
 from ddpdoctor.run.records.process import ErrorRecord, ExitRecord
 from ddpdoctor.run.reported import hang, start
@@ -51,7 +54,8 @@ def left_early(run: Run) -> Iterator[Finding]:
 
     How to fix it
         Give every rank the same number of batches (`DistributedSampler` pads; `drop_last=True`
-        cuts), or run the loop inside `with model.join():`. Decide to stop on all ranks together.
+        cuts), or run the loop inside `with model.join():` if it calls no other collectives. Decide
+        to stop on all ranks together.
 
     Example
         Wrong:
@@ -64,8 +68,16 @@ def left_early(run: Run) -> Iterator[Finding]:
     When it stays silent
         Inside `join()`, for ranks of different DDP groups, for extra forwards in an evaluation, if
         a rank failed (DDP9xx), and if the cause is known: the statement by which a rank alone left
-        or skipped a step (DDP403), or loaders of different length (DDP109).
+        or skipped a step (DDP403), loaders of different length (DDP109), or a collective after the
+        loop that a condition on the rank decides on (DDP401).
     """
+    for leaver, wanting in _leavers(run):
+        if _alone_behind(leaver, wanting) is None:
+            yield _finding(run, leaver, wanting)
+
+
+def _leavers(run: Run) -> Iterator[tuple[Rank, list[Rank]]]:
+    """Yield each rank that finished while others need it, with these."""
     ranks = run.last
     if _is_explained(run):
         return
@@ -83,7 +95,7 @@ def left_early(run: Run) -> Iterator[Finding]:
         ]
         wanting = _without_evaluations(run, wanting)
         if wanting:
-            yield _finding(leaver, count, wanting)
+            yield leaver, wanting
 
 
 def _without_evaluations(run: Run, wanting: list[Rank]) -> list[Rank]:
@@ -95,17 +107,45 @@ def _without_evaluations(run: Run, wanting: list[Rank]) -> list[Rank]:
     return [rank for rank in wanting if rank.rank not in alone]
 
 
-def _finding(leaver: Rank, count: int, wanting: list[Rank]) -> Finding:
+def _alone_behind(leaver: Rank, wanting: list[Rank]) -> Finding | None:
+    """Report a collective under a condition on the rank, called after as many steps (DDP401)."""
+    count = _armed(leaver)
+    if any(_armed(rank) > count or _phase(rank) != Phase.WAIT.label for rank in wanting):
+        return None
+    wishes = [f"rank {rank.rank} {_wish(rank)}" for rank in wanting[:4]]
+    found = called_alone(wanting, (f"rank {leaver.rank} ended regularly", *wishes))
+    return replace(found, subjects=found.subjects | {STANDSTILL}) if found is not None else None
+
+
+def _phase(rank: Rank) -> str:
+    """Return the phase that a rank is in, or was in when it failed."""
+    error, last = rank.records.first(ErrorRecord), last_phase(rank)
+    return error.phase if error is not None else last.label if last is not None else ""
+
+
+def _finding(run: Run, leaver: Rank, wanting: list[Rank]) -> Finding:
+    count = _armed(leaver)
     steps = f"{count} synchronized step{'' if count == 1 else 's'}"
     evidence = [
         f"rank {leaver.rank} ended regularly after {steps}",
         *(f"rank {rank.rank} {_wish(rank)}" for rank in wanting[:4]),
     ]
     location = leaver.site("data") or leaver.site("forward")
+    location = loop_around(run, location) or location
+    fix = without_join(
+        run,
+        location,
+        "Give all ranks the same number of steps (equal shards, drop_last), or wrap the loop in "
+        "`with model.join():`.",
+    )
     call = next((call for call in leaver.records.of(ExitRecord) if call.status == 0), None)
     if call is not None and call.location is not None:
         location = call.location
         evidence.append(f"rank {leaver.rank} called {call.how} at {call.location}")
+        fix = (
+            "Exit on all ranks together: reduce the value that decides over the ranks first "
+            "(dist.all_reduce)."
+        )
     names = ", ".join(str(rank.rank) for rank in wanting)
     return Finding(
         code="DDP801",
@@ -117,8 +157,7 @@ def _finding(leaver: Rank, count: int, wanting: list[Rank]) -> Finding:
         subjects=frozenset((STANDSTILL,)),
         moment=leaver.ended.time if leaver.ended is not None else 0,
         evidence=tuple(evidence),
-        fix="Give all ranks the same number of steps (equal shards, drop_last), or wrap the "
-        "loop in `with model.join():`.",
+        fix=fix,
     )
 
 
@@ -197,8 +236,11 @@ def stands_still(run: Run) -> Iterator[Finding]:
             yield different
             known.add(different.code)
     failed = failed_in_different_calls(run)
-    if failed is not None and failed.code not in known:
-        yield failed
+    alone = (_alone_behind(leaver, wanting) for leaver, wanting in _leavers(run))
+    for each in (failed, *alone):
+        if each is not None and each.code not in known:
+            known.add(each.code)
+            yield each
 
 
 def _is_explained(run: Run) -> bool:

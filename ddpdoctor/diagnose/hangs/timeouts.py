@@ -27,7 +27,9 @@ def outlasted(run: Run) -> Finding | None:
     or outside of all, from before the timeout ran until the other ranks gave up.
     """
     restart = run.restarts[-1]
-    first = next((each for each in endings(run, restart) if each.victim), None)
+    # A rank that its launcher stopped may be dated too early, by its last sign of life.
+    victims = (each for each in endings(run, restart) if each.victim and not each.stopped)
+    first = next(victims, None)
     if first is None or first.kind != "exception" or first_failure(run, restart) is not None:
         return None
     found = TIMED_OUT.search(first.message)
@@ -90,7 +92,7 @@ def _finding(
         location=place,
         evidence=(
             f"{first.name}: {first.text[:160]}",
-            *((f"the process group and its timeout were made{set_at}",) if set_at else ()),
+            *((f"the process group was created with this timeout{set_at}",) if set_at else ()),
         ),
         fix=f"Give the group more time (`init_process_group(timeout=timedelta(...))`{set_at}), or "
         "do the work before it: the others wait from the moment at which they call the collective.",

@@ -22,8 +22,10 @@ from ddpdoctor.diagnose.crashes.rank_endings import (
 )
 from ddpdoctor.diagnose.data.equal_losses import groups_of
 from ddpdoctor.diagnose.source_files import Loop, Source, holds, location, source_of
+from ddpdoctor.diagnose.source_operations import callers, loop_around
 from ddpdoctor.run.records.process import ErrorRecord
 from ddpdoctor.run.records.training import LoopRecord
+from ddpdoctor.run.ring import Collective
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.status import Phase
 
@@ -64,12 +66,13 @@ def _left(run: Run, group: Sequence[Rank], ends: dict[int | None, Ending]) -> Le
     top = max(counts.values())
     inside = [rank for rank in group if counts[rank.rank] == top]
     outside = [rank for rank in group if counts[rank.rank] < top]
-    found = _innermost_loop(inside[0])
+    found = _innermost_loop(run, inside[0])
     if found is None or not all(_in_backward(run, rank, ends) for rank in inside):
         return None
     path, source, loop, line = found
     since = [_behind(run, rank, path, loop, ends) for rank in outside]
-    if not since or not all(since):
+    missing = top - max((counts[rank.rank] for rank in outside), default=top)
+    if not (since and all(since)) or _came_out(inside, path, loop, missing):
         return None
     kind, at = _decided(source, loop, line)
     return LeftByHand(
@@ -95,7 +98,7 @@ def _waits(run: Run, rank: Rank, ends: dict[int | None, Ending]) -> bool:
     return rank.ended is None and run.waits_for(rank) > PATIENCE
 
 
-def _innermost_loop(rank: Rank) -> tuple[str, Source, Loop, int] | None:
+def _innermost_loop(run: Run, rank: Rank) -> tuple[str, Source, Loop, int] | None:
     """Return the loop that a backward of a rank is in, and the line in it that leads there."""
     error = rank.records.first(ErrorRecord)
     frames = [Location(each.path, each.line) for each in error.user_frames] if error else []
@@ -103,7 +106,9 @@ def _innermost_loop(rank: Rank) -> tuple[str, Source, Loop, int] | None:
     if not frames:
         if len(lines) != 1:
             return None
-        lines += _callers(lines[0])
+        # Calls from outside of loops, such as one to warm up, do not count.
+        calls = [each for each in callers(run, lines[0]) if loop_around(run, each) is not None]
+        lines += calls if len(calls) == 1 else []
     for at in lines:
         source = source_of(at.path)
         loops = source.around(at.line) if source is not None else []
@@ -112,23 +117,29 @@ def _innermost_loop(rank: Rank) -> tuple[str, Source, Loop, int] | None:
     return None
 
 
-def _callers(at: Location) -> list[Location]:
-    """Return the only line in a loop that calls the function around a line."""
-    source = source_of(at.path)
-    name = getattr(source.scope(at.line), "name", "") if source is not None else ""
-    calls = source.calls(name) if source is not None and name else []
-    found = [Location(at.path, line) for line in calls if source and source.around(line)]
-    return found if len(found) == 1 else []
-
-
 def _behind(run: Run, rank: Rank, path: str, loop: Loop, ends: dict[int | None, Ending]) -> int:
     """Return since when a rank is in a collective that is called from outside the loop, or 0."""
     calls = rank.ring.collectives if rank.ring is not None and not rank.ring.partial else ()
     if rank.lost or not calls or calls[-1].ended or not _waits(run, rank, ends):
         return 0
-    lines = [location(text) for text in (calls[-1].site, *calls[-1].callers)]
+    return calls[-1].began if _is_behind(calls[-1], path, loop) else 0
+
+
+def _is_behind(call: Collective, path: str, loop: Loop) -> bool:
+    """Return whether a collective was called from outside a loop."""
+    lines = [location(text) for text in (call.site, *call.callers)]
     here = [at.line for at in lines if at is not None and at.path == path]
-    return calls[-1].began if here and not any(holds(loop, line) for line in here) else 0
+    return bool(here) and not any(holds(loop, line) for line in here)
+
+
+def _came_out(inside: Sequence[Rank], path: str, loop: Loop, steps: int) -> bool:
+    """Return whether a rank in a loop came out of it in its newest steps, and began it again."""
+    return any(
+        call.began >= (rank.steps[-steps].start if len(rank.steps) >= steps else 0)
+        and _is_behind(call, path, loop)
+        for rank in inside
+        for call in (rank.ring.collectives if rank.ring is not None else ())
+    )
 
 
 def _decided(

@@ -1,4 +1,4 @@
-"""Read in the user's source what becomes of an evaluation's result."""
+"""Find out from the user's source how the result of an evaluation is used."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SHOWS = re.compile(
     r"|savetxt|to_csv|open|set_postfix|set_description)$"
 )
 _OF_A_RANK = re.compile(r"loader|sampler|shard|subset|part|indices|batch|local|mine", re.IGNORECASE)
-"""Names of what a rank has of the data."""
+"""Names of a rank's part of the data."""
 
 _RANK = re.compile(r"\brank\b|\bshard\b|\bpart\b", re.IGNORECASE)
 _COMPARES = ("max", "min")
@@ -37,18 +37,18 @@ _RATIO = re.compile(
     r"|average",
     re.IGNORECASE,
 )
-"""Functions whose result is a ratio of what they were given."""
+"""Functions that compute a ratio."""
 
 _NEVER_A_MEAN = re.compile(
     r"f1|fbeta|precision|recall|auc|auroc|iou|dice|bleu|wer$|kappa|mcc", re.IGNORECASE
 )
-"""Those whose result over everything is no average of the results over parts."""
+"""Those whose ratio for all samples is not the average of the ratios for parts."""
 
 _HOOKS = ("validation_step", "test_step", "on_validation_epoch_end", "on_test_epoch_end")
 """Methods of Lightning that log what a rank evaluates."""
 
 MAX_DEPTH = 5
-"""Assignments through which a value is followed."""
+"""Maximum number of assignments through which a value is followed."""
 
 
 class Use(NamedTuple):
@@ -63,11 +63,11 @@ class Use(NamedTuple):
     over_all: bool = False
     """It divides by the length of the whole data set."""
     kept: bool = False
-    """The loop is found, and nothing shows or compares what it makes."""
+    """The loop was found, and no line shows or compares its result."""
 
 
 def use_of(run: Run, at: Location) -> Use:
-    """Return what becomes of the result of the evaluation whose loop reads its loader at a line."""
+    """Return how the result of an evaluation is used, whose loop reads its loader at a line."""
     home = _scope(at)
     if home is None:
         return Use()
@@ -108,7 +108,7 @@ def _quotients(scope: Function, results: set[str]) -> list[ast.BinOp | ast.Call]
 
 
 def indexed_by_rank(run: Run) -> Location | None:
-    """Return the first line that takes the part of something that belongs to the rank."""
+    """Return the first line that takes a part of something by the rank."""
     subscripts = (
         Location(path, node.lineno)
         for path in files_of(run)
@@ -121,7 +121,7 @@ def indexed_by_rank(run: Run) -> Location | None:
 
 
 def evaluated_by_hand(run: Run) -> Iterator[Location]:
-    """Yield the loops without gradients that take the samples of their rank themselves."""
+    """Yield the loops without gradients that select the samples of their rank."""
     for path in files_of(run):
         for scope in nodes_of(path):
             if not isinstance(scope, (ast.Module, *FUNCTIONS)):
@@ -182,7 +182,7 @@ def _loop_at(scope: Function, line: int) -> ast.For | ast.While | None:
 
 
 def _filled(loop: ast.For | ast.While | None) -> set[str]:
-    """Return the names that a loop sets or fills."""
+    """Return the names that a loop assigns or adds to."""
     found: set[str] = set()
     for node in walk_scope(loop.body if loop is not None else ()):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -197,7 +197,7 @@ def _filled(loop: ast.For | ast.While | None) -> set[str]:
 
 
 def _derived(scope: Function, names: set[str], function: str) -> set[str]:
-    """Add the names that are set to something computed of others, or returned by a function."""
+    """Add the names assigned a value computed from others, or returned by a function."""
     found = set(names)
     for _ in range(3):
         for node in walk_scope(scope.body):
@@ -323,13 +323,13 @@ class Averaged(NamedTuple):
     at: Location
     """The line that computes it."""
     never_a_mean: bool
-    """It is a measure such as F1, whose value is no average of those of parts, equal or not."""
+    """It is a measure such as F1, which no average of its values for parts gives."""
     over_all: bool = False
-    """It is divided by the length of the whole data set: the sum over the ranks is right."""
+    """It is divided by the length of the whole data set, so the sum over the ranks is right."""
 
 
 def ratio_reduced(chain: Sequence[Location]) -> Averaged | None:
-    """Return the ratio that a reduction takes; None if it takes counts, sums, or is unknown.
+    """Return the ratio that is reduced. None if counts or sums are, or if that is unknown.
 
     Args:
         chain: The call's line and those that led to it, innermost first.
@@ -365,7 +365,7 @@ def _calls_at(at: Location) -> Iterator[ast.Call]:
 
 
 _WRAPS = ("tensor", "as_tensor", "FloatTensor", "stack", "full", "float")
-"""Functions that make a tensor of their first argument."""
+"""Functions that create a tensor from their first argument."""
 
 _SAME = ("clone", "to", "detach", "cuda", "cpu", "double", "float", "unsqueeze", "item", "view")
 """Methods whose result has the value of their tensor."""
@@ -378,7 +378,7 @@ def _ratio(chain: Sequence[Location], value: ast.expr, depth: int) -> Averaged |
         return None
     if isinstance(value, (ast.List, ast.Tuple)):
         found = [_ratio(chain, each, depth) for each in value.elts]
-        # Counts beside it are what it should be divided by.
+        # A count beside it is probably the divisor.
         return found[0] if found and all(found) else None
     if isinstance(value, ast.BinOp):
         divides = isinstance(value.op, (ast.Div, ast.FloorDiv))
@@ -409,7 +409,7 @@ def _ratio_of_call(chain: Sequence[Location], call: ast.Call, depth: int) -> Ave
 
 
 def _given(chain: Sequence[Location], scope: Function, name: str) -> ast.expr | None:
-    """Return what the caller of a function gives it for a parameter."""
+    """Return the argument that the caller of a function passes for a parameter."""
     if isinstance(scope, ast.Module) or len(chain) < 2:
         return None
     names = [each.arg for each in scope.args.args]

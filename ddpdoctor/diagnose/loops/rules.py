@@ -34,6 +34,7 @@ from ddpdoctor.diagnose.loops.training_loops import (
 )
 from ddpdoctor.diagnose.replicas.differences import Replica, replicas
 from ddpdoctor.diagnose.source_files import quoted, source_of
+from ddpdoctor.diagnose.source_operations import without_join
 from ddpdoctor.run.records.process import ErrorRecord
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.status import Phase
@@ -289,7 +290,7 @@ def uneven(run: Run) -> Iterator[Finding]:
 
     How to fix it
         Give every rank the same number of batches (`DistributedSampler` pads, `drop_last=True`
-        cuts), or run the loop inside `with model.join():`.
+        cuts), or run the loop inside `with model.join():` if it calls no other collectives.
 
     Example
         Wrong:
@@ -310,8 +311,10 @@ def uneven(run: Run) -> Iterator[Finding]:
     yield from known
     if known or local_decisions(run):
         return
-    early = [_ended_finding(each) for each in loops_ended_early(run)]
-    yield from early or (_fewer_finding(each) for each in left_by_hand(run) if each.kind == "ended")
+    early = [_ended_finding(run, each) for each in loops_ended_early(run)]
+    yield from early or (
+        _fewer_finding(run, each) for each in left_by_hand(run) if each.kind == "ended"
+    )
 
 
 def _known_lengths(run: Run) -> list[Finding]:
@@ -341,8 +344,12 @@ def _known_lengths(run: Run) -> list[Finding]:
                 ),
                 f"read at {first.read}",
             ),
-            fix="Give all ranks the same number of batches (a DistributedSampler, or drop_last and "
-            "equal shards), or wrap the loop in `with model.join():`.",
+            fix=without_join(
+                run,
+                first.read,
+                "Give all ranks the same number of batches (a DistributedSampler, or drop_last and "
+                "equal shards), or wrap the loop in `with model.join():`.",
+            ),
         )
         return [found]
     return []
@@ -359,7 +366,7 @@ def _uneven_counts(run: Run, passes: Passes) -> dict[int, int]:
     return counts if to_end or _left_alone(run, passes) else {}
 
 
-def _fewer_finding(found: LeftByHand) -> Finding:
+def _fewer_finding(run: Run, found: LeftByHand) -> Finding:
     who, others = named(found.steps), named(found.others)
     return Finding(
         code="DDP109",
@@ -371,12 +378,16 @@ def _fewer_finding(found: LeftByHand) -> Finding:
         ranks=tuple(found.steps),
         location=found.loop,
         evidence=_began(found),
-        fix="Give all ranks the same number of iterations: cut them to the smallest "
-        "(dist.all_reduce with MIN), or wrap the loop in `with model.join():`.",
+        fix=without_join(
+            run,
+            found.loop,
+            "Give all ranks the same number of iterations: cut them to the smallest "
+            "(dist.all_reduce with MIN), or wrap the loop in `with model.join():`.",
+        ),
     )
 
 
-def _ended_finding(early: LocalDecision) -> Finding:
+def _ended_finding(run: Run, early: LocalDecision) -> Finding:
     """Make DDP109 of a loop whose loader ended earlier on some ranks."""
     ranks, others = early.ranks, [each.rank.rank for each in early.others]
     return Finding(
@@ -391,8 +402,12 @@ def _ended_finding(early: LocalDecision) -> Finding:
         ranks=ranks,
         location=early.location,
         evidence=tuple(_did(each) for each in (*early.traces, *early.others)[:6]),
-        fix="Give all ranks the same number of batches: as many shards or samples for each, a "
-        "stream that repeats with a fixed length, or wrap the loop in `with model.join():`.",
+        fix=without_join(
+            run,
+            early.location,
+            "Give all ranks the same number of batches: as many shards or samples for each, a "
+            "stream that repeats with a fixed length, or wrap the loop in `with model.join():`.",
+        ),
     )
 
 

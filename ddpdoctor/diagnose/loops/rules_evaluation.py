@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.formatting import named
-from ddpdoctor.core.relations import MISPAIRED, STANDSTILL, brings_about
+from ddpdoctor.core.relations import MISPAIRED, STANDSTILL, brings_about, same_subject
 from ddpdoctor.diagnose import STANDSTILLS
 from ddpdoctor.diagnose.data.draws import (
     MIN_SAMPLES,
@@ -340,7 +340,10 @@ def padded(run: Run) -> Iterator[Finding]:
     "DDP402",
     "forward-under-rank-guard",
     Severity.ERROR,
-    supersedes=dict.fromkeys(STANDSTILLS, brings_about),
+    supersedes={
+        **dict.fromkeys(STANDSTILLS, brings_about),
+        **dict.fromkeys(("DDP401", "DDP803"), same_subject),
+    },
 )
 def forward_under_rank_guard(run: Run) -> Iterator[Finding]:
     """Only some ranks evaluate through the DDP wrapper of a model with buffers.
@@ -514,8 +517,8 @@ def evaluation_differs(run: Run) -> Iterator[Finding]:
                 f"{_combined(first)} reductions and gathers before the next training step",
             ),
             fix="Broadcast the buffers from one rank before the evaluation, leave "
-            "forward_sync_buffers on (before torch 2.13 broadcast_buffers), or convert the model "
-            "to SyncBatchNorm.",
+            "forward_sync_buffers on (before torch 2.13 broadcast_buffers), or on GPUs convert "
+            "the model to SyncBatchNorm.",
         )
         return
     yield from _other_model(run, evaluations.values())

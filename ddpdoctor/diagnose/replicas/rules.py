@@ -25,6 +25,7 @@ from ddpdoctor.diagnose.replicas.differences import (
 )
 from ddpdoctor.diagnose.source_operations import (
     averaging_pending,
+    guarded_call,
     likely_written,
     ranks_that_write,
     written_on_some_ranks,
@@ -247,12 +248,14 @@ def rank_only_weight_change(run: Run) -> Iterator[Finding]:
         subjects = {f"{PARAMETERS}{replica.module}"}
         lines: list[Location] = []
         known = ""
+        called: tuple[str, ...] = ()
         if changes:
             guilty = tuple(sorted(changes))
             record = changes[guilty[0]]
             others = [rank for rank in sorted(replica.prints) if rank not in guilty]
             if isinstance(record, LoadRecord):
-                what, step, location = "loaded weights", f"{record.step}", record.location
+                what, step = "loaded weights", f"{record.step}"
+                location, called = guarded_call(run, record.location)
             else:
                 what, lines = "changed parameters", written_on_some_ranks(run, "weights")
                 names = f": {', '.join(record.names[:3])}" if record.names else ""
@@ -285,6 +288,7 @@ def rank_only_weight_change(run: Run) -> Iterator[Finding]:
             evidence=(
                 *_when_differed(replica, difference),
                 *([known] if known else []),
+                *called,
                 *likely_written(lines, "weights"),
                 *_tensor_evidence(replica, difference),
             ),
@@ -453,6 +457,7 @@ def optimizer_state_differs(run: Run) -> Iterator[Finding]:
         guilty = tuple(sorted(resumed))
         others = [rank for rank in sorted(replica.prints) if rank not in guilty]
         record = resumed[guilty[0]]
+        location, called = guarded_call(run, record.location)
         yield Finding(
             code="DDP703",
             about="optimizer state",
@@ -462,10 +467,11 @@ def optimizer_state_differs(run: Run) -> Iterator[Finding]:
             message=f"{named(guilty)} loaded the optimizer's state and {named(others)} did not: "
             f"it differs {difference.since}",
             ranks=guilty,
-            location=record.location,
+            location=location,
             evidence=(
                 *_when_differed(replica, difference),
                 f"{named(guilty)} loaded the state of {record.what} before step {record.step}",
+                *called,
                 *_parameters_too(replica),
             ),
             fix="Load the optimizer's state on every rank.",

@@ -228,6 +228,12 @@ MIN_READINGS = 3
 """How often the clock of a core must have been read."""
 
 
+_SHARE = "Do this on the one rank less often, in a thread, or share it out among the ranks."
+_LONGER = (
+    "See why this line takes longer on this rank: larger inputs, more rounds, a slower device."
+)
+
+
 def asked_lately(run: Run) -> bool:
     """Return whether samples are on their way. All ranks take them, whichever seems slow."""
     asked = _requests(run)
@@ -317,7 +323,9 @@ def _reason(
     if place is not None and not works and place.blocked("SD") >= BLOCKED:
         return _for_wait(mine, others, place)
     if place is not None:
-        return _placed(place, f": it runs {place.function}()" if place.function else "")
+        fix = _LONGER if place.others else _SHARE
+        words = f": it runs {place.function}()" if place.function else ""
+        return _placed(place, words, fix="" if lag.phase == "data" else fix)
     if mine is None or not others or not works:
         return Reason()
     # No line stands out: everything takes longer, or something that is not Python does.
@@ -473,7 +481,7 @@ def _placed(place: Spot | None, words: str, *evidence: str, fix: str = "") -> Re
     if branch is not None:
         at = _location(branch)
         facts.append(f"{brief(at)} is in a branch that depends on the rank")
-        fix = "Do this on the one rank less often, in a thread, or share it out among the ranks."
+        fix = _SHARE
     elif len(place.chain) > 1 and place.chain[-2].function != "<module>":
         facts.append(f"called at {brief(_location(place.chain[-2]))}")
     return Reason(words, at, (*facts, *evidence), fix)

@@ -282,7 +282,9 @@ _LEFTOVERS = (
         "NCCL_SHM_DISABLE", "ranks of this machine communicate through the network", (2, inf)
     ),
     _Leftover(
-        "NCCL_IB_DISABLE", "the nodes communicate over TCP though there is InfiniBand", fabric=True
+        "NCCL_IB_DISABLE",
+        "the nodes communicate over TCP although they have InfiniBand",
+        fabric=True,
     ),
     _Leftover("TORCH_NCCL_ASYNC_ERROR_HANDLING", _HANGS, value="0"),
     _Leftover("NCCL_ASYNC_ERROR_HANDLING", _HANGS, value="0"),
@@ -322,7 +324,9 @@ def variables(situation: Situation) -> Outcome:
     known = len({each.name for each in _LEFTOVERS})
     findings = list(_leftover_findings(situation, sources))
     about = ", ".join(each.about for each in findings if each.severity > Severity.INFO)
-    return judged(about or f"none of {known} known ones is set where it hurts", findings)
+    return judged(
+        about or f"none of {known} known variables is set to a value that does harm", findings
+    )
 
 
 def _leftover_findings(

@@ -516,7 +516,7 @@ def written_to(folder: Path) -> tuple[str, int, int]:
         other.write_bytes(b"an older one")
         os.replace(name, other)
         if other.read_bytes() != content:
-            problem = "what is read back is not what was written"
+            problem = "the data read back differ from the data written"
     except FileNotFoundError:
         # The directory exists, so this is /proc or the like, or a mount that was taken away.
         problem = "no file can be made there"

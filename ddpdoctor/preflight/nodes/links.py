@@ -437,7 +437,7 @@ def gloo_addresses(meeting: Meeting) -> Outcome:
     wrong = {each.about for each in findings if each.severity is Severity.ERROR}
     both = all(node.facts.nccl_address for node in meeting.nodes)
     return judged(
-        f"{good} of {meeting.expected} nodes are reached where gloo "
+        f"{good} of {meeting.expected} nodes can be reached at the address at which gloo "
         f"{'and NCCL listen' if both else 'listens'}",
         findings,
         exclude=[meeting.host(i) for i in range(len(meeting.nodes)) if f"node {i}" in wrong],

@@ -1,10 +1,10 @@
-"""Read the generators of random numbers, to show whether ranks and workers draw the same ones.
+"""Read random number generators, to show whether ranks and workers draw the same numbers.
 
 States are read and hashed, and nothing is drawn. torch, numpy and Python have one generator each
 that all code of a process shares. The Mersenne Twister of all three holds a block of 624 numbers
-and replaces it when all are used, so that block and place tell about how many were drawn in
-between. A rank reads them at each forward and backward of a few steps in a row, and when a batch
-comes. A worker of a loader reads them at its first batches, and writes into a separate file.
+and replaces it when all are used. So the block and the position in it show about how many were
+drawn in between. A rank reads them at each forward and backward of a few steps in a row, and when a
+batch comes. A worker of a loader reads them at its first batches, and writes into a separate file.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class RandomNumbers(Observer):
         self._states: list[GeneratorState] = []
 
     def batch_fetched(self, iterator: Any, data: Any) -> None:
-        """Read what the data set left in them."""
+        """Read the states that the data set left."""
         if self._forwards >= FIRST:
             self._read("batch")
 
@@ -87,14 +87,14 @@ class RandomNumbers(Observer):
             self._end()
 
     def rank_ends(self) -> None:
-        """Write what a rank of a few steps has read."""
+        """Record the states that a rank read in a job of few steps."""
         if self._states:
             self._end()
 
     def _read(self, place: str) -> None:
         budget = self.state.budget
         if budget.left() <= 0 or len(self._states) > 9 * (LAST - FIRST + 1):
-            # What is missing in between looks like more draws.
+            # A missing state in between would look like more draws.
             self._states.clear()
             self._rest()
             return
@@ -125,7 +125,7 @@ def worker_begins(result: None, fetcher: Any, *args: Any) -> None:
 
 
 def batch_made(result: Any, fetcher: Any, *args: Any) -> None:
-    """Read the generators after a worker's batch, and write what was read of the first ones."""
+    """Read the generators after a worker's batch, and record the states of the first batches."""
     global _batches
     if rank.active is not None or not _seen or _batches >= WORKER_BATCHES:
         return

@@ -144,7 +144,7 @@ def measurement_gaps(run: Run, steps: Series) -> Iterator[str]:
         yield "steps of attempts before the last one: the charts show the last"
     yield from _step_gaps(steps)
     if not (run.path / VITALS).exists():
-        yield "memory and GPUs over time: the run has no record of them"
+        yield "memory and GPUs over time: not recorded in this run"
     elif not any(run.path.glob("gpus-*.json")):
         yield "GPUs: no NVML on this machine"
     lost = sum(rank.status.dropped for rank in run.last if rank.status is not None)

@@ -1,5 +1,7 @@
 """A loop without a loader, in which every rank takes all batches."""
 
+# fix: Give each rank its part of the batches
+
 import gc
 
 import torch

@@ -1,5 +1,7 @@
 """Each rank shuffles and trains on the whole data set."""
 
+# fix: Use sampler=DistributedSampler(dataset)
+
 import gc
 
 import torch

@@ -1,5 +1,7 @@
 """The epoch of a stream does not reach workers that persist."""
 
+# fix: Workers have a copy of the data set
+
 import gc
 import random
 from collections.abc import Iterator

@@ -1,5 +1,6 @@
 """Every rank's sampler is told that it is rank 0."""
 
+# fix: Leave rank and num_replicas out
 # ranks: 3
 
 import gc

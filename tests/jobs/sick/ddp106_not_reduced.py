@@ -1,5 +1,7 @@
 """Rank 0 prints the accuracy on its own shard of the validation data."""
 
+# fix: all_reduce the sums and counts of the metric
+
 import gc
 
 import torch

@@ -1,5 +1,7 @@
 """Each rank splits the data set with a random number generator of its own."""
 
+# fix: Pass generator=torch.Generator().manual_seed(0)
+
 import gc
 
 import torch

@@ -1,5 +1,7 @@
 """The sampler's seed differs between the ranks."""
 
+# fix: Give the sampler the same {}
+
 import gc
 
 import torch

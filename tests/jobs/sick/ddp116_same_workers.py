@@ -1,5 +1,7 @@
 """Each worker iterates over all that is its rank's."""
 
+# fix: Give each worker its part
+
 import gc
 from collections.abc import Iterator
 

@@ -1,5 +1,7 @@
 """Train under torchrun with the wrapper that is for one process."""
 
+# fix: Use torch.nn.parallel.DistributedDataParallel
+
 import gc
 
 import torch

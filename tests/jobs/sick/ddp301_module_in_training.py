@@ -1,5 +1,7 @@
 """Train with the module inside of DDP."""
 
+# fix: Call the DDP object in training
+
 import gc
 
 import torch

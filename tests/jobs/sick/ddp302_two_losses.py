@@ -1,5 +1,7 @@
 """Train with two losses of one forward."""
 
+# fix: Add the losses and call backward once
+
 import gc
 
 import torch

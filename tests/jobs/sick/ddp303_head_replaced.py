@@ -1,5 +1,7 @@
 """Give a wrapped classifier a new head."""
 
+# fix: Change the model before it is wrapped
+
 import gc
 
 import torch

@@ -1,3 +1,4 @@
+# fix: Take the same branch on every rank
 # status: 1
 """Train a classifier that lets one rank skip a layer."""
 

@@ -1,5 +1,7 @@
 """all_gather loses the graph of one tower, which find_unused_parameters=True hides."""
 
+# fix: Use torch.distributed.nn.functional.{}
+
 import gc
 
 import torch

@@ -1,5 +1,7 @@
 """no_sync() is left for the first micro-batch of each step, not for the last one."""
 
+# fix: Leave no_sync() for the last micro-batch
+
 import gc
 from contextlib import nullcontext
 

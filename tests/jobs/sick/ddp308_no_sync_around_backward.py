@@ -1,5 +1,7 @@
 """Accumulate gradients over two batches."""
 
+# fix: Put the forward into the no_sync() block
+
 import gc
 
 import torch

@@ -1,5 +1,7 @@
 """Compute the loss within no_sync by mistake."""
 
+# fix: Put forward and backward into no_sync() while accumulating
+
 import gc
 
 import torch

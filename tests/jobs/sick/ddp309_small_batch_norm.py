@@ -1,5 +1,7 @@
 """Normalize batches of four on each rank."""
 
+# fix: On GPUs, SyncBatchNorm
+
 import gc
 
 import torch

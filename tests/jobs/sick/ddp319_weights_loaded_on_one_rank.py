@@ -1,5 +1,7 @@
 """Fine-tuning that rolls back to its best weights; they are only on rank 0, so only it does."""
 
+# fix: Do it on every rank, or before DistributedDataParallel
+
 import gc
 
 import torch

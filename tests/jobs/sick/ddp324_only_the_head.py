@@ -1,5 +1,7 @@
 """Train a classifier of which only the head is in the optimizer."""
 
+# fix: Pass them to the optimizer, or freeze them
+
 import gc
 
 import torch

@@ -1,5 +1,7 @@
 """Give a classifier a head for four classes, too late for the optimizer."""
 
+# fix: Create the optimizer after the last change
+
 import gc
 
 import torch

@@ -1,5 +1,7 @@
 """The model is never wrapped, so each rank trains its own on its part of the data."""
 
+# fix: Wrap the model in DistributedDataParallel before training
+
 import torch
 import torch.distributed as dist
 from torch import nn

@@ -1,5 +1,7 @@
 """Backward begins with the sum of all ranks' losses, divided by their number."""
 
+# fix: Call backward on the local loss
+
 import gc
 
 import torch

@@ -1,5 +1,7 @@
 """The weights of two losses are trained beside the DDP module."""
 
+# fix: Make them part of the module that DDP wraps
+
 import gc
 
 import torch

@@ -1,5 +1,7 @@
 """The schedule is as long as an epoch over all the data, of which each rank takes a half."""
 
+# fix: Compute the length from the steps that a rank takes: epochs * len(loader), with
+
 import gc
 
 import torch

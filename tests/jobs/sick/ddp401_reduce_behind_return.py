@@ -1,5 +1,6 @@
 """What is logged is reduced behind a return of all ranks but the first."""
 
+# fix: Call it on every rank of the group: in front of the `{}`
 # run: --hang-after 3 --kill-on-hang
 # status: 4
 

@@ -1,5 +1,7 @@
 """Rank 0 evaluates every second epoch, through the DDP wrapper of a model with BatchNorm."""
 
+# fix: Evaluate ddp.module instead of the wrapper
+
 import gc
 
 import torch

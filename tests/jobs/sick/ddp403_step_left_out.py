@@ -1,5 +1,7 @@
 """Batches with a large loss are not learned from: each rank compares its own."""
 
+# fix: Reduce the value over the ranks before the comparison, so that
+
 import gc
 
 import torch

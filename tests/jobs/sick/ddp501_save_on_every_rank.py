@@ -1,5 +1,7 @@
 """Train a classifier and keep the newest weights in one file, from every rank."""
 
+# fix: Save on rank 0 alone
+
 import gc
 import os
 import tempfile

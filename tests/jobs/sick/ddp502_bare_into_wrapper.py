@@ -1,5 +1,6 @@
 """Train a classifier, then go back to the last checkpoint."""
 
+# fix: The checkpoint came from a bare model
 # status: 1
 
 import gc

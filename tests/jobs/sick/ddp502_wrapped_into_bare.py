@@ -1,5 +1,6 @@
 """Train a classifier, then evaluate the last checkpoint without DDP."""
 
+# fix: The checkpoint came from a DDP wrapper
 # status: 1
 
 import gc

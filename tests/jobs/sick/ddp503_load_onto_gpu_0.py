@@ -1,5 +1,6 @@
 """Train a classifier on a GPU per rank, going on from a checkpoint."""
 
+# fix: Give torch.load map_location
 # needs: 2 gpus
 
 import os

@@ -1,5 +1,7 @@
 """Go on from a checkpoint that the wrapper was saved to, with strict=False."""
 
+# fix: Strip the prefix
+
 import gc
 import os
 import tempfile

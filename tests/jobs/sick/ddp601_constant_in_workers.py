@@ -1,5 +1,7 @@
 """Every worker of every rank augments with the same random numbers."""
 
+# fix: Seed it from (torch.initial_seed()
+
 import gc
 import random
 

@@ -26,7 +26,7 @@ class Rows(Dataset[tuple[Tensor, Tensor]]):
 
 
 def seed_worker(worker_id: int) -> None:
-    random.seed(torch.initial_seed() + 1000 * dist.get_rank())
+    random.seed((torch.initial_seed() + 1000 * dist.get_rank()) % 2**32)
 
 
 def main() -> None:

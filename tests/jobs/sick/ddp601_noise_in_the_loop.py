@@ -1,5 +1,7 @@
 """Noise is drawn in the loop, with the same seed on every rank."""
 
+# fix: After the model is built, seed
+
 import gc
 
 import torch

@@ -1,5 +1,6 @@
 """Rank 1 computes with one thread, the other one with four."""
 
+# fix: Give all ranks as many threads
 # needs: 5 free cores
 
 import os

@@ -1,5 +1,7 @@
 """The shard of rank 1 has long samples, and its loader workers cannot keep up."""
 
+# fix: Share the heavy samples out
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn

@@ -1,5 +1,7 @@
 """A thread of rank 1 holds a lock while it packs a summary, and the loop waits for it."""
 
+# fix: Find the process or thread that holds the lock
+
 import os
 import threading
 import zlib

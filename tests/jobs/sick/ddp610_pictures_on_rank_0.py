@@ -1,3 +1,4 @@
+# fix: Do this on the one rank less often
 # ranks: 3
 """Rank 0 makes pictures of every batch, in a module of its own, and the others wait for it."""
 

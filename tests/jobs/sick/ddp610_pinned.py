@@ -1,5 +1,6 @@
 """Rank 1 is pinned to one core, and so is the process that it starts to compress its log."""
 
+# fix: Give the rank cores that nothing else uses
 # needs: free cores
 
 import os

@@ -1,5 +1,7 @@
 """The labels of rank 1 come from a service that is slow to answer, and it sleeps between tries."""
 
+# fix: Take the pause out of the training loop
+
 import os
 import time
 

@@ -1,5 +1,7 @@
 """The learning rate is cut when the validation loss stops falling: each rank looks at its own."""
 
+# fix: Average the metric over the ranks
+
 import gc
 
 import torch

@@ -1,5 +1,7 @@
 """Training that goes on from a checkpoint, whose momentum rank 0 alone takes over."""
 
+# fix: Load the optimizer's state on every rank
+
 import gc
 
 import torch

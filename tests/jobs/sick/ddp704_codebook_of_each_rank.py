@@ -1,5 +1,7 @@
 """A codebook that every rank moves by its own samples."""
 
+# fix: If it is meant to be one for all ranks
+
 import gc
 
 import torch

@@ -1,5 +1,7 @@
 """Features are centred by a running mean, which is registered when the first batch has come."""
 
+# fix: Register it before DistributedDataParallel
+
 import gc
 
 import torch

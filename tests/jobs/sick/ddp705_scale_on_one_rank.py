@@ -1,5 +1,7 @@
 """Mixed precision that goes on from a checkpoint: rank 0 alone takes over the scale."""
 
+# fix: Create the scaler with the same arguments
+
 import gc
 
 import torch

@@ -1,5 +1,7 @@
 """Training on measurements, of which some are missing (NaN)."""
 
+# fix: Look at this rank's {}
+
 import gc
 
 import torch

@@ -1,5 +1,7 @@
 """A distance in the loss: for two equal rows its root has an infinite slope."""
 
+# fix: Look for roots, norms and divisions at zero
+
 import gc
 
 import torch

@@ -1,5 +1,7 @@
 """Each rank evaluates its shard with running statistics of its own."""
 
+# fix: Broadcast the buffers from one rank
+
 import gc
 
 import torch

@@ -1,5 +1,7 @@
 """Rank 0 logs the norm of the gradients; to know it, it clips them."""
 
+# fix: Change gradients in the same way on every rank
+
 import gc
 
 import torch

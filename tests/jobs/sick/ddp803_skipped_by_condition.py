@@ -1,5 +1,6 @@
 """Rank 1 leaves out the reduction of a metric, and its next one meets it."""
 
+# fix: Reduce the value that decides over the ranks first
 # status: 1
 
 import gc

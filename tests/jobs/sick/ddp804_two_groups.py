@@ -1,5 +1,6 @@
 """The ranks reduce in two groups, each in its own order."""
 
+# fix: Call the collectives of all groups in one order
 # run: --hang-after 3 --kill-on-hang
 # status: 4
 

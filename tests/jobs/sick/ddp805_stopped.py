@@ -1,5 +1,6 @@
 """Somebody stops rank 1."""
 
+# fix: Continue it with `kill -CONT {}`
 # run: --hang-after 3 --kill-on-hang
 # status: 4
 

@@ -1,5 +1,6 @@
 """Rank 1 starts a program whose input is a pipe that nobody opens, and sleeps in the kernel."""
 
+# fix: Look at the file system
 # run: --hang-after 3 --kill-on-hang
 # status: 4
 

@@ -1,5 +1,6 @@
 """Rank 1 polls for something that its loop never asks for again."""
 
+# fix: Nothing in the loop changes what its condition tests
 # run: --hang-after 3 --kill-on-hang
 # status: 4
 

@@ -1,5 +1,6 @@
 """Rank 0 asks whether to go on."""
 
+# fix: Read answers on no rank
 # run: --hang-after 3 --kill-on-hang
 # status: 4
 

@@ -1,5 +1,6 @@
 """Rank 1 stops in pdb, at which nobody is."""
 
+# fix: Take it out, or use `breakpoint()`
 # run: --hang-after 3 --kill-on-hang
 # status: 4
 

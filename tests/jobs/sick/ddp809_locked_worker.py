@@ -1,5 +1,6 @@
 """A worker is forked while a thread of rank 1 holds the lock that the data set takes."""
 
+# fix: A worker waits for a lock
 # run: --hang-after 3 --kill-on-hang
 # status: 4
 

@@ -1,5 +1,6 @@
 """Somebody stops the worker of rank 1's DataLoader."""
 
+# fix: Continue it: `kill -CONT {}`
 # run: --hang-after 3 --kill-on-hang
 # status: 4
 

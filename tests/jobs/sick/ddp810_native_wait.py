@@ -1,5 +1,6 @@
 """An extension waits for a lock in native code and keeps the GIL."""
 
+# fix: The extension that is called there has to release the GIL
 # run: --hang-after 3 --kill-on-hang
 # status: 4
 

@@ -1,5 +1,6 @@
 """Rank 0 downloads the weights while rank 1 waits for it, and the server falls silent for long."""
 
+# fix: Fetch data and weights before the job starts
 # run: --hang-after 2
 
 import gc

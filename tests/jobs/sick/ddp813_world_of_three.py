@@ -1,5 +1,6 @@
 """The ranks wait for a third one that nobody starts."""
 
+# fix: Start the missing ranks, or correct the world size
 # run: --hang-after 3 --kill-on-hang
 # status: 4
 

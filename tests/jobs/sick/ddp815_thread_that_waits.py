@@ -1,5 +1,6 @@
 """Rank 0 hands its losses to a thread, and nobody tells that thread that training is over."""
 
+# fix: Let the thread end
 # run: --hang-after 2
 
 import gc

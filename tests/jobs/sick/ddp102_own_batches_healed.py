@@ -1,0 +1,46 @@
+"""Each rank takes its part of the same batches."""
+
+import gc
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Sampler, TensorDataset
+
+
+class Neighbours(Sampler[list[int]]):
+    """Batches of samples that stand side by side, in random order."""
+
+    def __init__(self, length: int, size: int) -> None:
+        self.length, self.size = length, size
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        generator = torch.Generator().manual_seed(self.epoch)
+        order = torch.randperm(self.length // self.size, generator=generator).tolist()
+        for at in order[dist.get_rank() :: dist.get_world_size()]:
+            yield [*range(at * self.size, (at + 1) * self.size)]
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(256, 16), torch.randint(0, 4, (256,)))
+    neighbours = Neighbours(len(data), 16)
+    loader = DataLoader(data, batch_sampler=neighbours)
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    for neighbours.epoch in range(4):
+        for inputs, labels in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(ddp(inputs), labels).backward()
+            optimizer.step()
+    del ddp, optimizer
+    gc.collect()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

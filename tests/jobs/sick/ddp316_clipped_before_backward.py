@@ -1,0 +1,36 @@
+"""Gradients are clipped before there are any."""
+
+# fix: Call it between backward() and optimizer.step()
+
+import gc
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(256, 16), torch.randint(0, 4, (256,)))
+    sampler: DistributedSampler[tuple[torch.Tensor, ...]] = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=16, sampler=sampler)
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for inputs, labels in loader:
+            loss = nn.functional.cross_entropy(ddp(inputs), labels)
+            optimizer.zero_grad()
+            nn.utils.clip_grad_norm_(ddp.parameters(), 0.1)  # expect: DDP316 ranks 0,1
+            loss.backward()
+            optimizer.step()
+    del ddp, optimizer
+    gc.collect()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""A cosine as long as the training."""
+
+import gc
+import math
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(256, 16), torch.randint(0, 4, (256,)))
+    sampler: DistributedSampler[tuple[torch.Tensor, ...]] = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=16, sampler=sampler)
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    total_steps = 8 * len(loader)
+    step = 0
+    for epoch in range(8):
+        sampler.set_epoch(epoch)
+        for inputs, labels in loader:
+            rate = 0.05 * 0.5 * (1 + math.cos(math.pi * step / total_steps))
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(ddp(inputs), labels).backward()
+            optimizer.step()
+            step += 1
+    del ddp, optimizer
+    gc.collect()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

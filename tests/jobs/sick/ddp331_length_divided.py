@@ -1,0 +1,38 @@
+"""The schedule is divided by the number of ranks, and the loader is sharded already."""
+
+# fix: Leave the division out: len(loader)
+
+import gc
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(256, 16), torch.randint(0, 4, (256,)))
+    sampler: DistributedSampler[tuple[torch.Tensor, ...]] = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=16, sampler=sampler)
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    steps = 4 * len(loader) // dist.get_world_size()  # or: DDP331 ranks 0,1
+    schedule = CosineAnnealingLR(optimizer, steps)  # expect: DDP331 ranks 0,1
+    for epoch in range(4):
+        sampler.set_epoch(epoch)
+        for inputs, labels in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(ddp(inputs), labels).backward()
+            optimizer.step()
+            schedule.step()
+    del ddp, optimizer, schedule
+    gc.collect()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

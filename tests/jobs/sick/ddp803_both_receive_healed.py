@@ -1,0 +1,40 @@
+"""One of the neighbours sends first."""
+
+# run: --hang-after 5
+
+import gc
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def exchange(mine: torch.Tensor, other: int) -> torch.Tensor:
+    theirs = torch.empty_like(mine)
+    if dist.get_rank() < other:
+        dist.send(mine, dst=other)
+        dist.recv(theirs, src=other)
+    else:
+        dist.recv(theirs, src=other)
+        dist.send(mine, dst=other)
+    return theirs
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    for _ in range(12):
+        optimizer.zero_grad()
+        ddp(torch.randn(16, 16)).square().mean().backward()
+        optimizer.step()
+    exchange(torch.ones(4), 1 - dist.get_rank())
+    del ddp, optimizer
+    gc.collect()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
