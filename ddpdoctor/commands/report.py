@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+from ddpdoctor.commands.report_output import complain, print_for_tools, print_lines, text_of
 from ddpdoctor.core import formatting
 from ddpdoctor.core.errors import DoctorError, Faults
 from ddpdoctor.core.finding import RULES, Finding, Severity, examine
-from ddpdoctor.core.formatting import count, json_text, named, shown
+from ddpdoctor.core.formatting import json_text, named, shown
 from ddpdoctor.core.opening import as_copy
-from ddpdoctor.core.options import CODES, DIRECTORY, FILE, OUTPUT, Given, Parser, Selection, seconds
+from ddpdoctor.core.options import (
+    CODES,
+    DIRECTORY,
+    FILE,
+    NOTIFY,
+    OUTPUT,
+    Given,
+    Parser,
+    Selection,
+    seconds,
+    text,
+)
 from ddpdoctor.diagnose.speed.compare import Change, Comparison
-from ddpdoctor.failures import log, verdict
-from ddpdoctor.failures.lines import Redactor
-from ddpdoctor.failures.log import LogReader
-from ddpdoctor.failures.occurrences import Occurrence
-from ddpdoctor.render import console, json_lines, reporter, terminal
+from ddpdoctor.render import console, json_lines, reporter
 from ddpdoctor.render.json_lines import FORMAT
-from ddpdoctor.render.reporter import job_script, line_format
+from ddpdoctor.render.reporter import job_script
 from ddpdoctor.run import rundir
 from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.reported import kept_traceback, with_kept
@@ -144,6 +150,8 @@ PARSER = Parser(
 Usage: ddpdoctor report [OPTIONS] [RUN]
        ddpdoctor report [OPTIONS] RUN RUN
        ddpdoctor report [OPTIONS] --log FILE...
+       ddpdoctor report [OPTIONS] --log --watch DIR...
+       ddpdoctor report [OPTIONS] --slurm JOBID [FILE...]
        ddpdoctor report [OPTIONS] --flight DIR...
 
 Show the findings of a finished run, compare two runs, or name the cause of a
@@ -164,8 +172,15 @@ Options:
                     compressed if FILE ends in .gz.
   --with DIR        Merge traces of torch.profiler in DIR into that timeline.
   --log             Read plain logs in place of a run directory.
+  --watch           With --log: wait until logs in DIR are written and come to
+                    rest, and report on each job that failed, until Ctrl-C.
+                    A job is a directory in DIR, or files with one number of
+                    three digits in their names, or one name but for the rank.
+  --slurm JOBID     Read what Slurm says of a job, and the job's logs.
+  --notify URL|CMD  With --log or --slurm: send errors to a webhook or a shell
+                    command, as `run --notify` does; may be repeated.
   --flight          Read files of torch's Flight Recorder in place of one.
-  --redact          With --log: leave out host and user names, addresses and
+  --redact          With --log and --slurm: leave out host and user names, addresses and
                     tokens, so that the result can be posted. Read it once more.
   --json            Each finding as a line of JSON, as `run --json` writes them.
   --output FORMAT   text; problems: findings as lines that an editor's problem
@@ -185,6 +200,8 @@ or file, or it cannot be read.
 """,
     {
         "--output": OUTPUT,
+        "--slurm": text("the number of a job"),
+        "--notify": NOTIFY,
         "--select": CODES,
         "--ignore": CODES,
         "--wait": seconds(),
@@ -203,8 +220,10 @@ def main(words: Sequence[str]) -> int:
         sys.stdout.reconfigure(errors="replace")
     try:
         _check(given)
-        if "--log" in given:
-            found = _report_logs(given)
+        if "--log" in given or "--slurm" in given:
+            from ddpdoctor.commands import report_logs
+
+            found = report_logs.report(given)
         elif "--flight" in given:
             found = _report_flight(given)
         elif len(given.rest) == 2:
@@ -223,28 +242,19 @@ def _check(given: Given) -> None:
         raise DoctorError("--with needs --trace", "--trace FILE is what the traces are merged into")
     if "--log" in given and "--flight" in given:
         raise DoctorError("--log and --flight do not go together", "report on each by itself")
-    if "--redact" in given and "--log" not in given:
-        raise DoctorError("--redact is for logs", "ddpdoctor report --redact --log FILE...")
+    of_logs = "--log" in given or "--slurm" in given
+    for option in ("--redact", "--notify"):
+        if option in given and not of_logs:
+            raise DoctorError(
+                f"{option} is for logs", f"ddpdoctor report {option} ... --log FILE..."
+            )
+    if "--watch" in given and ("--log" not in given or "--slurm" in given):
+        raise DoctorError("--watch is for logs", "ddpdoctor report --log --watch DIR...")
     for option in ("--html", "--trace"):
-        if option in given and ("--log" in given or "--flight" in given):
+        if option in given and (of_logs or "--flight" in given):
             raise DoctorError(f"{option} needs a run directory", "`ddpdoctor run` writes one")
         if option in given and len(given.rest) > 1:
             raise DoctorError(f"{option} takes one run", "name the run that it is to show")
-
-
-def _print_for_tools(
-    given: Given,
-    found: Iterable[Finding],
-    script: str,
-    head: Callable[[Finding], dict[str, Any]],
-) -> bool:
-    """Print findings in the requested format, unless it is text. Returns whether it is not."""
-    one = line_format(given.get("--output", "text"))
-    if "--json" in given:
-        _print(json_lines.line(finding, head(finding)) for finding in found)
-    elif one is not None:
-        _print(one.line(finding, script) for finding in found)
-    return "--json" in given or one is not None
 
 
 # -- a run
@@ -272,7 +282,7 @@ def _report_run(given: Given) -> list[Finding]:
             )
         run = replace(run, taken=run.last_sign)
     failed: list[tuple[str, Exception]] = []
-    faults = Faults(_complain, "all other rules are applied")
+    faults = Faults(complain, "all other rules are applied")
     found = examine(
         run, RULES.values(), failed=lambda rule, error: failed.append((rule.code, error))
     )
@@ -280,29 +290,29 @@ def _report_run(given: Given) -> list[Finding]:
     found = Selection.given(given).of(every)
     faults.failed(failed)
     files = _write_files(given, run, found, live, remark, faults)
-    if _print_for_tools(given, found, job_script(run), lambda each: json_lines.head_of(each, run)):
+    if print_for_tools(given, found, job_script(run), lambda each: json_lines.head_of(each, run)):
         # Standard output is for the tool that reads it.
         for file in files:
-            _complain(file)
+            complain(file)
         return found
     counts = reporter.findings_count(found, len(every) - len(found))
     if files:
-        _print(f"{file}; {counts}" for file in files)
+        print_lines(f"{file}; {counts}" for file in files)
         return found
     before = console.written_before(run)
 
-    def text_of(each: Finding) -> str:
-        return _text(each, before, kept_traceback(run, each))
+    def one(each: Finding) -> str:
+        return text_of(each, before, kept_traceback(run, each))
 
     for finding in found:
         part = f"the text of {finding.code}"
-        text = faults.guarded(part, text_of, finding)
+        text = faults.guarded(part, one, finding)
         print(text or shown(f"{finding.severity.label} {finding.code}: {finding.message}"))
-    _print(faults.guarded("the summary", lambda: list(reporter.summary_lines(run))) or ())
-    _print([remark] if remark else [])
+    print_lines(faults.guarded("the summary", lambda: list(reporter.summary_lines(run))) or ())
+    print_lines([remark] if remark else [])
     if live:
-        _print(["the run is live; these are the findings so far"])
-    _print([f"{counts}; records in {run.path}"])
+        print_lines(["the run is live; these are the findings so far"])
+    print_lines([f"{counts}; records in {run.path}"])
     return found
 
 
@@ -364,7 +374,7 @@ def _compare(given: Given) -> int:
         _is_foreign(path)
     before, after = map(_snapshot, paths)
     found = compare(before, after)
-    _print(comparison_json(found) if "--json" in given else comparison_lines(found))
+    print_lines(comparison_json(found) if "--json" in given else comparison_lines(found))
     return 0
 
 
@@ -416,50 +426,8 @@ def _is_there(path: Path) -> bool:
 def _is_foreign(path: Path) -> bool:
     """Print a remark if it is a run of another user. Returns whether it is."""
     if remark := as_copy(path):
-        _complain(remark)
+        complain(remark)
     return bool(remark)
-
-
-# -- logs
-
-
-def _report_logs(given: Given) -> list[Finding]:
-    if not given.rest:
-        raise DoctorError("option --log needs a file", "name the job's log files, or - for stdin")
-    names = log.log_names(given.rest)
-    sightings: list[Occurrence] = []
-    size = 0
-    # Print the names relative to the directory of all.
-    common = os.path.commonpath([os.path.abspath(name) for name in names]) if names else ""
-    files = 0
-    for name in names:
-        for inside, chunks in log.texts_of(name):
-            if inside == "-":
-                inside = "stdin"
-            elif len(names) > 1:
-                inside = os.path.relpath(os.path.abspath(inside), common)
-            reader = LogReader(inside, files)
-            for chunk in chunks:
-                reader.feed(chunk)
-            sightings += reader.close()
-            size += reader.size
-            files += 1
-    every = verdict.findings(sightings)
-    found = Selection.given(given).of(every)
-    if "--redact" in given:
-        redactor = Redactor([f"{each.who} {each.text}" for each in sightings])
-        found = [*map(redactor.finding, found)]
-    script = os.path.abspath(names[0])
-    if _print_for_tools(given, found, script, lambda _: json_lines.head()):
-        return found
-    for finding in found:
-        print(_text(finding, 0.0, None))
-    amount = f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB"
-    if not every:
-        _print(["no failure in it; if the job hangs: ddpdoctor run, or ddpdoctor stacks"])
-    counts = reporter.findings_count(found, len(every) - len(found))
-    _print([f"{counts} in {count(files, 'file')}, {amount}"])
-    return found
 
 
 # -- files of torch's Flight Recorder
@@ -475,37 +443,15 @@ def _report_flight(given: Given) -> list[Finding]:
 
     dumps = flight_dumps.read(given.rest)
     for line in dumps.trouble:
-        _complain(line)
+        complain(line)
     every = [each for each in examine(dumps.run, RULES.values()) if dumps.proves(each.code)]
     found = Selection.given(given).of(every)
-    if _print_for_tools(given, found, "", lambda _: json_lines.head()):
+    if print_for_tools(given, found, "", lambda _: json_lines.head()):
         return found
     for finding in found:
-        print(_text(finding, 0.0, None))
-    _print([dumps.remark] if dumps.remark and not every else [])
+        print(text_of(finding, 0.0, None))
+    print_lines([dumps.remark] if dumps.remark and not every else [])
     left = f"; {named(dumps.missing)} left none" if dumps.missing else ""
     counts = reporter.findings_count(found, len(every) - len(found))
-    _print([f"{counts} in the files of {named(dumps.ranks)}{left}"])
+    print_lines([f"{counts} in the files of {named(dumps.ranks)}{left}"])
     return found
-
-
-# -- output
-
-
-def _print(lines: Iterable[str]) -> None:
-    for line in lines:
-        print(shown(line))
-
-
-def _complain(text: str) -> None:
-    print(f"ddpdoctor: {shown(text)}", file=sys.stderr)
-
-
-def _text(finding: Finding, written: float, kept: Path | None) -> str:
-    return console.render(
-        finding,
-        colour=terminal.wants_colour(1),
-        width=terminal.width(1),
-        written=written,
-        kept=kept,
-    )

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from ddpdoctor.failures.entry import Failure, Weight, any_of
 from ddpdoctor.failures.table import TABLE
 
+_LAST_ERROR = "Last error:"
+
 
 @functools.cache
 def _literals() -> tuple[dict[str, set[int]], re.Pattern[str]]:
@@ -30,6 +32,11 @@ def recognise(text: str, traceback: str = "") -> tuple[Failure, Mapping[str, str
         text: A line of output, or an exception with its message.
         traceback: The exception's frames, if known.
     """
+    if _LAST_ERROR in text:
+        # NCCL repeats its warning there.
+        own = recognise(_as_warning(text.partition(_LAST_ERROR)[2]))
+        if own is not None and own[0].weight > Weight.REMARK:
+            return own
     best: tuple[Failure, Mapping[str, str]] | None = None
     # Most of the time is spent here. Searching a pattern takes much longer than its literals.
     literals, any_literal = _literals()
@@ -49,11 +56,17 @@ def recognise(text: str, traceback: str = "") -> tuple[Failure, Mapping[str, str
     return best
 
 
+def _as_warning(text: str) -> str:
+    return f"NCCL WARN {text.strip()}"
+
+
 def matching_line(failure: Failure | None, text: str) -> str:
     """Return the line of a text that matches a failure. The first line if no single one does."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     matching = (line for line in lines if failure is not None and failure.regex.search(line))
-    return next(matching, lines[0] if lines else "")
+    warned = (line for line in lines if failure and failure.regex.search(_as_warning(line)))
+    said = warned if _LAST_ERROR in text else iter(())
+    return next(matching, next(said, lines[0] if lines else ""))
 
 
 __all__ = ["TABLE", "Failure", "Weight", "matching_line", "recognise"]

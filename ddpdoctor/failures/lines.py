@@ -134,7 +134,14 @@ _ITEMS = re.compile(r"\\n['\"](?:, ['\"]|\]\s*$)")
 
 _OF_LIST = re.compile(r"  File \"|\\n['\"]\]\s*$")  # In a piece of such a list, which srun cuts
 
-_DOCKER = re.compile(r'\{"log":\s?"(.*?)(?:\\[rn])*",\s?"stream"')
+_RECORD = re.compile(
+    r'\{(?:[^\n]{0,200}?[,{]\s?)?"(?:log|data|message|msg|line|text)":\s?"((?:[^"\\]|\\.)*?)(?:\\[rn])*"'
+    r"[^\n]*\}\s*$"
+)
+"""A line as a record in JSON, as docker and structured loggers write it."""
+_ELEMENT = re.compile(r'\s*"((?:[^"\\]|\\.)*?)(?:\\n)?",?\s*$')
+"""A line as an element of an array in JSON, as notebooks keep their output."""
+
 _FIRST = 100  # Texts read at each end of a line whose parts overwrote each other
 _REDRAWN = 5  # Times that a redrawn progress bar is read
 
@@ -208,12 +215,14 @@ def _mark_of(text: str) -> str:
 
 def _unquoted(text: str) -> list[str]:
     """Return the lines in one: of a traceback in JSON or a ``repr``, and of joined lines."""
-    if (docker := _DOCKER.match(text)) is not None:
-        return [docker[1].replace('\\"', '"')]
+    if "py_callstack" not in text and (record := _RECORD.match(text)) is not None:
+        text = record[1].replace('\\"', '"')
+    if (element := _ELEMENT.match(text)) is not None:
+        text = element[1].replace('\\"', '"')
     if "\\n" in text and (HEAD in text or (_ITEMS.search(text) and _OF_LIST.search(text))):
         mark = _mark_of(text)
         parts = _ITEMS.sub("\n", text).replace("\\n", "\n").replace('\\"', '"').split("\n")
-        return [parts[0], *(mark + part for part in parts[1:])]
+        return [part if part.startswith(mark) else mark + part for part in parts]
     if "tKeyboardInterrupt" in text:
         text = text.replace("tKeyboardInterrupt", "t\nKeyboardInterrupt")
     elif text.count(HEAD) > 1 or text.count('  File "') > 1:

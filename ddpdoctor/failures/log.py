@@ -11,6 +11,7 @@ from __future__ import annotations
 import bz2
 import codecs
 import contextlib
+import fnmatch
 import gzip
 import importlib
 import io
@@ -43,7 +44,15 @@ from ddpdoctor.failures.lines import (
     split_line,
     time_of,
 )
-from ddpdoctor.failures.occurrences import ALIKE, ENDED, STATUS, Occurrence, corrected, is_mention
+from ddpdoctor.failures.occurrences import (
+    ALIKE,
+    ENDED,
+    LAUNCHER,
+    STATUS,
+    Occurrence,
+    corrected,
+    is_mention,
+)
 from ddpdoctor.failures.table import TABLE
 from ddpdoctor.failures.tracebacks import (
     SUMMARY_RANK,
@@ -174,6 +183,8 @@ def recoded(chunks: Iterator[bytes]) -> Iterator[bytes]:
         coding = "utf-16"
     elif first[1:40:2].count(0) > 15 and not first[:40:2].count(0):
         coding = "utf-16-le"
+    elif first[:40:2].count(0) > 15 and not first[1:40:2].count(0):
+        coding = "utf-16-be"
     else:
         yield first.removeprefix(codecs.BOM_UTF8)
         yield from chunks
@@ -221,7 +232,7 @@ def log_names(names: Sequence[str]) -> list[str]:
         if name == "-" or (path.exists() and not path.is_dir()):
             found.append(name)
         elif path.is_dir():
-            inside = sorted({str(each) for each in _logs_inside(path)})
+            inside = sorted(map(str, logs_inside(path)))
             if not inside:
                 raise DoctorError(f"{name} has no log files ({', '.join(_NAMES)})", _HINT)
             found += inside[:_MAX_LOGS]
@@ -230,12 +241,15 @@ def log_names(names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _logs_inside(folder: Path) -> Iterator[Path]:
+def logs_inside(folder: Path) -> Iterator[Path]:
     """Yield the logs of a directory: regular files only, since it may contain anything."""
-    for pattern in _NAMES:
-        for path in folder.rglob(pattern):
+    named = re.compile("|".join(map(fnmatch.translate, _NAMES)))
+    for root, _, files in os.walk(folder):
+        for name in files:
+            path = Path(root, name)
             with contextlib.suppress(OSError):
-                if stat.S_ISREG(path.lstat().st_mode) and path.name not in _OF_THE_TRACKER:
+                is_log = named.match(name) and name not in _OF_THE_TRACKER
+                if is_log and stat.S_ISREG(path.lstat().st_mode):
                     yield path
 
 
@@ -455,8 +469,11 @@ def _ends(shape: bytes) -> bytes:
 
 _BEGINNING = 20  # Lines at the beginning of a log that are compared with those after an end
 
-_NEUTRAL = re.compile(r"^\s|^$|^[=\-]{4}|^\s*[|+*]|^\.\.\.|^\[\d+\]:$")
-"""Lines of tables and frames, which a working job prints as well as one that ends."""
+_NEUTRAL = re.compile(
+    r"\s|$|[=\-]{3}|[|+*│╭╰]|\.\.\.|\[\d+\]:$"
+    r"|<ipython-input|(?:~?/|[A-Z]:\\)\S+ in |(?:File|Cell) \S+(?::\d+, |\[\d+\], )"
+)
+"""Lines of tables, frames and NCCL, which a working job prints as well as one that ends."""
 
 COMPLAINT = re.compile(
     r"[Ee]rror|[Ww]arn|[Ff]ailed|[Ff]ailure|Traceback|Exception|terminate called|srun|slurm"
@@ -476,7 +493,8 @@ WORDS = re.compile(r"[A-Za-z]{3}")
 
 def is_plain(text: str) -> bool:
     """Return whether a line reports no failure, and is not part of a frame or table."""
-    return _NEUTRAL.search(text) is None and COMPLAINT.search(text) is None
+    neutral = _NEUTRAL.match(text) is not None or "NCCL INFO " in text
+    return not neutral and COMPLAINT.search(text) is None
 
 
 def is_step(text: str) -> bool:
@@ -524,6 +542,9 @@ _EARLIER = 4_000  # Bytes before a line that are searched for its time and rank
 _ROOT = "Root Cause (first observed failure)"
 _UNSTARTED = re.compile(r", in (?:_initialize_workers|_find_and_load)$", re.MULTILINE)
 """In tracebacks of launchers without ranks, and of imports, whose stdout buffers nothing."""
+
+_NOTICED = next(each for each in TABLE if each.known.name == "child-failed")
+"""What a launcher's traceback says whose end is missing."""
 
 _LOCAL_RANK = re.compile(r"local_rank: (\d+)")
 
@@ -601,12 +622,13 @@ class LogReader:
         goes_on = end and (self._number > end.last + _MANY or self._goes_on(end))
         next_ = self._number if goes_on else 0
         size, is_last = self._offset, True
+        named = _named_later(found)
         for each in reversed(found):
             behind = size - each.order[1] - len(each.traceback)
             held_back = _may_hold_back(each) and behind < _HELD_BACK
             each.behind = 0 if held_back else max(0, next_ - each.last - 1)
             of_rank = each.rank is not None and each.weight not in ENDED
-            if of_rank and not is_last and each.behind < _MANY:
+            if of_rank and ((not is_last and each.behind < _MANY) or id(each) in named):
                 # Other ranks of its run ended long after it.
                 each.behind = 0
             if each.final or each.uncaught:
@@ -755,6 +777,8 @@ class LogReader:
         if not message and not printed.frames:
             return
         failure, groups = printed.known
+        if not message and LAUNCHER.search(printed.text):
+            failure = _NOTICED
         self._add(
             Occurrence(
                 failure=failure,
@@ -839,6 +863,20 @@ def read(source: str, chunks: Iterable[bytes], place: int = 0) -> list[Occurrenc
     for chunk in chunks:
         reader.feed(chunk)
     return reader.close()
+
+
+def _named_later(found: Sequence[Occurrence]) -> set[int]:
+    """Return the ids of exceptions whose rank a launcher reports later in the same run."""
+    later, ranks = set[int](), set[int | None]()
+    for each in reversed(found):
+        if STATUS.search(each.text):
+            ranks.add(each.rank)
+        elif each.uncaught and each.rank in ranks:
+            later.add(id(each))
+            ranks.remove(each.rank)
+        elif each.failure is not None and each.failure.known.name == "launch":
+            ranks.clear()
+    return later
 
 
 def _may_hold_back(occurrence: Occurrence) -> bool:

@@ -28,7 +28,7 @@ STATUS = re.compile(r"exitcode\s*:")  # In the line of torchrun's report about t
 _REPORTED = re.compile(
     r"^(?:[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Warning)\b|\s*what\(\)|terminate called"
     r"|slurmstepd|srun:|ERROR:|\s*exitcode\s*:|\[?[IWEF](?:\d{3,4} | \S+\.cpp)|\[Rank \d)"
-    r"|: error: |NCCL WARN|Warning: |\(exitcode: "
+    r"|Memory access fault|: error: |NCCL WARN|Warning: |\(exitcode: "
 )
 """How a failure reports itself. Other lines that mention one are the job's own remarks."""
 
@@ -207,8 +207,8 @@ _START_ERRORS = re.compile(r"(?:IndentationError|SyntaxError|TabError|ModuleNotF
 """Exceptions that Python raises before a script's first line, on each rank."""
 
 _SCRIPT = re.compile(r'^\s*File "([^"\n]+)", line \d+, in <module>$', re.MULTILINE)
-_LAUNCHER = re.compile(
-    r"deepspeed[/\\]launcher[/\\]runner\.py|torch[/\\]distributed[/\\](?:run|launch|launcher[/\\]api)"
+LAUNCHER = re.compile(
+    r"[/\\]bin[/\\](?:torchrun|accelerate|deepspeed)\"|deepspeed[/\\]launcher[/\\](?:runner|launch)\.py|torch[/\\]distributed[/\\](?:run|launch|launcher[/\\]api)"
     r"\.py|accelerate[/\\]commands[/\\]launch\.py"
 )
 """In the traceback of a launcher, of which a job has one on each node."""
@@ -396,7 +396,7 @@ def _script_of(each: Occurrence) -> tuple[str, bool]:
     found = _SCRIPT.search(each.traceback) if alone else None
     if found is None:
         return "", False
-    return found[1], _LAUNCHER.search(each.traceback) is not None
+    return found[1], LAUNCHER.search(each.traceback) is not None
 
 
 def _is_refused(each: Occurrence) -> bool:

@@ -69,7 +69,12 @@ class Place:
     sizes: str
 
     def __str__(self) -> str:
-        return f"{self.operation} #{self.number}{self.sizes}"
+        return f"{self.operation or 'collective'} #{self.number}{self.sizes}"
+
+    def differs(self, other: Place) -> bool:
+        """Return whether it is another collective. What a log cut off is unknown."""
+        operations, sizes = {self.operation, other.operation}, {self.sizes, other.sizes}
+        return len(operations - {""}) > 1 or len(sizes - {""}) > 1
 
 
 @dataclass(frozen=True)
@@ -83,24 +88,35 @@ class Awaited:
 
 def awaited(occurrences: Sequence[Occurrence]) -> Awaited | None:
     """Return the ranks that the others waited for, or None if their timeouts do not show it."""
-    groups: dict[str, dict[int, Place]] = defaultdict(dict)
+    places: dict[str, dict[int, Place]] = defaultdict(dict)
     enqueued: dict[str, dict[int, int]] = defaultdict(dict)
+    at: dict[tuple[int, int], str] = {}  # Groups by rank and number of the collective
     for each in occurrences:
-        if each.failure is None or each.rank is None:
-            continue
-        group = found[1] if (found := _GROUP.search(each.text)) else ""
-        if each.failure.known.name == "nccl-timeout" and "seq" in each.groups:
-            sizes = _SIZES.search(each.text)
-            words = f" of {sizes[1]} elements" if sizes else ""
-            place = Place(whole(each.groups["seq"]), each.groups.get("op", ""), words)
-            # Later timeouts of a rank follow from the first.
-            groups[group].setdefault(each.rank, place)
-        elif each.failure.known.name == "nccl-progress":
+        if each.rank is not None and "enqueued" in each.groups:
+            group = _group_of(each)
             enqueued[group].setdefault(each.rank, int(each.groups["enqueued"]))
-    if not groups:
+            if "at" in each.groups:
+                at.setdefault((each.rank, int(each.groups["at"])), group)
+    for each in occurrences:
+        if each.rank is None or name_of(each) != "nccl-timeout" or "seq" not in each.groups:
+            continue
+        number = whole(each.groups["seq"])
+        group = _group_of(each) or at.get((each.rank, number), "")
+        sizes = _SIZES.search(each.text)
+        words = f" of {sizes[1]} elements" if sizes else ""
+        # Later timeouts of a rank follow from the first.
+        place = Place(number, each.groups.get("op", ""), words)
+        places[group].setdefault(each.rank, place)
+    if not places:
         return None
-    group = max(groups, key=lambda name: len(groups[name]))
-    return _compared(groups[group], enqueued[group])
+    group = max(places, key=lambda name: len(places[name]))
+    only = next(iter(enqueued)) if not group and len(enqueued) == 1 else group
+    return _compared(places[group], enqueued[only])
+
+
+def _group_of(each: Occurrence) -> str:
+    found = _GROUP.search(each.text)
+    return found[1] if found else ""
 
 
 def together(occurrences: Sequence[Occurrence]) -> tuple[int, ...]:
@@ -110,7 +126,7 @@ def together(occurrences: Sequence[Occurrence]) -> tuple[int, ...]:
         if each.failure is None or each.rank is None or "seq" not in each.groups:
             continue
         if each.failure.known.name == "nccl-timeout":
-            group = found[1] if (found := _GROUP.search(each.text)) else ""
+            group = _group_of(each)
             facts = {name: each.groups.get(name, "") for name in ("seq", "op")}
             places.setdefault(each.rank, (group, facts))
     alike = len(places) > 1 and all(each == next(iter(places.values())) for each in places.values())
@@ -122,7 +138,7 @@ def _compared(places: dict[int, Place], enqueued: dict[int, int]) -> Awaited | N
     highest = max(place.number for place in places.values())
     lowest = min(place.number for place in places.values())
     at_highest = Counter(place for place in places.values() if place.number == highest)
-    others = at_highest.most_common(1)[0][0]
+    others = max(at_highest, key=lambda place: (at_highest[place], len(str(place))))
     if lowest < highest:
         behind = tuple(sorted(rank for rank, place in places.items() if place.number == lowest))
         count = f"{highest - lowest} behind the others, which waited in {others}"
@@ -131,9 +147,9 @@ def _compared(places: dict[int, Place], enqueued: dict[int, int]) -> Awaited | N
     if late and len(late) < len({*places, *enqueued}):
         least = min(late.values())
         behind = tuple(sorted(rank for rank, number in late.items() if number == least))
-        came = f"{_was(behind).split()[0]} had come only to collective #{least}"
-        return Awaited(behind, f"{came}; the others waited in {others}")
-    odd = tuple(sorted(rank for rank, place in places.items() if place != others))
+        came = f"{_was(behind).split()[0]} had not called {others}, in which {named(places)} waited"
+        return Awaited(behind, f"{came}; the last one that it had called is #{least}")
+    odd = tuple(sorted(rank for rank, place in places.items() if place.differs(others)))
     if odd:
         where = f"{_was(odd)} in {places[odd[0]]}, where the others were in {others}"
         return Awaited(odd, where, True)
@@ -173,7 +189,7 @@ def found_in(occurrences: Sequence[Occurrence]) -> tuple[list[Occurrence], bool]
     if causes := _without_warnings(causes):
         before = _raised_before(causes[0], occurrences)
         return _ordered(before or causes), not before
-    lost = _ending(occurrences, Weight.STOPPED, Weight.BARE, Weight.CONSEQUENCE)
+    lost = _lost(occurrences)
     unsure = [each for each in occurrences if _is_unsure(each) and not (each.mention and lost)]
     if unsure:
         return _ordered(unsure)[-1:], False
@@ -209,6 +225,14 @@ def _ending(occurrences: Sequence[Occurrence], *weights: Weight) -> list[Occurre
     """Return what ended a process, of the first of these weights that occurs."""
     found = ([e for e in occurrences if e.weight == weight and e.final] for weight in weights)
     return next((each for each in found if each), [])
+
+
+def _lost(occurrences: Sequence[Occurrence]) -> list[Occurrence]:
+    """Return what followed from an unknown cause, or may have been only logged."""
+    # A traceback without its end says less than a lost peer.
+    uncut = [each for each in occurrences if each.text]
+    lost = _ending(uncut, Weight.STOPPED, Weight.BARE, Weight.CONSEQUENCE)
+    return lost or _ending(occurrences, Weight.BARE)
 
 
 def _raised_before(first: Occurrence, all_: Sequence[Occurrence]) -> list[Occurrence]:
@@ -428,7 +452,7 @@ def _of_first(
         ranks=(int(guilty),) if guilty else tuple(sorted(failed)),
         location=raised.location,
         evidence=tuple(evidence),
-        fix=_FIX if failure is None else failure.fix,
+        fix=_FIX if failure is None else failure.fix + _next_steps(first, all_),
         traceback=raised.traceback,
     )
 
@@ -455,7 +479,7 @@ def _of_late(
         location=first.location,
         evidence=(*seen, *_facts(own[0] if own else first, all_)),
         fix="See what it did instead: a branch on the rank, batches of unequal number, a slow save "
-        "or evaluation, a crash. `ddpdoctor run` names the line.",
+        "or evaluation, a crash. `ddpdoctor run` names the line." + _next_steps(first, all_),
         traceback=first.traceback,
     )
 
@@ -464,14 +488,58 @@ def _not_understood(first: Occurrence, remarks: Sequence[Occurrence]) -> Finding
     """Return the finding of a failure that is not known."""
     failure = remarks[0].failure
     lines = dict.fromkeys(_printed(each) for each in (*remarks[:_SHOWN], *remarks[-_SHOWN:], first))
+    alone = all(name_of(each) == "nccl-warn" for each in (first, *remarks))
+    said = (
+        f"{first.failure.said(first.groups)}, and the log ends" if alone and first.failure else ""
+    )
     return Finding(
         code="DDP900",
-        severity=Severity.ERROR,
-        message=f"{_subject(first)} likely failed first; why is not understood",
+        severity=Severity.WARNING if alone else Severity.ERROR,
+        message=f"{_subject(first)} {said or 'likely failed first; why is not understood'}",
         ranks=() if first.rank is None else (first.rank,),
         evidence=tuple(lines),
         fix="" if failure is None else failure.fix,
     )
+
+
+_RECORD = (
+    "To know more, run it with TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1 "
+    "TORCH_FR_DUMP_TEMP_FILE=/shared/fr_ (before 2.8 TORCH_NCCL_TRACE_BUFFER_SIZE, before 2.9 "
+    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE): `ddpdoctor report --flight /shared` names rank and line."
+)
+_DUMPED = (
+    "If torch's Flight Recorder was on, as it is by default from torch 2.12, `ddpdoctor report "
+    "--flight DIR` reads what each rank wrote: DIR is that of TORCH_FR_DUMP_TEMP_FILE, else "
+    "~/.cache/torch or /tmp of each node."
+)
+_FIRST_ONE = (
+    "It is the first collective: try NCCL_P2P_DISABLE=1 (GPUs of one node), NCCL_IB_DISABLE=1 and "
+    "NCCL_SOCKET_IFNAME (several nodes), one at a time."
+)
+_PREPARES = re.compile(
+    r"(?i)\b(?:map|tokeniz|pre-?process|download|load|cach|pack|index|sav|checkpoint|evaluat"
+    r"|validat)"
+)
+_SLOW = (
+    "Where one rank prepares data or saves while the others wait: do it before the start, or "
+    "init_process_group(timeout=timedelta(hours=2))."
+)
+
+
+def _next_steps(first: Occurrence, all_: Sequence[Occurrence]) -> str:
+    """Return what else to do after a timeout of NCCL, as far as the log shows it."""
+    if name_of(first) not in ("nccl-timeout", "watchdog-stuck", "timed-out-elsewhere"):
+        return ""
+    texts = [each.text for each in all_]
+    off = any("FlightRecorder is disabled" in text for text in texts)
+    dumped = any("preparing to dump debug info" in text for text in texts)
+    steps = (
+        _FIRST_ONE if first.groups.get("seq") == "1" else "",
+        _SLOW if _PREPARES.search(first.doing) else "",
+        _DUMPED if dumped and not off else "",
+        _RECORD,
+    )
+    return "".join(f" {step}" for step in steps if step)
 
 
 def _facts(first: Occurrence, all_: Sequence[Occurrence]) -> Iterator[str]:
@@ -493,9 +561,17 @@ def _facts(first: Occurrence, all_: Sequence[Occurrence]) -> Iterator[str]:
         yield f"it was raised while handling: {shortened(first.context)}"
     if first.interleaved:
         yield "tracebacks of several processes are mixed here: its line is not certain"
-    if first.failure is not None and "nccl" in first.text.lower():
-        warned = [each for each in all_ if name_of(each) == "nccl-warn"]
-        yield from (f"before: {_printed(each)}" for each in warned[:_SHOWN])
+    yield from _warned(first, [each for each in all_ if each.order < first.order])
+
+
+def _warned(first: Occurrence, before: Sequence[Occurrence]) -> Iterator[str]:
+    """Return earlier warnings that may explain it: the first ones of NCCL, or the last of any."""
+    shown = []
+    if not first.text:
+        shown = [each for each in before if each.weight == Weight.REMARK][-_SHOWN:]
+    elif first.weight != Weight.CAUSE or "nccl" in first.text.lower():
+        shown = [each for each in before if name_of(each) == "nccl-warn"][:_SHOWN]
+    yield from (f"before: {_printed(each)}" for each in shown)
 
 
 def _printed_before(first: Occurrence, before: Sequence[Occurrence]) -> Iterator[str]:

@@ -58,7 +58,7 @@ class Notifications:
         running = {each.pid for each in self._targets if each.pid}
         return running | processes.below(running) if running else running
 
-    def news(self, run: Run, events: Iterable[Event]) -> None:
+    def news(self, run: Run | None, events: Iterable[Event]) -> None:
         """Send the findings that were just reported or withdrawn."""
         for event in events if self._targets else ():
             finding = event.finding if isinstance(event, Reported) else event.reported.finding
@@ -79,7 +79,11 @@ class Notifications:
             return
         how = next(reporter.summary_lines(run)) if run is not None else f"exit status {status}"
         self._send("end", run, f"{how}; {reporter.findings_count(found)}", status=status)
-        deadline = time.monotonic() + LAST_TIMEOUT
+        self.close(LAST_TIMEOUT)
+
+    def close(self, seconds: float) -> None:
+        """Wait for unsent messages, ``seconds`` at most."""
+        deadline = time.monotonic() + seconds
         for target in self._targets:
             target.close(max(0.0, deadline - time.monotonic()))
 

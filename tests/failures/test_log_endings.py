@@ -184,3 +184,31 @@ def test_pbs_ends_a_job_that_needs_more_memory() -> None:
     over = "Job 4711 has exceeded memory allocation on node gpu-0109\n"
     killed = "mpirun noticed that process rank 0 on node gpu-0109 exited on signal 9 (Killed).\n"
     assert one(STEPS * 2_000 + over + killed).code == "DDP903"
+
+
+CUT = (
+    "Traceback (most recent call last):\n"
+    '  File "{file}", line 8, in <module>\n'
+    "    sys.exit(main())\n"
+)
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["/opt/conda/bin/torchrun", "/opt/bin/accelerate", "/lib/deepspeed/launcher/launch.py"],
+)
+def test_a_traceback_of_a_launcher_without_its_end_is_no_cause(file: str) -> None:
+    status = (
+        "E0302 10:00:02.000000 3 torch/distributed/elastic/multiprocessing/api.py:874] failed "
+        "(exitcode: {}) local_rank: 3 (pid: 9) of binary: /bin/python\n"
+    )
+    found = one(status.format(1) + CUT.format(file=file))
+    assert (found.code, found.ranks) == ("DDP907", (3,))
+    assert one(status.format(-11) + CUT.format(file=file)).code == "DDP904"
+    alone = one(CUT.format(file=file))
+    assert (alone.code, "as its launcher noticed" in alone.message) == ("DDP907", True)
+
+
+def test_what_was_printed_before_a_traceback_without_its_end_is_shown() -> None:
+    found = one("ERROR: something of a library is missing\n" + CUT.format(file="/job/train.py"))
+    assert any("something of a library is missing" in each for each in found.evidence)

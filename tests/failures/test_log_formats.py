@@ -20,7 +20,7 @@ from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.finding import Finding
 from ddpdoctor.failures import log
 from ddpdoctor.failures.lines import split_line, time_of
-from ddpdoctor.failures.log import read
+from ddpdoctor.failures.log import read, recoded
 from ddpdoctor.failures.verdict import findings
 
 TRACEBACK = """\
@@ -327,3 +327,69 @@ def test_after_a_failure_the_rest_of_the_block_is_read() -> None:
     assert len(whole) == 2
     for size in (10, 100, 512):
         assert read("job.log", [data[at : at + size] for at in range(0, len(data), size)]) == whole
+
+
+_RAISED_BY_RANK = (
+    "[rank1]: Traceback (most recent call last):\n"
+    '[rank1]:   File "/job/train.py", line 9, in <module>\n'
+    "[rank1]:     main()\n"
+    "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
+)
+
+
+@pytest.mark.parametrize("coding", ["utf-16-be", "utf-16-le", "utf-16"])
+def test_utf_16_is_read_in_either_order(coding: str) -> None:
+    data = recoded(iter([_RAISED_BY_RANK.encode(coding)]))
+    (found,) = findings(read("job.log", data))
+    assert (found.code, found.ranks) == ("DDP928", (1,))
+
+
+def test_lines_in_an_array_of_json_have_their_ranks() -> None:
+    """As a notebook keeps its output."""
+    lines = _RAISED_BY_RANK.splitlines(keepends=True)
+    text = json.dumps({"outputs": [{"name": "stderr", "text": lines}]}, indent=1)
+    found = one(text)
+    assert (found.code, found.ranks) == ("DDP928", (1,))
+    assert found.location is not None and found.location.line == 9
+    # Configurations stay as they are.
+    assert (
+        findings(read("job.log", [json.dumps({"a": "b", "c": ["d", "e"]}, indent=1).encode()]))
+        == []
+    )
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"log": "{}\n", "stream": "stderr"},
+        {"event": "line", "data": "{}\n", "pipe": "stderr"},
+        {"ts": "2026-01-01T10:00:00Z", "level": "ERROR", "msg": "{}"},
+    ],
+    ids=lambda each: next(iter(each)),
+)
+def test_lines_are_records_of_json(record: dict[str, str]) -> None:
+    lines = [
+        json.dumps({name: value.replace("{}", line) for name, value in record.items()})
+        for line in _RAISED_BY_RANK.splitlines()
+    ]
+    found = one("\n".join(lines))
+    assert (found.code, found.ranks) == ("DDP928", (1,))
+    assert found.location is not None and found.location.line == 9
+    # A record may have a whole traceback.
+    whole = {name: value.replace("{}", _RAISED_BY_RANK) for name, value in record.items()}
+    assert one(json.dumps(whole)).code == "DDP928"
+
+
+def test_a_cut_traceback_says_less_than_a_lost_peer() -> None:
+    found = one(
+        "ERROR:torch.distributed.elastic.multiprocessing.errors.error_handler:{\n"
+        '  "message": {\n    "message": "RendezvousClosedError: ",\n    "extraInfo": {\n'
+        '      "py_callstack": "Traceback (most recent call last):\\n  File \\"/lib/errors.py\\", '
+        'line 345, in wrapper\\n    return f(*args)\\n  File \\"/lib/dis'
+    )
+    assert (found.code, "store" in found.message) == ("DDP907", True)
+
+
+def test_an_exception_in_a_debugger_is_quoted() -> None:
+    found = one("Exception has occurred: KeyError\n'lr'\n\n  File \"a.py\", line 3, in main\n")
+    assert found.code == "DDP900"

@@ -253,7 +253,7 @@ def test_a_launching_script_that_failed_before_it_launched_was_of_another_run() 
     nodes = "".join(f"0: {line}\n" for line in failed.splitlines())
     nodes += "".join(f"1: {line}\n" for line in launched.splitlines())
     found = one(nodes)
-    assert "raised KeyError: 'WORLD_SIZE'" in found.message
+    assert "a launcher that sets WORLD_SIZE" in found.message
     assert not any("earlier run" in each for each in found.evidence)
 
 
@@ -308,3 +308,15 @@ def test_what_was_written_before_an_end_is_no_later_run(year: int, severity: str
     steps = "".join(f"{year}-01-01 12:00:{second} [INFO] step\n" for second in range(10, 60))
     found = one(CANCELLED + steps * 3)
     assert (found.code, found.severity.label) == ("DDP908", severity)
+
+
+def test_other_ranks_that_print_on_for_long_do_not_make_it_an_earlier_run() -> None:
+    raised, ended = FAILED.format("bad batch").split("E1122", 1)
+    on = "".join(f"[rank{n % 2 * 2}]: eval sample {n} decoded\n" for n in range(1500))
+    steps = "".join(f"[rank{n % 3}]: step {n} loss 0.5\n" for n in range(300))
+    found = one(f"{steps}{raised}{on}E1122{ended}")
+    assert (found.severity.label, found.ranks) == ("error", (1,))
+    assert "bad batch" in found.message
+    # A launcher's start in between begins another run.
+    found = one(f"{steps}{raised}{BANNER}{on}E1122{ended}")
+    assert "bad batch" not in found.message

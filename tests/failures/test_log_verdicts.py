@@ -34,7 +34,65 @@ def test_what_a_rank_had_enqueued_counts() -> None:
     waiting = timeouts(r0=(7, "ALLREDUCE", 64), r1=(7, "ALLREDUCE", 64))
     found = one((waiting + progress).replace("[Rank ", "[PG 0 Rank "))
     assert found.ranks == (2,)
-    assert "had come only to collective #6" in found.message
+    assert "had not called ALLREDUCE #7 of 64 elements" in found.message
+    assert found.message.endswith("the last one that it had called is #6")
+
+
+_DUMPS = (
+    "[rank{0}]:[E1 1:0:0.1 P.cpp:9] [PG ID {1} PG GUID {1}(g) Rank {0}] Received a dump signal "
+    "due to a collective timeout from  rank 0 and we will try our best to dump the debug info. "
+    "Last enqueued NCCL work: {2}, last completed NCCL work: {2}.\n"
+)
+_AT = (
+    "[rank{0}]:[E1 1:0:0.1 P.cpp:9] [PG ID {1} PG GUID {1}(g) Rank {0}]  failure detected by "
+    "watchdog at work sequence id: {2} PG status: last enqueued work: {3}, last completed work: 1\n"
+)
+
+
+def test_a_rank_that_waits_for_nothing_had_not_called_it() -> None:
+    """Lines of a timeout name no group; those about the rank's progress do."""
+    waited = timeouts(r0=(45, "ALLREDUCE", 64))
+    found = one(
+        waited + _AT.format(0, 1, 45, 46) + _DUMPS.format(1, 0, 99) + _DUMPS.format(1, 1, 44)
+    )
+    assert (found.code, found.ranks) == ("DDP907", (1,))
+    assert "it had not called ALLREDUCE #45 of 64 elements" in found.message
+    # It is one behind in another group only.
+    found = one(
+        waited + _AT.format(0, 1, 45, 46) + _DUMPS.format(1, 0, 44) + _DUMPS.format(1, 1, 45)
+    )
+    assert found.ranks == (0,)
+
+
+def test_lines_that_a_terminal_cut_do_not_differ() -> None:
+    whole = timeouts(r1=(4, "BROADCAST", 112), r2=(4, "BROADCAST", 112), r3=(4, "BROADCAST", 112))
+    first, second, third = whole.splitlines(keepends=True)
+    cut = [first.replace("NumelOut", "Numel\nOut"), second.replace("OpType=B", "OpTy\npe=B"), third]
+    found = one("".join(cut))
+    assert (found.code, found.ranks) == ("DDP907", (0,))
+    assert "BROADCAST #4 of 112 elements" in found.message
+
+
+@pytest.mark.parametrize(
+    ("seq", "before", "after", "said"),
+    [
+        (1, "", "", "NCCL_P2P_DISABLE=1"),
+        (9, "Tokenizing train split: 5000 of 90000 documents\n", "", "timeout=timedelta"),
+        (
+            9,
+            "",
+            "[rank0]:[E1 1:0:0.1 P.cpp:9] [Rank 0] preparing to dump debug info.\n",
+            "--flight DIR",
+        ),
+        (9, "", "", "--flight /shared"),
+    ],
+)
+def test_what_to_do_next_after_a_timeout(seq: int, before: str, after: str, said: str) -> None:
+    fix = one(before + timeouts(r0=(seq, "ALLREDUCE", 64)) + after).fix
+    assert said in fix
+    assert ("NCCL_P2P_DISABLE=1" in fix) == (seq == 1)
+    assert ("timedelta" in fix) == bool(before)
+    assert ("--flight DIR" in fix) == bool(after)
 
 
 def test_another_size_at_the_same_number_is_a_mismatch() -> None:
