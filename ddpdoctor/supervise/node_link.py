@@ -110,18 +110,21 @@ class NodeLink:
         if not run.ranks and self._process is None:
             self._look_at_start()
         elif store is not None and restart not in self._sent and _has_others(own, store, run.taken):
-            self._sent.add(restart)
-            if self._process is None or (restart == run.restarts[0] and not self._state.linked):
+            if self._process is None or not (self._sent or self._state.linked):
                 self._waits_until = time.monotonic() + LINK_TIME
-            # The journals of other ranks may not be there yet.
-            began = min(rank.opened.time for rank in own if rank.opened.time)
-            world_size = max(rank.opened.world_size for rank in own)
-            leads = any(rank.rank == 0 for rank in own)
-            self._send(restart, world_size, began, store, leads=leads)
+            self._sent.add(restart)
+            self._send_joined(restart, own, store)
         elif self._process is not None and own and len(own) == own[0].opened.world_size:
             # The last ranks came late, and all are here.
             self.close()
         self._read()
+
+    def _send_joined(self, restart: int, own: list[Rank], store: StoreRecord) -> None:
+        # The journals of other ranks may not be there yet.
+        began = min(rank.opened.time for rank in own if rank.opened.time)
+        world_size = max(rank.opened.world_size for rank in own)
+        leads = any(rank.rank == 0 for rank in own)
+        self._send(restart, world_size, began, store, leads=leads)
 
     def _look_at_start(self) -> None:
         """Look at the processes that are to become ranks. One may never join the others."""
