@@ -65,6 +65,10 @@ WITHOUT_JOB = (
     "Let all ranks join first",
     # The tests of their rules alone have them so far.
     "Load it into `model.",
+    "Compare the names of both",
+    "Update it on every rank",
+    "Make them part of the module that DDP wraps",
+    "Let the processes that the script started end",
     "Let rank {} make the call",
     "Decide on all ranks together",
     "Let one rank make it and the others wait",

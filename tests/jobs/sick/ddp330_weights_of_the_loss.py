@@ -1,7 +1,5 @@
 """The weights of two losses are trained beside the DDP module."""
 
-# fix: Make them part of the module that DDP wraps
-
 import gc
 
 import torch
