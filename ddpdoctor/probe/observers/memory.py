@@ -1,6 +1,6 @@
 """Follow the memory of a rank, and look for what holds it once it grows steadily.
 
-Between two steps the allocator's counters and the process's pages are read, some microseconds. That
+Between two steps the allocator's counters and the process's pages are read, 20 to 40 us. That
 happens in each of the first steps, and then at intervals that grow with the age of the rank: each
 span of its life has as many readings. If they grow steadily, several looks compare what the job's
 names reach (`ddpdoctor.probe.observers.holders`). The writing thread reads the memory of child
