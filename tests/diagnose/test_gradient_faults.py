@@ -313,6 +313,7 @@ def test_a_schedule_by_hand_over_all_the_data(
         {"kind": "fingerprint", "step": step, "module": 0, "parameters": "a", "hyper": [[[rate]]]}
         for step, rate in enumerate((*rates, 0.05))
     ]
+    prints.append({"kind": "end", "time": T0})
     source = "rank, size = dist.get_rank(), dist.get_world_size()\n"
     source += f"sampler = DistributedSampler(data)\n{script}\n"
     found = findings_of(tmp_path / "run", prints, prints, script=source)

@@ -456,6 +456,8 @@ def _states(
 
     A rank writes when it begins to do something else.
     """
+    if not all(rank.watched(declared) for rank in replica.ranks):
+        return
     written: dict[int, Sequence[Change]] = {
         rank.rank: rank.records.of(declared)
         for rank in sorted(replica.ranks, key=lambda each: each.rank)
@@ -529,7 +531,8 @@ def scaled_by_world_size(run: Run) -> Iterator[Finding]:
             f"the loss of the first steps was multiplied by {losses[0][1].factor:.4g}",
             "Call backward on the loss as it is: DDP averages the gradients.",
         )
-    summed = reduces_gradients(run) if not any(r.records.of(DdpRecord) for r in run.last) else None
+    bare = all(r.watched(DdpRecord) and not r.records.of(DdpRecord) for r in run.last)
+    summed = reduces_gradients(run) if bare else None
     if summed is not None and not names_world_factor(run) and _has_reduced(run, summed):
         yield _scaled(
             run,

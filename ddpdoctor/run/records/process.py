@@ -235,6 +235,16 @@ class FaultRecord(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LimitRecord(Record):
+    """A rank writes no more records of a kind: there were too many. Once for each kind."""
+
+    kind = "limit"
+
+    time: int
+    of: str  # The kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LocalRankRecord(PlacedRecord):
     """The script parsed a local rank from an option that torchrun does not set."""
 
