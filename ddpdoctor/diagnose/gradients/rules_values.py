@@ -22,6 +22,7 @@ from ddpdoctor.diagnose.source_operations import (
     reduces_gradients,
     scaled_by_world,
     scales_by_world,
+    scales_near,
     written_on_some_ranks,
 )
 from ddpdoctor.run.records.model import (
@@ -533,7 +534,8 @@ def scaled_by_world_size(run: Run) -> Iterator[Finding]:
         )
     bare = all(r.watched(DdpRecord) and not r.records.of(DdpRecord) for r in run.last)
     summed = reduces_gradients(run) if bare else None
-    if summed is not None and not names_world_factor(run) and _has_reduced(run, summed):
+    divided = names_world_factor(run) or (summed is not None and scales_near(summed))
+    if summed is not None and not divided and _has_reduced(run, summed):
         yield _scaled(
             run,
             "the gradients are summed over the ranks, and nothing divides them by their number",
