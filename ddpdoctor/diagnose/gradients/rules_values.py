@@ -532,10 +532,8 @@ def scaled_by_world_size(run: Run) -> Iterator[Finding]:
             f"the loss of the first steps was multiplied by {losses[0][1].factor:.4g}",
             "Call backward on the loss as it is: DDP averages the gradients.",
         )
-    bare = all(r.watched(DdpRecord) and not r.records.of(DdpRecord) for r in run.last)
-    summed = reduces_gradients(run) if bare else None
-    divided = names_world_factor(run) or (summed is not None and scales_near(summed))
-    if summed is not None and not divided and _has_reduced(run, summed):
+    summed = _only_summed(run)
+    if summed is not None:
         yield _scaled(
             run,
             "the gradients are summed over the ranks, and nothing divides them by their number",
@@ -549,6 +547,14 @@ def scaled_by_world_size(run: Run) -> Iterator[Finding]:
             if found is not None:
                 yield found
                 return
+
+
+def _only_summed(run: Run) -> Location | None:
+    """Return the line that sums gradients, in a job without DDP that divides them nowhere."""
+    bare = all(r.watched(DdpRecord) and not r.records.of(DdpRecord) for r in run.last)
+    at = reduces_gradients(run) if bare else None
+    divided = at is None or names_world_factor(run) or scales_near(at)
+    return at if at is not None and not divided and _has_reduced(run, at) else None
 
 
 def _has_reduced(run: Run, at: Location) -> bool:
