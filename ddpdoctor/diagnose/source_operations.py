@@ -41,6 +41,13 @@ def _scopes(path: str) -> list[Scope]:
     return [node for node in nodes_of(path) if isinstance(node, (ast.Module, *FUNCTIONS))]
 
 
+def _around(at: Location) -> list[Scope]:
+    """Return a file's module, and the functions around a line in it, outer ones first."""
+    return [
+        each for each in _scopes(at.path) if isinstance(each, ast.Module) or covers(each, at.line)
+    ]
+
+
 # -- lines between the forward and the backward that do an operation
 
 _OPERATORS: dict[str, type[ast.operator]] = {
@@ -100,11 +107,7 @@ def _candidates(
         if site is None or tree_of(site.path) is None:
             continue
         path = site.path
-        function = [
-            each
-            for each in _scopes(path)
-            if isinstance(each, ast.Module) or covers(each, site.line)
-        ][-1]
+        function = _around(site)[-1]
 
         def inside(at: Location | None, path: str = path, function: Scope = function) -> bool:
             if at is None or at.path != path:
@@ -258,10 +261,19 @@ def _world_names(path: str) -> frozenset[str]:
         last_name(target)
         for node in nodes_of(path)
         if isinstance(node, ast.Assign)
-        and len(text := ast.unparse(node.value)) < 60
+        for target, value in _parts_of(node)
+        if len(text := ast.unparse(value)) < 60
         and re.search(r"world_size\(\)|WORLD_SIZE|\bworld_size$", text)
-        for target in node.targets
     )
+
+
+def _parts_of(node: ast.Assign) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Yield what an assignment sets and to what, of ``a, b = c, d`` each."""
+    for target in node.targets:
+        if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+            yield from zip(target.elts, node.value.elts, strict=False)
+        else:
+            yield target, node.value
 
 
 def of_world(path: str, node: ast.AST) -> bool:
@@ -333,12 +345,30 @@ def reduces_gradients(run: Run) -> Location | None:
     calls = (
         Location(path, node.lineno)
         for path in files_of(run)
-        for node in nodes_of(path)
+        for scope in _scopes(path)
+        for node in walk_scope(scope.body)
         if isinstance(node, ast.Call)
         and last_name(node.func) == "all_reduce"
-        and any(_GRADIENT_WORD.search(ast.unparse(each)) for each in node.args[:1])
+        and any(_of_gradients(each, scope, MAX_DEPTH) for each in node.args[:1])
     )
     return next(calls, None)
+
+
+def _of_gradients(value: ast.expr, scope: Scope, depth: int) -> bool:
+    """Return whether a value is made of gradients, and is not their norm."""
+    text = ast.unparse(value)
+    if "norm" in text or not depth:
+        return False
+    names = {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
+    return _GRADIENT_WORD.search(text) is not None or any(
+        _of_gradients(source, scope, depth - 1) for source in _sources(names, scope)
+    )
+
+
+def scales_near(at: Location) -> bool:
+    """Return whether the function of a line divides or multiplies by what is no constant."""
+    factors = (_scaled(node)[1] for scope in _around(at)[-1:] for node in walk_scope(scope.body))
+    return any(each is not None and not isinstance(each, ast.Constant) for each in factors)
 
 
 def returned_gradients(run: Run) -> Location | None:
@@ -443,9 +473,7 @@ def rate_by_batch(run: Run) -> Location | None:
 
 def no_sync_lines(at: Location) -> list[Location]:
     """Return the lines that turn DDP's reduction off, in the function of a line, else its file."""
-    inside = [
-        each for each in _scopes(at.path) if isinstance(each, ast.Module) or covers(each, at.line)
-    ]
+    inside = _around(at)
     for scope in reversed(inside):
         lines = {
             node.lineno
@@ -463,9 +491,7 @@ def mentions(at: Location, word: str) -> bool:
 
     Names that are assigned from such a value count, too.
     """
-    inside = [
-        each for each in _scopes(at.path) if isinstance(each, ast.Module) or covers(each, at.line)
-    ]
+    inside = _around(at)
     for node in walk_scope(inside[-1].body if inside else ()):
         if isinstance(node, ast.Call) and covers(node, at.line):
             values: list[ast.expr] = [*node.args, *(each.value for each in node.keywords)]

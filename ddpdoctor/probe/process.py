@@ -21,7 +21,7 @@ from typing import Any
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.probe.hooks import collectives, ddp, exits, overrides, training
 from ddpdoctor.probe.hooks.exits import Exits
-from ddpdoctor.probe.observers import buffers, collective_calls, ddp_modules, optimizers
+from ddpdoctor.probe.observers import buffers, collective_calls, ddp_modules, files, optimizers
 from ddpdoctor.probe.observers.collective_calls import Flight, Ledger
 from ddpdoctor.probe.observers.ddp_modules import Changes, Models, Replicas, Stages
 from ddpdoctor.probe.observers.failures import Checkpoints
@@ -95,7 +95,8 @@ _INSTALL: tuple[tuple[str, Callable[[ModuleType], None]], ...] = (
 
 def start() -> None:
     """Install the probe, once per process and before it imports torch."""
-    for forget in (rank.forget, stacks.forget, debugger.forget, ddp_modules.forget_loads):
+    forgetting = rank.forget, stacks.forget, debugger.forget, files.forget, ddp_modules.forget_loads
+    for forget in forgetting:
         os.register_at_fork(after_in_child=forget)
     events.group_joined.append(shield.shielded(become))
     shield.watch_forks()

@@ -20,6 +20,7 @@ from ddpdoctor.run.records.process import (
     ErrorRecord,
     ExitRecord,
     FaultRecord,
+    LimitRecord,
     OpenRecord,
 )
 from ddpdoctor.run.records.supervisor import (
@@ -137,6 +138,22 @@ class Rank:
         status = self.status
         failed = status is not None and (status.unwritten or status.dropped > 0)
         return failed or self.partial or self.records.first(FaultRecord) is not None
+
+    def watched(self, *declared: type[Record], until: int = FOREVER) -> bool:
+        """Return whether every record of some classes is here: what is absent did not happen.
+
+        Args:
+            declared: The classes.
+            until: The end of the time that matters, in Unix nanoseconds.
+        """
+        kinds = {each.kind for each in declared}
+        limits = self.records.of(LimitRecord)
+        return not self.lost and all(each.of not in kinds or each.time > until for each in limits)
+
+    @property
+    def counted_collectives(self) -> bool:
+        """Whether every collective that the rank called from Python was counted."""
+        return not self.lost and (self.ring is None or not self.ring.partial)
 
     @property
     def ended(self) -> EndRecord | None:

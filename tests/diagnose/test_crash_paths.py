@@ -57,3 +57,68 @@ def test_a_path_that_another_rank_has_just_made(
     written.exit(1, 1, when + SECOND)
     found = next(each for each in written.findings(status=1) if each.code == "DDP901")
     assert ("it was created or changed 10 ms earlier" in found.message) is (seconds < 1)
+
+
+def touched(what: str, file: Path | str, time: int) -> JsonObject:
+    return {"kind": "file", "path": "/job/prepare.py", "line": 9, "time": time, "what": what,
+            "file": str(file)}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("what", "seconds", "said"),
+    [
+        ("write", 0.3, "; rank 0 opened it for writing at prepare.py:9, 300 ms later"),
+        ("remove", -0.05, "; rank 0 removed it at prepare.py:9, 50 ms before"),
+        ("move", -0.05, "; rank 0 moved it away at prepare.py:9, 50 ms before"),
+        ("write", -60, ""),
+        ("remove", -60, ""),
+    ],
+)
+def test_a_path_that_another_rank_makes_or_removes(
+    written: Written, what: str, seconds: float, said: str
+) -> None:
+    time = T0 + 100 * SECOND
+    message = "[Errno 2] No such file or directory: '/data/labels.csv'"
+    written.rank(0, [touched(what, "/data/labels.csv", time + int(seconds * SECOND))])
+    written.rank(1, [error("FileNotFoundError", message, time)])
+    written.exit(1, 1, time + SECOND)
+    found = next(each for each in written.findings(status=1) if each.code == "DDP901")
+    assert found.message.endswith(f"labels.csv'{said}")
+    assert ("barrier" in found.fix) is bool(said)
+
+
+@pytest.mark.parametrize(
+    ("exception", "touches", "named"),
+    [
+        ("EOFError", [("write", 0.02)], True),
+        ("json.decoder.JSONDecodeError", [("write", 0.02)], True),
+        ("EOFError", [("write", 60)], False),
+        ("EOFError", [("write", 0.02), ("replace", 0.01)], False),
+        ("EOFError", [("make", 0.02)], False),
+        ("KeyError", [("write", 0.02)], False),
+    ],
+)
+def test_a_file_that_another_rank_is_writing(
+    written: Written, exception: str, touches: list[tuple[str, float]], named: bool
+) -> None:
+    file, time = "/data/index.bin", T0 + 100 * SECOND
+    written.rank(0, [touched(what, file, time - int(ago * SECOND)) for what, ago in touches])
+    failed = error(exception, "unexpected", time + 1)
+    written.rank(1, [{**failed, "read": [[file, time], ["/etc/hosts", T0]]}])
+    written.exit(1, 1, time + SECOND)
+    found = next(each for each in written.findings(status=1) if each.code == "DDP901")
+    said = f": it read {file} while another rank was writing it; rank 0 opened it for writing"
+    assert (said in found.message) is named
+    assert ("os.replace" in found.fix) is named
+
+
+def test_a_file_that_changed_after_it_was_read(written: Written, tmp_path: Path) -> None:
+    file = tmp_path / "shards.txt"
+    file.write_text("part 0")
+    changed = os.stat(file).st_mtime_ns
+    written.rank(0, [touched("write", file, changed - SECOND)])
+    failed = error("IndexError", "list index out of range", changed)
+    written.rank(1, [{**failed, "read": [[str(file), changed - 1]]}])
+    written.exit(1, 1, changed + SECOND)
+    found = next(each for each in written.findings(status=1) if each.code == "DDP901")
+    assert f"it read {file} while another rank was writing it" in found.message

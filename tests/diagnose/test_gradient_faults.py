@@ -211,6 +211,17 @@ def test_a_loss_scaled_by_the_number_of_ranks(
     [
         ((0.5, 0.5, 0.5, 0.5), "p.grad /= world_size", ["DDP329"]),
         ((2.0, 2.0, 2.0, 2.0), "dist.all_reduce(p.grad)", ["DDP329"]),
+        (
+            (2.0, 2.0, 2.0, 2.0),
+            "flat = cat([p.grad for p in ps])\ndist.all_reduce(flat)",
+            ["DDP329"],
+        ),
+        ((2.0, 2.0, 2.0, 2.0), "n = p.grad.norm()\ndist.all_reduce(n)", []),
+        (
+            (0.5, 0.5, 0.5, 0.5),
+            "r, n = dist.get_rank(), dist.get_world_size()\np.grad /= n",
+            ["DDP329"],
+        ),
         ((0.5, 0.5, 0.5, 0.5), "p.grad /= accumulated", []),
         ((0.5, 0.4, 0.5, 0.5), "p.grad /= world_size", []),
         ((1.0, 1.0, 1.0, 1.0), "dist.all_reduce(p.grad); p.grad /= world_size", []),
@@ -315,6 +326,7 @@ def test_a_schedule_by_hand_over_all_the_data(
         {"kind": "fingerprint", "step": step, "module": 0, "parameters": "a", "hyper": [[[rate]]]}
         for step, rate in enumerate((*rates, 0.05))
     ]
+    prints.append({"kind": "end", "time": T0})
     source = "rank, size = dist.get_rank(), dist.get_world_size()\n"
     source += f"sampler = DistributedSampler(data)\n{script}\n"
     found = findings_of(tmp_path / "run", prints, prints, script=source)

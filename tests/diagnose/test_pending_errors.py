@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from ddpdoctor.core.user_code import Location
+from ddpdoctor.run.names import rank_stem
 from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.run.ring import RingWriter
 from ddpdoctor.run.status import Phase
 from tests.support.crash_records import error
 from tests.support.written import SECOND, T0, Written
@@ -67,3 +69,17 @@ def test_exceptions_that_explain_nothing(written: Written, why: str) -> None:
     aborted(written)
     found = written.findings(status=1, stderr=MISPAIRED)
     assert "DDP901" not in [each.code for each in found]
+
+
+@pytest.mark.parametrize("line", [30, 44])
+def test_a_call_that_other_ranks_make_too(written: Written, line: int) -> None:
+    waiting(written, 1, pending())
+    waiting(written, 0)
+    for rank, at in ((1, 30), (0, line)):
+        ring = RingWriter(f"{written.path}/{rank_stem(rank, 0)}.collectives")
+        texts = tuple(map(ring.text, ("barrier", "0|0-1", "", "", f"/job/train.py:{at}")))
+        ring.begin(T0, 7, texts, (), -1, -1, 0)  # type: ignore[arg-type]
+        ring.end(1, T0 + 1)
+    aborted(written)
+    found = written.findings(status=1, stderr=MISPAIRED)
+    assert ("DDP901" in [each.code for each in found]) is (line == 44)

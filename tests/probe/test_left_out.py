@@ -14,6 +14,9 @@ from ddpdoctor.probe.observers import loaders
 from ddpdoctor.probe.observers.samples import Samples
 from ddpdoctor.probe.runtime.sites import Site
 from ddpdoctor.run.reader import Room, RunReader
+from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.run.records.model import LoadRecord
+from ddpdoctor.run.records.training import SaveRecord
 from ddpdoctor.run.snapshot import Run
 from tests.conftest import JOBS, Doctor
 from tests.support.left_out import left_out
@@ -76,6 +79,23 @@ def test_what_ranks_have_lost(written: Written, monkeypatch: pytest.MonkeyPatch)
     assert [rank.lost for rank in RunReader(written.path).snapshot().ranks] == [True, False, False]
     monkeypatch.setattr("ddpdoctor.run.reader.Room", lambda: Room(50_000))
     assert [rank.lost for rank in RunReader(written.path).snapshot().ranks] == [True, False, True]
+
+
+def test_a_kind_of_which_there_were_too_many(
+    written: Written, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[JsonObject] = []
+    state = a_rank(lines)
+    monkeypatch.setattr("time.time_ns", lambda: 7)
+    for number in range(4):
+        record = SaveRecord(time=number, file=f"/{number}", content="data")
+        assert state.add(record, 2, once=number % 3) is (number < 2)
+    assert [each["kind"] for each in lines] == ["save", "save", "limit"]
+    written.rank(0, lines)
+    written.findings()
+    (rank,) = RunReader(written.path).snapshot().ranks
+    assert not rank.watched(SaveRecord) and rank.watched(SaveRecord, until=6)
+    assert rank.watched(LoadRecord) and not rank.lost
 
 
 def test_a_sampler_is_in_use_though_its_pass_is_not_recorded() -> None:

@@ -11,17 +11,37 @@ from ddpdoctor.run.names import rank_stem
 from ddpdoctor.run.records.base import Record
 from ddpdoctor.run.records.model import (
     BuffersRecord,
+    ClipRecord,
+    ConstantLossRecord,
+    CutRecord,
+    EditRecord,
     ElementsRecord,
     FingerprintRecord,
+    LoadRecord,
+    NeverUsedRecord,
+    OtherModelRecord,
     OutsideRecord,
+    ResumeRecord,
     SoloEndRecord,
     SoloRecord,
     StatisticsRecord,
     TogetherRecord,
     UnreducedRecord,
 )
-from ddpdoctor.run.records.process import EndRecord, FaultRecord, OpenRecord
-from ddpdoctor.run.records.training import PassRecord, RandomRecord, StepRecord
+from ddpdoctor.run.records.process import (
+    EndRecord,
+    FaultRecord,
+    LimitRecord,
+    OpenRecord,
+    PendingErrorRecord,
+)
+from ddpdoctor.run.records.training import (
+    EvaluationRecord,
+    PassRecord,
+    RandomRecord,
+    SaveRecord,
+    StepRecord,
+)
 from ddpdoctor.run.records.typed_json import parse
 from ddpdoctor.run.snapshot import Rank, Records, Run
 from ddpdoctor.run.status import Phase
@@ -29,9 +49,15 @@ from tests.support.written import SECOND
 
 PAID = (
     FingerprintRecord, ElementsRecord, OutsideRecord, BuffersRecord, StatisticsRecord,
-    UnreducedRecord, SoloRecord, RandomRecord,
+    UnreducedRecord, SoloRecord, RandomRecord, OtherModelRecord, NeverUsedRecord,
 )  # fmt: skip
 """Records that a rank writes only while its overhead budget lasts."""
+
+LIMITED = (
+    SaveRecord, EvaluationRecord, LoadRecord, ResumeRecord, CutRecord, ClipRecord, EditRecord,
+    ConstantLossRecord, PendingErrorRecord,
+)  # fmt: skip
+"""Records of which a rank writes so many at most."""
 
 
 class Line(NamedTuple):
@@ -119,6 +145,29 @@ def refused(lines: Lines, step: int) -> Iterator[Line]:
     return (line for line in lines if line.step <= step)
 
 
+def abrupt(lines: Lines, step: int) -> Iterator[Line]:
+    """The process ends without what a rank writes at its end, as by ``os._exit``."""
+    last = max((place for place, each in enumerate(lines) if _is_step(each)), default=-1)
+    return (line for place, line in enumerate(lines) if place <= last)
+
+
+def _is_step(line: Line) -> bool:
+    return isinstance(line.record, StepRecord)
+
+
+def full(lines: Lines, step: int) -> Iterator[Line]:
+    """There were too many records of some kinds after a step."""
+    refused = set()
+    for line in lines:
+        kind = line.record.kind
+        if line.step <= step or not isinstance(line.record, LIMITED):
+            yield line
+        elif kind not in refused:
+            refused.add(kind)
+            record = LimitRecord(time=getattr(line.record, "time", 0), of=kind)
+            yield Line(line.step, b"", record)
+
+
 def rotated(lines: Lines, step: int) -> Iterator[Line]:
     """The journal keeps of what was before a step no more than it promises."""
     written: Counter[str] = Counter()
@@ -136,7 +185,7 @@ LOSING: dict[Way, dict[str, Any]] = {
 }
 """What the status page says of lost records."""
 
-WAYS: tuple[Way, ...] = (spent, earned, thinned, rotated, *LOSING)
+WAYS: tuple[Way, ...] = (spent, earned, thinned, rotated, abrupt, full, *LOSING)
 """Ways to leave out records, given the lines of a journal and a step."""
 
 

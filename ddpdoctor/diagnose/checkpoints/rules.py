@@ -300,7 +300,8 @@ def checkpoint_not_applied(run: Run) -> Iterator[Finding]:
 def _not_applied(rank: Rank) -> Iterator[NotAppliedRecord]:
     """Yield the loads that applied little and were not followed by one that did."""
     good = {record.number for record in rank.records.of(AppliedRecord)}
-    return (each for each in rank.records.of(NotAppliedRecord) if each.number not in good)
+    loads = rank.records.of(NotAppliedRecord) if rank.watched(AppliedRecord) else ()
+    return (each for each in loads if each.number not in good)
 
 
 def _names(names: Iterable[str]) -> str:

@@ -20,16 +20,8 @@ from ddpdoctor.run.snapshot import Rank, Run
 
 def raised_before_a_wait(run: Run) -> Finding | None:
     """Report such an exception (DDP901), in a job that hangs for sure or has failed."""
-    found = [
-        (rank, error)
-        for rank in run.last
-        if (error := _pending(rank)) is not None and not is_consequence(error)
-    ]
+    found = _alone(run)
     if not found or len(run.last) < 2:
-        return None
-    # Ranks that all handle the same exception call their collective together.
-    places = {(error.exception, error.location) for _, error in found}
-    if len(found) == len(run.last) and len(places) == 1:
         return None
     rank, error = min(found, key=lambda each: each[1].time)
     restart = run.restarts[-1]
@@ -44,6 +36,21 @@ def raised_before_a_wait(run: Run) -> Finding | None:
     return _finding(rank, error)
 
 
+def _alone(run: Run) -> list[tuple[Rank, PendingErrorRecord]]:
+    """Return the ranks that call a collective during an exception, which no other rank calls."""
+    found = [
+        (rank, error)
+        for rank in run.last
+        if (error := _pending(rank)) is not None and not is_consequence(error)
+    ]
+    # Ranks that all handle the same exception call their collective together.
+    places = {(error.exception, error.location) for _, error in found}
+    if len(found) == len(run.last) and len(places) == 1:
+        return []
+    handling = {rank.rank for rank, _ in found}
+    return [each for each in found if not _others_came(run, each[0], handling)]
+
+
 def _pending(rank: Rank) -> PendingErrorRecord | None:
     """Return the exception during which a rank called the collective that it is, or died, in."""
     pending, status = rank.records.of(PendingErrorRecord), rank.status
@@ -52,6 +59,20 @@ def _pending(rank: Rank) -> PendingErrorRecord | None:
     last = pending[-1]
     there = status.collective == last.collective and status.site == str(last.called_at)
     return last if there and status.step == last.step else None
+
+
+def _others_came(run: Run, rank: Rank, handling: set[int]) -> bool:
+    """Return whether ranks that handle no exception called the collective of this one, too."""
+    calls = rank.ring.collectives if rank.ring is not None else ()
+    if not calls:
+        return False
+    mine = calls[-1]
+    return any(
+        (each.group, each.sequence, each.site) == (mine.group, mine.sequence, mine.site)
+        for other in run.last
+        if other.rank not in handling and other.ring is not None
+        for each in other.ring.collectives
+    )
 
 
 def _finding(rank: Rank, error: PendingErrorRecord) -> Finding:

@@ -18,6 +18,7 @@ from ddpdoctor.run.records.process import (
     ErrorRecord,
     ExitRecord,
     OuterError,
+    ReadFile,
     ResourceFacts,
     ShownErrorRecord,
     ThreadErrorRecord,
@@ -275,6 +276,7 @@ class Ending:
         message: The whole message of the exception.
         oom: ``kernel`` or ``cgroup``, which reported a kill by the out-of-memory killer, or empty.
         file: Facts about the file that an exception is about.
+        read: The files that it had opened last for reading, the newest first.
         last_seen: The last line of the user's code that the probe saw, if ``location`` is unknown.
         initialized: Whether it had joined the process group.
         notes: What happened from the exception to the end of the process, a sentence each.
@@ -292,6 +294,7 @@ class Ending:
     message: str = ""
     oom: str = ""
     file: ResourceFacts = NOTHING
+    read: tuple[ReadFile, ...] = ()
     last_seen: Location | None = None
     initialized: bool = True
     notes: tuple[str, ...] = ()
@@ -504,6 +507,7 @@ def _exception(
         message=record.message,
         status=status,
         file=record.file or NOTHING,
+        read=record.read,
         initialized=initialized,
         notes=tuple(_notes_of(record)),
     )

@@ -14,8 +14,9 @@ from ddpdoctor.core.relations import ABORT, END, LOST, MISPAIRED, MODELS
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.diagnose.checkpoints.rules import refused_for_prefix
 from ddpdoctor.diagnose.crashes.out_of_memory import GPU_MEMORY, gpu_facts
+from ddpdoctor.diagnose.crashes.paths import path_fault
 from ddpdoctor.diagnose.crashes.rank_endings import Ending, endings, first_failure, mispaired
-from ddpdoctor.diagnose.crashes.resource_errors import file_facts, port_facts, torn
+from ddpdoctor.diagnose.crashes.resource_errors import UNREADABLE, file_facts, port_facts, torn
 from ddpdoctor.diagnose.gradients.reducer import is_explained
 from ddpdoctor.diagnose.replicas.rules_models import is_refusal
 from ddpdoctor.failures import matching_line, recognise
@@ -296,12 +297,15 @@ def known_finding(attempt: Attempt, known: KnownFailure) -> Finding | None:
     facts = about_port if about_port.said else file_facts(cause, failure)
     if failure.code == GPU_MEMORY and attempt.last:
         facts = gpu_facts(attempt.run, cause)
+    path = path_fault(attempt.run, cause) if failure.code in UNREADABLE and attempt.last else None
+    said = (facts.said or failure.said(known.groups)) + (path.said if path is not None else "")
+    fix = path.fix if path is not None else facts.fix or failure.fix
     likely = "likely " if known.likely or failure.likely else ""
     return attempt.finding(
         failure.code,
         cause,
-        f"{cause.name} {likely}{facts.said or failure.said(known.groups)}",
-        facts.fix or failure.fix,
+        f"{cause.name} {likely}{said}",
+        fix,
         evidence=(f"it says: {shortened(known.line)}", *facts.evidence),
         lost=known.lost,
     )

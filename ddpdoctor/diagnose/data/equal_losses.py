@@ -87,4 +87,4 @@ def equal_losses(run: Run) -> EqualLosses | None:
 def _may_reduce(rank: Rank, steps: int) -> bool:
     """Return whether the losses may be the mean over the ranks, or of gathered outputs."""
     ring = rank.ring
-    return rank.lost or ring is None or ring.partial or 2 * ring.calls >= steps
+    return not rank.counted_collectives or ring is None or 2 * ring.calls >= steps

@@ -527,7 +527,8 @@ def _streams_repeated(run: Run) -> Iterator[Finding]:
             fix="Workers have a copy of the data set: keep the epoch in shared memory "
             "(torch.tensor(0).share_memory_()), or leave out persistent_workers=True."
             if kept
-            else "Seed the shuffling from the epoch, and let its number reach the workers.",
+            else "Call set_epoch(epoch) of the data set before each pass if it has that (Hugging "
+            "Face's do), or seed the shuffling from an epoch that reaches the workers.",
         )
         return
 

@@ -44,8 +44,7 @@ def constant_losses(run: Run) -> Iterator[Finding]:
 def _reduced(rank: Rank, number: int, constant: dict[int, ConstantLossRecord]) -> bool:
     """Return whether a rank is known to have begun that backward with a loss of its model."""
     begun = rank.status.reduced if rank.status is not None else 0
-    # A missing record means something only if the rank still records.
-    return begun >= number not in constant and not rank.lost and len(constant) < number
+    return begun >= number not in constant and rank.watched(ConstantLossRecord)
 
 
 def _finding(run: Run, alone: list[Rank], others: list[Rank], first: ConstantLossRecord) -> Finding:

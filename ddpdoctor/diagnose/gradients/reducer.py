@@ -173,7 +173,9 @@ def missing_gradients(run: Run) -> Iterator[Missing]:
             and not guilty.isdisjoint(built.group_ranks)
         ]
         last = max((record.step for record in found.values()), default=0)
-        if all(_has_reported(run, rank, last) for rank in others):
+        # DDP's exception is reported even if it is not known who else missed something.
+        known = bool(errors) or all(rank.watched(NoGradientRecord) for rank in others)
+        if known and all(_has_reported(run, rank, last) for rank in others):
             yield Missing(number, found, errors, [rank.rank for rank in others])
 
 

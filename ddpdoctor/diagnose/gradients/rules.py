@@ -112,7 +112,7 @@ def _never_used(run: Run, number: int, seen: OfModule[NeverUsedRecord]) -> Itera
     static = seen.built is not None and not seen.built.find_unused_parameters
     option = "static_graph=True" if static else "find_unused_parameters=True"
     evidence = [
-        f"in {record.backwards} synchronized backwards; {option} hides it",
+        f"in {record.backwards} synchronized backwards looked at; {option} hides it",
         f"they are {record.part:.0%} of the module's elements",
     ]
     yield Finding(

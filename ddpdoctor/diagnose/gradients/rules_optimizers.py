@@ -173,7 +173,11 @@ def optimizer_in_loop(run: Run) -> Iterator[Finding]:
 def _restarts(rank: Rank, record: RemadeRecord) -> bool:
     """Return whether loaded or averaged weights made the old state useless meanwhile."""
     loads = rank.records.of(LoadRecord)
-    return any(each.step > record.since for each in loads) or bool(rank.records.of(TogetherRecord))
+    return (
+        any(each.step > record.since for each in loads)
+        or bool(rank.records.of(TogetherRecord))
+        or not rank.watched(LoadRecord, TogetherRecord)
+    )
 
 
 def _remade(role: str, ranks: tuple[int, ...], record: RemadeRecord) -> Finding:
@@ -300,6 +304,9 @@ def clip_too_early(run: Run) -> Iterator[Finding]:
         for record in rank.records.of(MisplacedClipRecord):
             at = record.location
             if at is not None and record.what == "scaled" and mentions(at, "scale"):
+                continue
+            if not rank.watched(MisplacedClipRecord):
+                # A hook that failed may have been the one that sees gradients unscaled.
                 continue
             yield _misplaced(run, rank, record)
             return

@@ -80,7 +80,9 @@ def _by_hand(run: Run) -> Iterator[Finding]:
     first = run.last[0]
     rates = list(dict.fromkeys(_rates(first)))
     at = steps_of_all_data(run)
-    if at is None or len(rates) < MIN_RATES or first.records.of(ScheduleRecord):
+    # A rank writes about its schedulers as it ends.
+    known = first.ended is not None and first.watched(ScheduleRecord)
+    if at is None or len(rates) < MIN_RATES or not known or first.records.of(ScheduleRecord):
         return
     yield Finding(
         code="DDP331",

@@ -490,8 +490,8 @@ def trained_outside_ddp(run: Run) -> Iterator[Finding]:
 
 def _exchanges_parts(rank: Rank) -> bool:
     """Return whether a rank may hold a part of a model that is spread over ranks."""
-    ring = rank.ring
-    return ring is not None and any(each.name.startswith("all_to_all") for each in ring.collectives)
+    calls = rank.ring.collectives if rank.ring is not None else ()
+    return not rank.counted_collectives or any(each.name.startswith("all_to_all") for each in calls)
 
 
 # -- training without DDP
@@ -700,7 +700,7 @@ def _exchanged(ranks: Sequence[Rank]) -> bool:
     """Return whether parameters or gradients may have been exchanged between ranks."""
     for rank in ranks:
         # Compiled code calls collectives that a partial ring misses.
-        if rank.lost or rank.ring is None or rank.ring.partial:
+        if not rank.counted_collectives or rank.ring is None:
             return True
         steps = rank.records.of(SoloRecord)
         before = steps[0].before

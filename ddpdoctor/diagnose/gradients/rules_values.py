@@ -23,6 +23,7 @@ from ddpdoctor.diagnose.source_operations import (
     reduces_gradients,
     scaled_by_world,
     scales_by_world,
+    scales_near,
     written_on_some_ranks,
 )
 from ddpdoctor.run.records.model import (
@@ -461,6 +462,8 @@ def _states(
 
     A rank writes when it begins to do something else.
     """
+    if not all(rank.watched(declared) for rank in replica.ranks):
+        return
     written: dict[int, Sequence[Change]] = {
         rank.rank: rank.records.of(declared)
         for rank in sorted(replica.ranks, key=lambda each: each.rank)
@@ -534,8 +537,8 @@ def scaled_by_world_size(run: Run) -> Iterator[Finding]:
             f"the loss of the first steps was multiplied by {losses[0][1].factor:.4g}",
             "Call backward on the loss as it is: DDP averages the gradients.",
         )
-    summed = reduces_gradients(run) if not any(r.records.of(DdpRecord) for r in run.last) else None
-    if summed is not None and not names_world_factor(run) and _has_reduced(run, summed):
+    summed = _only_summed(run)
+    if summed is not None:
         yield _scaled(
             run,
             "the gradients are summed over the ranks, and nothing divides them by their number",
@@ -549,6 +552,14 @@ def scaled_by_world_size(run: Run) -> Iterator[Finding]:
             if found is not None:
                 yield found
                 return
+
+
+def _only_summed(run: Run) -> Location | None:
+    """Return the line that sums gradients, in a job without DDP that divides them nowhere."""
+    bare = all(r.watched(DdpRecord) and not r.records.of(DdpRecord) for r in run.last)
+    at = reduces_gradients(run) if bare else None
+    divided = at is None or names_world_factor(run) or scales_near(at)
+    return at if at is not None and not divided and _has_reduced(run, at) else None
 
 
 def _has_reduced(run: Run, at: Location) -> bool:

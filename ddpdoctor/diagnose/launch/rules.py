@@ -114,7 +114,7 @@ def data_parallel(run: Run) -> Iterator[Finding]:
     found = [
         (rank, record)
         for rank, record in _first(run, DataParallelRecord)
-        if rank.opened.world_size > 1 and not rank.records.of(DdpRecord)
+        if rank.opened.world_size > 1 and rank.watched(DdpRecord) and not rank.records.of(DdpRecord)
     ]
     if not found or not _all_wrote(run, found, DATA_PARALLEL_AFTER):
         return

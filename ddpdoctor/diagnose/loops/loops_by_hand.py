@@ -61,7 +61,8 @@ def left_by_hand(run: Run) -> Iterator[LeftByHand]:
 
 def _left(run: Run, group: Sequence[Rank], ends: dict[int | None, Ending]) -> LeftByHand | None:
     counts = {rank.rank: rank.status.reduced for rank in group if rank.status is not None}
-    if len(counts) < len(group) or any(rank.records.of(LoopRecord) for rank in group):
+    by_hand = (rank.watched(LoopRecord) and not rank.records.of(LoopRecord) for rank in group)
+    if len(counts) < len(group) or not all(by_hand):
         return None
     top = max(counts.values())
     inside = [rank for rank in group if counts[rank.rank] == top]
@@ -122,8 +123,9 @@ def _innermost_loop(run: Run, rank: Rank) -> tuple[str, Source, Loop, int] | Non
 
 def _behind(run: Run, rank: Rank, path: str, loop: Loop, ends: dict[int | None, Ending]) -> int:
     """Return since when a rank is in a collective that is called from outside the loop, or 0."""
-    calls = rank.ring.collectives if rank.ring is not None and not rank.ring.partial else ()
-    if rank.lost or not calls or calls[-1].ended or not _waits(run, rank, ends):
+    calls = rank.ring.collectives if rank.ring is not None else ()
+    known = rank.counted_collectives and calls and not calls[-1].ended
+    if not known or not _waits(run, rank, ends):
         return 0
     return calls[-1].began if _is_behind(calls[-1], path, loop) else 0
 

@@ -408,6 +408,8 @@ def _ratio(chain: Sequence[Location], value: ast.expr, depth: int) -> Averaged |
         return None
     if isinstance(value, ast.Call):
         return _ratio_of_call(chain, value, depth)
+    if isinstance(value, ast.Subscript):
+        return _ratio_of_item(at, value)
     if not isinstance(value, ast.Name):
         return None
     sources = [each for each in _sources(scope, {value.id}) if each.lineno < at.line]
@@ -415,6 +417,14 @@ def _ratio(chain: Sequence[Location], value: ast.expr, depth: int) -> Averaged |
         return _ratio(chain, sources[-1], depth - 1)
     given = _given(chain, scope, value.id)
     return _ratio(chain[1:], given, depth - 1) if given is not None else None
+
+
+def _ratio_of_item(at: Location, item: ast.Subscript) -> Averaged | None:
+    """Return a ratio by the name that it has in a dictionary of metrics: ``metrics["f1"]``."""
+    name = item.slice.value if isinstance(item.slice, ast.Constant) else None
+    if not isinstance(name, str) or not _RATIO.search(name):
+        return None
+    return Averaged(Location(at.path, item.lineno), bool(_NEVER_A_MEAN.search(name)))
 
 
 def _ratio_of_call(chain: Sequence[Location], call: ast.Call, depth: int) -> Averaged | None:

@@ -36,10 +36,6 @@ from ddpdoctor.run.records.model import FingerprintRecord, OtherModelRecord, Sta
 from ddpdoctor.run.records.training import EvaluationRecord, SaveRecord
 from ddpdoctor.run.snapshot import Rank, Run
 
-MAX_SAVES = 50
-"""Saved files that a rank records. After that many, later ones are unknown."""
-MAX_EVALUATIONS = 64
-"""Evaluations that a rank records. After that many, later ones are unknown."""
 MIN_DISTANCE = 0.01
 """How far statistics must differ to change an evaluation: means in standard deviations, variances
 as a part of themselves."""
@@ -117,13 +113,16 @@ def not_reduced(run: Run) -> Iterator[Finding]:
 
 def _by_hand(run: Run) -> Iterator[Finding]:
     """Yield an evaluation that takes every n-th sample itself, in a job that combines nothing."""
-    rings = [rank.ring for rank in run.last]
-    if run.exit_status != 0 or any(
-        ring is None
-        or ring.partial
-        or ring.calls > len(ring.collectives)
-        or any(each.point_to_point or _COMBINES.search(each.name) for each in ring.collectives)
-        for ring in rings
+    rings = [rank.ring for rank in run.last if rank.counted_collectives]
+    if (
+        run.exit_status != 0
+        or len(rings) < len(run.last)
+        or any(
+            ring is None
+            or ring.calls > len(ring.collectives)
+            or any(each.point_to_point or _COMBINES.search(each.name) for each in ring.collectives)
+            for ring in rings
+        )
     ):
         return
     for at in evaluated_by_hand(run):
@@ -181,7 +180,8 @@ def _uncombined(run: Run, each: list[Pass]) -> Finding | None:
     """Return what is wrong with an evaluation whose results no rank reduces or gathers."""
     if any(map(_combined, each)) or _separate_files(run, {one.rank: one for one in each}):
         return None
-    if any(one.record.collectives for one in each) and _sends(run):
+    counted = all(rank.counted_collectives for rank in run.last)
+    if not counted or (any(one.record.collectives for one in each) and _sends(run)):
         return None
     at = each[0].read
     use = use_of(run, at)
@@ -260,12 +260,11 @@ def _shares(each: list[Pass]) -> tuple[str, ...]:
 
 def _sends(run: Run) -> bool:
     """Return whether ranks may have sent their results to another rank."""
-    rings = [rank.ring for rank in run.last]
     return any(
-        ring is None
-        or ring.partial
-        or any(call.point_to_point or "all_to_all" in call.name for call in ring.collectives)
-        for ring in rings
+        call.point_to_point or "all_to_all" in call.name
+        for rank in run.last
+        if rank.ring is not None
+        for call in rank.ring.collectives
     )
 
 
@@ -279,10 +278,9 @@ def _separate_files(run: Run, passes: Passes) -> bool:
         begun = passes[rank.rank].record.time
         later = [each.record.time for each in passes_of(rank) if each.trains]
         until = min((time for time in later if time > begun), default=run.taken)
-        saves = rank.records.of(SaveRecord)
-        if rank.lost or len(saves) >= MAX_SAVES:
+        if not rank.watched(SaveRecord, until=until):
             return True
-        saved = {record.file for record in saves if record.time <= until}
+        saved = {record.file for record in rank.records.of(SaveRecord) if record.time <= until}
         if not saved:
             return False
         files += saved
@@ -439,7 +437,7 @@ def _evaluations_of_rank(rank: Rank) -> dict[int, EvaluationRecord]:
 
 def _passed(rank: Rank, point: int, run: Run) -> bool:
     """Return whether a rank has continued without that evaluation, or has ended."""
-    if len(_evaluations_of_rank(rank)) >= MAX_EVALUATIONS or rank.lost:
+    if not rank.watched(EvaluationRecord):
         return False
     if rank.ended is not None or run.exit_status is not None:
         return True

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
+from ddpdoctor.run.records.base import Record
 from ddpdoctor.run.records.model import (
     BuffersRecord,
     CutRecord,
@@ -217,7 +218,7 @@ class Replica:
 
 def together(ranks: Sequence[Rank], module: int, since: int) -> bool:
     """Return whether collectives made a module's replicas equal after a step, or may have."""
-    if any(rank.lost for rank in ranks):
+    if not all(rank.watched(TogetherRecord) for rank in ranks):
         return True
     hashes = (
         {record.parameters for record in records}
@@ -303,8 +304,8 @@ def rank_only_changes(
         for rank in replica.ranks
     }
     loaded = _loaded_most(loads)
-    if loaded:
-        return loaded if len(loaded) < len(replica.ranks) else {}
+    if loaded or not _watched(replica, LoadRecord, OutsideRecord):
+        return loaded if _alone(replica, LoadRecord, loaded) else {}
     changed = {
         rank.rank: record
         for rank in replica.ranks
@@ -332,7 +333,16 @@ def resumed_alone(replica: Replica) -> tuple[Difference, dict[int, ResumeRecord]
         for rank in replica.ranks
     }
     loaded = _loaded_most(loads)
-    return (difference, loaded) if loaded and len(loaded) < len(replica.ranks) else None
+    return (difference, loaded) if _alone(replica, ResumeRecord, loaded) else None
+
+
+def _watched(replica: Replica, *declared: type[Record]) -> bool:
+    return all(rank.watched(*declared) for rank in replica.ranks)
+
+
+def _alone(replica: Replica, declared: type[Record], who: Mapping[int, object]) -> bool:
+    """Return whether some ranks did something, and the others are known not to have done it."""
+    return 0 < len(who) < len(replica.ranks) and _watched(replica, declared)
 
 
 def _loaded_most(loads: Mapping[int, Sequence[_Loaded]]) -> dict[int, _Loaded]:

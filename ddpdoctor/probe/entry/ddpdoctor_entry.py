@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from typing import Any
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_FILES = "ddpdoctor.probe.observers.files"
+_AUDITED = frozenset(
+    ("import", "sys.excepthook", "open", "os.mkdir", "os.rename", "os.remove", "os.rmdir",
+     "shutil.rmtree")
+)  # fmt: skip
 _LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch")
 
 
@@ -41,9 +46,12 @@ def _audit_hook(loaded: bool) -> "Callable[[str, tuple[Any, ...]], None]":
     error in it would be raised by the operation that Python is auditing.
     """
     modules, safely, load, fails = sys.modules, _safely, _load, _fails
+    audited, files = _AUDITED, _FILES
 
     def audit(event: str, args: "tuple[Any, ...]") -> None:
         nonlocal loaded
+        if event not in audited:
+            return
         if event == "import":
             # `importlib.import_module` is not audited, but what torch imports in turn is.
             if not loaded and (args[0] == "torch" or "torch" in modules):
@@ -51,6 +59,11 @@ def _audit_hook(loaded: bool) -> "Callable[[str, tuple[Any, ...]], None]":
                 safely(load)
         elif event == "sys.excepthook":
             fails(args, loaded)
+        elif loaded:
+            # While the module is being imported it is there without this.
+            touched = getattr(modules.get(files), "touched", None)
+            if touched is not None:
+                touched(event, args)
 
     return audit
 

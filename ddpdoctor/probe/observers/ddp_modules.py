@@ -94,6 +94,8 @@ class Replica:
         self.looks = 0
         self.every: tuple[GradientlessParameter, ...] = ()  # all parameters as a record has them
         self.sizes: list[int] = []
+        self.versions: dict[int, int] = {}
+        """Versions of the parameters that had no gradient when they were looked at first."""
         self.added: list[tuple[str, weakref.ref[Any], str]] = []
         """Parameters that need a gradient and are not reduced, with the reason."""
 

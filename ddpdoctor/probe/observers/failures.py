@@ -15,7 +15,7 @@ from threading import Thread
 from typing import Any, NamedTuple
 
 from ddpdoctor.core.user_code import user_file
-from ddpdoctor.probe.observers import job_launch
+from ddpdoctor.probe.observers import files, job_launch
 from ddpdoctor.probe.runtime import events, rank, shield, torch_private, watch
 from ddpdoctor.probe.runtime.events import Observer
 from ddpdoctor.probe.runtime.sites import Site, caller
@@ -361,6 +361,8 @@ def describe(error: BaseException) -> ErrorRecord:
 
 
 def _in_words(error: BaseException) -> ErrorRecord:
+    # Printing a traceback opens the sources.
+    read = files.read_last()
     raised, outer = unwrapped(error)
     formatted = "".join(_format_exception(type(error), error, error.__traceback__))
     return ErrorRecord(
@@ -372,6 +374,7 @@ def _in_words(error: BaseException) -> ErrorRecord:
         line=raised.line,
         user_frames=tuple(CodeFrame(*frame) for frame in frames_of(error)),
         traceback=formatted[-_TRACEBACK:],
+        read=read,
         outer=outer
         and OuterError(
             exception=outer.name,

@@ -274,34 +274,40 @@ class Gradients(Observer):
                 self._record_never(each)
 
     def _keep_largest(self, torch: Any, each: Replica, ddp: Any) -> None:
-        parameters = (each.parameter(index) for index in range(len(each.names)))
+        parameters = [each.parameter(index) for index in range(len(each.names))]
         gradients = [None if one is None else one.grad for one in parameters]
+        # What an optimizer has stepped in between had a gradient in a step that was not looked at.
+        stepped = [
+            one is not None
+            and gradient is None
+            and each.versions.setdefault(index, one._version) != one._version
+            for index, (one, gradient) in enumerate(zip(parameters, gradients, strict=True))
+        ]
         device = next((one.device for one in gradients if one is not None), None)
         with torch.no_grad():
             # Filled on the device: a copy would wait for it.
             zero, other = torch.zeros((), device=device), torch.ones((), device=device)
             largest = torch.stack(
                 [
-                    zero
+                    (other if touched else zero)
                     if gradient is None
                     else _largest(gradient).float()
                     if readback.is_plain(gradient) and gradient.layout is torch.strided
                     else other
-                    for gradient in gradients
+                    for gradient, touched in zip(gradients, stepped, strict=True)
                 ]
             )
             each.most = largest if each.most is None else torch.maximum(each.most, largest)
         if not each.looks:
             # At the end of the rank the module is gone.
             each.every = _gradientless(each, ddp, range(len(each.names)))
-            known = (each.parameter(index) for index in range(len(each.names)))
-            each.sizes = [0 if one is None else one.numel() for one in known]
+            each.sizes = [0 if one is None else one.numel() for one in parameters]
         each.looks += 1
 
     def _record_never(self, each: Replica) -> None:
         every, sizes = each.every, each.sizes
         record = NeverUsedRecord(
-            ddp=each.number, backwards=each.reduced, parameters=(), count=0, of=len(every),
+            ddp=each.number, backwards=each.looks, parameters=(), count=0, of=len(every),
             **each.site.place,
         )  # fmt: skip
 

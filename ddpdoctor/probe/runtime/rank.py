@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ddpdoctor.probe.runtime import budget, events, shield, sites
 from ddpdoctor.probe.runtime.recorder import Recorder
 from ddpdoctor.run.records.base import Record
-from ddpdoctor.run.records.process import EndRecord, FaultRecord, StoreRecord
+from ddpdoctor.run.records.process import EndRecord, FaultRecord, LimitRecord, StoreRecord
 from ddpdoctor.run.status import Phase
 
 if TYPE_CHECKING:
@@ -49,9 +49,14 @@ class RankState:
     def may_add(self, kind: type[Record], most: int, once: object = None) -> bool:
         """Count a record of a kind. Return False if it is one too many, or known."""
         count = self._written.get(kind, 0)
-        if count >= most or (once is not None and once in self._known):
+        if once is not None and once in self._known:
             return False
         self._written[kind] = count + 1
+        if count >= most:
+            if count == most:
+                # Rules conclude from what is absent, too.
+                self.recorder.add(LimitRecord(time=time.time_ns(), of=kind.kind))
+            return False
         self._known.add(once)
         return True
 

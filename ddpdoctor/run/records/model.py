@@ -108,7 +108,7 @@ class NeverUsedRecord(PlacedRecord):
     kind = "never_used"
 
     ddp: int
-    backwards: int  # Synchronized backwards so far
+    backwards: int  # Synchronized backwards that were looked at
     parameters: tuple[GradientlessParameter, ...]  # The first of them
     count: int  # Number of all of them
     of: int  # Number of parameters that the module reduces

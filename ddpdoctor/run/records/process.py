@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
+from typing import NamedTuple
 
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.run.records.base import CodeFrame, Part, PlacedRecord, Record, dataclass
@@ -119,6 +120,26 @@ class ResourceFacts(Part):
     holder: PortHolder | None = None
 
 
+class ReadFile(NamedTuple):
+    """A file that was opened for reading. In JSON a list."""
+
+    path: str  # As it was given
+    time: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRecord(PlacedRecord):
+    """A rank is about to change a file or directory. Once for each, at most 64 times per rank."""
+
+    kind = "file"
+
+    time: int
+    what: str
+    """``write`` (opened for it), ``make`` a directory, ``move`` it away, ``replace`` it by what was
+    moved, ``remove``."""
+    file: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterError(Part):
     """An exception that was raised while handling, or because of, another one."""
@@ -176,6 +197,7 @@ class ErrorRecord(EndOfProcess):
     outer: OuterError | None = None  # The exception that was finally raised
     collective: str = ""  # The collective in which it was raised
     file: ResourceFacts | None = None
+    read: tuple[ReadFile, ...] = ()  # The files that were opened last for reading, newest first
     left: ExitRecord | None = None
     """The call by which the script ended itself after it caught the exception."""
 
@@ -232,6 +254,16 @@ class FaultRecord(Record):
     hook: str = ""  # The part of the probe
     part: str = ""  # The part of the supervisor
     places: tuple[str, ...] = ()  # Lines of ddpdoctor, ``file:line``, innermost first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitRecord(Record):
+    """A rank writes no more records of a kind: there were too many. Once for each kind."""
+
+    kind = "limit"
+
+    time: int
+    of: str  # The kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
