@@ -174,7 +174,7 @@ class Exchange:
         if attempt is None or time.monotonic() < self._due:
             return
         self._due = time.monotonic() + LOOK_EVERY
-        # Without the round: each torchrun counts the restarts of its own node.
+        # Without the round: each torchrun counts restarts by itself.
         key = f"ddpdoctor/{attempt.store.job}"
         invitation = self._head.invitation if self._head is not None else None
         if invitation is None and attempt.leads and self._is_linked and self._member is not None:

@@ -61,17 +61,13 @@ def left_by_hand(run: Run) -> Iterator[LeftByHand]:
 
 def _left(run: Run, group: Sequence[Rank], ends: dict[int | None, Ending]) -> LeftByHand | None:
     counts = {rank.rank: rank.status.reduced for rank in group if rank.status is not None}
-    by_hand = (rank.watched(LoopRecord) and not rank.records.of(LoopRecord) for rank in group)
-    if len(counts) < len(group) or not all(by_hand):
+    if len(counts) < len(group) or not all(map(_loops_by_hand, group)):
         return None
     top = max(counts.values())
     inside = [rank for rank in group if counts[rank.rank] == top]
     outside = [rank for rank in group if counts[rank.rank] < top]
     found = _innermost_loop(run, inside[0])
     if found is None or not all(_in_backward(run, rank, ends) for rank in inside):
-        return None
-    if not all(counts[rank.rank] for rank in outside):
-        # It may stand before the loop, which it has not entered yet.
         return None
     path, source, loop, line = found
     since = [_behind(run, rank, path, loop, ends) for rank in outside]
@@ -87,6 +83,15 @@ def _left(run: Run, group: Sequence[Rank], ends: dict[int | None, Ending]) -> Le
         Location(path, loop.lineno),
         min(since),
     )
+
+
+def _loops_by_hand(rank: Rank) -> bool:
+    """Return whether a rank has trained, and not in a loop over a data loader.
+
+    A rank without a backward may stand before the loop, which it has not entered yet.
+    """
+    trained = rank.status is not None and rank.status.reduced > 0
+    return trained and rank.watched(LoopRecord) and not rank.records.of(LoopRecord)
 
 
 def _in_backward(run: Run, rank: Rank, ends: dict[int | None, Ending]) -> bool:
