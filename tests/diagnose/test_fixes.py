@@ -72,7 +72,14 @@ WITHOUT_JOB = (
     "Let rank {} make the call",
     "Decide on all ranks together",
     "Let one rank make it and the others wait",
-    "Seed the shuffling from the epoch",
+    "Call set_epoch(epoch) of the data set",
+    "Let one rank prepare it and the others wait",
+    "Let one rank remove or move it",
+    "Add numbers: `{} += loss.item()`",
+    "Give it a size: `functools.lru_cache",
+    "Keep the part that is needed",
+    "Hold it as a NumPy array or a tensor",
+    "Bound what the data set keeps",
     "Call backward once for each forward through DDP",
     "Call backward() for the training loss",
     "Look at the storage that the data come from",
@@ -88,6 +95,10 @@ WITHOUT_JOB = (
     "Start the process once",
     "Read ahead",
     "Read and write less",
+    "Suspect a C or C++ extension",
+    "Find what it keeps of each step",
+    "Limit the length of a batch",
+    "Set PYTORCH_CUDA_ALLOC_CONF",
 )
 """How the other fixes begin, by the reason for which no sick job prints them."""
 

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.core.errors import DoctorError, HelpRequest
 from ddpdoctor.core.options import read_options
 from ddpdoctor.preflight import command_lines
 from tests.conftest import LIMIT, Doctor
@@ -74,6 +74,8 @@ def test_each_option_of_this_torchrun_is_understood(name: str) -> None:
     said = ""
     try:
         command_lines.parse([name, "1"] if takes_value else [name], {})
+    except HelpRequest:
+        assert name in ("-h", "--help")
     except DoctorError as error:
         # What it says of the value is its own affair.
         said = error.message

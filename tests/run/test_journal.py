@@ -64,7 +64,7 @@ def test_a_journal_is_bounded(records: list[tuple[str, int]], batch: int) -> Non
 def long_job(tmp_path_factory: pytest.TempPathFactory) -> Reader:
     """A small journal: records of every kind and of one more come first, then 40,000 steps."""
     path = new_journal(tmp_path_factory.mktemp("long"))
-    journal = Journal(str(path), 1 << 20)
+    journal = Journal(str(path), 5 << 18)
     for kind, many in MANY.items():
         journal.write([numbered(kind, number) for number in range(many)])
     lines = [step(number, 40) for number in range(40_000)]

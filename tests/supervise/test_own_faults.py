@@ -55,9 +55,9 @@ PARTS = [
     "supervise.keepers:Keepers.dismiss",
     "supervise.keepers:Keepers._start_standby",
     "supervise.processes:end",
-    "supervise.passthrough:Passthrough.finish",
-    "supervise.passthrough:Passthrough._carry",
-    "supervise.passthrough:Passthrough._release",
+    "supervise.job_signals:Passthrough.finish",
+    "supervise.job_signals:Passthrough._carry",
+    "supervise.job_signals:Passthrough._release",
     "supervise.run_watch:run_manifest",
     "supervise.rank_processes:Unwatched.find",
     "run.vitals:Vitals.look",
@@ -71,7 +71,7 @@ PARTS = [
     "clock:",
 ]
 
-FEW = ("supervise.run_watch:RunWatch.check", "supervise.passthrough:Passthrough._carry", "clock:")
+FEW = ("supervise.run_watch:RunWatch.check", "supervise.job_signals:Passthrough._carry", "clock:")
 
 JOB = ("bash", "-c", "echo out; echo error >&2; sleep 2; exit 7")
 

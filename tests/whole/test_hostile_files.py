@@ -187,7 +187,7 @@ def test_what_is_written_follows_no_link(directory: Path, tmp_path: Path) -> Non
     assert victim.read_text() == "precious"
     assert not (directory / "stacks.json").is_symlink()
     replace(directory / "lock", str(victim))
-    with pytest.raises(OSError, match="File exists"):
+    with pytest.raises(OSError, match=r"File exists|symbolic links"):
         rundir.Lock(directory)
 
 
@@ -433,6 +433,7 @@ OF_THE_KERNEL = {
     "supervise/command.py",  # the user's own script
     "run/names.py",  # a directory, for a short address
     "run/vitals.py",  # appends
+    "failures/table/__init__.py",  # our own table
 }
 
 READERS = (

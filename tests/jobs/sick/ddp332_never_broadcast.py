@@ -1,5 +1,7 @@
 """Gradients are averaged by hand, and each rank began with weights of its own."""
 
+# fix: Before the first step, broadcast
+
 import torch
 import torch.distributed as dist
 from torch import nn

@@ -1,5 +1,7 @@
 """A cache whose keys never come back."""
 
+# fix: Drop entries that are not needed
+
 import gc
 
 import torch

@@ -1,5 +1,7 @@
 """A hook is added in each step, and keeps its batch."""
 
+# fix: Add the hook once
+
 import gc
 
 import torch

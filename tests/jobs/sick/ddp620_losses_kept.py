@@ -1,5 +1,7 @@
 """Penalties are kept with the graph of their step."""
 
+# fix: Keep numbers:
+
 import gc
 
 import torch
