@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpdoctor.core.finding import Finding
+from ddpdoctor.core.finding import Finding, Severity, explains
 from ddpdoctor.run.memory_growth import steady_growth
 from ddpdoctor.run.records.base import CodeFrame, Record
 from ddpdoctor.run.records.memory import (
@@ -91,6 +91,12 @@ def test_graphs_in_a_list_are_named_with_name_line_and_end(
     assert "the list `hist` keeps tensors with the graph" in finding.message
     assert "full in about 8200 steps" in finding.message
     assert "hist.append(loss.item())" in finding.fix
+
+
+def test_the_end_without_memory_says_it_instead() -> None:
+    growth = Finding("DDP620", Severity.WARNING, "grows", (0, 1))
+    assert explains(Finding("DDP928", Severity.ERROR, "full", (1,)), growth)
+    assert not explains(Finding("DDP928", Severity.ERROR, "full", (2,)), growth)
 
 
 def test_a_gpu_counts_by_its_allocator_and_its_own_memory(written: Written, tmp_path: Path) -> None:

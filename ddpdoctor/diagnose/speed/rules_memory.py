@@ -95,7 +95,15 @@ def _entries(holder: Holder) -> str:
     return f"entries ({holder.holds}{each})"
 
 
-@rule("DDP620", "memory-grows", Severity.WARNING, lapses=pace, twice=True)
+def _same_rank(cause: Finding, effect: Finding) -> bool:
+    """Return whether an end without memory is of a rank whose memory grew. It says both."""
+    return bool({*cause.ranks} & {*effect.ranks})
+
+
+_ENDS = {"DDP903": _same_rank, "DDP928": _same_rank, "DDP934": _same_rank}
+
+
+@rule("DDP620", "memory-grows", Severity.WARNING, lapses=pace, twice=True, yields_to=_ENDS)
 def memory_grows(run: Run) -> Iterator[Finding]:
     """The memory of a rank grows in each step, until it runs out.
 
