@@ -77,7 +77,7 @@ WITHOUT_JOB = (
     "Let one rank remove or move it",
     "Add numbers: `{} += loss.item()`",
     "Give it a size: `functools.lru_cache",
-    "Keep the part that is needed",
+    "Keep what is needed: a number",
     "Hold it as a NumPy array or a tensor",
     "Bound what the data set keeps",
     "Call backward once for each forward through DDP",

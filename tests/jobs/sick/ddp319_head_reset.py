@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 def reset_head(model: nn.Sequential) -> None:
     head = model[2]
-    nn.init.zeros_(head.bias)  # expect: DDP319 rank 0
+    nn.init.zeros_(head.bias)
 
 
 def main() -> None:
@@ -29,7 +29,7 @@ def main() -> None:
             nn.functional.cross_entropy(ddp(inputs), labels).backward()
             optimizer.step()
         if epoch == 0 and dist.get_rank() == 0:
-            reset_head(ddp.module)
+            reset_head(ddp.module)  # expect: DDP319 rank 0
     del ddp, optimizer
     gc.collect()
     dist.destroy_process_group()

@@ -1,6 +1,6 @@
 """A module keeps all inputs that it has seen."""
 
-# fix: Keep what is needed: a number
+# fix: Keep the part that is needed
 
 import gc
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 def damp(head: nn.Module) -> None:
     for parameter in head.parameters():
         if parameter.grad is not None:
-            parameter.grad *= 0.1  # expect: DDP709 rank 1
+            parameter.grad *= 0.1
 
 
 def main() -> None:
@@ -29,7 +29,7 @@ def main() -> None:
             optimizer.zero_grad()
             nn.functional.cross_entropy(ddp(inputs), labels).backward()
             if dist.get_rank() == 1:
-                damp(ddp.module[2])
+                damp(ddp.module[2])  # expect: DDP709 rank 1
             optimizer.step()
     del ddp, optimizer
     gc.collect()
