@@ -405,7 +405,7 @@ def _note(each: Occurrence, failure: Failure) -> Finding:
         message=f"{_subject(each)} {failure.said(each.groups)}",
         ranks=() if each.rank is None else (each.rank,),
         evidence=(_printed(each),),
-        fix=failure.fix,
+        fix=failure.advised(each.groups),
     )
 
 
@@ -452,7 +452,7 @@ def _of_first(
         ranks=(int(guilty),) if guilty else tuple(sorted(failed)),
         location=raised.location,
         evidence=tuple(evidence),
-        fix=_FIX if failure is None else failure.fix + _next_steps(first, all_),
+        fix=_FIX if failure is None else failure.advised(first.groups) + _next_steps(first, all_),
         traceback=raised.traceback,
     )
 
