@@ -105,7 +105,7 @@ def _worth(literals: list[str]) -> tuple[int, int]:
 
 
 _FIELD = re.compile(r"\{(\w+)\}")
-_OPTIONAL = re.compile(r"\[([^\[\]]*)\]")
+_OPTIONAL = re.compile(r"\[([^\[\]]*\{\w+\}[^\[\]]*)\]")
 
 
 class Weight(IntEnum):
@@ -143,7 +143,7 @@ class Failure:
             ``rank`` is the guilty rank. ``says`` can refer to all groups.
         says: The predicate of the sentence. A part in brackets is left out if one of its groups
             matched nothing.
-        fix: What to change.
+        fix: What to change. It can refer to groups as ``says`` does.
         within: Regular expression that the frames of an exception have to match as well.
         unless: Regular expression that the frames, or a line without any, must not match, for
             equal texts of other libraries.
@@ -210,12 +210,25 @@ class Failure:
 
     def said(self, groups: Mapping[str, str]) -> str:
         """Return the predicate of the sentence about it."""
+        return self._filled(self.says, groups)
+
+    def advised(self, groups: Mapping[str, str]) -> str:
+        """Return what to change."""
+        return self._filled(self.fix, groups)
+
+    def _filled(self, text: str, groups: Mapping[str, str]) -> str:
+        own = self.regex.groupindex
 
         def kept(part: re.Match[str]) -> str:
-            return part[1] if all(name in groups for name in _FIELD.findall(part[1])) else ""
+            names = _FIELD.findall(part[1])
+            return part[1] if all(name in groups for name in names) else ""
+
+        def value(field: re.Match[str]) -> str:
+            # A fix may contain the braces of a shell.
+            return groups.get(field[1], "?") if field[1] in own else field[0]
 
         # Not `str.format`, since texts of a log may contain braces.
-        return _FIELD.sub(lambda field: groups[field[1]], _OPTIONAL.sub(kept, self.says))
+        return _FIELD.sub(value, _OPTIONAL.sub(kept, text))
 
 
 def check_failure(failure: object) -> None:

@@ -166,7 +166,8 @@ _LIBRARY = re.compile(
 )
 _SOURCE = re.compile(
     r"\[enforce fail at [^\]]*\][\s.]*|"
-    r"\[/[^\]]*\.(?:cc|cpp|h):\d+\]\s*|\s*\[(?=[^\]]*[.:])[\da-fA-F.:]+\](?::\d+)?(?=[\s.:]|$)"
+    r"\[/[^\]]*\.(?:cc|cpp|h):\d+\]\s*"
+    r"|(?<!\bto)(?<!\bto )\s*\[(?=[^\]]*[.:])[\da-fA-F.:]+\](?::\d+)?(?=[\s.:]|$)"
     r"|\[?[IWEF](?:\d{3,4} [\d:.]+ (?:\d+ )?| )\S+\]\s*"
 )
 
@@ -276,9 +277,9 @@ def users_file(path: str) -> bool:
 
 
 def shortened(text: str, width: int = 160) -> str:
-    """Return a line as evidence: without C++ source lines and socket addresses, and not too long.
+    """Return a line as evidence: without C++ source lines and gloo's addresses, and not too long.
 
-    gloo's addresses would also be wrong, since it prints ports byte-swapped.
+    These would also be wrong, since gloo prints ports byte-swapped. Those of c10d follow "to".
     """
     text = _SOURCE.sub("", _CONTROL.sub("", text)).strip()
     return text if len(text) <= width else text[: width - 3] + "..."

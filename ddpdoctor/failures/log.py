@@ -828,7 +828,7 @@ class LogReader:
                 or occurrence.traceback
                 or (
                     occurrence.failure is not None
-                    and occurrence.failure.known.name == "left-behind"
+                    and occurrence.failure.known.name in ("left-behind", "store-barrier-waits")
                 )
             )
             and not STATUS.search(occurrence.text)

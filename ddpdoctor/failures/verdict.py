@@ -200,7 +200,7 @@ def found_in(occurrences: Sequence[Occurrence]) -> tuple[list[Occurrence], bool]
         return _ordered(mention), False
     wrappers = [each for each in occurrences if each.weight == Weight.WRAPPER]
     remarks = [each for each in occurrences if each.weight == Weight.REMARK and each.final]
-    return sorted(wrappers, key=_wrapper_order) or remarks, False
+    return _wrappers_ordered(wrappers) or remarks, False
 
 
 def _may_have_ended_it(each: Occurrence) -> bool:
@@ -289,10 +289,20 @@ def name_of(each: Occurrence) -> str:
     return "exception" if each.failure is None else each.failure.known.name
 
 
-def _wrapper_order(each: Occurrence) -> tuple[bool, bool, bool, tuple[int, int]]:
-    """Sort ranks with status 1 before those that torchrun stopped, and before its exception."""
-    stopped = name_of(each) == "stopped-by-torchrun"
-    return stopped, not each.root, each.rank is None, each.order
+def _wrappers_ordered(wrappers: Sequence[Occurrence]) -> list[Occurrence]:
+    """Sort ranks with status 1 before those that torchrun stopped, and before its exception.
+
+    Each node's torchrun reports a first failure. The earliest of them was first.
+    """
+    times = [each.time for each in wrappers if each.root]
+    timed = None not in times
+
+    def order(each: Occurrence) -> tuple[bool, bool, bool, float, tuple[int, int]]:
+        stopped = name_of(each) == "stopped-by-torchrun"
+        time = each.time if timed and each.root else None
+        return stopped, not each.root, each.rank is None, time or 0.0, each.order
+
+    return sorted(wrappers, key=order)
 
 
 def _ordered(occurrences: list[Occurrence]) -> list[Occurrence]:
@@ -316,6 +326,9 @@ _FIX = "Fix this exception first; failures of other ranks follow from it."
 _WHOSE = "lines do not say whose they are, and the log goes on after it"
 _CUT = "an exception whose message is cut off in the log"
 _SHOWN = 3
+_WAITS, _REPEATED = "store-barrier-waits", 2
+"""A rank's line, every 10 s while it waits, and how many show more than a slow start."""
+
 _MAX_RANKS = 100_000  # Maximum ranks of a job whose missing ranks are listed
 
 _TOGETHER = 1.0
@@ -331,13 +344,16 @@ def findings(occurrences: Sequence[Occurrence]) -> list[Finding]:
     runs = split(occurrences)
     notes: dict[str, Finding] = {}
     for each in runs.last:
-        if each.failure is not None and each.weight == Weight.NOTE and each.final:
+        waits = name_of(each) == _WAITS
+        if each.failure is not None and each.weight == Weight.NOTE and each.final and not waits:
             notes.setdefault(name_of(each), _note(each, each.failure))
     found = _of_run(runs.last)
     failed = any(each.severity == Severity.ERROR for each in found)
     if found:
         # The failure explains why processes did not clean up.
         notes.pop("left-behind", None)
+    elif (waiting := _waiting(runs.last)) is not None:
+        found = [waiting]
     earlier = [one for each in runs.earlier for one in _earlier(each, runs)]
     if failed:
         said = tuple(f"before: {each.message}" for each in earlier[:_SHOWN])
@@ -345,6 +361,29 @@ def findings(occurrences: Sequence[Occurrence]) -> list[Finding]:
     else:
         found = [*earlier, *found]
     return [*found, *notes.values()]
+
+
+def _waiting(occurrences: Sequence[Occurrence]) -> Finding | None:
+    """Return the finding of a rank that waits in a barrier of the store until the log's end."""
+    waits = [each for each in occurrences if name_of(each) == _WAITS]
+    last = waits[-1] if waits else None
+    if last is None or last.failure is None or last.plain_after:
+        return None
+    key = (last.groups["rank"], last.groups["key"])
+    alike = [each for each in waits if (each.groups["rank"], each.groups["key"]) == key]
+    came, size = whole(last.groups["came"]), whole(last.groups["all"])
+    if not last.final or (len(alike) < _REPEATED and came <= size):
+        return None
+    note = _note(last, last.failure)
+    if came <= size:
+        return note
+    return replace(
+        note,
+        message=f"{_subject(last)} waits at the set-up of a process group of {size} ranks, to "
+        f"which {came} processes have come: more than its world size",
+        fix="Start as many processes as the world size says. If they are as many: the store, or "
+        "the file of file://, is that of an earlier start, so take a new port or file.",
+    )
 
 
 def _of_run(occurrences: Sequence[Occurrence]) -> list[Finding]:
@@ -405,7 +444,7 @@ def _note(each: Occurrence, failure: Failure) -> Finding:
         message=f"{_subject(each)} {failure.said(each.groups)}",
         ranks=() if each.rank is None else (each.rank,),
         evidence=(_printed(each),),
-        fix=failure.fix,
+        fix=failure.advised(each.groups),
     )
 
 
@@ -452,7 +491,7 @@ def _of_first(
         ranks=(int(guilty),) if guilty else tuple(sorted(failed)),
         location=raised.location,
         evidence=tuple(evidence),
-        fix=_FIX if failure is None else failure.fix + _next_steps(first, all_),
+        fix=_FIX if failure is None else failure.advised(first.groups) + _next_steps(first, all_),
         traceback=raised.traceback,
     )
 
@@ -553,6 +592,7 @@ def _facts(first: Occurrence, all_: Sequence[Occurrence]) -> Iterator[str]:
             "was late; a rank that the log does not show may have been"
         )
     yield from _absent(first, all_)
+    yield from _taken(first, all_)
     yield from _printed_before(first, [each for each in all_ if each.order < first.order])
     limits = (each for each in all_ if name_of(each) == "time-limit" and each.order > first.order)
     if name_of(first) != "time-limit":
@@ -604,6 +644,13 @@ def _absent(first: Occurrence, all_: Sequence[Occurrence]) -> Iterator[str]:
     if 0 < missing <= len(absent) <= 2 * missing and size <= _MAX_RANKS:
         of_them = "" if missing == len(absent) else f"{missing} of "
         yield f"{of_them}{named(absent)} did not come: see whether they started, and their output"
+
+
+def _taken(first: Occurrence, all_: Sequence[Occurrence]) -> Iterator[str]:
+    """Yield the line that names the port which another process holds."""
+    if first.failure is not None and first.failure.code == "DDP002":
+        taken = (each for each in all_ if name_of(each) == "port-taken")
+        yield from (f"before: {_printed(each)}" for each in islice(taken, 1))
 
 
 def _others(candidates: list[Occurrence], first: Occurrence) -> list[Occurrence]:

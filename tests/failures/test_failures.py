@@ -25,6 +25,8 @@ from ddpdoctor.failures.verdict import findings
 
 LOGS = Path(__file__).parents[1] / "logs"
 SICK = sorted(LOGS.glob("*.log"))
+_FIELD = re.compile(r"(?<!\$)\{\w+\}")
+_BRACKET = re.compile(r"\[[^\[\]]*\]")
 _EXPECT = re.compile(rb"# expect: (?:(info|warning) )?(DDP\d+)(?: ranks? ([\d,]+))?\n")
 
 
@@ -123,6 +125,28 @@ def test_names_are_unique_and_each_failure_was_seen() -> None:
         assert failure.known.seen, failure.known.name
     pages = [failure.code for failure in TABLE if failure.page]
     assert len(set(pages)) == len(pages), "one page per code"
+
+
+@pytest.mark.parametrize("failure", TABLE, ids=lambda each: each.known.name)
+def test_a_placeholder_is_never_printed(failure: Failure) -> None:
+    """Neither with an example's groups, nor where a pattern matched without any of them."""
+    found = [failure.regex.search(example) for example in failure.examples]
+    groups = [{k: v for k, v in each.groupdict().items() if v} for each in found if each]
+    for each in (*groups, {}):
+        assert not _FIELD.search(failure.said(each) + failure.advised(each)), each
+    for each in groups:
+        needed = set(_FIELD.findall(_BRACKET.sub("", f"{failure.says} {failure.fix}")))
+        assert needed <= {f"{{{name}}}" for name in each}, each
+
+
+def test_a_fix_names_what_the_log_names() -> None:
+    known = Known("DDP999", "own", Weight.CAUSE, "any")
+    failure = Failure(
+        known, r"no (?P<host>\w+)(?P<port>:\d+)?", "failed", "a {host}[ b {port}] [1] ${X}"
+    )
+    assert failure.advised({"host": "n7"}) == "a n7 [1] ${X}"
+    assert failure.advised({"host": "n7", "port": ":1"}) == "a n7 b :1 [1] ${X}"
+    assert failure.advised({}) == "a ? [1] ${X}"
 
 
 def test_a_pattern_looks_only_so_far_ahead() -> None:

@@ -492,3 +492,81 @@ def test_the_cause_is_shown_where_it_stands_earlier_in_a_chain() -> None:
     )
     assert found.code == "DDP935"
     assert "PytorchStreamWriter failed" in found.evidence[0]
+
+
+_WAIT = (
+    "INFO:torch.distributed.distributed_c10d:Waiting in store based barrier to initialize process "
+    "group for rank: {0}, key: store_based_barrier_key:1 (world_size={1}, worker_count={2}, "
+    "timeout=0:30:00)\n"
+)
+_CAME = (
+    "INFO:torch.distributed.distributed_c10d:Rank 0: Completed store-based barrier for key:"
+    "store_based_barrier_key:1 with 4 nodes.\n"
+)
+
+
+def test_who_waits_at_the_set_up_of_a_group_until_the_logs_end() -> None:
+    found = one(_WAIT.format(0, 4, 2) + _WAIT.format(0, 4, 3))
+    assert (found.code, found.severity.label, found.ranks) == ("DDP813", "warning", ())
+    assert found.message == (
+        "rank 0 waits at the set-up of a process group, to which 3 of 4 ranks have come"
+    )
+    assert "to which 8 processes have come: more" in one(_WAIT.format(3, 4, 8)).message
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        _WAIT.format(0, 4, 3),
+        _WAIT.format(0, 4, 3) + _CAME + STEPS,
+        _WAIT.format(0, 4, 3) * 3 + _CAME,
+        _WAIT.format(0, 4, 3) * 3 + STEPS,
+        "".join(_WAIT.format(rank, 4, 3) for rank in range(3)),
+    ],
+)
+def test_a_slow_start_is_no_hang(text: str) -> None:
+    assert findings(read("job.log", [text.encode()])) == []
+
+
+def test_a_failure_is_said_rather_than_the_wait_before_it() -> None:
+    raised = 'Traceback (most recent call last):\n  File "/a.py", line 5, in <module>\n    go()\n'
+    assert one(_WAIT.format(0, 4, 3) * 3 + raised + "ValueError: no\n").code == "DDP901"
+
+
+def test_the_earliest_of_several_nodes_first_failures_is_first() -> None:
+    block = (
+        "Root Cause (first observed failure):\n[0]:\n  time      : 2024-03-05_10:00:{0}\n"
+        "  host      : n{1}\n  rank      : {1} (local_rank: 0)\n  exitcode  : 1 (pid: 7{1})\n"
+        "  error_file: <N/A>\n"
+    )
+    assert one(block.format(41, 0) + block.format(12, 8)).message.startswith("rank 8 ")
+    assert one(block.format(12, 0) + block.format(41, 8)).message.startswith("rank 0 ")
+
+
+def test_the_port_that_was_taken_is_shown() -> None:
+    found = one(
+        "[W socket.cpp:401] [c10d] The server socket has failed to bind to [::]:29777 (errno: 98 - "
+        "Address already in use).\n"
+        "[E socket.cpp:435] [c10d] The server socket has failed to listen on any local network "
+        "address.\n"
+    )
+    assert found.code == "DDP002"
+    assert any("bind to [::]:29777 (errno: 98" in each for each in found.evidence)
+
+
+def test_a_hosts_name_that_only_git_looks_up() -> None:
+    text = "ssh: Could not resolve hostname github.com: Name or service not known\n"
+    assert not [
+        each for each in findings(read("job.log", [text.encode()])) if each.code == "DDP913"
+    ]
+
+
+def test_what_ended_a_rank_of_horovod_comes_before_its_shutdown() -> None:
+    raised = '[1,{0}]<stderr>:Traceback (most recent call last):\n[1,{0}]<stderr>:  File "/a.py", '
+    raised += "line 5, in <module>\n[1,{0}]<stderr>:    go()\n[1,{0}]<stderr>:{1}\n"
+    shut = (
+        "RuntimeError: Horovod has been shut down. This was caused by an exception on one of them."
+    )
+    found = one(raised.format(1, shut) + raised.format(0, "ValueError: no such class"))
+    assert found.message == "rank 0 raised ValueError: no such class"
+    assert one(raised.format(1, shut)).code == "DDP907"

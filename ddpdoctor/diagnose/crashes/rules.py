@@ -203,7 +203,8 @@ def _lost_peers(attempt: Attempt) -> Finding | None:
     if failure is None or not absent:
         return found
     message = f"rank {absent} {failure.said(groups)}, where {first.name} waited"
-    return replace(found, message=message, ranks=(int(absent),), evidence=(), fix=failure.fix)
+    fix = failure.advised(groups)
+    return replace(found, message=message, ranks=(int(absent),), evidence=(), fix=fix)
 
 
 def register_table() -> None:

@@ -299,7 +299,7 @@ def known_finding(attempt: Attempt, known: KnownFailure) -> Finding | None:
         facts = gpu_facts(attempt.run, cause)
     path = path_fault(attempt.run, cause) if failure.code in UNREADABLE and attempt.last else None
     said = (facts.said or failure.said(known.groups)) + (path.said if path is not None else "")
-    fix = path.fix if path is not None else facts.fix or failure.fix
+    fix = path.fix if path is not None else facts.fix or failure.advised(known.groups)
     likely = "likely " if known.likely or failure.likely else ""
     return attempt.finding(
         failure.code,
