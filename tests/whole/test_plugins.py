@@ -163,7 +163,7 @@ def test_ranks_load_no_plug_in_and_the_supervisor_does(doctor: Doctor, site: Pat
         import sys, torch.distributed as d
         d.init_process_group("gloo")
         d.barrier()
-        print("loaded:", [each for each in sys.modules if each.startswith("acme")])
+        sys.stdout.write(f"loaded: {[each for each in sys.modules if each.startswith('acme')]}\\n")
         d.destroy_process_group()
         """,
     )
