@@ -101,7 +101,7 @@ class Look:
             frames = _frames_from(frame)
             mine = [each for each in frames if user_file(each.f_code.co_filename)]
             self._frames(mine)
-            self._modules()
+            self._modules(mine)
             self._until = time.thread_time_ns() + LONGEST
             self._walk()
             # Trainers of libraries lead to much that is not the job's.
@@ -123,12 +123,17 @@ class Look:
                 self._seen.add(id(each.f_globals))
                 self._children(root, each.f_globals)
 
-    def _modules(self) -> None:
-        """Begin at the user's modules. A package is the user's or a library's as a whole."""
+    def _modules(self, frames: list[FrameType]) -> None:
+        """Begin at the user's modules, those that run first.
+
+        A package is the user's or a library's as a whole.
+        """
         packages: dict[str, bool] = {}
         count = 0
-        for name, module in tuple(sys.modules.items()):
-            package = name.partition(".")[0]
+        modules = sys.modules.copy()
+        running = [str(each.f_globals.get("__name__")) for each in frames]
+        for name in dict.fromkeys((*running, *modules)):
+            package, module = name.partition(".")[0], modules.get(name)
             if packages.get(package) is False or type(module) is not ModuleType:
                 continue
             path, names = _file_of(module), vars(module)
