@@ -224,7 +224,7 @@ class Failure:
             return part[1] if all(name in groups for name in names) else ""
 
         def value(field: re.Match[str]) -> str:
-            # A fix may contain the braces of a shell.
+            # Fixes may contain shell braces, such as ${PATH}.
             return groups.get(field[1], "?") if field[1] in own else field[0]
 
         # Not `str.format`, since texts of a log may contain braces.

@@ -57,14 +57,14 @@ def statistics(problems: Iterable[Problem]) -> str:
 
 
 def problems_lines(problems: Iterable[Problem]) -> str:
-    """Write a line each, as problem matchers of editors read it."""
+    """Write each problem as a line that an editor's problem matcher understands."""
     return "".join(
         f"{each.where}: {each.severity.label} {each.code} {each.message}\n" for each in problems
     )
 
 
 def json_lines(problems: Iterable[Problem]) -> str:
-    """Write a JSON object each."""
+    """Write each problem as a JSON object on its own line."""
     return "".join(f"{json.dumps(each.record())}\n" for each in problems)
 
 

@@ -118,7 +118,7 @@ def _excludes(code: Code, one: tuple[ast.AST, bool], other: tuple[ast.AST, bool]
 
 @rule("DDP402", Severity.WARNING)
 def forward_under_guard(code: Code) -> Iterator[Hit]:
-    """Find evaluations through the wrapper on one rank alone."""
+    """Find evaluations through the DDP wrapper that only some ranks run."""
     if not any(each.wraps for each in code.program.codes):
         return
     for call in code.calls:
@@ -503,7 +503,7 @@ def _is_parameter(scope: ast.AST, name: str) -> bool:
 
 @rule("DDP506", Severity.INFO, "unguarded-side-effect")
 def unguarded_writer(code: Code) -> Iterator[Hit]:
-    """Every rank opens its own tracker or event file in one place.
+    """Every rank opens a tracker or an event file in the same place.
 
     What it finds
         ``SummaryWriter`` or ``wandb.init`` without a condition on the rank.

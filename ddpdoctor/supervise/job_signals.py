@@ -152,7 +152,7 @@ class Passthrough:
         self._wake()
 
     def _wake(self) -> None:
-        # With a full pipe the thread wakes up anyway.
+        # A full pipe wakes the thread up, too.
         with contextlib.suppress(OSError):
             os.write(self._wake_writer, b"w")
 

@@ -1,4 +1,4 @@
-"""Find what a rank holds more and more of, from the names of its code.
+"""Find the objects that grow on a rank, and the names that hold them.
 
 A look walks from the frames of the training thread and the user's modules through containers,
 objects, closures and tensors, nearest first, and notes how large each is. A second look some steps

@@ -253,7 +253,7 @@ def child_pids() -> list[int]:
 
 
 def _children() -> dict[int, tuple[int, int]]:
-    """Return by pid for how long each child process ran, and waited for a core."""
+    """Return how long each child process ran and waited for a core, by pid."""
     counts: dict[int, tuple[int, int]] = {}
     for child in child_pids():
         with contextlib.suppress(OSError, ValueError):
