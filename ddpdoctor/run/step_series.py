@@ -102,11 +102,11 @@ def _numbers(line: StepRecord, lines: bool) -> range:
 
 
 def _waited(line: StepRecord, numbers: range, least: Mapping[int, int]) -> StepRecord:
-    if line.split or not all(number in least for number in numbers):
-        return line
-    compute = sum(least[number] for number in numbers) // len(numbers)
-    wait = line.backward + line.wait - compute
-    return replace(line, backward=compute, wait=wait, split=True)
+    if not line.split and all(number in least for number in numbers):
+        compute = sum(least[number] for number in numbers) // len(numbers)
+        wait = line.backward + line.wait - compute
+        line = replace(line, backward=compute, wait=wait, split=True)
+    return line.settled if line.split else line
 
 
 # -- Series of steps
@@ -128,7 +128,7 @@ _STEP = re.compile(
     rb'\{"kind":"step","step":(\d{1,15}),"start":(\d{1,19})(?:,"epoch":\d{1,18})?'
     rb',"data":(\d{1,18}),"forward":(\d{1,18}),"backward":(\d{1,18}),"optimizer":(\d{1,18})'
     rb',"other":(\d{1,18}),"wait":(\d{1,18}),"total":(\d{1,18}),"split":(true|false)'
-    rb'(?:,"cpu":\d{1,18},"waited":\d{1,18})?(?:,"steps":(\d{1,4}))?(?:,"samples":\d{1,18})?'
+    rb'(?:,"cpu":\d{1,18},"waited":\d{1,18})?(?:,"host":\d{1,18})?(?:,"steps":(\d{1,4}))?(?:,"samples":\d{1,18})?'
     rb'(?:,"loss":([-+.\deEaNInfity]{1,24}))?(?:,"norm":([-+.\deEaNInfity]{1,24}))?[,}]'
 )
 """A line as the probe writes it (`ddpdoctor.probe.observers.steps`). Matching takes a third of the

@@ -6,6 +6,7 @@ import _thread
 import json
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from ddpdoctor.probe.runtime.events import Observer
 from ddpdoctor.probe.runtime.hot import Chain
 from ddpdoctor.probe.runtime.phases import CudaClock
 from ddpdoctor.probe.runtime.sites import NOWHERE
+from ddpdoctor.run.records.training import StepRecord
 from ddpdoctor.run.snapshot import MAX_EXPANDED, Rank
 from ddpdoctor.run.status import PAGE_SIZE, Phase
 from tests.support.probed import a_rank
@@ -351,6 +353,40 @@ def test_a_device_that_hangs_shows_how_far_it_has_come(
     assert [phase for phase, _, _ in ahead] == ["other", "forward", "other"]
     assert (reached[2], [passed for *_, passed in ahead]) == (True, [False] * 3)
     assert reached[1] <= began <= ahead[0][1] <= ahead[1][1] <= ahead[2][1]
+
+
+@pytest.mark.parametrize(("behind", "ahead"), [(30, True), (3, False)])
+def test_the_work_of_a_host_that_runs_ahead_of_its_gpu(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, behind: int, ahead: bool
+) -> None:
+    """The GPU passes a marker so long after the host put it there; nothing waits for it."""
+    device = Device(clock)
+    monkeypatch.setattr(torch_private, "current_stream", lambda *_: lambda: None)
+    monkeypatch.setattr(phases.time, "time_ns", lambda: clock.now)
+    monkeypatch.setattr(Marker, "query", lambda marker: clock.now >= marker.at + behind)
+    own = CudaClock(device, device)
+    for queueing in (6, 5, 4, 2, 9):
+        clock.now += 20
+        own.charge(Phase.OTHER)
+        clock.now += queueing
+        own.charge(Phase.FORWARD)
+        clock.now += 1
+        own.charge(Phase.BACKWARD)
+        own.step_ended()
+    found = own.cut()
+    clock.now += behind
+    own.cut()
+    timed = found()
+    assert timed is not None
+    # The fourth step and the fifth. Queueing counts as in the fourth, where it took least.
+    assert timed.host == (2 * (20 + 2 + 1) if ahead else 0)
+
+
+def test_a_wait_beside_the_hosts_own_work_is_none() -> None:
+    step = StepRecord(step=9, backward=10, other=1, wait=14, total=25, split=True, host=22)
+    assert (step.settled.wait, step.settled.other, step.settled.own) == (3, 12, 22)
+    waits = replace(step, host=5)
+    assert waits.settled == waits
 
 
 @pytest.mark.parametrize(("busy", "looks"), [(0, 1), (3, 4), (1000, 2)])

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 
 from ddpdoctor.probe.observers.steps import OpenStep
+from ddpdoctor.probe.runtime.phases import Timed
 from ddpdoctor.probe.runtime.recorder import Vitals
 from ddpdoctor.run import code_version, vitals
 from ddpdoctor.run import vitals as keeping
@@ -136,7 +137,7 @@ def test_steps_that_a_gpu_thins_out_wait_no_longer_for_data_than_their_host(
     step = OpenStep(0, T0, without, [1, 2, 3, 4])
     step.last, step.times = 3, [0, 0, host, 0, 0, 0, 0, 0]
     # Of the device: 200 of the first step's 240 were for data; then three steps like the rest.
-    step.measured = lambda: [960, 0, 200, 10, 20, 10, 0, 0]
+    step.measured = lambda: Timed([960, 0, 200, 10, 20, 10, 0, 0])
     line = json.loads(step.line())
     assert line["data"] == data // 4
     assert line["total"] == pytest.approx((240 + 960) / 4, abs=5)

@@ -103,10 +103,13 @@ def _others(run: Run, said: Message) -> Iterator[str]:
         return
     pids = {rank.opened.pid: rank.rank for rank in run.last if not rank.elsewhere}
     mine = {pids[pid]: size for pid, size in said.others.items() if pid in pids}
-    held = binary_size(sum(said.others.values()))
-    yield f"{count(len(said.others), 'other process', 'other processes')} held {held}" + (
-        f", {named(mine)} among them with {binary_size(sum(mine.values()))}" if mine else ""
-    )
+    if mine:
+        who = f"{named(mine)}, on the same GPU,"
+        yield f"{who} held {binary_size(sum(mine.values()))} of it"
+    rest = [size for pid, size in said.others.items() if pid not in pids]
+    if rest:
+        other = count(len(rest), "other process", "other processes")
+        yield f"{other} held {binary_size(sum(rest))}"
 
 
 def _growth(run: Run, found: Grows) -> Iterator[str]:

@@ -462,7 +462,7 @@ def _usable(run: Run, rank: Rank) -> Steps:
 
 def _chosen(run: Run, steps: Iterable[StepRecord]) -> dict[int, StepRecord]:
     return {
-        step.step: step
+        step.step: step.settled
         for step in steps
         if step.split and not step.skipped and step.total > 0 and run.undisturbed(step)
     }

@@ -1,8 +1,8 @@
 """Follow the memory of a rank, and look for what holds it once it grows steadily.
 
 Between two steps the allocator's counters and the process's pages are read, 20 to 40 us. That
-happens in each of the first steps, and then at intervals that grow with the age of the rank: each
-span of its life has as many readings. If they grow steadily, several looks compare what the job's
+happens in each of the first steps and then ever more rarely: doubling the number of steps adds 33
+readings. If they grow steadily, several looks compare what the job's
 names reach (`ddpdoctor.probe.observers.holders`). The writing thread reads the memory of child
 processes, and that of the machine.
 """
@@ -37,7 +37,7 @@ from ddpdoctor.run.records.memory import (
 
 # -- readings between two steps
 
-READINGS = 64  # readings while the age of the rank grows by a factor of 2.7
+READINGS = 48  # readings while the number of steps grows by a factor of 2.7
 JUDGED_EVERY = 4  # readings after which they are judged
 SUSPECT = 24 << 20  # bytes by which memory has to grow for a look at what holds it
 MAX_POINTS = 4096  # of which every second one is dropped
@@ -55,7 +55,7 @@ class Memory(Observer):
         self._points: list[MemoryPoint] = []
         self._written = 0  # number of points that were recorded
         self._host: tuple[int, int] | None = None  # private and virtual bytes at first
-        self._began = time.perf_counter_ns()
+        self._first: int | None = None  # the first step that was read
         self._device: Any = None
         self._total: int | None = None
         self._datasets: set[tuple[str, str]] = set()
@@ -68,7 +68,7 @@ class Memory(Observer):
 
     def _read(self) -> None:
         """Read the memory at the end of a step."""
-        tracker, now = self.state.tracker, time.perf_counter_ns()
+        tracker = self.state.tracker
         if self._device is None and tracker.device is not None:
             self._device = tracker.device.device
             self._total = torch_memory.total_memory(self._device)
@@ -85,8 +85,9 @@ class Memory(Observer):
             self._points.append(
                 MemoryPoint(tracker.steps, time.time_ns(), host, allocated, reserved)
             )
-        interval = (now - self._began) // READINGS
-        ahead = max(1, interval // max(tracker.last_total, 1))
+        if self._first is None:
+            self._first = tracker.steps
+        ahead = max(1, (tracker.steps - self._first) // READINGS)
         events.before_step(tracker.steps + ahead, self._read)
         if not len(self._points) % JUDGED_EVERY:
             self._looks.consider(self._points)
@@ -201,6 +202,7 @@ class Looks:
         self._sizes: dict[holders.Place, holders.Noted] | None = None
         self._grown: dict[holders.Place, Holder] = {}
         self._count = 0
+        self._soon = False
         self._first = 0
         self._cost = 0
         self._complete = True
@@ -212,16 +214,18 @@ class Looks:
             return
         host = [(each.step, each.host) for each in points]
         gpu = [(each.step, each.allocated) for each in points if each.allocated is not None]
-        grown = [steady_growth(each, self._least, EARLY_SEGMENTS) for each in (host, gpu)]
-        sizes = [each.size for each in grown if each is not None]
-        if sizes:
+        series = [steady_growth(each, self._least, EARLY_SEGMENTS) for each in (host, gpu)]
+        grown = [each for each in series if each is not None]
+        if grown:
             self._series += 1
-            self._least = 2 * max(sizes)
+            self._least = 2 * max(each.size for each in grown)
+            # Memory that grows so fast may be full before the usual looks are done.
+            self._soon = any(each.size >= each.low for each in grown)
             self._sizes, self._grown, self._cost = None, {}, 0
             self._next()
 
     def _next(self) -> None:
-        ahead = max(LOOKS[self._count], 1)
+        ahead = 1 if self._soon else max(LOOKS[self._count], 1)
         events.before_step(self._state.tracker.steps + ahead, self._look)
 
     def _look(self) -> None:

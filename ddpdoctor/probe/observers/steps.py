@@ -21,7 +21,7 @@ from typing import Any
 from ddpdoctor.probe.observers.overhead import Detail
 from ddpdoctor.probe.runtime import events, torch_private
 from ddpdoctor.probe.runtime.hot import Phases
-from ddpdoctor.probe.runtime.phases import CoreClock, CudaClock, Measured, Times
+from ddpdoctor.probe.runtime.phases import CoreClock, CudaClock, Measured, Timed, Times
 from ddpdoctor.probe.runtime.recorder import NotYet, Recorder, Vitals
 from ddpdoctor.probe.runtime.sites import Site
 from ddpdoctor.run.records.training import SiteRecord
@@ -91,7 +91,10 @@ class OpenStep:
         Raises:
             NotYet: The device is still busy with the step, and this is not the ``last`` call.
         """
-        times = self.times if self.measured is None else self._on_device(self.measured, last)
+        host = 0
+        times = self.times
+        if self.measured is not None:
+            times, host = self._on_device(self.measured, last)
         ran: Sequence[int] | None = self.cores
         count, number, backwards = len(self.passes), "", ""
         if count > 1:
@@ -121,6 +124,8 @@ class OpenStep:
         )
         if ran is not None:
             text += f',"cpu":{ran[0]},"waited":{ran[1]}'
+        if host:
+            text += f',"host":{host // count}'
         text += number
         samples = self.fetched or self.fed
         if samples:
@@ -136,30 +141,30 @@ class OpenStep:
             text += f',"outside":{self.outside}'
         return text.encode() + b"}\n"
 
-    def _on_device(self, measured: Measured, last: bool) -> Times:
+    def _on_device(self, measured: Measured, last: bool) -> Timed:
         """Return the times on the device, or on the host if the device did not finish the step.
 
         Light steps are assumed to have the phases of full ones. But a device waits no longer for
         data than the host does, whose times cover all steps.
         """
-        times = measured()
-        if times is None and not last:
+        found = measured()
+        if found is None and not last:
             raise NotYet
-        if times is None:
-            return self.times
-        thinned, *phases = times
+        if found is None:
+            return Timed(self.times)
+        thinned, *phases = found.times
         seen = sum(phases)
         if not thinned:
-            return times
+            return found
         if not seen:
-            return self.times
+            return Timed(self.times)
         whole, data = seen + thinned, phases[Phase.DATA - 1]
         waited = min(data * whole // seen, max(data, self.times[Phase.DATA]))
         rest = max(seen - data, 1)
         scaled = [0, *(each * (whole - waited) // rest for each in phases)]
         scaled[Phase.DATA] = waited
         scaled[Phase.BACKWARD] += whole - sum(scaled)
-        return scaled
+        return Timed(scaled, found.host * whole // seen)
 
 
 def _backwards_of_each(passes: Sequence[int]) -> str:
@@ -327,7 +332,10 @@ class StepTracker(Phases):
         self.steps = number = self.steps + 1
         self.begun = 0
         self.passes.append(self.step_backwards)
-        step.full += not self.light
+        if not self.light:
+            step.full += 1
+            if self.device is not None:
+                self.device.step_ended()
         if skipped:
             step.skipped = True
             self.skipped.append(number - 1)

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddpdoctor.probe.runtime import torch_private
 from ddpdoctor.probe.runtime.sites import Site
@@ -87,13 +87,23 @@ class CoreClock:
 Times = list[int]
 """Nanoseconds by `Phase`. The first is not part of a step: it counts the time in light steps."""
 
-Measured = Callable[[], "Times | None"]
+
+class Timed(NamedTuple):
+    """The phases of closed steps on a GPU."""
+
+    times: Times
+    host: int = 0
+    """Nanoseconds of the host's own work in the full steps in which it ran ahead of the GPU."""
+
+
+Measured = Callable[[], "Timed | None"]
 """The phases of a closed step, or None while the device is still busy with it."""
 
 Mark = tuple[int, Any, int]
 """The phase that a marker ends, its event, and when the host put it there (Unix nanoseconds)."""
 
 MAX_MARKS = 256  # phase boundaries of a step that are marked, after which the rest is one stretch
+SETTLED = 3  # steps after which the host takes its usual time to fill the GPU's queue
 MAX_PENDING = 64  # steps that wait for the device, after which the oldest is given up
 SETTLE_TIME = 50_000_000  # nanoseconds that a device has at the end of a rank to finish its work
 
@@ -106,10 +116,66 @@ class _Pending:
 
     first: Any
     marks: list[Mark]
+    host: int
     times: Times | None = None
 
-    def measured(self) -> Times | None:
-        return self.times
+    def measured(self) -> Timed | None:
+        return None if self.times is None else Timed(self.times, self.host)
+
+
+class HostWork:
+    """How long the host works in steps in which it runs ahead of the GPU.
+
+    A GPU that waits in an all-reduce delays nothing while its host has its own work to do. That
+    is certain where the GPU has not passed the end of a backward when the host begins the next
+    forward: nothing between them waited for the GPU. The host's time in forward, backward and
+    optimizer may include waits for a full queue of the GPU. So at most the least of them counts.
+    """
+
+    def __init__(self) -> None:
+        self._backward: Any = None  # the event at the end of the last one, unless it has passed
+        self._ahead = False  # the GPU had not passed it when the host was last between phases
+        self._forward = False  # this step has had one
+        self._since = 0
+        self._between = self._queueing = self._sum = 0
+        self._least = 0
+        self._steps = 0
+
+    def boundary(self, phase: int, mark: Mark) -> None:
+        """Note a marker that ends a phase."""
+        _, event, now = mark
+        took, self._since = now - self._since, now
+        if phase in (Phase.OTHER, Phase.DATA):
+            self._between += took
+            if not self._forward:
+                self._ahead = self._backward is not None and not self._backward.query()
+        elif phase == Phase.STARTING:
+            self._backward = None  # the light steps end here
+        else:
+            self._queueing += took
+            self._forward = self._forward or phase == Phase.FORWARD
+            if phase == Phase.BACKWARD:
+                self._backward = event
+
+    def step_ended(self) -> None:
+        """End a full step."""
+        self._steps += 1
+        if self._steps > SETTLED and self._forward:
+            self._least = min(self._least or self._queueing, self._queueing)
+            if self._ahead:
+                self._sum += self._between + self._least
+        self._between = self._queueing = 0
+        self._forward = self._ahead = False
+
+    def cut(self) -> int:
+        """Return the nanoseconds since the last cut."""
+        found, self._sum = self._sum, 0
+        return found
+
+    def passed(self, events: list[Any]) -> None:
+        """Forget the event of a backward that the GPU has passed. It will be used again."""
+        if any(event is self._backward for event in events):
+            self._backward = None
 
 
 class CudaClock:
@@ -135,6 +201,7 @@ class CudaClock:
         self._marks: list[Mark] = []
         self._passed: list[Mark] = []  # the last one of the steps that were read
         self.captures = False  # a graph was being captured at the last boundary
+        self._host = HostWork()
 
     def _record(self) -> Any:
         event = self._free.pop() if self._free else self._cuda.Event(enable_timing=True)
@@ -146,10 +213,16 @@ class CudaClock:
         self.captures = self._cuda.is_current_stream_capturing()
         if len(self._marks) < MAX_MARKS and not self.captures:
             self._marks.append((phase, self._record(), time.time_ns()))
+            self._host.boundary(phase, self._marks[-1])
+
+    def step_ended(self) -> None:
+        """End a full step."""
+        self._host.step_ended()
 
     def cut(self) -> Measured:
-        """End a step. Return what reads its times, once the device has passed its last marker."""
-        pending = _Pending(self._last, self._marks)
+        """End a line. Return what reads its times, once the device has passed its last marker."""
+        whole = len(self._marks) < MAX_MARKS
+        pending = _Pending(self._last, self._marks, self._host.cut() if whole else 0)
         if self._marks:
             self._last = self._marks[-1][1]
             self._marks = []
@@ -196,6 +269,7 @@ class CudaClock:
         if not pending.marks[-1][1].query():
             return False
         times = [0] * len(Phase)
+        self._host.passed([pending.first, *(event for _, event, _ in pending.marks)])
         previous = pending.first
         for phase, event, _ in pending.marks:
             times[phase] += int(previous.elapsed_time(event) * 1e6)

@@ -5,6 +5,7 @@ Durations are nanoseconds, times Unix nanoseconds.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from ddpdoctor.core.user_code import Location
@@ -42,6 +43,8 @@ class StepRecord(Record):
     cpu: int | None = None
     """CPU time of the training thread. None if the kernel does not report it."""
     waited: int | None = None  # Time in which the thread was ready to run and had no CPU core
+    host: int = 0
+    """Time of the host's own work, if it surely ran ahead of the rank's GPU. Else 0."""
     samples: int | None = None
     loss: float | None = None
     norm: float | None = None
@@ -54,6 +57,18 @@ class StepRecord(Record):
     def own(self) -> int:
         """The time of this rank itself: the step without the wait for others."""
         return self.total - self.wait
+
+    @property
+    def settled(self) -> StepRecord:
+        """The step without a GPU's wait that delays nothing, because its host was busy.
+
+        The GPU of a rank whose steps begin earlier waits in each all-reduce. If all hosts work as
+        long as the step takes, none would be faster without that wait.
+        """
+        hidden = self.wait - max(self.total - self.host, 0) if self.host else 0
+        if hidden <= 0:
+            return self
+        return replace(self, wait=self.wait - hidden, other=self.other + hidden)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
