@@ -14,7 +14,7 @@ import torch
 
 from ddpdoctor.probe.observers import memory
 from ddpdoctor.probe.observers.memory import Memory, Workers, available, large_containers
-from ddpdoctor.probe.runtime import events
+from ddpdoctor.probe.runtime import events, torch_memory
 from ddpdoctor.run.records.base import JsonObject
 from tests.support.probed import Purse, a_rank
 
@@ -74,6 +74,58 @@ def test_a_leak_is_looked_at_and_recorded(
     newest = [each for each in records if each["kind"] == "holders"][-1]
     assert newest["looks"] == len(memory.LOOKS)
     assert newest["found"][0][0] == "kept"
+
+
+class Allocator:
+    """``torch.cuda.memory``: each step allocates 4 MiB at line 7 that stay, and 9 that do not."""
+
+    def __init__(self) -> None:
+        self.kept = 0
+        self.calls: list[Any] = []
+        self.traces: list[Any] = [[]]
+
+    def _record_memory_history(self, enabled: str | None, context: str | None, stacks: str) -> None:
+        self.calls.append(enabled)
+
+    def _snapshot(self, device: Any) -> Any:
+        frames = [{"filename": __file__, "line": 7}], [{"filename": __file__, "line": 9}]
+        size = {"state": "active_allocated"}
+        blocks = [{**size, "size": 4 << 20, "frames": frames[0]} for _ in range(self.kept)]
+        blocks.append({**size, "size": 9 << 20, "frames": frames[1]})
+        return {"segments": [{"blocks": blocks}], "device_traces": self.traces}
+
+
+@pytest.fixture
+def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
+    found = Allocator()
+    monkeypatch.setattr(torch.cuda, "memory", found)
+    monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: False, raising=False)
+    return found
+
+
+def test_lines_whose_allocations_stay(allocator: Allocator) -> None:
+    sites = torch_memory.AllocationSites("cuda:0")
+    assert not sites.look()
+    allocator.kept += 3
+    assert [*sites.look().items()] == [((__file__, 7), 12 << 20)]
+    sites.end()
+    sites.end()
+    assert allocator.calls == ["state", None]
+
+
+def test_a_job_that_records_allocations_itself_goes_on(
+    allocator: Allocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sites = torch_memory.AllocationSites("cuda:0")
+    allocator.traces = [[{}]]  # since then
+    sites.look()
+    sites.end()
+    assert allocator.calls == ["state"]
+    monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: True, raising=False)
+    sites = torch_memory.AllocationSites("cuda:0")
+    assert not sites.look()
+    sites.end()
+    assert allocator.calls == ["state"]
 
 
 def test_pages_of_memory_that_was_allocated_before_do_not_count(

@@ -11,6 +11,7 @@ from ddpdoctor.diagnose.source_files import files_of
 from ddpdoctor.diagnose.speed.growing_names import source_of
 from ddpdoctor.run.memory_growth import EARLY_SEGMENTS, Growth, steady_growth
 from ddpdoctor.run.records.memory import (
+    Allocated,
     DatasetRecord,
     Holder,
     HoldersRecord,
@@ -82,6 +83,15 @@ def held_by(run: Run, found: Grows, fewest: int = MIN_LOOKS) -> Held | None:
     records = [each for each in found.rank.records.of(HoldersRecord) if each.looks >= fewest]
     candidates = [held for record in reversed(records) for held in _plausible(run, found, record)]
     return max(candidates, key=_weight, default=None)
+
+
+def allocated_by(found: Grows) -> Allocated | None:
+    """Return the line that allocates most of what a rank's GPU gains; None if that is not known."""
+    sites = [each for record in found.rank.records.of(HoldersRecord) for each in record.allocated]
+    site = max(sites, key=lambda each: each.size, default=None)
+    if site is None or site.size < MIN_SHARE * found.growth.per_step * site.steps:
+        return None
+    return site
 
 
 def looked(rank: Rank, fewest: int) -> bool:

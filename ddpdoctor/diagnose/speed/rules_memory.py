@@ -9,7 +9,7 @@ from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.formatting import binary_size, count, duration, named
 from ddpdoctor.core.relations import pace
 from ddpdoctor.core.user_code import Location
-from ddpdoctor.diagnose.source_files import files_of
+from ddpdoctor.diagnose.source_files import brief, files_of
 from ddpdoctor.diagnose.speed.growing_names import kept_by_items, made_at
 from ddpdoctor.diagnose.speed.memory import (
     MIN_UNEXPLAINED,
@@ -17,6 +17,7 @@ from ddpdoctor.diagnose.speed.memory import (
     Grows,
     Held,
     WorkerGrows,
+    allocated_by,
     growing,
     growing_worker,
     heavier,
@@ -111,7 +112,8 @@ def memory_grows(run: Run) -> Iterator[Finding]:
         Memory at the end of steps (torch's CUDA allocator, or private memory of the process) that
         rises evenly over the run, and what holds it: losses kept with their graphs, tensors on a
         module, a cache by key, hooks added in each step. The name, its line, and when memory will
-        be full. If no name holds it, it is memory of a C or C++ extension.
+        be full. On a GPU also the line that allocates what stays. If no name holds it, it is
+        memory of a C or C++ extension.
 
     Why it is bad
         The job ends with an out-of-memory error after hours, or the kernel kills a rank.
@@ -180,6 +182,11 @@ def _finding(
         evidence.append(_evidence(held.holder))
     elif not found.rank.records.of(HoldersRecord):
         words = words._replace(said="what holds it was not looked for")
+    site = allocated_by(found) if found.gpu else None
+    if site is not None:
+        took = f"{binary_size(site.size)} in {count(site.steps, 'step')}"
+        evidence.append(f"what stays is allocated at {brief(site.line)}: {took}")
+        line = line or site.line
     if len(group) > 1:
         evidence += [
             f"rank {each.rank.rank}: {binary_size(each.growth.per_step)} a step"

@@ -26,6 +26,7 @@ from ddpdoctor.probe.runtime.recorder import statm
 from ddpdoctor.run.memory_growth import EARLY_SEGMENTS, steady_growth
 from ddpdoctor.run.names import rank_stem
 from ddpdoctor.run.records.memory import (
+    Allocated,
     DatasetRecord,
     Holder,
     HoldersRecord,
@@ -43,6 +44,8 @@ SUSPECT = 24 << 20  # bytes by which memory has to grow for a look at what holds
 MAX_POINTS = 4096  # of which every second one is dropped
 
 LOOKS = (0, 2, 4, 8, 16)  # steps between a suspicion, or a look, and the next look
+MAX_SITES = 3  # lines that are recorded
+SITES_UNTIL = 4  # looks during which torch records who allocates
 WRITTEN_AFTER = 2  # looks after which what grew is recorded if the rank ends
 MAX_SERIES = 3  # series of looks. A later one needs twice the memory, and nothing found before.
 
@@ -90,7 +93,7 @@ class Memory(Observer):
         ahead = max(1, (tracker.steps - self._first) // READINGS)
         events.before_step(tracker.steps + ahead, self._read)
         if not len(self._points) % JUDGED_EVERY:
-            self._looks.consider(self._points)
+            self._looks.consider(self._points, self._device)
             self._note_datasets()
 
     def _private(self) -> int | None:
@@ -205,10 +208,13 @@ class Looks:
         self._soon = False
         self._first = 0
         self._cost = 0
+        self._sites: torch_memory.AllocationSites | None = None
+        self._allocated: tuple[Allocated, ...] = ()
+        self._at = 0  # the step of the last look
         self._complete = True
         self._fresh = False  # something was found that is not recorded
 
-    def consider(self, points: list[MemoryPoint]) -> None:
+    def consider(self, points: list[MemoryPoint], device: Any) -> None:
         """Begin a series of looks if memory grows steadily."""
         if self._count or self._series >= MAX_SERIES or not self._state.budget.enabled:
             return
@@ -222,6 +228,9 @@ class Looks:
             # Memory that grows so fast may be full before the usual looks are done.
             self._soon = any(each.size >= each.low for each in grown)
             self._sizes, self._grown, self._cost = None, {}, 0
+            self._allocated = ()
+            if series[1] is not None:
+                self._sites = torch_memory.AllocationSites(device)
             self._next()
 
     def _next(self) -> None:
@@ -238,6 +247,7 @@ class Looks:
         self._complete = self._complete and look.complete
         self._sizes = look.sizes
         self._count += 1
+        self._look_at_sites()
         cost = time.thread_time_ns() - began
         self._cost += cost
         # Other diagnoses have their own suspicions to follow.
@@ -253,6 +263,21 @@ class Looks:
         if any(map(holders.weighs, self._grown.values())):
             self._series = MAX_SERIES
 
+    def _look_at_sites(self) -> None:
+        """Find the lines whose allocations since the last look stay."""
+        at, self._at = self._at, self._state.tracker.steps
+        if self._sites is None:
+            return
+        steps = self._at - at
+        found = [Allocated(*each, steps) for each in self._sites.look().most_common(MAX_SITES)]
+        # A line whose blocks are freed a little later may seem to keep some once.
+        lines = {each.line for each in self._allocated}
+        kept = [each for each in found if not lines or each.line in lines]
+        self._allocated = tuple(kept)
+        if self._count == SITES_UNTIL:
+            self._sites.end()
+            self._sites = None
+
     def write(self) -> None:
         """Record what has grown in all looks so far."""
         if not self._fresh:
@@ -266,6 +291,7 @@ class Looks:
                 looks=self._count,
                 complete=self._complete,
                 found=holders.weightiest(self._grown),
+                allocated=self._allocated,
                 cost=self._cost,
             )
         )

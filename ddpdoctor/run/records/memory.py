@@ -80,6 +80,14 @@ class Holder(NamedTuple):
     bound: int | None = None  # Maximum number of its elements, if it has one
 
 
+class Allocated(NamedTuple):
+    """Memory of a GPU that a line took in some steps and that was not freed. In JSON a list."""
+
+    line: Location
+    size: int
+    steps: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HoldersRecord(Record):
     """What a rank whose memory grows holds more of, by several looks."""
@@ -93,6 +101,7 @@ class HoldersRecord(Record):
     looks: int  # Number of looks in which all of ``found`` grew
     complete: bool = True  # All that can be reached was looked at
     found: tuple[Holder, ...] = ()
+    allocated: tuple[Allocated, ...] = ()  # Most first. Empty without a GPU.
     cost: int = 0  # Nanoseconds that the looks took
 
 
