@@ -21,6 +21,7 @@ from ddpdoctor.run.records.memory import (
     WorkerMemory,
 )
 from ddpdoctor.run.records.training import LoopRecord, PassRecord, SiteRecord
+from tests.conftest import Doctor
 from tests.support.written import MS, SECOND, T0, Written
 
 MIB = 1 << 20
@@ -273,6 +274,17 @@ def test_copies_of_a_list_are_named_with_the_data_set(written: Written) -> None:
     assert str(finding.location) == "/job/data.py:12"
 
 
+def test_copies_that_slow_down_are_named(written: Written) -> None:
+    records = workers(lambda _: 688, lambda number: 20 + 200 * (1 - 0.9**number))
+    (finding,) = said(written, FILES, *records)
+    assert finding.code == "DDP621"
+
+
+def test_what_a_worker_allocates_is_no_copy(written: Written) -> None:
+    records = workers(lambda number: 500 + 60 * (1 - 0.8**number), lambda n: 30 + 90 * (1 - 0.8**n))
+    assert said(written, FILES, *records) == []
+
+
 def test_copies_without_a_large_container_are_left_alone(written: Written) -> None:
     assert said(written, *workers(lambda _: 500, lambda number: 30 + 8 * number)) == []
 
@@ -294,3 +306,42 @@ def test_a_worker_that_keeps_samples_is_named_after_the_first_pass(written: Writ
     written.path.mkdir()
     stream = PassRecord(pass_=0, number=0, state="", iterable=True)
     assert said(written, site, stream, *records)
+
+
+# -- memory that a C library keeps
+
+LIBRARY = """
+import ctypes, sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+dist.init_process_group("gloo")
+torch.set_num_threads(1)
+ddp = DistributedDataParallel(nn.Linear(64, 10))
+optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)
+for step in range(400):
+    decoded = libc.malloc(3 << 20)
+    ctypes.memset(decoded, 1, 3 << 20)
+    loss = ddp(torch.randn(32, 64)).pow(2).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if sys.argv[1] == "healed":
+        libc.free(decoded)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_memory_that_a_library_keeps(doctor: Doctor) -> None:
+    job = str(doctor.write("job.py", LIBRARY))
+    sick = doctor.run("--nproc-per-node", "2", "--", job, "sick")
+    assert sick.codes == ["DDP620"], sick.stderr
+    said = " ".join(sick.ours.split())
+    assert "grows by 3 MiB in each step: no Python object that its code can reach holds it" in said
+    assert doctor.run("--nproc-per-node", "2", "--", job, "healed").codes == []

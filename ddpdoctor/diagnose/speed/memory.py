@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from ddpdoctor.run.records.memory import (
     HoldersRecord,
     MemoryPoint,
     MemoryRecord,
+    WorkerMemory,
 )
 from ddpdoctor.run.records.training import LoopRecord, PassRecord
 from ddpdoctor.run.snapshot import Rank, Run
@@ -33,6 +35,10 @@ MIN_SHARE = 0.2
 """The part of the growth that a name has to explain."""
 MIN_WORKER = 48 << 20
 """Bytes that a worker process has to gain."""
+MIN_COPIES = 4
+"""Readings of a worker that show that it copies pages."""
+NEW_SHARE = 0.25
+"""How much a worker's memory may grow meanwhile, as a part of what it copies."""
 HEAVIER = 1.25
 """How much more CPU time a step takes if its batches grow, and memory with them."""
 
@@ -199,6 +205,22 @@ class WorkerGrows(NamedTuple):
     dataset: DatasetRecord | None
 
 
+def _copied(readings: Sequence[tuple[int, WorkerMemory]]) -> Growth | None:
+    """Return how many pages of a worker became its own while its memory stayed as it was.
+
+    There are ever fewer pages left to copy, so this growth slows down from its beginning.
+    """
+    own = [(time, each.private) for time, each in readings if each.private is not None]
+    if len(own) < MIN_COPIES:
+        return None
+    (start, low), (end, high) = own[0], own[-1]
+    copied, grown = high - low, readings[-1][1].own - readings[0][1].own
+    largest = max(after - before for (_, before), (_, after) in pairwise(own))
+    if copied < MIN_WORKER or grown > NEW_SHARE * copied or largest > copied / 2:
+        return None
+    return Growth(start, end, low, high, copied / max(end - start, 1))
+
+
 def growing_worker(rank: Rank) -> WorkerGrows | None:
     """Return how a rank's worker process grows; None if it does not."""
     readings = [
@@ -211,11 +233,9 @@ def growing_worker(rank: Rank) -> WorkerGrows | None:
     newest = readings[-1][1]
     mine = [each for each in readings if each[1].pid == newest.pid]
     datasets = rank.records.of(DatasetRecord)
-    own = [(time, worker.private) for time, worker in mine if worker.private is not None]
-    whole = [(time, worker.own) for time, worker in mine]
-    copied, grown = (
-        steady_growth(each[1:], MIN_WORKER, EARLY_SEGMENTS, warm_up=0) for each in (own, whole)
-    )
+    whole = [(time, worker.own) for time, worker in mine[1:]]
+    grown = steady_growth(whole, MIN_WORKER, EARLY_SEGMENTS, warm_up=0)
+    copied = _copied(mine[1:])
     if grown is not None and _beyond_pass(rank, grown):
         return WorkerGrows(rank, grown, newest.children, False, None)
     if copied is None or not datasets:

@@ -237,10 +237,10 @@ def worker_memory_grows(run: Run) -> Iterator[Finding]:
     """The memory of a DataLoader's workers grows as they read the data set.
 
     What it finds
-        A worker process whose memory rises evenly. Either pages that it shared with its rank become
-        its own: to read a Python object changes its reference count, which copies its page. Then
-        the data set has a large list, tuple or dict of Python objects. Or the worker keeps what it
-        has loaded.
+        A worker process whose memory rises. Either pages that it shared with its rank become its
+        own: to read a Python object changes its reference count, which copies its page. Then the
+        data set has a large list, tuple or dict of Python objects. Or the worker keeps what it has
+        loaded, and its memory rises evenly.
 
     Why it is bad
         With 8 ranks of 8 workers a list of 2 GB becomes 128 GB, and the kernel kills a rank.
@@ -254,8 +254,8 @@ def worker_memory_grows(run: Run) -> Iterator[Finding]:
         Right: self.paths = numpy.array([str(p) for p in folder.rglob("*.jpg")], dtype=numpy.bytes_)
 
     When it stays silent
-        Below 48 MiB a worker, for growth that slows down, and for copies if the data set has no
-        container of 16 MiB and more.
+        Below 48 MiB a worker, for what a worker keeps if that slows down, and for copies if the
+        data set has no container of 16 MiB and more.
     """
     found = [each for each in map(growing_worker, run.last) if each is not None]
     if not found:
