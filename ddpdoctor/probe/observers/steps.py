@@ -91,10 +91,7 @@ class OpenStep:
         Raises:
             NotYet: The device is still busy with the step, and this is not the ``last`` call.
         """
-        host = 0
-        times = self.times
-        if self.measured is not None:
-            times, host = self._on_device(self.measured, last)
+        times, host = self._timed(last)
         ran: Sequence[int] | None = self.cores
         count, number, backwards = len(self.passes), "", ""
         if count > 1:
@@ -141,16 +138,16 @@ class OpenStep:
             text += f',"outside":{self.outside}'
         return text.encode() + b"}\n"
 
-    def _on_device(self, measured: Measured, last: bool) -> Timed:
+    def _timed(self, last: bool) -> Timed:
         """Return the times on the device, or on the host if the device did not finish the step.
 
         Light steps are assumed to have the phases of full ones. But a device waits no longer for
         data than the host does, whose times cover all steps.
         """
-        found = measured()
-        if found is None and not last:
-            raise NotYet
+        found = None if self.measured is None else self.measured()
         if found is None:
+            if self.measured is not None and not last:
+                raise NotYet
             return Timed(self.times)
         thinned, *phases = found.times
         seen = sum(phases)
