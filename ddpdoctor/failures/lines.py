@@ -26,8 +26,9 @@ _WHO = "|".join(
         r"(?:[A-Z][a-z]{2} [ \d]\d [\d:]{8}(?:\.\d+)? )?"
         r"(?P<host>[\w.-]+) (?P<unit>[\w./@-]+\[\d+\]): ",  # journald, syslog
         r"\((?P<actor>[\w.:-]+ (?:\w+=\d+, )?pid=\d+(?:, ip=[\d.a-f:]+)?)\) ",  # Ray
-        # pdsh; urllib3.exceptions.MaxRetryError is no host.
-        r"(?P<node>(?=[\w.-]*\d)(?![\w.]*\.(?:[A-Z]|error: ))[a-z][\w.-]*|\d+\.\d+\.\d+\.\d+): ",
+        # pdsh; urllib3.exceptions.MaxRetryError is no host, and train_2d.py neither.
+        r"(?P<node>(?=[\w.-]*\d)(?![\w.-]*\.(?:[A-Z]|error: |py: ))[a-z][\w.-]*"
+        r"|\d+\.\d+\.\d+\.\d+): ",
     )
 )
 """Prefixes with a process or node."""
@@ -50,6 +51,8 @@ _PREFIX = re.compile(
     r"|\[?\d\d:\d\d:\d\d(?:[.,]\d+)?\]? "
     r"|(?:stderr|stdout|STDERR|STDOUT)\s?[:|] ?"  # accelerate
     r"|> ?"  # mail and issues
+    # The level of a logger before each line of a traceback.
+    r'|\[(?:ERROR|CRITICAL)\] {1,2}(?=  File "| {4}|Traceback \(|[\w.]+(?:Error|Exception)\b)'
     # A comment, as people post logs.
     r"|# (?=\[?rank|\s*File \"|Traceback|[\w.]+(?:Error|Exception|Interrupt)\b|[EW]\d{3,4} "
     r"|\[\d|\s|=|-)"
