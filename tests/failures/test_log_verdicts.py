@@ -639,6 +639,11 @@ def test_horovod_lists_the_ranks_that_others_wait_for() -> None:
         ("RuntimeError: Failed to import x (look up to see its traceback):\n"
          "/a/flash.so: undefined symbol: _ZN3c10", "DDP961"),
         ("ValueError:The batch is empty", "DDP901"),
+        ("nvidia-nvswitch0: NVLink link down on port 3", "DDP933"),
+        ("pcieport 0000:3a:00.0: PCIe Bus Error: severity=Uncorrected (Fatal), type=x", "DDP933"),
+        ("GPU 2 (bus 4b) thermal shutdown", "DDP933"),
+        ("Job terminated: wall-time limit exceeded", "DDP908"),
+        ("h7:3:9 [2] NCCL INFO Call to connect returned Connection refused, retrying", "DDP921"),
         ("a.CalledProcessError: Command 'ssh h2 'python -m torch.distributed.run", "DDP907"),
         ("failed to run torchrun a.py on h2, is localhost: False, exception: No key", "DDP960"),
     ],
