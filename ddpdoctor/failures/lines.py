@@ -132,6 +132,7 @@ LONGEST = 1 << 16  # Maximum bytes of a line that are read, since searching mega
 
 HEAD = "Traceback (most recent call last)"
 _GLUED = re.compile(rf'(?<=\S)(?=  File "|{re.escape(HEAD)})')
+_PADDED = re.compile(r"(?<=\S) {16,}(?=\S)")  # Between lines that were copied from a terminal
 _ITEMS = re.compile(r"\\n['\"](?:, ['\"]|\]\s*$)")
 """Separates the lines of a traceback that was printed as a list, and ends it."""
 
@@ -230,7 +231,7 @@ def _unquoted(text: str) -> list[str]:
     if "tKeyboardInterrupt" in text:
         text = text.replace("tKeyboardInterrupt", "t\nKeyboardInterrupt")
     elif text.count(HEAD) > 1 or text.count('  File "') > 1:
-        text = _GLUED.sub("\n", text)
+        text = _GLUED.sub("\n", _PADDED.sub("\n  ", text))
     return text.split("\n")
 
 

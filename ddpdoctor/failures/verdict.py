@@ -316,10 +316,14 @@ def _wrappers_ordered(wrappers: Sequence[Occurrence]) -> list[Occurrence]:
 
 
 def _ordered(occurrences: list[Occurrence]) -> list[Occurrence]:
-    """Sort by time if all have one, else by their place in the log."""
+    """Sort by time if all have one, else by their place in the log.
+
+    torchrun's report names the rank that failed first after the others.
+    """
     if is_timed(occurrences):
         return sorted(occurrences, key=lambda each: (each.time or 0.0, each.order))
-    return sorted(occurrences, key=lambda each: each.order)
+    others = {id(e) for e in occurrences if _SUMMARY.match(e.text) and not e.root}
+    return sorted(occurrences, key=lambda each: (id(each) in others, each.order))
 
 
 def is_timed(occurrences: Sequence[Occurrence]) -> bool:

@@ -669,3 +669,22 @@ def test_each_line_of_a_traceback_may_have_the_level_of_a_logger() -> None:
     found = one("".join(f"2024-05-01 12:00:00 [ERROR]  {line}\n" for line in lines))
     assert found.message.endswith("raised RuntimeError: no data")
     assert found.location is not None
+
+
+def test_lines_padded_to_the_width_of_a_terminal_are_separate() -> None:
+    pad = " " * 60
+    failed = "torch.distributed.elastic: [ERROR] failed (exitcode: -11) local_rank: 2 (pid: 40)"
+    frames = pad.join(
+        ("Traceback (most recent call last):", 'File "a", line 3', 'File "b", line 4')
+    )
+    found = one(f"{failed}{pad}{frames}\n")
+    assert (found.code, found.ranks) == ("DDP904", (2,))
+
+
+def test_the_first_failure_of_torchruns_report_comes_first() -> None:
+    report = (
+        "Failures:\n[1]:\n  rank      : 1 (local_rank: 1)\n  exitcode  : -6 (pid: 41)\n"
+        "Root Cause (first observed failure):\n[0]:\n"
+        "  rank      : 3 (local_rank: 3)\n  exitcode  : -6 (pid: 43)\n"
+    )
+    assert one(report).message.startswith("rank 3 likely aborted")
