@@ -163,6 +163,11 @@ def _compared(places: dict[int, Place], enqueued: dict[int, int]) -> Awaited | N
     if odd:
         where = f"{_was(odd)} in {places[odd[0]]}, where the others were in {others}"
         return Awaited(odd, where, True)
+    return _missing(places, others)
+
+
+def _missing(places: dict[int, Place], others: Place) -> Awaited | None:
+    """Return the few ranks without a timeout in the log, if all others have one."""
     missing = tuple(sorted({*range(max(places))} - {*places}))
     if len(places) >= _ENOUGH and 0 < len(missing) <= len(places) // 3:
         shows = f"the log shows no timeout of {'it' if len(missing) == 1 else 'them'}"
