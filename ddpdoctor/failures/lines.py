@@ -26,8 +26,9 @@ _WHO = "|".join(
         r"(?:[A-Z][a-z]{2} [ \d]\d [\d:]{8}(?:\.\d+)? )?"
         r"(?P<host>[\w.-]+) (?P<unit>[\w./@-]+\[\d+\]): ",  # journald, syslog
         r"\((?P<actor>[\w.:-]+ (?:\w+=\d+, )?pid=\d+(?:, ip=[\d.a-f:]+)?)\) ",  # Ray
-        # pdsh; urllib3.exceptions.MaxRetryError is no host.
-        r"(?P<node>(?=[\w.-]*\d)(?![\w.]*\.(?:[A-Z]|error: ))[a-z][\w.-]*|\d+\.\d+\.\d+\.\d+): ",
+        # pdsh; urllib3.exceptions.MaxRetryError is no host, and train_2d.py neither.
+        r"(?P<node>(?=[\w.-]*\d)(?![\w.-]*\.(?:[A-Z]|error: |py: ))[a-z][\w.-]*"
+        r"|\d+\.\d+\.\d+\.\d+): ",
     )
 )
 """Prefixes with a process or node."""
@@ -50,6 +51,8 @@ _PREFIX = re.compile(
     r"|\[?\d\d:\d\d:\d\d(?:[.,]\d+)?\]? "
     r"|(?:stderr|stdout|STDERR|STDOUT)\s?[:|] ?"  # accelerate
     r"|> ?"  # mail and issues
+    # The level of a logger before each line of a traceback.
+    r'|\[(?:ERROR|CRITICAL)\] {1,2}(?=  File "| {4}|Traceback \(|[\w.]+(?:Error|Exception)\b)'
     # A comment, as people post logs.
     r"|# (?=\[?rank|\s*File \"|Traceback|[\w.]+(?:Error|Exception|Interrupt)\b|[EW]\d{3,4} "
     r"|\[\d|\s|=|-)"
@@ -129,6 +132,7 @@ LONGEST = 1 << 16  # Maximum bytes of a line that are read, since searching mega
 
 HEAD = "Traceback (most recent call last)"
 _GLUED = re.compile(rf'(?<=\S)(?=  File "|{re.escape(HEAD)})')
+_PADDED = re.compile(r"(?<=\S) {16,}(?=\S)")  # Between lines that were copied from a terminal
 _ITEMS = re.compile(r"\\n['\"](?:, ['\"]|\]\s*$)")
 """Separates the lines of a traceback that was printed as a list, and ends it."""
 
@@ -227,7 +231,7 @@ def _unquoted(text: str) -> list[str]:
     if "tKeyboardInterrupt" in text:
         text = text.replace("tKeyboardInterrupt", "t\nKeyboardInterrupt")
     elif text.count(HEAD) > 1 or text.count('  File "') > 1:
-        text = _GLUED.sub("\n", text)
+        text = _GLUED.sub("\n", _PADDED.sub("\n  ", text))
     return text.split("\n")
 
 

@@ -59,6 +59,7 @@ from ddpdoctor.failures.tracebacks import (
     Kind,
     Printed,
     Tracebacks,
+    cut_off,
     kind_of,
     says_more,
 )
@@ -604,7 +605,11 @@ class LogReader:
             self._head = self._head or beginning_of(self._rest[:_ENDS])
             self._block(self._rest.removesuffix(b"\n") + b"\n", is_end=True)
             self._rest = b""
-        for printed in self._tracebacks.rest():
+        open_ = self._tracebacks.rest()
+        if not open_:
+            cut = cut_off([split_line(each) for each in self._past], self._number)
+            open_ = [] if cut is None else [cut]
+        for printed in open_:
             earlier = len(self._undecided)
             self._exception(printed)
             del self._undecided[:earlier]

@@ -28,7 +28,9 @@ STATUS = re.compile(r"exitcode\s*:")  # In the line of torchrun's report about t
 _REPORTED = re.compile(
     r"^(?:[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Warning)\b|\s*what\(\)|terminate called"
     r"|slurmstepd|srun:|ERROR:|\s*exitcode\s*:|\[?[IWEF](?:\d{3,4} | \S+\.cpp)|\[Rank \d)"
-    r"|Memory access fault|: error: |NCCL WARN|Warning: |\(exitcode: "
+    r"|Memory access fault|: error: |NCCL WARN|Warning: |\(exitcode: |THCudaCheck FAIL|OMP: Error"
+    r"|\bfork: |UCX +ERROR|initialize NVML: |aborting with error : HSA|Duplicate GPU detected"
+    r"|\bNVLink |PCIe Bus Error|thermal shutdown"
 )
 """How a failure reports itself. Other lines that mention one are the job's own remarks."""
 

@@ -26,7 +26,7 @@ FRAME = re.compile(r'^\s*File "(?P<path>[^"\n]+)", line (?P<line>\d+)(?:, in (?P
 _EXCEPTION = re.compile(
     r"^(?!(?:Failures|Epoch|Step|Loss|Iter|INFO|WARNING|DEBUG|ERROR)\b)(?:[A-Za-z_]\w*\.)*"
     r"(?:(?:_?[A-Z]\w*|error|gaierror|herror|timeout)(?:\([\w.]+\))?(?:: |:$)|(?<=\.)\w+$"
-    r"|\w*(?:Error|Exception|Interrupt|Exit|Iteration)$)"
+    r"|\w*(?:Error|Exception|Interrupt|Exit|Iteration)$|\w*(?:Error|Exception):(?=[A-Z]))"
 )
 _NAMED = re.compile(r"[\w.]*(?:Error|Exception|Interrupt|Exit|Iteration)\b|(?:\w+\.)+\w+")
 """A name that can only be an exception's."""
@@ -49,7 +49,7 @@ _CONTINUED = re.compile(
     r"|Parameter indices which|Parameters which did|making sure all|In addition, you can|NCCL WARN"
     r"|If you already have done the above|Since `find_unused|You can (?:also )?make|Hint:"
     r"|size mismatch|Missing key|Unexpected key|(?:\[[^\]]+\] )?\*\*\* "
-    r"|MPI\w*\(\d+\)|\[cli_\d+\]: |system msg for |:$)"
+    r"|cuda failed with error|MPI\w*\(\d+\)|\[cli_\d+\]: |system msg for |:$)"
 )
 """Unindented lines of torch's and MPI's messages."""
 
@@ -191,7 +191,9 @@ class Printed:
 
     def _says_more(self, text: str) -> bool:
         cut = text.startswith(": ") and self.lines[-1].isidentifier()
-        return says_more(text) or cut or self.torn or self.lines[-1].startswith("Last error:")
+        last = self.lines[-1]
+        follows = last.startswith("Last error:") or last.endswith("to see its traceback):")
+        return says_more(text) or cut or self.torn or follows
 
     def add(self, text: str, kind: Kind, number: int) -> None:
         """Add a line that fits. srun may cut a line in two."""
@@ -338,10 +340,13 @@ def parse(text: str) -> Printed | None:
 # -- Interleaved tracebacks of a log
 
 
+_CUT_FRAMES = 2  # Minimum frames of a traceback without head and message
 _MAX_OPEN = 64  # Maximum number of open tracebacks with equal prefixes
 _STALE = 200  # Lines of others after which a traceback is closed
 
-_RAISED = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt)(?:: |:?$)")
+_RAISED = re.compile(
+    r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt)(?:: |:?$|:(?=[A-Z]))"
+)
 """The line of an exception without its traceback."""
 
 _REPORT = re.compile(r"^\s*traceback : $")
@@ -379,6 +384,34 @@ def _frames(lines: Iterable[str]) -> list[str]:
             break
         frames.insert(0, text)
     return frames if any(map(FRAME.match, frames)) else []
+
+
+def cut_off(lines: Sequence[Line], number: int) -> Printed | None:
+    """Return the traceback with which a log ends, if it shows neither its head nor its message.
+
+    Args:
+        lines: The last lines of the log.
+        number: The number of the line after them.
+    """
+    texts = [line.text for line in lines]
+    # Terminals break lines, so the last part may have a single frame.
+    if sum(FRAME.match(text) is not None for text in texts) < _CUT_FRAMES:
+        return None
+    frames = _frames(texts)
+    if not frames:
+        return None
+    last = lines[-1]
+    return Printed(
+        start=0,
+        number=number - len(frames),
+        rank=last.rank,
+        uncaught=last.uncaught,
+        time=None,
+        lines=frames,
+        last=number - 1,
+        state=Kind.SOURCE,
+        who=last.who,
+    )
 
 
 def _reported_rank(lines: Iterable[str]) -> int | None:

@@ -57,6 +57,9 @@ def _failed(occurrences: Sequence[Occurrence]) -> list[int]:
 
 _GROUP = re.compile(r"\bPG (?:ID )?(\d+)")
 _SIZES = re.compile(r"NumelIn=(\d+), NumelOut=(\d+)")
+_APART = 1_000
+"""Maximum difference of two numbers in one group: NCCL enqueues no more ahead of the others."""
+
 _ENOUGH = 3  # Minimum number of waiting ranks before one without a line is reported as missing
 
 
@@ -109,6 +112,11 @@ def awaited(occurrences: Sequence[Occurrence]) -> Awaited | None:
         places[group].setdefault(each.rank, place)
     if not places:
         return None
+    if len(places) == 2 and "" in places:
+        # Some lines leave the group out.
+        unnamed = places.pop("")
+        (known,) = places.values()
+        known.update({rank: unnamed[rank] for rank in unnamed.keys() - known.keys()})
     group = max(places, key=lambda name: len(places[name]))
     only = next(iter(enqueued)) if not group and len(enqueued) == 1 else group
     return _compared(places[group], enqueued[only])
@@ -139,6 +147,8 @@ def _compared(places: dict[int, Place], enqueued: dict[int, int]) -> Awaited | N
     lowest = min(place.number for place in places.values())
     at_highest = Counter(place for place in places.values() if place.number == highest)
     others = max(at_highest, key=lambda place: (at_highest[place], len(str(place))))
+    if highest - lowest > _APART:
+        return None
     if lowest < highest:
         behind = tuple(sorted(rank for rank, place in places.items() if place.number == lowest))
         count = f"{highest - lowest} behind the others, which waited in {others}"
@@ -153,6 +163,11 @@ def _compared(places: dict[int, Place], enqueued: dict[int, int]) -> Awaited | N
     if odd:
         where = f"{_was(odd)} in {places[odd[0]]}, where the others were in {others}"
         return Awaited(odd, where, True)
+    return _missing(places, others)
+
+
+def _missing(places: dict[int, Place], others: Place) -> Awaited | None:
+    """Return the few ranks without a timeout in the log, if all others have one."""
     missing = tuple(sorted({*range(max(places))} - {*places}))
     if len(places) >= _ENOUGH and 0 < len(missing) <= len(places) // 3:
         shows = f"the log shows no timeout of {'it' if len(missing) == 1 else 'them'}"
@@ -204,7 +219,7 @@ def found_in(occurrences: Sequence[Occurrence]) -> tuple[list[Occurrence], bool]
 
 
 def _may_have_ended_it(each: Occurrence) -> bool:
-    warns = each.is_warning or each.warned
+    warns = (each.is_warning and each.weight != Weight.WRAPPER) or each.warned
     return each.weight >= Weight.REMARK and not warns and (each.final or each.uncaught)
 
 
@@ -306,10 +321,14 @@ def _wrappers_ordered(wrappers: Sequence[Occurrence]) -> list[Occurrence]:
 
 
 def _ordered(occurrences: list[Occurrence]) -> list[Occurrence]:
-    """Sort by time if all have one, else by their place in the log."""
+    """Sort by time if all have one, else by their place in the log.
+
+    torchrun's report names the rank that failed first after the others.
+    """
     if is_timed(occurrences):
         return sorted(occurrences, key=lambda each: (each.time or 0.0, each.order))
-    return sorted(occurrences, key=lambda each: each.order)
+    others = {id(e) for e in occurrences if _SUMMARY.match(e.text) and not e.root}
+    return sorted(occurrences, key=lambda each: (id(each) in others, each.order))
 
 
 def is_timed(occurrences: Sequence[Occurrence]) -> bool:
@@ -592,6 +611,7 @@ def _facts(first: Occurrence, all_: Sequence[Occurrence]) -> Iterator[str]:
             "was late; a rank that the log does not show may have been"
         )
     yield from _absent(first, all_)
+    yield from _unsubmitted(first, all_)
     yield from _taken(first, all_)
     yield from _printed_before(first, [each for each in all_ if each.order < first.order])
     limits = (each for each in all_ if name_of(each) == "time-limit" and each.order > first.order)
@@ -644,6 +664,15 @@ def _absent(first: Occurrence, all_: Sequence[Occurrence]) -> Iterator[str]:
     if 0 < missing <= len(absent) <= 2 * missing and size <= _MAX_RANKS:
         of_them = "" if missing == len(absent) else f"{missing} of "
         yield f"{of_them}{named(absent)} did not come: see whether they started, and their output"
+
+
+def _unsubmitted(first: Occurrence, all_: Sequence[Occurrence]) -> Iterator[str]:
+    """Name the ranks that Horovod lists below a stall."""
+    if name_of(first) == "horovod-stall":
+        listed = [each for each in all_ if name_of(each) == "horovod-absent"]
+        of = (each.groups.get("absent") or each.rank for each in listed)
+        if ranks := sorted({int(rank) for rank in of if rank is not None}):
+            yield f"{named(ranks)} had not submitted them"
 
 
 def _taken(first: Occurrence, all_: Sequence[Occurrence]) -> Iterator[str]:

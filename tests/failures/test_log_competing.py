@@ -199,7 +199,7 @@ def test_the_report_of_torchrun_says_whose_an_exception_is() -> None:
         ("/bin/sh: 1: python: not found", "DDP960"),
         ("bash: ./train.sh: Permission denied", "DDP960"),
         ("exit code: 255", "DDP907"),
-        ("Loss is nan, stopping training", "DDP900"),
+        ("Loss is nan, stopping training", "DDP953"),
         ("Training job failed.", "DDP900"),
     ],
 )

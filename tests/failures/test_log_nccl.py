@@ -129,3 +129,20 @@ def test_no_parameters_on_a_peer_means_a_broken_exchange(has: int, code: str) ->
     )
     assert found.code == code
     assert ("NCCL_P2P_DISABLE" in found.fix) == (has == 0)
+
+
+def test_how_an_error_returned_is_told_if_nothing_else_is() -> None:
+    said = "h7:31:90 [2] NCCL INFO misc/socket.cc:77 -> 2 (No route to host)\n"
+    found = one(f"start\n{said}{_HOW}")
+    assert (found.code, found.severity.label) == ("DDP922", "error")
+    assert found.message.endswith("(its socket.cc): No route to host")
+    assert not findings(read("job.log", [(said + _HOW + STEPS).encode()]))
+
+
+@pytest.mark.parametrize(
+    ("error", "words"), [("status=4", "refuse a transfer"), ("error 5", "consequence of another")]
+)
+def test_infiniband_refuses_a_transfer_or_drops_it(error: str, words: str) -> None:
+    found = one(f"h7:31:90 [2] n.cc:1 NCCL WARN NET/IB : Got completion from peer h8 with {error},")
+    assert found.code == "DDP915"
+    assert words in found.message

@@ -570,3 +570,121 @@ def test_what_ended_a_rank_of_horovod_comes_before_its_shutdown() -> None:
     found = one(raised.format(1, shut) + raised.format(0, "ValueError: no such class"))
     assert found.message == "rank 0 raised ValueError: no such class"
     assert one(raised.format(1, shut)).code == "DDP907"
+
+
+def test_a_line_without_the_group_belongs_to_the_only_one() -> None:
+    """Torch names the group in some lines of a rank only."""
+    waits = timeouts(r0=(9, "ALLREDUCE", 64), r1=(9, "ALLREDUCE", 64), r2=(9, "BROADCAST", 1))
+    at = "[rank2]:[E P.cpp:7] [PG 0 Rank 2] Timeout at NCCL work: 9, last enqueued NCCL work: 9, "
+    found = one(f"{waits}{at}last completed NCCL work: 8.\n")
+    assert (found.code, found.ranks) == ("DDP803", (2,))
+
+
+def test_numbers_too_far_apart_are_of_different_groups() -> None:
+    found = one(timeouts(r0=(96_000, "ALLREDUCE", 1), r1=(64_000, "ALLREDUCE", 1)))
+    assert found.message.startswith("rank 0 waited")
+
+
+def test_ranks_in_different_collectives_are_named() -> None:
+    print_ = "is running collective: CollectiveFingerPrint(SequenceNumber"
+    found = one(
+        f"RuntimeError: Detected mismatch between collectives on ranks. Rank 2 {print_}=7, "
+        f"OpType=ALLGATHER, TensorShape=[1]), but Rank 0 {print_}=3OpType=BARRIER)."
+    )
+    assert found.code == "DDP803"
+    assert found.message.endswith(": rank 2 in ALLGATHER #7, rank 0 in BARRIER #3")
+
+
+def test_horovod_lists_the_ranks_that_others_wait_for() -> None:
+    found = one(
+        "[1] h.cc:7] Some tensors were to be reduced, gathered or broadcasted by subset of ranks\n"
+        "[1] Missing ranks:\n[1] 0: [broadcast.head.bias ...]\n[1] 3: [broadcast.head.bias ...]\n"
+    )
+    assert found.code == "DDP907"
+    assert "ranks 0 and 3 had not submitted them" in found.evidence
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("srun: error: Task launch for StepId=7.0 failed on node n3: Socket timed out", "DDP960"),
+        ("srun: error: Unable to create step for job 7: Requested nodes are busy", "DDP960"),
+        ("There are not enough slots available in the system for these 8 slots", "DDP960"),
+        ("PRTE has lost communication with a remote daemon.", "DDP907"),
+        ("An MPI communication peer process has unexpectedly gone.\n  Peer host:  n3", "DDP907"),
+        ("botocore: ResourceLimitExceeded: the limit of this account is 0", "DDP960"),
+        ('level=warning msg="PodGroup train/pg unschedulable"', "DDP960"),
+        ("slurmstepd: error: pyxis: couldn't start container", "DDP960"),
+        ("FailedMount 2m kubelet MountVolume failed: rpc error: code = DeadlineExceeded", "DDP960"),
+        ("      Exit Code:    139", "DDP904"),
+        ("subprocess.CalledProcessError: 'x' returned exit status 3221225477.", "DDP904"),
+        ("*** SIGSEGV received at time=17 on cpu 3 ***", "DDP904"),
+        ("malloc(): corrupted top size", "DDP904"),
+        ("mpirun noticed that process rank 3 with PID 9 on node n1 exited on signal 9", "DDP902"),
+        ("THCudaCheck FAIL file=a.cu line=9 error=59 : device-side assert triggered", "DDP929"),
+        ("THCudaCheck FAIL file=a.cpp line=9 error=10 : invalid device ordinal", "DDP927"),
+        ("RuntimeError: Tensor of /a.h 9\ncuda failed with error 2 out of memory", "DDP928"),
+        ("Failed to initialize NVML: Driver/library version mismatch", "DDP209"),
+        ("libgomp: Thread creation failed: Resource temporarily unavailable", "DDP006"),
+        ("bash: fork: Cannot allocate memory", "DDP934"),
+        ("h1.c:9 UCX  ERROR mlx5_0: Local QP operation error", "DDP915"),
+        ("OMP: Error #15: Initializing liba.so, but found libb.so", "DDP961"),
+        ("a.process.BrokenProcessPool: A process in the pool ended abruptly", "DDP902"),
+        ("Loss is inf, stopping training", "DDP953"),
+        ('ExitCode 1 ErrorMessage "raise KeyError(name)', "DDP901"),
+        ("[rank3]:[Rank 3] Watchdog caught collective", "DDP907"),
+        ("frame #1: c10d::ProcessGroupNCCL::WorkNCCL::checkTimeout(long) + 0x2 (0x3)", "DDP907"),
+        ("train_2d.py: error: unrecognized arguments: --local-rank=0", "DDP206"),
+        ("main.py: error: unrecognized arguments: --local_rank=1 --data x", "DDP905"),
+        ("RuntimeError: Failed to import x (look up to see its traceback):\n"
+         "/a/flash.so: undefined symbol: _ZN3c10", "DDP961"),
+        ("ValueError:The batch is empty", "DDP901"),
+        ("nvidia-nvswitch0: NVLink link down on port 3", "DDP933"),
+        ("pcieport 0000:3a:00.0: PCIe Bus Error: severity=Uncorrected (Fatal), type=x", "DDP933"),
+        ("GPU 2 (bus 4b) thermal shutdown", "DDP933"),
+        ("Job terminated: wall-time limit exceeded", "DDP908"),
+        ("h7:3:9 [2] NCCL INFO Call to connect returned Connection refused, retrying", "DDP921"),
+        ("a.CalledProcessError: Command 'ssh h2 'python -m torch.distributed.run", "DDP907"),
+        ("failed to run torchrun a.py on h2, is localhost: False, exception: No key", "DDP960"),
+    ],
+)  # fmt: skip
+def test_the_words_of_launchers_and_libraries_are_known(text: str, code: str) -> None:
+    assert one(f"start\n{text}\n").code == code
+
+
+def test_a_traceback_cut_at_both_ends_is_reported() -> None:
+    frames = (
+        '  File "/job/a.py", line 7, in run\n    go()\n  File "/job/b.py", line 9, in go\n    x'
+    )
+    found = one(f"{frames}\n")
+    assert (found.code, found.severity.label) == ("DDP901", "error")
+    assert "cut off" in found.message
+    assert not findings(read("job.log", [f"{frames}\n{STEPS}".encode()]))
+    broken = "".join(f"[rank1]: {line}\n" for line in frames.split("\n")).replace("go()", "g\no()")
+    assert one(broken).ranks == (1,)
+
+
+def test_each_line_of_a_traceback_may_have_the_level_of_a_logger() -> None:
+    lines = ['  File "/job/a.py", line 7, in run', "    go()", "RuntimeError: no data"]
+    found = one("".join(f"2024-05-01 12:00:00 [ERROR]  {line}\n" for line in lines))
+    assert found.message.endswith("raised RuntimeError: no data")
+    assert found.location is not None
+
+
+def test_lines_padded_to_the_width_of_a_terminal_are_separate() -> None:
+    pad = " " * 60
+    failed = "torch.distributed.elastic: [ERROR] failed (exitcode: -11) local_rank: 2 (pid: 40)"
+    frames = pad.join(
+        ("Traceback (most recent call last):", 'File "a", line 3', 'File "b", line 4')
+    )
+    found = one(f"{failed}{pad}{frames}\n")
+    assert (found.code, found.ranks) == ("DDP904", (2,))
+
+
+def test_the_first_failure_of_torchruns_report_comes_first() -> None:
+    report = (
+        "Failures:\n[1]:\n  rank      : 1 (local_rank: 1)\n  exitcode  : -6 (pid: 41)\n"
+        "Root Cause (first observed failure):\n[0]:\n"
+        "  rank      : 3 (local_rank: 3)\n  exitcode  : -6 (pid: 43)\n"
+    )
+    assert one(report).message.startswith("rank 3 likely aborted")
