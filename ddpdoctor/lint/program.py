@@ -90,6 +90,7 @@ class Code:
     _children: dict[ast.AST, list[ast.AST]] = field(default_factory=dict, repr=False)
     _inside: dict[ast.AST, list[ast.AST]] = field(default_factory=dict, repr=False)
     _discerned: dict[ast.expr, bool] = field(default_factory=dict, repr=False)
+    _calls_of: dict[str, list[ast.Call]] = field(default_factory=dict, repr=False)
     _set: dict[tuple[ast.AST, str], list[Item]] = field(default_factory=lambda: defaultdict(list))
     _attributes: dict[str, list[Item]] = field(default_factory=lambda: defaultdict(list))
 
@@ -229,9 +230,10 @@ class Code:
         calls = (each for each in self.within(node) if isinstance(each, ast.Call))
         return [each for each in calls if last_name(each.func) == name]
 
-    def text(self, node: ast.AST) -> str:
-        """Return an expression's source in one line."""
-        return ast.unparse(node)
+    def calls_of_dist(self, node: ast.AST, *names: str) -> list[ast.Call]:
+        """Return the calls of some functions of torch.distributed within a block."""
+        calls = (each for each in self.within(node) if isinstance(each, ast.Call))
+        return [each for each in calls if self.is_dist(each, *names)]
 
     # -- names
 
@@ -273,10 +275,20 @@ class Code:
         full = self.dotted(call.func)
         return full.startswith(("torch.distributed.", "dist."))
 
-    @cached_property
+    def calls_of(self, name: str) -> list[ast.Call]:
+        """Return the calls of one of torch's functions or classes, under any imported name."""
+        known = self._calls_of.get(name)
+        if known is None:
+            local = {one for one, full in self.imports.items() if full.endswith(f".{name}")}
+            calls = (call for each in {name, *local} for call in self.calls_by_name.get(each, ()))
+            found = [each for each in calls if self.is_torch(each, name)]
+            known = self._calls_of[name] = sorted(found, key=lambda each: each.lineno)
+        return known
+
+    @property
     def wraps(self) -> list[ast.Call]:
         """The calls that wrap a model with torch's DDP."""
-        return [each for each in self.calls if self.is_torch(each, "DistributedDataParallel")]
+        return self.calls_of("DistributedDataParallel")
 
     @cached_property
     def words(self) -> Words:
@@ -340,7 +352,7 @@ class Code:
             for scope in self._visible(node):
                 known = self._set.get((scope, node.id), ())
                 yield from ((self, each) for each in known)
-                passed = isinstance(scope, _FUNCTIONS) and _has_parameter(scope, node.id)
+                passed = isinstance(scope, _FUNCTIONS) and node.id in parameters_of(scope)
                 if passed:
                     yield from self._passed(scope, node.id)
                 if known or passed:
@@ -622,6 +634,11 @@ class Program:
             self._callers[id(function)] = known
         return known
 
+    @cached_property
+    def wraps(self) -> bool:
+        """Whether the program wraps a model with torch's DDP."""
+        return any(each.wraps for each in self.codes)
+
     def uses(self, *words: str) -> bool:
         """Return whether a file of the program has one of these words as a name."""
         return any(
@@ -675,13 +692,14 @@ def argument_of(
     return keyword(call, name, names.index(name) if name in names else None)
 
 
-def _has_parameter(function: ast.AST, name: str) -> bool:
+def parameters_of(function: ast.AST) -> set[str]:
+    """Return the names of a function's parameters. A module has none."""
     arguments = getattr(function, "args", None)
     if not isinstance(arguments, ast.arguments):
-        return False
+        return set()
     every = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
     extra = [each for each in (arguments.vararg, arguments.kwarg) if each is not None]
-    return any(each.arg == name for each in (*every, *extra))
+    return {each.arg for each in (*every, *extra)}
 
 
 def _default(function: ast.AST, name: str) -> ast.expr | None:
@@ -696,6 +714,23 @@ def _default(function: ast.AST, name: str) -> ast.expr | None:
         if argument.arg == name:
             return default
     return None
+
+
+def option_defaults(code: Code, node: ast.expr) -> list[ast.expr]:
+    """Return the defaults of the command-line option that ``args.NAME`` is."""
+    if not isinstance(node, ast.Attribute):
+        return []
+    option = "--" + node.attr.replace("_", "-")
+    return [
+        default
+        for each in code.program.codes
+        for call in each.calls_by_name.get("add_argument", ())
+        if any(
+            isinstance(one, ast.Constant) and str(one.value).replace("_", "-") == option
+            for one in call.args
+        )
+        and (default := keyword(call, "default")) is not None
+    ]
 
 
 def calls_in(nodes: Iterable[ast.AST], *names: str) -> list[ast.Call]:
@@ -832,15 +867,24 @@ def _branches(code: Code, node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
         inner = each
 
 
+_QUIET = frozenset(("no_grad", "inference_mode", "set_grad_enabled"))
+
+
+def is_quiet(node: ast.With | ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Return whether a block or a function runs under ``no_grad`` or ``inference_mode``."""
+    marks = (
+        [each.context_expr for each in node.items]
+        if isinstance(node, ast.With)
+        else node.decorator_list
+    )
+    return any(last_name(one) in _QUIET for mark in marks for one in ast.walk(mark))
+
+
 def without_gradients(code: Code, node: ast.AST) -> bool:
-    """Return whether a node runs under ``no_grad`` or ``inference_mode``."""
-    quiet = ("no_grad", "inference_mode", "set_grad_enabled")
+    """Return whether something around a node switches gradients off."""
     for each in code.above(node):
-        if isinstance(each, ast.With):
-            names = {last_name(one) for item in each.items for one in ast.walk(item.context_expr)}
-            if names & set(quiet):
-                return True
+        if isinstance(each, ast.With) and is_quiet(each):
+            return True
         if isinstance(each, FUNCTIONS):
-            names = {last_name(one) for mark in each.decorator_list for one in ast.walk(mark)}
-            return bool(names & set(quiet))
+            return is_quiet(each)
     return False

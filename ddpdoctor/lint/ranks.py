@@ -6,7 +6,7 @@ import ast
 import re
 
 from ddpdoctor.diagnose.source_files import last_name
-from ddpdoctor.lint.program import Code
+from ddpdoctor.lint.program import ENVIRONMENT, Code
 
 _LOCAL = re.compile(r"local_?rank|gpu_?id$|^gpu$", re.IGNORECASE)
 _WORLD = re.compile(r"world_?size|num_?(replicas|ranks|processes)|nprocs$", re.IGNORECASE)
@@ -31,9 +31,11 @@ def variable(code: Code, node: ast.AST) -> str:
 
 
 def _made(code: Code, node: ast.expr) -> list[ast.expr]:
-    """Return what makes a number, without ``int()`` around it."""
+    """Return what makes a number, without ``int()`` around it, under torchrun."""
     found: list[ast.expr] = []
     for each in code.origins(node):
+        if _is_without_torchrun(each.code, each.node):
+            continue
         inner = each.node
         while isinstance(inner, ast.Call) and last_name(inner.func) == "int" and inner.args:
             inner = inner.args[0]
@@ -42,6 +44,25 @@ def _made(code: Code, node: ast.expr) -> list[ast.expr]:
         else:
             found.append(inner)
     return found
+
+
+def _is_without_torchrun(code: Code, node: ast.AST) -> bool:
+    """Return whether an expression is for runs without torchrun: ``else`` of ``"RANK" in ...``."""
+    inner = node
+    for each in code.above(node):
+        if isinstance(each, (ast.If, ast.IfExp)):
+            part = each.orelse if isinstance(each.orelse, list) else [each.orelse]
+            test = each.test
+            if (
+                inner in part
+                and isinstance(test, ast.Compare)
+                and isinstance(test.ops[0], ast.In)
+                and isinstance(test.left, ast.Constant)
+                and test.left.value in ENVIRONMENT
+            ):
+                return True
+        inner = each
+    return False
 
 
 def _name_of(code: Code, node: ast.expr) -> str:

@@ -14,6 +14,7 @@ from ddpdoctor.lint.program import (
     guards,
     has_unpacked,
     is_guarded,
+    is_quiet,
     keyword,
     targets_of,
     under,
@@ -23,26 +24,6 @@ from ddpdoctor.lint.ranks import depends_on_rank, is_local_rank, is_world_size, 
 from ddpdoctor.lint.rules import LOADERS, TRAINERS, Hit, rule
 
 _ALL = TRAINERS | LOADERS
-
-
-def _samplers(code: Code) -> list[ast.Call]:
-    calls = code.calls_by_name
-    named = [*calls.get("DistributedSampler", ()), *_aliases(code, "DistributedSampler")]
-    return [each for each in named if code.is_torch(each, "DistributedSampler")]
-
-
-def _loaders(code: Code) -> list[ast.Call]:
-    named = [*code.calls_by_name.get("DataLoader", ()), *_aliases(code, "DataLoader")]
-    return [each for each in named if code.is_torch(each, "DataLoader")]
-
-
-def _aliases(code: Code, name: str) -> list[ast.Call]:
-    local = [
-        one
-        for one, full in code.imports.items()
-        if full.startswith("torch") and full.endswith(f".{name}") and one != name
-    ]
-    return [call for each in local for call in code.calls_by_name.get(each, ())]
 
 
 def _is_sampler(origin: Origin) -> bool:
@@ -87,9 +68,11 @@ def _shuffles(code: Code, sampler: ast.Call) -> bool:
 @rule("DDP101", Severity.ERROR, moot=_ALL)
 def sampler_not_used(code: Code) -> Iterator[Hit]:
     """Find samplers that reach no loader."""
-    if not _wraps(code) or not any(_loaders(each) for each in code.program.codes):
+    if not code.program.wraps or not any(
+        each.calls_of("DataLoader") for each in code.program.codes
+    ):
         return
-    for call in _samplers(code):
+    for call in code.calls_of("DistributedSampler"):
         if _is_dropped(code, call):
             yield Hit(
                 call,
@@ -129,7 +112,7 @@ def _is_dropped(code: Code, call: ast.Call) -> bool:
             if not _only_asks(each, load):
                 return False
     # In a file that makes no loader, another one takes it.
-    return bool(_loaders(code))
+    return bool(code.calls_of("DataLoader"))
 
 
 def _outer_names(code: Code, target: ast.AST) -> set[str]:
@@ -167,7 +150,7 @@ def _only_asks(code: Code, load: ast.AST) -> bool:
 @rule("DDP102", Severity.ERROR, moot=_ALL)
 def unsharded_loader(code: Code) -> Iterator[Hit]:
     """Find training loops over a loader that gives every rank the whole data set."""
-    if not _wraps(code) or _divides_by_hand(code):
+    if not code.program.wraps or _divides_by_hand(code):
         return
     for loop in (node for node in code.nodes if isinstance(node, (ast.For, ast.AsyncFor))):
         if not _trains(code, loop):
@@ -186,10 +169,6 @@ def unsharded_loader(code: Code) -> Iterator[Hit]:
                     "Pass sampler=DistributedSampler(dataset), drop shuffle=True, and call "
                     "sampler.set_epoch(epoch) in each epoch.",
                 )
-
-
-def _wraps(code: Code) -> bool:
-    return any(each.wraps for each in code.program.codes)
 
 
 def _divides_by_hand(code: Code) -> bool:
@@ -265,10 +244,14 @@ def _is_unsharded(origin: Origin) -> bool:
     return True
 
 
-@rule("DDP103", Severity.WARNING, moot=_ALL)
+_OWN_LOADERS = frozenset(("deepspeed", "horovod", "colossalai", "megatron", "fairseq"))
+"""Frameworks that take the program's own loaders as they are."""
+
+
+@rule("DDP103", Severity.WARNING, moot=_ALL - _OWN_LOADERS)
 def missing_set_epoch(code: Code) -> Iterator[Hit]:
     """Find samplers that shuffle and hear of no epoch."""
-    for call in _samplers(code):
+    for call in code.calls_of("DistributedSampler"):
         if not _shuffles(code, call) or _has_epoch(code, call):
             continue
         loops = [
@@ -427,7 +410,7 @@ def wrong_rank(code: Code) -> Iterator[Hit]:
     if code.program.uses("spawn"):
         # On one node both are the same.
         return
-    for call in _samplers(code):
+    for call in code.calls_of("DistributedSampler"):
         rank, count = keyword(call, "rank", 2), keyword(call, "num_replicas", 1)
         if rank is None or not is_local_rank(code, rank):
             continue
@@ -470,7 +453,7 @@ def shuffle_and_sampler(code: Code) -> Iterator[Hit]:
     When it stays silent
         ``shuffle=(sampler is None)``, and a sampler that may be None.
     """
-    for call in _loaders(code):
+    for call in code.calls_of("DataLoader"):
         shuffle, sampler = keyword(call, "shuffle", 2), keyword(call, "sampler", 3)
         if sampler is None or not (isinstance(shuffle, ast.Constant) and shuffle.value is True):
             continue
@@ -486,7 +469,7 @@ def shuffle_and_sampler(code: Code) -> Iterator[Hit]:
 @rule("DDP110", Severity.ERROR, moot=TRAINERS)
 def unseeded_split(code: Code) -> Iterator[Hit]:
     """Find random splits that differ between ranks."""
-    if not _wraps(code) or _is_seeded(code):
+    if not code.program.wraps or _is_seeded(code):
         return
     for call in (
         *code.calls_by_name.get("random_split", ()),
@@ -526,7 +509,7 @@ def _is_seeded(code: Code) -> bool:
 @rule("DDP113", Severity.ERROR, moot=_ALL)
 def seed_differs(code: Code) -> Iterator[Hit]:
     """Find samplers whose seed depends on the rank."""
-    for call in _samplers(code):
+    for call in code.calls_of("DistributedSampler"):
         seed = keyword(call, "seed", 4)
         if seed is not None and depends_on_rank(code, seed):
             yield Hit(
@@ -564,7 +547,7 @@ def download_race(code: Code) -> Iterator[Hit]:
     When it stays silent
         Downloads under a condition on the rank, or before the processes are started.
     """
-    if not _wraps(code):
+    if not code.program.wraps:
         return
     for call in code.calls:
         value = keyword(call, "download")
@@ -640,14 +623,32 @@ _REDUCES = (
 
 def _evaluates_shard(code: Code, loop: ast.For) -> bool:
     """Return whether a loop evaluates over loaders that give each rank its shard alone."""
-    if _trains(code, loop) or not without_gradients(code, loop):
+    quiet = any(
+        isinstance(each, ast.With) and is_quiet(each) for each in code.within(loop)
+    ) or without_gradients(code, loop)
+    if _trains(code, loop) or not quiet:
         return False
+    if _is_told_epochs(code, loop.iter):
+        return True
     made = [each for each in code.origins(loop.iter) if _is_loader(each)]
     samplers = [
         _samplers_of(each.code, each.node) for each in made if isinstance(each.node, ast.Call)
     ]
     return bool(samplers) and all(
         any(map(_is_sampler, each)) and not any(map(_is_none, each)) for each in samplers
+    )
+
+
+def _is_told_epochs(code: Code, node: ast.expr) -> bool:
+    """Return whether a loader's sampler gets ``set_epoch``, so that it is distributed."""
+    names = {ast.dump(each) for each in ast.walk(node) if isinstance(each, ast.Name)}
+    return any(
+        isinstance(call.func, ast.Attribute)
+        and isinstance(call.func.value, ast.Attribute)
+        and call.func.value.attr == "sampler"
+        and ast.dump(call.func.value.value) in names
+        for call in code.calls_by_name.get("set_epoch", ())
+        if code.function(call) is code.function(node)
     )
 
 
@@ -671,7 +672,7 @@ def _is_length_of_data(node: ast.expr) -> bool:
 @rule("DDP501", Severity.WARNING, moot=TRAINERS)
 def save_on_every_rank(code: Code) -> Iterator[Hit]:
     """Find checkpoints that every rank writes to the same file."""
-    if not _wraps(code):
+    if not code.program.wraps:
         return
     for call in code.calls_by_name.get("save", ()):
         if code.dotted(call.func) != "torch.save" or len(call.args) < 2:
@@ -724,7 +725,7 @@ def _is_reached(
 @rule("DDP503", Severity.WARNING, moot=TRAINERS)
 def load_without_map_location(code: Code) -> Iterator[Hit]:
     """Find checkpoints that every rank loads to the GPU that wrote them."""
-    if not _wraps(code) or not _uses_gpus(code):
+    if not code.program.wraps or not _uses_gpus(code):
         return
     for call in code.calls_by_name.get("load", ()):
         if code.dotted(call.func) != "torch.load" or has_unpacked(call):
@@ -733,7 +734,9 @@ def load_without_map_location(code: Code) -> Iterator[Hit]:
             continue
         if any(depends_on_rank(code, each) for each in call.args[:1]):
             continue
-        if under(code, call, "gpu", "device", "cuda", "cpu") or not _feeds_model(code, call):
+        if under(code, call, "gpu", "device", "cuda", "cpu"):
+            continue
+        if not _is_checkpoint(call.args[:1]) and not _feeds_model(code, call):
             continue
         yield Hit(
             call,
@@ -741,6 +744,12 @@ def load_without_map_location(code: Code) -> Iterator[Hit]:
             "all copies",
             'Pass map_location="cpu", or this rank\'s device.',
         )
+
+
+def _is_checkpoint(path: list[ast.expr]) -> bool:
+    """Return whether a path is that of a checkpoint to resume from, by its name."""
+    words = (last_name(one).lower() for each in path for one in ast.walk(each))
+    return any(word.startswith(("resume", "snapshot")) for word in words)
 
 
 def _uses_gpus(code: Code) -> bool:

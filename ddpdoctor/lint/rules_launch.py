@@ -10,7 +10,15 @@ from collections.abc import Iterator
 from ddpdoctor.core.finding import Severity
 from ddpdoctor.diagnose.source_files import last_name
 from ddpdoctor.lint.names import DISTRIBUTED
-from ddpdoctor.lint.program import ENVIRONMENT, Code, exclusive, has_unpacked, keyword, under
+from ddpdoctor.lint.program import (
+    ENVIRONMENT,
+    Code,
+    exclusive,
+    has_unpacked,
+    keyword,
+    option_defaults,
+    under,
+)
 from ddpdoctor.lint.ranks import is_local_rank, is_rank, is_world_size, variable
 from ddpdoctor.lint.rules import Hit, rule
 
@@ -107,7 +115,7 @@ def hardcoded_rendezvous(code: Code) -> Iterator[Hit]:
             )  # fmt: skip
 
 
-@rule("DDP204", Severity.WARNING, "global-rank-as-device")
+@rule("DDP204", Severity.WARNING, "global-rank-as-device", moot=frozenset())
 def rank_as_device(code: Code) -> Iterator[Hit]:
     """The rank among all ranks is used as the number of a GPU.
 
@@ -162,31 +170,37 @@ def rank_as_device(code: Code) -> Iterator[Hit]:
 def barrier_without_device(code: Code) -> Iterator[Hit]:
     """Find barriers of NCCL before the process has a GPU."""
     for init in code.calls_by_name.get("init_process_group", ()):
-        backend = keyword(init, "backend", 0)
-        nccl = backend is not None and any(
-            isinstance(each.node, ast.Constant) and each.node.value == "nccl"
-            for each in code.origins(backend)
-        )
-        if not nccl or keyword(init, "device_id") is not None:
+        if not _is_nccl(code, keyword(init, "backend", 0)) or keyword(init, "device_id"):
             continue
         function = code.function(init)
+        inside = code.within(function or code.tree)
         for call in code.called(function or code.tree, "barrier"):
-            before = [
-                each
-                for each in code.within(function or code.tree)
-                if isinstance(each, ast.Call)
+            before = any(
+                isinstance(each, ast.Call)
                 and each.lineno < call.lineno
                 and (_chooses_device(code, each) or keyword(each, "device_ids"))
-            ]
-            if function is not None and _device_is_set_outside(code, function):
+                for each in inside
+            )
+            if before or call.lineno < init.lineno or call.keywords or exclusive(code, init, call):
                 continue
-            if call.lineno >= init.lineno and not before and not call.keywords:
+            if function is None or not _device_is_set_outside(code, function):
                 yield Hit(
                     call,
                     "no GPU is set before this barrier: NCCL guesses one, and ranks may share it",
                     "Call torch.cuda.set_device(local_rank) first, or pass device_id to "
                     "init_process_group.",
                 )
+
+
+def _is_nccl(code: Code, backend: ast.expr | None) -> bool:
+    """Return whether a backend is NCCL, or an option whose default it is."""
+    if backend is None:
+        return False
+    made = [each.node for each in code.origins(backend)]
+    return any(
+        isinstance(each, ast.Constant) and each.value == "nccl"
+        for each in (*made, *option_defaults(code, backend))
+    )
 
 
 _DEVICES = ("set_device", "set_device_index", "cuda", "to", "device")
@@ -203,20 +217,25 @@ def _chooses_device(code: Code, call: ast.Call) -> bool:
     )
 
 
-def _device_is_set_outside(code: Code, function: ast.AST) -> bool:
-    """Return whether something outside of a function may choose the GPU before it."""
+def _device_is_set_outside(code: Code, function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Return whether something outside of a function may choose the GPU before it runs."""
     inside = {id(each) for each in code.within(function)}
-    return any(
-        (variable(each, node) == "CUDA_VISIBLE_DEVICES" and id(node) not in inside)
-        or (
-            isinstance(node, ast.Call)
-            and last_name(node.func) in ("set_device", "set_device_index")
-            and id(node) not in inside
-        )
-        for each in code.program.codes
-        for node in each.nodes
-        if isinstance(node, (ast.Subscript, ast.Call))
-    )
+    callers = code.program.callers(code, function)
+    for each in code.program.codes:
+        for node in each.nodes:
+            sets = variable(each, node) == "CUDA_VISIBLE_DEVICES" or (
+                isinstance(node, ast.Call)
+                and last_name(node.func) in ("set_device", "set_device_index")
+            )
+            if not sets or id(node) in inside:
+                continue
+            place = each.scope(node), getattr(node, "lineno", 0)
+            if not callers or any(
+                other.scope(call) is not place[0] or call.lineno > place[1]
+                for other, call in callers
+            ):
+                return True
+    return False
 
 
 @rule("DDP205", Severity.ERROR, "wrong-device-ids")

@@ -173,9 +173,12 @@ def _is_ignored(call: ast.Call) -> bool:
 
 
 def _goes_around(code: Code, call: ast.Call) -> bool:
+    """Return whether a call runs the bare module of a wrapper on all ranks, with gradients."""
     if without_gradients(code, call) or guards(code, call):
         return False
     node: ast.expr = call.func
+    if _is_alias(code, node, call) or _holds_bare(code, node):
+        return True
     if isinstance(node, ast.Attribute) and node.attr == "module":
         return _is_wrapper(code, node.value)
     if (
@@ -186,6 +189,68 @@ def _goes_around(code: Code, call: ast.Call) -> bool:
     ):
         used = not isinstance(code.parents[call], ast.Expr)
         return used and _is_wrapper(code, node.value.value)
+    return False
+
+
+def _is_alias(code: Code, node: ast.expr, call: ast.Call) -> bool:
+    """Return whether a name is another one of the module that a wrapper above it wraps.
+
+    It is so after ``raw = model`` and ``model = DDP(model)``, or after ``wrapped = DDP(model)``.
+    """
+    if not isinstance(node, ast.Name) or under(code, call, *_TELLS_DDP):
+        return False
+    made = {id(each.node) for each in code.origins(node)}
+    if len(made) != 1:
+        return False
+    for wrap in code.wraps:
+        target, inner = _bound(code, wrap), wrap.args[0] if wrap.args else None
+        if (
+            inner is None
+            or target is None
+            or wrap.lineno > call.lineno
+            or _same(code, target, node)
+        ):
+            continue
+        plain = not any(isinstance(each, ast.If) for each in code.above(wrap))
+        if plain and wrap.lineno < call.lineno and code.scope(wrap) is code.scope(node):
+            inside = {
+                id(each.node)
+                for each in code.origins(inner)
+                if isinstance(each.node, ast.Call) and each.node not in code.wraps
+            }
+            if made == inside:
+                return True
+    return False
+
+
+def _holds_bare(code: Code, node: ast.expr) -> bool:
+    """Return whether a method is of an object that was made with the model before it was wrapped.
+
+    It is so after ``self.loss = Loss(self.model)`` and ``self.model = DDP(self.model)``.
+    """
+    owner = node.value if isinstance(node, ast.Attribute) else None
+    if not isinstance(owner, ast.Attribute) or last_name(owner.value) != "self":
+        return False
+    made = [item for other, item in code.values(owner) if other is code]
+    if len(made) != 1 or not isinstance(made[0].value, ast.Call):
+        return False
+    place = code.function(made[0].node)
+    if place is None or place.name != "__init__" or node.attr in _QUIET:
+        return False
+    again = any(
+        isinstance(target, ast.Attribute) and last_name(target.value) == owner.attr
+        for each in code.nodes
+        for target in targets_of(each)
+    )
+    for wrap in code.wraps:
+        inner = wrap.args[0] if wrap.args else None
+        target = _bound(code, wrap)
+        if not isinstance(inner, ast.Attribute) or target is None or again:
+            continue
+        held = any(_same(code, each, inner) for each in made[0].value.args)
+        later = code.function(wrap) is not place or wrap.lineno > made[0].value.lineno
+        if held and later and _same(code, target, inner) and code.owner(wrap) is code.owner(node):
+            return True
     return False
 
 
@@ -295,7 +360,7 @@ def finds_unused(code: Code) -> Iterator[Hit]:
 @rule("DDP307", Severity.INFO)
 def accumulates_without_no_sync(code: Code) -> Iterator[Hit]:
     """Find gradient accumulation that reduces in every backward."""
-    if not any(each.wraps for each in code.program.codes):
+    if not code.program.wraps:
         return
     if code.program.uses("no_sync", "require_backward_grad_sync", "accumulate"):
         return
@@ -635,13 +700,18 @@ def clip_too_early(code: Code) -> Iterator[Hit]:
 @rule("DDP319", Severity.ERROR)
 def rank_only_weights(code: Code) -> Iterator[Hit]:
     """Find weights that one rank alone loads after the model was wrapped."""
-    for wrap in code.wraps:
+    apex = [
+        each
+        for each in code.calls
+        if code.dotted(each.func) == "apex.parallel.DistributedDataParallel"
+    ]
+    for wrap in (*code.wraps, *apex):
         target = _bound(code, wrap)
         inner = wrap.args[0] if wrap.args else None
         models = [each for each in (target, inner) if isinstance(each, (ast.Name, ast.Attribute))]
         below = list(_after(code, wrap))
         for node in below:
-            if not isinstance(node, ast.Call) or last_name(node.func) != "load_state_dict":
+            if not isinstance(node, ast.Call) or last_name(node.func) not in _SETS_WEIGHTS:
                 continue
             if exclusive(code, wrap, node):
                 continue
@@ -652,18 +722,25 @@ def rank_only_weights(code: Code) -> Iterator[Hit]:
             if condition is not None and not _made_up_for(code, node, condition, below):
                 yield Hit(
                     node,
-                    "one rank alone loads weights into the wrapped model, and DDP never sends them "
-                    "to the others",
-                    "Load on every rank, or before the model is wrapped.",
+                    "one rank alone sets the weights of the wrapped model, and DDP never sends "
+                    "them to the others",
+                    "Set them on every rank, or before the model is wrapped.",
                 )
+
+
+_SETS_WEIGHTS = ("load_state_dict", "apply")
 
 
 def _made_up_for(code: Code, load: ast.Call, condition: ast.AST, below: Sequence[ast.AST]) -> bool:
     """Return whether the weights are the same again: sent, loaded by the others, or put back."""
-    if _both_branches(code, condition, "load_state_dict"):
+    name = last_name(load.func)
+    if _both_branches(code, condition, name):
         return True
-    if isinstance(condition, ast.If) and len(code.called(condition, "load_state_dict")) > 1:
-        return True
+    models = ast.unparse(load.func)
+    if isinstance(condition, ast.If) and name == "load_state_dict":
+        again = code.called(condition, name)
+        if sum(ast.unparse(each.func) == models for each in again) > 1:
+            return True
     return any(
         each.lineno > load.lineno
         and (
@@ -688,6 +765,83 @@ def _both_branches(code: Code, condition: ast.AST, name: str) -> bool:
         )
         for part in parts
     )
+
+
+@rule("DDP502", Severity.WARNING)
+def state_of_other_kind(code: Code) -> Iterator[Hit]:
+    """Find loads of states whose names have the wrapper's prefix, or lack it, unlike the model."""
+    for load in code.calls_by_name.get("load_state_dict", ()):
+        model = load.func.value if isinstance(load.func, ast.Attribute) else None
+        state = keyword(load, "state_dict", 0)
+        if model is None or state is None or keyword(load, "strict", 1) is not None:
+            continue
+        wrap = _only_wrapper(code, model)
+        if wrap is None or under(code, load, *_TELLS_DDP):
+            continue
+        if any(isinstance(each, ast.Try) for each in code.above(load)):
+            continue
+        made = [each.node for each in code.origins(state)]
+        if any(map(_strips_prefix, made)) or _is_saved_bare(code, state):
+            yield Hit(
+                load,
+                'the names of this state have no "module.", and those of the DDP object begin '
+                "with it: the load fails",
+                f"Load it into {ast.unparse(model)}.module, or before the model is wrapped.",
+            )
+
+
+def _strips_prefix(node: ast.AST) -> bool:
+    """Return whether a dictionary's keys lose ``module.`` and get no other prefix."""
+    if not isinstance(node, ast.DictComp):
+        return False
+    key = node.key
+    if isinstance(key, ast.Call) and last_name(key.func) in ("replace", "removeprefix"):
+        first = key.args[0] if key.args else None
+        return isinstance(first, ast.Constant) and first.value == "module."
+    return (
+        isinstance(key, ast.Subscript)
+        and isinstance(key.slice, ast.Slice)
+        and ast.unparse(key.slice) == "7:"
+    )
+
+
+def _is_saved_bare(code: Code, state: ast.expr) -> bool:
+    """Return whether a state is loaded from a file, and all that the program saves are bare."""
+    inner = state
+    while isinstance(inner, ast.Subscript):
+        inner = inner.value
+    made = [each.node for each in code.origins(inner)]
+    if not made or not all(
+        isinstance(each, ast.Call) and code.dotted(each.func) == "torch.load" for each in made
+    ):
+        return False
+    key = ast.dump(state.slice) if isinstance(state, ast.Subscript) else ""
+    saved = [
+        value
+        for each in code.program.codes
+        for call in each.calls_by_name.get("save", ())
+        if each.dotted(call.func) == "torch.save" and call.args
+        for one in each.origins(call.args[0])
+        for value in _under_key(one.node, key)
+    ]
+    bare = [
+        isinstance(each, ast.Call)
+        and last_name(each.func) == "state_dict"
+        and isinstance(each.func, ast.Attribute)
+        and last_name(each.func.value) == "module"
+        for each in saved
+    ]
+    return bool(bare) and all(bare)
+
+
+def _under_key(node: ast.expr, key: str) -> list[ast.expr]:
+    """Return what a checkpoint holds under a key. Without a key, the checkpoint itself."""
+    if not key:
+        return [node]
+    if not isinstance(node, ast.Dict):
+        return []
+    pairs = zip(node.keys, node.values, strict=True)
+    return [value for name, value in pairs if name is not None and ast.dump(name) == key]
 
 
 @rule("DDP321", Severity.INFO, "deprecated-argument", moot=frozenset())
@@ -728,51 +882,76 @@ def deprecated_argument(code: Code) -> Iterator[Hit]:
 def wrapper_attribute(code: Code) -> Iterator[Hit]:
     """Find attributes of the model that are read from its wrapper."""
     for name, loads in code.loads.items():
-        if name in WRAPPER or name.startswith("__"):
+        if name in WRAPPER or name.startswith("_"):
             continue
         for load in loads:
             if not isinstance(load, ast.Attribute):
                 continue
             wrap = _only_wrapper(code, load.value)
-            if wrap is None or under(code, load, "hasattr", "ddp", "distrib", "module"):
+            if wrap is None or under(code, load, *_TELLS_DDP):
                 continue
-            made = code.origins(wrap.args[0]) if wrap.args else []
-            classes = [
-                each.code.classes.get(last_name(each.node.func))
-                for each in made
-                if isinstance(each.node, ast.Call)
-            ]
-            if classes and all(each is not None and _defines(each, name) for each in classes):
+            if not _is_set_on_wrapper(code, load, wrap):
                 yield Hit(
                     load,
                     f"the DDP object has no {name}: it is its module's",
                     f"Use .module.{name}.",
                 )
+                break
+
+
+_TELLS_DDP = ("hasattr", "ddp", "distrib", "module", "parallel", "world", "gpu", "multi")
+"""Words of conditions that tell a wrapped model from a bare one."""
 
 
 def _only_wrapper(code: Code, node: ast.expr) -> ast.Call | None:
-    """Return the call that wraps what a name is, if it is nothing else."""
-    if not isinstance(node, ast.Name):
+    """Return the call that wraps what a name is, if it is nothing else where the job is DDP's."""
+    if isinstance(node, ast.Attribute) and last_name(node.value) == "self":
+        items = [item for other, item in code.values(node) if other is code]
+        items = [each for each in items if code.owner(each.node) is code.owner(node)]
+    elif isinstance(node, ast.Name):
+        items = [item for other, item in code.values(node) if other is code]
+    else:
         return None
-    items = [item for other, item in code.values(node) if other is code]
-    made = [item.value for item in items if item.position is None and not item.is_item]
-    found = [each for each in made if code.is_torch(each, "DistributedDataParallel")]
     last = max(items, key=lambda item: getattr(item.node, "lineno", 0), default=None)
-    if last is None or last.value not in found or code.scope(last.node) is not code.scope(node):
+    if last is None or last.position is not None or last.is_item:
         return None
-    if node.lineno <= getattr(last.node, "lineno", 0) or exclusive(code, last.node, node):
+    wrap, place = last.value, last.node
+    if not isinstance(wrap, ast.Call) or wrap not in code.wraps:
         return None
-    held = [each for each in code.above(last.node) if isinstance(each, ast.If)]
-    wrap = last.value
-    return wrap if not held and isinstance(wrap, ast.Call) else None
+    same = code.scope(place) is code.scope(node)
+    if same and (node.lineno <= getattr(place, "lineno", 0) or exclusive(code, place, node)):
+        return None
+    if not same and not _is_made_first(code, place, node):
+        return None
+    held = [each for each in code.above(place) if isinstance(each, (ast.If, ast.For, ast.While))]
+    distributed = all(under(code, place, "ddp", "dist", "world", "gpu", "rank") for _ in held)
+    return wrap if distributed else None
 
 
-def _defines(node: ast.ClassDef, name: str) -> bool:
-    """Return whether a class defines a method or an attribute of a name."""
-    return any(
-        (isinstance(each, FUNCTIONS) and each.name == name)
-        or (isinstance(each, ast.Attribute) and each.attr == name)
-        for each in ast.walk(node)
+def _is_made_first(code: Code, place: ast.AST, node: ast.AST) -> bool:
+    """Return whether ``__init__`` sets an attribute before it calls the method that reads it."""
+    first, method = code.function(place), code.function(node)
+    if first is None or method is None or first.name != "__init__" or method.name == "__init__":
+        return False
+    return not any(
+        other.function(call) is first and call.lineno < getattr(place, "lineno", 0)
+        for other, call in code.program.callers(code, method)
+    )
+
+
+def _is_set_on_wrapper(code: Code, load: ast.Attribute, wrap: ast.Call) -> bool:
+    """Return whether the program may give the wrapper an attribute, or asks for it before."""
+    stores = (
+        target
+        for each in code.program.codes
+        for node in each.nodes
+        for target in targets_of(node)
+        if isinstance(target, ast.Attribute)
+        and target.attr == load.attr
+        and getattr(target, "lineno", 0) > wrap.lineno
+    )
+    return next(stores, None) is not None or any(
+        isinstance(each, ast.Try) for each in code.above(load)
     )
 
 
