@@ -290,7 +290,7 @@ def skipped_on_one_rank(code: Code) -> Iterator[Hit]:
         together = code.called(loop, "backward") or [
             each for each in code.calls_of_dist(loop, *_AGREES) if not guards(code, each)
         ]
-        if not together or not _is_of_one_rank(code, loop, node.test):
+        if not together or not _is_of_one_rank(code, loop, node.test) or _counts(code, loop, node):
             continue
         if node.lineno < together[0].lineno or isinstance(leaves[0], ast.Break):
             yield Hit(
@@ -299,6 +299,21 @@ def skipped_on_one_rank(code: Code) -> Iterator[Hit]:
                 "it",
                 "all_reduce the flag, so that all ranks skip together.",
             )
+
+
+def _counts(code: Code, loop: ast.AST, node: ast.If) -> bool:
+    """Return whether a loop counts the steps below a condition and ends after some of them."""
+    counted = {
+        last_name(each.target)
+        for each in code.within(loop)
+        if isinstance(each, ast.AugAssign) and each.lineno > node.lineno
+    }
+    return any(
+        isinstance(each, ast.If)
+        and isinstance(each.body[-1], ast.Break)
+        and counted & {last_name(one) for one in ast.walk(each.test)}
+        for each in code.within(loop)
+    )
 
 
 _TESTED = frozenset(("isnan", "isinf", "isfinite", "any", "all", "sum"))
@@ -358,7 +373,10 @@ def _left(code: Code, node: ast.Break) -> Iterator[Hit]:
         return
     inside = code.within(loops[0])
     # A value that is sent may be the same on all ranks, and others may leave by a way of their own.
-    agrees = any(isinstance(each, ast.Call) and last_name(each.func) in _AGREES for each in inside)
+    agrees = any(
+        isinstance(each, ast.Call) and last_name(each.func) in _AGREES - {"barrier"}
+        for each in inside
+    )
     ways = sum(isinstance(each, (ast.Break, ast.Return)) for each in inside)
     trains = _trains(code, loops[0]) or bool(code.called(loops[0], "set_epoch"))
     if agrees or ways > 1 or _joins(code, node) or not trains:

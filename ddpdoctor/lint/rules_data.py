@@ -254,25 +254,40 @@ def missing_set_epoch(code: Code) -> Iterator[Hit]:
     for call in code.calls_of("DistributedSampler"):
         if not _shuffles(code, call) or _has_epoch(code, call):
             continue
-        loops = [
-            (other, loop)
-            for other in code.program.codes
-            for loop in other.nodes
-            if isinstance(loop, (ast.For, ast.AsyncFor))
-            and any(
-                _is_loader(made)
-                and any(each.node is call for each in _samplers_of(made.code, made.node))
-                for made in other.origins(loop.iter)
-                if isinstance(made.node, ast.Call)
-            )
-        ]
-        if any(_repeats(other, loop) and _trains(other, loop) for other, loop in loops):
+        if any(_feeds_epochs(other, call) for other in code.program.codes):
             yield Hit(
                 call,
                 "set_epoch() is never called on this DistributedSampler, so every epoch has the "
                 "same order",
                 "Call sampler.set_epoch(epoch) at the top of the epoch loop.",
             )
+
+
+def _feeds_epochs(code: Code, sampler: ast.Call) -> bool:
+    """Return whether a file trains for several epochs over a loader with a sampler."""
+    for node in code.nodes:
+        if isinstance(node, (ast.For, ast.AsyncFor)):
+            if _is_over(code, node.iter, sampler) and _repeats(code, node):
+                yields = any(isinstance(each, ast.Yield) for each in code.within(node))
+                if _trains(code, node) or (yields and code.program.uses("backward")):
+                    return True
+        elif isinstance(node, ast.Call) and last_name(node.func) == "iter" and node.args:
+            # Its items come by `next` in an inner loop.
+            loops = code.loops(node)
+            trains = bool(loops) and _many(code, loops[-1]) and _trains(code, loops[-1])
+            if trains and _is_over(code, node.args[0], sampler):
+                return True
+    return False
+
+
+def _is_over(code: Code, node: ast.expr, sampler: ast.Call) -> bool:
+    """Return whether an expression is a loader with a sampler."""
+    return any(
+        _is_loader(made)
+        and isinstance(made.node, ast.Call)
+        and any(each.node is sampler for each in _samplers_of(made.code, made.node))
+        for made in code.origins(node)
+    )
 
 
 def _has_epoch(code: Code, sampler: ast.Call) -> bool:
@@ -370,6 +385,9 @@ def misplaced_set_epoch(code: Code) -> Iterator[Hit]:
             continue
         loops = code.loops(call)
         if _is_constant(code, argument) and any(_many(code, each) for each in loops):
+            if any(_counts(code, each) for each in code.called(loops[-1], "set_epoch")):
+                # Set back for an evaluation.
+                continue
             yield Hit(
                 call,
                 "set_epoch() gets a constant, so every epoch has the same order",
@@ -389,6 +407,12 @@ def misplaced_set_epoch(code: Code) -> Iterator[Hit]:
                     "drawn this epoch's order",
                     "Move it before the loop over the loader.",
                 )
+
+
+def _counts(code: Code, call: ast.Call) -> bool:
+    """Return whether a ``set_epoch`` gets a number that changes."""
+    argument = keyword(call, "epoch", 0)
+    return argument is not None and not _is_constant(code, argument)
 
 
 def _is_constant(code: Code, node: ast.expr) -> bool:
@@ -469,11 +493,15 @@ def shuffle_and_sampler(code: Code) -> Iterator[Hit]:
 @rule("DDP110", Severity.ERROR, moot=TRAINERS)
 def unseeded_split(code: Code) -> Iterator[Hit]:
     """Find random splits that differ between ranks."""
-    if not code.program.wraps or _is_seeded(code):
+    if not code.program.wraps:
         return
     for call in (
-        *code.calls_by_name.get("random_split", ()),
-        *code.calls_by_name.get("train_test_split", ()),
+        ()
+        if _is_seeded(code)
+        else (
+            *code.calls_by_name.get("random_split", ()),
+            *code.calls_by_name.get("train_test_split", ()),
+        )
     ):
         name = last_name(call.func)
         option = {"random_split": ("generator", 2), "train_test_split": ("random_state", None)}[
@@ -493,6 +521,49 @@ def unseeded_split(code: Code) -> Iterator[Hit]:
                 "what others validate on",
                 f"Pass {seed}.",
             )
+
+    yield from _unseeded_shuffle(code)
+
+
+_SHUFFLES = ("random.shuffle", "numpy.random.shuffle", "numpy.random.permutation")
+
+
+def _unseeded_shuffle(code: Code) -> Iterator[Hit]:
+    """Yield shuffles of a list that is then cut into parts, by a generator without a seed."""
+    for name in ("shuffle", "permutation"):
+        for call in code.calls_by_name.get(name, ()):
+            full = code.dotted(call.func).replace("np.", "numpy.")
+            shuffled = last_name(call.args[0]) if call.args else ""
+            if full not in _SHUFFLES or not shuffled or is_guarded(code, call):
+                continue
+            function = code.function(call)
+            parts = sum(
+                isinstance(each, ast.Subscript)
+                and isinstance(each.slice, ast.Slice)
+                and last_name(each.value) == shuffled
+                for each in code.within(function or code.tree)
+            )
+            if parts > 1 and not _seeds(code, full.rpartition(".")[0]):
+                yield Hit(
+                    call,
+                    "each rank shuffles by another seed before the data is split, so some ranks "
+                    "train on what others validate on",
+                    "Shuffle with random.Random(0).shuffle(...).",
+                )
+
+
+def _seeds(code: Code, module: str) -> bool:
+    """Return whether the program seeds a module's generator, or calls what may."""
+    for each in code.program.codes:
+        for name, calls in each.calls_by_name.items():
+            for call in calls if "seed" in name.lower() else ():
+                full = each.dotted(call.func).replace("np.", "numpy.")
+                if full == f"{module}.seed":
+                    return True
+                known = full.startswith(("torch.", "numpy.", "random."))
+                if not known and not each.program.targets(each, call):
+                    return True
+    return False
 
 
 def _is_seeded(code: Code) -> bool:

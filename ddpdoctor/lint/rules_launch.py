@@ -296,7 +296,8 @@ def local_rank_option(code: Code) -> Iterator[Hit]:
             for load in each.loads.get("local_rank", ())
             if isinstance(load, ast.Attribute)
         ]
-        if used:
+        required = keyword(call, "required")
+        if used or (isinstance(required, ast.Constant) and required.value is True):
             yield Hit(
                 call,
                 "torchrun never passes --local_rank, and torch.distributed.launch passes "
@@ -312,7 +313,8 @@ def _is_filled(code: Code) -> bool:
         variable(each, node) in ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
         for each in code.program.codes
         for node in each.nodes
-        if isinstance(node, (ast.Subscript, ast.Call))
+        if isinstance(node, ast.Call)
+        or (isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load))
     )
 
 
@@ -344,7 +346,7 @@ def rank_not_int(code: Code) -> Iterator[Hit]:
         tested = _used_as_number(node)
         made = [each.node for each in code.origins(tested)] if tested is not None else []
         names = {variable(code, each) for each in made}
-        if made and names <= {*ENVIRONMENT} and not any(map(_number_by_default, made)):
+        if made and names <= {*ENVIRONMENT} and not any(_asks(node, each) for each in made):
             name = variable(code, made[0])
             yield Hit(
                 tested or node,
@@ -367,12 +369,12 @@ def _used_as_number(node: ast.AST) -> ast.expr | None:
     return None
 
 
-def _number_by_default(node: ast.expr) -> bool:
-    return (
-        isinstance(node, ast.Call)
-        and len(node.args) > 1
-        and not (isinstance(node.args[1], ast.Constant) and isinstance(node.args[1].value, str))
-    )
+def _asks(use: ast.AST, read: ast.expr) -> bool:
+    """Return whether a comparison with the variable's own default asks whether it is set."""
+    if not isinstance(use, ast.Compare) or not isinstance(read, ast.Call) or len(read.args) < 2:
+        return False
+    default = ast.dump(read.args[1])
+    return default in [ast.dump(each) for each in (use.left, *use.comparators)]
 
 
 @rule("DDP210", Severity.INFO, "missing-destroy")
@@ -480,16 +482,21 @@ def spawn_arity(code: Code) -> Iterator[Hit]:
     """
     for call in _spawns(code):
         target, args = keyword(call, "fn", 0), keyword(call, "args", 1)
+        if args is not None and _is_number(code, args):
+            yield Hit(
+                args,
+                "args is a number, and mp.spawn wants a tuple",
+                f"Put a comma behind it: args=({ast.unparse(args)},).",
+            )
+            continue
         if not isinstance(target, ast.Name) or has_unpacked(call):
             continue
         functions = code.functions.get(target.id, ())
         if len(functions) != 1 or target.id in code.imports or functions[0].decorator_list:
             continue
-        if args is not None and not isinstance(args, ast.Tuple):
-            if isinstance(args, ast.Constant):
-                pass
+        if not isinstance(args, (ast.Tuple, type(None))):
             continue
-        items = args.elts if isinstance(args, ast.Tuple) else []
+        items = args.elts if args is not None else []
         arguments = functions[0].args
         if arguments.vararg is not None or any(isinstance(each, ast.Starred) for each in items):
             continue
@@ -502,6 +509,16 @@ def spawn_arity(code: Code) -> Iterator[Hit]:
                 "the process's index and args",
                 "The index is the first parameter, then come the items of args.",
             )
+
+
+def _is_number(code: Code, node: ast.expr) -> bool:
+    """Return whether an expression is a number, as far as can be seen."""
+    made = [each.node for each in code.origins(node)]
+    return bool(made) and all(
+        (isinstance(each, ast.Constant) and isinstance(each.value, (int, float)))
+        or (isinstance(each, ast.Call) and last_name(each.func) in ("device_count", "int"))
+        for each in made
+    )
 
 
 @rule("DDP213", Severity.ERROR)

@@ -111,6 +111,33 @@ def forward_around_ddp(code: Code) -> Iterator[Hit]:
                     "Call the DDP object itself.",
                 )
 
+    yield from _trained_bare(code)
+
+
+def _trained_bare(code: Code) -> Iterator[Hit]:
+    """Yield calls that pass the module inside of DDP, but not DDP, to a training function."""
+    for call in code.calls:
+        if not last_name(call.func).lower().startswith("train") or call.args == []:
+            continue
+        passed = [*call.args[1:], *(each.value for each in call.keywords)]
+        if code.program.targets(code, call) or any(_is_wrapper(code, each) for each in passed):
+            continue
+        for each in call.args[:1]:
+            made = code.origins(each)
+            if any(
+                isinstance(one.node, ast.Attribute)
+                and one.node.attr == "module"
+                and _is_wrapper(one.code, one.node.value)
+                for one in made
+            ):
+                yield Hit(
+                    call,
+                    "this trains the module inside of DDP, so its gradients are not reduced and "
+                    "the ranks' models drift apart",
+                    "Pass the DDP object itself.",
+                    Severity.WARNING,
+                )
+
 
 def _goes_through(code: Code, call: ast.Call) -> bool:
     """Return whether a call runs a wrapper, or passes it to what may."""
@@ -391,7 +418,10 @@ def no_sync_scope(code: Code) -> Iterator[Hit]:
         if not isinstance(node, ast.With) or len(node.items) != 1:
             continue
         context = node.items[0].context_expr
-        if not (isinstance(context, ast.Call) and last_name(context.func) == "no_sync"):
+        made = [context, *(each.node for each in code.origins(context))]
+        if not any(
+            isinstance(each, ast.Call) and last_name(each.func) == "no_sync" for each in made
+        ):
             continue
         calls = [
             each for each in code.within(node) if isinstance(each, ast.Call) and each is not context
