@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
@@ -47,6 +47,28 @@ _SAME = frozenset(
 """Calls that return the module they are given, or a copy of it."""
 
 _COMPARISONS = frozenset(("main", "master", "chief", "primary", "verbose", "gpu", "device", "root"))
+
+
+_COLLECTED = (
+    *(ast.Name, ast.Attribute, ast.Call, ast.Import, ast.ImportFrom, *FUNCTIONS, ast.ClassDef),
+    *(ast.Assign, ast.AnnAssign, ast.NamedExpr, ast.For, ast.AsyncFor, ast.comprehension),
+    ast.withitem,
+)
+_LEAVES = frozenset(("ctx", "op", "ops"))
+"""Fields with nodes that hold nothing, and that all trees share."""
+
+
+def _parts(node: ast.AST) -> list[ast.AST]:
+    """Return the nodes that a node holds, except operators and contexts."""
+    parts: list[ast.AST] = []
+    for name in node._fields:
+        if name not in _LEAVES:
+            value = getattr(node, name, None)
+            if isinstance(value, list):
+                parts += [each for each in value if isinstance(each, ast.AST)]
+            elif isinstance(value, ast.AST):
+                parts.append(value)
+    return parts
 
 
 class Origin(NamedTuple):
@@ -95,28 +117,30 @@ class Code:
     _attributes: dict[str, list[Item]] = field(default_factory=lambda: defaultdict(list))
 
     def __post_init__(self) -> None:
-        queue: list[ast.AST] = [self.tree]
-        for node in queue:
-            self.nodes.append(node)
-            children = self._children[node] = list(ast.iter_child_nodes(node))
+        self.nodes.append(self.tree)
+        # The list grows: what a node holds is behind it.
+        for node in self.nodes:
+            children = self._children[node] = _parts(node)
             for child in children:
                 self.parents[child] = node
-            queue += children
+            self.nodes += children
         for node in self.nodes:
-            self._collect(node)
+            if isinstance(node, _COLLECTED):
+                self._collect(node)
 
     def _collect(self, node: ast.AST) -> None:
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
+        if isinstance(node, (ast.Name, ast.Attribute)):
+            if isinstance(node.ctx, ast.Load):
+                self.loads.setdefault(last_name(node), []).append(node)
+        elif isinstance(node, ast.Call):
+            self.calls.append(node)
+            self.calls_by_name.setdefault(last_name(node.func), []).append(node)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
             self._import(node)
         elif isinstance(node, FUNCTIONS):
             self.functions.setdefault(node.name, []).append(node)
         elif isinstance(node, ast.ClassDef):
             self.classes[node.name] = node
-        elif isinstance(node, ast.Call):
-            self.calls.append(node)
-            self.calls_by_name.setdefault(last_name(node.func), []).append(node)
-        elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Load):
-            self.loads.setdefault(last_name(node), []).append(node)
         elif isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
             for target in targets_of(node):
                 self._bind(target, node.value, node)
@@ -230,6 +254,10 @@ class Code:
         calls = (each for each in self.within(node) if isinstance(each, ast.Call))
         return [each for each in calls if last_name(each.func) == name]
 
+    def binds(self, scope: ast.AST, name: str) -> bool:
+        """Return whether a function or module sets a name itself."""
+        return (scope, name) in self._set
+
     def calls_of_dist(self, node: ast.AST, *names: str) -> list[ast.Call]:
         """Return the calls of some functions of torch.distributed within a block."""
         calls = (each for each in self.within(node) if isinstance(each, ast.Call))
@@ -314,9 +342,19 @@ class Code:
         return known
 
     @cached_property
+    def rank_conditions(self) -> bool:
+        """Whether the file has conditions that differ between ranks."""
+        return any(
+            (isinstance(each, (ast.If, ast.IfExp)) and self.discerns(each.test))
+            or (isinstance(each, ast.BoolOp) and any(map(self.discerns, each.values)))
+            or (isinstance(each, FUNCTIONS) and any(map(runs_on_one_rank, each.decorator_list)))
+            for each in self.nodes
+        )
+
+    @cached_property
     def _own_words(self) -> Words:
         """Names for the rank, of which the file shows that a rank makes them."""
-        found = words_of(self.tree)
+        found = words_of(self.nodes)
         if not found.numbers and not found.conditions:
             return found
         made: dict[str, list[ast.expr]] = defaultdict(list)
@@ -639,6 +677,25 @@ class Program:
         """Whether the program wraps a model with torch's DDP."""
         return any(each.wraps for each in self.codes)
 
+    def may_run(self, call: ast.Call, names: Container[str]) -> bool:
+        """Return whether a call may be of some functions, or of a function of the program."""
+        name = last_name(call.func)
+        return name in names or name in self._defined
+
+    @cached_property
+    def _defined(self) -> frozenset[str]:
+        """The names of functions, as they are defined and imported."""
+        defined = {name for each in self.codes for name in each.functions}
+        return frozenset(
+            defined
+            | {
+                name
+                for each in self.codes
+                for name, full in each.imports.items()
+                if full.rpartition(".")[2] in defined
+            }
+        )
+
     def uses(self, *words: str) -> bool:
         """Return whether a file of the program has one of these words as a name."""
         return any(
@@ -760,6 +817,8 @@ def guards(code: Code, node: ast.AST) -> list[tuple[ast.AST, bool]]:
     its block count as well.
     """
     found: list[tuple[ast.AST, bool]] = []
+    if not code.rank_conditions:
+        return found
     inner = node
     for each in code.above(node):
         if isinstance(each, (ast.If, ast.IfExp)) and inner is not each.test:
@@ -781,17 +840,19 @@ def guards(code: Code, node: ast.AST) -> list[tuple[ast.AST, bool]]:
     return found
 
 
+_LEAVING = (ast.Return, ast.Continue, ast.Break, ast.Raise)
+
+
 def _left_above(code: Code, parent: ast.AST, inner: ast.stmt) -> list[tuple[ast.AST, bool]]:
     """Return the conditions on the rank above a statement of a block that leave the block."""
     for name in ("body", "orelse", "finalbody"):
         block = getattr(parent, name, None)
         if isinstance(block, list) and inner in block:
-            leaves = (ast.Return, ast.Continue, ast.Break, ast.Raise)
             return [
                 (each, False)
                 for each in block[: block.index(inner)]
                 if isinstance(each, ast.If)
-                and isinstance(each.body[-1], leaves)
+                and isinstance(each.body[-1], _LEAVING)
                 and code.discerns(each.test)
                 # A `continue` that depends on more than the rank lets a later round get there.
                 and (

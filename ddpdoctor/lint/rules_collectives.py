@@ -44,11 +44,9 @@ COLLECTIVES = (
 def collective_under_guard(code: Code) -> Iterator[Hit]:
     """Find collectives that only some ranks reach."""
     for call in code.calls:
-        names = _collectives_of(code, call)
+        held = guards(code, call) if code.program.may_run(call, COLLECTIVES) else []
+        names = _collectives_of(code, call) if held and not _in_group(call) else []
         if not names:
-            continue
-        held = guards(code, call)
-        if not held or _in_group(call):
             continue
         condition, wanted = held[0]
         if _is_matched(code, call, condition, wanted, names):
@@ -94,10 +92,12 @@ def _is_matched(
     for each in code.within(function or code.tree):
         if not isinstance(each, ast.Call) or each is call:
             continue
-        if not set(_collectives_of(code, each)) & set(names):
+        if not code.program.may_run(each, COLLECTIVES):
             continue
         held = guards(code, each)
-        if held and _excludes(code, held[0], (condition, wanted)):
+        if not held or not _excludes(code, held[0], (condition, wanted)):
+            continue
+        if set(_collectives_of(code, each)) & set(names):
             return True
     # A with-statement that runs the ranks one after another has both halves in one function.
     return not isinstance(condition, (ast.If, ast.IfExp, ast.BoolOp)) and not hasattr(
@@ -125,11 +125,13 @@ def forward_under_guard(code: Code) -> Iterator[Hit]:
     if not code.program.wraps:
         return
     for call in code.calls:
+        condition = next((each for each, _ in guards(code, call)), None)
+        if not isinstance(condition, ast.If):
+            continue
         forward = _forward_of(code, call)
         if forward is None and not _evaluates_elsewhere(code, call):
             continue
-        condition = next((each for each, _ in guards(code, call)), None)
-        if not isinstance(condition, ast.If) or _both_branches(condition, last_name(call.func)):
+        if _both_branches(condition, last_name(call.func)):
             continue
         severity: Severity | None = Severity.WARNING
         if forward is None:
@@ -197,10 +199,11 @@ def _forward_of(code: Code, call: ast.Call) -> tuple[Code, ast.Call] | None:
             and _certainly_ddp(code, given, call)
         }
         for each in (one for one in other.within(function) if isinstance(one, ast.Call)):
-            if guards(other, each) or _is_bound_in(other, function, each.func):
-                continue
             own = isinstance(each.func, ast.Attribute) and _certainly_ddp(other, each.func, each)
-            if own or (isinstance(each.func, ast.Name) and each.func.id in passed):
+            if not own and not (isinstance(each.func, ast.Name) and each.func.id in passed):
+                continue
+            # A function may take the module out of a wrapper first.
+            if not guards(other, each) and not other.binds(function, last_name(each.func)):
                 quiet = without_gradients(code, call)
                 return (code, call) if quiet else (other, each)
     return None
@@ -218,14 +221,6 @@ def _evaluates_elsewhere(code: Code, call: ast.Call) -> bool:
     )
 
 
-def _is_bound_in(code: Code, function: ast.AST, node: ast.AST) -> bool:
-    """Return whether a function sets a name, such as to the module inside of a wrapper."""
-    name = last_name(node)
-    return isinstance(node, ast.Name) and any(
-        name == last_name(target) for each in code.within(function) for target in targets_of(each)
-    )
-
-
 def _is_passed_ddp(code: Code, node: ast.Name, depth: int) -> bool:
     """Return whether a parameter is DDP in all calls of its function."""
     function = code.function(node)
@@ -233,7 +228,7 @@ def _is_passed_ddp(code: Code, node: ast.Name, depth: int) -> bool:
         function is None
         or depth <= 0
         or node.id not in parameters_of(function)
-        or _is_bound_in(code, function, node)
+        or code.binds(function, node.id)
     ):
         return False
     passed = [
