@@ -1,4 +1,4 @@
-"""Find and read the source files to check: Python files, and the cells of notebooks."""
+"""Find and read the files to check: Python, the cells of notebooks, and launch files."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from io import BytesIO
 
 from ddpdoctor.core import opening
 from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.lint import launch_files
 
 MAX_SIZE = 8 << 20
 """Bytes of a file that is read."""
 
-_SUFFIXES = (".py", ".ipynb")
+_SUFFIXES = (".py", ".ipynb", *launch_files.SUFFIXES)
 _SKIPPED = frozenset(
     (
         *(".git", ".hg", ".svn", ".venv", "venv", ".tox", ".nox", ".eggs", "__pycache__"),
@@ -54,6 +55,7 @@ class SourceFile:
         tree: Its syntax tree. None if it does not parse.
         error: Why it does not parse, with the line and the column from 1.
         cells: For each line of a notebook's Python, its place.
+        launch: The text of a launch file, which is no Python.
     """
 
     path: str
@@ -61,6 +63,7 @@ class SourceFile:
     tree: ast.Module | None = None
     error: tuple[str, int, int] | None = None
     cells: Sequence[Place] = ()
+    launch: str = ""
 
     def place(self, line: int) -> Place:
         """Return a line of the Python as people count it."""
@@ -121,6 +124,10 @@ def _reason(error: Exception) -> str:
 def parse(path: str, data: bytes) -> SourceFile:
     """Parse a file's content."""
     cells: list[Place] = []
+    if path.endswith(launch_files.SUFFIXES):
+        text = data.decode("utf-8", "replace")
+        launch = text if launch_files.is_launch_file(path, text) else ""
+        return SourceFile(path, text.splitlines(), launch=launch)
     if path.endswith(".ipynb"):
         try:
             lines, cells = _notebook(data)

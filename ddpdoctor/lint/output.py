@@ -12,6 +12,7 @@ from ddpdoctor import __version__
 from ddpdoctor.core.finding import RULES, Severity
 from ddpdoctor.core.formatting import count, shown
 from ddpdoctor.lint.check import Problem
+from ddpdoctor.lint.launch_files import NAMES
 from ddpdoctor.lint.rules import LINT_RULES
 
 MAX_WIDTH = 200
@@ -133,6 +134,8 @@ def name_of(code: str) -> str:
     own = LINT_RULES.get(code)
     if own is not None and own.name:
         return own.name
+    if code in NAMES:
+        return NAMES[code]
     _load_pages()
     return RULES[code].name if code in RULES else "unreadable"
 
