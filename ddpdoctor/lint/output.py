@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
+from urllib.parse import quote
 
 from ddpdoctor import __version__
 from ddpdoctor.core.finding import RULES, Severity
@@ -119,7 +120,7 @@ def sarif(problems: Sequence[Problem]) -> str:
 
 def _place(problem: Problem) -> dict[str, Any]:
     return {
-        "artifactLocation": {"uri": problem.path.replace(os.sep, "/")},
+        "artifactLocation": {"uri": quote(problem.path.replace(os.sep, "/"))},
         "region": {
             "startLine": problem.line,
             "startColumn": problem.column,

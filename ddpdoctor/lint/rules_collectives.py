@@ -241,7 +241,7 @@ def _is_passed_ddp(code: Code, node: ast.Name, depth: int) -> bool:
     )
 
 
-def _certainly_ddp(code: Code, node: ast.expr, at: ast.AST, depth: int = 2) -> bool:
+def _certainly_ddp(code: Code, node: ast.expr, at: ast.expr, depth: int = 2) -> bool:
     """Return whether an expression is DDP where it is used: what sets it last makes it so."""
     if isinstance(node, ast.Attribute) and last_name(node.value) == "self":
         owner = code.owner(node)

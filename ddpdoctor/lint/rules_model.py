@@ -255,14 +255,14 @@ def _holds_bare(code: Code, node: ast.expr) -> bool:
 
     It is so after ``self.loss = Loss(self.model)`` and ``self.model = DDP(self.model)``.
     """
-    owner = node.value if isinstance(node, ast.Attribute) else None
+    owner = getattr(node, "value", None)
     if not isinstance(owner, ast.Attribute) or last_name(owner.value) != "self":
         return False
     made = [item for other, item in code.values(owner) if other is code]
     if len(made) != 1 or not isinstance(made[0].value, ast.Call):
         return False
     place = code.function(made[0].node)
-    if place is None or place.name != "__init__" or node.attr in _QUIET:
+    if place is None or place.name != "__init__" or last_name(node) in _QUIET:
         return False
     again = any(
         isinstance(target, ast.Attribute) and last_name(target.value) == owner.attr

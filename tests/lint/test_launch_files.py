@@ -160,6 +160,9 @@ def test_accelerate_configurations(
     )
 
 
+ON, AUTO = {"enabled": True}, {"enabled": "auto"}
+
+
 @pytest.mark.parametrize(
     ("config", "codes"),
     [
@@ -167,10 +170,10 @@ def test_accelerate_configurations(
         ({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 8}, []),
         ({"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4}, ["DDP001"]),
         (
-            {"zero_optimization": {}, "fp16": {"enabled": True}, "bf16": {"enabled": True}},
+            {"zero_optimization": {}, "fp16": ON, "bf16": ON},
             ["DDP001"],
         ),
-        ({"zero_optimization": {}, "fp16": {"enabled": "auto"}, "bf16": {"enabled": True}}, []),
+        ({"zero_optimization": {}, "fp16": AUTO, "bf16": ON}, []),
     ],
 )
 def test_deepspeed_configurations(config: dict[str, object], codes: list[str]) -> None:
