@@ -345,7 +345,9 @@ class Code:
     def rank_conditions(self) -> bool:
         """Whether the file has conditions that differ between ranks."""
         return any(
-            (isinstance(each, (ast.If, ast.IfExp)) and self.discerns(each.test))
+            (isinstance(each, (ast.If, ast.IfExp, ast.While)) and self.discerns(each.test))
+            or (isinstance(each, ast.Match) and self.discerns(each.subject))
+            or (isinstance(each, ast.comprehension) and any(map(self.discerns, each.ifs)))
             or (isinstance(each, ast.BoolOp) and any(map(self.discerns, each.values)))
             or (isinstance(each, FUNCTIONS) and any(map(runs_on_one_rank, each.decorator_list)))
             for each in self.nodes
@@ -830,6 +832,8 @@ def guards(code: Code, node: ast.AST) -> list[tuple[ast.AST, bool]]:
             for test in before:
                 if code.discerns(test):
                     found.append((each, isinstance(each.op, ast.And)))
+        elif any(map(code.discerns, _other_tests(code, each, inner))):
+            found.append((each, True))
         elif isinstance(each, FUNCTIONS):
             found += [(each, True) for one in each.decorator_list if runs_on_one_rank(one)]
         if isinstance(inner, ast.stmt):
@@ -838,6 +842,19 @@ def guards(code: Code, node: ast.AST) -> list[tuple[ast.AST, bool]]:
             break
         inner = each
     return found
+
+
+def _other_tests(code: Code, node: ast.AST, inner: ast.AST) -> list[ast.expr]:
+    """Return the conditions on a part of a ``match``, a ``while``, or a comprehension."""
+    if isinstance(node, ast.match_case):
+        above = code.parents[node]
+        return [above.subject] if isinstance(above, ast.Match) else []
+    if isinstance(node, ast.While) and inner in node.body:
+        return [node.test] if by_rank_alone(node.test, code.words) else []
+    if isinstance(node, (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)):
+        generators: list[ast.comprehension] = node.generators
+        return [] if inner in generators else [one for each in generators for one in each.ifs]
+    return []
 
 
 _LEAVING = (ast.Return, ast.Continue, ast.Break, ast.Raise)

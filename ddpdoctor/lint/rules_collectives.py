@@ -99,10 +99,7 @@ def _is_matched(
             continue
         if set(_collectives_of(code, each)) & set(names):
             return True
-    # A with-statement that runs the ranks one after another has both halves in one function.
-    return not isinstance(condition, (ast.If, ast.IfExp, ast.BoolOp)) and not hasattr(
-        condition, "decorator_list"
-    )
+    return False
 
 
 def _excludes(code: Code, one: tuple[ast.AST, bool], other: tuple[ast.AST, bool]) -> bool:
