@@ -76,7 +76,7 @@ class SourceCheck:
 
     def __init__(self, words: Sequence[str]) -> None:
         self._found: list[Finding] = []
-        self._told = False
+        self._reported = False
         self._thread = threading.Thread(target=self._run, args=(tuple(words),), daemon=True)
         self._thread.start()
 
@@ -91,15 +91,15 @@ class SourceCheck:
 
     def news(self) -> list[Finding]:
         """Return what was found, once it is known, and then nothing more."""
-        if self._told or self._thread.is_alive():
+        if self._reported or self._thread.is_alive():
             return []
-        self._told = True
+        self._reported = True
         return self._found
 
     def placed(self, found: Sequence[Finding]) -> list[Finding]:
         """Return findings of a run, with the line of the code that has the same code."""
         lines: dict[str, list[str]] = {}
-        for each in self._found if self._told else ():
+        for each in self._found if self._reported else ():
             lines.setdefault(each.code, []).append(place_of(each))
         return [
             replace(each, evidence=(*each.evidence, f"seen in the code: {', '.join(places[:3])}"))

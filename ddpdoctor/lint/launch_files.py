@@ -441,10 +441,7 @@ def _of_container(job: _Tree, spec: _Tree, container: _Tree, pods: int) -> Itera
             f"torchrun waits for {nodes} nodes, and the job has {pods} pods",
             f"Pass --nnodes {pods}, or leave it out: the operator sets PET_NNODES.",
         )  # fmt: skip
-    mounted = any(
-        each["mountPath"].text == "/dev/shm" for each in container["volumeMounts"].items()
-    )
-    if gpus.number and not mounted and spec["hostIPC"].text != "true":
+    if gpus.number and not _has_shared_memory(spec, container):
         yield Fault(
             container.line, "DDP005", Severity.WARNING if gpus.number > 1 else Severity.INFO,
             "/dev/shm of a container has 64 MiB: loader workers and NCCL run out of it",
@@ -453,6 +450,11 @@ def _of_container(job: _Tree, spec: _Tree, container: _Tree, pods: int) -> Itera
     yield from _hurtful(
         {each["name"].text: (each["value"].text, each.line) for each in container["env"].items()}
     )
+
+
+def _has_shared_memory(spec: _Tree, container: _Tree) -> bool:
+    mounts = [each["mountPath"].text for each in container["volumeMounts"].items()]
+    return "/dev/shm" in mounts or spec["hostIPC"].text == "true"
 
 
 def _of_accelerate(config: _Tree) -> Iterator[Fault]:

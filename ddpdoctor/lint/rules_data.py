@@ -699,7 +699,7 @@ def _evaluates_shard(code: Code, loop: ast.For) -> bool:
     ) or without_gradients(code, loop)
     if _trains(code, loop) or not quiet:
         return False
-    if _is_told_epochs(code, loop.iter):
+    if _gets_epochs(code, loop.iter):
         return True
     made = [each for each in code.origins(loop.iter) if _is_loader(each)]
     samplers = [
@@ -710,7 +710,7 @@ def _evaluates_shard(code: Code, loop: ast.For) -> bool:
     )
 
 
-def _is_told_epochs(code: Code, node: ast.expr) -> bool:
+def _gets_epochs(code: Code, node: ast.expr) -> bool:
     """Return whether a loader's sampler gets ``set_epoch``, so that it is distributed."""
     names = {ast.dump(each) for each in ast.walk(node) if isinstance(each, ast.Name)}
     return any(

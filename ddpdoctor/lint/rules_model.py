@@ -6,77 +6,19 @@ import ast
 from collections.abc import Iterator, Sequence
 
 from ddpdoctor.core.finding import Severity
-from ddpdoctor.diagnose.source_files import FUNCTIONS, last_name
+from ddpdoctor.diagnose.source_files import last_name
 from ddpdoctor.lint.names import WRAPPER
 from ddpdoctor.lint.program import (
     Code,
-    Origin,
     calls_in,
     exclusive,
     guards,
     keyword,
     targets_of,
     under,
-    without_gradients,
 )
 from ddpdoctor.lint.rules import Hit, rule
-
-_QUIET = frozenset(
-    (
-        *("state_dict", "load_state_dict", "parameters", "named_parameters", "buffers", "eval"),
-        *("named_buffers", "modules", "named_modules", "children", "named_children", "train", "to"),
-        *("cuda", "cpu", "save_pretrained", "save", "requires_grad_", "zero_grad", "apply"),
-        *("get_parameter", "register_forward_hook", "half", "float", "config", "update", "clip"),
-        *(
-            "get_submodule",
-            "no_sync",
-            "register_comm_hook",
-            "extra_repr",
-            "set_epoch",
-            "named_children",
-        ),
-    )
-)
-"""Methods of a module that are no forward."""
-
-
-def _is_ddp(origin: Origin) -> bool:
-    return origin.code.is_torch(origin.node, "DistributedDataParallel")
-
-
-def _is_wrapper(code: Code, node: ast.expr) -> bool:
-    """Return whether an expression may be a DDP module."""
-    return isinstance(node, (ast.Name, ast.Attribute)) and any(map(_is_ddp, code.origins(node)))
-
-
-def _bound(code: Code, wrap: ast.Call) -> ast.expr | None:
-    """Return the name or attribute that a wrapper is bound to in its own statement."""
-    statement = code.statement(wrap)
-    if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-        target, value = statement.targets[0], statement.value
-        while isinstance(value, ast.Call) and value is not wrap:
-            # DDP(...).to(device), torch.compile(DDP(...))
-            value = (
-                value.func.value
-                if isinstance(value.func, ast.Attribute)
-                else value.args[0]
-                if value.args
-                else value.func
-            )
-        if value is wrap and isinstance(target, (ast.Name, ast.Attribute)):
-            return target
-    return None
-
-
-def _same(code: Code, one: ast.AST, other: ast.AST) -> bool:
-    """Return whether two expressions are the same name or attribute of one scope."""
-    if isinstance(one, ast.Name) and isinstance(other, ast.Name):
-        return one.id == other.id and code.scope(one) is code.scope(other)
-    return (
-        isinstance(one, ast.Attribute)
-        and isinstance(other, ast.Attribute)
-        and ast.unparse(one) == ast.unparse(other)
-    )
+from ddpdoctor.lint.wrapped import TELLS_DDP, bound, is_wrapper, over_parameters, same
 
 
 def _after(code: Code, wrap: ast.Call) -> Iterator[ast.AST]:
@@ -88,204 +30,11 @@ def _after(code: Code, wrap: ast.Call) -> Iterator[ast.AST]:
             yield each
 
 
-@rule("DDP301", Severity.ERROR)
-def forward_around_ddp(code: Code) -> Iterator[Hit]:
-    """Find training forwards that do not go through the wrapper."""
-    if _averages_by_hand(code) or code.program.uses("PeriodicModelAverager"):
-        return
-    for function in [each for each in code.nodes if isinstance(each, (*FUNCTIONS, ast.Module))]:
-        for loss in code.called(function, "backward"):
-            block: ast.AST = next(iter(code.loops(loss)), function)
-            calls = [each for each in code.within(block) if isinstance(each, ast.Call)]
-            used = _made_of(code, block, loss)
-            around = [
-                each
-                for each in calls
-                if _goes_around(code, each) and (id(each) in used or not _is_helper(each))
-            ]
-            if around and not any(_goes_through(code, each) for each in calls):
-                yield Hit(
-                    around[0],
-                    "this forward goes to the module inside of DDP, so the gradients of its "
-                    "backward are not reduced and the ranks' models drift apart",
-                    "Call the DDP object itself.",
-                )
-
-    yield from _trained_bare(code)
-
-
-def _trained_bare(code: Code) -> Iterator[Hit]:
-    """Yield calls that pass the module inside of DDP, but not DDP, to a training function."""
-    for call in code.calls:
-        if not last_name(call.func).lower().startswith("train") or call.args == []:
-            continue
-        passed = [*call.args[1:], *(each.value for each in call.keywords)]
-        if code.program.targets(code, call) or any(_is_wrapper(code, each) for each in passed):
-            continue
-        for each in call.args[:1]:
-            made = code.origins(each)
-            if any(
-                isinstance(one.node, ast.Attribute)
-                and one.node.attr == "module"
-                and _is_wrapper(one.code, one.node.value)
-                for one in made
-            ):
-                yield Hit(
-                    call,
-                    "this trains the module inside of DDP, so its gradients are not reduced and "
-                    "the ranks' models drift apart",
-                    "Pass the DDP object itself.",
-                    Severity.WARNING,
-                )
-
-
-def _goes_through(code: Code, call: ast.Call) -> bool:
-    """Return whether a call runs a wrapper, or passes it to what may."""
-    if _is_wrapper(code, call.func):
-        return True
-    if last_name(call.func) == "forward" and isinstance(call.func, ast.Attribute):
-        return _is_wrapper(code, call.func.value)
-    return not _is_ignored(call) and any(_is_wrapper(code, each) for each in call.args)
-
-
-def _averages_by_hand(code: Code) -> bool:
-    """Return whether the ranks average gradients or parameters themselves."""
-    return any(
-        isinstance(node, ast.For)
-        and _over_parameters(node)
-        and any(
-            each.is_dist(one, "all_reduce", "reduce", "broadcast", "all_gather")
-            for one in each.within(node)
-        )
-        for each in code.program.codes
-        for node in each.nodes
-    )
-
-
-def _is_helper(call: ast.Call) -> bool:
-    """Return whether a method's name is that of a helper rather than of a forward."""
-    helpers = ("get_", "set_", "load", "save", "reset", "init", "update", "step", "penalty")
-    return last_name(call.func).startswith(helpers)
-
-
-def _made_of(code: Code, block: ast.AST, loss: ast.Call) -> set[int]:
-    """Return the ids of the calls that a loss is made of in a block."""
-    receiver = loss.func.value if isinstance(loss.func, ast.Attribute) else loss
-    queue: list[ast.expr] = [receiver]
-    found: set[int] = set()
-    names: set[str] = set()
-    while queue:
-        for each in ast.walk(queue.pop()):
-            if isinstance(each, ast.Call):
-                found.add(id(each))
-            elif isinstance(each, ast.Name) and each.id not in names:
-                names.add(each.id)
-                queue += [
-                    node.value
-                    for node in code.within(block)
-                    if isinstance(node, (ast.Assign, ast.AugAssign))
-                    and any(
-                        isinstance(one, ast.Name) and one.id == each.id
-                        for target in (
-                            node.targets if isinstance(node, ast.Assign) else [node.target]
-                        )
-                        for one in ast.walk(target)
-                    )
-                ]
-    return found
-
-
-def _is_ignored(call: ast.Call) -> bool:
-    return last_name(call.func) in ("len", "print", "isinstance", "id", "hasattr", "getattr")
-
-
-def _goes_around(code: Code, call: ast.Call) -> bool:
-    """Return whether a call runs the bare module of a wrapper on all ranks, with gradients."""
-    if without_gradients(code, call) or guards(code, call):
-        return False
-    node: ast.expr = call.func
-    if _is_alias(code, node, call) or _holds_bare(code, node):
-        return True
-    if isinstance(node, ast.Attribute) and node.attr == "module":
-        return _is_wrapper(code, node.value)
-    if (
-        isinstance(node, ast.Attribute)
-        and isinstance(node.value, ast.Attribute)
-        and node.value.attr == "module"
-        and node.attr not in _QUIET
-    ):
-        used = not isinstance(code.parents[call], ast.Expr)
-        return used and _is_wrapper(code, node.value.value)
-    return False
-
-
-def _is_alias(code: Code, node: ast.expr, call: ast.Call) -> bool:
-    """Return whether a name is another one of the module that a wrapper above it wraps.
-
-    It is so after ``raw = model`` and ``model = DDP(model)``, or after ``wrapped = DDP(model)``.
-    """
-    if not isinstance(node, ast.Name) or under(code, call, *_TELLS_DDP):
-        return False
-    made = {id(each.node) for each in code.origins(node)}
-    if len(made) != 1:
-        return False
-    for wrap in code.wraps:
-        target, inner = _bound(code, wrap), wrap.args[0] if wrap.args else None
-        if (
-            inner is None
-            or target is None
-            or wrap.lineno > call.lineno
-            or _same(code, target, node)
-        ):
-            continue
-        plain = not any(isinstance(each, ast.If) for each in code.above(wrap))
-        if plain and wrap.lineno < call.lineno and code.scope(wrap) is code.scope(node):
-            inside = {
-                id(each.node)
-                for each in code.origins(inner)
-                if isinstance(each.node, ast.Call) and each.node not in code.wraps
-            }
-            if made == inside:
-                return True
-    return False
-
-
-def _holds_bare(code: Code, node: ast.expr) -> bool:
-    """Return whether a method is of an object that was made with the model before it was wrapped.
-
-    It is so after ``self.loss = Loss(self.model)`` and ``self.model = DDP(self.model)``.
-    """
-    owner = getattr(node, "value", None)
-    if not isinstance(owner, ast.Attribute) or last_name(owner.value) != "self":
-        return False
-    made = [item for other, item in code.values(owner) if other is code]
-    if len(made) != 1 or not isinstance(made[0].value, ast.Call):
-        return False
-    place = code.function(made[0].node)
-    if place is None or place.name != "__init__" or last_name(node) in _QUIET:
-        return False
-    again = any(
-        isinstance(target, ast.Attribute) and last_name(target.value) == owner.attr
-        for each in code.nodes
-        for target in targets_of(each)
-    )
-    for wrap in code.wraps:
-        inner = wrap.args[0] if wrap.args else None
-        target = _bound(code, wrap)
-        if not isinstance(inner, ast.Attribute) or target is None or again:
-            continue
-        held = any(_same(code, each, inner) for each in made[0].value.args)
-        later = code.function(wrap) is not place or wrap.lineno > made[0].value.lineno
-        if held and later and _same(code, target, inner) and code.owner(wrap) is code.owner(node):
-            return True
-    return False
-
-
 @rule("DDP303", Severity.ERROR)
 def changed_after_wrap(code: Code) -> Iterator[Hit]:
     """Find parameters that are frozen, unfrozen or replaced after the model was wrapped."""
     for wrap in code.wraps:
-        target = _bound(code, wrap)
+        target = bound(code, wrap)
         inner = wrap.args[0] if wrap.args else keyword(wrap, "module")
         models = [each for each in (target, inner) if isinstance(each, (ast.Name, ast.Attribute))]
         if not models or code.loops(wrap):
@@ -295,7 +44,7 @@ def changed_after_wrap(code: Code) -> Iterator[Hit]:
             if changed is None or exclusive(code, wrap, node) or not _is_once(code, node):
                 continue
             owner = _root(changed)
-            mine = any(_same(code, owner, each) for each in models) or _item_of(code, node, models)
+            mine = any(same(code, owner, each) for each in models) or _item_of(code, node, models)
             again = any(
                 each.lineno > getattr(node, "lineno", 0) and code.scope(each) is code.scope(wrap)
                 for each in code.wraps
@@ -315,7 +64,7 @@ def _is_once(code: Code, node: ast.AST) -> bool:
 
     A loop toggles what it sets back. A whole module is a teacher that is never trained.
     """
-    over = [each for each in code.loops(node) if _over_parameters(each)]
+    over = [each for each in code.loops(node) if over_parameters(each)]
     if len(over) < len(code.loops(node)) or guards(code, node):
         return False
     return not over or any(isinstance(each, ast.If) for each in code.within(over[0]))
@@ -350,19 +99,13 @@ def _root(node: ast.expr) -> ast.expr:
     return node
 
 
-def _over_parameters(loop: ast.AST) -> bool:
-    made = getattr(loop, "iter", None)
-    names = ("parameters", "children", "modules")
-    return isinstance(made, ast.Call) and last_name(made.func).removeprefix("named_") in names
-
-
 def _item_of(code: Code, node: ast.AST, models: Sequence[ast.expr]) -> bool:
     """Return whether a node is in a loop over the parameters of one of some models."""
     return any(
-        _over_parameters(loop)
+        over_parameters(loop)
         and isinstance(loop, ast.For)
         and any(
-            _same(code, _root(each.func), model)
+            same(code, _root(each.func), model)
             for each in ast.walk(loop.iter)
             if isinstance(each, ast.Call)
             for model in models
@@ -476,10 +219,10 @@ def syncbn_after_wrap(code: Code) -> Iterator[Hit]:
         if argument is None:
             continue
         for wrap in code.wraps:
-            target = _bound(code, wrap)
+            target = bound(code, wrap)
             above = wrap.lineno < call.lineno and code.function(wrap) is code.function(call)
             again = any(each.lineno > call.lineno for each in code.wraps)
-            if target is not None and above and not again and _same(code, target, argument):
+            if target is not None and above and not again and same(code, target, argument):
                 yield Hit(
                     call,
                     "the model is wrapped already, so DDP holds the layers that this replaces",
@@ -598,7 +341,7 @@ def wrap_before_move(code: Code) -> Iterator[Hit]:
         A model that was moved to the device before as well.
     """
     for wrap in code.wraps:
-        target = _bound(code, wrap)
+        target = bound(code, wrap)
         inner = wrap.args[0] if wrap.args else keyword(wrap, "module")
         if target is None or inner is None or keyword(wrap, "device_ids", 1) is not None:
             continue
@@ -624,7 +367,7 @@ def _moves(code: Code, wrap: ast.Call, models: Sequence[ast.expr]) -> list[ast.C
         each
         for each in calls_in([code.function(wrap) or code.tree], *_MOVES)
         if isinstance(each.func, ast.Attribute)
-        and any(_same(code, each.func.value, model) for model in models)
+        and any(same(code, each.func.value, model) for model in models)
     ]
 
 
@@ -660,7 +403,7 @@ def wrapper_discarded(code: Code) -> Iterator[Hit]:
     """
     for wrap in code.wraps:
         statement = code.statement(wrap)
-        target = _bound(code, wrap)
+        target = bound(code, wrap)
         if isinstance(statement, ast.Expr) and statement.value is wrap:
             lost = True
         elif isinstance(target, ast.Name):
@@ -736,7 +479,7 @@ def rank_only_weights(code: Code) -> Iterator[Hit]:
         if code.dotted(each.func) == "apex.parallel.DistributedDataParallel"
     ]
     for wrap in (*code.wraps, *apex):
-        target = _bound(code, wrap)
+        target = bound(code, wrap)
         inner = wrap.args[0] if wrap.args else None
         models = [each for each in (target, inner) if isinstance(each, (ast.Name, ast.Attribute))]
         below = list(_after(code, wrap))
@@ -746,7 +489,7 @@ def rank_only_weights(code: Code) -> Iterator[Hit]:
             if exclusive(code, wrap, node):
                 continue
             owner = node.func.value if isinstance(node.func, ast.Attribute) else None
-            if owner is None or not any(_same(code, _root(owner), each) for each in models):
+            if owner is None or not any(same(code, _root(owner), each) for each in models):
                 continue
             condition = next((each for each, _ in guards(code, node)), None)
             if condition is not None and not _made_up_for(code, node, condition, below):
@@ -806,7 +549,7 @@ def state_of_other_kind(code: Code) -> Iterator[Hit]:
         if model is None or state is None or keyword(load, "strict", 1) is not None:
             continue
         wrap = _only_wrapper(code, model)
-        if wrap is None or under(code, load, *_TELLS_DDP):
+        if wrap is None or under(code, load, *TELLS_DDP):
             continue
         if any(isinstance(each, ast.Try) for each in code.above(load)):
             continue
@@ -918,7 +661,7 @@ def wrapper_attribute(code: Code) -> Iterator[Hit]:
             if not isinstance(load, ast.Attribute):
                 continue
             wrap = _only_wrapper(code, load.value)
-            if wrap is None or under(code, load, *_TELLS_DDP):
+            if wrap is None or under(code, load, *TELLS_DDP):
                 continue
             if not _is_set_on_wrapper(code, load, wrap):
                 yield Hit(
@@ -929,33 +672,33 @@ def wrapper_attribute(code: Code) -> Iterator[Hit]:
                 break
 
 
-_TELLS_DDP = ("hasattr", "ddp", "distrib", "module", "parallel", "world", "gpu", "multi")
-"""Words of conditions that tell a wrapped model from a bare one."""
-
-
 def _only_wrapper(code: Code, node: ast.expr) -> ast.Call | None:
     """Return the call that wraps what a name is, if it is nothing else where the job is DDP's."""
-    if isinstance(node, ast.Attribute) and last_name(node.value) == "self":
-        items = [item for other, item in code.values(node) if other is code]
-        items = [each for each in items if code.owner(each.node) is code.owner(node)]
-    elif isinstance(node, ast.Name):
-        items = [item for other, item in code.values(node) if other is code]
-    else:
+    own = isinstance(node, ast.Attribute) and last_name(node.value) == "self"
+    if not own and not isinstance(node, ast.Name):
         return None
+    items = [
+        item
+        for other, item in code.values(node)
+        if other is code and (not own or code.owner(item.node) is code.owner(node))
+    ]
     last = max(items, key=lambda item: getattr(item.node, "lineno", 0), default=None)
     if last is None or last.position is not None or last.is_item:
         return None
-    wrap, place = last.value, last.node
-    if not isinstance(wrap, ast.Call) or wrap not in code.wraps:
+    if not isinstance(last.value, ast.Call) or last.value not in code.wraps:
         return None
-    same = code.scope(place) is code.scope(node)
-    if same and (node.lineno <= getattr(place, "lineno", 0) or exclusive(code, place, node)):
-        return None
-    if not same and not _is_made_first(code, place, node):
-        return None
-    held = [each for each in code.above(place) if isinstance(each, (ast.If, ast.For, ast.While))]
-    distributed = all(under(code, place, "ddp", "dist", "world", "gpu", "rank") for _ in held)
-    return wrap if distributed else None
+    return last.value if _is_wrapped_at(code, last.node, node) else None
+
+
+def _is_wrapped_at(code: Code, place: ast.AST, node: ast.expr) -> bool:
+    """Return whether a name is read where an assignment has wrapped it, in a DDP job."""
+    if code.scope(place) is not code.scope(node):
+        if not _is_made_first(code, place, node):
+            return False
+    elif node.lineno <= getattr(place, "lineno", 0) or exclusive(code, place, node):
+        return False
+    held = any(isinstance(each, (ast.If, ast.For, ast.While)) for each in code.above(place))
+    return not held or under(code, place, "ddp", "dist", "world", "gpu", "rank")
 
 
 def _is_made_first(code: Code, place: ast.AST, node: ast.AST) -> bool:
@@ -999,7 +742,7 @@ def autograd_grad(code: Code) -> Iterator[Hit]:
                 isinstance(each, ast.Call)
                 and last_name(each.func) == "parameters"
                 and isinstance(each.func, ast.Attribute)
-                and _is_wrapper(code, each.func.value)
+                and is_wrapper(code, each.func.value)
                 and not code.program.uses("all_reduce")
             ):
                 yield Hit(
