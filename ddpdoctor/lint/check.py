@@ -149,7 +149,7 @@ def _problem(code: Code, rule: LintRule, hit: Hit) -> Problem:
 
 
 def _is_silenced(code: Code, node: ast.AST, of: str) -> bool:
-    """Return whether a ``# noqa`` stands in a line of the node, or at its statement's end."""
+    """Return whether a line of the node or the end of its statement has a ``# noqa``."""
     statement = code.statement(node) if isinstance(node, ast.expr) else node
     first = getattr(node, "lineno", 1)
     last = getattr(node, "end_lineno", None) or first

@@ -17,7 +17,7 @@ from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.lint import launch_files
 
 MAX_SIZE = 8 << 20
-"""Bytes of a file that is read."""
+"""The largest file that is read, in bytes."""
 
 _SUFFIXES = (".py", ".ipynb", *launch_files.SUFFIXES)
 _SKIPPED = frozenset(
@@ -27,18 +27,18 @@ _SKIPPED = frozenset(
         *("build", "dist", ".ipynb_checkpoints"),
     )
 )
-"""Folders that are not searched."""
+"""Folders that the search skips."""
 
 _MAGIC = re.compile(r"^\s*(?:[%!?]|[\w., ]+=\s*[%!])|\?\s*$")
-"""A line of a notebook that is for IPython, not for Python."""
+"""A line of a notebook that only IPython understands."""
 
 _SPACES = str.maketrans(dict.fromkeys("\u00a0\u2002\u2003\u2009\u202f\u3000", " ") | {"\ufeff": ""})
-"""Spaces of web pages, as pasted code has them."""
+"""Spaces that code pasted from web pages contains."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A line as people count it: of a file, or of a notebook's cell."""
+    """A line number in a file, or in a cell of a notebook."""
 
     line: int
     cell: int = 0
@@ -66,12 +66,12 @@ class SourceFile:
     launch: str = ""
 
     def place(self, line: int) -> Place:
-        """Return a line of the Python as people count it."""
+        """Return the place of a line of the Python source."""
         return self.cells[line - 1] if 0 < line <= len(self.cells) else Place(line)
 
 
 def find(paths: Sequence[str]) -> Iterator[str]:
-    """Yield the files below some paths, each once. Links in a circle are followed once.
+    """Yield each file below some paths once, also if links form a circle.
 
     Raises:
         DoctorError: A path does not exist.
@@ -161,7 +161,7 @@ def _why(error: Exception, lines: Sequence[str], line: int) -> str:
 
 
 def _decoded(data: bytes) -> str:
-    """Decode a file by its mark or declaration. Keep the lines of one that says a wrong one."""
+    """Decode a file by its byte order mark or declared encoding, or as UTF-8 if that fails."""
     for start, encoding in ((b"\xff\xfe", "utf-16"), (b"\xfe\xff", "utf-16")):
         if data.startswith(start):
             return data.decode(encoding, "replace").translate(_SPACES)

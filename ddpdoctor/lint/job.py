@@ -1,4 +1,4 @@
-"""Check the code of a job that is about to start, as much of it as takes no time."""
+"""Check the code of a job while it starts, within a fixed budget."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ddpdoctor.core.opening import relative_path
 from ddpdoctor.diagnose.source_files import imported_files
 
 MAX_SOURCE = 128 << 10
-"""Bytes of code that are read: the script, then files that it imports, nearest first."""
+"""Bytes of code that are read: the script, then the files that it imports."""
 
 
 def sources(script: str) -> list[str]:
@@ -28,7 +28,7 @@ def sources(script: str) -> list[str]:
 
 
 def errors(script: str) -> list[Finding]:
-    """Return the errors in a script, each with its line. What does not parse has none."""
+    """Return the errors in a script. Empty for a script that does not parse."""
     # Imported here, since most of the time is theirs.
     from ddpdoctor.core.user_code import Location
     from ddpdoctor.lint import files
@@ -60,7 +60,7 @@ def script_of(words: Sequence[str]) -> str | None:
 
 
 def place_of(finding: Finding) -> str:
-    """Return a finding's place, as it is seen from the working directory: ``train.py:31``."""
+    """Return the place of a finding relative to the working directory: ``train.py:31``."""
     location = finding.location
     return f"{relative_path(location.path)}:{location.line}" if location is not None else ""
 
@@ -90,14 +90,14 @@ class SourceCheck:
             self._found = []
 
     def news(self) -> list[Finding]:
-        """Return what was found, once it is known, and then nothing more."""
+        """Return the errors once, when the check has finished."""
         if self._reported or self._thread.is_alive():
             return []
         self._reported = True
         return self._found
 
     def placed(self, found: Sequence[Finding]) -> list[Finding]:
-        """Return findings of a run, with the line of the code that has the same code."""
+        """Add the lines with the same code to the evidence of a run's findings."""
         lines: dict[str, list[str]] = {}
         for each in self._found if self._reported else ():
             lines.setdefault(each.code, []).append(place_of(each))

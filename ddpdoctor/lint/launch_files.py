@@ -1,6 +1,6 @@
-"""Find launches that cannot work: in batch and shell scripts, manifests and configurations.
+"""Find launches that cannot work in batch scripts, manifests and configurations.
 
-Numbers that the file does not state, such as ``$GPUS``, are unknown, and nothing is said of them.
+The rules ignore numbers that the file does not state, such as ``$GPUS``.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _HURTFUL = {
     "NCCL_IB_DISABLE": ("1", "nodes exchange data over Ethernet, even if there is InfiniBand"),
     "CUDA_LAUNCH_BLOCKING": ("1", "each kernel is waited for"),
     "PYTORCH_NO_CUDA_MEMORY_CACHING": ("1", "each allocation calls the driver"),
-    "NCCL_ASYNC_ERROR_HANDLING": ("0", "a failed collective hangs for ever"),
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": ("0", "a failed collective hangs for ever"),
+    "NCCL_ASYNC_ERROR_HANDLING": ("0", "a failed collective hangs forever"),
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": ("0", "a failed collective hangs forever"),
 }
 """Variables of debugging: the value that hurts, and what it does."""
 
@@ -72,7 +72,7 @@ def faults(path: str, text: str) -> Iterator[Fault]:
 
 @dataclass
 class _Command:
-    """A command of a shell script, without its variables' values.
+    """A command of a shell script, before variables are expanded.
 
     Attributes:
         line: Its first line.
@@ -124,7 +124,7 @@ _HERE = re.compile(r"<<-?\s*['\"]?(\w+)")
 
 
 def _script(text: str) -> _Script:
-    """Read a shell script. What the shell would not split either is left out."""
+    """Read a shell script. Skip lines that cannot be split into words."""
     script = _Script()
     several: set[str] = set()
     lines = text.splitlines()
@@ -212,7 +212,7 @@ _MODULES = ("torch.distributed.run", "torch.distributed.launch")
 
 
 def _torchrun(command: _Command) -> int | None:
-    """Return where torchrun stands in a command. None if it is not there."""
+    """Return the index of torchrun in a command. None if it is not there."""
     for at, word in enumerate(command.words):
         if _TORCHRUN.search(word) or (at and word in _MODULES and command.words[at - 1] == "-m"):
             return at
@@ -277,7 +277,7 @@ def _of_torchrun(script: _Script, command: _Command, at: int) -> Iterator[Fault]
 def _tasks(
     script: _Script, command: _Command, before: Sequence[str], ranks: int | None
 ) -> Iterator[Fault]:
-    """Yield that several tasks on a node would each start torchrun with several ranks."""
+    """Yield a fault if several tasks on a node each start torchrun."""
     if "srun" not in before:
         return
     own = _Command(command.line, list(before)).options()
@@ -331,7 +331,7 @@ def _rendezvous(
 def _hurtful(
     variables: Mapping[str, tuple[str, int]], lines: Sequence[str] = ()
 ) -> Iterator[Fault]:
-    """Yield variables of debugging. Where a comment is with them, they are meant so."""
+    """Yield variables for debugging. They are infos if a comment is beside them."""
     for name, (value, line) in variables.items():
         wrong, effect = _HURTFUL.get(name, ("", ""))
         meant = any("#" in each for each in lines[max(line - 2, 0) : line])

@@ -17,7 +17,7 @@ from ddpdoctor.lint.launch_files import NAMES
 from ddpdoctor.lint.rules import LINT_RULES
 
 MAX_WIDTH = 200
-"""Characters of a line of code that is shown."""
+"""The longest line of code that is printed, in characters."""
 
 _SARIF_LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "note"}
 _GITHUB_LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "notice"}

@@ -1,4 +1,4 @@
-"""Follow names through the files of a program: what each expression may be.
+"""Follow names through the files of a program, to find what an expression may be.
 
 The reading does not run anything and does not follow the order of statements. `origins` returns
 where the values of an expression come from: through names, attributes, parameters, tuples, keyword
@@ -33,10 +33,10 @@ _FUNCTIONS = (*FUNCTIONS, ast.Lambda)
 _SCOPES = (*_FUNCTIONS, ast.ClassDef, ast.Module)
 _NESTED = (*_FUNCTIONS, ast.ClassDef)
 ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-"""Variables whose values are known by their names, in whatever dictionary they are."""
+"""Environment variables of the launcher."""
 
 _DEPTH = 8
-"""Steps from one name to the next that are followed."""
+"""The longest chain of names that is followed."""
 
 _SAME = frozenset(
     (
@@ -55,11 +55,11 @@ _COLLECTED = (
     ast.withitem,
 )
 _LEAVES = frozenset(("ctx", "op", "ops"))
-"""Fields with nodes that hold nothing, and that all trees share."""
+"""Fields whose nodes have no children. All trees share these nodes."""
 
 
 def _parts(node: ast.AST) -> list[ast.AST]:
-    """Return the nodes that a node holds, except operators and contexts."""
+    """Return the children of a node, except operators and contexts."""
     parts: list[ast.AST] = []
     for name in node._fields:
         if name not in _LEAVES:
@@ -72,7 +72,7 @@ def _parts(node: ast.AST) -> list[ast.AST]:
 
 
 class Origin(NamedTuple):
-    """An expression that makes a value, and the file it stands in."""
+    """An expression that creates a value, and its file."""
 
     node: ast.expr
     code: Code
@@ -194,7 +194,7 @@ class Code:
             parent = self.parents.get(parent)
 
     def scope(self, node: ast.AST) -> ast.AST:
-        """Return the function, class or module whose names a node sees first."""
+        """Return the innermost function, class or module around a node."""
         inner = node
         for each in self.above(node):
             if isinstance(each, _FUNCTIONS):
@@ -208,7 +208,7 @@ class Code:
         return self.tree
 
     def function(self, node: ast.AST) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-        """Return the function that a node is in; None at the module's level."""
+        """Return the function around a node. None at module level."""
         for each in self.above(node):
             if isinstance(each, FUNCTIONS):
                 return each
@@ -225,7 +225,7 @@ class Code:
         return node
 
     def loops(self, node: ast.AST) -> list[Loop]:
-        """Return the loops of one function whose body holds a node, innermost first."""
+        """Return the loops of a function around a node, innermost first."""
         found: list[Loop] = []
         inner = node
         for each in self.above(node):
@@ -237,7 +237,7 @@ class Code:
         return found
 
     def within(self, node: ast.AST) -> list[ast.AST]:
-        """Return the nodes of a block in order, but not what nested functions and classes hold."""
+        """Return the nodes of a block in order, without what nested functions and classes hold."""
         known = self._inside.get(node)
         if known is None:
             known = self._inside[node] = []
@@ -327,7 +327,7 @@ class Code:
         return found
 
     def discerns(self, test: ast.expr) -> bool:
-        """Return whether a condition differs between ranks, as far as can be seen."""
+        """Return whether a condition differs between ranks. False if that is not known."""
         known = self._discerned.get(test)
         if known is None:
             # What a function makes of a rank is not known, and may be the same on all.
@@ -355,7 +355,7 @@ class Code:
 
     @cached_property
     def _own_words(self) -> Words:
-        """Names for the rank, of which the file shows that a rank makes them."""
+        """Names that the file itself sets to a rank or to a condition on it."""
         found = words_of(self.nodes)
         if not found.numbers and not found.conditions:
             return found
@@ -436,12 +436,12 @@ class Code:
                 yield code, Item(value, None, False, call)
 
     def is_method(self, function: ast.AST) -> bool:
-        """Return whether a function is a method that gets its object."""
+        """Return whether a function is a method that takes ``self`` or ``cls``."""
         static = (last_name(each) for each in getattr(function, "decorator_list", ()))
         return isinstance(self.parents.get(function), ast.ClassDef) and "staticmethod" not in static
 
     def origins(self, node: ast.expr) -> list[Origin]:
-        """Return the expressions that make an expression's value, as far as can be followed."""
+        """Return the expressions that create the value of an expression."""
         found: dict[tuple[int, int | None], Origin] = {}
         self._follow(node, None, found, set(), _DEPTH)
         return list(found.values())
@@ -545,7 +545,7 @@ class Code:
 
 
 def _items_of(code: Code, item: Item) -> Iterator[tuple[Code, ast.expr, int | None]]:
-    """Yield what the items of a value are: of a literal its parts, of what is called itself."""
+    """Yield the items of a literal, or of the ``values()`` of one."""
     value = item.value
     if isinstance(value, (ast.List, ast.Tuple)):
         for each in value.elts:
@@ -558,7 +558,7 @@ def _items_of(code: Code, item: Item) -> Iterator[tuple[Code, ast.expr, int | No
 
 
 def programs(files: Iterable[SourceFile]) -> list[Program]:
-    """Group files by their imports: what does not import each other is another program."""
+    """Group files into programs. Files belong together if one imports the other."""
     everything = Program(Code(each, each.tree) for each in files if each.tree is not None)
     group = {id(code): {id(code)} for code in everything.codes}
     for code in everything.codes:
@@ -588,7 +588,7 @@ class Program:
             code.program = self
 
     def module(self, code: Code, name: str) -> Code | None:
-        """Return the file of a module as another file imports it, if it is certain."""
+        """Return the file of an imported module. None if several files match."""
         found = self._modules.get(name.lstrip("."), [])
         if len(found) > 1:
             here = os.path.dirname(code.file.path)
@@ -723,7 +723,7 @@ def _is_number_of_rank(value: ast.expr) -> bool:
 
 
 def keyword(call: ast.Call, name: str, position: int | None = None) -> ast.expr | None:
-    """Return an argument by its keyword or position; None if it is not passed so."""
+    """Return an argument by its keyword or position. None if it is not passed."""
     for each in call.keywords:
         if each.arg == name:
             return each.value
@@ -744,7 +744,7 @@ def has_unpacked(call: ast.Call) -> bool:
 def argument_of(
     call: ast.Call, function: ast.FunctionDef | ast.AsyncFunctionDef, name: str, is_method: bool
 ) -> ast.expr | None:
-    """Return what a call passes as a parameter of a function; None if that is not known."""
+    """Return the argument of a call for a parameter. None if that is not known."""
     names = [each.arg for each in (*function.args.posonlyargs, *function.args.args)]
     if is_method and names:
         names = names[1:]
@@ -793,7 +793,7 @@ def option_defaults(code: Code, node: ast.expr) -> list[ast.expr]:
 
 
 def calls_in(nodes: Iterable[ast.AST], *names: str) -> list[ast.Call]:
-    """Return the calls of some names in some nodes and what they hold, nested functions too."""
+    """Return the calls of some functions in some nodes, also in nested functions."""
     return [
         each
         for node in nodes
@@ -803,7 +803,7 @@ def calls_in(nodes: Iterable[ast.AST], *names: str) -> list[ast.Call]:
 
 
 def targets_of(node: ast.AST) -> list[ast.expr]:
-    """Return what an assignment sets; nothing for another node."""
+    """Return the targets of an assignment. Empty for other nodes."""
     if isinstance(node, ast.Assign):
         return node.targets
     return [node.target] if isinstance(node, (ast.AnnAssign, ast.AugAssign)) else []
@@ -861,7 +861,7 @@ _LEAVING = (ast.Return, ast.Continue, ast.Break, ast.Raise)
 
 
 def _left_above(code: Code, parent: ast.AST, inner: ast.stmt) -> list[tuple[ast.AST, bool]]:
-    """Return the conditions on the rank above a statement of a block that leave the block."""
+    """Return the conditions on the rank that leave a block before a statement."""
     for name in ("body", "orelse", "finalbody"):
         block = getattr(parent, name, None)
         if isinstance(block, list) and inner in block:
@@ -929,7 +929,7 @@ def under(code: Code, node: ast.AST, *words: str) -> bool:
 
 
 def exclusive(code: Code, one: ast.AST, other: ast.AST) -> bool:
-    """Return whether two nodes stand in different branches of a condition, so that one runs."""
+    """Return whether two nodes are in different branches of a condition."""
     branches = dict(_branches(code, one))
     return any(branches.get(node, name) != name for node, name in _branches(code, other))
 

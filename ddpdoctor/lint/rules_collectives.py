@@ -58,14 +58,14 @@ def collective_under_guard(code: Code) -> Iterator[Hit]:
         at = getattr(condition, "lineno", call.lineno)
         yield Hit(
             call,
-            f"only some ranks reach {what}, by the condition in line {at}: they wait for the "
-            "others for ever",
+            f"only some ranks reach {what}, by the condition in line {at}: they wait "
+            "forever for the others",
             "Call it on every rank, outside of the condition.",
         )
 
 
 def _collectives_of(code: Code, call: ast.Call, depth: int = 2) -> list[str]:
-    """Return the collectives that a call certainly runs, itself or through a function."""
+    """Return the collectives that a call certainly runs, directly or in a function."""
     if code.is_dist(call, *COLLECTIVES):
         return [last_name(call.func)]
     found: list[str] = []
@@ -87,7 +87,7 @@ def _in_group(call: ast.Call) -> bool:
 def _is_matched(
     code: Code, call: ast.Call, condition: ast.AST, wanted: bool, names: list[str]
 ) -> bool:
-    """Return whether the other ranks make such a call too: in the other branch, or elsewhere."""
+    """Return whether the other ranks run the same collective under the opposite condition."""
     function = code.function(call)
     for each in code.within(function or code.tree):
         if not isinstance(each, ast.Call) or each is call:
@@ -155,11 +155,11 @@ _WITH_BUFFERS = ("torchvision.models", "transformers", "timm", "segmentation_mod
 
 
 def _buffers(code: Code) -> Severity | None:
-    """Return how severe it is to synchronize the buffers of the program's models alone.
+    """Return the severity of a forward without gradients on one rank alone.
 
     Returns:
-        A warning if the program names what has buffers, an info if nothing is known of its models,
-        and None if all modules are there and have none.
+        A warning if the program uses modules with buffers, an info if its models are unknown, and
+        None if all modules are known and have no buffers.
     """
     codes = code.program.codes
     if any(
@@ -182,7 +182,7 @@ def _buffers(code: Code) -> Severity | None:
 
 
 def _forward_of(code: Code, call: ast.Call) -> tuple[Code, ast.Call] | None:
-    """Return the forward of a DDP object that a call is, or that the function it calls runs."""
+    """Return the forward of a DDP object that a call runs, itself or in a function."""
     if isinstance(call.func, (ast.Name, ast.Attribute)) and _certainly_ddp(code, call.func, call):
         return code, call
     if isinstance(call.func, ast.Attribute) and _certainly_ddp(code, call.func.value, call):
@@ -239,7 +239,7 @@ def _is_passed_ddp(code: Code, node: ast.Name, depth: int) -> bool:
 
 
 def _certainly_ddp(code: Code, node: ast.expr, at: ast.expr, depth: int = 2) -> bool:
-    """Return whether an expression is DDP where it is used: what sets it last makes it so."""
+    """Return whether an expression is certainly a DDP object where it is used."""
     if isinstance(node, ast.Attribute) and last_name(node.value) == "self":
         owner = code.owner(node)
         items = [item for other, item in code.values(node) if code is other]
@@ -267,7 +267,7 @@ def _makes_ddp(code: Code, value: ast.expr) -> bool:
 
 @rule("DDP403", Severity.ERROR)
 def skipped_on_one_rank(code: Code) -> Iterator[Hit]:
-    """Find steps that a rank skips by its own loss or batch."""
+    """Find steps that a rank skips because of its own loss or batch."""
     if not code.program.wraps:
         return
     for node in code.nodes:
@@ -294,7 +294,7 @@ def skipped_on_one_rank(code: Code) -> Iterator[Hit]:
 
 
 def _counts(code: Code, loop: ast.AST, node: ast.If) -> bool:
-    """Return whether a loop counts the steps below a condition and ends after some of them."""
+    """Return whether a loop counts its steps and ends after a number of them."""
     counted = {
         last_name(each.target)
         for each in code.within(loop)
@@ -312,7 +312,7 @@ _TESTED = frozenset(("isnan", "isinf", "isfinite", "any", "all", "sum"))
 
 
 def _is_of_one_rank(code: Code, loop: ast.AST, test: ast.expr) -> bool:
-    """Return whether a condition asks the values of a loss or a batch, which differ by rank."""
+    """Return whether a condition depends on the values of a loss or a batch."""
     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
         return any(_is_of_one_rank(code, loop, each) for each in test.values)
     mine = _of_batch(code, loop)
@@ -358,7 +358,7 @@ _AGREES = frozenset(
 
 
 def _left(code: Code, node: ast.Break) -> Iterator[Hit]:
-    """Yield a ``break`` that some ranks alone reach in a loop that trains."""
+    """Yield a ``break`` of a training loop that only some ranks reach."""
     loops, held = code.loops(node), guards(code, node)
     condition = held[0][0] if held else None
     if not loops or not isinstance(condition, ast.If) or condition not in code.within(loops[0]):
@@ -382,7 +382,7 @@ def _left(code: Code, node: ast.Break) -> Iterator[Hit]:
 
 
 def _joins(code: Code, node: ast.AST) -> bool:
-    """Return whether a node is in a block in which ranks may have different numbers of batches."""
+    """Return whether a node is inside of ``join()``, which allows uneven numbers of batches."""
     return any(
         isinstance(each, ast.With)
         and any(
@@ -407,7 +407,7 @@ def _trains(code: Code, loop: ast.AST) -> bool:
 
 
 def _is_reduced(code: Code, loop: ast.AST, node: ast.If) -> bool:
-    """Return whether what decides may be the same on all ranks, by a call that reduces above it."""
+    """Return whether a call above a condition may make it equal on all ranks."""
     for each in code.within(loop):
         if isinstance(each, ast.Call) and each.lineno <= node.lineno:
             name = last_name(each.func).lower()
@@ -461,7 +461,7 @@ def swallowed_exception(code: Code) -> Iterator[Hit]:
 
 
 def _ends(handler: ast.ExceptHandler) -> bool:
-    """Return whether a handler leaves the loop or the process, or is for Ctrl-C."""
+    """Return whether a handler leaves the loop or the process, or handles Ctrl-C."""
     leaves = any(
         isinstance(one, (ast.Raise, ast.Return, ast.Break))
         for part in handler.body
@@ -535,7 +535,7 @@ def _only_condition(code: Code, targets: list[ast.Name]) -> ast.If | None:
 
 
 def _none_elsewhere(code: Code) -> Iterator[Hit]:
-    """Yield uses of a name that is None on all ranks but some."""
+    """Yield uses of a name that is None on some ranks."""
     for node in code.nodes:
         value = node.value if isinstance(node, ast.Assign) else None
         if not isinstance(value, ast.IfExp) or not code.discerns(value.test):
@@ -580,7 +580,7 @@ def _asks_first(code: Code, load: ast.Name) -> bool:
 
 
 def _is_read_by_all(code: Code, load: ast.Name, target: ast.Name) -> bool:
-    """Return whether all ranks read a name, in the same scope and round, below where it is set.
+    """Return whether all ranks read a name after it is set, in the same scope and iteration.
 
     A function reads what the module sets, if all ranks call it at the module's level.
     """

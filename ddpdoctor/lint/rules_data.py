@@ -127,7 +127,7 @@ def _outer_names(code: Code, target: ast.AST) -> set[str]:
 
 
 def _only_asks(code: Code, load: ast.AST) -> bool:
-    """Return whether a use of a sampler does not pass it on, as ``set_epoch``, or ``is None``."""
+    """Return whether a use of a sampler passes it to nothing: ``set_epoch``, ``is None``."""
     parent = code.parents[load]
     if isinstance(parent, ast.Attribute):
         return True
@@ -250,7 +250,7 @@ _OWN_LOADERS = frozenset(("deepspeed", "horovod", "colossalai", "megatron", "fai
 
 @rule("DDP103", Severity.WARNING, moot=_ALL - _OWN_LOADERS)
 def missing_set_epoch(code: Code) -> Iterator[Hit]:
-    """Find samplers that shuffle and hear of no epoch."""
+    """Find samplers that shuffle without ``set_epoch``."""
     for call in code.calls_of("DistributedSampler"):
         if not _shuffles(code, call) or _has_epoch(code, call):
             continue
@@ -309,7 +309,7 @@ _SAMPLERS = ("sampler", "batch_sampler")
 
 
 def _tells(code: Code, call: ast.Call, sampler: ast.Call) -> bool:
-    """Return whether a ``set_epoch`` may be a sampler's. It may if nothing shows whose it is."""
+    """Return whether a ``set_epoch`` may be called on a sampler. True if that is not known."""
     receiver = call.func.value if isinstance(call.func, ast.Attribute) else None
     if receiver is None:
         return True
@@ -430,7 +430,7 @@ def _is_constant(code: Code, node: ast.expr) -> bool:
 
 @rule("DDP105", Severity.ERROR, moot=_ALL)
 def wrong_rank(code: Code) -> Iterator[Hit]:
-    """Find samplers that take the local rank with the number of all ranks."""
+    """Find samplers that get the local rank together with the world size."""
     if code.program.uses("spawn"):
         # On one node both are the same.
         return
@@ -529,7 +529,7 @@ _SHUFFLES = ("random.shuffle", "numpy.random.shuffle", "numpy.random.permutation
 
 
 def _unseeded_shuffle(code: Code) -> Iterator[Hit]:
-    """Yield shuffles of a list that is then cut into parts, by a generator without a seed."""
+    """Yield unseeded shuffles of a list that is then split."""
     for name in ("shuffle", "permutation"):
         for call in code.calls_by_name.get(name, ()):
             full = code.dotted(call.func).replace("np.", "numpy.")
@@ -553,7 +553,7 @@ def _unseeded_shuffle(code: Code) -> Iterator[Hit]:
 
 
 def _seeds(code: Code, module: str) -> bool:
-    """Return whether the program seeds a module's generator, or calls what may."""
+    """Return whether the program may seed the generator of a module."""
     for each in code.program.codes:
         for name, calls in each.calls_by_name.items():
             for call in calls if "seed" in name.lower() else ():
@@ -567,7 +567,7 @@ def _seeds(code: Code, module: str) -> bool:
 
 
 def _is_seeded(code: Code) -> bool:
-    """Return whether the program seeds the same on all ranks, or may."""
+    """Return whether the program may use the same seed on all ranks."""
     return any(
         not call.args or not mentions_rank(each, call.args[0])
         for each in code.program.codes
@@ -693,7 +693,7 @@ _REDUCES = (
 
 
 def _evaluates_shard(code: Code, loop: ast.For) -> bool:
-    """Return whether a loop evaluates over loaders that give each rank its shard alone."""
+    """Return whether a loop evaluates on this rank's shard of the data."""
     quiet = any(
         isinstance(each, ast.With) and is_quiet(each) for each in code.within(loop)
     ) or without_gradients(code, loop)
@@ -711,7 +711,7 @@ def _evaluates_shard(code: Code, loop: ast.For) -> bool:
 
 
 def _gets_epochs(code: Code, node: ast.expr) -> bool:
-    """Return whether a loader's sampler gets ``set_epoch``, so that it is distributed."""
+    """Return whether ``set_epoch`` shows that a loader has a distributed sampler."""
     names = {ast.dump(each) for each in ast.walk(node) if isinstance(each, ast.Name)}
     return any(
         isinstance(call.func, ast.Attribute)
@@ -774,7 +774,7 @@ def _is_buffer(code: Code, path: ast.expr) -> bool:
 def _is_reached(
     code: Code, function: ast.FunctionDef | ast.AsyncFunctionDef, depth: int = 4
 ) -> bool:
-    """Return whether it is known from where a function is called, up to the module's level."""
+    """Return whether calls lead from module level to a function."""
     callers = code.program.callers(code, function)
     spawned = any(
         any(
@@ -818,7 +818,7 @@ def load_without_map_location(code: Code) -> Iterator[Hit]:
 
 
 def _is_checkpoint(path: list[ast.expr]) -> bool:
-    """Return whether a path is that of a checkpoint to resume from, by its name."""
+    """Return whether the name of a path says that a job resumes from it."""
     words = (last_name(one).lower() for each in path for one in ast.walk(each))
     return any(word.startswith(("resume", "snapshot")) for word in words)
 

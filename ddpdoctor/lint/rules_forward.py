@@ -57,7 +57,7 @@ def forward_around_ddp(code: Code) -> Iterator[Hit]:
 
 
 def _trained_bare(code: Code) -> Iterator[Hit]:
-    """Yield calls that pass the module inside of DDP, but not DDP, to a training function."""
+    """Yield calls of training functions that get ``model.module`` instead of the DDP object."""
     for call in code.calls:
         if not last_name(call.func).lower().startswith("train") or call.args == []:
             continue
@@ -82,7 +82,7 @@ def _trained_bare(code: Code) -> Iterator[Hit]:
 
 
 def _goes_through(code: Code, call: ast.Call) -> bool:
-    """Return whether a call runs a wrapper, or passes it to what may."""
+    """Return whether a call runs a wrapper, or passes it to a function that may."""
     if is_wrapper(code, call.func):
         return True
     if last_name(call.func) == "forward" and isinstance(call.func, ast.Attribute):
@@ -142,7 +142,7 @@ def _is_ignored(call: ast.Call) -> bool:
 
 
 def _goes_around(code: Code, call: ast.Call) -> bool:
-    """Return whether a call runs the bare module of a wrapper on all ranks, with gradients."""
+    """Return whether a call runs the module inside of DDP on all ranks, with gradients."""
     if without_gradients(code, call) or guards(code, call):
         return False
     node: ast.expr = call.func
@@ -162,7 +162,7 @@ def _goes_around(code: Code, call: ast.Call) -> bool:
 
 
 def _is_alias(code: Code, node: ast.expr, call: ast.Call) -> bool:
-    """Return whether a name is another one of the module that a wrapper above it wraps.
+    """Return whether a name is an alias of a module that is wrapped above.
 
     It is so after ``raw = model`` and ``model = DDP(model)``, or after ``wrapped = DDP(model)``.
     """
@@ -188,7 +188,7 @@ def _is_alias(code: Code, node: ast.expr, call: ast.Call) -> bool:
 
 
 def _holds_bare(code: Code, node: ast.expr) -> bool:
-    """Return whether a method is of an object that was made with the model before it was wrapped.
+    """Return whether an object got the model before it was wrapped.
 
     It is so after ``self.loss = Loss(self.model)`` and ``self.model = DDP(self.model)``.
     """
@@ -211,7 +211,7 @@ def _holds_bare(code: Code, node: ast.expr) -> bool:
 
 
 def _wraps_again(code: Code, wrap: ast.Call, models: list[ast.expr]) -> bool:
-    """Return whether one of some attributes is set to its own wrapper."""
+    """Return whether a call wraps one of some attributes in place."""
     inner, target = wrap.args[0] if wrap.args else None, bound(code, wrap)
     return (
         isinstance(inner, ast.Attribute)
@@ -222,7 +222,7 @@ def _wraps_again(code: Code, wrap: ast.Call, models: list[ast.expr]) -> bool:
 
 
 def _is_given_another(code: Code, name: str) -> bool:
-    """Return whether a part of an object is set from outside: ``self.loss.model = ...``."""
+    """Return whether an attribute of an object is set from outside: ``self.loss.model = ...``."""
     return any(
         isinstance(target, ast.Attribute) and last_name(target.value) == name
         for each in code.nodes

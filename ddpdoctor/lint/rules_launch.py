@@ -55,7 +55,7 @@ def hardcoded_topology(code: Code) -> Iterator[Hit]:
                 yield Hit(
                     rank,
                     "the local rank is used as the rank among all: on several nodes ranks appear "
-                    "twice, and the job waits for ever",
+                    "twice, and the job waits forever",
                     "Leave out world_size and rank: torchrun sets them.",
                 )
                 continue
@@ -64,7 +64,7 @@ def hardcoded_topology(code: Code) -> Iterator[Hit]:
             yield Hit(
                 size or call,
                 f"the number of ranks is fixed at {number}: with another number of processes the "
-                "job waits for ever",
+                "job waits forever",
                 "Leave out world_size and rank: torchrun sets them.",
             )
 
@@ -168,7 +168,7 @@ def rank_as_device(code: Code) -> Iterator[Hit]:
 
 @rule("DDP203", Severity.WARNING)
 def barrier_without_device(code: Code) -> Iterator[Hit]:
-    """Find barriers of NCCL before the process has a GPU."""
+    """Find NCCL barriers before the process has chosen its GPU."""
     for init in code.calls_by_name.get("init_process_group", ()):
         if not _is_nccl(code, keyword(init, "backend", 0)) or keyword(init, "device_id"):
             continue
@@ -193,7 +193,7 @@ def barrier_without_device(code: Code) -> Iterator[Hit]:
 
 
 def _is_nccl(code: Code, backend: ast.expr | None) -> bool:
-    """Return whether a backend is NCCL, or an option whose default it is."""
+    """Return whether a backend is NCCL, or an option with that default."""
     if backend is None:
         return False
     made = [each.node for each in code.origins(backend)]
@@ -275,7 +275,7 @@ def wrong_device_ids(code: Code) -> Iterator[Hit]:
 
 @rule("DDP206", Severity.WARNING, moot=frozenset())
 def local_rank_option(code: Code) -> Iterator[Hit]:
-    """Find options for the local rank that no launcher of today fills."""
+    """Find options for the local rank that current launchers do not pass."""
     program = code.program
     if program.uses("spawn", "parse_known_args", "deepspeed") or not program.uses(
         "init_process_group", "DistributedDataParallel", "DistributedSampler"
@@ -370,7 +370,7 @@ def _used_as_number(node: ast.AST) -> ast.expr | None:
 
 
 def _asks(use: ast.AST, read: ast.expr) -> bool:
-    """Return whether a comparison with the variable's own default asks whether it is set."""
+    """Return whether a comparison with its default tests if a variable is set."""
     if not isinstance(use, ast.Compare) or not isinstance(read, ast.Call) or len(read.args) < 2:
         return False
     default = ast.dump(read.args[1])
@@ -512,7 +512,7 @@ def spawn_arity(code: Code) -> Iterator[Hit]:
 
 
 def _is_number(code: Code, node: ast.expr) -> bool:
-    """Return whether an expression is a number, as far as can be seen."""
+    """Return whether an expression is certainly a number."""
     made = [each.node for each in code.origins(node)]
     return bool(made) and all(
         (isinstance(each, ast.Constant) and isinstance(each.value, (int, float)))

@@ -71,7 +71,7 @@ def _is_once(code: Code, node: ast.AST) -> bool:
 
 
 def _changes(node: ast.AST) -> ast.expr | None:
-    """Return what a statement sets ``requires_grad`` of, or puts a new layer into."""
+    """Return the module or parameter that a statement freezes, unfreezes or changes."""
     if isinstance(node, ast.Assign):
         target = node.targets[0]
         if isinstance(target, ast.Attribute) and target.attr == "requires_grad":
@@ -91,7 +91,7 @@ def _changes(node: ast.AST) -> ast.expr | None:
 
 
 def _root(node: ast.expr) -> ast.expr:
-    """Return the module that a chain of attributes begins with, without ``.module`` and layers."""
+    """Return the module at the beginning of a chain of attributes."""
     while isinstance(node, (ast.Attribute, ast.Subscript, ast.Call)):
         if isinstance(node, ast.Attribute) and last_name(node.value) == "self":
             return node
@@ -372,7 +372,7 @@ def _moves(code: Code, wrap: ast.Call, models: Sequence[ast.expr]) -> list[ast.C
 
 
 def _is_local(code: Code, inner: ast.expr) -> bool:
-    """Return whether the wrapped model is made in the program, and not moved elsewhere."""
+    """Return whether the program creates the wrapped model."""
     made = code.origins(inner)
     return bool(made) and all(isinstance(each.node, ast.Call) for each in made)
 
@@ -505,7 +505,7 @@ _SETS_WEIGHTS = ("load_state_dict", "apply")
 
 
 def _made_up_for(code: Code, load: ast.Call, condition: ast.AST, below: Sequence[ast.AST]) -> bool:
-    """Return whether the weights are the same again: sent, loaded by the others, or put back."""
+    """Return whether the ranks' weights become equal again after a change on one rank."""
     name = last_name(load.func)
     if _both_branches(code, condition, name):
         return True
@@ -542,7 +542,7 @@ def _both_branches(code: Code, condition: ast.AST, name: str) -> bool:
 
 @rule("DDP502", Severity.WARNING)
 def state_of_other_kind(code: Code) -> Iterator[Hit]:
-    """Find loads of states whose names have the wrapper's prefix, or lack it, unlike the model."""
+    """Find state dicts without the prefix ``module.`` that are loaded into DDP."""
     for load in code.calls_by_name.get("load_state_dict", ()):
         model = load.func.value if isinstance(load.func, ast.Attribute) else None
         state = keyword(load, "state_dict", 0)
@@ -564,7 +564,7 @@ def state_of_other_kind(code: Code) -> Iterator[Hit]:
 
 
 def _strips_prefix(node: ast.AST) -> bool:
-    """Return whether a dictionary's keys lose ``module.`` and get no other prefix."""
+    """Return whether a comprehension removes the prefix ``module.`` from the keys."""
     if not isinstance(node, ast.DictComp):
         return False
     key = node.key
@@ -579,7 +579,7 @@ def _strips_prefix(node: ast.AST) -> bool:
 
 
 def _is_saved_bare(code: Code, state: ast.expr) -> bool:
-    """Return whether a state is loaded from a file, and all that the program saves are bare."""
+    """Return whether a state is loaded from a file and the program saves ``model.module``."""
     inner = state
     while isinstance(inner, ast.Subscript):
         inner = inner.value
@@ -673,7 +673,7 @@ def wrapper_attribute(code: Code) -> Iterator[Hit]:
 
 
 def _only_wrapper(code: Code, node: ast.expr) -> ast.Call | None:
-    """Return the call that wraps what a name is, if it is nothing else where the job is DDP's."""
+    """Return the DDP call that a name is bound to. None if it may be anything else."""
     own = isinstance(node, ast.Attribute) and last_name(node.value) == "self"
     if not own and not isinstance(node, ast.Name):
         return None
@@ -691,7 +691,7 @@ def _only_wrapper(code: Code, node: ast.expr) -> ast.Call | None:
 
 
 def _is_wrapped_at(code: Code, place: ast.AST, node: ast.expr) -> bool:
-    """Return whether a name is read where an assignment has wrapped it, in a DDP job."""
+    """Return whether an assignment has run where a name is read, if the job uses DDP."""
     if code.scope(place) is not code.scope(node):
         if not _is_made_first(code, place, node):
             return False
@@ -713,7 +713,7 @@ def _is_made_first(code: Code, place: ast.AST, node: ast.AST) -> bool:
 
 
 def _is_set_on_wrapper(code: Code, load: ast.Attribute, wrap: ast.Call) -> bool:
-    """Return whether the program may give the wrapper an attribute, or asks for it before."""
+    """Return whether the program may set an attribute on the wrapper, or handles its absence."""
     stores = (
         target
         for each in code.program.codes

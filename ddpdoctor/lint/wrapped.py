@@ -1,4 +1,4 @@
-"""Tell what is wrapped with DDP, and what it is called."""
+"""Recognize DDP objects and their names."""
 
 from __future__ import annotations
 
