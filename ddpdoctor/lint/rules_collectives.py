@@ -267,7 +267,7 @@ def _makes_ddp(code: Code, value: ast.expr) -> bool:
 
 @rule("DDP403", Severity.ERROR)
 def skipped_on_one_rank(code: Code) -> Iterator[Hit]:
-    """Find steps that a rank skips because of its own loss or batch."""
+    """Find steps that a rank skips by what its loss or batch is."""
     if not code.program.wraps:
         return
     for node in code.nodes:
