@@ -87,7 +87,11 @@ def _is_dropped(code: Code, call: ast.Call) -> bool:
     while isinstance(parent, (ast.IfExp, ast.BoolOp)):
         parent = code.parents[parent]
     if isinstance(parent, ast.Expr):
-        return code.program.uses("backward")
+        # Where the loader has another one, this one is only tried.
+        loaders = code.calls_of("DataLoader")
+        return code.program.uses("backward") and not any(
+            _sampler_of(code, each) for each in loaders
+        )
     if not isinstance(parent, (ast.Assign, ast.AnnAssign)):
         return False
     targets = parent.targets if isinstance(parent, ast.Assign) else [parent.target]
@@ -151,6 +155,13 @@ def _only_asks(code: Code, load: ast.AST) -> bool:
 def unsharded_loader(code: Code) -> Iterator[Hit]:
     """Find training loops over a loader that gives every rank the whole data set."""
     if not code.program.wraps or _divides_by_hand(code):
+        return
+    if any(
+        _is_dropped(each, call)
+        for each in code.program.codes
+        for call in each.calls_of("DistributedSampler")
+    ):
+        # DDP101 is the cause.
         return
     for loop in (node for node in code.nodes if isinstance(node, (ast.For, ast.AsyncFor))):
         if not _trains(code, loop):
@@ -238,6 +249,9 @@ def _is_unsharded(origin: Origin) -> bool:
         if isinstance(node, ast.Call):
             names = {last_name(one) for one in ast.walk(node)}
             if names & set(_SYNTHETIC) or "Fake" in last_name(node.func):
+                return False
+            if last_name(node.func) in each.code.classes and not node.args and not node.keywords:
+                # Data that the code makes up itself.
                 return False
         elif isinstance(node, (ast.Subscript, ast.ListComp)):
             return False

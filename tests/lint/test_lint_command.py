@@ -260,6 +260,7 @@ def test_files_that_import_each_other(sick: Path, capsys: pytest.CaptureFixture[
 
 def test_healthy_jobs_and_ddpdoctor_itself_are_clean() -> None:
     paths = [*(ROOT / "sample_jobs").glob("*.py"), *(ROOT / "tests/jobs/healthy").rglob("*.py")]
+    paths += [*(ROOT / "tests/jobs/sick").glob("*_healed.py")]
     paths += [*(ROOT / "sample_jobs").glob("healthy/*.py"), ROOT / "ddpdoctor/preflight/selftest"]
     sources = [files.read(each) for each in files.find([str(path) for path in paths])]
     found = [each for each in check(sources) if each.severity > Severity.INFO]
