@@ -18,9 +18,10 @@ PARSER = Parser(
 Usage: ddpdoctor lint [OPTIONS] PATH...
 
 Find misuse of DistributedDataParallel in training code without running it.
-PATH is a Python file, a notebook, or a folder. Files that import each other are
-read together. Of frameworks with a loop of their own (Lightning, Accelerate,
-...) nothing is reported.
+PATH is a Python file, a notebook, a launch file (a batch or shell script, a
+PyTorchJob manifest, a configuration of Accelerate or DeepSpeed), or a folder.
+Files that import each other are read together. Of frameworks with a loop of
+their own (Lightning, Accelerate, ...) nothing is reported.
 
 Options:
   --output FORMAT   text; problems: a line each, as an editor's problem matcher

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from ddpdoctor.core import opening
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.debug.debugging import Debugging
+from ddpdoctor.lint.job import SourceCheck
 from ddpdoctor.render.reporter import Reporter
 from ddpdoctor.run import reported, rundir
 from ddpdoctor.supervise import command as job_command
@@ -24,8 +25,9 @@ def main(words: Sequence[str]) -> int:
     # Before a library opens a descriptor that programs inherit.
     inherited = proc.inheritable()
     command = job_command.build(words, os.environ)
+    source = None if command.own.no_lint else SourceCheck(command.argv)
     passthrough = Passthrough(direct=job_signals.is_interactive_shell(command.argv))
-    reporter = Reporter(passthrough.say, command.own, reported.keep_traceback)
+    reporter = Reporter(passthrough.say, command.own, reported.keep_traceback, source)
     if opening.working_directory_is_gone():
         reporter.warn(f'{opening.DIRECTORY_GONE}, and torch hardly starts there: type `cd "$PWD"`')
     debugging = None

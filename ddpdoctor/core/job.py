@@ -28,6 +28,7 @@ class OwnOptions:
     journal_mb: int = 64
     overhead_budget: float = 0.5
     no_nodes: bool = False
+    no_lint: bool = False
     no_debug: bool = False
     debug_port: int = DEFAULT_PORT
     debug_host: str = LOOPBACK

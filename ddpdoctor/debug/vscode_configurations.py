@@ -1,7 +1,7 @@
 """ddpdoctor's entries in VS Code's launch.json and tasks.json.
 
 launch.json gets an attach configuration for each rank, and the compounds that start them all.
-tasks.json gets the tasks that run a job, check a script, and watch a run.
+tasks.json gets the tasks that run a job, check a machine and the code, and watch a run.
 """
 
 from __future__ import annotations
@@ -264,6 +264,14 @@ _BACKGROUND = {
         "endsPattern": "^ddpdoctor: all ranks listening",
     },
 }
+_LINT_WORDS = ("lint", "--watch", "--output", "problems", ".")
+_CHECKING = {
+    "background": {
+        "activeOnStart": True,
+        "beginsPattern": "^ddpdoctor lint: checking",
+        "endsPattern": "^ddpdoctor lint: done",
+    },
+}
 _REPORT_WORDS = ("report", "latest", "--output", "problems", "--wait", "10")
 """VS Code removes a background task's problems when the task ends; those of this one stay.
 
@@ -308,6 +316,12 @@ def with_tasks(text: str | None, words: Sequence[str], cwd: str = "") -> str | N
             "problemMatcher": _MATCHER,
         },
         {**process(f"{PREFIX}check", ["check"]), "problemMatcher": []},
+        {
+            **process(f"{PREFIX}lint", _LINT_WORDS),
+            "isBackground": True,
+            "presentation": {"reveal": "never", "panel": "dedicated", "clear": True},
+            "problemMatcher": {**_MATCHER, "owner": "ddpdoctor lint", **_CHECKING},
+        },
         {
             **process(f"{PREFIX}top", ["top"]),
             "presentation": {"reveal": "always", "panel": "dedicated", "focus": True},

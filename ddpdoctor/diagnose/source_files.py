@@ -443,16 +443,23 @@ class Words:
         return _says_rank(name) or name in self.numbers or name in self.conditions
 
 
-def words_of(tree: ast.Module) -> Words:
-    """Return the names that are only ever set to, or return, a rank or a condition on it."""
+def words_of(nodes: Iterable[ast.AST]) -> Words:
+    """Return the names that are only ever set to, or return, a rank or a condition on it.
+
+    Args:
+        nodes: All nodes of a file.
+    """
     given: dict[str, list[ast.expr]] = {}
-    for name, value in _assignments(tree):
+    for name, value in _assignments(nodes):
         # A first `main = None` says nothing.
         if name and not isinstance(value, ast.Constant):
             given.setdefault(name, []).append(value)
-    words = Words()
+    words, before = Words(), None
     # Repeat for names that are set to another such name.
     for _ in range(3):
+        if words == before:
+            break
+        before = words
         numbers = {
             name
             for name, each in given.items()
@@ -467,9 +474,9 @@ def words_of(tree: ast.Module) -> Words:
     return words
 
 
-def _assignments(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
+def _assignments(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, ast.expr]]:
     """Yield names with what they are set to, passed as, or return."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Assign):
             for target in node.targets:
                 yield last_name(target), node.value
@@ -479,9 +486,18 @@ def _assignments(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
         elif isinstance(node, ast.keyword) and node.arg:
             yield node.arg, node.value
         elif isinstance(node, ast.FunctionDef):
-            for each in ast.walk(node):
+            for each in _statements(node):
                 if isinstance(each, ast.Return) and each.value is not None:
                     yield node.name, each.value
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the statements that a node holds, nested ones too."""
+    for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+        block = getattr(node, name, None)
+        for each in block if isinstance(block, list) else ():
+            yield each
+            yield from _statements(each)
 
 
 def _is_condition(value: ast.expr) -> bool:
@@ -727,8 +743,8 @@ def outcomes(guard: Guard, at: Location, ranks: Iterable[int]) -> dict[int, set[
 @per_file
 def _words(path: str) -> Words:
     """Return the names for the rank of a file and of the files beside it that it imports."""
-    trees = [tree_of(each) for each in (path, *imported_files(path))]
-    return functools.reduce(operator.or_, map(words_of, filter(None, trees)), Words())
+    words = (words_of(nodes_of(each)) for each in (path, *imported_files(path)))
+    return functools.reduce(operator.or_, words, Words())
 
 
 def names_rank(path: str, node: ast.AST) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ddpdoctor.lint import (  # noqa: F401
     rules_collectives,
     rules_data,
+    rules_forward,
     rules_launch,
     rules_model,
 )

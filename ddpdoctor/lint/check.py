@@ -11,6 +11,7 @@ from typing import Any
 import ddpdoctor.lint.all_rules  # noqa: F401 (registers the rules)
 from ddpdoctor.core.finding import Severity
 from ddpdoctor.core.formatting import shown
+from ddpdoctor.lint import launch_files
 from ddpdoctor.lint.files import SourceFile
 from ddpdoctor.lint.fixes import FIXES, Edit
 from ddpdoctor.lint.program import Code, Program, programs
@@ -77,6 +78,8 @@ def check(files: Sequence[SourceFile]) -> list[Problem]:
     found = [_unreadable(each) for each in files if each.error is not None]
     for program in programs(files):
         found += _of_program(program)
+    for each in files:
+        found += _of_launch(each) if each.launch else ()
     order = {each.path: number for number, each in enumerate(files)}
     return sorted(
         found, key=lambda each: (order[each.path], each.cell, each.line, each.column, each.code)
@@ -92,6 +95,17 @@ def _unreadable(file: SourceFile) -> Problem:
         file.path, place.line, column, place.line, column, place.cell, UNREADABLE, Severity.ERROR,
         said, "Run it with this Python first.", text,
     )  # fmt: skip
+
+
+def _of_launch(file: SourceFile) -> Iterator[Problem]:
+    for each in launch_files.faults(file.path, file.launch):
+        text = file.lines[each.line - 1]
+        if not _is_marked(text, each.code):
+            start = len(text) - len(text.lstrip()) + 1
+            yield Problem(
+                file.path, each.line, start, each.line, len(text) + 1, 0, each.code,
+                each.severity, each.message, each.fix, text,
+            )  # fmt: skip
 
 
 def _of_program(program: Program) -> Iterator[Problem]:
@@ -135,7 +149,7 @@ def _problem(code: Code, rule: LintRule, hit: Hit) -> Problem:
 
 
 def _is_silenced(code: Code, node: ast.AST, of: str) -> bool:
-    """Return whether a ``# noqa`` stands in a line of the node, or at its statement's end."""
+    """Return whether a line of the node or the end of its statement has a ``# noqa``."""
     statement = code.statement(node) if isinstance(node, ast.expr) else node
     first = getattr(node, "lineno", 1)
     last = getattr(node, "end_lineno", None) or first
@@ -145,9 +159,15 @@ def _is_silenced(code: Code, node: ast.AST, of: str) -> bool:
     end = first if is_block else getattr(statement, "end_lineno", None) or last
     for line in {first, min(last, end), end}:
         text = code.file.lines[line - 1] if 0 < line <= len(code.file.lines) else ""
-        found = _NOQA.search(text) if "noqa" in text.lower() else None
-        if found is not None:
-            codes = re.split(r"[\s,]+", found["codes"].upper()) if found["codes"] else []
-            if not codes or any(of.startswith(each) for each in codes):
-                return True
+        if _is_marked(text, of):
+            return True
     return False
+
+
+def _is_marked(text: str, of: str) -> bool:
+    """Return whether a line has a ``# noqa`` for a code."""
+    found = _NOQA.search(text) if "noqa" in text.lower() else None
+    if found is None:
+        return False
+    codes = re.split(r"[\s,]+", found["codes"].upper()) if found["codes"] else []
+    return not codes or any(of.startswith(each) for each in codes)

@@ -1,4 +1,4 @@
-"""Find and read the source files to check: Python files, and the cells of notebooks."""
+"""Find and read the files to check: Python, the cells of notebooks, and launch files."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from io import BytesIO
 
 from ddpdoctor.core import opening
 from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.lint import launch_files
 
 MAX_SIZE = 8 << 20
-"""Bytes of a file that is read."""
+"""The largest file that is read, in bytes."""
 
-_SUFFIXES = (".py", ".ipynb")
+_SUFFIXES = (".py", ".ipynb", *launch_files.SUFFIXES)
 _SKIPPED = frozenset(
     (
         *(".git", ".hg", ".svn", ".venv", "venv", ".tox", ".nox", ".eggs", "__pycache__"),
@@ -26,18 +27,18 @@ _SKIPPED = frozenset(
         *("build", "dist", ".ipynb_checkpoints"),
     )
 )
-"""Folders that are not searched."""
+"""Folders that the search skips."""
 
 _MAGIC = re.compile(r"^\s*(?:[%!?]|[\w., ]+=\s*[%!])|\?\s*$")
-"""A line of a notebook that is for IPython, not for Python."""
+"""A line of a notebook that only IPython understands."""
 
 _SPACES = str.maketrans(dict.fromkeys("\u00a0\u2002\u2003\u2009\u202f\u3000", " ") | {"\ufeff": ""})
-"""Spaces of web pages, as pasted code has them."""
+"""Spaces that code pasted from web pages contains."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A line as people count it: of a file, or of a notebook's cell."""
+    """A line number in a file, or in a cell of a notebook."""
 
     line: int
     cell: int = 0
@@ -54,6 +55,7 @@ class SourceFile:
         tree: Its syntax tree. None if it does not parse.
         error: Why it does not parse, with the line and the column from 1.
         cells: For each line of a notebook's Python, its place.
+        launch: The text of a launch file, which is no Python.
     """
 
     path: str
@@ -61,14 +63,15 @@ class SourceFile:
     tree: ast.Module | None = None
     error: tuple[str, int, int] | None = None
     cells: Sequence[Place] = ()
+    launch: str = ""
 
     def place(self, line: int) -> Place:
-        """Return a line of the Python as people count it."""
+        """Return the place of a line of the Python source."""
         return self.cells[line - 1] if 0 < line <= len(self.cells) else Place(line)
 
 
 def find(paths: Sequence[str]) -> Iterator[str]:
-    """Yield the files below some paths, each once. Links in a circle are followed once.
+    """Yield each file below some paths once, also if links form a circle.
 
     Raises:
         DoctorError: A path does not exist.
@@ -121,6 +124,10 @@ def _reason(error: Exception) -> str:
 def parse(path: str, data: bytes) -> SourceFile:
     """Parse a file's content."""
     cells: list[Place] = []
+    if path.endswith(launch_files.SUFFIXES):
+        text = data.decode("utf-8", "replace")
+        launch = text if launch_files.is_launch_file(path, text) else ""
+        return SourceFile(path, text.splitlines(), launch=launch)
     if path.endswith(".ipynb"):
         try:
             lines, cells = _notebook(data)
@@ -154,7 +161,7 @@ def _why(error: Exception, lines: Sequence[str], line: int) -> str:
 
 
 def _decoded(data: bytes) -> str:
-    """Decode a file by its mark or declaration. Keep the lines of one that says a wrong one."""
+    """Decode a file by its byte order mark or declared encoding, or as UTF-8 if that fails."""
     for start, encoding in ((b"\xff\xfe", "utf-16"), (b"\xfe\xff", "utf-16")):
         if data.startswith(start):
             return data.decode(encoding, "replace").translate(_SPACES)

@@ -1,7 +1,6 @@
-"""Fix what has one safe answer, by edits of the text: comments and layout stay.
+"""Fix problems that have one safe answer. Comments and layout stay as they are.
 
-Edits are proposed only where the answer is safe. A file whose edited text does not parse stays as
-it is.
+A file whose edited text does not parse is not changed.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from ddpdoctor.lint.rules import Hit
 
 
 class Edit(NamedTuple):
-    """A replacement. Positions are a line, from 1, and an offset in its UTF-8, as in trees."""
+    """A replacement. A position is a line, from 1, and an offset in bytes, as in syntax trees."""
 
     start: tuple[int, int]
     end: tuple[int, int]
@@ -48,7 +47,7 @@ def _arguments(call: ast.Call) -> list[tuple[tuple[int, int], tuple[int, int]]]:
 
 
 def _with_argument(call: ast.Call, text: str) -> Edit | None:
-    """Return the edit that passes one more argument; None to a call without any."""
+    """Return the edit that adds an argument to a call. None if the call has no arguments."""
     spans = _arguments(call)
     return Edit(spans[-1][1], spans[-1][1], f", {text}") if spans else None
 
@@ -77,7 +76,7 @@ def _before(code: Code, statement: ast.stmt, text: str) -> Edit | None:
 
 
 def _set_epoch(code: Code, hit: Hit) -> list[Edit]:
-    """Call ``set_epoch`` first in the loop over epochs, where the sampler has a name there."""
+    """Insert ``set_epoch`` at the top of the epoch loop, if the sampler has a name there."""
     statement = code.statement(hit.node)
     if not isinstance(statement, ast.Assign) or not isinstance(statement.targets[0], ast.Name):
         return []
@@ -109,7 +108,7 @@ def _is_over_epochs(code: Code, node: ast.AST, target: ast.Name) -> bool:
 
 
 def _passed(code: Code, hit: Hit) -> list[Edit]:
-    """Pass a sampler to the one loader of its data set below it, which shuffles instead."""
+    """Pass a sampler to the only loader of its data set, in place of ``shuffle=True``."""
     statement = code.statement(hit.node)
     sampler = hit.node
     if not isinstance(statement, ast.Assign) or statement.value is not sampler:
@@ -227,14 +226,14 @@ FIXES: Mapping[str, Callable[[Code, Hit], list[Edit]]] = {
     "DDP501": _guarded,
     "DDP503": _mapped,
 }
-"""The functions that fix findings, by code. They return no edits where it is not safe."""
+"""The functions that fix problems, by code. They return no edits if a fix is not safe."""
 
 
 # -- files
 
 
 def edited(text: str, edits: Iterable[Edit]) -> str:
-    """Apply edits to a text. Those that overlap an earlier one are left out."""
+    """Apply edits to a text. Skip an edit that overlaps an earlier one."""
     lines = [line.encode() for line in text.splitlines(keepends=True)]
     starts = [0]
     for line in lines:
@@ -277,7 +276,7 @@ def diff(path: str, before: str, after: str) -> Iterator[str]:
 
 
 def write(path: str, text: str) -> None:
-    """Replace a file's content at once. Links and permissions stay."""
+    """Replace a file's content atomically. Keep links and permissions."""
     real = os.path.realpath(path)
     handle, name = tempfile.mkstemp(dir=os.path.dirname(real), prefix=".ddpdoctor-")
     try:

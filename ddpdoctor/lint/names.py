@@ -34,7 +34,7 @@ DISTRIBUTED = frozenset(_NAMES.split())
 _OF_WRAPPER = """
 T_destination add_module apply bfloat16 broadcast_buffers bucket_bytes_cap buffers
 call_super_init children compile cpu cuda ddp_uneven_inputs_config device device_ids device_type
-dim double dump_patches eval extra_repr find_unused_parameters float forward
+dim double dump_patches eval extra_repr finalize_backward find_unused_parameters float forward
 forward_sync_buffers gather get_buffer get_extra_state get_parameter get_submodule
 gradient_as_bucket_view half in_features ipu is_multi_device_module join join_device join_hook
 join_process_group load_state_dict logger mixed_precision module modules modules_buffers mtia
@@ -44,9 +44,9 @@ register_buffer register_comm_hook register_forward_hook register_forward_pre_ho
 register_full_backward_hook register_full_backward_pre_hook register_load_state_dict_post_hook
 register_load_state_dict_pre_hook register_module register_parameter
 register_state_dict_post_hook register_state_dict_pre_hook require_backward_grad_sync
-require_forward_param_sync require_sync requires_grad_ scatter set_extra_state set_submodule
-share_memory state_dict static_graph to to_empty to_kwargs train training type
-will_sync_module_buffers xpu zero_grad
+require_forward_param_sync require_manual_backward_finalization require_sync requires_grad_
+scatter set_extra_state set_submodule share_memory state_dict static_graph to to_empty to_kwargs
+train training type will_sync_module_buffers xpu zero_grad
 """
 
 WRAPPER = frozenset(_OF_WRAPPER.split())

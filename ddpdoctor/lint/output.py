@@ -7,15 +7,17 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
+from urllib.parse import quote
 
 from ddpdoctor import __version__
 from ddpdoctor.core.finding import RULES, Severity
 from ddpdoctor.core.formatting import count, shown
 from ddpdoctor.lint.check import Problem
+from ddpdoctor.lint.launch_files import NAMES
 from ddpdoctor.lint.rules import LINT_RULES
 
 MAX_WIDTH = 200
-"""Characters of a line of code that is shown."""
+"""The longest line of code that is printed, in characters."""
 
 _SARIF_LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "note"}
 _GITHUB_LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "notice"}
@@ -118,7 +120,7 @@ def sarif(problems: Sequence[Problem]) -> str:
 
 def _place(problem: Problem) -> dict[str, Any]:
     return {
-        "artifactLocation": {"uri": problem.path.replace(os.sep, "/")},
+        "artifactLocation": {"uri": quote(problem.path.replace(os.sep, "/"))},
         "region": {
             "startLine": problem.line,
             "startColumn": problem.column,
@@ -133,6 +135,8 @@ def name_of(code: str) -> str:
     own = LINT_RULES.get(code)
     if own is not None and own.name:
         return own.name
+    if code in NAMES:
+        return NAMES[code]
     _load_pages()
     return RULES[code].name if code in RULES else "unreadable"
 

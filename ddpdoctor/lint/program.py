@@ -1,4 +1,4 @@
-"""Follow names through the files of a program: what each expression may be.
+"""Follow names through the files of a program, to find what an expression may be.
 
 The reading does not run anything and does not follow the order of statements. `origins` returns
 where the values of an expression come from: through names, attributes, parameters, tuples, keyword
@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
@@ -33,10 +33,10 @@ _FUNCTIONS = (*FUNCTIONS, ast.Lambda)
 _SCOPES = (*_FUNCTIONS, ast.ClassDef, ast.Module)
 _NESTED = (*_FUNCTIONS, ast.ClassDef)
 ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-"""Variables whose values are known by their names, in whatever dictionary they are."""
+"""Environment variables of the launcher."""
 
 _DEPTH = 8
-"""Steps from one name to the next that are followed."""
+"""The longest chain of names that is followed."""
 
 _SAME = frozenset(
     (
@@ -49,8 +49,30 @@ _SAME = frozenset(
 _COMPARISONS = frozenset(("main", "master", "chief", "primary", "verbose", "gpu", "device", "root"))
 
 
+_COLLECTED = (
+    *(ast.Name, ast.Attribute, ast.Call, ast.Import, ast.ImportFrom, *FUNCTIONS, ast.ClassDef),
+    *(ast.Assign, ast.AnnAssign, ast.NamedExpr, ast.For, ast.AsyncFor, ast.comprehension),
+    ast.withitem,
+)
+_LEAVES = frozenset(("ctx", "op", "ops"))
+"""Fields whose nodes have no children. All trees share these nodes."""
+
+
+def _parts(node: ast.AST) -> list[ast.AST]:
+    """Return the children of a node, except operators and contexts."""
+    parts: list[ast.AST] = []
+    for name in node._fields:
+        if name not in _LEAVES:
+            value = getattr(node, name, None)
+            if isinstance(value, list):
+                parts += [each for each in value if isinstance(each, ast.AST)]
+            elif isinstance(value, ast.AST):
+                parts.append(value)
+    return parts
+
+
 class Origin(NamedTuple):
-    """An expression that makes a value, and the file it stands in."""
+    """An expression that creates a value, and its file."""
 
     node: ast.expr
     code: Code
@@ -90,32 +112,35 @@ class Code:
     _children: dict[ast.AST, list[ast.AST]] = field(default_factory=dict, repr=False)
     _inside: dict[ast.AST, list[ast.AST]] = field(default_factory=dict, repr=False)
     _discerned: dict[ast.expr, bool] = field(default_factory=dict, repr=False)
+    _calls_of: dict[str, list[ast.Call]] = field(default_factory=dict, repr=False)
     _set: dict[tuple[ast.AST, str], list[Item]] = field(default_factory=lambda: defaultdict(list))
     _attributes: dict[str, list[Item]] = field(default_factory=lambda: defaultdict(list))
 
     def __post_init__(self) -> None:
-        queue: list[ast.AST] = [self.tree]
-        for node in queue:
-            self.nodes.append(node)
-            children = self._children[node] = list(ast.iter_child_nodes(node))
+        self.nodes.append(self.tree)
+        # The list grows: what a node holds is behind it.
+        for node in self.nodes:
+            children = self._children[node] = _parts(node)
             for child in children:
                 self.parents[child] = node
-            queue += children
+            self.nodes += children
         for node in self.nodes:
-            self._collect(node)
+            if isinstance(node, _COLLECTED):
+                self._collect(node)
 
     def _collect(self, node: ast.AST) -> None:
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
+        if isinstance(node, (ast.Name, ast.Attribute)):
+            if isinstance(node.ctx, ast.Load):
+                self.loads.setdefault(last_name(node), []).append(node)
+        elif isinstance(node, ast.Call):
+            self.calls.append(node)
+            self.calls_by_name.setdefault(last_name(node.func), []).append(node)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
             self._import(node)
         elif isinstance(node, FUNCTIONS):
             self.functions.setdefault(node.name, []).append(node)
         elif isinstance(node, ast.ClassDef):
             self.classes[node.name] = node
-        elif isinstance(node, ast.Call):
-            self.calls.append(node)
-            self.calls_by_name.setdefault(last_name(node.func), []).append(node)
-        elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Load):
-            self.loads.setdefault(last_name(node), []).append(node)
         elif isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
             for target in targets_of(node):
                 self._bind(target, node.value, node)
@@ -169,7 +194,7 @@ class Code:
             parent = self.parents.get(parent)
 
     def scope(self, node: ast.AST) -> ast.AST:
-        """Return the function, class or module whose names a node sees first."""
+        """Return the innermost function, class or module around a node."""
         inner = node
         for each in self.above(node):
             if isinstance(each, _FUNCTIONS):
@@ -183,7 +208,7 @@ class Code:
         return self.tree
 
     def function(self, node: ast.AST) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-        """Return the function that a node is in; None at the module's level."""
+        """Return the function around a node. None at module level."""
         for each in self.above(node):
             if isinstance(each, FUNCTIONS):
                 return each
@@ -200,7 +225,7 @@ class Code:
         return node
 
     def loops(self, node: ast.AST) -> list[Loop]:
-        """Return the loops of one function whose body holds a node, innermost first."""
+        """Return the loops of a function around a node, innermost first."""
         found: list[Loop] = []
         inner = node
         for each in self.above(node):
@@ -212,7 +237,7 @@ class Code:
         return found
 
     def within(self, node: ast.AST) -> list[ast.AST]:
-        """Return the nodes of a block in order, but not what nested functions and classes hold."""
+        """Return the nodes of a block in order, without what nested functions and classes hold."""
         known = self._inside.get(node)
         if known is None:
             known = self._inside[node] = []
@@ -229,9 +254,14 @@ class Code:
         calls = (each for each in self.within(node) if isinstance(each, ast.Call))
         return [each for each in calls if last_name(each.func) == name]
 
-    def text(self, node: ast.AST) -> str:
-        """Return an expression's source in one line."""
-        return ast.unparse(node)
+    def binds(self, scope: ast.AST, name: str) -> bool:
+        """Return whether a function or module sets a name itself."""
+        return (scope, name) in self._set
+
+    def calls_of_dist(self, node: ast.AST, *names: str) -> list[ast.Call]:
+        """Return the calls of some functions of torch.distributed within a block."""
+        calls = (each for each in self.within(node) if isinstance(each, ast.Call))
+        return [each for each in calls if self.is_dist(each, *names)]
 
     # -- names
 
@@ -273,10 +303,20 @@ class Code:
         full = self.dotted(call.func)
         return full.startswith(("torch.distributed.", "dist."))
 
-    @cached_property
+    def calls_of(self, name: str) -> list[ast.Call]:
+        """Return the calls of one of torch's functions or classes, under any imported name."""
+        known = self._calls_of.get(name)
+        if known is None:
+            local = {one for one, full in self.imports.items() if full.endswith(f".{name}")}
+            calls = (call for each in {name, *local} for call in self.calls_by_name.get(each, ()))
+            found = [each for each in calls if self.is_torch(each, name)]
+            known = self._calls_of[name] = sorted(found, key=lambda each: each.lineno)
+        return known
+
+    @property
     def wraps(self) -> list[ast.Call]:
         """The calls that wrap a model with torch's DDP."""
-        return [each for each in self.calls if self.is_torch(each, "DistributedDataParallel")]
+        return self.calls_of("DistributedDataParallel")
 
     @cached_property
     def words(self) -> Words:
@@ -287,7 +327,7 @@ class Code:
         return found
 
     def discerns(self, test: ast.expr) -> bool:
-        """Return whether a condition differs between ranks, as far as can be seen."""
+        """Return whether a condition differs between ranks. False if that is not known."""
         known = self._discerned.get(test)
         if known is None:
             # What a function makes of a rank is not known, and may be the same on all.
@@ -302,9 +342,21 @@ class Code:
         return known
 
     @cached_property
+    def rank_conditions(self) -> bool:
+        """Whether the file has conditions that differ between ranks."""
+        return any(
+            (isinstance(each, (ast.If, ast.IfExp, ast.While)) and self.discerns(each.test))
+            or (isinstance(each, ast.Match) and self.discerns(each.subject))
+            or (isinstance(each, ast.comprehension) and any(map(self.discerns, each.ifs)))
+            or (isinstance(each, ast.BoolOp) and any(map(self.discerns, each.values)))
+            or (isinstance(each, FUNCTIONS) and any(map(runs_on_one_rank, each.decorator_list)))
+            for each in self.nodes
+        )
+
+    @cached_property
     def _own_words(self) -> Words:
-        """Names for the rank, of which the file shows that a rank makes them."""
-        found = words_of(self.tree)
+        """Names that the file itself sets to a rank or to a condition on it."""
+        found = words_of(self.nodes)
         if not found.numbers and not found.conditions:
             return found
         made: dict[str, list[ast.expr]] = defaultdict(list)
@@ -340,7 +392,7 @@ class Code:
             for scope in self._visible(node):
                 known = self._set.get((scope, node.id), ())
                 yield from ((self, each) for each in known)
-                passed = isinstance(scope, _FUNCTIONS) and _has_parameter(scope, node.id)
+                passed = isinstance(scope, _FUNCTIONS) and node.id in parameters_of(scope)
                 if passed:
                     yield from self._passed(scope, node.id)
                 if known or passed:
@@ -384,12 +436,12 @@ class Code:
                 yield code, Item(value, None, False, call)
 
     def is_method(self, function: ast.AST) -> bool:
-        """Return whether a function is a method that gets its object."""
+        """Return whether a function is a method that takes ``self`` or ``cls``."""
         static = (last_name(each) for each in getattr(function, "decorator_list", ()))
         return isinstance(self.parents.get(function), ast.ClassDef) and "staticmethod" not in static
 
     def origins(self, node: ast.expr) -> list[Origin]:
-        """Return the expressions that make an expression's value, as far as can be followed."""
+        """Return the expressions that create the value of an expression."""
         found: dict[tuple[int, int | None], Origin] = {}
         self._follow(node, None, found, set(), _DEPTH)
         return list(found.values())
@@ -493,7 +545,7 @@ class Code:
 
 
 def _items_of(code: Code, item: Item) -> Iterator[tuple[Code, ast.expr, int | None]]:
-    """Yield what the items of a value are: of a literal its parts, of what is called itself."""
+    """Yield the items of a literal, or of the ``values()`` of one."""
     value = item.value
     if isinstance(value, (ast.List, ast.Tuple)):
         for each in value.elts:
@@ -506,7 +558,7 @@ def _items_of(code: Code, item: Item) -> Iterator[tuple[Code, ast.expr, int | No
 
 
 def programs(files: Iterable[SourceFile]) -> list[Program]:
-    """Group files by their imports: what does not import each other is another program."""
+    """Group files into programs. Files belong together if one imports the other."""
     everything = Program(Code(each, each.tree) for each in files if each.tree is not None)
     group = {id(code): {id(code)} for code in everything.codes}
     for code in everything.codes:
@@ -536,7 +588,7 @@ class Program:
             code.program = self
 
     def module(self, code: Code, name: str) -> Code | None:
-        """Return the file of a module as another file imports it, if it is certain."""
+        """Return the file of an imported module. None if several files match."""
         found = self._modules.get(name.lstrip("."), [])
         if len(found) > 1:
             here = os.path.dirname(code.file.path)
@@ -622,6 +674,30 @@ class Program:
             self._callers[id(function)] = known
         return known
 
+    @cached_property
+    def wraps(self) -> bool:
+        """Whether the program wraps a model with torch's DDP."""
+        return any(each.wraps for each in self.codes)
+
+    def may_run(self, call: ast.Call, names: Container[str]) -> bool:
+        """Return whether a call may be of some functions, or of a function of the program."""
+        name = last_name(call.func)
+        return name in names or name in self._defined
+
+    @cached_property
+    def _defined(self) -> frozenset[str]:
+        """The names of functions, as they are defined and imported."""
+        defined = {name for each in self.codes for name in each.functions}
+        return frozenset(
+            defined
+            | {
+                name
+                for each in self.codes
+                for name, full in each.imports.items()
+                if full.rpartition(".")[2] in defined
+            }
+        )
+
     def uses(self, *words: str) -> bool:
         """Return whether a file of the program has one of these words as a name."""
         return any(
@@ -647,7 +723,7 @@ def _is_number_of_rank(value: ast.expr) -> bool:
 
 
 def keyword(call: ast.Call, name: str, position: int | None = None) -> ast.expr | None:
-    """Return an argument by its keyword or position; None if it is not passed so."""
+    """Return an argument by its keyword or position. None if it is not passed."""
     for each in call.keywords:
         if each.arg == name:
             return each.value
@@ -668,20 +744,21 @@ def has_unpacked(call: ast.Call) -> bool:
 def argument_of(
     call: ast.Call, function: ast.FunctionDef | ast.AsyncFunctionDef, name: str, is_method: bool
 ) -> ast.expr | None:
-    """Return what a call passes as a parameter of a function; None if that is not known."""
+    """Return the argument of a call for a parameter. None if that is not known."""
     names = [each.arg for each in (*function.args.posonlyargs, *function.args.args)]
     if is_method and names:
         names = names[1:]
     return keyword(call, name, names.index(name) if name in names else None)
 
 
-def _has_parameter(function: ast.AST, name: str) -> bool:
+def parameters_of(function: ast.AST) -> set[str]:
+    """Return the names of a function's parameters. A module has none."""
     arguments = getattr(function, "args", None)
     if not isinstance(arguments, ast.arguments):
-        return False
+        return set()
     every = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
     extra = [each for each in (arguments.vararg, arguments.kwarg) if each is not None]
-    return any(each.arg == name for each in (*every, *extra))
+    return {each.arg for each in (*every, *extra)}
 
 
 def _default(function: ast.AST, name: str) -> ast.expr | None:
@@ -698,8 +775,25 @@ def _default(function: ast.AST, name: str) -> ast.expr | None:
     return None
 
 
+def option_defaults(code: Code, node: ast.expr) -> list[ast.expr]:
+    """Return the defaults of the command-line option that ``args.NAME`` is."""
+    if not isinstance(node, ast.Attribute):
+        return []
+    option = "--" + node.attr.replace("_", "-")
+    return [
+        default
+        for each in code.program.codes
+        for call in each.calls_by_name.get("add_argument", ())
+        if any(
+            isinstance(one, ast.Constant) and str(one.value).replace("_", "-") == option
+            for one in call.args
+        )
+        and (default := keyword(call, "default")) is not None
+    ]
+
+
 def calls_in(nodes: Iterable[ast.AST], *names: str) -> list[ast.Call]:
-    """Return the calls of some names in some nodes and what they hold, nested functions too."""
+    """Return the calls of some functions in some nodes, also in nested functions."""
     return [
         each
         for node in nodes
@@ -709,7 +803,7 @@ def calls_in(nodes: Iterable[ast.AST], *names: str) -> list[ast.Call]:
 
 
 def targets_of(node: ast.AST) -> list[ast.expr]:
-    """Return what an assignment sets; nothing for another node."""
+    """Return the targets of an assignment. Empty for other nodes."""
     if isinstance(node, ast.Assign):
         return node.targets
     return [node.target] if isinstance(node, (ast.AnnAssign, ast.AugAssign)) else []
@@ -725,6 +819,8 @@ def guards(code: Code, node: ast.AST) -> list[tuple[ast.AST, bool]]:
     its block count as well.
     """
     found: list[tuple[ast.AST, bool]] = []
+    if not code.rank_conditions:
+        return found
     inner = node
     for each in code.above(node):
         if isinstance(each, (ast.If, ast.IfExp)) and inner is not each.test:
@@ -736,6 +832,8 @@ def guards(code: Code, node: ast.AST) -> list[tuple[ast.AST, bool]]:
             for test in before:
                 if code.discerns(test):
                     found.append((each, isinstance(each.op, ast.And)))
+        elif any(map(code.discerns, _other_tests(code, each, inner))):
+            found.append((each, True))
         elif isinstance(each, FUNCTIONS):
             found += [(each, True) for one in each.decorator_list if runs_on_one_rank(one)]
         if isinstance(inner, ast.stmt):
@@ -746,17 +844,32 @@ def guards(code: Code, node: ast.AST) -> list[tuple[ast.AST, bool]]:
     return found
 
 
+def _other_tests(code: Code, node: ast.AST, inner: ast.AST) -> list[ast.expr]:
+    """Return the conditions on a part of a ``match``, a ``while``, or a comprehension."""
+    if isinstance(node, ast.match_case):
+        above = code.parents[node]
+        return [above.subject] if isinstance(above, ast.Match) else []
+    if isinstance(node, ast.While) and inner in node.body:
+        return [node.test] if by_rank_alone(node.test, code.words) else []
+    if isinstance(node, (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)):
+        generators: list[ast.comprehension] = node.generators
+        return [] if inner in generators else [one for each in generators for one in each.ifs]
+    return []
+
+
+_LEAVING = (ast.Return, ast.Continue, ast.Break, ast.Raise)
+
+
 def _left_above(code: Code, parent: ast.AST, inner: ast.stmt) -> list[tuple[ast.AST, bool]]:
-    """Return the conditions on the rank above a statement of a block that leave the block."""
+    """Return the conditions on the rank that leave a block before a statement."""
     for name in ("body", "orelse", "finalbody"):
         block = getattr(parent, name, None)
         if isinstance(block, list) and inner in block:
-            leaves = (ast.Return, ast.Continue, ast.Break, ast.Raise)
             return [
                 (each, False)
                 for each in block[: block.index(inner)]
                 if isinstance(each, ast.If)
-                and isinstance(each.body[-1], leaves)
+                and isinstance(each.body[-1], _LEAVING)
                 and code.discerns(each.test)
                 # A `continue` that depends on more than the rank lets a later round get there.
                 and (
@@ -816,7 +929,7 @@ def under(code: Code, node: ast.AST, *words: str) -> bool:
 
 
 def exclusive(code: Code, one: ast.AST, other: ast.AST) -> bool:
-    """Return whether two nodes stand in different branches of a condition, so that one runs."""
+    """Return whether two nodes are in different branches of a condition."""
     branches = dict(_branches(code, one))
     return any(branches.get(node, name) != name for node, name in _branches(code, other))
 
@@ -832,15 +945,24 @@ def _branches(code: Code, node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
         inner = each
 
 
+_QUIET = frozenset(("no_grad", "inference_mode", "set_grad_enabled"))
+
+
+def is_quiet(node: ast.With | ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Return whether a block or a function runs under ``no_grad`` or ``inference_mode``."""
+    marks = (
+        [each.context_expr for each in node.items]
+        if isinstance(node, ast.With)
+        else node.decorator_list
+    )
+    return any(last_name(one) in _QUIET for mark in marks for one in ast.walk(mark))
+
+
 def without_gradients(code: Code, node: ast.AST) -> bool:
-    """Return whether a node runs under ``no_grad`` or ``inference_mode``."""
-    quiet = ("no_grad", "inference_mode", "set_grad_enabled")
+    """Return whether something around a node switches gradients off."""
     for each in code.above(node):
-        if isinstance(each, ast.With):
-            names = {last_name(one) for item in each.items for one in ast.walk(item.context_expr)}
-            if names & set(quiet):
-                return True
+        if isinstance(each, ast.With) and is_quiet(each):
+            return True
         if isinstance(each, FUNCTIONS):
-            names = {last_name(one) for mark in each.decorator_list for one in ast.walk(mark)}
-            return bool(names & set(quiet))
+            return is_quiet(each)
     return False

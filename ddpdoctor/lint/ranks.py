@@ -1,4 +1,4 @@
-"""Tell ranks, local ranks and numbers of ranks from each other, by what makes them."""
+"""Distinguish ranks, local ranks and world sizes by where their values come from."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 import re
 
 from ddpdoctor.diagnose.source_files import last_name
-from ddpdoctor.lint.program import Code
+from ddpdoctor.lint.program import ENVIRONMENT, Code
 
 _LOCAL = re.compile(r"local_?rank|gpu_?id$|^gpu$", re.IGNORECASE)
 _WORLD = re.compile(r"world_?size|num_?(replicas|ranks|processes)|nprocs$", re.IGNORECASE)
@@ -17,7 +17,7 @@ _OTHER = re.compile(
 
 
 def variable(code: Code, node: ast.AST) -> str:
-    """Return the environment variable that an expression reads; empty if it reads none."""
+    """Return the environment variable that an expression reads. Empty if it reads none."""
     key: ast.AST | None = None
     if isinstance(node, ast.Subscript) and "env" in last_name(node.value).lower():
         key = node.slice
@@ -31,9 +31,11 @@ def variable(code: Code, node: ast.AST) -> str:
 
 
 def _made(code: Code, node: ast.expr) -> list[ast.expr]:
-    """Return what makes a number, without ``int()`` around it."""
+    """Return the origins of a number in a job of torchrun, without ``int()`` around them."""
     found: list[ast.expr] = []
     for each in code.origins(node):
+        if _is_without_torchrun(each.code, each.node):
+            continue
         inner = each.node
         while isinstance(inner, ast.Call) and last_name(inner.func) == "int" and inner.args:
             inner = inner.args[0]
@@ -44,8 +46,27 @@ def _made(code: Code, node: ast.expr) -> list[ast.expr]:
     return found
 
 
+def _is_without_torchrun(code: Code, node: ast.AST) -> bool:
+    """Return whether only runs without torchrun use a value: ``else`` of ``"RANK" in ...``."""
+    inner = node
+    for each in code.above(node):
+        if isinstance(each, (ast.If, ast.IfExp)):
+            part = each.orelse if isinstance(each.orelse, list) else [each.orelse]
+            test = each.test
+            if (
+                inner in part
+                and isinstance(test, ast.Compare)
+                and isinstance(test.ops[0], ast.In)
+                and isinstance(test.left, ast.Constant)
+                and test.left.value in ENVIRONMENT
+            ):
+                return True
+        inner = each
+    return False
+
+
 def _name_of(code: Code, node: ast.expr) -> str:
-    """Return the word that says what a number is: a variable, a function or a name."""
+    """Return the variable, function or name that a number comes from."""
     said = variable(code, node)
     if said:
         return said
@@ -53,7 +74,7 @@ def _name_of(code: Code, node: ast.expr) -> str:
 
 
 def is_local_rank(code: Code, node: ast.expr) -> bool:
-    """Return whether an expression is certainly a rank within its node."""
+    """Return whether an expression is certainly a local rank."""
     made = [_name_of(code, each) for each in _made(code, node)]
     names = [each for each in made if each]
     if names:
@@ -62,7 +83,7 @@ def is_local_rank(code: Code, node: ast.expr) -> bool:
 
 
 def is_rank(code: Code, node: ast.expr) -> bool:
-    """Return whether an expression is certainly the rank among all ranks, as torch counts them."""
+    """Return whether an expression is certainly the global rank."""
     made = _made(code, node)
     if not made:
         return False
@@ -76,7 +97,7 @@ def is_rank(code: Code, node: ast.expr) -> bool:
 
 
 def is_world_size(code: Code, node: ast.expr) -> bool:
-    """Return whether an expression is a number of all ranks, by what makes it or by its name."""
+    """Return whether an expression is the world size, by its origin or its name."""
     if _WORLD.search(last_name(node)):
         return True
     return any(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from ddpdoctor.core.finding import Severity
@@ -15,6 +16,8 @@ from ddpdoctor.lint.program import (
     guards,
     is_guarded,
     keyword,
+    parameters_of,
+    targets_of,
     under,
     without_gradients,
 )
@@ -41,11 +44,9 @@ COLLECTIVES = (
 def collective_under_guard(code: Code) -> Iterator[Hit]:
     """Find collectives that only some ranks reach."""
     for call in code.calls:
-        names = _collectives_of(code, call)
+        held = guards(code, call) if code.program.may_run(call, COLLECTIVES) else []
+        names = _collectives_of(code, call) if held and not _in_group(call) else []
         if not names:
-            continue
-        held = guards(code, call)
-        if not held or _in_group(call):
             continue
         condition, wanted = held[0]
         if _is_matched(code, call, condition, wanted, names):
@@ -57,14 +58,14 @@ def collective_under_guard(code: Code) -> Iterator[Hit]:
         at = getattr(condition, "lineno", call.lineno)
         yield Hit(
             call,
-            f"only some ranks reach {what}, by the condition in line {at}: they wait for the "
-            "others for ever",
+            f"only some ranks reach {what}, by the condition in line {at}: they wait "
+            "forever for the others",
             "Call it on every rank, outside of the condition.",
         )
 
 
 def _collectives_of(code: Code, call: ast.Call, depth: int = 2) -> list[str]:
-    """Return the collectives that a call certainly runs, itself or through a function."""
+    """Return the collectives that a call certainly runs, directly or in a function."""
     if code.is_dist(call, *COLLECTIVES):
         return [last_name(call.func)]
     found: list[str] = []
@@ -86,20 +87,19 @@ def _in_group(call: ast.Call) -> bool:
 def _is_matched(
     code: Code, call: ast.Call, condition: ast.AST, wanted: bool, names: list[str]
 ) -> bool:
-    """Return whether the other ranks make such a call too: in the other branch, or elsewhere."""
+    """Return whether the other ranks run the same collective under the opposite condition."""
     function = code.function(call)
     for each in code.within(function or code.tree):
         if not isinstance(each, ast.Call) or each is call:
             continue
-        if not set(_collectives_of(code, each)) & set(names):
+        if not code.program.may_run(each, COLLECTIVES):
             continue
         held = guards(code, each)
-        if held and _excludes(code, held[0], (condition, wanted)):
+        if not held or not _excludes(code, held[0], (condition, wanted)):
+            continue
+        if set(_collectives_of(code, each)) & set(names):
             return True
-    # A with-statement that runs the ranks one after another has both halves in one function.
-    return not isinstance(condition, (ast.If, ast.IfExp, ast.BoolOp)) and not hasattr(
-        condition, "decorator_list"
-    )
+    return False
 
 
 def _excludes(code: Code, one: tuple[ast.AST, bool], other: tuple[ast.AST, bool]) -> bool:
@@ -119,85 +119,103 @@ def _excludes(code: Code, one: tuple[ast.AST, bool], other: tuple[ast.AST, bool]
 @rule("DDP402", Severity.WARNING)
 def forward_under_guard(code: Code) -> Iterator[Hit]:
     """Find evaluations through the DDP wrapper that only some ranks run."""
-    if not any(each.wraps for each in code.program.codes):
+    if not code.program.wraps:
         return
     for call in code.calls:
-        if not _runs_wrapper(code, call):
-            continue
-        held = guards(code, call)
-        condition = held[0][0] if held else None
+        condition = next((each for each, _ in guards(code, call)), None)
         if not isinstance(condition, ast.If):
             continue
-        parts = (condition.body, condition.orelse)
-        both = all(
-            any(
-                isinstance(one, ast.Call) and last_name(one.func) == last_name(call.func)
-                for s in part
-                for one in ast.walk(s)
+        forward = _forward_of(code, call)
+        if forward is None and not _evaluates_elsewhere(code, call):
+            continue
+        if _both_branches(condition, last_name(call.func)):
+            continue
+        severity: Severity | None = Severity.WARNING
+        if forward is None:
+            severity = Severity.INFO
+        elif without_gradients(*forward):
+            severity = _buffers(code)
+        if severity is not None:
+            yield Hit(
+                call,
+                "one rank alone runs the DDP wrapper, which synchronizes buffers with ranks that "
+                "do not take part",
+                "Evaluate model.module, or on every rank.",
+                severity,
             )
-            for part in parts
-        )
-        if both:
-            continue
-        if without_gradients(code, call) and not _may_have_buffers(code):
-            continue
-        yield Hit(
-            call,
-            "one rank alone runs the DDP wrapper, which synchronizes buffers with ranks that "
-            "do not take part",
-            "Evaluate model.module, or on every rank.",
-        )
 
 
-def _may_have_buffers(code: Code) -> bool:
-    """Return whether the program names BatchNorm, or a model that has it."""
-    names = {name for each in code.program.codes for name in (*each.calls_by_name, *each.imports)}
-    return any(
-        "BatchNorm" in each or each.startswith(("resnet", "densenet", "vgg")) for each in names
+def _both_branches(condition: ast.If, name: str) -> bool:
+    """Return whether both branches of a condition call a function of a name."""
+    return all(calls_in(part, name) for part in (condition.body, condition.orelse))
+
+
+_WITH_BUFFERS = ("torchvision.models", "transformers", "timm", "segmentation_models_pytorch")
+"""Packages whose models have buffers: of BatchNorm, or of positions."""
+
+
+def _buffers(code: Code) -> Severity | None:
+    """Return the severity of a forward without gradients on one rank alone.
+
+    Returns:
+        A warning if the program uses modules with buffers, an info if its models are unknown, and
+        None if all modules are known and have no buffers.
+    """
+    codes = code.program.codes
+    if any(
+        "BatchNorm" in name or name == "register_buffer" or full.startswith(_WITH_BUFFERS)
+        for each in codes
+        for name, full in (*each.imports.items(), *((name, "") for name in each.calls_by_name))
+    ):
+        return Severity.WARNING
+    wrapped = [
+        made
+        for each in codes
+        for wrap in each.wraps
+        for made in (each.origins(wrap.args[0]) if wrap.args else ())
+    ]
+    known = all(
+        isinstance(each.node, ast.Call) and last_name(each.node.func) in each.code.classes
+        for each in wrapped
     )
+    return None if wrapped and known else Severity.INFO
 
 
-_EVALUATES = (
-    "evaluate",
-    "validate",
-    "eval",
-    "test",
-    "validation",
-    "evaluation",
-    "sample",
-    "generate",
-    "val",
-    "infer",
-)
-
-
-def _runs_wrapper(code: Code, call: ast.Call) -> bool:
+def _forward_of(code: Code, call: ast.Call) -> tuple[Code, ast.Call] | None:
+    """Return the forward of a DDP object that a call runs, itself or in a function."""
     if isinstance(call.func, (ast.Name, ast.Attribute)) and _certainly_ddp(code, call.func, call):
-        return True
-    name = last_name(call.func).lower()
-    if not any(name == each or name.startswith(f"{each}_") for each in _EVALUATES):
-        return False
-    if not code.program.targets(code, call):
-        return False
+        return code, call
+    if isinstance(call.func, ast.Attribute) and _certainly_ddp(code, call.func.value, call):
+        # A method of the module itself.
+        return None
     for other, function in code.program.targets(code, call):
-        unwraps = any(
-            isinstance(each, ast.Attribute) and each.attr == "module"
-            for each in other.within(function)
-        )
-        if unwraps:
-            return False
-    return any(_certainly_ddp(code, each, call) for each in call.args)
+        passed = {
+            name
+            for name in parameters_of(function)
+            if (given := argument_of(call, function, name, other.is_method(function))) is not None
+            and _certainly_ddp(code, given, call)
+        }
+        for each in (one for one in other.within(function) if isinstance(one, ast.Call)):
+            own = isinstance(each.func, ast.Attribute) and _certainly_ddp(other, each.func, each)
+            if not own and not (isinstance(each.func, ast.Name) and each.func.id in passed):
+                continue
+            # A function may take the module out of a wrapper first.
+            if not guards(other, each) and not other.binds(function, last_name(each.func)):
+                quiet = without_gradients(code, call)
+                return (code, call) if quiet else (other, each)
+    return None
 
 
-def _ddp_names(code: Code) -> set[str]:
-    """Return the names that are bound to DDP in a file."""
-    return {
-        target.id
-        for wrap in code.wraps
-        if isinstance(statement := code.statement(wrap), ast.Assign)
-        for target in statement.targets
-        if isinstance(target, ast.Name)
-    }
+_EVALUATES = re.compile(r"(eval|validat|test|val(_|$)|sample|generat|infer)", re.IGNORECASE)
+
+
+def _evaluates_elsewhere(code: Code, call: ast.Call) -> bool:
+    """Return whether a call passes a DDP object to a function of another file that evaluates it."""
+    return (
+        _EVALUATES.match(last_name(call.func)) is not None
+        and not code.program.targets(code, call)
+        and any(_certainly_ddp(code, each, call) for each in call.args)
+    )
 
 
 def _is_passed_ddp(code: Code, node: ast.Name, depth: int) -> bool:
@@ -206,11 +224,8 @@ def _is_passed_ddp(code: Code, node: ast.Name, depth: int) -> bool:
     if (
         function is None
         or depth <= 0
-        or not _is_parameter(function, node.id)
-        or any(
-            isinstance(each, ast.Assign) and node.id in {last_name(one) for one in each.targets}
-            for each in code.within(function)
-        )
+        or node.id not in parameters_of(function)
+        or code.binds(function, node.id)
     ):
         return False
     passed = [
@@ -223,8 +238,8 @@ def _is_passed_ddp(code: Code, node: ast.Name, depth: int) -> bool:
     )
 
 
-def _certainly_ddp(code: Code, node: ast.expr, at: ast.AST, depth: int = 2) -> bool:
-    """Return whether an expression is DDP where it is used: what sets it last makes it so."""
+def _certainly_ddp(code: Code, node: ast.expr, at: ast.expr, depth: int = 2) -> bool:
+    """Return whether an expression is certainly a DDP object where it is used."""
     if isinstance(node, ast.Attribute) and last_name(node.value) == "self":
         owner = code.owner(node)
         items = [item for other, item in code.values(node) if code is other]
@@ -236,54 +251,98 @@ def _certainly_ddp(code: Code, node: ast.expr, at: ast.AST, depth: int = 2) -> b
     made = code.origins(node)
     if made and all(each.code.is_torch(each.node, "DistributedDataParallel") for each in made):
         return True
-    if node.id not in _ddp_names(code):
-        return _is_passed_ddp(code, node, depth)
-    line = getattr(at, "lineno", 0)
     bound = [
-        (item.node.lineno, bool(calls_in([item.value], "DistributedDataParallel", *_aliases(code))))
+        (item.node.lineno, _makes_ddp(code, item.value))
         for other, item in code.values(node)
-        if other is code and isinstance(item.node, ast.Assign) and item.node.lineno < line
+        if other is code and isinstance(item.node, ast.Assign) and item.node.lineno < at.lineno
     ]
-    return bool(bound) and max(bound)[1]
+    if any(is_ddp for _, is_ddp in bound):
+        return max(bound)[1]
+    return _is_passed_ddp(code, node, depth)
 
 
-def _aliases(code: Code) -> list[str]:
-    """Return the names under which a file imports DDP."""
-    full = "DistributedDataParallel"
-    return [
-        name
-        for name, each in code.imports.items()
-        if each.endswith(f".{full}") and each.startswith("torch")
-    ]
+def _makes_ddp(code: Code, value: ast.expr) -> bool:
+    return any(each is wrap for wrap in code.wraps for each in ast.walk(value))
 
 
 @rule("DDP403", Severity.ERROR)
 def skipped_on_one_rank(code: Code) -> Iterator[Hit]:
-    """Find steps that a rank skips by its own loss."""
-    if not any(each.wraps for each in code.program.codes):
+    """Find steps that a rank skips by what its loss or batch is."""
+    if not code.program.wraps:
         return
     for node in code.nodes:
         if isinstance(node, ast.Break):
             yield from _left(code, node)
         if not isinstance(node, ast.If):
             continue
-        loops = code.loops(node)
-        if not loops or not code.called(loops[0], "backward"):
-            continue
         leaves = [each for each in node.body if isinstance(each, (ast.Continue, ast.Break))]
-        if not leaves or not _is_about_loss(node.test) or _joins(code, node):
+        loop = next(iter(code.loops(node)), None) if leaves else None
+        if loop is None or _joins(code, node) or _is_reduced(code, loop, node):
             continue
-        if _is_reduced(code, loops[0], node):
+        together = code.called(loop, "backward") or [
+            each for each in code.calls_of_dist(loop, *_AGREES) if not guards(code, each)
+        ]
+        if not together or not _is_of_one_rank(code, loop, node.test) or _counts(code, loop, node):
             continue
-        backward = min(each.lineno for each in code.called(loops[0], "backward"))
-        leaves_loop = isinstance(leaves[0], ast.Break)
-        if node.lineno < backward or leaves_loop:
+        if node.lineno < together[0].lineno or isinstance(leaves[0], ast.Break):
             yield Hit(
                 leaves[0],
-                "a rank whose own loss is not finite skips the step, while the others wait for "
-                "its gradients",
+                "a rank whose own loss or batch is bad skips the step, while the others wait for "
+                "it",
                 "all_reduce the flag, so that all ranks skip together.",
             )
+
+
+def _counts(code: Code, loop: ast.AST, node: ast.If) -> bool:
+    """Return whether a loop counts its steps and ends after a number of them."""
+    counted = {
+        last_name(each.target)
+        for each in code.within(loop)
+        if isinstance(each, ast.AugAssign) and each.lineno > node.lineno
+    }
+    return any(
+        isinstance(each, ast.If)
+        and isinstance(each.body[-1], ast.Break)
+        and counted & {last_name(one) for one in ast.walk(each.test)}
+        for each in code.within(loop)
+    )
+
+
+_TESTED = frozenset(("isnan", "isinf", "isfinite", "any", "all", "sum"))
+
+
+def _is_of_one_rank(code: Code, loop: ast.AST, test: ast.expr) -> bool:
+    """Return whether a condition depends on the values of a loss or a batch."""
+    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
+        return any(_is_of_one_rank(code, loop, each) for each in test.values)
+    mine = _of_batch(code, loop)
+    words = [each for each in ast.walk(test) if isinstance(each, (ast.Name, ast.Attribute))]
+    if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Is):
+        return last_name(test.left) in mine
+    return any(
+        isinstance(each, ast.Call) and last_name(each.func) in _TESTED for each in ast.walk(test)
+    ) and any(last_name(each) in mine or "loss" in last_name(each).lower() for each in words)
+
+
+def _of_batch(code: Code, loop: ast.AST) -> set[str]:
+    """Return the names in a loop over batches that hold a part of the batch."""
+    if not isinstance(loop, (ast.For, ast.AsyncFor)):
+        return set()
+    target, text = loop.target, ast.unparse(loop.iter)
+    made = code.origins(loop.iter)
+    if "loader" not in text and not any(
+        each.code.is_torch(each.node, "DataLoader") for each in made
+    ):
+        return set()
+    if isinstance(target, ast.Tuple) and "enumerate" in text:
+        target = target.elts[-1]
+    found = {each.id for each in ast.walk(target) if isinstance(each, ast.Name)}
+    for each in code.within(loop):
+        value = getattr(each, "value", None) if targets_of(each) else None
+        names = ast.walk(value) if value is not None else ()
+        if any(isinstance(one, ast.Name) and one.id in found for one in names):
+            found |= {last_name(one) for one in targets_of(each)}
+    return found
 
 
 _AGREES = frozenset(
@@ -299,14 +358,17 @@ _AGREES = frozenset(
 
 
 def _left(code: Code, node: ast.Break) -> Iterator[Hit]:
-    """Yield a ``break`` that some ranks alone reach in a loop that trains."""
+    """Yield a ``break`` of a training loop that only some ranks reach."""
     loops, held = code.loops(node), guards(code, node)
     condition = held[0][0] if held else None
     if not loops or not isinstance(condition, ast.If) or condition not in code.within(loops[0]):
         return
     inside = code.within(loops[0])
     # A value that is sent may be the same on all ranks, and others may leave by a way of their own.
-    agrees = any(isinstance(each, ast.Call) and last_name(each.func) in _AGREES for each in inside)
+    agrees = any(
+        isinstance(each, ast.Call) and last_name(each.func) in _AGREES - {"barrier"}
+        for each in inside
+    )
     ways = sum(isinstance(each, (ast.Break, ast.Return)) for each in inside)
     trains = _trains(code, loops[0]) or bool(code.called(loops[0], "set_epoch"))
     if agrees or ways > 1 or _joins(code, node) or not trains:
@@ -320,7 +382,7 @@ def _left(code: Code, node: ast.Break) -> Iterator[Hit]:
 
 
 def _joins(code: Code, node: ast.AST) -> bool:
-    """Return whether a node is in a block in which ranks may have different numbers of batches."""
+    """Return whether a node is inside of ``join()``, which allows uneven numbers of batches."""
     return any(
         isinstance(each, ast.With)
         and any(
@@ -344,18 +406,8 @@ def _trains(code: Code, loop: ast.AST) -> bool:
     )
 
 
-def _is_about_loss(test: ast.expr) -> bool:
-    tested = ("isnan", "isinf", "isfinite")
-    return any(
-        isinstance(each, ast.Call)
-        and last_name(each.func) in tested
-        and any("loss" in last_name(one).lower() for one in ast.walk(each))
-        for each in ast.walk(test)
-    )
-
-
 def _is_reduced(code: Code, loop: ast.AST, node: ast.If) -> bool:
-    """Return whether what decides may be the same on all ranks, by a call that reduces above it."""
+    """Return whether a call above a condition may make it equal on all ranks."""
     for each in code.within(loop):
         if isinstance(each, ast.Call) and each.lineno <= node.lineno:
             name = last_name(each.func).lower()
@@ -390,7 +442,7 @@ def swallowed_exception(code: Code) -> Iterator[Hit]:
     When it stays silent
         Handlers that raise or leave the process.
     """
-    if not any(each.wraps for each in code.program.codes):
+    if not code.program.wraps:
         return
     for node in code.nodes:
         if not isinstance(node, ast.Try) or not code.loops(node):
@@ -409,7 +461,7 @@ def swallowed_exception(code: Code) -> Iterator[Hit]:
 
 
 def _ends(handler: ast.ExceptHandler) -> bool:
-    """Return whether a handler leaves the loop or the process, or is for Ctrl-C."""
+    """Return whether a handler leaves the loop or the process, or handles Ctrl-C."""
     leaves = any(
         isinstance(one, (ast.Raise, ast.Return, ast.Break))
         for part in handler.body
@@ -449,13 +501,14 @@ def name_of_some_ranks(code: Code) -> Iterator[Hit]:
         Names that another branch, a loop or an import sets, and reads under any condition that
         names the rank or the name itself.
     """
+    yield from _none_elsewhere(code)
     for scope in (each for each in code.nodes if isinstance(each, (*FUNCTIONS, ast.Module))):
         stored: dict[str, list[ast.Name]] = {}
         for each in code.within(scope):
             if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load):
                 stored.setdefault(each.id, []).append(each)
         for name, targets in stored.items():
-            known = name in code.imports or name in code.functions or _is_parameter(scope, name)
+            known = name in code.imports or name in code.functions or name in parameters_of(scope)
             condition = None if known else _only_condition(code, targets)
             if condition is None:
                 continue
@@ -481,23 +534,70 @@ def _only_condition(code: Code, targets: list[ast.Name]) -> ast.If | None:
     return first[0]
 
 
-def _is_read_by_all(code: Code, load: ast.Name, target: ast.Name) -> bool:
-    """Return whether all ranks read a name, in the same scope and round, below where it is set."""
-    loops = code.loops(target)
-    return (
-        load.lineno > target.lineno
-        and code.scope(load) is code.scope(target)
-        and code.loops(load)[len(code.loops(load)) - len(loops) :] == loops
-        and not is_guarded(code, load, 0)
-        and not under(code, load, "rank", "main", "master", load.id.lower())
-        and not any(isinstance(each, ast.Try) for each in code.above(load))
+def _none_elsewhere(code: Code) -> Iterator[Hit]:
+    """Yield uses of a name that is None on some ranks."""
+    for node in code.nodes:
+        value = node.value if isinstance(node, ast.Assign) else None
+        if not isinstance(value, ast.IfExp) or not code.discerns(value.test):
+            continue
+        if not any(
+            isinstance(each, ast.Constant) and each.value is None
+            for each in (value.body, value.orelse)
+        ):
+            continue
+        for target in targets_of(node):
+            uses = [
+                each
+                for each in code.loads.get(last_name(target), ())
+                if isinstance(each, ast.Name)
+                and isinstance(code.parents.get(each), ast.Attribute)
+                and isinstance(target, ast.Name)
+                and len(list(code.values(each))) == 1
+                and _is_read_by_all(code, each, target)
+                and not _asks_first(code, each)
+            ]
+            for each in uses[:1]:
+                yield Hit(
+                    each,
+                    f"{each.id} is None on some ranks, by the condition in line {value.lineno}: "
+                    "they raise here",
+                    "Use it under the same condition.",
+                )
+
+
+def _asks_first(code: Code, load: ast.Name) -> bool:
+    """Return whether an expression around a name tests it first: ``x and x.close()``."""
+    statement = code.statement(load)
+    above = code.within(code.function(load) or code.tree)
+    return sum(
+        isinstance(each, ast.Name) and each.id == load.id for each in ast.walk(statement)
+    ) > 1 or any(
+        isinstance(each, (ast.If, ast.Assert))
+        and load.id in {last_name(one) for one in ast.walk(each.test)}
+        for each in above
+        if getattr(each, "lineno", load.lineno) < load.lineno
     )
 
 
-def _is_parameter(scope: ast.AST, name: str) -> bool:
-    arguments = getattr(scope, "args", None)
-    return isinstance(arguments, ast.arguments) and any(
-        isinstance(each, ast.arg) and each.arg == name for each in ast.walk(arguments)
+def _is_read_by_all(code: Code, load: ast.Name, target: ast.Name) -> bool:
+    """Return whether all ranks read a name after it is set, in the same scope and iteration.
+
+    A function reads what the module sets, if all ranks call it at the module's level.
+    """
+    loops = code.loops(target)
+    scope = code.scope(load)
+    if scope is not code.scope(target):
+        if not isinstance(code.scope(target), ast.Module) or not isinstance(scope, FUNCTIONS):
+            return False
+        if len(list(code.values(load))) > 1 or not code.program.callers(code, scope):
+            return False
+    elif code.loops(load)[len(code.loops(load)) - len(loops) :] != loops:
+        return False
+    return (
+        load.lineno > target.lineno
+        and not is_guarded(code, load, 0 if scope is code.scope(target) else 4)
+        and not under(code, load, "rank", "main", "master", load.id.lower())
+        and not any(isinstance(each, ast.Try) for each in code.above(load))
     )
 
 
@@ -523,7 +623,7 @@ def unguarded_writer(code: Code) -> Iterator[Hit]:
     When it stays silent
         Names with the rank in them.
     """
-    if not any(each.wraps for each in code.program.codes):
+    if not code.program.wraps:
         return
     for call in code.calls:
         full = code.dotted(call.func)

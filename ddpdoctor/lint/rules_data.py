@@ -14,6 +14,7 @@ from ddpdoctor.lint.program import (
     guards,
     has_unpacked,
     is_guarded,
+    is_quiet,
     keyword,
     targets_of,
     under,
@@ -23,26 +24,6 @@ from ddpdoctor.lint.ranks import depends_on_rank, is_local_rank, is_world_size, 
 from ddpdoctor.lint.rules import LOADERS, TRAINERS, Hit, rule
 
 _ALL = TRAINERS | LOADERS
-
-
-def _samplers(code: Code) -> list[ast.Call]:
-    calls = code.calls_by_name
-    named = [*calls.get("DistributedSampler", ()), *_aliases(code, "DistributedSampler")]
-    return [each for each in named if code.is_torch(each, "DistributedSampler")]
-
-
-def _loaders(code: Code) -> list[ast.Call]:
-    named = [*code.calls_by_name.get("DataLoader", ()), *_aliases(code, "DataLoader")]
-    return [each for each in named if code.is_torch(each, "DataLoader")]
-
-
-def _aliases(code: Code, name: str) -> list[ast.Call]:
-    local = [
-        one
-        for one, full in code.imports.items()
-        if full.startswith("torch") and full.endswith(f".{name}") and one != name
-    ]
-    return [call for each in local for call in code.calls_by_name.get(each, ())]
 
 
 def _is_sampler(origin: Origin) -> bool:
@@ -87,9 +68,11 @@ def _shuffles(code: Code, sampler: ast.Call) -> bool:
 @rule("DDP101", Severity.ERROR, moot=_ALL)
 def sampler_not_used(code: Code) -> Iterator[Hit]:
     """Find samplers that reach no loader."""
-    if not _wraps(code) or not any(_loaders(each) for each in code.program.codes):
+    if not code.program.wraps or not any(
+        each.calls_of("DataLoader") for each in code.program.codes
+    ):
         return
-    for call in _samplers(code):
+    for call in code.calls_of("DistributedSampler"):
         if _is_dropped(code, call):
             yield Hit(
                 call,
@@ -104,7 +87,11 @@ def _is_dropped(code: Code, call: ast.Call) -> bool:
     while isinstance(parent, (ast.IfExp, ast.BoolOp)):
         parent = code.parents[parent]
     if isinstance(parent, ast.Expr):
-        return code.program.uses("backward")
+        # Where the loader has another one, this one is only tried.
+        loaders = code.calls_of("DataLoader")
+        return code.program.uses("backward") and not any(
+            _sampler_of(code, each) for each in loaders
+        )
     if not isinstance(parent, (ast.Assign, ast.AnnAssign)):
         return False
     targets = parent.targets if isinstance(parent, ast.Assign) else [parent.target]
@@ -129,7 +116,7 @@ def _is_dropped(code: Code, call: ast.Call) -> bool:
             if not _only_asks(each, load):
                 return False
     # In a file that makes no loader, another one takes it.
-    return bool(_loaders(code))
+    return bool(code.calls_of("DataLoader"))
 
 
 def _outer_names(code: Code, target: ast.AST) -> set[str]:
@@ -144,7 +131,7 @@ def _outer_names(code: Code, target: ast.AST) -> set[str]:
 
 
 def _only_asks(code: Code, load: ast.AST) -> bool:
-    """Return whether a use of a sampler does not pass it on, as ``set_epoch``, or ``is None``."""
+    """Return whether a use of a sampler passes it to nothing: ``set_epoch``, ``is None``."""
     parent = code.parents[load]
     if isinstance(parent, ast.Attribute):
         return True
@@ -167,7 +154,14 @@ def _only_asks(code: Code, load: ast.AST) -> bool:
 @rule("DDP102", Severity.ERROR, moot=_ALL)
 def unsharded_loader(code: Code) -> Iterator[Hit]:
     """Find training loops over a loader that gives every rank the whole data set."""
-    if not _wraps(code) or _divides_by_hand(code):
+    if not code.program.wraps or _divides_by_hand(code):
+        return
+    if any(
+        _is_dropped(each, call)
+        for each in code.program.codes
+        for call in each.calls_of("DistributedSampler")
+    ):
+        # DDP101 is the cause.
         return
     for loop in (node for node in code.nodes if isinstance(node, (ast.For, ast.AsyncFor))):
         if not _trains(code, loop):
@@ -186,10 +180,6 @@ def unsharded_loader(code: Code) -> Iterator[Hit]:
                     "Pass sampler=DistributedSampler(dataset), drop shuffle=True, and call "
                     "sampler.set_epoch(epoch) in each epoch.",
                 )
-
-
-def _wraps(code: Code) -> bool:
-    return any(each.wraps for each in code.program.codes)
 
 
 def _divides_by_hand(code: Code) -> bool:
@@ -260,36 +250,58 @@ def _is_unsharded(origin: Origin) -> bool:
             names = {last_name(one) for one in ast.walk(node)}
             if names & set(_SYNTHETIC) or "Fake" in last_name(node.func):
                 return False
+            if last_name(node.func) in each.code.classes and not node.args and not node.keywords:
+                # Data that the code makes up itself.
+                return False
         elif isinstance(node, (ast.Subscript, ast.ListComp)):
             return False
     return True
 
 
-@rule("DDP103", Severity.WARNING, moot=_ALL)
+_OWN_LOADERS = frozenset(("deepspeed", "horovod", "colossalai", "megatron", "fairseq"))
+"""Frameworks that take the program's own loaders as they are."""
+
+
+@rule("DDP103", Severity.WARNING, moot=_ALL - _OWN_LOADERS)
 def missing_set_epoch(code: Code) -> Iterator[Hit]:
-    """Find samplers that shuffle and hear of no epoch."""
-    for call in _samplers(code):
+    """Find samplers that shuffle without ``set_epoch``."""
+    for call in code.calls_of("DistributedSampler"):
         if not _shuffles(code, call) or _has_epoch(code, call):
             continue
-        loops = [
-            (other, loop)
-            for other in code.program.codes
-            for loop in other.nodes
-            if isinstance(loop, (ast.For, ast.AsyncFor))
-            and any(
-                _is_loader(made)
-                and any(each.node is call for each in _samplers_of(made.code, made.node))
-                for made in other.origins(loop.iter)
-                if isinstance(made.node, ast.Call)
-            )
-        ]
-        if any(_repeats(other, loop) and _trains(other, loop) for other, loop in loops):
+        if any(_feeds_epochs(other, call) for other in code.program.codes):
             yield Hit(
                 call,
                 "set_epoch() is never called on this DistributedSampler, so every epoch has the "
                 "same order",
                 "Call sampler.set_epoch(epoch) at the top of the epoch loop.",
             )
+
+
+def _feeds_epochs(code: Code, sampler: ast.Call) -> bool:
+    """Return whether a file trains for several epochs over a loader with a sampler."""
+    for node in code.nodes:
+        if isinstance(node, (ast.For, ast.AsyncFor)):
+            if _is_over(code, node.iter, sampler) and _repeats(code, node):
+                yields = any(isinstance(each, ast.Yield) for each in code.within(node))
+                if _trains(code, node) or (yields and code.program.uses("backward")):
+                    return True
+        elif isinstance(node, ast.Call) and last_name(node.func) == "iter" and node.args:
+            # Its items come by `next` in an inner loop.
+            loops = code.loops(node)
+            trains = bool(loops) and _many(code, loops[-1]) and _trains(code, loops[-1])
+            if trains and _is_over(code, node.args[0], sampler):
+                return True
+    return False
+
+
+def _is_over(code: Code, node: ast.expr, sampler: ast.Call) -> bool:
+    """Return whether an expression is a loader with a sampler."""
+    return any(
+        _is_loader(made)
+        and isinstance(made.node, ast.Call)
+        and any(each.node is sampler for each in _samplers_of(made.code, made.node))
+        for made in code.origins(node)
+    )
 
 
 def _has_epoch(code: Code, sampler: ast.Call) -> bool:
@@ -311,7 +323,7 @@ _SAMPLERS = ("sampler", "batch_sampler")
 
 
 def _tells(code: Code, call: ast.Call, sampler: ast.Call) -> bool:
-    """Return whether a ``set_epoch`` may be a sampler's. It may if nothing shows whose it is."""
+    """Return whether a ``set_epoch`` may be called on a sampler. True if that is not known."""
     receiver = call.func.value if isinstance(call.func, ast.Attribute) else None
     if receiver is None:
         return True
@@ -387,6 +399,9 @@ def misplaced_set_epoch(code: Code) -> Iterator[Hit]:
             continue
         loops = code.loops(call)
         if _is_constant(code, argument) and any(_many(code, each) for each in loops):
+            if any(_counts(code, each) for each in code.called(loops[-1], "set_epoch")):
+                # Set back for an evaluation.
+                continue
             yield Hit(
                 call,
                 "set_epoch() gets a constant, so every epoch has the same order",
@@ -408,6 +423,12 @@ def misplaced_set_epoch(code: Code) -> Iterator[Hit]:
                 )
 
 
+def _counts(code: Code, call: ast.Call) -> bool:
+    """Return whether a ``set_epoch`` gets a number that changes."""
+    argument = keyword(call, "epoch", 0)
+    return argument is not None and not _is_constant(code, argument)
+
+
 def _is_constant(code: Code, node: ast.expr) -> bool:
     """Return whether an expression is a number, or a name that is only ever set to one number."""
     if isinstance(node, ast.Constant):
@@ -423,11 +444,11 @@ def _is_constant(code: Code, node: ast.expr) -> bool:
 
 @rule("DDP105", Severity.ERROR, moot=_ALL)
 def wrong_rank(code: Code) -> Iterator[Hit]:
-    """Find samplers that take the local rank with the number of all ranks."""
+    """Find samplers that get the local rank together with the world size."""
     if code.program.uses("spawn"):
         # On one node both are the same.
         return
-    for call in _samplers(code):
+    for call in code.calls_of("DistributedSampler"):
         rank, count = keyword(call, "rank", 2), keyword(call, "num_replicas", 1)
         if rank is None or not is_local_rank(code, rank):
             continue
@@ -470,7 +491,7 @@ def shuffle_and_sampler(code: Code) -> Iterator[Hit]:
     When it stays silent
         ``shuffle=(sampler is None)``, and a sampler that may be None.
     """
-    for call in _loaders(code):
+    for call in code.calls_of("DataLoader"):
         shuffle, sampler = keyword(call, "shuffle", 2), keyword(call, "sampler", 3)
         if sampler is None or not (isinstance(shuffle, ast.Constant) and shuffle.value is True):
             continue
@@ -486,11 +507,15 @@ def shuffle_and_sampler(code: Code) -> Iterator[Hit]:
 @rule("DDP110", Severity.ERROR, moot=TRAINERS)
 def unseeded_split(code: Code) -> Iterator[Hit]:
     """Find random splits that differ between ranks."""
-    if not _wraps(code) or _is_seeded(code):
+    if not code.program.wraps:
         return
     for call in (
-        *code.calls_by_name.get("random_split", ()),
-        *code.calls_by_name.get("train_test_split", ()),
+        ()
+        if _is_seeded(code)
+        else (
+            *code.calls_by_name.get("random_split", ()),
+            *code.calls_by_name.get("train_test_split", ()),
+        )
     ):
         name = last_name(call.func)
         option = {"random_split": ("generator", 2), "train_test_split": ("random_state", None)}[
@@ -511,9 +536,52 @@ def unseeded_split(code: Code) -> Iterator[Hit]:
                 f"Pass {seed}.",
             )
 
+    yield from _unseeded_shuffle(code)
+
+
+_SHUFFLES = ("random.shuffle", "numpy.random.shuffle", "numpy.random.permutation")
+
+
+def _unseeded_shuffle(code: Code) -> Iterator[Hit]:
+    """Yield unseeded shuffles of a list that is then split."""
+    for name in ("shuffle", "permutation"):
+        for call in code.calls_by_name.get(name, ()):
+            full = code.dotted(call.func).replace("np.", "numpy.")
+            shuffled = last_name(call.args[0]) if call.args else ""
+            if full not in _SHUFFLES or not shuffled or is_guarded(code, call):
+                continue
+            function = code.function(call)
+            parts = sum(
+                isinstance(each, ast.Subscript)
+                and isinstance(each.slice, ast.Slice)
+                and last_name(each.value) == shuffled
+                for each in code.within(function or code.tree)
+            )
+            if parts > 1 and not _seeds(code, full.rpartition(".")[0]):
+                yield Hit(
+                    call,
+                    "each rank shuffles by another seed before the data is split, so some ranks "
+                    "train on what others validate on",
+                    "Shuffle with random.Random(0).shuffle(...).",
+                )
+
+
+def _seeds(code: Code, module: str) -> bool:
+    """Return whether the program may seed the generator of a module."""
+    for each in code.program.codes:
+        for name, calls in each.calls_by_name.items():
+            for call in calls if "seed" in name.lower() else ():
+                full = each.dotted(call.func).replace("np.", "numpy.")
+                if full == f"{module}.seed":
+                    return True
+                known = full.startswith(("torch.", "numpy.", "random."))
+                if not known and not each.program.targets(each, call):
+                    return True
+    return False
+
 
 def _is_seeded(code: Code) -> bool:
-    """Return whether the program seeds the same on all ranks, or may."""
+    """Return whether the program may use the same seed on all ranks."""
     return any(
         not call.args or not mentions_rank(each, call.args[0])
         for each in code.program.codes
@@ -526,7 +594,7 @@ def _is_seeded(code: Code) -> bool:
 @rule("DDP113", Severity.ERROR, moot=_ALL)
 def seed_differs(code: Code) -> Iterator[Hit]:
     """Find samplers whose seed depends on the rank."""
-    for call in _samplers(code):
+    for call in code.calls_of("DistributedSampler"):
         seed = keyword(call, "seed", 4)
         if seed is not None and depends_on_rank(code, seed):
             yield Hit(
@@ -564,7 +632,7 @@ def download_race(code: Code) -> Iterator[Hit]:
     When it stays silent
         Downloads under a condition on the rank, or before the processes are started.
     """
-    if not _wraps(code):
+    if not code.program.wraps:
         return
     for call in code.calls:
         value = keyword(call, "download")
@@ -639,15 +707,33 @@ _REDUCES = (
 
 
 def _evaluates_shard(code: Code, loop: ast.For) -> bool:
-    """Return whether a loop evaluates over loaders that give each rank its shard alone."""
-    if _trains(code, loop) or not without_gradients(code, loop):
+    """Return whether a loop evaluates on this rank's shard of the data."""
+    quiet = any(
+        isinstance(each, ast.With) and is_quiet(each) for each in code.within(loop)
+    ) or without_gradients(code, loop)
+    if _trains(code, loop) or not quiet:
         return False
+    if _gets_epochs(code, loop.iter):
+        return True
     made = [each for each in code.origins(loop.iter) if _is_loader(each)]
     samplers = [
         _samplers_of(each.code, each.node) for each in made if isinstance(each.node, ast.Call)
     ]
     return bool(samplers) and all(
         any(map(_is_sampler, each)) and not any(map(_is_none, each)) for each in samplers
+    )
+
+
+def _gets_epochs(code: Code, node: ast.expr) -> bool:
+    """Return whether ``set_epoch`` shows that a loader has a distributed sampler."""
+    names = {ast.dump(each) for each in ast.walk(node) if isinstance(each, ast.Name)}
+    return any(
+        isinstance(call.func, ast.Attribute)
+        and isinstance(call.func.value, ast.Attribute)
+        and call.func.value.attr == "sampler"
+        and ast.dump(call.func.value.value) in names
+        for call in code.calls_by_name.get("set_epoch", ())
+        if code.function(call) is code.function(node)
     )
 
 
@@ -671,7 +757,7 @@ def _is_length_of_data(node: ast.expr) -> bool:
 @rule("DDP501", Severity.WARNING, moot=TRAINERS)
 def save_on_every_rank(code: Code) -> Iterator[Hit]:
     """Find checkpoints that every rank writes to the same file."""
-    if not _wraps(code):
+    if not code.program.wraps:
         return
     for call in code.calls_by_name.get("save", ()):
         if code.dotted(call.func) != "torch.save" or len(call.args) < 2:
@@ -702,7 +788,7 @@ def _is_buffer(code: Code, path: ast.expr) -> bool:
 def _is_reached(
     code: Code, function: ast.FunctionDef | ast.AsyncFunctionDef, depth: int = 4
 ) -> bool:
-    """Return whether it is known from where a function is called, up to the module's level."""
+    """Return whether calls lead from module level to a function."""
     callers = code.program.callers(code, function)
     spawned = any(
         any(
@@ -724,7 +810,7 @@ def _is_reached(
 @rule("DDP503", Severity.WARNING, moot=TRAINERS)
 def load_without_map_location(code: Code) -> Iterator[Hit]:
     """Find checkpoints that every rank loads to the GPU that wrote them."""
-    if not _wraps(code) or not _uses_gpus(code):
+    if not code.program.wraps or not _uses_gpus(code):
         return
     for call in code.calls_by_name.get("load", ()):
         if code.dotted(call.func) != "torch.load" or has_unpacked(call):
@@ -733,7 +819,9 @@ def load_without_map_location(code: Code) -> Iterator[Hit]:
             continue
         if any(depends_on_rank(code, each) for each in call.args[:1]):
             continue
-        if under(code, call, "gpu", "device", "cuda", "cpu") or not _feeds_model(code, call):
+        if under(code, call, "gpu", "device", "cuda", "cpu"):
+            continue
+        if not _is_checkpoint(call.args[:1]) and not _feeds_model(code, call):
             continue
         yield Hit(
             call,
@@ -741,6 +829,12 @@ def load_without_map_location(code: Code) -> Iterator[Hit]:
             "all copies",
             'Pass map_location="cpu", or this rank\'s device.',
         )
+
+
+def _is_checkpoint(path: list[ast.expr]) -> bool:
+    """Return whether the name of a path says that a job resumes from it."""
+    words = (last_name(one).lower() for each in path for one in ast.walk(each))
+    return any(word.startswith(("resume", "snapshot")) for word in words)
 
 
 def _uses_gpus(code: Code) -> bool:

@@ -10,7 +10,15 @@ from collections.abc import Iterator
 from ddpdoctor.core.finding import Severity
 from ddpdoctor.diagnose.source_files import last_name
 from ddpdoctor.lint.names import DISTRIBUTED
-from ddpdoctor.lint.program import ENVIRONMENT, Code, exclusive, has_unpacked, keyword, under
+from ddpdoctor.lint.program import (
+    ENVIRONMENT,
+    Code,
+    exclusive,
+    has_unpacked,
+    keyword,
+    option_defaults,
+    under,
+)
 from ddpdoctor.lint.ranks import is_local_rank, is_rank, is_world_size, variable
 from ddpdoctor.lint.rules import Hit, rule
 
@@ -47,7 +55,7 @@ def hardcoded_topology(code: Code) -> Iterator[Hit]:
                 yield Hit(
                     rank,
                     "the local rank is used as the rank among all: on several nodes ranks appear "
-                    "twice, and the job waits for ever",
+                    "twice, and the job waits forever",
                     "Leave out world_size and rank: torchrun sets them.",
                 )
                 continue
@@ -56,7 +64,7 @@ def hardcoded_topology(code: Code) -> Iterator[Hit]:
             yield Hit(
                 size or call,
                 f"the number of ranks is fixed at {number}: with another number of processes the "
-                "job waits for ever",
+                "job waits forever",
                 "Leave out world_size and rank: torchrun sets them.",
             )
 
@@ -107,7 +115,7 @@ def hardcoded_rendezvous(code: Code) -> Iterator[Hit]:
             )  # fmt: skip
 
 
-@rule("DDP204", Severity.WARNING, "global-rank-as-device")
+@rule("DDP204", Severity.WARNING, "global-rank-as-device", moot=frozenset())
 def rank_as_device(code: Code) -> Iterator[Hit]:
     """The rank among all ranks is used as the number of a GPU.
 
@@ -160,33 +168,39 @@ def rank_as_device(code: Code) -> Iterator[Hit]:
 
 @rule("DDP203", Severity.WARNING)
 def barrier_without_device(code: Code) -> Iterator[Hit]:
-    """Find barriers of NCCL before the process has a GPU."""
+    """Find NCCL barriers before the process has chosen its GPU."""
     for init in code.calls_by_name.get("init_process_group", ()):
-        backend = keyword(init, "backend", 0)
-        nccl = backend is not None and any(
-            isinstance(each.node, ast.Constant) and each.node.value == "nccl"
-            for each in code.origins(backend)
-        )
-        if not nccl or keyword(init, "device_id") is not None:
+        if not _is_nccl(code, keyword(init, "backend", 0)) or keyword(init, "device_id"):
             continue
         function = code.function(init)
+        inside = code.within(function or code.tree)
         for call in code.called(function or code.tree, "barrier"):
-            before = [
-                each
-                for each in code.within(function or code.tree)
-                if isinstance(each, ast.Call)
+            before = any(
+                isinstance(each, ast.Call)
                 and each.lineno < call.lineno
                 and (_chooses_device(code, each) or keyword(each, "device_ids"))
-            ]
-            if function is not None and _device_is_set_outside(code, function):
+                for each in inside
+            )
+            if before or call.lineno < init.lineno or call.keywords or exclusive(code, init, call):
                 continue
-            if call.lineno >= init.lineno and not before and not call.keywords:
+            if function is None or not _device_is_set_outside(code, function):
                 yield Hit(
                     call,
                     "no GPU is set before this barrier: NCCL guesses one, and ranks may share it",
                     "Call torch.cuda.set_device(local_rank) first, or pass device_id to "
                     "init_process_group.",
                 )
+
+
+def _is_nccl(code: Code, backend: ast.expr | None) -> bool:
+    """Return whether a backend is NCCL, or an option with that default."""
+    if backend is None:
+        return False
+    made = [each.node for each in code.origins(backend)]
+    return any(
+        isinstance(each, ast.Constant) and each.value == "nccl"
+        for each in (*made, *option_defaults(code, backend))
+    )
 
 
 _DEVICES = ("set_device", "set_device_index", "cuda", "to", "device")
@@ -203,20 +217,25 @@ def _chooses_device(code: Code, call: ast.Call) -> bool:
     )
 
 
-def _device_is_set_outside(code: Code, function: ast.AST) -> bool:
-    """Return whether something outside of a function may choose the GPU before it."""
+def _device_is_set_outside(code: Code, function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Return whether something outside of a function may choose the GPU before it runs."""
     inside = {id(each) for each in code.within(function)}
-    return any(
-        (variable(each, node) == "CUDA_VISIBLE_DEVICES" and id(node) not in inside)
-        or (
-            isinstance(node, ast.Call)
-            and last_name(node.func) in ("set_device", "set_device_index")
-            and id(node) not in inside
-        )
-        for each in code.program.codes
-        for node in each.nodes
-        if isinstance(node, (ast.Subscript, ast.Call))
-    )
+    callers = code.program.callers(code, function)
+    for each in code.program.codes:
+        for node in each.nodes:
+            sets = variable(each, node) == "CUDA_VISIBLE_DEVICES" or (
+                isinstance(node, ast.Call)
+                and last_name(node.func) in ("set_device", "set_device_index")
+            )
+            if not sets or id(node) in inside:
+                continue
+            place = each.scope(node), getattr(node, "lineno", 0)
+            if not callers or any(
+                other.scope(call) is not place[0] or call.lineno > place[1]
+                for other, call in callers
+            ):
+                return True
+    return False
 
 
 @rule("DDP205", Severity.ERROR, "wrong-device-ids")
@@ -256,7 +275,7 @@ def wrong_device_ids(code: Code) -> Iterator[Hit]:
 
 @rule("DDP206", Severity.WARNING, moot=frozenset())
 def local_rank_option(code: Code) -> Iterator[Hit]:
-    """Find options for the local rank that no launcher of today fills."""
+    """Find options for the local rank that current launchers do not pass."""
     program = code.program
     if program.uses("spawn", "parse_known_args", "deepspeed") or not program.uses(
         "init_process_group", "DistributedDataParallel", "DistributedSampler"
@@ -277,7 +296,8 @@ def local_rank_option(code: Code) -> Iterator[Hit]:
             for load in each.loads.get("local_rank", ())
             if isinstance(load, ast.Attribute)
         ]
-        if used:
+        required = keyword(call, "required")
+        if used or (isinstance(required, ast.Constant) and required.value is True):
             yield Hit(
                 call,
                 "torchrun never passes --local_rank, and torch.distributed.launch passes "
@@ -293,7 +313,8 @@ def _is_filled(code: Code) -> bool:
         variable(each, node) in ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
         for each in code.program.codes
         for node in each.nodes
-        if isinstance(node, (ast.Subscript, ast.Call))
+        if isinstance(node, ast.Call)
+        or (isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load))
     )
 
 
@@ -325,7 +346,7 @@ def rank_not_int(code: Code) -> Iterator[Hit]:
         tested = _used_as_number(node)
         made = [each.node for each in code.origins(tested)] if tested is not None else []
         names = {variable(code, each) for each in made}
-        if made and names <= {*ENVIRONMENT} and not any(map(_number_by_default, made)):
+        if made and names <= {*ENVIRONMENT} and not any(_asks(node, each) for each in made):
             name = variable(code, made[0])
             yield Hit(
                 tested or node,
@@ -348,12 +369,12 @@ def _used_as_number(node: ast.AST) -> ast.expr | None:
     return None
 
 
-def _number_by_default(node: ast.expr) -> bool:
-    return (
-        isinstance(node, ast.Call)
-        and len(node.args) > 1
-        and not (isinstance(node.args[1], ast.Constant) and isinstance(node.args[1].value, str))
-    )
+def _asks(use: ast.AST, read: ast.expr) -> bool:
+    """Return whether a comparison with its default tests if a variable is set."""
+    if not isinstance(use, ast.Compare) or not isinstance(read, ast.Call) or len(read.args) < 2:
+        return False
+    default = ast.dump(read.args[1])
+    return default in [ast.dump(each) for each in (use.left, *use.comparators)]
 
 
 @rule("DDP210", Severity.INFO, "missing-destroy")
@@ -461,16 +482,21 @@ def spawn_arity(code: Code) -> Iterator[Hit]:
     """
     for call in _spawns(code):
         target, args = keyword(call, "fn", 0), keyword(call, "args", 1)
+        if args is not None and _is_number(code, args):
+            yield Hit(
+                args,
+                "args is a number, and mp.spawn wants a tuple",
+                f"Put a comma behind it: args=({ast.unparse(args)},).",
+            )
+            continue
         if not isinstance(target, ast.Name) or has_unpacked(call):
             continue
         functions = code.functions.get(target.id, ())
         if len(functions) != 1 or target.id in code.imports or functions[0].decorator_list:
             continue
-        if args is not None and not isinstance(args, ast.Tuple):
-            if isinstance(args, ast.Constant):
-                pass
+        if not isinstance(args, (ast.Tuple, type(None))):
             continue
-        items = args.elts if isinstance(args, ast.Tuple) else []
+        items = args.elts if args is not None else []
         arguments = functions[0].args
         if arguments.vararg is not None or any(isinstance(each, ast.Starred) for each in items):
             continue
@@ -483,6 +509,16 @@ def spawn_arity(code: Code) -> Iterator[Hit]:
                 "the process's index and args",
                 "The index is the first parameter, then come the items of args.",
             )
+
+
+def _is_number(code: Code, node: ast.expr) -> bool:
+    """Return whether an expression is certainly a number."""
+    made = [each.node for each in code.origins(node)]
+    return bool(made) and all(
+        (isinstance(each, ast.Constant) and isinstance(each.value, (int, float)))
+        or (isinstance(each, ast.Call) and last_name(each.func) in ("device_count", "int"))
+        for each in made
+    )
 
 
 @rule("DDP213", Severity.ERROR)

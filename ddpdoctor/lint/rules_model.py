@@ -6,77 +6,19 @@ import ast
 from collections.abc import Iterator, Sequence
 
 from ddpdoctor.core.finding import Severity
-from ddpdoctor.diagnose.source_files import FUNCTIONS, last_name
+from ddpdoctor.diagnose.source_files import last_name
 from ddpdoctor.lint.names import WRAPPER
 from ddpdoctor.lint.program import (
     Code,
-    Origin,
     calls_in,
     exclusive,
     guards,
     keyword,
     targets_of,
     under,
-    without_gradients,
 )
 from ddpdoctor.lint.rules import Hit, rule
-
-_QUIET = frozenset(
-    (
-        *("state_dict", "load_state_dict", "parameters", "named_parameters", "buffers", "eval"),
-        *("named_buffers", "modules", "named_modules", "children", "named_children", "train", "to"),
-        *("cuda", "cpu", "save_pretrained", "save", "requires_grad_", "zero_grad", "apply"),
-        *("get_parameter", "register_forward_hook", "half", "float", "config", "update", "clip"),
-        *(
-            "get_submodule",
-            "no_sync",
-            "register_comm_hook",
-            "extra_repr",
-            "set_epoch",
-            "named_children",
-        ),
-    )
-)
-"""Methods of a module that are no forward."""
-
-
-def _is_ddp(origin: Origin) -> bool:
-    return origin.code.is_torch(origin.node, "DistributedDataParallel")
-
-
-def _is_wrapper(code: Code, node: ast.expr) -> bool:
-    """Return whether an expression may be a DDP module."""
-    return isinstance(node, (ast.Name, ast.Attribute)) and any(map(_is_ddp, code.origins(node)))
-
-
-def _bound(code: Code, wrap: ast.Call) -> ast.expr | None:
-    """Return the name or attribute that a wrapper is bound to in its own statement."""
-    statement = code.statement(wrap)
-    if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-        target, value = statement.targets[0], statement.value
-        while isinstance(value, ast.Call) and value is not wrap:
-            # DDP(...).to(device), torch.compile(DDP(...))
-            value = (
-                value.func.value
-                if isinstance(value.func, ast.Attribute)
-                else value.args[0]
-                if value.args
-                else value.func
-            )
-        if value is wrap and isinstance(target, (ast.Name, ast.Attribute)):
-            return target
-    return None
-
-
-def _same(code: Code, one: ast.AST, other: ast.AST) -> bool:
-    """Return whether two expressions are the same name or attribute of one scope."""
-    if isinstance(one, ast.Name) and isinstance(other, ast.Name):
-        return one.id == other.id and code.scope(one) is code.scope(other)
-    return (
-        isinstance(one, ast.Attribute)
-        and isinstance(other, ast.Attribute)
-        and ast.unparse(one) == ast.unparse(other)
-    )
+from ddpdoctor.lint.wrapped import TELLS_DDP, bound, is_wrapper, over_parameters, same
 
 
 def _after(code: Code, wrap: ast.Call) -> Iterator[ast.AST]:
@@ -88,112 +30,11 @@ def _after(code: Code, wrap: ast.Call) -> Iterator[ast.AST]:
             yield each
 
 
-@rule("DDP301", Severity.ERROR)
-def forward_around_ddp(code: Code) -> Iterator[Hit]:
-    """Find training forwards that do not go through the wrapper."""
-    if _averages_by_hand(code) or code.program.uses("PeriodicModelAverager"):
-        return
-    for function in [each for each in code.nodes if isinstance(each, (*FUNCTIONS, ast.Module))]:
-        for loss in code.called(function, "backward"):
-            block: ast.AST = next(iter(code.loops(loss)), function)
-            calls = [each for each in code.within(block) if isinstance(each, ast.Call)]
-            used = _made_of(code, block, loss)
-            around = [
-                each
-                for each in calls
-                if _goes_around(code, each) and (id(each) in used or not _is_helper(each))
-            ]
-            if around and not any(_goes_through(code, each) for each in calls):
-                yield Hit(
-                    around[0],
-                    "this forward goes to the module inside of DDP, so the gradients of its "
-                    "backward are not reduced and the ranks' models drift apart",
-                    "Call the DDP object itself.",
-                )
-
-
-def _goes_through(code: Code, call: ast.Call) -> bool:
-    """Return whether a call runs a wrapper, or passes it to what may."""
-    if _is_wrapper(code, call.func):
-        return True
-    if last_name(call.func) == "forward" and isinstance(call.func, ast.Attribute):
-        return _is_wrapper(code, call.func.value)
-    return not _is_ignored(call) and any(_is_wrapper(code, each) for each in call.args)
-
-
-def _averages_by_hand(code: Code) -> bool:
-    """Return whether the ranks average gradients or parameters themselves."""
-    return any(
-        isinstance(node, ast.For)
-        and _over_parameters(node)
-        and any(
-            each.is_dist(one, "all_reduce", "reduce", "broadcast", "all_gather")
-            for one in each.within(node)
-        )
-        for each in code.program.codes
-        for node in each.nodes
-    )
-
-
-def _is_helper(call: ast.Call) -> bool:
-    """Return whether a method's name is that of a helper rather than of a forward."""
-    helpers = ("get_", "set_", "load", "save", "reset", "init", "update", "step", "penalty")
-    return last_name(call.func).startswith(helpers)
-
-
-def _made_of(code: Code, block: ast.AST, loss: ast.Call) -> set[int]:
-    """Return the ids of the calls that a loss is made of in a block."""
-    receiver = loss.func.value if isinstance(loss.func, ast.Attribute) else loss
-    queue: list[ast.expr] = [receiver]
-    found: set[int] = set()
-    names: set[str] = set()
-    while queue:
-        for each in ast.walk(queue.pop()):
-            if isinstance(each, ast.Call):
-                found.add(id(each))
-            elif isinstance(each, ast.Name) and each.id not in names:
-                names.add(each.id)
-                queue += [
-                    node.value
-                    for node in code.within(block)
-                    if isinstance(node, (ast.Assign, ast.AugAssign))
-                    and any(
-                        isinstance(one, ast.Name) and one.id == each.id
-                        for target in (
-                            node.targets if isinstance(node, ast.Assign) else [node.target]
-                        )
-                        for one in ast.walk(target)
-                    )
-                ]
-    return found
-
-
-def _is_ignored(call: ast.Call) -> bool:
-    return last_name(call.func) in ("len", "print", "isinstance", "id", "hasattr", "getattr")
-
-
-def _goes_around(code: Code, call: ast.Call) -> bool:
-    if without_gradients(code, call) or guards(code, call):
-        return False
-    node: ast.expr = call.func
-    if isinstance(node, ast.Attribute) and node.attr == "module":
-        return _is_wrapper(code, node.value)
-    if (
-        isinstance(node, ast.Attribute)
-        and isinstance(node.value, ast.Attribute)
-        and node.value.attr == "module"
-        and node.attr not in _QUIET
-    ):
-        used = not isinstance(code.parents[call], ast.Expr)
-        return used and _is_wrapper(code, node.value.value)
-    return False
-
-
 @rule("DDP303", Severity.ERROR)
 def changed_after_wrap(code: Code) -> Iterator[Hit]:
     """Find parameters that are frozen, unfrozen or replaced after the model was wrapped."""
     for wrap in code.wraps:
-        target = _bound(code, wrap)
+        target = bound(code, wrap)
         inner = wrap.args[0] if wrap.args else keyword(wrap, "module")
         models = [each for each in (target, inner) if isinstance(each, (ast.Name, ast.Attribute))]
         if not models or code.loops(wrap):
@@ -203,7 +44,7 @@ def changed_after_wrap(code: Code) -> Iterator[Hit]:
             if changed is None or exclusive(code, wrap, node) or not _is_once(code, node):
                 continue
             owner = _root(changed)
-            mine = any(_same(code, owner, each) for each in models) or _item_of(code, node, models)
+            mine = any(same(code, owner, each) for each in models) or _item_of(code, node, models)
             again = any(
                 each.lineno > getattr(node, "lineno", 0) and code.scope(each) is code.scope(wrap)
                 for each in code.wraps
@@ -223,14 +64,14 @@ def _is_once(code: Code, node: ast.AST) -> bool:
 
     A loop toggles what it sets back. A whole module is a teacher that is never trained.
     """
-    over = [each for each in code.loops(node) if _over_parameters(each)]
+    over = [each for each in code.loops(node) if over_parameters(each)]
     if len(over) < len(code.loops(node)) or guards(code, node):
         return False
     return not over or any(isinstance(each, ast.If) for each in code.within(over[0]))
 
 
 def _changes(node: ast.AST) -> ast.expr | None:
-    """Return what a statement sets ``requires_grad`` of, or puts a new layer into."""
+    """Return the module or parameter that a statement freezes, unfreezes or changes."""
     if isinstance(node, ast.Assign):
         target = node.targets[0]
         if isinstance(target, ast.Attribute) and target.attr == "requires_grad":
@@ -250,7 +91,7 @@ def _changes(node: ast.AST) -> ast.expr | None:
 
 
 def _root(node: ast.expr) -> ast.expr:
-    """Return the module that a chain of attributes begins with, without ``.module`` and layers."""
+    """Return the module at the beginning of a chain of attributes."""
     while isinstance(node, (ast.Attribute, ast.Subscript, ast.Call)):
         if isinstance(node, ast.Attribute) and last_name(node.value) == "self":
             return node
@@ -258,19 +99,13 @@ def _root(node: ast.expr) -> ast.expr:
     return node
 
 
-def _over_parameters(loop: ast.AST) -> bool:
-    made = getattr(loop, "iter", None)
-    names = ("parameters", "children", "modules")
-    return isinstance(made, ast.Call) and last_name(made.func).removeprefix("named_") in names
-
-
 def _item_of(code: Code, node: ast.AST, models: Sequence[ast.expr]) -> bool:
     """Return whether a node is in a loop over the parameters of one of some models."""
     return any(
-        _over_parameters(loop)
+        over_parameters(loop)
         and isinstance(loop, ast.For)
         and any(
-            _same(code, _root(each.func), model)
+            same(code, _root(each.func), model)
             for each in ast.walk(loop.iter)
             if isinstance(each, ast.Call)
             for model in models
@@ -295,7 +130,7 @@ def finds_unused(code: Code) -> Iterator[Hit]:
 @rule("DDP307", Severity.INFO)
 def accumulates_without_no_sync(code: Code) -> Iterator[Hit]:
     """Find gradient accumulation that reduces in every backward."""
-    if not any(each.wraps for each in code.program.codes):
+    if not code.program.wraps:
         return
     if code.program.uses("no_sync", "require_backward_grad_sync", "accumulate"):
         return
@@ -326,7 +161,10 @@ def no_sync_scope(code: Code) -> Iterator[Hit]:
         if not isinstance(node, ast.With) or len(node.items) != 1:
             continue
         context = node.items[0].context_expr
-        if not (isinstance(context, ast.Call) and last_name(context.func) == "no_sync"):
+        made = [context, *(each.node for each in code.origins(context))]
+        if not any(
+            isinstance(each, ast.Call) and last_name(each.func) == "no_sync" for each in made
+        ):
             continue
         calls = [
             each for each in code.within(node) if isinstance(each, ast.Call) and each is not context
@@ -381,10 +219,10 @@ def syncbn_after_wrap(code: Code) -> Iterator[Hit]:
         if argument is None:
             continue
         for wrap in code.wraps:
-            target = _bound(code, wrap)
+            target = bound(code, wrap)
             above = wrap.lineno < call.lineno and code.function(wrap) is code.function(call)
             again = any(each.lineno > call.lineno for each in code.wraps)
-            if target is not None and above and not again and _same(code, target, argument):
+            if target is not None and above and not again and same(code, target, argument):
                 yield Hit(
                     call,
                     "the model is wrapped already, so DDP holds the layers that this replaces",
@@ -503,7 +341,7 @@ def wrap_before_move(code: Code) -> Iterator[Hit]:
         A model that was moved to the device before as well.
     """
     for wrap in code.wraps:
-        target = _bound(code, wrap)
+        target = bound(code, wrap)
         inner = wrap.args[0] if wrap.args else keyword(wrap, "module")
         if target is None or inner is None or keyword(wrap, "device_ids", 1) is not None:
             continue
@@ -529,12 +367,12 @@ def _moves(code: Code, wrap: ast.Call, models: Sequence[ast.expr]) -> list[ast.C
         each
         for each in calls_in([code.function(wrap) or code.tree], *_MOVES)
         if isinstance(each.func, ast.Attribute)
-        and any(_same(code, each.func.value, model) for model in models)
+        and any(same(code, each.func.value, model) for model in models)
     ]
 
 
 def _is_local(code: Code, inner: ast.expr) -> bool:
-    """Return whether the wrapped model is made in the program, and not moved elsewhere."""
+    """Return whether the program creates the wrapped model."""
     made = code.origins(inner)
     return bool(made) and all(isinstance(each.node, ast.Call) for each in made)
 
@@ -565,7 +403,7 @@ def wrapper_discarded(code: Code) -> Iterator[Hit]:
     """
     for wrap in code.wraps:
         statement = code.statement(wrap)
-        target = _bound(code, wrap)
+        target = bound(code, wrap)
         if isinstance(statement, ast.Expr) and statement.value is wrap:
             lost = True
         elif isinstance(target, ast.Name):
@@ -635,35 +473,47 @@ def clip_too_early(code: Code) -> Iterator[Hit]:
 @rule("DDP319", Severity.ERROR)
 def rank_only_weights(code: Code) -> Iterator[Hit]:
     """Find weights that one rank alone loads after the model was wrapped."""
-    for wrap in code.wraps:
-        target = _bound(code, wrap)
+    apex = [
+        each
+        for each in code.calls
+        if code.dotted(each.func) == "apex.parallel.DistributedDataParallel"
+    ]
+    for wrap in (*code.wraps, *apex):
+        target = bound(code, wrap)
         inner = wrap.args[0] if wrap.args else None
         models = [each for each in (target, inner) if isinstance(each, (ast.Name, ast.Attribute))]
         below = list(_after(code, wrap))
         for node in below:
-            if not isinstance(node, ast.Call) or last_name(node.func) != "load_state_dict":
+            if not isinstance(node, ast.Call) or last_name(node.func) not in _SETS_WEIGHTS:
                 continue
             if exclusive(code, wrap, node):
                 continue
             owner = node.func.value if isinstance(node.func, ast.Attribute) else None
-            if owner is None or not any(_same(code, _root(owner), each) for each in models):
+            if owner is None or not any(same(code, _root(owner), each) for each in models):
                 continue
             condition = next((each for each, _ in guards(code, node)), None)
             if condition is not None and not _made_up_for(code, node, condition, below):
                 yield Hit(
                     node,
-                    "one rank alone loads weights into the wrapped model, and DDP never sends them "
-                    "to the others",
-                    "Load on every rank, or before the model is wrapped.",
+                    "one rank alone sets the weights of the wrapped model, and DDP never sends "
+                    "them to the others",
+                    "Set them on every rank, or before the model is wrapped.",
                 )
 
 
+_SETS_WEIGHTS = ("load_state_dict", "apply")
+
+
 def _made_up_for(code: Code, load: ast.Call, condition: ast.AST, below: Sequence[ast.AST]) -> bool:
-    """Return whether the weights are the same again: sent, loaded by the others, or put back."""
-    if _both_branches(code, condition, "load_state_dict"):
+    """Return whether the ranks' weights become equal again after a change on one rank."""
+    name = last_name(load.func)
+    if _both_branches(code, condition, name):
         return True
-    if isinstance(condition, ast.If) and len(code.called(condition, "load_state_dict")) > 1:
-        return True
+    models = ast.unparse(load.func)
+    if isinstance(condition, ast.If) and name == "load_state_dict":
+        again = code.called(condition, name)
+        if sum(ast.unparse(each.func) == models for each in again) > 1:
+            return True
     return any(
         each.lineno > load.lineno
         and (
@@ -688,6 +538,83 @@ def _both_branches(code: Code, condition: ast.AST, name: str) -> bool:
         )
         for part in parts
     )
+
+
+@rule("DDP502", Severity.WARNING)
+def state_of_other_kind(code: Code) -> Iterator[Hit]:
+    """Find state dicts without the prefix ``module.`` that are loaded into DDP."""
+    for load in code.calls_by_name.get("load_state_dict", ()):
+        model = load.func.value if isinstance(load.func, ast.Attribute) else None
+        state = keyword(load, "state_dict", 0)
+        if model is None or state is None or keyword(load, "strict", 1) is not None:
+            continue
+        wrap = _only_wrapper(code, model)
+        if wrap is None or under(code, load, *TELLS_DDP):
+            continue
+        if any(isinstance(each, ast.Try) for each in code.above(load)):
+            continue
+        made = [each.node for each in code.origins(state)]
+        if any(map(_strips_prefix, made)) or _is_saved_bare(code, state):
+            yield Hit(
+                load,
+                'the names of this state have no "module.", and those of the DDP object begin '
+                "with it: the load fails",
+                f"Load it into {ast.unparse(model)}.module, or before the model is wrapped.",
+            )
+
+
+def _strips_prefix(node: ast.AST) -> bool:
+    """Return whether a comprehension removes the prefix ``module.`` from the keys."""
+    if not isinstance(node, ast.DictComp):
+        return False
+    key = node.key
+    if isinstance(key, ast.Call) and last_name(key.func) in ("replace", "removeprefix"):
+        first = key.args[0] if key.args else None
+        return isinstance(first, ast.Constant) and first.value == "module."
+    return (
+        isinstance(key, ast.Subscript)
+        and isinstance(key.slice, ast.Slice)
+        and ast.unparse(key.slice) == "7:"
+    )
+
+
+def _is_saved_bare(code: Code, state: ast.expr) -> bool:
+    """Return whether a state is loaded from a file and the program saves ``model.module``."""
+    inner = state
+    while isinstance(inner, ast.Subscript):
+        inner = inner.value
+    made = [each.node for each in code.origins(inner)]
+    if not made or not all(
+        isinstance(each, ast.Call) and code.dotted(each.func) == "torch.load" for each in made
+    ):
+        return False
+    key = ast.dump(state.slice) if isinstance(state, ast.Subscript) else ""
+    saved = [
+        value
+        for each in code.program.codes
+        for call in each.calls_by_name.get("save", ())
+        if each.dotted(call.func) == "torch.save" and call.args
+        for one in each.origins(call.args[0])
+        for value in _under_key(one.node, key)
+    ]
+    bare = [
+        isinstance(each, ast.Call)
+        and last_name(each.func) == "state_dict"
+        and isinstance(each.func, ast.Attribute)
+        and last_name(each.func.value) == "module"
+        for each in saved
+    ]
+    return bool(bare) and all(bare)
+
+
+def _under_key(node: ast.expr, key: str) -> list[ast.expr]:
+    """Return what a checkpoint holds under a key. Without a key, the checkpoint itself."""
+    if not key:
+        return [node]
+    if not isinstance(node, ast.Dict):
+        return []
+    pairs = zip(node.keys, node.values, strict=True)
+    return [value for name, value in pairs if name is not None and ast.dump(name) == key]
 
 
 @rule("DDP321", Severity.INFO, "deprecated-argument", moot=frozenset())
@@ -728,51 +655,76 @@ def deprecated_argument(code: Code) -> Iterator[Hit]:
 def wrapper_attribute(code: Code) -> Iterator[Hit]:
     """Find attributes of the model that are read from its wrapper."""
     for name, loads in code.loads.items():
-        if name in WRAPPER or name.startswith("__"):
+        if name in WRAPPER or name.startswith("_"):
             continue
         for load in loads:
             if not isinstance(load, ast.Attribute):
                 continue
             wrap = _only_wrapper(code, load.value)
-            if wrap is None or under(code, load, "hasattr", "ddp", "distrib", "module"):
+            if wrap is None or under(code, load, *TELLS_DDP):
                 continue
-            made = code.origins(wrap.args[0]) if wrap.args else []
-            classes = [
-                each.code.classes.get(last_name(each.node.func))
-                for each in made
-                if isinstance(each.node, ast.Call)
-            ]
-            if classes and all(each is not None and _defines(each, name) for each in classes):
+            if not _is_set_on_wrapper(code, load, wrap):
                 yield Hit(
                     load,
                     f"the DDP object has no {name}: it is its module's",
                     f"Use .module.{name}.",
                 )
+                break
 
 
 def _only_wrapper(code: Code, node: ast.expr) -> ast.Call | None:
-    """Return the call that wraps what a name is, if it is nothing else."""
-    if not isinstance(node, ast.Name):
+    """Return the DDP call that a name is bound to. None if it may be anything else."""
+    own = isinstance(node, ast.Attribute) and last_name(node.value) == "self"
+    if not own and not isinstance(node, ast.Name):
         return None
-    items = [item for other, item in code.values(node) if other is code]
-    made = [item.value for item in items if item.position is None and not item.is_item]
-    found = [each for each in made if code.is_torch(each, "DistributedDataParallel")]
+    items = [
+        item
+        for other, item in code.values(node)
+        if other is code and (not own or code.owner(item.node) is code.owner(node))
+    ]
     last = max(items, key=lambda item: getattr(item.node, "lineno", 0), default=None)
-    if last is None or last.value not in found or code.scope(last.node) is not code.scope(node):
+    if last is None or last.position is not None or last.is_item:
         return None
-    if node.lineno <= getattr(last.node, "lineno", 0) or exclusive(code, last.node, node):
+    if not isinstance(last.value, ast.Call) or last.value not in code.wraps:
         return None
-    held = [each for each in code.above(last.node) if isinstance(each, ast.If)]
-    wrap = last.value
-    return wrap if not held and isinstance(wrap, ast.Call) else None
+    return last.value if _is_wrapped_at(code, last.node, node) else None
 
 
-def _defines(node: ast.ClassDef, name: str) -> bool:
-    """Return whether a class defines a method or an attribute of a name."""
-    return any(
-        (isinstance(each, FUNCTIONS) and each.name == name)
-        or (isinstance(each, ast.Attribute) and each.attr == name)
-        for each in ast.walk(node)
+def _is_wrapped_at(code: Code, place: ast.AST, node: ast.expr) -> bool:
+    """Return whether an assignment has run where a name is read, if the job uses DDP."""
+    if code.scope(place) is not code.scope(node):
+        if not _is_made_first(code, place, node):
+            return False
+    elif node.lineno <= getattr(place, "lineno", 0) or exclusive(code, place, node):
+        return False
+    held = any(isinstance(each, (ast.If, ast.For, ast.While)) for each in code.above(place))
+    return not held or under(code, place, "ddp", "dist", "world", "gpu", "rank")
+
+
+def _is_made_first(code: Code, place: ast.AST, node: ast.AST) -> bool:
+    """Return whether ``__init__`` sets an attribute before it calls the method that reads it."""
+    first, method = code.function(place), code.function(node)
+    if first is None or method is None or first.name != "__init__" or method.name == "__init__":
+        return False
+    return not any(
+        other.function(call) is first and call.lineno < getattr(place, "lineno", 0)
+        for other, call in code.program.callers(code, method)
+    )
+
+
+def _is_set_on_wrapper(code: Code, load: ast.Attribute, wrap: ast.Call) -> bool:
+    """Return whether the program may set an attribute on the wrapper, or handles its absence."""
+    stores = (
+        target
+        for each in code.program.codes
+        for node in each.nodes
+        for target in targets_of(node)
+        if isinstance(target, ast.Attribute)
+        and target.attr == load.attr
+        and getattr(target, "lineno", 0) > wrap.lineno
+    )
+    return next(stores, None) is not None or any(
+        isinstance(each, ast.Try) for each in code.above(load)
     )
 
 
@@ -790,7 +742,7 @@ def autograd_grad(code: Code) -> Iterator[Hit]:
                 isinstance(each, ast.Call)
                 and last_name(each.func) == "parameters"
                 and isinstance(each.func, ast.Attribute)
-                and _is_wrapper(code, each.func.value)
+                and is_wrapper(code, each.func.value)
                 and not code.program.uses("all_reduce")
             ):
                 yield Hit(

@@ -182,7 +182,7 @@ CHECKS: dict[str, Check] = {}
 def check(
     name: str, code: str, *, scope: Scope = "machine", limit: float = LIMIT
 ) -> Callable[[Run], Run]:
-    """Register a check. It may raise :class:`Skip`. Its findings get its code.
+    """Register a check. It may raise :class:`Skip`. Findings without a code get its own.
 
     Raises:
         ValueError: The name or the code is taken.
@@ -196,7 +196,8 @@ def check(
             except Skip as reason:
                 return skipped(str(reason))
             findings = tuple(
-                replace(each, code=code) for each in merge_gpu_findings(outcome.findings)
+                replace(each, code=each.code or code)
+                for each in merge_gpu_findings(outcome.findings)
             )
             return replace(outcome, findings=findings)
 

@@ -14,6 +14,7 @@ from ddpdoctor.core.finding import RULES, Finding, examine
 from ddpdoctor.core.formatting import shown
 from ddpdoctor.core.job import OwnOptions
 from ddpdoctor.core.opening import relative_path
+from ddpdoctor.lint.job import place_of
 from ddpdoctor.render import terminal
 from ddpdoctor.run import rundir
 from ddpdoctor.run.records.process import OverrideRecord
@@ -22,6 +23,7 @@ from ddpdoctor.run.reported import Event, FindingLog, Withdrawn, in_words
 from ddpdoctor.run.status import PHASES
 
 if TYPE_CHECKING:
+    from ddpdoctor.lint.job import SourceCheck
     from ddpdoctor.render.console import LineFormat
     from ddpdoctor.run.snapshot import Rank, Run
 
@@ -156,6 +158,7 @@ class Reporter:
         say: Writes text between the job's lines.
         options: ``quiet``, ``json``, ``output`` and ``selection`` are used.
         keep: Writes a finding's whole traceback into the run directory, and returns the path.
+        source: The check of the job's code, if there is one.
 
     Raises:
         DoctorError: The JSON file cannot be written.
@@ -166,9 +169,11 @@ class Reporter:
         say: Callable[[str], None],
         options: OwnOptions,
         keep: Callable[[Run, Finding], Path | None] | None = None,
+        source: SourceCheck | None = None,
     ) -> None:
         self._say = say
         self._keep = keep
+        self._source = source
         self._quiet = options.quiet
         self._output = options.output
         self._selection = options.selection
@@ -216,6 +221,16 @@ class Reporter:
         if terminal.width(2) is not None:
             self.note("watch it: `ddpdoctor top` in another terminal")
 
+    def tell_source(self) -> None:
+        """Print the errors in the job's code, each in a line, once they are known."""
+        for each in self._source.news() if self._source is not None else ():
+            if each.code in self._selection:
+                one = line_format(self._output)
+                if one is not None and each.location is not None:
+                    self._say(one.line(each, each.location.path) + "\n")
+                else:
+                    self.say(f"{place_of(each)}: {each.severity.label} {each.code}: {each.message}")
+
     def examine(self, run: Run) -> None:
         """Run the rules, and report what is new and what is withdrawn."""
         import ddpdoctor.diagnose.all_rules  # noqa: F401 (registers the rules; not before they are needed)
@@ -228,6 +243,8 @@ class Reporter:
             run, rules, failed=lambda rule, error: failed.append((rule.code, error))
         )
         self.faults.failed(failed)
+        if self._source is not None:
+            self.found = self._source.placed(self.found)
         # What a rule found before it failed still stands.
         unread = [code for code in RULES if code in self.faults]
         selected = self._selection.of(self.found)

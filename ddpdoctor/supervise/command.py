@@ -52,6 +52,7 @@ Options of ddpdoctor:
                     [default: a directory below <tmp>/ddpdoctor-<uid>/].
   --no-nodes        Judge the ranks of this node alone [default: ranks of all
                     nodes that run under ddpdoctor are judged on rank 0's node].
+  --no-lint         Do not check the script's code for misuse of DDP.
   --journal-mb N    Most megabytes of records per rank [default: 64].
   --overhead-budget PERCENT
                     What the hooks and the checks for wrong results may cost, in

@@ -138,6 +138,7 @@ _DEBUGGER, _DEBUGGER_END = "the debugger", "the end of the debugger"
 _RANKS, _HANGS, _SHOWING = "the rank watch", "the hang watch", "the monitor's files"
 _NOTIFY, _STRAGGLERS = "the notifications", "the straggler watch"
 _NODES = "the link to other nodes"
+_SOURCE = "the check of the code"
 
 
 class RunWatch:
@@ -332,6 +333,7 @@ class RunWatch:
     def check(self, ended: Iterable[int] = ()) -> None:
         """Run all parts once. ``ended`` are the descriptors of ranks that have just ended."""
         now, guarded = time.monotonic(), self._guarded
+        guarded(_SOURCE, self._reporter.tell_source)
         if self._debugging is not None:
             guarded(_DEBUGGER, self._note, self._debugging.poll)
             if self._debugging.stopped:
@@ -487,6 +489,7 @@ class RunWatch:
         Returns:
             The run at its end, if it can be read.
         """
+        self._guarded(_SOURCE, self._reporter.tell_source)
         if (run := self._read()) is not None:
             self._guarded(_RANKS, self._note, partial(self._ranks.follow, run))
         # Ranks that ended together with the job.

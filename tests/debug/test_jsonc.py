@@ -169,9 +169,9 @@ def test_tasks_too(choose: random.Random) -> None:
     added = vscode_configurations.with_tasks(text, ["train.py"])
     assert added is not None
     tasks = independent(added)["tasks"]
-    ours = ["run", "report", "check", "top"]
-    assert [task["label"].removeprefix(PREFIX) for task in tasks[:4]] == ours
-    assert tasks[4:] == (independent(text) or {}).get("tasks", [])
+    ours = ["run", "report", "check", "lint", "top"]
+    assert [task["label"].removeprefix(PREFIX) for task in tasks[:5]] == ours
+    assert tasks[5:] == (independent(text) or {}).get("tasks", [])
     assert vscode_configurations.with_tasks(added, ["train.py"]) == added
     assert vscode_configurations.without_tasks(added) == text
 

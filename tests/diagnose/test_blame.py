@@ -129,19 +129,20 @@ build(first=me == 0)
     ],
 )
 def test_conditions_that_tell_ranks_apart(test: str, tells: bool) -> None:
-    words = words_of(ast.parse(SETTINGS))
+    words = words_of(ast.walk(ast.parse(SETTINGS)))
     condition = ast.parse(test, mode="eval").body
     assert discerns(condition, words) is tells
     assert is_plain(condition, words)
 
 
 def test_names_are_followed_through_three_assignments() -> None:
-    words = words_of(ast.parse("first = rank\nsecond = first\nthird = second\nfourth = third\n"))
+    chain = "first = rank\nsecond = first\nthird = second\nfourth = third\n"
+    words = words_of(ast.walk(ast.parse(chain)))
     assert words.numbers == {"first", "second", "third"}
 
 
 def test_a_condition_that_may_be_a_collective_itself() -> None:
-    words = words_of(ast.parse(SETTINGS))
+    words = words_of(ast.walk(ast.parse(SETTINGS)))
     assert not is_plain(ast.parse("rank == 0 and agreed(flag)", mode="eval").body, words)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -134,3 +136,47 @@ def test_a_file_is_no_argument() -> None:
 
     with pytest.raises(DoctorError, match="takes no file"):
         lsp.main(["train.py"])
+
+
+NEOVIM = """
+vim.cmd('edit train.py')
+local client = vim.lsp.start_client({cmd = COMMAND, root_dir = vim.fn.getcwd()})
+vim.lsp.buf_attach_client(0, client)
+local function count() return #vim.diagnostic.get(0) end
+vim.wait(LIMIT, function() return count() > 0 end, 50)
+local first = vim.diagnostic.get(0)[1]
+print(string.format('%d:%d %s', first.lnum + 1, first.col + 1, first.message))
+local at = {line = first.lnum, character = first.col}
+local file = {uri = vim.uri_from_bufnr(0)}
+local function ask(what, more)
+  local request = vim.tbl_extend('force', {textDocument = file}, more)
+  for _, each in pairs(vim.lsp.buf_request_sync(0, what, request, LIMIT)) do return each.result end
+end
+print(ask('textDocument/hover', {position = at}).contents.value)
+local span = {start = at, ['end'] = at}
+local more = {range = span, context = {diagnostics = {}}}
+vim.lsp.util.apply_workspace_edit(ask('textDocument/codeAction', more)[1].edit, 'utf-16')
+vim.wait(LIMIT, function() return count() == 0 end, 50)
+print('left: ' .. count())
+vim.cmd('write')
+vim.cmd('qall!')
+"""
+
+
+@pytest.mark.skipif(shutil.which("nvim") is None, reason="Neovim is not installed")
+def test_neovim(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SICK)
+    command = f"{{'{sys.executable}', '-m', 'ddpdoctor', 'lsp'}}"
+    lua = NEOVIM.replace("COMMAND", command).replace("LIMIT", str(int(LIMIT * 1000)))
+    (tmp_path / "test.lua").write_text(lua)
+    done = subprocess.run(
+        ["nvim", "--headless", "-u", "NONE", "-c", "luafile test.lua"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    said = done.stdout + done.stderr
+    assert "8:27 every rank loads this checkpoint" in said
+    assert "DDP503: " in said
+    assert "left: 0" in said
+    assert 'torch.load(path, map_location="cpu")' in (tmp_path / "train.py").read_text()

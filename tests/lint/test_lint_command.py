@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jsonschema
 import pytest
 
 from ddpdoctor.commands import lint
@@ -96,6 +97,75 @@ def test_formats(sick: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert region == {"startLine": 4, "startColumn": 5, "endLine": 4, "endColumn": 19}
     lint.main(["--statistics", "train.py"])
     assert "    1  DDP401  collective-under-rank-guard" in capsys.readouterr().out
+
+
+def closed(**properties: object) -> dict[str, object]:
+    """Return the schema of an object with these properties and no others."""
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": sorted(properties),
+        "additionalProperties": False,
+    }
+
+
+def listed(items: dict[str, object]) -> dict[str, object]:
+    return {"type": "array", "items": items}
+
+
+TEXT = {"type": "string", "minLength": 1}
+AT = {"type": "integer", "minimum": 1}
+REGION = closed(startLine=AT, startColumn=AT, endLine=AT, endColumn=AT)
+URI = {"type": "string", "pattern": r"^[\w./%~-]+$"}
+SARIF = closed(
+    **{"$schema": TEXT},
+    version={"const": "2.1.0"},
+    runs=listed(
+        closed(
+            tool=closed(
+                driver=closed(
+                    name=TEXT,
+                    version=TEXT,
+                    rules=listed(
+                        closed(
+                            id=TEXT,
+                            name=TEXT,
+                            shortDescription=closed(text=TEXT),
+                            help=closed(text=TEXT),
+                        )
+                    ),
+                )
+            ),
+            columnKind={"const": "unicodeCodePoints"},
+            results=listed(
+                closed(
+                    ruleId=TEXT,
+                    ruleIndex={"type": "integer", "minimum": 0},
+                    level={"enum": ["error", "warning", "note"]},
+                    message=closed(text=TEXT),
+                    locations=listed(
+                        closed(
+                            physicalLocation=closed(artifactLocation=closed(uri=URI), region=REGION)
+                        )
+                    ),
+                )
+            ),
+        )
+    ),
+)
+"""What we write of SARIF 2.1.0. DDPDOCTOR_SARIF_SCHEMA names a file with the whole schema."""
+
+
+def test_sarif_is_valid(sick: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sick.rename(sick.with_name("my träin %.py"))
+    (sick.parent / "job.sh").write_text("torchrun --nnodes 2 train.py\n")
+    lint.main(["--output", "sarif", "--pedantic", "."])
+    log = json.loads(capsys.readouterr().out)
+    assert len(log["runs"][0]["results"]) >= 2
+    jsonschema.validate(log, SARIF)
+    whole = os.environ.get("DDPDOCTOR_SARIF_SCHEMA")
+    if whole is not None:
+        jsonschema.validate(log, json.loads(Path(whole).read_text()))
 
 
 def test_bad_arguments(sick: Path) -> None:
@@ -190,6 +260,7 @@ def test_files_that_import_each_other(sick: Path, capsys: pytest.CaptureFixture[
 
 def test_healthy_jobs_and_ddpdoctor_itself_are_clean() -> None:
     paths = [*(ROOT / "sample_jobs").glob("*.py"), *(ROOT / "tests/jobs/healthy").rglob("*.py")]
+    paths += [*(ROOT / "tests/jobs/sick").glob("*_healed.py")]
     paths += [*(ROOT / "sample_jobs").glob("healthy/*.py"), ROOT / "ddpdoctor/preflight/selftest"]
     sources = [files.read(each) for each in files.find([str(path) for path in paths])]
     found = [each for each in check(sources) if each.severity > Severity.INFO]

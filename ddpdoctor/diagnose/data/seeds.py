@@ -78,7 +78,7 @@ def _seeds(path: str) -> list[Seed]:
     tree = tree_of(path)
     if tree is None:
         return []
-    words = words_of(tree)
+    words = words_of(nodes_of(path))
     found = []
     for scope in ast.walk(tree):
         if isinstance(scope, (ast.Module, *FUNCTIONS)):

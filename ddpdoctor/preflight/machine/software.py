@@ -12,14 +12,15 @@ import sys
 import warnings
 import zipfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from ddpdoctor.core import opening
-from ddpdoctor.core.finding import Finding
+from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.core.user_code import Location
+from ddpdoctor.lint import job
 from ddpdoctor.preflight.check import (
     Outcome,
     check,
@@ -189,7 +190,7 @@ def script(situation: Situation) -> Outcome:
     What it finds
         A script or module that cannot be found or read, a syntax error, or a top-level import of a
         module that this Python does not have, in the script or in a module beside it that it
-        imports.
+        imports. Errors of `ddpdoctor lint` are warnings here, with their own codes.
 
     Why it is bad
         Every rank spends seconds importing torch before it fails, and the message is printed once
@@ -290,12 +291,25 @@ def _examined(path: Path, source: bytes, folder: Path) -> Outcome:
         missing += _missing_inside(list(modules), folder)
     until = " up to where sys.path is changed" if found.cut else ""
     if not missing:
+        misuse = _misuse(path)
+        if misuse:
+            return judged(f"{path.name} parses, but misuses DDP; it was not run", misuse)
         imports = f"{len(modules)} imports{until}"
         return passed(f"{path.name} parses, and its {imports} are there; it was not run")
     return judged(
         f"{len(missing)} of {len(modules)} imports of {path.name}{until} are missing",
         [_missing(source, folder, each) for source, each in missing],
     )
+
+
+def _misuse(path: Path) -> list[Finding]:
+    """Return the errors that `ddpdoctor lint` finds. They are no fault of the machine."""
+    try:
+        found = job.errors(str(path))
+    except Exception:
+        return []
+    paste = typed("ddpdoctor lint {}", path)
+    return [replace(each, severity=Severity.WARNING, paste=paste) for each in found]
 
 
 def _missing_inside(modules: list[str], folder: Path) -> list[tuple[Path, Import]]:

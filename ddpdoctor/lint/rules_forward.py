@@ -1,0 +1,230 @@
+"""Rules on forwards that go around DDP."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ddpdoctor.core.finding import Severity
+from ddpdoctor.diagnose.source_files import FUNCTIONS, last_name
+from ddpdoctor.lint.program import Code, guards, targets_of, under, without_gradients
+from ddpdoctor.lint.rules import Hit, rule
+from ddpdoctor.lint.wrapped import TELLS_DDP, bound, is_wrapper, over_parameters, same
+
+_QUIET = frozenset(
+    (
+        *("state_dict", "load_state_dict", "parameters", "named_parameters", "buffers", "eval"),
+        *("named_buffers", "modules", "named_modules", "children", "named_children", "train", "to"),
+        *("cuda", "cpu", "save_pretrained", "save", "requires_grad_", "zero_grad", "apply"),
+        *("get_parameter", "register_forward_hook", "half", "float", "config", "update", "clip"),
+        *(
+            "get_submodule",
+            "no_sync",
+            "register_comm_hook",
+            "extra_repr",
+            "set_epoch",
+            "named_children",
+        ),
+    )
+)
+"""Methods of a module that are no forward."""
+
+
+@rule("DDP301", Severity.ERROR)
+def forward_around_ddp(code: Code) -> Iterator[Hit]:
+    """Find training forwards that do not go through the wrapper."""
+    if _averages_by_hand(code) or code.program.uses("PeriodicModelAverager"):
+        return
+    for function in [each for each in code.nodes if isinstance(each, (*FUNCTIONS, ast.Module))]:
+        for loss in code.called(function, "backward"):
+            block: ast.AST = next(iter(code.loops(loss)), function)
+            calls = [each for each in code.within(block) if isinstance(each, ast.Call)]
+            used = _made_of(code, block, loss)
+            around = [
+                each
+                for each in calls
+                if _goes_around(code, each) and (id(each) in used or not _is_helper(each))
+            ]
+            if around and not any(_goes_through(code, each) for each in calls):
+                yield Hit(
+                    around[0],
+                    "this forward goes to the module inside of DDP, so the gradients of its "
+                    "backward are not reduced and the ranks' models drift apart",
+                    "Call the DDP object itself.",
+                )
+
+    yield from _trained_bare(code)
+
+
+def _trained_bare(code: Code) -> Iterator[Hit]:
+    """Yield calls of training functions that get ``model.module`` instead of the DDP object."""
+    for call in code.calls:
+        if not last_name(call.func).lower().startswith("train") or call.args == []:
+            continue
+        passed = [*call.args[1:], *(each.value for each in call.keywords)]
+        if code.program.targets(code, call) or any(is_wrapper(code, each) for each in passed):
+            continue
+        for each in call.args[:1]:
+            made = code.origins(each)
+            if any(
+                isinstance(one.node, ast.Attribute)
+                and one.node.attr == "module"
+                and is_wrapper(one.code, one.node.value)
+                for one in made
+            ):
+                yield Hit(
+                    call,
+                    "this trains the module inside of DDP, so its gradients are not reduced and "
+                    "the ranks' models drift apart",
+                    "Pass the DDP object itself.",
+                    Severity.WARNING,
+                )
+
+
+def _goes_through(code: Code, call: ast.Call) -> bool:
+    """Return whether a call runs a wrapper, or passes it to a function that may."""
+    if is_wrapper(code, call.func):
+        return True
+    if last_name(call.func) == "forward" and isinstance(call.func, ast.Attribute):
+        return is_wrapper(code, call.func.value)
+    return not _is_ignored(call) and any(is_wrapper(code, each) for each in call.args)
+
+
+def _averages_by_hand(code: Code) -> bool:
+    """Return whether the ranks average gradients or parameters themselves."""
+    return any(
+        isinstance(node, ast.For)
+        and over_parameters(node)
+        and any(
+            each.is_dist(one, "all_reduce", "reduce", "broadcast", "all_gather")
+            for one in each.within(node)
+        )
+        for each in code.program.codes
+        for node in each.nodes
+    )
+
+
+def _is_helper(call: ast.Call) -> bool:
+    """Return whether a method's name is that of a helper rather than of a forward."""
+    helpers = ("get_", "set_", "load", "save", "reset", "init", "update", "step", "penalty")
+    return last_name(call.func).startswith(helpers)
+
+
+def _made_of(code: Code, block: ast.AST, loss: ast.Call) -> set[int]:
+    """Return the ids of the calls that a loss is made of in a block."""
+    receiver = loss.func.value if isinstance(loss.func, ast.Attribute) else loss
+    queue: list[ast.expr] = [receiver]
+    found: set[int] = set()
+    names: set[str] = set()
+    while queue:
+        for each in ast.walk(queue.pop()):
+            if isinstance(each, ast.Call):
+                found.add(id(each))
+            elif isinstance(each, ast.Name) and each.id not in names:
+                names.add(each.id)
+                queue += [
+                    node.value
+                    for node in code.within(block)
+                    if isinstance(node, (ast.Assign, ast.AugAssign))
+                    and any(
+                        isinstance(one, ast.Name) and one.id == each.id
+                        for target in (
+                            node.targets if isinstance(node, ast.Assign) else [node.target]
+                        )
+                        for one in ast.walk(target)
+                    )
+                ]
+    return found
+
+
+def _is_ignored(call: ast.Call) -> bool:
+    return last_name(call.func) in ("len", "print", "isinstance", "id", "hasattr", "getattr")
+
+
+def _goes_around(code: Code, call: ast.Call) -> bool:
+    """Return whether a call runs the module inside of DDP on all ranks, with gradients."""
+    if without_gradients(code, call) or guards(code, call):
+        return False
+    node: ast.expr = call.func
+    if _is_alias(code, node, call) or _holds_bare(code, node):
+        return True
+    if isinstance(node, ast.Attribute) and node.attr == "module":
+        return is_wrapper(code, node.value)
+    if (
+        isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Attribute)
+        and node.value.attr == "module"
+        and node.attr not in _QUIET
+    ):
+        used = not isinstance(code.parents[call], ast.Expr)
+        return used and is_wrapper(code, node.value.value)
+    return False
+
+
+def _is_alias(code: Code, node: ast.expr, call: ast.Call) -> bool:
+    """Return whether a name is an alias of a module that is wrapped above.
+
+    It is so after ``raw = model`` and ``model = DDP(model)``, or after ``wrapped = DDP(model)``.
+    """
+    if not isinstance(node, ast.Name) or under(code, call, *TELLS_DDP):
+        return False
+    made = {id(each.node) for each in code.origins(node)}
+    if len(made) != 1:
+        return False
+    for wrap in code.wraps:
+        target, inner = bound(code, wrap), wrap.args[0] if wrap.args else None
+        if inner is None or target is None or wrap.lineno > call.lineno or same(code, target, node):
+            continue
+        plain = not any(isinstance(each, ast.If) for each in code.above(wrap))
+        if plain and wrap.lineno < call.lineno and code.scope(wrap) is code.scope(node):
+            inside = {
+                id(each.node)
+                for each in code.origins(inner)
+                if isinstance(each.node, ast.Call) and each.node not in code.wraps
+            }
+            if made == inside:
+                return True
+    return False
+
+
+def _holds_bare(code: Code, node: ast.expr) -> bool:
+    """Return whether an object got the model before it was wrapped.
+
+    It is so after ``self.loss = Loss(self.model)`` and ``self.model = DDP(self.model)``.
+    """
+    owner = getattr(node, "value", None)
+    if not isinstance(owner, ast.Attribute) or last_name(owner.value) != "self":
+        return False
+    made = [item for other, item in code.values(owner) if other is code]
+    value = made[0].value if len(made) == 1 else None
+    place = code.function(value) if isinstance(value, ast.Call) else None
+    if place is None or place.name != "__init__" or last_name(node) in _QUIET:
+        return False
+    if not isinstance(value, ast.Call) or _is_given_another(code, owner.attr):
+        return False
+    return any(
+        (code.function(wrap) is not place or wrap.lineno > value.lineno)
+        and code.owner(wrap) is code.owner(node)
+        and _wraps_again(code, wrap, value.args)
+        for wrap in code.wraps
+    )
+
+
+def _wraps_again(code: Code, wrap: ast.Call, models: list[ast.expr]) -> bool:
+    """Return whether a call wraps one of some attributes in place."""
+    inner, target = wrap.args[0] if wrap.args else None, bound(code, wrap)
+    return (
+        isinstance(inner, ast.Attribute)
+        and target is not None
+        and same(code, target, inner)
+        and any(same(code, each, inner) for each in models)
+    )
+
+
+def _is_given_another(code: Code, name: str) -> bool:
+    """Return whether an attribute of an object is set from outside: ``self.loss.model = ...``."""
+    return any(
+        isinstance(target, ast.Attribute) and last_name(target.value) == name
+        for each in code.nodes
+        for target in targets_of(each)
+    )
