@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.finding import Severity
+from ddpdoctor.core.formatting import count
 from ddpdoctor.core.options import CODES, Given, Parser, Selection, one_of
 from ddpdoctor.lint import files, fixes, output
 from ddpdoctor.lint.check import Problem, check
+from ddpdoctor.lint.launch_files import YAML
 
 PARSER = Parser(
     "lint",
@@ -74,14 +77,18 @@ def main(words: Sequence[str]) -> int:
         return _diff(given)
     if "--fix" in given:
         _fix(given)
-    found, count = _check(given)
-    _print(given, found, count)
+    found, checked = _check(given)
+    _print(given, found, checked)
     limit = Severity[given.get("--fail-on", "warning").upper()]
     return int(any(each.severity >= limit for each in found))
 
 
 def _check(given: Given) -> tuple[list[Problem], int]:
     sources = [files.read(path) for path in files.find(given.rest)]
+    unread = [each.path for each in sources if each.launch and each.path.endswith(YAML)]
+    if unread and find_spec("yaml") is None:
+        print(f"ddpdoctor: {count(len(unread), 'manifest')} not read, such as {unread[0]}: "
+              "pip install 'ddpdoctor[yaml]'", file=sys.stderr)  # fmt: skip
     return _selected(given, sources), len(sources)
 
 

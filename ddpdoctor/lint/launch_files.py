@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from ddpdoctor.core.finding import Severity
 
 SHELL = (".sh", ".bash", ".sbatch", ".slurm")
-SUFFIXES = (*SHELL, ".yaml", ".yml", ".json")
+YAML = (".yaml", ".yml")
+SUFFIXES = (*SHELL, *YAML, ".json")
 
 NAMES = {
     "DDP001": "launch-environment",
@@ -349,8 +350,7 @@ def _of_yaml(text: str) -> Iterator[Fault]:
     try:
         import yaml
     except ImportError:
-        # A manifest is read where there is a reader.
-        return
+        return  # `ddpdoctor lint` says so
     try:
         documents = list(yaml.compose_all(text, Loader=yaml.SafeLoader))
     except (yaml.YAMLError, RecursionError, ValueError):
