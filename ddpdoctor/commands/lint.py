@@ -108,12 +108,12 @@ def _fix(given: Given) -> None:
     fixed = 0
     for _ in range(_ROUNDS):
         changes = _changes(given)
-        for path, (_, after, count) in changes.items():
+        for path, (_, after, changed) in changes.items():
             try:
                 fixes.write(path, after)
             except OSError as error:
                 raise DoctorError(f"{path} cannot be written: {error.strerror}") from None
-            fixed += count
+            fixed += changed
         if not changes:
             break
     print(f"fixed {fixed}", file=sys.stderr)
