@@ -15,6 +15,7 @@ from functools import partial
 from typing import TypeVar
 
 from ddpdoctor.core.finding import Finding, Severity
+from ddpdoctor.core.relations import NO_NETWORK
 from ddpdoctor.preflight.check import Outcome, check, failure, finding, judged, typed, warning
 from ddpdoctor.preflight.protocol.messages import Facts
 from ddpdoctor.preflight.situation import Situation, bounded, text, visible_gpus, waited_for_core
@@ -498,6 +499,8 @@ def _findings(
             else "Name an interface of this machine, or none.",
             paste=export_line(interface) if interface else otherwise,
             about=library,
+            # Without another interface, no other node is reached.
+            subjects=frozenset() if listed != "none" else frozenset({NO_NETWORK}),
         )
 
 
