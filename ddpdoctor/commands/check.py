@@ -223,7 +223,9 @@ def _print(
     sys.stdout.write(screen(outcomes, view))
     if without and not view.first:
         print(f"\nnodes to exclude: {shown(','.join(without))}")
-    words = "" if view.first else open_words(situation, outcomes)
+    # A fault comes first: all nodes have to be checked again in any case.
+    failed = exit_status(outcomes) & FAILED
+    words = "" if view.first or failed else open_words(situation, outcomes)
     if words:
         print(f"\n{shown(words, chr(10))}")
     line = "" if without else next_line(situation, outcomes)

@@ -186,7 +186,7 @@ def node_table(outcomes: Sequence[Outcome], view: View) -> str:
     rows: dict[tuple[str, ...], list[str]] = {}
     for host, cells in problems.items():
         rows.setdefault(tuple(cells.get(code, "") for code in columns), []).append(host)
-    named = {cells: shortened(shown(listed(hosts, 3)), 24, "...") for cells, hosts in rows.items()}
+    named = {cells: shortened(shown(listed(hosts, 2)), 24, "...") for cells, hosts in rows.items()}
     room = max(map(len, named.values()))
     lines = [" " * room + "".join(f"  {code:<7}" for code in columns)]
     for cells, hosts in named.items():

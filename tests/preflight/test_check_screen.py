@@ -124,7 +124,7 @@ def test_many_nodes_with_several_problems_are_a_table() -> None:
         "                         DDP006   DDP052   DDP054",
         "node1                                      error",
         "node9                    warning  error",
-        "node4, node5, node6 ...  warning",
+        "node4, node5 and 2 more  warning",
     ]
     few = screen(outcomes, View("node0", 1, 16, 0, met=True))
     assert few.split("\n\n")[1].startswith("error DDP052")

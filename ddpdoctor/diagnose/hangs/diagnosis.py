@@ -34,6 +34,7 @@ from ddpdoctor.diagnose.hangs.hang_snapshot import (
     find_blocked,
     hang_snapshot,
 )
+from ddpdoctor.diagnose.hangs.job_nodes import CHECK, option
 from ddpdoctor.diagnose.hangs.process_activity import (
     STUCK_GPU,
     gpu_arrival,
@@ -52,6 +53,7 @@ from ddpdoctor.diagnose.hangs.rank_activity import (
     state_of,
 )
 from ddpdoctor.diagnose.source_files import brief, only_sleeps, quoted
+from ddpdoctor.run.names import MOST_WORLD
 from ddpdoctor.run.records.supervisor import Ras, RasDifference, RasGroup, RasProcess
 from ddpdoctor.run.snapshot import Run
 
@@ -227,6 +229,7 @@ def _activities(still: HangSnapshot, seen: _Seen, wait: Blocked | None) -> Itera
     waiting = [r for r in (wait.waiting if wait is not None else ()) if r.rank not in culprits]
     for found in kinds.values():
         ranks = [rank for rank, _ in found]
+        numbers = [rank.rank for rank in ranks]
         each = found[0][1]
         severity = each.severity
         if not still.record.everybody and each.code in ("DDP802", "DDP807", "DDP811"):
@@ -247,6 +250,7 @@ def _activities(still: HangSnapshot, seen: _Seen, wait: Blocked | None) -> Itera
                 *each.evidence,
                 *((frames,) if native else ()),
                 *(waiting_line(rank) for rank in waiting[:3]),
+                *((f"by node: {still.nodes.places(numbers)}",) if still.nodes else ()),
                 *_without_stacks(still),
             ),
             fix=each.fix or (_TOGETHER if still.world_size != 1 else _OUTSIDE),
@@ -302,12 +306,15 @@ def _all_there(still: HangSnapshot, one: Blocked) -> Iterator[Finding]:
             code="DDP802",
             about="other nodes",
             severity=Severity.WARNING,
-            message=f"all ranks of this node wait in {one.what}; {named(absent)} of other nodes "
+            message=f"all ranks of this node wait in {one.what}; "
+            f"{still.nodes.places(absent) if still.nodes else f'{named(absent)} of other nodes'} "
             f"{why}",
             ranks=absent,
             location=waiting[0].waits_at,
-            evidence=tuple(waiting_line(rank) for rank in waiting[:4]),
-            fix="Look at what ddpdoctor says on the other nodes.",
+            evidence=(*(waiting_line(rank) for rank in waiting[:4]), *still.dead_links),
+            fix="Look at what ddpdoctor says on the other nodes."
+            + (f" {CHECK}" if still.nodes else ""),
+            paste=still.nodes.check_line if still.nodes else "",
         )
     elif len(waiting) < len(still.ranks) or not still.record.everybody:
         # The others are in a later collective, which these ranks may still come to.
@@ -459,18 +466,18 @@ def _all_came(still: HangSnapshot) -> bool:
 
 def _torchrun_alone(still: HangSnapshot) -> Iterator[Finding]:
     """Report that torchrun has started no rank, since it waits for other nodes."""
-    nodes = _option(still, "--nnodes")
-    if nodes not in (None, "1"):
+    nodes = still.nodes
+    if nodes is not None:
         yield Finding(
             code="DDP813",
             about="rendezvous",
             severity=Severity.ERROR,
             message=f"torchrun has waited in rendezvous for {still.record.seconds:.0f} s: of "
-            f"{nodes} nodes, not all have come",
-            evidence=_launch_options(still),
+            f"{nodes.number} nodes, not all have come",
+            evidence=(*_launch_options(still), *still.dead_links),
             fix="Start the command on every node, with the same --nnodes, --rdzv-id and "
-            "--rdzv-endpoint (or --master-addr), each with its own --node-rank; check that the "
-            "endpoint can be reached from there.",
+            f"--rdzv-endpoint (or --master-addr), each with its own --node-rank. {CHECK}",
+            paste=nodes.check_line,
         )
 
 
@@ -524,7 +531,9 @@ def _all_joining(joining: _Seen, still: HangSnapshot) -> Finding:
         "size says, and it does not end: the store, or the backend",
         ranks=tuple(rank.rank for rank, _ in joining),
         location=each.location,
-        fix=_CHECK_NETWORK,
+        evidence=still.dead_links,
+        fix=f"{_CHECK_NETWORK} {CHECK}" if still.nodes else _CHECK_NETWORK,
+        paste=still.nodes.check_line if still.nodes else "",
         traceback=rank.traceback,
     )
 
@@ -534,7 +543,17 @@ def _not_all_joining(joining: _Seen, still: HangSnapshot) -> Finding:
     rank, each = joining[0]
     verb = "wait" if len(joining) > 1 else "waits"
     missing, fix, evidence = "ranks that never came", _START, _launch_options(still)
+    paste = ""
+    if still.nodes is not None:
+        worlds = (one.stacks.world_size for one in still.ranks if one.stacks is not None)
+        world = min(max(worlds, default=0), MOST_WORLD)
+        absent = set(range(world)) - {one.rank for one in still.ranks}
+        if absent:
+            missing = f"{still.nodes.places(sorted(absent))}, not seen from this node"
+        fix, paste = f"{_START} {CHECK}", still.nodes.check_line
+        evidence += still.dead_links
     if still.store is not None:
+        paste = ""
         missing = f"a store at {store_address(still.store)} that no rank opens"
         fix, evidence = store_advice(still.store)
     return Finding(
@@ -547,27 +566,15 @@ def _not_all_joining(joining: _Seen, still: HangSnapshot) -> Finding:
         location=each.location,
         evidence=evidence,
         fix=fix,
+        paste=paste,
         traceback=rank.traceback,
     )
 
 
 def _launch_options(still: HangSnapshot) -> tuple[str, ...]:
     names = ("--nnodes", "--nproc-per-node", "--node-rank", "--rdzv-endpoint", "--master-addr")
-    seen = [f"{name} {value}" for name in names if (value := _option(still, name)) is not None]
+    seen = [f"{name} {value}" for name in names if (value := option(still.manifest, name))]
     return (f"started with {' '.join(seen)}",) if seen else ()
-
-
-def _option(still: HangSnapshot, name: str) -> str | None:
-    """Return the value of torchrun's option, in either spelling."""
-    command = still.manifest.get("command")
-    words = list(map(str, command)) if isinstance(command, list) else []
-    for spelling in (name, name[:2] + name[2:].replace("-", "_")):
-        for at, word in enumerate(words):
-            if word == spelling and at + 1 < len(words):
-                return words[at + 1]
-            if word.startswith(f"{spelling}="):
-                return word.partition("=")[2]
-    return None
 
 
 # -- what NCCL's RAS says, which knows the ranks of all nodes
