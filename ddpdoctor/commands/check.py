@@ -165,7 +165,8 @@ def _check(asked: command_lines.Arguments, chosen: list[Check]) -> int:
         if progress.ended and not asked.json:
             view = _view(asked, situation, (), began)
             view = replace(view, running=len(names) - len(progress.ended))
-            _to_reader(lambda: sys.stdout.write(screen(causes_only(progress.ended), view)))
+            ended = sorted(progress.ended, key=lambda outcome: names.index(outcome.check))
+            _to_reader(lambda: sys.stdout.write(screen(causes_only(ended), view)))
         raise
     finally:
         progress.close()

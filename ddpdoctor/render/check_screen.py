@@ -65,8 +65,7 @@ class View:
 
     def concerns(self, outcome: Outcome, finding: Finding) -> bool:
         """Return whether a finding is shown here: all on the first node, else those to fix."""
-        check = CHECKS.get(outcome.check)
-        own = check is None or check.scope == "machine" or not self.met
+        own = _of_machine(outcome) or not self.met
         return not self.first or own or self.host in finding.nodes
 
 

@@ -183,6 +183,7 @@ def own_address(situation: Situation) -> Outcome:
                 fix=SHARED_ADDRESS_FIX,
                 paste=typed(SHARED_ADDRESS_PASTE, each.interface),
                 about=each.interface,
+                subjects=frozenset({f"address {each.address}"}),
             )
             for each in found
             if each.card

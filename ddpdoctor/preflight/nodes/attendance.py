@@ -98,7 +98,10 @@ def own_problem(meeting: Meeting, problem: Problem, situation: Situation) -> Fin
                 nothing,
             )
         closed = _closed_port(meeting, problem, situation)
-        return replace(closed, subjects=frozenset({relations.NO_NETWORK}))
+        dropped = problem.kind == "dropped"
+        other = own_address.shared_address(situation) if dropped else None
+        shared = () if other is None else (f"address {other.address}",)
+        return replace(closed, subjects=frozenset({relations.NO_NETWORK, *shared}))
     if problem.kind == "unresolved":
         return _unreached(
             f"the name {host} does not resolve on this node",
@@ -272,6 +275,7 @@ def _unreached(message: str, fix: str, paste: str, *evidence: str) -> Finding:
     yields_to={
         "DDP002": relations.same_subject,
         "DDP004": relations.same_subject,
+        "DDP018": relations.same_subject,
         "DDP051": relations.of_these("nnodes", ("absent", "surplus")),
     },
 )

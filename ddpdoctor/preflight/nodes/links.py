@@ -68,7 +68,11 @@ TRANSLATED_FIX = (
 )
 
 
-@across_nodes("links", "DDP053", yields_to={"DDP054": relations.loses_packets})
+@across_nodes(
+    "links",
+    "DDP053",
+    yields_to={"DDP018": relations.same_subject, "DDP054": relations.loses_packets},
+)
 def links(meeting: Meeting) -> Outcome:
     """A node cannot open a connection to another node, in one or both directions.
 
@@ -208,6 +212,7 @@ def _doubled(meeting: Meeting, nodes: Collection[int]) -> Iterator[Finding]:
             paste=typed(own_address.SHARED_ADDRESS_PASTE, interface(meeting, node)[0] or "eth0"),
             about=f"address {address}",
             nodes=tuple(map(meeting.host, holders)),
+            subjects=frozenset({f"address {address}"}),
         )
 
 
