@@ -363,10 +363,10 @@ def test_a_node_that_never_came(tmp_path: Path) -> None:
             [],
             "4 and 5 (node rank 1, node rank 2)",
         ),
-        (["--nnodes", "2"], [], "ranks 2 and 3 (another node), not seen"),
+        (["--nnodes", "2"], [], "ranks 2 and 3 of other nodes, not seen"),
         # A node that was lost is the only other one.
         (["--nnodes", "2", "--nproc-per-node", "2"], ["lost"], "ranks 2 and 3 (node1), not seen"),
-        (["--nnodes", "3"], ["lost"], "ranks 2, 3, 4 and 5 (another node)"),
+        (["--nnodes", "3"], ["lost"], "ranks 2, 3, 4 and 5 of other nodes"),
         # One node.
         (["--nnodes", "1", "--nproc-per-node", "4"], [], "for ranks that never came"),
     ],

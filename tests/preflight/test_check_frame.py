@@ -263,7 +263,7 @@ def test_the_commands_words(doctor: Doctor) -> None:
     for text, scope in ((here, "machine"), (between, "nodes")):
         named = [line.split()[0] for line in text.splitlines()]
         assert named == [name for name, check in CHECKS.items() if check.scope == scope]
-    assert here.startswith("launch-environment ") and between.startswith("nodes ")
+    assert here.startswith("versions ") and between.startswith("nodes ")
     page = doctor.cli("explain", "ddp005").stdout
     assert page.startswith("DDP005 shared-memory (check)\n")
     assert doctor.cli("explain", "shared-memory").stdout == page

@@ -34,7 +34,7 @@ from ddpdoctor.diagnose.hangs.hang_snapshot import (
     find_blocked,
     hang_snapshot,
 )
-from ddpdoctor.diagnose.hangs.job_nodes import CHECK, option
+from ddpdoctor.diagnose.hangs.job_nodes import option
 from ddpdoctor.diagnose.hangs.process_activity import (
     STUCK_GPU,
     gpu_arrival,
@@ -229,7 +229,6 @@ def _activities(still: HangSnapshot, seen: _Seen, wait: Blocked | None) -> Itera
     waiting = [r for r in (wait.waiting if wait is not None else ()) if r.rank not in culprits]
     for found in kinds.values():
         ranks = [rank for rank, _ in found]
-        numbers = [rank.rank for rank in ranks]
         each = found[0][1]
         severity = each.severity
         if not still.record.everybody and each.code in ("DDP802", "DDP807", "DDP811"):
@@ -250,7 +249,7 @@ def _activities(still: HangSnapshot, seen: _Seen, wait: Blocked | None) -> Itera
                 *each.evidence,
                 *((frames,) if native else ()),
                 *(waiting_line(rank) for rank in waiting[:3]),
-                *((f"by node: {still.nodes.places(numbers)}",) if still.nodes else ()),
+                *still.by_node(ranks),
                 *_without_stacks(still),
             ),
             fix=each.fix or (_TOGETHER if still.world_size != 1 else _OUTSIDE),
@@ -306,15 +305,13 @@ def _all_there(still: HangSnapshot, one: Blocked) -> Iterator[Finding]:
             code="DDP802",
             about="other nodes",
             severity=Severity.WARNING,
-            message=f"all ranks of this node wait in {one.what}; "
-            f"{still.nodes.places(absent) if still.nodes else f'{named(absent)} of other nodes'} "
+            message=f"all ranks of this node wait in {one.what}; {still.nodes.places(absent)} "
             f"{why}",
             ranks=absent,
             location=waiting[0].waits_at,
             evidence=(*(waiting_line(rank) for rank in waiting[:4]), *still.dead_links),
-            fix="Look at what ddpdoctor says on the other nodes."
-            + (f" {CHECK}" if still.nodes else ""),
-            paste=still.nodes.check_line if still.nodes else "",
+            fix=still.nodes.and_check("Look at what ddpdoctor says on the other nodes."),
+            paste=still.nodes.check_line,
         )
     elif len(waiting) < len(still.ranks) or not still.record.everybody:
         # The others are in a later collective, which these ranks may still come to.
@@ -466,18 +463,19 @@ def _all_came(still: HangSnapshot) -> bool:
 
 def _torchrun_alone(still: HangSnapshot) -> Iterator[Finding]:
     """Report that torchrun has started no rank, since it waits for other nodes."""
-    nodes = still.nodes
-    if nodes is not None:
+    if still.nodes.several:
         yield Finding(
             code="DDP813",
             about="rendezvous",
             severity=Severity.ERROR,
             message=f"torchrun has waited in rendezvous for {still.record.seconds:.0f} s: of "
-            f"{nodes.number} nodes, not all have come",
+            f"{still.nodes.number} nodes, not all have come",
             evidence=(*_launch_options(still), *still.dead_links),
-            fix="Start the command on every node, with the same --nnodes, --rdzv-id and "
-            f"--rdzv-endpoint (or --master-addr), each with its own --node-rank. {CHECK}",
-            paste=nodes.check_line,
+            fix=still.nodes.and_check(
+                "Start the command on every node, with the same --nnodes, --rdzv-id and "
+                "--rdzv-endpoint (or --master-addr), each with its own --node-rank."
+            ),
+            paste=still.nodes.check_line,
         )
 
 
@@ -532,8 +530,8 @@ def _all_joining(joining: _Seen, still: HangSnapshot) -> Finding:
         ranks=tuple(rank.rank for rank, _ in joining),
         location=each.location,
         evidence=still.dead_links,
-        fix=f"{_CHECK_NETWORK} {CHECK}" if still.nodes else _CHECK_NETWORK,
-        paste=still.nodes.check_line if still.nodes else "",
+        fix=still.nodes.and_check(_CHECK_NETWORK),
+        paste=still.nodes.check_line,
         traceback=rank.traceback,
     )
 
@@ -542,16 +540,14 @@ def _not_all_joining(joining: _Seen, still: HangSnapshot) -> Finding:
     """Report that fewer ranks came than the world size says, or that no rank opens the store."""
     rank, each = joining[0]
     verb = "wait" if len(joining) > 1 else "waits"
-    missing, fix, evidence = "ranks that never came", _START, _launch_options(still)
-    paste = ""
-    if still.nodes is not None:
+    missing, fix, paste = "ranks that never came", _START, ""
+    evidence = (*_launch_options(still), *still.dead_links)
+    if still.nodes.several:
         worlds = (one.stacks.world_size for one in still.ranks if one.stacks is not None)
         world = min(max(worlds, default=0), MOST_WORLD)
-        absent = set(range(world)) - {one.rank for one in still.ranks}
-        if absent:
-            missing = f"{still.nodes.places(sorted(absent))}, not seen from this node"
-        fix, paste = f"{_START} {CHECK}", still.nodes.check_line
-        evidence += still.dead_links
+        absent = sorted(set(range(world)) - {one.rank for one in still.ranks})
+        missing = f"{still.nodes.places(absent)}, not seen from this node" if absent else missing
+        fix, paste = still.nodes.and_check(_START), still.nodes.check_line
     if still.store is not None:
         paste = ""
         missing = f"a store at {store_address(still.store)} that no rank opens"

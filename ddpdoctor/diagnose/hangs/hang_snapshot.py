@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -303,7 +303,7 @@ class HangSnapshot:
         manifest: The run's manifest, with the command of the job.
         store: A store that ranks wait for and that none of them opens.
         stderr: The end of the job's stderr.
-        nodes: The nodes of the job; None if it has one.
+        nodes: The nodes of the job.
     """
 
     record: HangRecord
@@ -312,13 +312,18 @@ class HangSnapshot:
     manifest: JsonObject = field(default_factory=dict)
     store: OwnStoreRecord | None = None
     stderr: str = ""
-    nodes: JobNodes | None = None
+    nodes: JobNodes = field(default_factory=JobNodes)
+
+    def by_node(self, ranks: Sequence[RankState]) -> tuple[str, ...]:
+        """Say on which nodes ranks are, as evidence for a job of several nodes."""
+        places = self.nodes.places([each.rank for each in ranks])
+        return (f"by node: {places}",) if self.nodes.several else ()
 
     @property
     def dead_links(self) -> tuple[str, ...]:
         """What is wrong with this machine's interfaces, as evidence for a job of several nodes."""
         here = str(self.manifest.get("host") or "this machine")
-        return tuple(f"on {here}, {each}" for each in self.record.links if self.nodes)
+        return tuple(f"on {here}, {each}" for each in self.record.links if self.nodes.several)
 
 
 def hang_snapshot(run: Run) -> HangSnapshot | None:

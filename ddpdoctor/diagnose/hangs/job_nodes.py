@@ -28,7 +28,7 @@ class JobNodes:
         rest: The host name of all other ranks, if they can be nowhere else.
     """
 
-    number: int
+    number: int = 1
     nproc: str = ""
     own: str = ""
     endpoint: str = ""
@@ -37,8 +37,13 @@ class JobNodes:
     rest: str = ""
 
     @property
+    def several(self) -> bool:
+        """Whether there are others than this one."""
+        return self.number > 1
+
+    @property
     def check_line(self) -> str:
-        """The line that checks the nodes, for this one."""
+        """The line that checks the nodes, for this one; empty for a single node."""
         options = {
             "--node-rank": self.own,
             "--nproc-per-node": self.nproc,
@@ -47,58 +52,64 @@ class JobNodes:
         }
         words = ["ddpdoctor", "check", "--nnodes", str(self.number)]
         words += [word for name, value in options.items() if value for word in (name, value)]
-        return shlex.join(words)
+        return shlex.join(words) if self.several else ""
+
+    def and_check(self, fix: str) -> str:
+        """Add to a fix that the line to paste is that of the check."""
+        return f"{fix} {CHECK}" if self.several else fix
 
     def places(self, ranks: Sequence[int]) -> str:
         """Name ranks by their nodes: ``ranks 2 and 3 (node1)``."""
-        each = int(self.nproc) if self.nproc.isdigit() else 0
+        each = _whole(self.nproc)
         nodes = [
-            self.hosts.get(rank)
-            or self.rest
-            or (f"node rank {rank // each}" if each else "another node")
+            self.hosts.get(rank) or self.rest or (f"node rank {rank // each}" if each else "")
             for rank in ranks
         ]
-        return f"{named(ranks)} ({listed(list(dict.fromkeys(nodes)), 4)})"
+        known = f"({listed(list(dict.fromkeys(nodes)), 4)})" if all(nodes) else "of other nodes"
+        return f"{named(ranks)} {known}"
 
 
-def job_nodes(run: Run) -> JobNodes | None:
-    """Return the nodes of a job; None for a job of one node."""
-    command = run.manifest
-    nnodes = option(command, "--nnodes").rpartition(":")[2]
-    stores = [record for rank in run.last for record in rank.records.of(StoreRecord)]
-    store = next((each for each in stores if each.local_world_size), StoreRecord())
-    world = max((rank.opened.world_size for rank in run.last), default=0)
-    number = int(nnodes) if nnodes.isdigit() else 0
-    if not nnodes and store.local_world_size:
-        number = -(-world // store.local_world_size)
-    if number < 2:
-        return None
+def job_nodes(run: Run) -> JobNodes:
+    """Return the nodes of a job: by torchrun's options, else by what its ranks recorded."""
+    given = run.manifest
+    stores = filter(None, (rank.records.first(StoreRecord) for rank in run.last))
+    store = next(stores, StoreRecord())
+    local = store.local_world_size
     here = [rank.rank for rank in run.last if not rank.elsewhere]
-    own = option(command, "--node-rank")
-    if not own and store.local_world_size and here:
-        own = str(min(here) // store.local_world_size)
-    host = option(command, "--master-addr")
-    endpoint = option(command, "--rdzv-endpoint")
-    if not endpoint and host:
-        endpoint = f"{host}:{option(command, '--master-port') or 29500}"
-    if not endpoint and store.host:
-        endpoint = f"{store.host}:{store.port}"
-    hosts = dict.fromkeys(here, str(command.get("host") or ""))
-    unseen = []
-    for node in run.nodes:
-        there = [rank.rank for rank in run.ranks_on(node)]
-        hosts |= dict.fromkeys(there, node.host)
-        unseen += [] if there else [node.host]
-    all_known = len(run.nodes) == number - 1 and len(unseen) == 1
+    number = _whole(option(given, "--nnodes").rpartition(":")[2])
+    if local and not number:
+        number = -(-max(rank.opened.world_size for rank in run.last) // local)
+    hosts, rest = _hosts(run, here, number)
     return JobNodes(
         number,
-        option(command, "--nproc-per-node") or str(store.local_world_size or ""),
-        own,
-        endpoint,
-        option(command, "--rdzv-id"),
+        option(given, "--nproc-per-node") or str(local or ""),
+        option(given, "--node-rank") or (str(min(here) // local) if here and local else ""),
+        _endpoint(given, store),
+        option(given, "--rdzv-id"),
         hosts,
-        unseen[0] if all_known else "",
+        rest,
     )
+
+
+def _whole(text: str) -> int:
+    return int(text) if text.isdigit() else 0
+
+
+def _hosts(run: Run, here: Sequence[int], number: int) -> tuple[dict[int, str], str]:
+    """Return the known host names by rank, and that of all other ranks, or nothing."""
+    there = [(node.host, [rank.rank for rank in run.ranks_on(node)]) for node in run.nodes]
+    hosts = dict.fromkeys(here, str(run.manifest.get("host") or ""))
+    hosts |= {rank: host for host, ranks in there for rank in ranks}
+    unseen = [host for host, ranks in there if not ranks]
+    return hosts, unseen[0] if len(unseen) == 1 and len(there) == number - 1 else ""
+
+
+def _endpoint(manifest: JsonObject, store: StoreRecord) -> str:
+    """Return where the nodes meet; empty if it is not known."""
+    endpoint, host = option(manifest, "--rdzv-endpoint"), option(manifest, "--master-addr")
+    if endpoint or host:
+        return endpoint or f"{host}:{option(manifest, '--master-port') or 29500}"
+    return f"{store.host}:{store.port}" if store.host else ""
 
 
 def option(manifest: JsonObject, name: str) -> str:
