@@ -166,7 +166,7 @@ def _check(asked: command_lines.Arguments, chosen: list[Check]) -> int:
             view = _view(asked, situation, (), began)
             view = replace(view, running=len(names) - len(progress.ended))
             ended = sorted(progress.ended, key=lambda outcome: names.index(outcome.check))
-            _to_reader(lambda: sys.stdout.write(screen(causes_only(ended), view)))
+            _to_reader(lambda: print(screen(causes_only(ended), view), end=""))
         raise
     finally:
         progress.close()

@@ -185,11 +185,11 @@ def node_table(outcomes: Sequence[Outcome], view: View) -> str:
     rows: dict[tuple[str, ...], list[str]] = {}
     for host, cells in problems.items():
         rows.setdefault(tuple(cells.get(code, "") for code in columns), []).append(host)
-    named = {cells: shortened(shown(listed(hosts, 2)), 24, "...") for cells, hosts in rows.items()}
+    named = {row: shortened(shown(listed(hosts, 2)), 24, "...") for row, hosts in rows.items()}
     room = max(map(len, named.values()))
     lines = [" " * room + "".join(f"  {code:<7}" for code in columns)]
-    for cells, hosts in named.items():
-        lines.append(f"{hosts:<{room}}" + "".join(f"  {cell:<7}" for cell in cells))
+    for row, hosts in named.items():
+        lines.append(f"{hosts:<{room}}" + "".join(f"  {cell:<7}" for cell in row))
     if more:
         lines.append(f"and {', '.join(more[:8])}")
     return "".join(f"{line.rstrip()}\n" for line in lines)

@@ -167,7 +167,7 @@ def clocks(meeting: Meeting) -> Outcome:
     # Seconds by which a node's clock is ahead of the coordinator's.
     ahead = [-node.offset for node in meeting.nodes]
     detail = f"{of_all(meeting)}, at most {max(ahead) - min(ahead):.3f} s apart"
-    wrong = []
+    wrong: list[tuple[float, str, str, tuple[str, ...]]] = []
     if len(ahead) == 2:
         first, second = (0, 1) if ahead[0] > ahead[1] else (1, 0)
         difference = ahead[first] - ahead[second]
