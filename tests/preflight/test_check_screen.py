@@ -41,6 +41,9 @@ SLOW = found(
     "link-speed", "slow", "node1", severity=Severity.WARNING,
     subjects=frozenset({"slow lost packets 0 1"}),
 )  # fmt: skip
+TORCH = found("node-versions", "torch", "node1")
+NCCL = found("node-versions", "NCCL", "node1")
+NO_IMPORT = found("gloo-nodes", "import", "node1")
 NNODES = found("same-job", "nnodes", "node1")
 SURPLUS = found("nodes", "surplus 10.0.0.3", "node2")
 CHANGES = found("same-code", "changes", "node1", severity=Severity.WARNING)
@@ -54,6 +57,8 @@ FILE = found("same-code", "file", "node1")
         (FIREWALL, [RANKS]),
         (LOSSY, [SLOW, RANKS]),
         (NNODES, [SURPLUS]),
+        (TORCH, [NO_IMPORT]),
+        (TORCH, [NCCL, RANKS]),
         (CHANGES, [FILE]),
     ],
 )
@@ -82,6 +87,8 @@ def test_one_cause_is_one_finding_which_names_its_consequences(
         (SLOW, RANKS),
         (found("clocks", "clocks", "node1"), RANKS),
         (CHANGES, found("same-code", "lacking", "node2")),
+        (FIREWALL, NO_IMPORT),
+        (TORCH, WRONG_SUM),
     ],
 )
 def test_two_faults_stay_two(both: tuple[Outcome, Outcome]) -> None:
