@@ -58,6 +58,7 @@ FILE = found("same-code", "file", "node1")
         (LOSSY, [SLOW, RANKS]),
         (NNODES, [SURPLUS]),
         (TORCH, [NO_IMPORT]),
+        (found("versions", "torch"), [TORCH, NO_IMPORT]),
         (TORCH, [NCCL, RANKS]),
         (CHANGES, [FILE]),
     ],

@@ -237,7 +237,14 @@ OF_EACH_NODE = (
 """Endings of variables that rightly differ between nodes: names of devices and files."""
 
 
-@across_nodes("node-versions", "DDP057", {"DDP057": relations.of_these("torch", "NCCL")})
+@across_nodes(
+    "node-versions",
+    "DDP057",
+    {
+        "DDP014": relations.of_these("torch", "torch"),
+        "DDP057": relations.of_these("torch", "NCCL"),
+    },
+)
 def node_versions(meeting: Meeting) -> Outcome:
     """The nodes have different versions of torch, NCCL, the driver or Python, or NCCL settings.
 
