@@ -44,32 +44,17 @@ from ddpdoctor.render.terminal import StatusLine
 
 
 def json_document(
-    outcomes: Sequence[Outcome],
-    host: str,
-    exit_status: int,
-    seconds: float,
-    *,
-    nodes: Sequence[Mapping[str, Any]] = (),
-    exclude: Sequence[str] = (),
+    outcomes: Sequence[Outcome], host: str, seconds: float, nodes: Sequence[Mapping[str, Any]] = ()
 ) -> str:
-    """Return all outcomes as one JSON object.
-
-    Args:
-        outcomes: Of the checks.
-        host: This machine's name.
-        exit_status: Of the command.
-        seconds: How long all of it took.
-        nodes: The nodes that met, with what their own checks found.
-        exclude: The host names of nodes that a job should not use.
-    """
+    """Return all outcomes, with the nodes that met, as one JSON object."""
     return json_text(
         {
             "format": FORMAT,
             "host": host,
-            "exit_status": exit_status,
+            "exit_status": exit_status(outcomes),
             "seconds": round(seconds, 3),
             "nodes": list(nodes),
-            "exclude": list(exclude),
+            "exclude": excluded_nodes(outcomes),
             "checks": [outcome_record(outcome) for outcome in outcomes],
         },
         indent=2,
@@ -190,7 +175,6 @@ def _view(
         met=met,
         first=first,
         nodes=() if first else verdict_records(situation, outcomes),
-        exclude=() if first else tuple(excluded_nodes(outcomes)),
         seconds=time.monotonic() - began,
         verbose=asked.verbose,
         colour=terminal.wants_colour(1),
@@ -210,16 +194,11 @@ def _to_reader(write: Callable[[], None]) -> None:
 def _print(
     asked: command_lines.Arguments, situation: Situation, outcomes: list[Outcome], began: float
 ) -> None:
-    without = excluded_nodes(outcomes)
     if asked.json:
-        nodes, seconds = verdict_records(situation, outcomes), time.monotonic() - began
-        status = exit_status(outcomes)
-        print(
-            json_document(
-                outcomes, situation.hostname, status, seconds, nodes=nodes, exclude=without
-            )
-        )
+        nodes = verdict_records(situation, outcomes)
+        print(json_document(outcomes, situation.hostname, time.monotonic() - began, nodes))
         return
+    without = excluded_nodes(outcomes)
     view = _view(asked, situation, outcomes, began)
     sys.stdout.write(screen(outcomes, view))
     if without and not view.first:

@@ -42,7 +42,6 @@ class View:
         met: Whether it met other nodes.
         first: The host name of the node that shows all nodes; empty if this one does.
         nodes: What the own checks of all nodes found, as in the JSON.
-        exclude: The nodes that a job has to do without.
         seconds: How long the checks took.
         running: How many checks were interrupted.
         verbose: Whether to print a row for each check.
@@ -56,7 +55,6 @@ class View:
     met: bool = False
     first: str = ""
     nodes: Sequence[Mapping[str, Any]] = ()
-    exclude: tuple[str, ...] = ()
     seconds: float = 0.0
     running: int = 0
     verbose: bool = False
@@ -120,7 +118,7 @@ def _verdict(outcomes: Sequence[Outcome], here: Sequence[Finding], view: View) -
 
 def _word(outcomes: Sequence[Outcome], view: View) -> tuple[str, str]:
     statuses = {outcome.status for outcome in outcomes}
-    if Status.FAIL in statuses or view.exclude:
+    if Status.FAIL in statuses or any(outcome.exclude for outcome in outcomes):
         return "not ready", "error"
     if view.running:
         return "interrupted", "warning"
@@ -137,16 +135,22 @@ def _word(outcomes: Sequence[Outcome], view: View) -> tuple[str, str]:
 
 def _counts(outcomes: Sequence[Outcome], here: Sequence[Finding], view: View) -> Iterator[str]:
     found = [finding for outcome in outcomes for finding in outcome.findings]
+    total = 0
     for severity in (Severity.ERROR, Severity.WARNING):
         # What only another machine's own checks found is information here.
-        number = sum(each.severity is severity or severity.label in each.subjects for each in found)
-        if number:
-            yield count(number, severity.label)
-    grave = [each for each in here if each.severity > Severity.INFO]
-    if view.first and any(each.severity > Severity.INFO for each in found):
-        yield f"{len(grave) or 'none'} to fix here"
+        alike = [each for each in found if severity in (each.severity, _there(each))]
+        total += len(alike)
+        if alike:
+            yield count(len(alike), severity.label)
+    if view.first and total:
+        yield f"{sum(each.severity > Severity.INFO for each in here) or 'none'} to fix here"
     if view.running:
         yield f"{count(view.running, 'check')} interrupted"
+
+
+def _there(finding: Finding) -> Severity | None:
+    """Return how grave a finding is on the machine whose own checks found it, for information."""
+    return next((each for each in Severity if each.label in finding.subjects), None)
 
 
 # -- the nodes, and what is wrong with them

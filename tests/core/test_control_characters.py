@@ -126,7 +126,7 @@ def test_a_check() -> None:
     said = {"code": "DDP001", "severity": "error"}
     nodes = [{"host": f"{each} {HOSTILE}", "findings": [said]} for each in range(3)]
     check(screen([outcome], View(HOSTILE, 1, 3, met=True, nodes=nodes, width=80)))
-    check(check_module.json_document([outcome], HOSTILE, 1, 0.1))
+    check(check_module.json_document([outcome], HOSTILE, 0.1))
 
 
 @pytest.fixture
