@@ -211,6 +211,16 @@ def test_everybody_is_there(tmp_path: Path) -> None:
     assert "ranks 2 and 3 of other nodes" in found.message
 
 
+def test_a_collective_of_several_nodes_that_does_not_end_suggests_the_check(tmp_path: Path) -> None:
+    command = ["--nnodes=2", "--nproc-per-node=2", "--node-rank=1", "--rdzv-endpoint=node0:29500"]
+    line = "ddpdoctor check --nnodes 2 --node-rank 1 --nproc-per-node 2 --rdzv-endpoint node0:29500"
+    for ranks, code in ((range(4), "DDP814"), (range(2, 4), "DDP802")):
+        run = hung(tmp_path, *map(waiting, ranks))
+        (found,) = examine(replace(run, manifest={"command": command}), RULES.values())
+        assert (found.code, found.paste) == (code, line)
+    assert "; ranks 0 and 1 (node rank 0) did not join it, or cannot be reached" in found.message
+
+
 def in_group(number: int, group: str, step: int = 3) -> dict[str, Any]:
     """A rank that waits in a collective of a group of which nothing else is known."""
     found = waiting(number)

@@ -352,6 +352,8 @@ def _by_gpus(still: HangSnapshot, one: Blocked) -> Finding:
         cause = "the network between them, the backend, or the work of that backward on a GPU"
     else:
         cause = "the network between them, or the backend"
+    network = "network" in cause
+    links = still.dead_links if network else ()
     return Finding(
         code="DDP814",
         about="all there",
@@ -359,8 +361,9 @@ def _by_gpus(still: HangSnapshot, one: Blocked) -> Finding:
         message=f"{who} been in {one.what} for {waiting[0].seconds} s and it does not end: {cause}",
         ranks=tuple(rank.rank for rank in waiting),
         location=waiting[0].waits_at,
-        evidence=(*(waiting_line(rank) for rank in waiting[:4]), *_without_stacks(still)),
-        fix=fix,
+        evidence=(*(waiting_line(rank) for rank in waiting[:4]), *links, *_without_stacks(still)),
+        fix=still.nodes.and_check(fix) if network else fix,
+        paste=still.nodes.check_line if network else "",
     )
 
 
