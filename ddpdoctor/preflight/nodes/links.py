@@ -252,7 +252,6 @@ def _translated(meeting: Meeting, each: Blame, own: Sequence[str]) -> Iterator[F
         fix=TRANSLATED_FIX,
         paste=typed("export GLOO_SOCKET_IFNAME={0} NCCL_SOCKET_IFNAME={0}", name),
         about=each.about,
-        nodes=each.nodes(meeting),
     )
 
 
