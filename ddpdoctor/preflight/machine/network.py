@@ -490,13 +490,16 @@ def _findings(
         listed = ", ".join(each.name for each in here if each.outward) or "none"
         # Without the variable the library chooses itself, and may find one.
         otherwise = typed("unset {}", variable) if choice.reason == variable else ADDRESSES
+        fix = "Name the interface that leads to the other nodes."
+        if listed == "none" and choice.interfaces and choice.reason != variable:
+            fix = "Bring it up, and check its cable."
+            up = "sudo ip link set dev {0} up; ip -brief address show dev {0}"
+            otherwise = typed(up, choice.interfaces[0].name)
         yield finding(
             severity,
             message,
             evidence=(f"running, with an address, and no bridge: {listed}",),
-            fix="Name the interface that leads to the other nodes."
-            if many
-            else "Name an interface of this machine, or none.",
+            fix=fix if many else "Name an interface of this machine, or none.",
             paste=export_line(interface) if interface else otherwise,
             about=library,
             # Without another interface, no other node is reached.
