@@ -242,7 +242,8 @@ def group_lines(outcomes: Sequence[Outcome], view: View) -> str:
         text = first.detail
         if worst not in (Status.PASS, Status.SKIPPED):
             alike = [each.check for each in members if each.status is worst]
-            text = ", ".join(alike) if alike[1:] else f"{first.check}: {text}"
+            only = len(alike) == 1 and worst is not Status.COULD_NOT_RUN  # which has a row above
+            text = f"{first.check}: {text}" if only else ", ".join(alike)
         text = shortened(shown(text), room, "...")
         lines.append(f"{group:<{_GROUP}} {_painted(worst, colour=view.colour)} {text}".rstrip())
     passed = sum(outcome.status is Status.PASS for outcome in outcomes)
