@@ -108,9 +108,9 @@ def _verdict(outcomes: Sequence[Outcome], here: Sequence[Finding], view: View) -
     else:
         where = f"{view.nnodes} nodes, seen from {view.host}"
     counts = ", ".join(_counts(outcomes, here, view))
-    if counts and view.first:
-        counts += f"; see {view.first}"
-    line = shown(f": {where}{': ' if counts else ''}{counts} ({view.seconds:.1f} s)")
+    see = f"see {view.first}" if view.first and style != "ok" else ""
+    facts = "; ".join(filter(None, (counts, see)))
+    line = shown(f": {where}{': ' if facts else ''}{facts} ({view.seconds:.1f} s)")
     rows = textwrap.wrap(word + line, view.width or UNWRAPPED, break_on_hyphens=False)
     painted = style_of(style).render(word) if view.colour else word
     return "\n".join([painted + rows[0].removeprefix(word), *rows[1:], ""])

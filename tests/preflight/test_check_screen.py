@@ -165,5 +165,8 @@ def test_what_did_not_reduce_is_not_called_ready() -> None:
     text = screen(late, View("vm", 2))
     assert text.startswith("not all tested: vm, 2 ranks (0.0 s)\n")
     assert "\nmemory             unknown no answer\n" in text
+    away = [*WELL, named("links", Outcome(Status.COULD_NOT_RUN, "no answer"))]
+    text = screen(away, View("node1", 2, 2, 1, met=True, first="node0"))
+    assert text == "not all tested: node1 (node 1 of 2): see node0 (0.0 s)\n"
     sick = Outcome(Status.PASS, "node1 found faults", (), "verdicts", exclude=("node1",))
     assert screen([*reduced, sick], View("vm", 2, 2, 0, met=True)).startswith("not ready: 2 nodes")
