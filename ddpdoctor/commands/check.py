@@ -6,7 +6,6 @@ import io
 import os
 import signal
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -14,11 +13,19 @@ from types import FrameType
 from typing import Any, TextIO
 
 import ddpdoctor.preflight  # noqa: F401 (registers the checks)
-from ddpdoctor.core import formatting, opening
+from ddpdoctor.core import opening
 from ddpdoctor.core.errors import DoctorError
-from ddpdoctor.core.formatting import count, json_text, shown
+from ddpdoctor.core.formatting import json_text, shown
 from ddpdoctor.preflight import command_lines
-from ddpdoctor.preflight.check import CHECKS, Check, Outcome, Status, outcome_record, run_checks
+from ddpdoctor.preflight.check import (
+    CHECKS,
+    Check,
+    Outcome,
+    Status,
+    causes_only,
+    outcome_record,
+    run_checks,
+)
 from ddpdoctor.preflight.machine import resources
 from ddpdoctor.preflight.nodes.attendance import (
     excluded_nodes,
@@ -26,100 +33,28 @@ from ddpdoctor.preflight.nodes.attendance import (
     open_words,
     verdict_records,
 )
+from ddpdoctor.preflight.protocol.meet import meeting_of
 from ddpdoctor.preflight.situation import Deadline, Situation, gpu_facts, node_place, places
 from ddpdoctor.render import terminal
+from ddpdoctor.render.check_screen import View, screen
 from ddpdoctor.render.json_lines import FORMAT
-from ddpdoctor.render.terminal import UNWRAPPED, StatusLine, style_of
+from ddpdoctor.render.terminal import StatusLine
 
-# -- print the results of preflight checks for a person: progress, table, findings, summary
-
-
-_STYLES = {
-    Status.PASS: "ok",
-    Status.WARN: "warning",
-    Status.FAIL: "error",
-    Status.SKIPPED: "dim",
-    Status.COULD_NOT_RUN: "other",
-}
-_NAME, _STATUS, _MIN_DETAIL = 18, 7, 24
-"""Columns of a check's name, of its status, and of its details at least."""
-
-
-def result_table(outcomes: Sequence[Outcome], *, colour: bool, width: int | None) -> str:
-    """Return a line for each check: its name, how it ended, and what was really tested.
-
-    Without a width, as in a pipe, nothing is wrapped.
-    """
-    lines = []
-    room = max(_MIN_DETAIL, (width or UNWRAPPED) - _NAME - _STATUS - 2)
-    for outcome in outcomes:
-        status = outcome.status
-        word = "unknown" if status is Status.COULD_NOT_RUN else status.value
-        word = word.ljust(_STATUS)
-        if colour:
-            word = style_of(_STYLES[status]).render(word)
-        details = textwrap.wrap(shown(outcome.detail, "\n\t"), room, break_on_hyphens=False) or [""]
-        lines.append(f"{outcome.check:<{_NAME}} {word} {details[0]}".rstrip())
-        lines += [f"{'':<{_NAME + _STATUS + 2}}{each}" for each in details[1:]]
-    return "".join(f"{line}\n" for line in lines)
-
-
-def finding_blocks(outcomes: Sequence[Outcome], *, colour: bool, width: int | None) -> str:
-    """Return all findings, the worst first, with an empty line before each."""
-    found = [finding for outcome in outcomes for finding in outcome.findings]
-    found.sort(key=lambda finding: (-finding.severity, finding.code))
-    if not found:
-        return ""
-    # Imported here, since most checks find nothing.
-    from ddpdoctor.render import console
-
-    return "".join("\n" + console.render(finding, colour=colour, width=width) for finding in found)
-
-
-def summary_line(outcomes: Sequence[Outcome], seconds: float) -> str:
-    """Count how checks ended: ``12 checks in 1.4 s: 11 passed, 1 skipped``."""
-    words = {
-        Status.FAIL: "failed",
-        Status.WARN: "warned",
-        Status.COULD_NOT_RUN: "could not run",
-        Status.SKIPPED: "skipped",
-        Status.PASS: "passed",
-    }
-    counts = [
-        f"{count} {word}"
-        for status, word in words.items()
-        if (count := sum(outcome.status is status for outcome in outcomes))
-    ]
-    return f"{formatting.count(len(outcomes), 'check')} in {seconds:.1f} s: {', '.join(counts)}"
+# -- the document, and the progress
 
 
 def json_document(
-    outcomes: Sequence[Outcome],
-    host: str,
-    exit_status: int,
-    seconds: float,
-    *,
-    nodes: Sequence[Mapping[str, Any]] = (),
-    exclude: Sequence[str] = (),
+    outcomes: Sequence[Outcome], host: str, seconds: float, nodes: Sequence[Mapping[str, Any]] = ()
 ) -> str:
-    """Return all outcomes as one JSON object.
-
-    Args:
-        outcomes: Of the checks.
-        host: This machine's name.
-        exit_status: Of the command.
-        seconds: How long all of it took.
-        nodes: The nodes that met, with what their own checks found.
-        exclude: The host names of nodes that a job should not use.
-    """
+    """Return all outcomes, with the nodes that met, as one JSON object."""
     return json_text(
         {
             "format": FORMAT,
             "host": host,
-            "exit_status": exit_status,
+            "exit_status": exit_status(outcomes),
             "seconds": round(seconds, 3),
             "nodes": list(nodes),
-            "exclude": list(exclude),
+            "exclude": excluded_nodes(outcomes),
             "checks": [outcome_record(outcome) for outcome in outcomes],
         },
         indent=2,
@@ -131,29 +66,20 @@ class Progress(StatusLine):
 
     Args:
         names: The checks that were started.
-        row: Prints the result of a check that ended.
         stream: The output.
     """
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        row: Callable[[Outcome], None] | None = None,
-        stream: TextIO | None = None,
-    ) -> None:
+    def __init__(self, names: Sequence[str], stream: TextIO | None = None) -> None:
         super().__init__(stream)
-        self._row = row
+        self.ended: list[Outcome] = []
         self._running = list(names)
         self._total = len(self._running)
         self._count()
 
     def seen(self, outcome: Outcome) -> None:
         """Note that a check ended."""
-        if outcome.check in self._running:
-            self._running.remove(outcome.check)
-        row = self._row
-        if row is not None:
-            self.aside(lambda: row(outcome))
+        self.ended.append(outcome)
+        self._running.remove(outcome.check)
         self._count()
 
     def _count(self) -> None:
@@ -213,17 +139,47 @@ def _check(asked: command_lines.Arguments, chosen: list[Check]) -> int:
     situation = Situation(asked.options, deadline=deadline, chosen=frozenset(names))
     if asked.options.kill_orphans:
         _end_orphans(situation)
-    progress = Progress(names, None if asked.json else _rows(situation, names))
+    progress = Progress(names)
     situation = replace(situation, say=progress.say)
     try:
         # This may have to wake up all GPUs, which must not count as a check's time.
         situation.shared(gpu_facts)
-        outcomes = run_checks(chosen, situation, progress.seen)
+        outcomes = causes_only(run_checks(chosen, situation, progress.seen))
+    except KeyboardInterrupt:
+        progress.close()
+        if progress.ended and not asked.json:
+            view = _view(asked, situation, (), began)
+            view = replace(view, running=len(names) - len(progress.ended))
+            ended = sorted(progress.ended, key=lambda outcome: names.index(outcome.check))
+            _to_reader(lambda: print(screen(causes_only(ended), view), end=""))
+        raise
     finally:
         progress.close()
-    seconds = time.monotonic() - began
-    _to_reader(lambda: _print(asked, situation, outcomes, seconds))
+    _to_reader(lambda: _print(asked, situation, outcomes, began))
     return exit_status(outcomes)
+
+
+def _view(
+    asked: command_lines.Arguments, situation: Situation, outcomes: Sequence[Outcome], began: float
+) -> View:
+    options, meeting = situation.options, None
+    if any(CHECKS[outcome.check].scope == "nodes" for outcome in outcomes):
+        meeting = meeting_of(situation)
+    met = meeting is not None and meeting.problem is None and len(meeting.nodes) > 1
+    first = meeting.host(0) if meeting is not None and met and meeting.own else ""
+    return View(
+        situation.hostname,
+        situation.nproc,
+        options.nnodes,
+        node_place(situation).rank,
+        met=met,
+        first=first,
+        nodes=() if first else verdict_records(situation, outcomes),
+        seconds=time.monotonic() - began,
+        verbose=asked.verbose,
+        colour=terminal.wants_colour(1),
+        width=terminal.width(1),
+    )
 
 
 def _to_reader(write: Callable[[], None]) -> None:
@@ -235,52 +191,26 @@ def _to_reader(write: Callable[[], None]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
-def _rows(situation: Situation, names: Sequence[str]) -> Callable[[Outcome], None]:
-    """Print the heading. Return a function that prints the rows as they are known, in order."""
-    colour, width = terminal.wants_colour(1), terminal.width(1)
-    nodes, ranks = situation.options.nnodes, situation.nproc
-    words = count(ranks, "rank")
-    if nodes > 1:
-        rank = situation.options.node_rank
-        words = f"{'a node' if rank is None else f'node {rank}'} of {nodes}, {words} here"
-    heading = f"{situation.hostname}: {words}\n\n"
-    _to_reader(lambda: print(shown(heading, "\n"), end=""))
-    known: dict[str, Outcome] = {}
-    left = list(names)
-
-    def row(outcome: Outcome) -> None:
-        known[outcome.check] = outcome
-        while left and left[0] in known:
-            line = result_table([known[left.pop(0)]], colour=colour, width=width)
-            _to_reader(lambda line=line: print(line, end=""))  # type: ignore[misc]
-
-    return row
-
-
 def _print(
-    asked: command_lines.Arguments, situation: Situation, outcomes: list[Outcome], seconds: float
+    asked: command_lines.Arguments, situation: Situation, outcomes: list[Outcome], began: float
 ) -> None:
-    without = excluded_nodes(outcomes)
     if asked.json:
         nodes = verdict_records(situation, outcomes)
-        status = exit_status(outcomes)
-        print(
-            json_document(
-                outcomes, situation.hostname, status, seconds, nodes=nodes, exclude=without
-            )
-        )
+        print(json_document(outcomes, situation.hostname, time.monotonic() - began, nodes))
         return
-    colour, width = terminal.wants_colour(1), terminal.width(1)
-    sys.stdout.write(finding_blocks(outcomes, colour=colour, width=width))
-    print(f"\n{summary_line(outcomes, seconds)}")
-    words = open_words(situation, outcomes)
+    without = excluded_nodes(outcomes)
+    view = _view(asked, situation, outcomes, began)
+    sys.stdout.write(screen(outcomes, view))
+    if without and not view.first:
+        print(f"\nnodes to exclude: {shown(','.join(without))}")
+    # A fault comes first: all nodes have to be checked again in any case.
+    failed = exit_status(outcomes) & FAILED
+    words = "" if view.first or failed else open_words(situation, outcomes)
     if words:
         print(f"\n{shown(words, chr(10))}")
-    line = next_line(situation, outcomes)
+    line = "" if without else next_line(situation, outcomes)
     if line:
-        print(f"\nstart the job on this node with:\n{shown(line)}")
-    if without and node_place(situation).rank in (0, None):
-        print(f"\nnodes to exclude:\n{shown(','.join(without))}")
+        print(f"\nstart the job on {situation.hostname} with:\n{shown(line)}")
 
 
 def _end_orphans(situation: Situation) -> None:

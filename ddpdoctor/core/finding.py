@@ -43,6 +43,7 @@ class Finding:
         about: Identifies the finding although its ranks or lines change while the job runs. Empty
             if ranks and line identify it.
         paste: A command that applies the fix, if any.
+        nodes: The host names of the nodes on which its fix is applied, where there are several.
         subjects: Topics that related rules share (:func:`ddpdoctor.core.relations.same_subject`).
         moment: When it happened, in Unix nanoseconds. 0 if it has not yet, or if not known.
         restart: The attempt that it is about, from 0. A rule that leaves it out means the last one,
@@ -59,6 +60,7 @@ class Finding:
     traceback: str = ""
     about: str = ""
     paste: str = ""
+    nodes: tuple[str, ...] = ()
     subjects: frozenset[str] = frozenset()
     moment: int = 0
     restart: int | None = None
@@ -82,7 +84,7 @@ class Finding:
 def to_record(finding: Finding) -> dict[str, Any]:
     """Return a finding as a JSON object, without its identity and traceback.
 
-    ``paste`` is left out if it is empty.
+    ``paste`` and ``nodes`` are left out if they are empty.
     """
     location = finding.location
     record: dict[str, Any] = {
@@ -98,6 +100,8 @@ def to_record(finding: Finding) -> dict[str, Any]:
     }
     if finding.paste:
         record["paste"] = finding.paste
+    if finding.nodes:
+        record["nodes"] = list(finding.nodes)
     return record
 
 
@@ -117,6 +121,7 @@ def from_record(record: Mapping[str, Any]) -> Finding | None:
             evidence=tuple(str(fact) for fact in record.get("evidence") or ()),
             fix=str(record.get("fix") or ""),
             paste=str(record.get("paste") or ""),
+            nodes=tuple(str(host) for host in record.get("nodes") or ()),
             restart=None if restart is None else int(restart),
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):

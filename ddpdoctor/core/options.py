@@ -275,6 +275,7 @@ def _remark(text: str) -> None:
 
 
 _DECLARED = re.compile(r"^  (?:-\w, )?(--[\w-]+)", re.MULTILINE)
+_SHORT = re.compile(r"^  (-\w), (--[\w-]+)", re.MULTILINE)
 _METAVAR = re.compile(r" (\S+)")
 _NUMBER = re.compile(r"-$|-\d+$|-\d*\.\d+$")
 
@@ -438,8 +439,8 @@ class Parser:
         """Parse an option. Take its value off the queue."""
         name = word.partition("=")[0]
         # torchrun accepts dashes and underscores alike.
-        own = "--" + name[2:].replace("_", "-")
-        if name.startswith("--") and own in self.options:
+        own = dict(_SHORT.findall(self.help)).get(name, "--" + name[2:].replace("_", "-"))
+        if own in self.options:
             self._take(given, own, self.options[own], word, queue)
         elif others is None:
             raise self.unknown(word, self.options)

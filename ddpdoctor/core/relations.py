@@ -62,6 +62,11 @@ PARAMETERS = "the parameters of module "
 
 LIKELY = "a likely cause"  # What is taken for the cause because none is certain
 
+UNREDUCED = "no reduction"  # Ranks of several nodes that did not reduce, without a wrong result
+NO_NETWORK = "no network here"  # This node has none, or reaches no other one
+PORT = "the port of the rendezvous"  # It cannot be listened on
+LOST_PACKETS = "lost packets "  # Followed by two nodes: packets that are lost between them
+
 # -- Predicates
 
 
@@ -83,6 +88,26 @@ def of_likely(cause: Finding, effect: Finding) -> bool:
 def same_subject(cause: Finding, effect: Finding) -> bool:
     """Return whether both share a subject."""
     return not cause.subjects.isdisjoint(effect.subjects)
+
+
+def of_these(causes: str | tuple[str, ...], effects: str | tuple[str, ...]) -> Same:
+    """Return a predicate: cause and effect are about these, as what they are about begins."""
+
+    def related(cause: Finding, effect: Finding) -> bool:
+        return cause.about.startswith(causes) and effect.about.startswith(effects)
+
+    return related
+
+
+def certain_and_unreduced(cause: Finding, effect: Finding) -> bool:
+    """Return whether the cause is certain and the effect is that ranks did not reduce."""
+    return certain(cause, effect) and UNREDUCED in effect.subjects
+
+
+def loses_packets(cause: Finding, effect: Finding) -> bool:
+    """Return whether the cause is that packets are lost, and the effect may come from it."""
+    lost = {each for each in cause.subjects if each.startswith(LOST_PACKETS)}
+    return bool(lost) and (UNREDUCED in effect.subjects or bool(lost & effect.subjects))
 
 
 def afterwards(cause: Finding, effect: Finding) -> bool:

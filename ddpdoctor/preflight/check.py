@@ -9,14 +9,15 @@ import re
 import shlex
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial, wraps
 from typing import Any, Literal
 
 from ddpdoctor.core.finding import Finding, Severity, to_record
 from ddpdoctor.core.formatting import spans
+from ddpdoctor.core.relations import Same
 from ddpdoctor.preflight.situation import Situation
 
 # -- merged findings: "GPUs 0-7 have ..."
@@ -154,6 +155,9 @@ class Check:
             several nodes. ``ddpdoctor explain`` prints its page.
         scope: ``nodes`` checks run if there is more than one node.
         limit: Seconds it may take.
+        yields_to: The checks of whose findings this one's are consequences, by code, with the
+            predicate that has to hold.
+        group: The name of the line of the screen that this check shares with others.
         run: The test. It never raises for a fault of the machine. An exception is a defect of the
             check, and is reported as one.
     """
@@ -163,6 +167,8 @@ class Check:
     scope: Scope
     limit: float
     run: Run
+    yields_to: Mapping[str, Same] = field(default_factory=dict)
+    group: str = "plug-ins"
 
     @property
     def page(self) -> str:
@@ -180,7 +186,12 @@ CHECKS: dict[str, Check] = {}
 
 
 def check(
-    name: str, code: str, *, scope: Scope = "machine", limit: float = LIMIT
+    name: str,
+    code: str,
+    *,
+    scope: Scope = "machine",
+    limit: float = LIMIT,
+    yields_to: Mapping[str, Same] | None = None,
 ) -> Callable[[Run], Run]:
     """Register a check. It may raise :class:`Skip`. Findings without a code get its own.
 
@@ -203,10 +214,47 @@ def check(
 
         if name in CHECKS or any(other.code == code for other in CHECKS.values()):
             raise ValueError(f"{name} ({code}) is registered twice")
-        CHECKS[name] = Check(name, code, scope, limit, coded)
+        CHECKS[name] = Check(name, code, scope, limit, coded, yields_to or {})
         return coded
 
     return register
+
+
+def causes_only(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Fold every finding that another one explains into its cause, by the checks' relations.
+
+    The consequences become evidence of the cause, which becomes as severe as the worst of them. A
+    check whose finding was folded keeps its status, since its test did fail.
+    """
+    yields_to = {each.code: each.yields_to for each in CHECKS.values()}
+    found = [finding for outcome in outcomes for finding in outcome.findings]
+
+    def first_cause(effect: Finding) -> Finding:
+        related = yields_to.get(effect.code, {})
+        for cause in found:
+            same = related.get(cause.code) if cause.severity > Severity.INFO else None
+            if cause is not effect and same is not None and same(cause, effect):
+                return first_cause(cause)
+        return effect
+
+    effects: dict[int, list[Finding]] = {}
+    for each in found:
+        effects.setdefault(id(first_cause(each)), []).append(each)
+
+    def settled(outcome: Outcome) -> Outcome:
+        left = []
+        for each in outcome.findings:
+            if id(each) in effects:
+                of_it = [effect for effect in effects[id(each)] if effect is not each]
+                also = (f"also seen as {effect.code}: {effect.message}" for effect in of_it)
+                worst = max(effect.severity for effect in effects[id(each)])
+                left.append(replace(each, severity=worst, evidence=(*each.evidence, *also)))
+        again = judged(outcome.detail, left)
+        worse = outcome.status is Status.WARN and again.status is Status.FAIL
+        status = again.status if worse else outcome.status
+        return replace(outcome, findings=again.findings, status=status)
+
+    return [settled(outcome) for outcome in outcomes]
 
 
 def outcome_record(outcome: Outcome) -> dict[str, Any]:

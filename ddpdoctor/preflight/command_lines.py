@@ -167,7 +167,8 @@ Options:
   --select CODES      As --only, by codes or how they begin, such as DDP05.
   --ignore CODES      As --skip, by codes or how they begin.
   --list              List the checks.
-  --json              Print one JSON object in place of the table.
+  --json              Print one JSON object in place of the text.
+  -v, --verbose       Print a line for each check.
   --timeout SECONDS   Most seconds for everything; more of it gives every stage
                       more [default: 60].
   --soak MINUTES      Repeat the collectives for so long: a burn-in.
@@ -204,6 +205,7 @@ class Arguments:
     selection: Selection = ALL
     list: bool = False
     json: bool = False
+    verbose: bool = False
 
 
 def parse(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> Arguments:
@@ -226,6 +228,7 @@ def parse(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> Argu
         selection=Selection.given(given),
         list="--list" in given,
         json="--json" in given,
+        verbose="--verbose" in given,
     )
 
 

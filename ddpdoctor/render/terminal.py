@@ -8,7 +8,7 @@ import shutil
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
@@ -289,14 +289,6 @@ class StatusLine:
         text = shown(text, "\n")
         with self._lock:
             self._write(f"\r\x1b[K{text}\n" if self._shows else f"{text}\n")
-            self._draw()
-
-    def aside(self, write: Callable[[], None]) -> None:
-        """Remove the line while something is written to another stream of the terminal."""
-        with self._lock:
-            if self._shows:
-                self._write("\r\x1b[K")
-            write()
             self._draw()
 
     def close(self) -> None:

@@ -35,6 +35,7 @@ from ddpdoctor.run.snapshot import FOREVER, HANG, Rank, Records, Run
 from ddpdoctor.run.status import Phase
 from ddpdoctor.supervise import nccl_ras
 from ddpdoctor.system import proc, process_activity
+from ddpdoctor.system.links import dead_links
 from ddpdoctor.system.proc import pause
 from ddpdoctor.system.process_activity import BUSY, Turn, Turns, lacked, read_turn
 
@@ -523,7 +524,8 @@ class HangWatch:
             self._elsewhere = found_there.keys() - own.keys()
             self._evidence = found_there | own
             works = any(each.launcher_works for each in self._evidence.values())
-            whole = replace(found, launcher_works=works, ras=nccl(), file=f"hang-{number:04d}.json")
+            file = f"hang-{number:04d}.json"
+            whole = replace(found, launcher_works=works, ras=nccl(), links=dead_links(), file=file)
             self._put(whole)
             found = whole
         except Exception as error:

@@ -19,6 +19,7 @@ from ddpdoctor.core.formatting import json_text, shown, without_formatting
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.preflight.check import Outcome, Status
 from ddpdoctor.render import console, json_lines
+from ddpdoctor.render.check_screen import View, screen
 from ddpdoctor.run import rundir
 from ddpdoctor.run.records.supervisor import Frame, RankStacks, Thread
 from ddpdoctor.run.status import Phase
@@ -121,9 +122,11 @@ def test_lines_of_source(tmp_path: Path) -> None:
 
 def test_a_check() -> None:
     outcome = Outcome(Status.FAIL, f"peer {HOSTILE}", (FINDING,), "network")
-    check(check_module.result_table([outcome], colour=False, width=80))
-    check(check_module.finding_blocks([outcome], colour=False, width=80))
-    check(check_module.json_document([outcome], HOSTILE, 1, 0.1))
+    check(screen([outcome], View(HOSTILE, 1, 3, met=True, first=HOSTILE, verbose=True)))
+    said = {"code": "DDP001", "severity": "error"}
+    nodes = [{"host": f"{each} {HOSTILE}", "findings": [said]} for each in range(3)]
+    check(screen([outcome], View(HOSTILE, 1, 3, met=True, nodes=nodes, width=80)))
+    check(check_module.json_document([outcome], HOSTILE, 0.1))
 
 
 @pytest.fixture

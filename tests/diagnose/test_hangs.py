@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 import ddpdoctor.diagnose.all_rules  # noqa: F401 (registers the rules)
@@ -21,7 +23,8 @@ from ddpdoctor.probe.runtime.phases import Backward
 from ddpdoctor.probe.runtime.sites import Site
 from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.ring import Collective
-from ddpdoctor.run.snapshot import Run
+from ddpdoctor.run.snapshot import Records, Run
+from ddpdoctor.system.links import dead_links
 from tests.support.hanging_ranks import (
     IN_TORCH,
     NOW,
@@ -208,6 +211,16 @@ def test_everybody_is_there(tmp_path: Path) -> None:
     assert "ranks 2 and 3 of other nodes" in found.message
 
 
+def test_a_collective_of_several_nodes_that_does_not_end_suggests_the_check(tmp_path: Path) -> None:
+    command = ["--nnodes=2", "--nproc-per-node=2", "--node-rank=1", "--rdzv-endpoint=node0:29500"]
+    line = "ddpdoctor check --nnodes 2 --node-rank 1 --nproc-per-node 2 --rdzv-endpoint node0:29500"
+    for ranks, code in ((range(4), "DDP814"), (range(2, 4), "DDP802")):
+        run = hung(tmp_path, *map(waiting, ranks))
+        (found,) = examine(replace(run, manifest={"command": command}), RULES.values())
+        assert (found.code, found.paste) == (code, line)
+    assert "; ranks 0 and 1 (node rank 0) did not join it, or cannot be reached" in found.message
+
+
 def in_group(number: int, group: str, step: int = 3) -> dict[str, Any]:
     """A rank that waits in a collective of a group of which nothing else is known."""
     found = waiting(number)
@@ -335,12 +348,86 @@ def test_a_job_that_goes_on_has_no_finding(tmp_path: Path) -> None:
 
 
 def test_a_node_that_never_came(tmp_path: Path) -> None:
-    told = {"kind": "hang", "time": NOW, "number": 1, "restart": 0, "seconds": 41.0}
+    told: dict[str, Any] = {"kind": "hang", "time": NOW, "number": 1, "restart": 0, "seconds": 41.0}
+    told["links"] = ["interface eth0 (10.0.0.1) has no carrier"]
     command = ["python", "-m", "torch.distributed.run", "--nnodes=2", "--node-rank", "0"]
-    manifest = {"launcher": "torchrun", "command": command}
+    command += ["--nproc_per_node=4", "--master-addr", "a b", "--rdzv_id", "7"]
+    manifest = {"launcher": "torchrun", "command": command, "host": "node0"}
     run = Run(tmp_path, manifest, (), supervisor=supervisor_records(told))
     (found,) = examine(run, RULES.values())
     assert found.code == "DDP813" and "of 2 nodes" in found.message
+    assert found.evidence[1] == "on node0, interface eth0 (10.0.0.1) has no carrier"
+    assert found.paste == (
+        "ddpdoctor check --nnodes 2 --node-rank 0 --nproc-per-node 4 --rdzv-endpoint 'a b:29500' "
+        "--rdzv-id 7"
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "nodes", "words"),
+    [
+        # Nothing but the options says where the others are.
+        (["--nnodes", "2", "--nproc-per-node", "2"], [], "ranks 2 and 3 (node rank 1), not seen"),
+        (
+            ["--nnodes", "3", "--nproc-per-node", "2"],
+            [],
+            "4 and 5 (node rank 1, node rank 2)",
+        ),
+        (["--nnodes", "2"], [], "ranks 2 and 3 of other nodes, not seen"),
+        # A node that was lost is the only other one.
+        (["--nnodes", "2", "--nproc-per-node", "2"], ["lost"], "ranks 2 and 3 (node1), not seen"),
+        (["--nnodes", "3"], ["lost"], "ranks 2, 3, 4 and 5 of other nodes"),
+        # One node.
+        (["--nnodes", "1", "--nproc-per-node", "4"], [], "for ranks that never came"),
+    ],
+)
+def test_ranks_of_other_nodes_are_named_with_their_hosts(
+    tmp_path: Path, command: list[str], nodes: list[str], words: str
+) -> None:
+    world = 6 if "3" in command else 4
+    run = hung(tmp_path, joining(0, world), joining(1, world))
+    more = [
+        {"kind": "node", "time": NOW, "number": number, "host": f"node{number}", "state": each}
+        for number, each in enumerate(nodes, 1)
+    ]
+    records = Records([*run.supervisor, *supervisor_records(*more)])
+    manifest = {"launcher": "torchrun", "command": command, "host": "node0"}
+    (found,) = examine(replace(run, manifest=manifest, supervisor=records), RULES.values())
+    assert found.code == "DDP813" and words in found.message
+    assert bool(found.paste) == (command[1] != "1")
+
+
+def test_links_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    addresses = {
+        "lo": ["127.0.0.1", "::1"],
+        "eth0": ["00:00:5e:00:53:01", "10.0.0.1", "fe80::1%eth0"],
+        "eth1": ["fe80::2%eth1"],
+        "docker0": ["172.17.0.1"],
+        "ib0": ["10.1.0.1"],
+    }
+    facts = {
+        "eth0": ("1", "up"),
+        "eth1": ("0", "down"),
+        "docker0": ("0", "down"),
+        "ib0": ("", "down"),
+    }
+    for name, (carrier, operstate) in facts.items():
+        (tmp_path / name).mkdir()
+        if carrier:
+            (tmp_path / name / "carrier").write_text(f"{carrier}\n")
+        (tmp_path / name / "operstate").write_text(f"{operstate}\n")
+    (tmp_path / "docker0" / "bridge").mkdir()
+    known = {
+        name: [SimpleNamespace(address=one) for one in all_] for name, all_ in addresses.items()
+    }
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: known)
+    assert dead_links(tmp_path) == ("interface ib0 (10.1.0.1) is down",)
+    (tmp_path / "eth0" / "carrier").write_text("0\n")
+    assert dead_links(tmp_path)[0] == (
+        "interface eth0 (10.0.0.1) has no carrier: its cable, or the other end"
+    )
+    known = {"lo": known["lo"], "eth1": known["eth1"]}
+    assert dead_links(tmp_path) == ("no interface but the loopback has an address",)
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,17 @@ def packet_size_limit(lab: Lab, host: Host, largest: int = 1400) -> None:
     lab.at_switch("ip", "link", "set", host.port, "mtu", str(largest))
 
 
+def packet_size_hole(lab: Lab, host: Host) -> None:
+    """Packets to ``host`` of 1024 bytes and more vanish; those from it pass."""
+    for each in lab.hosts:
+        each.run("ip", "link", "set", INTERFACE, "gso_max_segs", "1")
+    lane = _lane(lab, host, reject=False)
+    large = ["match", "ip", "protocol", "6", "0xff", "match", "u16", "0x0400", "0x0400", "at", "2"]
+    where = ["dev", host.port, "egress", "protocol", "ip", "prio", "10"]
+    redirect = ["action", "mirred", "egress", "redirect", "dev", lane]
+    lab.at_switch("tc", "filter", "add", *where, "u32", *large, *redirect)
+
+
 def slow_cable(lab: Lab, host: Host, megabits: int) -> None:
     """Limit what reaches ``host`` to a rate."""
     lab.at_switch(

@@ -254,6 +254,31 @@ def test_one_run_directory_for_all_nodes(nodes: Make) -> None:
         time.sleep(0.1)
 
 
+# -- nodes that do not come together
+
+
+def test_a_node_without_a_cable_is_told_so_and_how_to_check_all(nodes: Make) -> None:
+    checks = nodes(2)
+    faults.cable_pulled(checks.lab, checks.lab.hosts[1])
+    running = JobOnHosts(checks, job(checks), options=FAST)
+    for number in (0, 1):
+        running.until_told(number, "error DDP813: torchrun has waited in rendezvous")
+        running.until_told(number, f"ddpdoctor check --nnodes 2 --node-rank {number} ")
+    running.until_told(1, "evidence: on node1, interface eth0 (10.77.0.2) ")
+    assert "evidence: on node0" not in running.told(0)
+    running.stop()
+
+
+def test_ranks_that_do_not_see_the_other_node_name_it(nodes: Make) -> None:
+    checks = nodes(2)
+    faults.firewall(checks.lab, checks.lab.hosts[0], ports=faults.EPHEMERAL)
+    running = JobOnHosts(checks, job(checks), nproc=2, options=FAST)
+    found = running.until("DDP813", lambda found: "init_process_group" in found["message"])
+    assert "for ranks 2 and 3 (node rank 1), not seen from this node" in found["message"]
+    assert found["paste"].startswith("ddpdoctor check --nnodes 2 --node-rank 0 --nproc-per-node 2 ")
+    running.stop()
+
+
 # -- what is lost
 
 

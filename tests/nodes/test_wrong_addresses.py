@@ -143,6 +143,6 @@ def test_two_machines_with_one_address(nodes: Make) -> None:
     for each in said[1:]:
         assert each.findings("own-address")[0]["message"] == message + "the other"
         assert not any("firewall" in found["fix"] for found in each.findings())
-        links = [found["message"] for found in each.findings("links")]
-        assert all("have the same address, 10.77.0.2" in message for message in links)
+        # What it leads to on the links is seen on this node, and no fault of its own.
+        assert not each.findings("links")
     assert not said[0].findings("own-address")

@@ -250,7 +250,7 @@ def test_the_check_itself_never_imports_torch(doctor: Doctor) -> None:
     code = (
         "import sys\n"
         "from ddpdoctor.cli import main\n"
-        "status = main(['check', '--checkpoint-dir', '.', '--', sys.argv[1]])\n"
+        "status = main(['check', '-v', '--checkpoint-dir', '.', '--', sys.argv[1]])\n"
         "loaded = {name.split('.')[0] for name in sys.modules}\n"
         "assert not loaded & {'torch', 'textual', 'debugpy'}, loaded\n"
     )

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 import ddpdoctor.preflight  # noqa: F401 (registers the checks)
-from ddpdoctor.commands import check as render
 from ddpdoctor.commands.check import NOT_TESTED, WRONG_USAGE, Progress, exit_status
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.finding import Finding, Severity
@@ -36,6 +35,8 @@ from ddpdoctor.preflight.situation import (
     places,
     split_endpoint,
 )
+from ddpdoctor.render import check_screen
+from ddpdoctor.render.check_screen import View
 from tests.conftest import LIMIT, ROOT, Doctor
 
 
@@ -130,14 +131,16 @@ def test_the_table_fits_eighty_columns_and_names_everything() -> None:
         made("another", lambda s: judged("looked", [finding(Severity.ERROR)])),
         made("third", lambda s: skipped("no GPU")),
     )
-    text = render.result_table(outcomes, colour=False, width=80)
+    text = check_screen.result_table(outcomes, colour=False, width=80)
     assert all(len(line) <= 80 for line in text.splitlines())
     assert "third              skipped no GPU" in text
     assert "\x1b" not in text
-    coloured = render.result_table(outcomes, colour=True, width=80)
+    coloured = check_screen.result_table(outcomes, colour=True, width=80)
     assert "\x1b[1;31mfail" in coloured
-    assert "  paste:    export A=1\n" in render.finding_blocks(outcomes, colour=False, width=80)
-    assert render.summary_line(outcomes, 1.23) == "3 checks in 1.2 s: 1 failed, 1 skipped, 1 passed"
+    text = check_screen.screen(outcomes, View("vm", 2, seconds=1.23))
+    assert text.startswith("not ready: vm, 2 ranks: 1 error (1.2 s)\n\nerror DDP001: ")
+    assert "  paste:    export A=1\n" in text
+    assert text.endswith("1 of 3 checks passed, 1 skipped (-v shows each)\n")
 
 
 @pytest.fixture
@@ -260,7 +263,7 @@ def test_the_commands_words(doctor: Doctor) -> None:
     for text, scope in ((here, "machine"), (between, "nodes")):
         named = [line.split()[0] for line in text.splitlines()]
         assert named == [name for name, check in CHECKS.items() if check.scope == scope]
-    assert here.startswith("launch-environment ") and between.startswith("nodes ")
+    assert here.startswith("versions ") and between.startswith("nodes ")
     page = doctor.cli("explain", "ddp005").stdout
     assert page.startswith("DDP005 shared-memory (check)\n")
     assert doctor.cli("explain", "shared-memory").stdout == page

@@ -15,11 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from ddpdoctor.commands import check as render
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.preflight.check import CHECKS
 from ddpdoctor.preflight.machine.own_address import ArpAnswer, arp_answers
-from ddpdoctor.preflight.nodes.attendance import own_problem
+from ddpdoctor.preflight.nodes.attendance import own_problem, verdict_records
 from ddpdoctor.preflight.protocol.joining import Problem
 from ddpdoctor.preflight.protocol.meet import Meeting, meet_or_fail
 from ddpdoctor.preflight.protocol.messages import (
@@ -36,6 +35,7 @@ from ddpdoctor.preflight.protocol.messages import (
 )
 from ddpdoctor.preflight.protocol.pairs import Dialled
 from ddpdoctor.preflight.situation import NodePlace, Options, Situation
+from ddpdoctor.render.check_screen import View, screen
 from tests.conftest import LIMIT
 from tests.preflight.test_check_meeting import FACTS
 
@@ -110,8 +110,9 @@ def found(meeting: Meeting, asked: tuple[ArpAnswer, ...]) -> Iterator[Finding]:
             if check.scope == "nodes":
                 outcome = check.run(situation)
                 yield from outcome.findings
-                rows = render.result_table([outcome], colour=False, width=80)
-                rows += render.finding_blocks([outcome], colour=False, width=80)
+                records = verdict_records(situation, [replace(outcome, check="verdicts")])
+                rows = screen([outcome], View(meeting.host(0), 1, 4, met=True, verbose=True))
+                rows += screen([outcome], View(meeting.host(0), 1, 4, nodes=records, width=80))
                 assert "\x1b" not in rows and "\x07" not in rows and "\x9b" not in rows
 
 

@@ -34,6 +34,7 @@ from ddpdoctor.diagnose.hangs.hang_snapshot import (
     find_blocked,
     hang_snapshot,
 )
+from ddpdoctor.diagnose.hangs.job_nodes import option
 from ddpdoctor.diagnose.hangs.process_activity import (
     STUCK_GPU,
     gpu_arrival,
@@ -52,6 +53,7 @@ from ddpdoctor.diagnose.hangs.rank_activity import (
     state_of,
 )
 from ddpdoctor.diagnose.source_files import brief, only_sleeps, quoted
+from ddpdoctor.run.names import MOST_WORLD
 from ddpdoctor.run.records.supervisor import Ras, RasDifference, RasGroup, RasProcess
 from ddpdoctor.run.snapshot import Run
 
@@ -247,6 +249,7 @@ def _activities(still: HangSnapshot, seen: _Seen, wait: Blocked | None) -> Itera
                 *each.evidence,
                 *((frames,) if native else ()),
                 *(waiting_line(rank) for rank in waiting[:3]),
+                *still.by_node(ranks),
                 *_without_stacks(still),
             ),
             fix=each.fix or (_TOGETHER if still.world_size != 1 else _OUTSIDE),
@@ -302,12 +305,13 @@ def _all_there(still: HangSnapshot, one: Blocked) -> Iterator[Finding]:
             code="DDP802",
             about="other nodes",
             severity=Severity.WARNING,
-            message=f"all ranks of this node wait in {one.what}; {named(absent)} of other nodes "
+            message=f"all ranks of this node wait in {one.what}; {still.nodes.places(absent)} "
             f"{why}",
             ranks=absent,
             location=waiting[0].waits_at,
-            evidence=tuple(waiting_line(rank) for rank in waiting[:4]),
-            fix="Look at what ddpdoctor says on the other nodes.",
+            evidence=(*(waiting_line(rank) for rank in waiting[:4]), *still.dead_links),
+            fix=still.nodes.and_check("Look at what ddpdoctor says on the other nodes."),
+            paste=still.nodes.check_line,
         )
     elif len(waiting) < len(still.ranks) or not still.record.everybody:
         # The others are in a later collective, which these ranks may still come to.
@@ -348,6 +352,8 @@ def _by_gpus(still: HangSnapshot, one: Blocked) -> Finding:
         cause = "the network between them, the backend, or the work of that backward on a GPU"
     else:
         cause = "the network between them, or the backend"
+    network = "network" in cause
+    links = still.dead_links if network else ()
     return Finding(
         code="DDP814",
         about="all there",
@@ -355,8 +361,9 @@ def _by_gpus(still: HangSnapshot, one: Blocked) -> Finding:
         message=f"{who} been in {one.what} for {waiting[0].seconds} s and it does not end: {cause}",
         ranks=tuple(rank.rank for rank in waiting),
         location=waiting[0].waits_at,
-        evidence=(*(waiting_line(rank) for rank in waiting[:4]), *_without_stacks(still)),
-        fix=fix,
+        evidence=(*(waiting_line(rank) for rank in waiting[:4]), *links, *_without_stacks(still)),
+        fix=still.nodes.and_check(fix) if network else fix,
+        paste=still.nodes.check_line if network else "",
     )
 
 
@@ -459,18 +466,19 @@ def _all_came(still: HangSnapshot) -> bool:
 
 def _torchrun_alone(still: HangSnapshot) -> Iterator[Finding]:
     """Report that torchrun has started no rank, since it waits for other nodes."""
-    nodes = _option(still, "--nnodes")
-    if nodes not in (None, "1"):
+    if still.nodes.several:
         yield Finding(
             code="DDP813",
             about="rendezvous",
             severity=Severity.ERROR,
             message=f"torchrun has waited in rendezvous for {still.record.seconds:.0f} s: of "
-            f"{nodes} nodes, not all have come",
-            evidence=_launch_options(still),
-            fix="Start the command on every node, with the same --nnodes, --rdzv-id and "
-            "--rdzv-endpoint (or --master-addr), each with its own --node-rank; check that the "
-            "endpoint can be reached from there.",
+            f"{still.nodes.number} nodes, not all have come",
+            evidence=(*_launch_options(still), *still.dead_links),
+            fix=still.nodes.and_check(
+                "Start the command on every node, with the same --nnodes, --rdzv-id and "
+                "--rdzv-endpoint (or --master-addr), each with its own --node-rank."
+            ),
+            paste=still.nodes.check_line,
         )
 
 
@@ -524,7 +532,9 @@ def _all_joining(joining: _Seen, still: HangSnapshot) -> Finding:
         "size says, and it does not end: the store, or the backend",
         ranks=tuple(rank.rank for rank, _ in joining),
         location=each.location,
-        fix=_CHECK_NETWORK,
+        evidence=still.dead_links,
+        fix=still.nodes.and_check(_CHECK_NETWORK),
+        paste=still.nodes.check_line,
         traceback=rank.traceback,
     )
 
@@ -533,8 +543,16 @@ def _not_all_joining(joining: _Seen, still: HangSnapshot) -> Finding:
     """Report that fewer ranks came than the world size says, or that no rank opens the store."""
     rank, each = joining[0]
     verb = "wait" if len(joining) > 1 else "waits"
-    missing, fix, evidence = "ranks that never came", _START, _launch_options(still)
+    missing, fix, paste = "ranks that never came", _START, ""
+    evidence = (*_launch_options(still), *still.dead_links)
+    if still.nodes.several:
+        worlds = (one.stacks.world_size for one in still.ranks if one.stacks is not None)
+        world = min(max(worlds, default=0), MOST_WORLD)
+        absent = sorted(set(range(world)) - {one.rank for one in still.ranks})
+        missing = f"{still.nodes.places(absent)}, not seen from this node" if absent else missing
+        fix, paste = still.nodes.and_check(_START), still.nodes.check_line
     if still.store is not None:
+        paste = ""
         missing = f"a store at {store_address(still.store)} that no rank opens"
         fix, evidence = store_advice(still.store)
     return Finding(
@@ -547,27 +565,15 @@ def _not_all_joining(joining: _Seen, still: HangSnapshot) -> Finding:
         location=each.location,
         evidence=evidence,
         fix=fix,
+        paste=paste,
         traceback=rank.traceback,
     )
 
 
 def _launch_options(still: HangSnapshot) -> tuple[str, ...]:
     names = ("--nnodes", "--nproc-per-node", "--node-rank", "--rdzv-endpoint", "--master-addr")
-    seen = [f"{name} {value}" for name in names if (value := _option(still, name)) is not None]
+    seen = [f"{name} {value}" for name in names if (value := option(still.manifest, name))]
     return (f"started with {' '.join(seen)}",) if seen else ()
-
-
-def _option(still: HangSnapshot, name: str) -> str | None:
-    """Return the value of torchrun's option, in either spelling."""
-    command = still.manifest.get("command")
-    words = list(map(str, command)) if isinstance(command, list) else []
-    for spelling in (name, name[:2] + name[2:].replace("-", "_")):
-        for at, word in enumerate(words):
-            if word == spelling and at + 1 < len(words):
-                return words[at + 1]
-            if word.startswith(f"{spelling}="):
-                return word.partition("=")[2]
-    return None
 
 
 # -- what NCCL's RAS says, which knows the ranks of all nodes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -15,6 +15,7 @@ from ddpdoctor.diagnose.collectives.recorded_calls import (
     from_ring,
 )
 from ddpdoctor.diagnose.crashes.resource_errors import unopened_store
+from ddpdoctor.diagnose.hangs.job_nodes import JobNodes, job_nodes
 from ddpdoctor.diagnose.source_files import location, only_sleeps
 from ddpdoctor.run.names import BEFORE_FORWARD, MOST_WORLD
 from ddpdoctor.run.records.base import JsonObject
@@ -302,6 +303,7 @@ class HangSnapshot:
         manifest: The run's manifest, with the command of the job.
         store: A store that ranks wait for and that none of them opens.
         stderr: The end of the job's stderr.
+        nodes: The nodes of the job.
     """
 
     record: HangRecord
@@ -310,6 +312,18 @@ class HangSnapshot:
     manifest: JsonObject = field(default_factory=dict)
     store: OwnStoreRecord | None = None
     stderr: str = ""
+    nodes: JobNodes = field(default_factory=JobNodes)
+
+    def by_node(self, ranks: Sequence[RankState]) -> tuple[str, ...]:
+        """Say on which nodes ranks are, as evidence for a job of several nodes."""
+        places = self.nodes.places([each.rank for each in ranks])
+        return (f"by node: {places}",) if self.nodes.several else ()
+
+    @property
+    def dead_links(self) -> tuple[str, ...]:
+        """What is wrong with this machine's interfaces, as evidence for a job of several nodes."""
+        here = str(self.manifest.get("host") or "this machine")
+        return tuple(f"on {here}, {each}" for each in self.record.links if self.nodes.several)
 
 
 def hang_snapshot(run: Run) -> HangSnapshot | None:
@@ -321,7 +335,7 @@ def hang_snapshot(run: Run) -> HangSnapshot | None:
     recorded = max((each.evidence.world_size for each in ranks), default=0)
     world = min(recorded, MOST_WORLD) or len(ranks)
     store = unopened_store(run.strays, record.restart)
-    return HangSnapshot(record, ranks, world, run.manifest, store, run.every_stderr)
+    return HangSnapshot(record, ranks, world, run.manifest, store, run.every_stderr, job_nodes(run))
 
 
 def seen_waiting(run: Run, rank: int) -> bool:

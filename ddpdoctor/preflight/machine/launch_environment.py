@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ddpdoctor.core.finding import Finding, Severity
+from ddpdoctor.core.relations import PORT
 from ddpdoctor.preflight.check import (
     Outcome,
     check,
@@ -479,6 +480,7 @@ def _taken(situation: Situation, number: int, holders: list[Listed]) -> Finding:
     return failure(
         f"port {number}, on which rank 0 will listen, is taken",
         evidence=tuple(evidence),
+        subjects=frozenset({PORT}),
         fix=f"Choose another port, the same on every node ({free} is free here), or end the "
         "process if it is a left-over.",
         paste=_with_port(situation, free) if free else typed("ss -tlnp {}", f"sport = :{number}"),

@@ -15,6 +15,7 @@ from functools import partial
 from typing import TypeVar
 
 from ddpdoctor.core.finding import Finding, Severity
+from ddpdoctor.core.relations import NO_NETWORK
 from ddpdoctor.preflight.check import Outcome, check, failure, finding, judged, typed, warning
 from ddpdoctor.preflight.protocol.messages import Facts
 from ddpdoctor.preflight.situation import Situation, bounded, text, visible_gpus, waited_for_core
@@ -489,15 +490,20 @@ def _findings(
         listed = ", ".join(each.name for each in here if each.outward) or "none"
         # Without the variable the library chooses itself, and may find one.
         otherwise = typed("unset {}", variable) if choice.reason == variable else ADDRESSES
+        fix = "Name the interface that leads to the other nodes."
+        if listed == "none" and choice.interfaces and choice.reason != variable:
+            fix = "Bring it up, and check its cable."
+            up = "sudo ip link set dev {0} up; ip -brief address show dev {0}"
+            otherwise = typed(up, choice.interfaces[0].name)
         yield finding(
             severity,
             message,
             evidence=(f"running, with an address, and no bridge: {listed}",),
-            fix="Name the interface that leads to the other nodes."
-            if many
-            else "Name an interface of this machine, or none.",
+            fix=fix if many else "Name an interface of this machine, or none.",
             paste=export_line(interface) if interface else otherwise,
             about=library,
+            # Without another interface, no other node is reached.
+            subjects=frozenset() if listed != "none" else frozenset({NO_NETWORK}),
         )
 
 

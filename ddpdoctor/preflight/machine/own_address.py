@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ddpdoctor.core import relations
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.preflight.check import (
     Outcome,
@@ -26,7 +27,12 @@ from ddpdoctor.preflight.situation import Situation
 # -- the host name
 
 
-@check("host-name", "DDP003", limit=network.LOOKUPS_LIMIT)
+@check(
+    "host-name",
+    "DDP003",
+    limit=network.LOOKUPS_LIMIT,
+    yields_to={"DDP055": relations.same_subject},
+)
 def host_name(situation: Situation) -> Outcome:
     """This machine's host name does not resolve to an address that other machines can reach.
 
@@ -77,6 +83,7 @@ def _name_findings(situation: Situation, found: network.Lookup) -> Iterator[Find
             fix="Choose the interface by its name, or correct the line in /etc/hosts: "
             f"{wanted or 'ADDRESS'} {found.name}",
             paste=network.export_line(interface) if interface else network.ADDRESSES,
+            subjects=frozenset({f"gloo on {situation.hostname}"}),
         )
 
 
@@ -176,6 +183,7 @@ def own_address(situation: Situation) -> Outcome:
                 fix=SHARED_ADDRESS_FIX,
                 paste=typed(SHARED_ADDRESS_PASTE, each.interface),
                 about=each.interface,
+                subjects=frozenset({f"address {each.address}"}),
             )
             for each in found
             if each.card

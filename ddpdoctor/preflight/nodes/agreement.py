@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
+from ddpdoctor.core import relations
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.preflight.check import (
     Outcome,
@@ -74,6 +75,7 @@ def _option_findings(meeting: Meeting) -> Iterator[Finding]:
                 fix="Give every node its own rank, counted from 0.",
                 paste=_line(meeting, indices[-1], rank=free_rank),
                 about=f"rank {rank}",
+                nodes=tuple(hosts[1:]),
             )
     if by_rank and any(node.facts.rank is None for node in meeting.nodes):
         without = [i for i, node in enumerate(meeting.nodes) if node.facts.rank is None]
@@ -83,6 +85,7 @@ def _option_findings(meeting: Meeting) -> Iterator[Finding]:
             f"{meeting.host(without[0])}:",
             paste=_line(meeting, without[0], rank=free_rank),
             about="ranks",
+            nodes=tuple(map(meeting.host, without)),
         )
     yield from _number_findings(meeting, by_rank)
 
@@ -90,27 +93,28 @@ def _option_findings(meeting: Meeting) -> Iterator[Finding]:
 def _number_findings(meeting: Meeting, by_rank: Collection[int]) -> Iterator[Finding]:
     numbers = {node.facts.nnodes for node in meeting.nodes}
     if len(numbers) > 1:
+        wanted = max(len(meeting.nodes), max(by_rank, default=0) + 1)
         yield failure(
             f"the nodes do not agree on --nnodes: {', '.join(map(str, sorted(numbers)))}",
             evidence=_each(meeting, [node.facts.nnodes for node in meeting.nodes], "--nnodes"),
             fix="Give --nnodes the same value on every node. For those that are here:",
-            paste=_line(
-                meeting, meeting.own, nnodes=max(len(meeting.nodes), max(by_rank, default=0) + 1)
-            ),
+            paste=_line(meeting, meeting.own, nnodes=wanted),
             about="nnodes",
+            nodes=tuple(each.facts.host for each in meeting.nodes if each.facts.nnodes != wanted),
         )
     counts = {node.facts.nproc for node in meeting.nodes}
     if len(counts) > 1:
         listed = [node.facts.nproc for node in meeting.nodes]
         usual = max(listed, key=listed.count)
-        odd = next(index for index, count in enumerate(listed) if count != usual)
+        odd = [index for index, count in enumerate(listed) if count != usual]
         yield warning(
             f"the nodes have different numbers of ranks: {', '.join(map(str, sorted(counts)))}",
             evidence=_each(meeting, listed, "--nproc-per-node"),
             fix="Give --nproc-per-node the same value on every node, unless that is intended. On "
-            f"{meeting.host(odd)}:",
-            paste=_line(meeting, odd, nproc=usual),
+            f"{meeting.host(odd[0])}:",
+            paste=_line(meeting, odd[0], nproc=usual),
             about="nproc",
+            nodes=tuple(map(meeting.host, odd)),
         )
 
 
@@ -163,7 +167,7 @@ def clocks(meeting: Meeting) -> Outcome:
     # Seconds by which a node's clock is ahead of the coordinator's.
     ahead = [-node.offset for node in meeting.nodes]
     detail = f"{of_all(meeting)}, at most {max(ahead) - min(ahead):.3f} s apart"
-    wrong = []
+    wrong: list[tuple[float, str, str, tuple[str, ...]]] = []
     if len(ahead) == 2:
         first, second = (0, 1) if ahead[0] > ahead[1] else (1, 0)
         difference = ahead[first] - ahead[second]
@@ -173,6 +177,7 @@ def clocks(meeting: Meeting) -> Outcome:
                 f"the clock of {meeting.name(second)} is {difference:.1f} s behind that of "
                 f"{meeting.name(first)}",
                 "clocks",
+                (meeting.host(first), meeting.host(second)),
             )
         )
     else:
@@ -185,6 +190,7 @@ def clocks(meeting: Meeting) -> Outcome:
                     abs(away) - node.uncertainty,
                     f"the clock of {meeting.name(index)} is {abs(away):.1f} s {side} the others",
                     f"clock {index}",
+                    (meeting.host(index),),
                 )
             )
     return judged(
@@ -199,8 +205,9 @@ def clocks(meeting: Meeting) -> Outcome:
                 fix="Let a time service run on every node (chrony, systemd-timesyncd).",
                 paste="sudo timedatectl set-ntp true",
                 about=about,
+                nodes=nodes,
             )
-            for seconds, message, about in wrong
+            for seconds, message, about, nodes in wrong
             if seconds > CLOCK_WARN_S
         ],
         exclude=[
@@ -230,7 +237,14 @@ OF_EACH_NODE = (
 """Endings of variables that rightly differ between nodes: names of devices and files."""
 
 
-@across_nodes("node-versions", "DDP057")
+@across_nodes(
+    "node-versions",
+    "DDP057",
+    {
+        "DDP014": relations.of_these("torch", "torch"),
+        "DDP057": relations.of_these("torch", "NCCL"),
+    },
+)
 def node_versions(meeting: Meeting) -> Outcome:
     """The nodes have different versions of torch, NCCL, the driver or Python, or NCCL settings.
 
@@ -299,7 +313,15 @@ def _differ(
         fix="Use the same environment on every node.",
         paste=paste,
         about=what,
+        nodes=_others(meeting, groups),
     )
+
+
+def _others(meeting: Meeting, groups: dict[str, list[int]]) -> tuple[str, ...]:
+    """Return the host names of the nodes that do not have the usual value."""
+    usual = usual_of(groups)
+    odd = sorted(i for value, indices in groups.items() if value != usual for i in indices)
+    return tuple(map(meeting.host, odd))
 
 
 def _setting_findings(meeting: Meeting) -> Iterator[Finding]:
@@ -326,6 +348,7 @@ def _setting_findings(meeting: Meeting) -> Iterator[Finding]:
             if usual != "not set"
             else typed("unset {}", name),
             about=name,
+            nodes=_others(meeting, groups),
         )
 
 
@@ -333,7 +356,11 @@ def _minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-@across_nodes("same-code", "DDP058")
+@across_nodes(
+    "same-code",
+    "DDP058",
+    {"DDP058": relations.of_these(("commit", "changes"), "file")},
+)
 def same_code(meeting: Meeting) -> Outcome:
     """The nodes do not have the same script, commit or uncommitted changes.
 
@@ -374,15 +401,16 @@ def _code_findings(meeting: Meeting) -> Iterator[Finding]:
             fix="Put it there, name the same script on every node, or use a shared folder. There:",
             paste=typed("ls -l {}", script),
             about="lacking",
+            nodes=tuple(map(meeting.host, lacking)),
         )
     hashes = grouped(meeting, lambda facts: facts.script_hash)
     if len(hashes) > 1:
         what = f"{script} is not the same file"
-        yield _code_differs(meeting, what, hashes, typed("sha256sum {}", script))
+        yield _code_differs(meeting, "file", what, hashes, typed("sha256sum {}", script))
     commits = grouped(meeting, lambda facts: facts.commit[:9])
     if len(commits) > 1:
         what, paste = f"the commit of {script} differs", typed("git checkout {}", usual_of(commits))
-        yield _code_differs(meeting, what, commits, paste)
+        yield _code_differs(meeting, "commit", what, commits, paste)
         return
     changes = grouped(meeting, lambda facts: (facts.changes or "none") if facts.commit else "")
     if len(changes) > 1:
@@ -396,17 +424,21 @@ def _code_findings(meeting: Meeting) -> Iterator[Finding]:
             fix="Commit them and bring every node to that commit.",
             paste="git diff HEAD --stat",
             about="changes",
+            nodes=_others(meeting, changes),
         )
 
 
-def _code_differs(meeting: Meeting, what: str, groups: dict[str, list[int]], paste: str) -> Finding:
+def _code_differs(
+    meeting: Meeting, about: str, what: str, groups: dict[str, list[int]], paste: str
+) -> Finding:
     nodes = [f"{value}: {meeting.hosts(indices)}" for value, indices in groups.items()]
     return failure(
         f"{what}: {_odd(meeting, groups)} from {meeting.hosts(groups[usual_of(groups)])}",
         evidence=tuple(nodes[:8]),
         fix="Bring every node to the same code.",
         paste=paste,
-        about=what,
+        about=about,
+        nodes=_others(meeting, groups),
     )
 
 
@@ -458,6 +490,7 @@ def shared_folder(meeting: Meeting) -> Outcome:
             if test.error == os.strerror(errno.ENOENT)
             else typed("ls -ld {0}; df -h {0}", folder),
             about="write",
+            nodes=(meeting.host(writer),),
         )
         return judged(message, [wrong])
     return judged(
@@ -476,6 +509,7 @@ def _folder_findings(meeting: Meeting, test: Folder, writer: int, folder: str) -
             "resume.",
             paste=typed("findmnt -T {}", folder),
             about="blind",
+            nodes=tuple(map(meeting.host, blind)),
         )
     elif len(set(filter(None, test.listings))) > 1:
         yield warning(

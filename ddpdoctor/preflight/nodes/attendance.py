@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import chain, repeat
 from typing import Any
 
+from ddpdoctor.core import relations
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.core.formatting import count, listed
 from ddpdoctor.preflight.check import (
@@ -35,7 +37,7 @@ from ddpdoctor.preflight.machine.network import is_local, own_host
 from ddpdoctor.preflight.nodes.reductions import LIMIT, across_nodes
 from ddpdoctor.preflight.protocol.joining import Problem
 from ddpdoctor.preflight.protocol.meet import LOCAL_TIMEOUT, Meeting, meeting_of
-from ddpdoctor.preflight.protocol.messages import Verdict
+from ddpdoctor.preflight.protocol.messages import Said, Verdict
 from ddpdoctor.preflight.situation import ATTENDANCE, Situation, node_place
 
 # -- why this node did not meet the others
@@ -69,12 +71,13 @@ def own_problem(meeting: Meeting, problem: Problem, situation: Situation) -> Fin
             f"the rendezvous id here is {place.rdzv_id!r}",
         )
     if meeting.holder:
-        return _unreached(
+        held = _unreached(
             f"port {port} cannot be listened on here: {problem.words}",
             "Node rank 0 needs it: stop what holds the port, or choose another one in "
             "--rdzv-endpoint on every node.",
             holds_port,
         )
+        return replace(held, subjects=frozenset({relations.PORT}))
     if problem.kind in ("refused", "dropped", "prohibited", "unreachable", "no route", "no host"):
         nothing = f"within {problem.waited:.0f} s nothing listened there"
         if is_local(host):
@@ -94,7 +97,11 @@ def own_problem(meeting: Meeting, problem: Problem, situation: Situation) -> Fin
                 line_on_node_0(place, nproc),
                 nothing,
             )
-        return _closed_port(meeting, problem, situation)
+        closed = _closed_port(meeting, problem, situation)
+        dropped = problem.kind == "dropped"
+        other = own_address.shared_address(situation) if dropped else None
+        shared = () if other is None else (f"address {other.address}",)
+        return replace(closed, subjects=frozenset({relations.NO_NETWORK, *shared}))
     if problem.kind == "unresolved":
         return _unreached(
             f"the name {host} does not resolve on this node",
@@ -260,7 +267,18 @@ def _unreached(message: str, fix: str, paste: str, *evidence: str) -> Finding:
 # -- attendance
 
 
-@check("nodes", "DDP050", scope="nodes", limit=LIMIT)
+@check(
+    "nodes",
+    "DDP050",
+    scope="nodes",
+    limit=LIMIT,
+    yields_to={
+        "DDP002": relations.same_subject,
+        "DDP004": relations.same_subject,
+        "DDP018": relations.same_subject,
+        "DDP051": relations.of_these("nnodes", ("absent", "surplus")),
+    },
+)
 def attendance(situation: Situation) -> Outcome:
     """A node is missing at the rendezvous endpoint, or cannot reach it.
 
@@ -374,6 +392,7 @@ def _absent(meeting: Meeting, situation: Situation) -> Iterator[Finding]:
             rank=absent[0] if absent else None,
         ),
         about="absent",
+        nodes=tuple(meeting.place.names[rank] for rank in absent or () if meeting.place.names),
     )
 
 
@@ -389,6 +408,7 @@ def _elsewhere(meeting: Meeting, situation: Situation, absence: str) -> Finding:
         "Here:",
         paste=check_line(meeting.place, situation.nproc, host=own_host(situation)),
         about="absent",
+        nodes=(situation.hostname,),
     )
 
 
@@ -417,6 +437,7 @@ def _caller_findings(meeting: Meeting, situation: Situation) -> Iterator[Finding
             "group). On node 0:",
             paste=open_port(port, alike[0].address),
             about=f"blocked {kind}",
+            nodes=(meeting.host(0),),
         )
     lost = {node.facts.host for node in meeting.nodes if node.lost}
     for extra in meeting.report.surplus:
@@ -429,6 +450,7 @@ def _caller_findings(meeting: Meeting, situation: Situation) -> Iterator[Finding
             fix="Leave that one out, or raise --nnodes on every node. Here:",
             paste=check_line(meeting.place, situation.nproc, nnodes=meeting.expected + 1),
             about=f"surplus {extra.address}",
+            nodes=(extra.host,),
         )
     for index, node in enumerate(meeting.nodes):
         if node.lost:
@@ -439,6 +461,7 @@ def _caller_findings(meeting: Meeting, situation: Situation) -> Iterator[Finding
                 "the check again on all nodes; here:",
                 paste=check_line(meeting.place, situation.nproc),
                 about=f"lost {index}",
+                nodes=(node.facts.host,),
             )
 
 
@@ -480,7 +503,7 @@ def next_line(situation: Situation, outcomes: Sequence[Outcome]) -> str:
 # -- the findings of the other machines, and the nodes to exclude
 
 
-@across_nodes("verdicts", "DDP062")
+@across_nodes("verdicts", "DDP062", {"DDP055": relations.same_subject})
 def verdicts(meeting: Meeting) -> Outcome:
     """What the checks of the other machines found, shown on every node.
 
@@ -513,22 +536,32 @@ def verdicts(meeting: Meeting) -> Outcome:
     error = Severity.ERROR.label
     return judged(
         detail,
-        [
-            note(
-                f"{meeting.name(index)}: {said.message}",
-                evidence=(f"its check {said.check} ({said.code}): {said.severity}",),
-                about=f"{index} {said.code} {said.message}",
-            )
-            for index, verdict in known
-            if index != meeting.own
-            for said in verdict.findings
-        ],
+        _of_others(meeting),
         exclude=[
             meeting.host(index)
             for index, verdict in known
             if any(said.severity == error for said in verdict.findings)
         ],
     )
+
+
+def _of_others(meeting: Meeting) -> Iterator[Finding]:
+    """Report each finding of other machines once, with all nodes that have it."""
+    groups: dict[tuple[str, str], dict[int, Said]] = {}
+    for index, verdict in enumerate(meeting.report.verdicts):
+        for said in verdict.findings if index != meeting.own else ():
+            alike = re.sub(r"\d+(\.\d+)?", "#", said.message.replace(meeting.host(index), "@"))
+            groups.setdefault((said.code, alike), {}).setdefault(index, said)
+    for (code, _), nodes in groups.items():
+        said, hosts = next(iter(nodes.values())), tuple(map(meeting.host, nodes))
+        named = hosts if code == "DDP003" else ()
+        yield note(
+            f"{meeting.hosts(list(nodes))}: {said.message}",
+            evidence=(f"its check {said.check} ({code}): {said.severity}",),
+            about=f"{min(nodes)} {code} {said.message}",
+            nodes=hosts,
+            subjects=frozenset({said.severity, *(f"gloo on {host}" for host in named)}),
+        )
 
 
 def excluded_nodes(outcomes: Iterable[Outcome]) -> list[str]:

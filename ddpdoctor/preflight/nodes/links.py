@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
+from ddpdoctor.core import relations
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.core.formatting import count
 from ddpdoctor.preflight.check import (
@@ -67,7 +68,11 @@ TRANSLATED_FIX = (
 )
 
 
-@across_nodes("links", "DDP053")
+@across_nodes(
+    "links",
+    "DDP053",
+    yields_to={"DDP018": relations.same_subject, "DDP054": relations.loses_packets},
+)
 def links(meeting: Meeting) -> Outcome:
     """A node cannot open a connection to another node, in one or both directions.
 
@@ -126,6 +131,7 @@ def _out_of_files(meeting: Meeting, node: int, untested: Collection[Way]) -> Fin
         f"{meeting.host(node)}:",
         paste="ulimit -n 65536",
         about=f"files of {node}",
+        nodes=(meeting.host(node),),
     )
 
 
@@ -159,6 +165,7 @@ def _link_findings(
             f"these, on {meeting.host(more[0].node)}:",
             paste=_paste(meeting, more[0]),
             about="more ways",
+            nodes=tuple(dict.fromkeys(meeting.host(each.node) for each in more)),
         )
 
 
@@ -185,6 +192,7 @@ def _closed_link(
         fix=_fix(meeting, each) if closed else SILENT_FIX,
         paste=_paste(meeting, each) if closed else route,
         about=each.about,
+        nodes=each.nodes(meeting),
     )
 
 
@@ -203,6 +211,8 @@ def _doubled(meeting: Meeting, nodes: Collection[int]) -> Iterator[Finding]:
             fix=own_address.SHARED_ADDRESS_FIX,
             paste=typed(own_address.SHARED_ADDRESS_PASTE, interface(meeting, node)[0] or "eth0"),
             about=f"address {address}",
+            nodes=tuple(map(meeting.host, holders)),
+            subjects=frozenset({f"address {address}"}),
         )
 
 
@@ -218,6 +228,8 @@ def _lossy_link(
         fix=LOSS_FIX.format(each.hosts(meeting)),
         paste=typed("ip -s link show dev {}", interface(meeting, each.node)[0] or "eth0"),
         about=each.about,
+        nodes=each.nodes(meeting),
+        subjects=each.losses,
     )
 
 
@@ -302,7 +314,12 @@ def _paste(meeting: Meeting, each: Blame) -> str:
     return let_through("OUTPUT", "-d", addresses) if out else let_through("INPUT", "-s", addresses)
 
 
-@across_nodes("packet-size", "DDP054")
+def _sizes_differ(cause: Finding, effect: Finding) -> bool:
+    """Return whether packets are lost at a node whose packets have another size."""
+    return cause.about == "mtu" and bool(set(cause.nodes) & set(effect.nodes)) and effect != cause
+
+
+@across_nodes("packet-size", "DDP054", yields_to={"DDP054": _sizes_differ})
 def packet_size(meeting: Meeting) -> Outcome:
     """Full-size packets are lost between nodes, or the nodes' packet sizes (MTU) differ.
 
@@ -366,6 +383,8 @@ def _loss(meeting: Meeting, each: Blame, lossy: dict[Way, Dialled]) -> Finding:
         if passes
         else typed("ip -s link show dev {}", name),
         about=each.about,
+        nodes=each.nodes(meeting),
+        subjects=each.losses,
     )
 
 
@@ -389,6 +408,7 @@ def _differing(meeting: Meeting) -> Iterator[Finding]:
         fix="Give the interfaces of all nodes one MTU.",
         paste=typed("sudo ip link set dev {} mtu {}", name, min(by_mtu)),
         about="mtu",
+        nodes=tuple(meeting.host(index) for mtu in by_mtu if mtu != usual for index in by_mtu[mtu]),
     )
 
 
@@ -516,6 +536,8 @@ def _wrong_address(
         if name
         else typed("echo {} | sudo tee -a /etc/hosts", f"{reached} {host}"),
         about=f"node {index}",
+        nodes=(host,),
+        subjects=frozenset({f"gloo on {host}"}),
     )
 
 
@@ -525,7 +547,20 @@ def _wrong_address(
 MAX_SLOW_LINKS = 6
 
 
-@across_nodes("link-speed", "DDP056")
+def _slow_by_losses(cause: Finding, effect: Finding) -> bool:
+    """Return whether a link is slow that loses packets."""
+    return bool({f"slow {each}" for each in cause.subjects} & effect.subjects)
+
+
+@across_nodes(
+    "link-speed",
+    "DDP056",
+    yields_to={
+        "DDP053": relations.loses_packets,
+        "DDP054": relations.loses_packets,
+        "DDP056": _slow_by_losses,
+    },
+)
 def link_speed(meeting: Meeting) -> Outcome:
     """A link between nodes is much slower than the others, or loses packets.
 
@@ -583,6 +618,8 @@ def _loss_findings(meeting: Meeting, speed: Speeds) -> Iterator[Finding]:
             "its errors and drops. There:",
             paste=typed("ip -s link show dev {}", name),
             about=f"lossy {each.about}",
+            nodes=each.nodes(meeting),
+            subjects=each.losses,
         )
 
 
@@ -627,7 +664,9 @@ def _speed_findings(meeting: Meeting, speed: Speeds) -> Iterator[Finding]:
             fix=f"Check the cable, the switch port, the chosen interface and limits on traffic of "
             f"{ends}. There:",
             paste=typed("ethtool {0} | grep -E 'Speed|Duplex'; tc qdisc show dev {0}", name),
-            about=each.about,
+            about=f"slow {each.about}",
+            nodes=each.nodes(meeting),
+            subjects=frozenset(f"slow {pair}" for pair in each.losses),
         )
 
 

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Literal
 
+from ddpdoctor.core import relations
 from ddpdoctor.core.finding import Finding
 from ddpdoctor.core.formatting import count
+from ddpdoctor.core.relations import LOST_PACKETS, UNREDUCED, Same
 from ddpdoctor.preflight.check import (
     Outcome,
     Run,
@@ -35,11 +37,13 @@ from ddpdoctor.preflight.situation import ATTENDANCE, Situation
 LIMIT = 3600.0  # Seconds. The meeting has its own limits, and ``--timeout`` is above them.
 
 
-def across_nodes(name: str, code: str) -> Callable[[Callable[[Meeting], Outcome]], Run]:
+def across_nodes(
+    name: str, code: str, yields_to: Mapping[str, Same] | None = None
+) -> Callable[[Callable[[Meeting], Outcome]], Run]:
     """Register a check that judges the meeting of all nodes, and needs another node to be there."""
 
     def register(of: Callable[[Meeting], Outcome]) -> Run:
-        @check(name, code, scope="nodes", limit=LIMIT)
+        @check(name, code, scope="nodes", limit=LIMIT, yields_to=yields_to)
         @wraps(of)
         def run(situation: Situation) -> Outcome:
             meeting = meeting_of(situation)
@@ -125,11 +129,19 @@ class Blame:
         """Whether one node is at fault, and not a connection between two."""
         return self.kind in ("into", "out of", "both")
 
-    def hosts(self, meeting: Meeting) -> str:
+    def nodes(self, meeting: Meeting) -> tuple[str, ...]:
         """Return the host names of the nodes to examine."""
-        host = meeting.host(self.node)
-        other = meeting.host(self.ways[0][0])
-        return f"{other} and {host}" if self.kind == "between" else host
+        ends = (self.ways[0][0], self.node) if self.kind == "between" else (self.node,)
+        return tuple(meeting.host(index) for index in ends)
+
+    def hosts(self, meeting: Meeting) -> str:
+        """Return the same in words."""
+        return " and ".join(self.nodes(meeting))
+
+    @property
+    def losses(self) -> frozenset[str]:
+        """The pairs of nodes between which packets are lost, as subjects of a finding."""
+        return frozenset(f"{LOST_PACKETS}{min(way)} {max(way)}" for way in self.ways)
 
 
 def blame(bad: Iterable[Way], tested: Iterable[Way]) -> list[Blame]:
@@ -246,7 +258,23 @@ def rate(speed: float) -> str:
     return f"{speed / 1e9:.1f} GB/s" if speed >= 1e8 else f"{speed / 1e6:.1f} MB/s"
 
 
-@across_nodes("gloo-nodes", "DDP060")
+def _without_torch(cause: Finding, effect: Finding) -> bool:
+    """Return whether ranks did not reduce, or not import torch, where it is not the same torch."""
+    hit = effect.about == "import" or UNREDUCED in effect.subjects
+    return hit and cause.about == "torch" and relations.certain(cause, effect)
+
+
+@across_nodes(
+    "gloo-nodes",
+    "DDP060",
+    yields_to={
+        "DDP053": relations.certain_and_unreduced,
+        "DDP054": relations.loses_packets,
+        "DDP055": relations.certain_and_unreduced,
+        "DDP056": relations.loses_packets,
+        "DDP057": _without_torch,
+    },
+)
 def gloo_reduction(meeting: Meeting) -> Outcome:
     """An all_reduce over all ranks of all nodes fails, hangs, or gives a wrong result.
 
@@ -312,6 +340,7 @@ def _unready(meeting: Meeting, test: Reduction) -> Outcome:
         fix=f"See what Python says. On {meeting.host(broken[0])}:",
         paste="python -c 'import torch.distributed'",
         about="import",
+        nodes=tuple(map(meeting.host, broken)),
     )
     return judged("not tried: torch cannot be imported everywhere", [wrong])
 
@@ -366,6 +395,7 @@ def _failed_gloo(meeting: Meeting, test: Reduction) -> Iterator[Finding]:
                 "then half of them together, to find which:",
                 paste="ddpdoctor check --soak 10",
                 about="reduction",
+                nodes=tuple(map(meeting.host, sorted(wrong))),
             )
             return
     failed = count(test.world - test.correct, "rank")
@@ -373,10 +403,10 @@ def _failed_gloo(meeting: Meeting, test: Reduction) -> Iterator[Finding]:
     yield failure(
         f"{message if test.correct else 'no rank could reduce'} within {test.limit:.0f} s",
         evidence=tuple(evidence),
-        fix="See the first error: a job would end with it. The other checks of the nodes found no "
-        "reason. For gloo's own messages, try again with:",
+        fix="See the first error: a job would end with it. gloo prints more about it with:",
         paste="export TORCH_CPP_LOG_LEVEL=INFO TORCH_DISTRIBUTED_DEBUG=INFO",
         about="reduction",
+        subjects=frozenset({UNREDUCED}),
     )
 
 
@@ -503,4 +533,5 @@ def _failed_nccl(meeting: Meeting, nccl: NcclReport, world: int) -> Iterator[Fin
         fix=fix,
         paste=paste,
         about=name,
+        nodes=tuple(map(meeting.host, guilty)),
     )

@@ -337,6 +337,7 @@ class HangRecord(Record):
     file: str = ""  # The file of the run directory that holds this record with ``ranks``
     trouble: str = ""  # Why there is no such file
     ras: Ras | None = None  # What NCCL's RAS said; None where there is none
+    links: tuple[str, ...] = ()  # Interfaces of the supervisor's machine that lead nowhere
     ranks: tuple[RankEvidence, ...] = ()  # The evidence about each rank; in that file only
 
 
