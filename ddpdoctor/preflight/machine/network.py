@@ -428,6 +428,15 @@ def export_line(interface: Interface) -> str:
     return typed("export GLOO_SOCKET_IFNAME={0} NCCL_SOCKET_IFNAME={0}", interface.name)
 
 
+def hosts_line(address: str, name: str) -> str:
+    """Return the line that puts a name before what /etc/hosts has of it.
+
+    The first line of a name wins. The file is written in place: a container's cannot be replaced.
+    """
+    put = """sudo sh -c 'printf "%s\\n" "$1" "$(cat /etc/hosts)" > /etc/hosts' - {}"""
+    return typed(put, f"{address} {name}")
+
+
 @check("network-interface", "DDP004", limit=LOOKUPS_LIMIT)
 def network_interface(situation: Situation) -> Outcome:
     """The network interface that gloo or NCCL will use does not work for this job.
@@ -576,14 +585,14 @@ def nccl_address(situation: Situation) -> str:
     return addresses[0] if addresses else ""
 
 
-def gloo_dials(own: str, other: str) -> bool:
-    """Return whether gloo at one address dials the other, or waits to be dialled by it.
+def gloo_dials(here: Facts, there: Facts) -> bool:
+    """Return whether gloo on one node dials the other, or waits to be dialled by it.
 
     The higher address dials. If both are equal the ports decide, which are not known yet.
     (gloo/transport/tcp/pair.cc, Pair::connect.)
     """
     try:
-        first, second = ipaddress.ip_address(own), ipaddress.ip_address(other)
+        first, second = (ipaddress.ip_address(each.gloo_address) for each in (here, there))
     except ValueError:
         return True
     return first.version != second.version or first.packed >= second.packed
@@ -596,7 +605,7 @@ def dialled_at(here: Facts, there: Facts, route: str) -> dict[str, str]:
     """
     found = {"route": route}
     gloo = there.gloo_address
-    if gloo and gloo != route and gloo_dials(here.gloo_address, gloo):
+    if gloo and gloo != route and gloo_dials(here, there):
         found["gloo"] = gloo
     nccl = there.nccl_address
     if nccl and here.nccl_address and nccl not in found.values():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import chain, repeat
 from typing import Any
@@ -289,14 +289,18 @@ def attendance(situation: Situation) -> Outcome:
     """
     meeting = meeting_of(situation)
     if meeting.problem is not None and meeting.problem.kind == "time":
-        seconds = situation.options.timeout
-        return could_not_run(
-            f"the nodes were not done within {seconds:.0f} s: give them more time with --timeout"
-        )
+        return could_not_run(unfinished(situation.options.timeout, meeting.took))
     if meeting.problem is not None:
         return judged(
             f"not connected to {meeting.place.endpoint}",
             [own_problem(meeting, meeting.problem, situation)],
+        )
+    late = [index for index, node in enumerate(meeting.nodes) if node.late]
+    if late:
+        node = meeting.nodes[late[0]]
+        return could_not_run(
+            f"{meeting.hosts(late)} could not finish {node.lost} in time ({node.why}): give it "
+            "more with --timeout"
         )
     here = sum(not node.lost for node in meeting.nodes)
     detail = f"{here} of {meeting.expected} nodes are here"
@@ -310,6 +314,17 @@ def attendance(situation: Situation) -> Outcome:
             *(node.facts.host for node in meeting.nodes if node.lost),
             *(each.host for each in meeting.report.blocked if each.host),
         ],
+    )
+
+
+def unfinished(seconds: float, took: Mapping[str, float]) -> str:
+    """Say that the time was over, and what took most of it."""
+    slowest = sorted(took.items(), key=lambda each: -each[1])[:3]
+    what = listed([f"{stage} {spent:.0f} s" for stage, spent in slowest if spent >= 1])
+    took_most = f" (it took: {what})" if what else ""
+    return (
+        f"could not finish within {seconds:.0f} s{took_most}: give the nodes more time with "
+        "--timeout"
     )
 
 
@@ -462,19 +477,14 @@ def open_words(situation: Situation, outcomes: Sequence[Outcome]) -> str:
 
 
 def next_line(situation: Situation, outcomes: Sequence[Outcome]) -> str:
-    """Return the `ddpdoctor run` line for this node; empty after a failure or without others."""
+    """Return the `ddpdoctor run` line for this node; empty unless all nodes reduced together."""
     if any(outcome.status in (Status.FAIL, Status.COULD_NOT_RUN) for outcome in outcomes):
         return ""
-    if not any(outcome.check == "nodes" for outcome in outcomes):
+    ended = {outcome.check: outcome.status for outcome in outcomes}
+    if ended.get(ATTENDANCE) is None or ended.get("gloo-nodes") not in (Status.PASS, Status.WARN):
+        # Only a job that reduced between all nodes is known to start.
         return ""
-    meeting = meeting_of(situation)
-    place = meeting.place
-    if meeting.problem is not None or len(meeting.nodes) != place.nnodes:
-        return ""
-    line = words(place, situation.nproc)
-    if place.rank is None:
-        line += ["--rdzv-backend", "c10d"]
-    return run_line(situation, *line)
+    return run_line(situation, *words(node_place(situation), situation.nproc))
 
 
 # -- the findings of the other machines, and the nodes to exclude
@@ -505,8 +515,8 @@ def verdicts(meeting: Meeting) -> Outcome:
         that has the fault.
     """
     known = list(enumerate(meeting.report.verdicts))
-    well = sum(not each.findings for _, each in known)
-    detail = f"{count(well, 'node')} of {meeting.expected} without a fault in their own checks"
+    faulty = [index for index, each in known if each.findings]
+    detail = f"{meeting.hosts(faulty) or 'no node'} found faults in its own checks"
     late = [index for index, each in known if each.untested]
     if late:
         detail += f"; not all was tested on {meeting.hosts(late)}"

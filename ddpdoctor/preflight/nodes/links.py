@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.core.formatting import count
@@ -16,9 +16,9 @@ from ddpdoctor.preflight.check import (
     typed,
     warning,
 )
-from ddpdoctor.preflight.command_lines import let_through
+from ddpdoctor.preflight.command_lines import check_line, let_through
 from ddpdoctor.preflight.machine import own_address
-from ddpdoctor.preflight.machine.network import dialled_at, gloo_dials, is_loopback
+from ddpdoctor.preflight.machine.network import dialled_at, gloo_dials, hosts_line, is_loopback
 from ddpdoctor.preflight.nodes.reductions import (
     Blame,
     Way,
@@ -28,7 +28,6 @@ from ddpdoctor.preflight.nodes.reductions import (
     blame,
     interface,
     short_of_files,
-    translated,
     with_address,
 )
 from ddpdoctor.preflight.protocol.meet import Meeting
@@ -40,18 +39,22 @@ from ddpdoctor.preflight.protocol.pairs import MIN_BANDWIDTH, MIN_TO_COMPARE, ST
 
 MAX_WAYS = 6
 
-UNUSED = "gloo dials the other way round, from the higher address; NCCL would need this one"
+UNUSED = "gloo uses another address, or dials from the higher one; NCCL would need this one"
 
 SILENT_FIX = (
     "The port is open, so look for what is in between (a proxy, a load balancer), and whether "
     "the machine is overloaded. The way to it, from the dialling node:"
 )
 
+ROUTE_FIX = "Name an interface in a network that the nodes share, or add a route. On {}:"
+LINK_FIX = "Check the interface of {}: is it up, with a carrier and this address? There:"
+
 _DIAL_WORDS = {
     "dropped": "the packets are silently dropped",
     "refused": "the port is refused, though it is open there",
     "unreachable": "it is rejected on the way",
     "no host": "no machine answers at that address",
+    "no route": "the machine has no route to it",
     "silent": "the connection opens, and then nothing comes",
     "other service": "something else answers there",
 }
@@ -60,10 +63,12 @@ LOSS_FIX = (
     "Check the cable, the switch port and the interface of {}: count errors and drops. There:"
 )
 
+TRANSLATED = "an address is translated on the way (NAT, a tunnel, a container's network)"
+
 TRANSLATED_FIX = (
     "gloo and NCCL announce a machine's own addresses and dial these: no port that is opened, or "
     "forwarded, helps. Give the nodes a network in which each is reached at an address that it has "
-    "(a container: --network host; a VPN: name its interface). In the job's environment:"
+    "(a container: --network host; a VPN, with GLOO_SOCKET_IFNAME). What {} has:"
 )
 
 
@@ -101,8 +106,8 @@ def links(meeting: Meeting) -> Outcome:
     failed = bad_ways(meeting, "route")
     failed = {way: result for way, result in failed.items() if result.outcome not in STALLS}
     ways = all_ways(meeting)
-    good, total = sum(way not in failed for way in ways), meeting.expected * (meeting.expected - 1)
-    detail = f"{good} of {total} directions between nodes are open"
+    good = sum(way not in failed for way in ways)
+    detail = f"{good} of {len(ways)} directions between nodes are open"
     short = short_of_files(meeting)
     untested = {way for way in failed if short & {*way}}
     closed = {way: result for way, result in failed.items() if way not in untested}
@@ -141,13 +146,8 @@ def _link_findings(
     for each in blames:
         if each in more:
             continue
-        hidden = translated(meeting, each.ways[0][1])
-        if failed[each.ways[0]].outcome == "lossy":
-            yield _lossy_link(meeting, each, failed, ways)
-        elif hidden:
-            yield from _translated(meeting, each, hidden)
-        else:
-            yield _closed_link(meeting, each, failed, ways)
+        report = _lossy_link if failed[each.ways[0]].outcome == "lossy" else _closed_link
+        yield report(meeting, each, failed, ways)
     if more:
         yield failure(
             f"{len(more)} more directions between nodes are closed",
@@ -174,22 +174,41 @@ def _closed_link(
         "between": f"{other} and {node} cannot open connections to each other",
         "way": f"{other} cannot open a connection to {node}",
     }[each.kind]
-    closed = outcome not in ("silent", "other service")
-    used = any(_is_used(meeting, way) for way in each.ways)
+    closed = outcome in ("dropped", "refused", "unreachable")
+    used = any(_is_used(meeting, way, failed[way].address) for way in each.ways)
     evidence = tuple(_evidence(meeting, each, failed, ways))
-    route = typed("ip route get {}", meeting.nodes[each.ways[0][1]].address)
+    fix, paste = SILENT_FIX, typed("ip route get {}", failed[each.ways[0]].address)
+    if outcome == "no route":
+        fix = ROUTE_FIX.format(meeting.host(each.ways[0][0]))
+    elif outcome == "no host":
+        fix, paste = LINK_FIX.format(each.hosts(meeting)), "ip -brief link; ip -brief address"
+    hidden = [end for end in {j: j for _, j in each.ways} if meeting.nodes[end].outside]
+    if hidden:
+        evidence = (*(_translation(meeting, end) for end in hidden[:4]), *evidence)
+        fix, paste = TRANSLATED_FIX.format(meeting.host(hidden[0])), "ip -brief address"
+    elif closed:
+        fix, paste = _fix(meeting, each), _paste(meeting, each)
     return finding(
         Severity.ERROR if used else Severity.WARNING,
-        f"{message}: {_DIAL_WORDS.get(outcome, 'it fails')}",
+        f"{message}: {TRANSLATED if hidden else _DIAL_WORDS.get(outcome, 'it fails')}",
         evidence=evidence if used else (*evidence, UNUSED),
-        fix=_fix(meeting, each) if closed else SILENT_FIX,
-        paste=_paste(meeting, each) if closed else route,
+        fix=fix,
+        paste=paste,
         about=each.about,
     )
 
 
+def _translation(meeting: Meeting, index: int) -> str:
+    node = meeting.nodes[index]
+    own = [address for _, _, has in node.facts.interfaces for address in has]
+    own = [each for each in own if not each.startswith("fe80:")]
+    return f"{node.facts.host} has {', '.join(own[:4])}, and is seen at {node.outside}"
+
+
 def _twins(meeting: Meeting, index: int) -> list[int]:
-    return with_address(meeting, index, meeting.nodes[index].address)
+    node = meeting.nodes[index]
+    # Containers of two machines may have the same address, which is not the fault.
+    return [] if node.outside else with_address(meeting, index, node.address)
 
 
 def _doubled(meeting: Meeting, nodes: Collection[int]) -> Iterator[Finding]:
@@ -221,34 +240,12 @@ def _lossy_link(
     )
 
 
-def _translated(meeting: Meeting, each: Blame, own: Sequence[str]) -> Iterator[Finding]:
-    unreached = bad_ways(meeting, "gloo")
-    needed = [way for way in each.ways if way in unreached]
-    if not needed and not any(node.facts.gpus for node in meeting.nodes):
-        # gloo's own address is reached. Only the address of the endpoint is translated.
-        return
-    source, target = (needed or each.ways)[0]
-    node = meeting.nodes[target]
-    name = next((name for name, _, has in node.facts.interfaces if own[0] in has), "eth0")
-    yield failure(
-        f"{meeting.name(source)} does not reach {meeting.name(target)}: {node.address}, where it "
-        "comes from, is not one of its addresses",
-        evidence=(
-            f"{node.facts.host} has {', '.join(own[:4])}",
-            "an address is translated on the way: NAT, a tunnel, a load balancer, a container",
-        ),
-        fix=TRANSLATED_FIX,
-        paste=typed("export GLOO_SOCKET_IFNAME={0} NCCL_SOCKET_IFNAME={0}", name),
-        about=each.about,
-    )
-
-
-def _is_used(meeting: Meeting, way: Way) -> bool:
-    """Return whether a job needs this connection. gloo needs one of two directions, NCCL both."""
-    if any(node.facts.gpus for node in meeting.nodes):
-        return True
+def _is_used(meeting: Meeting, way: Way, address: str) -> bool:
+    """Return whether a job needs a connection to an address. gloo needs one of two directions."""
     source, target = (meeting.nodes[index].facts for index in way)
-    return gloo_dials(source.gloo_address, target.gloo_address)
+    gloo = way in bad_ways(meeting, "gloo") or address == target.gloo_address
+    nccl = way in bad_ways(meeting, "nccl") or address == target.nccl_address
+    return (gloo and gloo_dials(source, target)) or nccl
 
 
 def _evidence(
@@ -259,7 +256,7 @@ def _evidence(
     port = meeting.nodes[target].facts.pair_port
     error = f" ({result.error})" if result.error else ""
     yield (
-        f"{meeting.host(source)} dialled {meeting.nodes[target].address}, port {port}, twice: "
+        f"{meeting.host(source)} dialled {result.address}, port {port}, twice: "
         f"{result.outcome} after {result.seconds:.1f} s{error}"
     )
     back = (target, source)
@@ -337,7 +334,9 @@ def packet_size(meeting: Meeting) -> Outcome:
         else:
             closed.add(way)
     ways = [way for way in all_ways(meeting) if way not in closed]
-    passed, total = sum(way not in lossy for way in ways), meeting.expected * (meeting.expected - 1)
+    passed, total = sum(way not in lossy for way in ways), len({*ways, *lossy})
+    if not total:
+        return skipped("no connection between nodes opens: links")
     blames = blame(lossy, ways)
     return judged(
         f"64 KiB arrived in {passed} of {total} directions",
@@ -403,7 +402,7 @@ LUCK = (
 
 @across_nodes("gloo-addresses", "DDP055")
 def gloo_addresses(meeting: Meeting) -> Outcome:
-    """The address that gloo or NCCL gives to the other nodes does not lead back to this node.
+    """The address that torchrun, gloo or NCCL gives to the other nodes does not lead to this node.
 
     What it finds
         The address that torch's gloo will listen on, for every node: that of `GLOO_SOCKET_IFNAME`,
@@ -411,7 +410,8 @@ def gloo_addresses(meeting: Meeting) -> Outcome:
         there are other nodes (Debian's `127.0.1.1` line), the same on several nodes (a container
         bridge), closed for the others while another address of the node is open, or missing because
         the interface does not exist. Where all nodes have GPUs, also the address of NCCL's first
-        interface, if it is closed for the others.
+        interface, if it is closed for the others. With `--rdzv-backend c10d`, the name that
+        torchrun gives to all ranks as MASTER_ADDR, if a node does not find the first one by it.
 
     Why it is bad
         The other nodes connect to themselves or to no machine at all, time out after minutes, and
@@ -432,15 +432,44 @@ def gloo_addresses(meeting: Meeting) -> Outcome:
         uses only NCCL does not need gloo, but most also make a gloo group (for barriers,
         checkpoints, objects).
     """
-    findings = list(_gloo_findings(meeting))
-    good = len(meeting.nodes) - len({each.about for each in findings})
+    findings = [*_name_findings(meeting), *_gloo_findings(meeting)]
+    nodes = {index for way in all_ways(meeting) for index in way}
+    closed = {
+        way[1]
+        for way, result in bad_ways(meeting, "route").items()
+        if result.outcome not in STALLS and _is_used(meeting, way, result.address)
+    }
+    if closed and not findings:
+        return skipped("not all nodes reach each other at all: links")
+    good = len(nodes - closed - {int(each.about.split()[-1]) for each in findings})
     wrong = {each.about for each in findings if each.severity is Severity.ERROR}
     both = all(node.facts.nccl_address for node in meeting.nodes)
     return judged(
-        f"{good} of {meeting.expected} nodes can be reached at the address at which gloo "
+        f"{good} of {len(nodes)} nodes can be reached at the address at which gloo "
         f"{'and NCCL listen' if both else 'listens'}",
         findings,
         exclude=[meeting.host(i) for i in range(len(meeting.nodes)) if f"node {i}" in wrong],
+    )
+
+
+def _name_findings(meeting: Meeting) -> Iterator[Finding]:
+    lost = meeting.report.lost_names
+    if not lost:
+        return
+    first = meeting.nodes[0]
+    yield failure(
+        f"{meeting.hosts([index for index, *_ in lost])} cannot find {meeting.name(0)} by the name "
+        f"that torchrun gives to all ranks, {first.facts.master}",
+        evidence=tuple(
+            f"{meeting.host(index)}: " + ("it is " + ", ".join(at) + " there" if at else why)
+            for index, at, why in lost[:8]
+        ),
+        fix=f"Let torchrun give the address in place of the name, with --local-addr on "
+        f"{meeting.host(0)}, for the check and for the job. There:",
+        paste=check_line(
+            meeting.place, first.facts.nproc, rank=first.facts.rank, local_addr=first.address
+        ),
+        about="node 0",
     )
 
 
@@ -454,7 +483,7 @@ def _gloo_findings(meeting: Meeting) -> Iterator[Finding]:
         if not address:
             yield _wrong_address(meeting, index, f"gloo would not start on {name}: {why}")
         elif is_loopback(address) and others:
-            dialled = any(gloo_dials(other.facts.gloo_address, address) for other in others)
+            dialled = any(gloo_dials(other.facts, node.facts) for other in others)
             yield _wrong_address(
                 meeting,
                 index,
@@ -505,6 +534,7 @@ def _wrong_address(
 ) -> Finding:
     host, reached = meeting.host(index), meeting.nodes[index].address
     name = interface(meeting, index)[0]
+    taken = interface(meeting, index, meeting.nodes[index].facts.gloo_address)[0]
     at = f"the others do reach it at {reached}{f' ({name})' if name else ''}"
     return finding(
         severity,
@@ -513,8 +543,8 @@ def _wrong_address(
         fix=f"Name the interface, or correct the line of {host} in /etc/hosts. On {host}, in the "
         "job's environment:",
         paste=typed("export GLOO_SOCKET_IFNAME={0} NCCL_SOCKET_IFNAME={0}", name)
-        if name
-        else typed("echo {} | sudo tee -a /etc/hosts", f"{reached} {host}"),
+        if name and name != taken
+        else hosts_line(reached, host),
         about=f"node {index}",
     )
 

@@ -140,8 +140,9 @@ async def _introduce(link: Link, address: str, key: bytes, hostname: str) -> Cal
     challenge = None
     try:
         greeting = link.reader.readexactly(wire.GREETING_BYTES)
-        challenge = wire.challenge_in(await asyncio.wait_for(greeting, GREETING_TIMEOUT))
-    except asyncio.TimeoutError:
+        with wire.ProcessClock() as clock:
+            challenge = wire.challenge_in(await clock.within(greeting, GREETING_TIMEOUT))
+    except TimeoutError:
         raise CallError(Problem("silent", address)) from None
     except (OSError, asyncio.IncompleteReadError):
         pass

@@ -359,11 +359,13 @@ def _rank_of_machine(
 def _rank_of_nodes(order: Order) -> None:
     """Test gloo, then the stages, and report what is known so far."""
     answer: dict[str, Any] = {"rank": order["rank"]}
-    ends = time.monotonic() + order["patience"]
+    began, cores = time.monotonic(), _Cores()
+    ends = began + order["patience"]
     try:
         answer |= _gloo(order)
     except Exception as error:
-        answer |= {"ok": False, "error": _one_line(error)}
+        late = time.monotonic() - began >= order["limit"]
+        answer |= {"ok": False, "error": _one_line(error), "late": late, "idle": cores.idle()}
     if order["stages"] and answer["ok"]:
 
         def known(stages: dict[str, Any]) -> None:
