@@ -226,23 +226,24 @@ def test_a_node_answers_those_of_its_own_check_alone() -> None:
 def test_whoever_dials_can_be_cancelled_at_any_moment() -> None:
     """Node 0 stops looking for itself at the endpoint when all others are done."""
 
-    async def dial(port: int) -> None:
+    async def dial(port: int, limit: float) -> None:
         while True:
             with contextlib.suppress(ConnectError):
-                await connect("127.0.0.1", port, 0.0 if port % 2 else 3.0)
+                await connect("127.0.0.1", port, limit)
 
-    async def run() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
+    async def run(port: int) -> None:
         for turns in range(120):
-            dialling = asyncio.ensure_future(dial(port - turns % 2))
+            dialling = asyncio.ensure_future(dial(port, 3.0 * (turns % 2)))
             for _ in range(turns):
                 await asyncio.sleep(0)
             dialling.cancel()
             await asyncio.wait({dialling}, timeout=10)
             assert dialling.cancelled()
 
-    asyncio.run(run())
+    # Bound, so that it refuses: a port that is free may be another server's, or the dialling one's.
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        asyncio.run(run(bound.getsockname()[1]))
 
 
 # Joining.

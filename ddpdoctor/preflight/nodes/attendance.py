@@ -31,7 +31,7 @@ from ddpdoctor.preflight.command_lines import (
     words,
 )
 from ddpdoctor.preflight.machine import own_address
-from ddpdoctor.preflight.machine.network import is_local, own_host
+from ddpdoctor.preflight.machine.network import interfaces, is_local, own_host, towards
 from ddpdoctor.preflight.nodes.reductions import LIMIT, across_nodes
 from ddpdoctor.preflight.protocol.joining import Problem
 from ddpdoctor.preflight.protocol.meet import LOCAL_TIMEOUT, Meeting, meeting_of
@@ -123,6 +123,7 @@ def own_problem(meeting: Meeting, problem: Problem, situation: Situation) -> Fin
             f"Stop what holds port {port} on {host} (a job that still runs?), or choose another "
             "port in --rdzv-endpoint on every node.",
             holds_port,
+            problem.words,
         )
     if problem.kind == "late":
         return _unreached(
@@ -157,6 +158,14 @@ def _closed_port(meeting: Meeting, problem: Problem, situation: Situation) -> Fi
     """Return the finding that there is no connection to the endpoint."""
     host, port = meeting.place.host, meeting.place.port
     at = _at(meeting, problem)
+    down = _own_link_down(situation, problem)
+    if down:
+        return _unreached(
+            f"{at} cannot be reached: the interface {down} of this machine is down, or has no "
+            "carrier",
+            "Bring it up, and check its cable.",
+            typed("sudo ip link set dev {0} up; ip -brief address show dev {0}", down),
+        )
     opened = open_port(port, problem.address or host)
     door = f"the check runs there: it answers at port {problem.door}" if problem.door else ""
     if problem.behind:
@@ -243,6 +252,15 @@ def _closed_port(meeting: Meeting, problem: Problem, situation: Situation) -> Fi
         door,
         f"the route from here: ip route get {problem.address}",
     )
+
+
+def _own_link_down(situation: Situation, problem: Problem) -> str:
+    """Return an interface that is down, if this machine has no other one to reach node 0 by."""
+    here = [each for each in situation.shared(interfaces) if not each.loopback and not each.virtual]
+    down = next((each.name for each in here if each.addresses and not each.running), "")
+    by = towards(problem.address, here)
+    up = any(each.outward for each in here) if by is None else by.running
+    return "" if up or problem.kind == "refused" else down or (by.name if by else "")
 
 
 def _at(meeting: Meeting, problem: Problem) -> str:
@@ -351,6 +369,9 @@ def _absent(meeting: Meeting, situation: Situation) -> Iterator[Finding]:
     else:
         who = listed([*map(meeting.place.name, absent)])
     absence = f"{who} did not come within {seconds:.0f} s"
+    others = sorted({each.host for each in meeting.report.rejected if each.host})
+    if others:
+        absence += f"; {listed(others, 3)} came with another rendezvous id"
     here = f"here: {meeting.hosts(list(range(len(meeting.nodes))))}"
     seen = (here, *_rejected_calls(meeting))
     if meeting.foreign and len(meeting.nodes) == 1:
