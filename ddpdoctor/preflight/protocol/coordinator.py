@@ -670,9 +670,9 @@ class Phases:
         return next(each for each in known if each in own), outside
 
     def _node(self, member: Member) -> Node:
-        offset = member.offset, member.uncertainty
-        lost = member.lost, member.why, member.late
-        return Node(member.facts, *self._addresses(member), *offset, *lost)
+        address, outside = self._addresses(member)
+        node = Node(member.facts, address, outside, member.offset, member.uncertainty)
+        return replace(node, lost=member.lost, why=member.why, late=member.late)
 
 
 def _own(member: Member) -> tuple[str, ...]:
