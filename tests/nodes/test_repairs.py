@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.lab import faults
-from tests.lab.checking import PORT, Make, silent
+from tests.lab.checking import PORT, WITHOUT_TORCH, Make, agreeing, silent
 
 BY_ADDRESS = ("--rdzv-endpoint", f"192.168.77.1:{PORT}")
 ABOVE_LOOPBACK = "192.168.77"
@@ -47,3 +47,35 @@ def test_an_endpoint_that_is_another_node(nodes: Make) -> None:
     (finding,) = checks.run(*there)[0].findings("nodes")
     words = finding["paste"].split()
     silent(checks.run("--rdzv-endpoint", words[words.index("--rdzv-endpoint") + 1]))
+
+
+def test_a_chosen_interface_that_is_down_at_the_other_end(nodes: Make) -> None:
+    """Node 0 is well: what it listens on is not reached, because node 1's end is down."""
+    checks = nodes(2)
+    name = faults.second_network(checks.lab, 1000)
+    chosen = {"GLOO_SOCKET_IFNAME": name}
+    checks.lab.hosts[1].run("ip", "link", "set", name, "down")
+    said = checks.run(*WITHOUT_TORCH, env={0: chosen, 1: chosen})
+    assert agreeing(said, "DDP055") == (
+        "eth1 is down on node1 (node 1), or has no carrier: it does not reach node0 (node 0) there"
+    )
+    assert [each.document["exclude"] for each in said] == [["node1"]] * 2
+    checks.paste(checks.lab.hosts[1], said[0].findings("gloo-addresses")[0])
+    silent(checks.run(*WITHOUT_TORCH, env={0: chosen, 1: chosen}))
+
+
+@pytest.mark.slow
+def test_a_second_interface_that_leads_nowhere(nodes: Make) -> None:
+    """gloo takes both, and would hang with the second connection."""
+    checks = nodes(2)
+    name = faults.second_network(checks.lab, 1000)
+    faults.apart(checks.lab, checks.lab.hosts[1])
+    chosen = {"GLOO_SOCKET_IFNAME": f"eth0,{name}"}
+    said = checks.run(*WITHOUT_TORCH, env={0: chosen, 1: chosen})
+    assert "listens on 10.88.0.1 (eth1), where other nodes do not reach it" in (
+        agreeing(said, "DDP055")
+    )
+    line = said[0].findings("gloo-addresses")[0]["paste"]
+    assert line == "export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0"
+    named = {"GLOO_SOCKET_IFNAME": "eth0"}
+    silent(checks.run(*WITHOUT_TORCH, env={0: named, 1: named}))

@@ -572,17 +572,37 @@ def nccl_address(situation: Situation) -> str:
     Return nothing without a GPU, and if NCCL finds no interface or only the loopback, which another
     check reports.
     """
+    return next(iter(_nccl_addresses(situation)[:1]), "")
+
+
+def _nccl_addresses(situation: Situation) -> list[str]:
+    """Return an address of each interface that NCCL uses, empty where it has only the loopback."""
     if not situation.shared(visible_gpus):
-        return ""
-    chosen = nccl_choice(situation.environ, situation.shared(interfaces)).interfaces[:1]
+        return []
     family = situation.environ.get("NCCL_SOCKET_FAMILY", "")
-    addresses = [
-        each
-        for interface in chosen
-        for each in interface.addresses
-        if not is_loopback(each) and (family != "AF_INET6" or ":" in each)
-    ]
-    return addresses[0] if addresses else ""
+    found = []
+    for interface in nccl_choice(situation.environ, situation.shared(interfaces)).interfaces:
+        fit = (
+            each
+            for each in interface.addresses
+            if not is_loopback(each) and (family != "AF_INET6" or ":" in each)
+        )
+        found.append(next(fit, ""))
+    return found
+
+
+MAX_FURTHER = 8
+
+
+def further_addresses(situation: Situation) -> tuple[str, ...]:
+    """Return more addresses that a job uses: of several interfaces that were named, or by NCCL."""
+    here = situation.shared(interfaces)
+    gloo = gloo_choice(situation.environ, here, situation.shared(own_name).addresses).interfaces
+    found = [each.addresses[0] for each in gloo[1:] if each.addresses]
+    found += _nccl_addresses(situation)[1:]
+    # A link-local address is known only with its interface.
+    usable = (each for each in found if each and not ipaddress.ip_address(each).is_link_local)
+    return tuple(dict.fromkeys(usable))[:MAX_FURTHER]
 
 
 def gloo_dials(here: Facts, there: Facts) -> bool:
@@ -599,11 +619,16 @@ def gloo_dials(here: Facts, there: Facts) -> bool:
 
 
 def dialled_at(here: Facts, there: Facts, route: str) -> dict[str, str]:
-    """Return the addresses of ``there`` that ``here`` dials: of the route, of gloo, of NCCL.
+    """Return the addresses of ``there`` that ``here`` dials: others, the route's, gloo's, NCCL's.
 
     The one that carries most of a job's traffic comes last.
     """
-    found = {"route": route}
+    found = {
+        f"other {number}": address
+        for number, address in enumerate(there.others if here.others else ())
+        if address not in (route, there.gloo_address, there.nccl_address)
+    }
+    found["route"] = route
     gloo = there.gloo_address
     if gloo and gloo != route and gloo_dials(here, there):
         found["gloo"] = gloo

@@ -474,8 +474,23 @@ def _name_findings(meeting: Meeting) -> Iterator[Finding]:
 
 
 def _gloo_findings(meeting: Meeting) -> Iterator[Finding]:
-    closed = _unreachable_peers(meeting, "gloo")
-    closed_for_nccl = _unreachable_peers(meeting, "nccl")
+    """Yield what is wrong with the addresses, at most one finding of each node at fault."""
+    unreached = list(_unreached(meeting))
+    seen: set[str] = set()
+    for down in (True, False):
+        for index, library, address, why, by in unreached:
+            name = interface(meeting, index, address)[0]
+            if all(name in meeting.nodes[other].facts.down for other in by) is not down:
+                continue
+            found = (
+                [_down(meeting, each, name, index) for each in by]
+                if down
+                else [_not_reached(meeting, index, library, address, why, by)]
+            )
+            for each in found:
+                if each.about not in seen:
+                    seen.add(each.about)
+                    yield each
     for index, node in enumerate(meeting.nodes):
         address, why = node.facts.gloo_address, node.facts.gloo_why
         name = meeting.name(index)
@@ -491,26 +506,40 @@ def _gloo_findings(meeting: Meeting) -> Iterator[Finding]:
                 *((why,) if dialled else (why, LUCK)),
                 severity=Severity.ERROR if dialled else Severity.WARNING,
             )
-        elif index in closed:
-            yield _not_reached(meeting, index, "gloo", address, why, closed[index])
-        elif index in closed_for_nccl:
-            why = node.facts.variables.get("NCCL_SOCKET_IFNAME", "")
-            why = f"NCCL_SOCKET_IFNAME={why}" if why else "NCCL's own order of interfaces"
-            at = node.facts.nccl_address
-            yield _not_reached(meeting, index, "NCCL", at, why, closed_for_nccl[index])
 
 
-def _unreachable_peers(meeting: Meeting, kind: str) -> dict[int, list[int]]:
-    """Return the nodes that are not reached at an address of theirs, and by whom.
+Unreached = tuple[int, str, str, str, list[int]]
+"""A node, the library, its address there, what that was chosen by, and who does not reach it."""
 
-    Leave out connections that fail at any address, and nodes that may open no more files.
+
+def _unreached(meeting: Meeting) -> Iterator[Unreached]:
+    """Yield the addresses at which nodes are not reached, though they are at another one.
+
+    Leave out nodes that may open no more files.
     """
-    unreached, short = bad_ways(meeting, "route"), short_of_files(meeting)
-    found: dict[int, list[int]] = {}
-    for i, j in bad_ways(meeting, kind):
-        if (i, j) not in unreached and not short & {i, j}:
-            found.setdefault(j, []).append(i)
-    return found
+    closed, short = bad_ways(meeting, "route"), short_of_files(meeting)
+    cells: dict[tuple[int, str, str], list[int]] = {}
+    for i, j, kind, result in meeting.report.bad:
+        nccl = kind != "gloo" and meeting.nodes[j].facts.nccl_address
+        library = "NCCL" if nccl else "gloo"
+        if kind != "route" and (i, j) not in closed and not short & {i, j}:
+            cells.setdefault((j, library, result.address), []).append(i)
+    for (index, library, address), by in sorted(cells.items()):
+        facts = meeting.nodes[index].facts
+        chosen = facts.variables.get("NCCL_SOCKET_IFNAME", "")
+        why = f"NCCL_SOCKET_IFNAME={chosen}" if chosen else "NCCL's own order of interfaces"
+        if not is_loopback(address):
+            yield index, library, address, facts.gloo_why if library == "gloo" else why, by
+
+
+def _down(meeting: Meeting, index: int, name: str, other: int) -> Finding:
+    return failure(
+        f"{name} is down on {meeting.name(index)}, or has no carrier: it does not reach "
+        f"{meeting.name(other)} there",
+        fix=f"Bring it up, or name another interface on all nodes. On {meeting.host(index)}:",
+        paste=typed("sudo ip link set dev {} up", name),
+        about=f"node {index}",
+    )
 
 
 def _not_reached(
@@ -526,15 +555,22 @@ def _not_reached(
         why,
         f"dialled from {meeting.hosts(by)}, twice",
         *([f"{meeting.hosts(same)} has the same address"] if same else ()),
+        bad=address,
     )
 
 
 def _wrong_address(
-    meeting: Meeting, index: int, message: str, *evidence: str, severity: Severity = Severity.ERROR
+    meeting: Meeting,
+    index: int,
+    message: str,
+    *evidence: str,
+    bad: str = "",
+    severity: Severity = Severity.ERROR,
 ) -> Finding:
+    """Return a finding of a node that gives others a wrong address, ``bad`` if it is known."""
     host, reached = meeting.host(index), meeting.nodes[index].address
     name = interface(meeting, index)[0]
-    taken = interface(meeting, index, meeting.nodes[index].facts.gloo_address)[0]
+    taken = interface(meeting, index, bad)[0] if bad else ""
     at = f"the others do reach it at {reached}{f' ({name})' if name else ''}"
     return finding(
         severity,

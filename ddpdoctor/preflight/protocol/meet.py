@@ -177,6 +177,7 @@ def gather_facts(situation: Situation, place: NodePlace, pair_port: int, *, redu
         gloo_address=gloo_address,
         gloo_why=gloo_why,
         nccl_address=network.nccl_address(situation),
+        others=network.further_addresses(situation),
         lookup=situation.shared(network.own_name).seconds,
         master=_announced(situation, place),
         interfaces=tuple(
@@ -185,6 +186,11 @@ def gather_facts(situation: Situation, place: NodePlace, pair_port: int, *, redu
             if each.running
             and wire.fits(each.name, wire.Interface)
             and any(not network.is_loopback(address) for address in each.addresses)
+        ),
+        down=tuple(
+            each.name
+            for each in situation.shared(network.interfaces)
+            if not each.running and not each.loopback and wire.fits(each.name, wire.Interface)
         ),
         pair_port=pair_port,
         reduces=reduces,

@@ -31,7 +31,9 @@ class Facts(Part):
         lookup: Seconds that a lookup of its own name takes.
         master: What torchrun would give to all ranks as MASTER_ADDR if it chose this node as its
             first; empty if that is the endpoint.
+        others: More addresses that gloo or NCCL will use, of further interfaces.
         interfaces: Its interfaces except loopback: name, MTU, addresses.
+        down: Its interfaces that are down or have no carrier.
         pair_port: The port of its listener.
         reduces: Whether it takes part in the collective test.
         no_nccl: Why NCCL cannot be tested on it.
@@ -51,9 +53,11 @@ class Facts(Part):
     gloo_address: wire.Address
     gloo_why: str
     nccl_address: wire.Address
+    others: tuple[wire.Address, ...]
     lookup: float
     master: wire.Printable
     interfaces: tuple[tuple[wire.Interface, int, tuple[wire.Address, ...]], ...]
+    down: tuple[wire.Interface, ...]
     pair_port: wire.Port
     reduces: bool
     gpus: wire.Count
@@ -291,8 +295,8 @@ class Report(Part):
         rejected_calls: How many calls came from them.
         surplus: Callers that came when all nodes were there.
         blocked: Callers for which the rendezvous port is closed.
-        bad: From, to, at which address (``route``, ``gloo``, ``nccl``), and the result, of
-            connections that failed twice.
+        bad: From, to, at which address (``route``, ``gloo``, ``nccl``, ``other 0``), and the
+            result, of connections that failed twice.
         lost_names: Nodes that do not find the first one by the name that torchrun gives them,
             the addresses of that name there, and why there are none.
         verdicts: By node.
