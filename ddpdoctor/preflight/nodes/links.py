@@ -409,9 +409,10 @@ def gloo_addresses(meeting: Meeting) -> Outcome:
         or else what the node's host name resolves to. Reported if it is a loopback address while
         there are other nodes (Debian's `127.0.1.1` line), the same on several nodes (a container
         bridge), closed for the others while another address of the node is open, or missing because
-        the interface does not exist. Where all nodes have GPUs, also the address of NCCL's first
-        interface, if it is closed for the others. With `--rdzv-backend c10d`, the name that
-        torchrun gives to all ranks as MASTER_ADDR, if a node does not find the first one by it.
+        the interface does not exist. IPv6 on some nodes and IPv4 on others. Where all nodes have
+        GPUs, also the address of NCCL's first interface, if it is closed for the others. With
+        `--rdzv-backend c10d`, the name that torchrun gives to all ranks as MASTER_ADDR, if a node
+        does not find the first one by it.
 
     Why it is bad
         The other nodes connect to themselves or to no machine at all, time out after minutes, and
@@ -432,7 +433,11 @@ def gloo_addresses(meeting: Meeting) -> Outcome:
         uses only NCCL does not need gloo, but most also make a gloo group (for barriers,
         checkpoints, objects).
     """
-    findings = [*_name_findings(meeting), *_gloo_findings(meeting)]
+    findings = [
+        *_name_findings(meeting),
+        *_gloo_findings(meeting),
+        *_mixed_families(meeting),
+    ]
     nodes = {index for way in all_ways(meeting) for index in way}
     closed = {
         way[1]
@@ -506,6 +511,33 @@ def _gloo_findings(meeting: Meeting) -> Iterator[Finding]:
                 *((why,) if dialled else (why, LUCK)),
                 severity=Severity.ERROR if dialled else Severity.WARNING,
             )
+
+
+def _mixed_families(meeting: Meeting) -> Iterator[Finding]:
+    """Report nodes with an IPv6 address where others have IPv4: gloo connects no such pair."""
+    six = [index for index, node in enumerate(meeting.nodes) if ":" in node.facts.gloo_address]
+    if not six or len(six) == sum(bool(node.facts.gloo_address) for node in meeting.nodes):
+        return
+    index = six[0]
+    facts = meeting.nodes[index].facts
+    by_name = "GLOO_SOCKET_IFNAME" not in facts.gloo_why
+    name = next((name for name, _, has in facts.interfaces if has and ":" not in has[0]), "")
+    yield failure(
+        f"gloo listens on IPv6 addresses on {meeting.hosts(six)} and on IPv4 addresses on the "
+        "others: it connects only equals",
+        evidence=tuple(
+            f"{node.facts.host}: {node.facts.gloo_address} ({node.facts.gloo_why})"
+            for node in meeting.nodes[:8]
+        ),
+        fix="Name the interface, of which gloo takes the IPv4 address, in the job's environment on "
+        f"{meeting.hosts(six)}:"
+        if name and by_name
+        else f"Give all nodes an address of the same kind. On {meeting.host(index)}:",
+        paste=typed("export GLOO_SOCKET_IFNAME={}", name)
+        if name and by_name
+        else "ip -brief address",
+        about=f"node {index}",
+    )
 
 
 Unreached = tuple[int, str, str, str, list[int]]

@@ -414,7 +414,8 @@ def _failed_gloo(meeting: Meeting, test: Reduction) -> Iterator[Finding]:
     failed = count(test.world - test.correct, "rank")
     message = f"{failed} did not reduce correctly, on {meeting.hosts(sorted({*wrong, *silent}))}"
     yield failure(
-        f"{message if test.correct else 'no rank could reduce'} within {test.limit:.0f} s",
+        (message if test.correct else "no rank could reduce")
+        + (f" within {test.limit:.0f} s" if all(each.late for each in test.wrong) else ""),
         evidence=tuple(evidence),
         fix="See the first error: a job would end with it. The other checks of the nodes found no "
         "reason. For gloo's own messages, try again with:",

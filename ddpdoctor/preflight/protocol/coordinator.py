@@ -595,6 +595,11 @@ class Phases:
                 ("gloo-addresses",),
             ),
             (bool(self.lost_names), "not all nodes find the first by name", ("gloo-addresses",)),
+            (
+                len({":" in each.gloo_address for each in facts}) > 1,
+                "gloo has IPv6 on some nodes and IPv4 on others",
+                ("gloo-addresses",),
+            ),
             (closed, dialled, ("links", "packet-size", "gloo-addresses")),
         )
         return next(((words, checks) for holds, words, checks in reasons if holds), ("", ()))

@@ -67,6 +67,7 @@ def report(**facts: object) -> None:
 def main() -> None:
     """Carry out one order."""
     global _out
+    _die_with_parent()
     # Keep stdout for answers: libraries print to it, NCCL in pieces of any size.
     _out = os.dup(1)
     os.dup2(2, 1)
@@ -291,7 +292,7 @@ def prepare(backend: str) -> None:
 
 
 def _die_with_parent() -> None:
-    """Let the kernel kill this rank when the process that forked it ends. Linux only."""
+    """Let the kernel kill this process when the one that started it ends. Linux only."""
     import ctypes
 
     if sys.platform == "linux":
