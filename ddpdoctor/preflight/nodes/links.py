@@ -106,6 +106,8 @@ def links(meeting: Meeting) -> Outcome:
     failed = bad_ways(meeting, "route")
     failed = {way: result for way, result in failed.items() if result.outcome not in STALLS}
     ways = all_ways(meeting)
+    if not ways:
+        return skipped("no other node stayed")
     good = sum(way not in failed for way in ways)
     detail = f"{good} of {len(ways)} directions between nodes are open"
     short = short_of_files(meeting)
@@ -336,7 +338,7 @@ def packet_size(meeting: Meeting) -> Outcome:
     ways = [way for way in all_ways(meeting) if way not in closed]
     passed, total = sum(way not in lossy for way in ways), len({*ways, *lossy})
     if not total:
-        return skipped("no connection between nodes opens: links")
+        return skipped("no connection between nodes is open")
     blames = blame(lossy, ways)
     return judged(
         f"64 KiB arrived in {passed} of {total} directions",
@@ -444,7 +446,7 @@ def gloo_addresses(meeting: Meeting) -> Outcome:
         for way, result in bad_ways(meeting, "route").items()
         if result.outcome not in STALLS and _is_used(meeting, way, result.address)
     }
-    if closed and not findings:
+    if not findings and (closed or not nodes):
         return skipped("not all nodes reach each other at all: links")
     good = len(nodes - closed - {int(each.about.split()[-1]) for each in findings})
     wrong = {each.about for each in findings if each.severity is Severity.ERROR}

@@ -53,7 +53,7 @@ def across_nodes(name: str, code: str) -> Callable[[Callable[[Meeting], Outcome]
             untested = skipped if _runs(situation, ATTENDANCE) else could_not_run
             if meeting.problem is not None:
                 return untested("this node did not meet the others")
-            if not all_ways(meeting):
+            if len(meeting.nodes) < 2:
                 return untested("no other node is here")
             outcome = of(meeting)
             absent = len(meeting.nodes) < meeting.expected and untested is could_not_run
@@ -296,8 +296,9 @@ def gloo_reduction(meeting: Meeting) -> Outcome:
         Right: the same environment on every node.
 
     When it stays silent
-        If every rank got the right result. The bus bandwidth is not compared if a node's cores were
-        busy or with more than 64 ranks; the output says so.
+        If every rank got the right result. If there was too little time, with busy cores or slow
+        name lookups, it could not run, which is no error. The bus bandwidth is not compared if a
+        node's cores were busy or with more than 64 ranks; the output says so.
     """
     test = meeting.report.reduction
     if test.unready:

@@ -28,7 +28,7 @@ class Facts(Part):
         gloo_address: The address gloo gives to the other nodes; empty if gloo would not start.
         gloo_why: What gloo chose it by, or why gloo would not start.
         nccl_address: The same of NCCL; empty without a GPU as well.
-        lookup: Seconds that a lookup of its own name takes.
+        lookup: Seconds that it takes to look up the name of this node.
         master: What torchrun would give to all ranks as MASTER_ADDR if it chose this node as its
             first; empty if that is the endpoint.
         others: More addresses that gloo or NCCL will use, of further interfaces.
@@ -156,7 +156,7 @@ class Node(Part):
     """A node that came.
 
     Attributes:
-        address: The address at which the other nodes dial it: one of its own, if any is known.
+        address: The address at which the other nodes dial it. It has that address itself.
         outside: Where it is seen instead, if its address is translated on the way; else empty.
         offset: How far the coordinator's clock is ahead of the node's.
         uncertainty: Half a round trip of that estimate.
