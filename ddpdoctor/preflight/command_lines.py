@@ -64,6 +64,10 @@ def words(place: NodePlace, nproc: int) -> list[str]:
         found += ["--rdzv-endpoint", place.endpoint]
     if place.rdzv_id != NO_ID:
         found += ["--rdzv-id", place.rdzv_id]
+    if place.elastic:
+        found += ["--rdzv-backend", "c10d"]
+    if place.local_addr:
+        found += ["--local-addr", place.local_addr]
     return found
 
 
@@ -298,6 +302,8 @@ def _options(values: Mapping[str, str], given: Given, environ: Mapping[str, str]
         program="--no-python" in values,
         checkpoint_dir=Path(folder) if folder else None,
         timeout=given.get("--timeout", DEFAULT_TIMEOUT),
+        elastic=values.get("--rdzv-backend", "static") != "static",
+        local_addr=values.get("--local-addr", ""),
         soak=60 * given.get("--soak", 0.0),
         kill_orphans="--kill-orphans" in given,
         yes="--yes" in given,

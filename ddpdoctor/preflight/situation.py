@@ -156,6 +156,7 @@ class Options:
         module: Whether the script is a module's name (``-m``).
         program: Whether it is not a Python script (``--no-python``).
         timeout: Seconds for everything.
+        elastic: Whether ``--rdzv-backend`` is ``c10d`` or the like.
         soak: Seconds for which the collectives are repeated.
         kill_orphans: Whether to offer to end orphan ranks.
         yes: Whether to end them without asking.
@@ -171,6 +172,8 @@ class Options:
     program: bool = False
     checkpoint_dir: Path | None = None
     timeout: float = DEFAULT_TIMEOUT
+    elastic: bool = False
+    local_addr: str = ""
     soak: float = 0.0
     kill_orphans: bool = False
     yes: bool = False
@@ -483,6 +486,8 @@ class NodePlace:
         rank: This node's rank; None if torchrun is to choose it.
         host: The rendezvous host; empty if it was not given.
         names: The nodes' host names by rank, if the launcher reports them.
+        elastic: Whether torchrun chooses node 0, and gives its name to the ranks.
+        local_addr: What it gives in place of the name; empty for the name.
     """
 
     nnodes: int
@@ -491,6 +496,8 @@ class NodePlace:
     port: int
     rdzv_id: str
     names: tuple[str, ...] = ()
+    elastic: bool = False
+    local_addr: str = ""
 
     @property
     def endpoint(self) -> str:
@@ -520,7 +527,8 @@ def node_place(situation: Situation) -> NodePlace:
             names = names or place.hosts
     rdzv_id = options.rdzv_id or situation.environ.get("SLURM_JOB_ID", "none")
     host, port = situation.endpoint or (names[0] if names else "", DEFAULT_PORT)
-    return NodePlace(nnodes, rank, host, port, rdzv_id, names)
+    elastic = nnodes > 1 and (options.elastic or rank is None)
+    return NodePlace(nnodes, rank, host, port, rdzv_id, names, elastic, options.local_addr)
 
 
 # -- the container around this process: its kind, and what its control groups allow

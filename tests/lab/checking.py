@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from ddpdoctor.preflight.check import CHECKS
 from tests.conftest import LIMIT
 from tests.lab.network import NETWORK, Host, Lab
 
@@ -65,12 +67,32 @@ class Said:
         return "\n".join(lines).replace(", this one", "")
 
 
-def _require_lines(document: dict[str, Any]) -> None:
-    """Whatever is a warning or an error comes with a line to type."""
-    for each in document["checks"]:
-        for finding in each["findings"]:
-            line = finding.get("paste", "").strip()
-            assert finding["severity"] == "info" or (line and line[0] != "#"), finding
+WITHOUT_FINDING = (
+    "not asked for on every node", "no script was named", "no --checkpoint-dir was named",
+    "no GPU", "torch without CUDA", "no NVIDIA driver",
+)  # fmt: skip
+"""Beginnings of reasons to skip a check of the nodes that are no fault."""
+
+
+def require_honesty(document: dict[str, Any]) -> None:
+    """Fail unless a check of nodes says what it tested, whatever it found.
+
+    A warning or an error comes with a line to type. A row that counts "3 of 4" does not pass. What
+    was skipped for a fault has that fault among the findings, and an exit status above 0.
+    """
+    found = [each for row in document["checks"] for each in row["findings"]]
+    worse = [each for each in found if each["severity"] != "info"]
+    for each in worse:
+        line = each.get("paste", "").strip()
+        assert line and line[0] != "#", each
+    for row in document["checks"]:
+        if row["status"] == "pass":
+            for some, all_ in re.findall(r"(?<!rank )\b(\d+) of (\d+)\b", row["detail"]):
+                assert int(some) >= int(all_), row
+        judged = CHECKS[row["check"]].scope == "nodes" and row["status"] == "skipped"
+        if judged and not row["detail"].startswith(WITHOUT_FINDING):
+            assert worse and document["exit_status"] > 0, row
+    assert not worse or document["exit_status"] > 0
 
 
 class Checks:
@@ -143,9 +165,13 @@ class Checks:
             text = out.read_text()
             assert text, err.read_text()
             seconds = time.monotonic() - began
-            _require_lines(json.loads(text))
+            require_honesty(json.loads(text))
             said.append(Said(host, status, json.loads(text), err.read_text(), seconds))
         return said
+
+    def paste(self, host: Host, finding: dict[str, Any]) -> None:
+        """Do on a host what a finding says, as its user would; root needs no sudo."""
+        host.run("sh", "-ec", finding["paste"].replace("sudo ", ""))
 
     def close(self) -> None:
         """End what still runs."""

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.conftest import LIMIT
+from tests.lab import translation
+from tests.lab.checking import Checks
 from tests.lab.network import BRIDGE, INTERFACE, Host, Lab
 
 EPHEMERAL = "ephemeral"
@@ -201,6 +205,34 @@ def second_network(lab: Lab, megabits: int) -> str:
 def apart(lab: Lab, host: Host) -> None:
     """The host's cable to the second network hangs in no switch."""
     lab.at_switch("ip", "link", "set", f"slow{host.rank}", "nomaster")
+
+
+def behind_translation(
+    checks: Checks, *routers: tuple[str, str, str], kept: Sequence[int] = ()
+) -> None:
+    """Put the hosts into networks of their own, each behind a router that translates addresses.
+
+    Args:
+        checks: The lab's checks, which end the routers.
+        routers: Of each host: its own address, the one outside, and the forwarded ports.
+        kept: The hosts that also keep the lab's network.
+    """
+    words = []
+    for host, router in zip(checks.lab.hosts, routers, strict=True):
+        if host.rank not in kept:
+            host.run("ip", "address", "flush", "dev", INTERFACE)
+            host.run("ip", "link", "set", INTERFACE, "down")
+        host.write_hosts(["127.0.0.1 localhost", f"{router[0]} {host.name}"])
+        words.append(",".join((str(host.namespace.pid), *router)))
+    process = subprocess.Popen(
+        [sys.executable, str(Path(translation.__file__)), *words],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    checks.started.append(process)
+    assert process.stdout is not None
+    with process.stdout as lines:
+        assert lines.readline() == b"ready\n"
 
 
 def cable_pulled(lab: Lab, host: Host) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.lab import faults
-from tests.lab.checking import PORT, WITHOUT_TORCH, Make, agreeing
+from tests.lab.checking import PORT, WITHOUT_TORCH, Make, agreeing, silent
 from tests.lab.network import INTERFACE
 from tests.nvml_stub import build
 from tests.support.gpu_stub import HEALTHY
@@ -132,3 +132,20 @@ def test_the_network_that_nccl_uses_is_the_one_measured(
     said = checks.run(*WITHOUT_TORCH, env={0: slow, 1: slow})
     assert "Mbit/s" in agreeing(said, "DDP056")
     assert agreeing(said, "DDP055") == ""
+
+
+@pytest.mark.slow
+def test_ipv6_on_one_node_alone(nodes: Make) -> None:
+    checks = nodes(2)
+    for host in checks.lab.hosts:
+        host.run("ip", "address", "add", f"fd00:77::{host.rank + 1}/64", "dev", "eth0", "nodad")
+        host.write_hosts(["127.0.0.1 localhost", "fd00:77::1 node0", "10.77.0.2 node1"])
+    said = checks.run()
+    assert agreeing(said, "DDP055") == (
+        "gloo listens on IPv6 addresses on node0 (node 0) and on IPv4 addresses on the others: it "
+        "connects only equals"
+    )
+    assert [each.codes for each in said] == [["DDP055"]] * 2
+    (finding,) = said[0].findings("gloo-addresses")
+    name, _, value = finding["paste"].removeprefix("export ").partition("=")
+    silent(checks.run(env={0: {name: value}}))

@@ -75,7 +75,7 @@ def test_slurm_says_it_all(nodes: Make) -> None:
             "SLURM_NNODES": "2", "SLURM_STEP_NODELIST": "node[0-1]",
         }  # fmt: skip
         words = [sys.executable, "-m", "ddpdoctor", "check", "--nproc-per-node", "1"]
-        running.append(checks.start(host, [*words, *WITHOUT_TORCH], slurm))
+        running.append(checks.start(host, words, slurm))
     for rank, (process, out, err) in enumerate(running):
         assert process.wait(LIMIT) == 0, out.read_text() + err.read_text()
         assert out.read_text().splitlines()[-1] == (

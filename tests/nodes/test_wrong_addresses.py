@@ -44,10 +44,11 @@ def test_a_node_behind_a_load_balancer_is_told_so(nodes: Make, closed: bool) -> 
         assert told == ""
         return
     assert told == (
-        "node2 (node 2) does not reach node1 (node 1): 10.77.0.4, where it comes from, is no "
-        "address that it has"
+        "no other node can open a connection to node1 (node 1): an address is translated on the "
+        "way (NAT, a tunnel, a container's network)"
     )
     (finding,) = said[0].findings("links")
+    assert finding["evidence"][0] == "node1 has 10.77.0.2, and is seen at 10.77.0.4"
     assert "gloo and NCCL announce a machine's own addresses" in finding["fix"]
     assert "iptables" not in finding["paste"]
 

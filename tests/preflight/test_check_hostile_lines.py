@@ -55,9 +55,9 @@ HOSTILE = (
 def facts(rank: int, text: str) -> Facts:
     """A node's facts in which every text is hostile."""
     return replace(
-        FACTS, rank=rank, nproc=8 + rank, host=text, gloo_address=text, gloo_why=text, torch=text,
-        nccl=text, driver=text, python=text, ddpdoctor=text, variables={f"NCCL_{text}": text},
-        script=text, script_hash=text, commit=text, changes=text, folder=text,
+        FACTS, rank=rank, nproc=8 + rank, host=text, gloo_address=text, gloo_why=text, master=text,
+        torch=text, nccl=text, driver=text, python=text, ddpdoctor=text, script=text,
+        variables={f"NCCL_{text}": text}, script_hash=text, commit=text, changes=text, folder=text,
         interfaces=((text, 1400, (text, f"10.0.0.{rank + 1}")),),
     )  # fmt: skip
 
@@ -68,7 +68,7 @@ BAD = ("dropped", "refused", "silent", "forth", "back", "lossy")
 def hostile_meeting(text: str, outcome: str) -> Meeting:
     nodes = (
         Node(replace(FACTS, rank=0), "10.0.0.1"),
-        Node(facts(1, text), "10.0.0.2", 99.0),
+        Node(facts(1, text), "10.0.0.2", offset=99.0),
         Node(facts(2, text), text, lost=text, why=text),
     )
     ways = [(i, j) for i in range(3) for j in range(3) if i != j]

@@ -157,7 +157,8 @@ def test_damaged_facts_are_refused_and_do_not_break_anything(told: dict[str, Any
 
 FACTS = Facts(
     host="node0", rank=0, nnodes=2, nproc=8, machine="m", gloo_address="10.0.0.1", gloo_why="w",
-    nccl_address="",
+    nccl_address="", lookup=0.1, master="node0.cluster", others=("10.0.1.1",),
+    down=("ib0",),
     interfaces=(("eth0", 1500, ("10.0.0.1",)),), pair_port=4000, reduces=True, gpus=8,
     no_nccl="", inside=("18 NVLinks", 4e11), outside=("eth0, 100 Gbit/s", 1.25e10),
     torch="2.13.0", nccl="2.27.3", driver="550.54.15", python="3.11.7", ddpdoctor="0.1.0",
@@ -226,23 +227,24 @@ def test_a_node_answers_those_of_its_own_check_alone() -> None:
 def test_whoever_dials_can_be_cancelled_at_any_moment() -> None:
     """Node 0 stops looking for itself at the endpoint when all others are done."""
 
-    async def dial(port: int) -> None:
+    async def dial(port: int, limit: float) -> None:
         while True:
             with contextlib.suppress(ConnectError):
-                await connect("127.0.0.1", port, 0.0 if port % 2 else 3.0)
+                await connect("127.0.0.1", port, limit)
 
-    async def run() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
+    async def run(port: int) -> None:
         for turns in range(120):
-            dialling = asyncio.ensure_future(dial(port - turns % 2))
+            dialling = asyncio.ensure_future(dial(port, 3.0 * (turns % 2)))
             for _ in range(turns):
                 await asyncio.sleep(0)
             dialling.cancel()
             await asyncio.wait({dialling}, timeout=10)
             assert dialling.cancelled()
 
-    asyncio.run(run())
+    # Bound, so that it refuses: a port that is free may be another server's, or the dialling one's.
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        asyncio.run(run(bound.getsockname()[1]))
 
 
 # Joining.

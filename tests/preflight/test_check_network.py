@@ -162,7 +162,7 @@ def test_a_name_that_does_not_resolve(nnodes: int) -> None:
     name = Lookup("node1", (), 0.1, "Name or service not known")
     outcome = own_address.host_name(machine(LO, ETH0, name=name, nnodes=nnodes))
     assert outcome.status is Status.FAIL
-    assert outcome.findings[0].paste == "echo '10.0.0.5 node1' | sudo tee -a /etc/hosts"
+    assert outcome.findings[0].paste == network.hosts_line("10.0.0.5", "node1")
 
 
 def test_a_full_name_that_does_not_resolve() -> None:
@@ -170,7 +170,7 @@ def test_a_full_name_that_does_not_resolve() -> None:
     full = Lookup("node1.cluster.local", (), 0.1, "Name or service not known")
     (finding,) = own_address.host_name(machine(LO, ETH0, full=full)).findings
     assert "node1.cluster.local does not resolve" in finding.message
-    assert finding.paste == "echo '10.0.0.5 node1.cluster.local' | sudo tee -a /etc/hosts"
+    assert finding.paste == network.hosts_line("10.0.0.5", "node1.cluster.local")
 
 
 def test_a_name_on_the_loopback_matters_between_nodes_only() -> None:
@@ -242,7 +242,7 @@ def test_a_host_name_that_does_not_resolve(doctor: Doctor) -> None:
     result = doctor.run(*unshared("-u"), *words, *CHECK, "host-name", watch=False)
     (finding,) = told(result)["host-name"]["findings"]
     assert finding["message"].startswith("this machine's host name nowhere-at-all does not resolve")
-    assert finding["paste"].endswith("nowhere-at-all' | sudo tee -a /etc/hosts")
+    assert finding["paste"].endswith(" nowhere-at-all'")
 
 
 DEAD = """\

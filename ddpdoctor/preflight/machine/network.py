@@ -429,6 +429,15 @@ def export_line(interface: Interface) -> str:
     return typed("export GLOO_SOCKET_IFNAME={0} NCCL_SOCKET_IFNAME={0}", interface.name)
 
 
+def hosts_line(address: str, name: str) -> str:
+    """Return the line that puts a name before what /etc/hosts has of it.
+
+    The first line of a name wins. The file is written in place: a container's cannot be replaced.
+    """
+    put = """sudo sh -c 'printf "%s\\n" "$1" "$(cat /etc/hosts)" > /etc/hosts' - {}"""
+    return typed(put, f"{address} {name}")
+
+
 @check("network-interface", "DDP004", limit=LOOKUPS_LIMIT)
 def network_interface(situation: Situation) -> Outcome:
     """The network interface that gloo or NCCL will use does not work for this job.
@@ -569,40 +578,65 @@ def nccl_address(situation: Situation) -> str:
     Return nothing without a GPU, and if NCCL finds no interface or only the loopback, which another
     check reports.
     """
+    return next(iter(_nccl_addresses(situation)[:1]), "")
+
+
+def _nccl_addresses(situation: Situation) -> list[str]:
+    """Return an address of each interface that NCCL uses, empty where it has only the loopback."""
     if not situation.shared(visible_gpus):
-        return ""
-    chosen = nccl_choice(situation.environ, situation.shared(interfaces)).interfaces[:1]
+        return []
     family = situation.environ.get("NCCL_SOCKET_FAMILY", "")
-    addresses = [
-        each
-        for interface in chosen
-        for each in interface.addresses
-        if not is_loopback(each) and (family != "AF_INET6" or ":" in each)
-    ]
-    return addresses[0] if addresses else ""
+    found = []
+    for interface in nccl_choice(situation.environ, situation.shared(interfaces)).interfaces:
+        fit = (
+            each
+            for each in interface.addresses
+            if not is_loopback(each) and (family != "AF_INET6" or ":" in each)
+        )
+        found.append(next(fit, ""))
+    return found
 
 
-def gloo_dials(own: str, other: str) -> bool:
-    """Return whether gloo at one address dials the other, or waits to be dialled by it.
+MAX_FURTHER = 8
+
+
+def further_addresses(situation: Situation) -> tuple[str, ...]:
+    """Return more addresses that a job uses: of several interfaces that were named, or by NCCL."""
+    here = situation.shared(interfaces)
+    gloo = gloo_choice(situation.environ, here, situation.shared(own_name).addresses).interfaces
+    found = [each.addresses[0] for each in gloo[1:] if each.addresses]
+    found += _nccl_addresses(situation)[1:]
+    # A link-local address is known only with its interface.
+    usable = (each for each in found if each and not ipaddress.ip_address(each).is_link_local)
+    return tuple(dict.fromkeys(usable))[:MAX_FURTHER]
+
+
+def gloo_dials(here: Facts, there: Facts) -> bool:
+    """Return whether gloo on one node dials the other, or waits to be dialled by it.
 
     The higher address dials. If both are equal the ports decide, which are not known yet.
     (gloo/transport/tcp/pair.cc, Pair::connect.)
     """
     try:
-        first, second = ipaddress.ip_address(own), ipaddress.ip_address(other)
+        first, second = (ipaddress.ip_address(each.gloo_address) for each in (here, there))
     except ValueError:
         return True
     return first.version != second.version or first.packed >= second.packed
 
 
 def dialled_at(here: Facts, there: Facts, route: str) -> dict[str, str]:
-    """Return the addresses of ``there`` that ``here`` dials: of the route, of gloo, of NCCL.
+    """Return the addresses of ``there`` that ``here`` dials: others, the route's, gloo's, NCCL's.
 
     The one that carries most of a job's traffic comes last.
     """
-    found = {"route": route}
+    found = {
+        f"other {number}": address
+        for number, address in enumerate(there.others if here.others else ())
+        if address not in (route, there.gloo_address, there.nccl_address)
+    }
+    found["route"] = route
     gloo = there.gloo_address
-    if gloo and gloo != route and gloo_dials(here.gloo_address, gloo):
+    if gloo and gloo != route and gloo_dials(here, there):
         found["gloo"] = gloo
     nccl = there.nccl_address
     if nccl and here.nccl_address and nccl not in found.values():

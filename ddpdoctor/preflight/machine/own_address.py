@@ -100,7 +100,7 @@ def _unknown_or_foreign(situation: Situation, found: network.Lookup, wanted: str
             "which is not an address of this machine",
             evidence=(f"it has {', '.join(mine) or 'no address'}",),
             fix="Correct the name in /etc/hosts or in the name server.",
-            paste=_hosts_line(wanted, found.name),
+            paste=network.hosts_line(wanted, found.name) if wanted else network.ADDRESSES,
         )
     name = full if found.addresses else found
     # Older versions of torchrun use 127.0.0.1 on one machine, unless --standalone is given.
@@ -113,14 +113,8 @@ def _unknown_or_foreign(situation: Situation, found: network.Lookup, wanted: str
             "for it",
         ),
         fix="Put the name into /etc/hosts.",
-        paste=_hosts_line(wanted, name.name),
+        paste=network.hosts_line(wanted, name.name) if wanted else network.ADDRESSES,
     )
-
-
-def _hosts_line(address: str, name: str) -> str:
-    if not address:
-        return network.ADDRESSES
-    return typed("echo {} | sudo tee -a /etc/hosts", f"{address} {name}")
 
 
 # -- the address
@@ -318,7 +312,7 @@ def neighbour_table(situation: Situation) -> Outcome:
     except (OSError, ValueError, IndexError):
         with contextlib.suppress(OSError):
             entries = len((situation.proc / "net" / "arp").read_text().splitlines()) - 1
-    detail, nodes = f"{entries} of {most} entries", situation.options.nnodes
+    detail, nodes = f"{entries} entries, room for {most}", situation.options.nnodes
     coming = entries + nodes if nodes > 1 else entries
     if most <= 0 or coming < NEARLY_FULL * most:
         return judged(detail, [])

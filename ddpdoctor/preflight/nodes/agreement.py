@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from ddpdoctor.core import relations
 from ddpdoctor.core.finding import Finding, Severity
+from ddpdoctor.core.formatting import count
 from ddpdoctor.preflight.check import (
     Outcome,
     failure,
@@ -494,7 +495,7 @@ def shared_folder(meeting: Meeting) -> Outcome:
         )
         return judged(message, [wrong])
     return judged(
-        f"{len(test.seen) + 1} of {meeting.expected} nodes see the same {folder}",
+        f"{len(test.seen) + 1} of {count(len(test.asked), 'node')} see the same {folder}",
         _folder_findings(meeting, test, writer, folder),
     )
 

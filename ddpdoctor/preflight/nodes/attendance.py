@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import chain, repeat
 from typing import Any
@@ -33,7 +33,7 @@ from ddpdoctor.preflight.command_lines import (
     words,
 )
 from ddpdoctor.preflight.machine import own_address
-from ddpdoctor.preflight.machine.network import is_local, own_host
+from ddpdoctor.preflight.machine.network import interfaces, is_local, own_host, towards
 from ddpdoctor.preflight.nodes.reductions import LIMIT, across_nodes
 from ddpdoctor.preflight.protocol.joining import Problem
 from ddpdoctor.preflight.protocol.meet import LOCAL_TIMEOUT, Meeting, meeting_of
@@ -130,6 +130,7 @@ def own_problem(meeting: Meeting, problem: Problem, situation: Situation) -> Fin
             f"Stop what holds port {port} on {host} (a job that still runs?), or choose another "
             "port in --rdzv-endpoint on every node.",
             holds_port,
+            problem.words,
         )
     if problem.kind == "late":
         return _unreached(
@@ -164,6 +165,14 @@ def _closed_port(meeting: Meeting, problem: Problem, situation: Situation) -> Fi
     """Return the finding that there is no connection to the endpoint."""
     host, port = meeting.place.host, meeting.place.port
     at = _at(meeting, problem)
+    down = _own_link_down(situation, problem)
+    if down:
+        return _unreached(
+            f"{at} cannot be reached: the interface {down} of this machine is down, or has no "
+            "carrier",
+            "Bring it up, and check its cable.",
+            typed("sudo ip link set dev {0} up; ip -brief address show dev {0}", down),
+        )
     opened = open_port(port, problem.address or host)
     door = f"the check runs there: it answers at port {problem.door}" if problem.door else ""
     if problem.behind:
@@ -252,6 +261,15 @@ def _closed_port(meeting: Meeting, problem: Problem, situation: Situation) -> Fi
     )
 
 
+def _own_link_down(situation: Situation, problem: Problem) -> str:
+    """Return an interface that is down, if this machine has no other one to reach node 0 by."""
+    here = [each for each in situation.shared(interfaces) if not each.loopback and not each.virtual]
+    down = next((each.name for each in here if each.addresses and not each.running), "")
+    by = towards(problem.address, here)
+    up = any(each.outward for each in here) if by is None else by.running
+    return "" if up or problem.kind == "refused" else down or (by.name if by else "")
+
+
 def _at(meeting: Meeting, problem: Problem) -> str:
     where = meeting.place.endpoint
     named = problem.address not in ("", meeting.place.host)
@@ -307,14 +325,18 @@ def attendance(situation: Situation) -> Outcome:
     """
     meeting = meeting_of(situation)
     if meeting.problem is not None and meeting.problem.kind == "time":
-        seconds = situation.options.timeout
-        return could_not_run(
-            f"the nodes were not done within {seconds:.0f} s: give them more time with --timeout"
-        )
+        return could_not_run(unfinished(situation.options.timeout, meeting.took))
     if meeting.problem is not None:
         return judged(
             f"not connected to {meeting.place.endpoint}",
             [own_problem(meeting, meeting.problem, situation)],
+        )
+    late = [index for index, node in enumerate(meeting.nodes) if node.late]
+    if late:
+        node = meeting.nodes[late[0]]
+        return could_not_run(
+            f"{meeting.hosts(late)} could not finish {node.lost} in time ({node.why}): give it "
+            "more with --timeout"
         )
     here = sum(not node.lost for node in meeting.nodes)
     detail = f"{here} of {meeting.expected} nodes are here"
@@ -328,6 +350,17 @@ def attendance(situation: Situation) -> Outcome:
             *(node.facts.host for node in meeting.nodes if node.lost),
             *(each.host for each in meeting.report.blocked if each.host),
         ],
+    )
+
+
+def unfinished(seconds: float, took: Mapping[str, float]) -> str:
+    """Say that the time was over, and what took most of it."""
+    slowest = sorted(took.items(), key=lambda each: -each[1])[:3]
+    what = listed([f"{stage} {spent:.0f} s" for stage, spent in slowest if spent >= 1])
+    took_most = f" (it took: {what})" if what else ""
+    return (
+        f"could not finish within {seconds:.0f} s{took_most}: give the nodes more time with "
+        "--timeout"
     )
 
 
@@ -354,6 +387,9 @@ def _absent(meeting: Meeting, situation: Situation) -> Iterator[Finding]:
     else:
         who = listed([*map(meeting.place.name, absent)])
     absence = f"{who} did not come within {seconds:.0f} s"
+    others = sorted({each.host for each in meeting.report.rejected if each.host})
+    if others:
+        absence += f"; {listed(others, 3)} came with another rendezvous id"
     here = f"here: {meeting.hosts(list(range(len(meeting.nodes))))}"
     seen = (here, *_rejected_calls(meeting))
     if meeting.foreign and len(meeting.nodes) == 1:
@@ -485,19 +521,14 @@ def open_words(situation: Situation, outcomes: Sequence[Outcome]) -> str:
 
 
 def next_line(situation: Situation, outcomes: Sequence[Outcome]) -> str:
-    """Return the `ddpdoctor run` line for this node; empty after a failure or without others."""
+    """Return the `ddpdoctor run` line for this node; empty unless all nodes reduced together."""
     if any(outcome.status in (Status.FAIL, Status.COULD_NOT_RUN) for outcome in outcomes):
         return ""
-    if not any(outcome.check == "nodes" for outcome in outcomes):
+    ended = {outcome.check: outcome.status for outcome in outcomes}
+    if ended.get(ATTENDANCE) is None or ended.get("gloo-nodes") not in (Status.PASS, Status.WARN):
+        # Only a job that reduced between all nodes is known to start.
         return ""
-    meeting = meeting_of(situation)
-    place = meeting.place
-    if meeting.problem is not None or len(meeting.nodes) != place.nnodes:
-        return ""
-    line = words(place, situation.nproc)
-    if place.rank is None:
-        line += ["--rdzv-backend", "c10d"]
-    return run_line(situation, *line)
+    return run_line(situation, *words(node_place(situation), situation.nproc))
 
 
 # -- the findings of the other machines, and the nodes to exclude
@@ -528,8 +559,8 @@ def verdicts(meeting: Meeting) -> Outcome:
         that has the fault.
     """
     known = list(enumerate(meeting.report.verdicts))
-    well = sum(not each.findings for _, each in known)
-    detail = f"{count(well, 'node')} of {meeting.expected} without a fault in their own checks"
+    faulty = [index for index, each in known if each.findings]
+    detail = f"{meeting.hosts(faulty) or 'no node'} found faults in its own checks"
     late = [index for index, each in known if each.untested]
     if late:
         detail += f"; not all was tested on {meeting.hosts(late)}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 
 from ddpdoctor.core import relations
 from ddpdoctor.core.finding import Finding, Severity
@@ -17,9 +17,9 @@ from ddpdoctor.preflight.check import (
     typed,
     warning,
 )
-from ddpdoctor.preflight.command_lines import let_through
+from ddpdoctor.preflight.command_lines import check_line, let_through
 from ddpdoctor.preflight.machine import own_address
-from ddpdoctor.preflight.machine.network import dialled_at, gloo_dials, is_loopback
+from ddpdoctor.preflight.machine.network import dialled_at, gloo_dials, hosts_line, is_loopback
 from ddpdoctor.preflight.nodes.reductions import (
     Blame,
     Way,
@@ -29,7 +29,6 @@ from ddpdoctor.preflight.nodes.reductions import (
     blame,
     interface,
     short_of_files,
-    translated,
     with_address,
 )
 from ddpdoctor.preflight.protocol.meet import Meeting
@@ -41,18 +40,22 @@ from ddpdoctor.preflight.protocol.pairs import MIN_BANDWIDTH, MIN_TO_COMPARE, ST
 
 MAX_WAYS = 6
 
-UNUSED = "gloo dials the other way round, from the higher address; NCCL would need this one"
+UNUSED = "gloo uses another address, or dials from the higher one; NCCL would need this one"
 
 SILENT_FIX = (
     "The port is open, so look for what is in between (a proxy, a load balancer), and whether "
     "the machine is overloaded. The way to it, from the dialling node:"
 )
 
+ROUTE_FIX = "Name an interface in a network that the nodes share, or add a route. On {}:"
+LINK_FIX = "Check the interface of {}: is it up, with a carrier and this address? There:"
+
 _DIAL_WORDS = {
     "dropped": "the packets are silently dropped",
     "refused": "the port is refused, though it is open there",
     "unreachable": "it is rejected on the way",
     "no host": "no machine answers at that address",
+    "no route": "the machine has no route to it",
     "silent": "the connection opens, and then nothing comes",
     "other service": "something else answers there",
 }
@@ -61,10 +64,12 @@ LOSS_FIX = (
     "Check the cable, the switch port and the interface of {}: count errors and drops. There:"
 )
 
+TRANSLATED = "an address is translated on the way (NAT, a tunnel, a container's network)"
+
 TRANSLATED_FIX = (
     "gloo and NCCL announce a machine's own addresses and dial these: no port that is opened, or "
     "forwarded, helps. Give the nodes a network in which each is reached at an address that it has "
-    "(a container: --network host; a VPN: name its interface). In the job's environment:"
+    "(a container: --network host; a VPN, with GLOO_SOCKET_IFNAME). What {} has:"
 )
 
 
@@ -106,8 +111,10 @@ def links(meeting: Meeting) -> Outcome:
     failed = bad_ways(meeting, "route")
     failed = {way: result for way, result in failed.items() if result.outcome not in STALLS}
     ways = all_ways(meeting)
-    good, total = sum(way not in failed for way in ways), meeting.expected * (meeting.expected - 1)
-    detail = f"{good} of {total} directions between nodes are open"
+    if not ways:
+        return skipped("no other node stayed")
+    good = sum(way not in failed for way in ways)
+    detail = f"{good} of {len(ways)} directions between nodes are open"
     short = short_of_files(meeting)
     untested = {way for way in failed if short & {*way}}
     closed = {way: result for way, result in failed.items() if way not in untested}
@@ -147,13 +154,8 @@ def _link_findings(
     for each in blames:
         if each in more:
             continue
-        hidden = translated(meeting, each.ways[0][1])
-        if failed[each.ways[0]].outcome == "lossy":
-            yield _lossy_link(meeting, each, failed, ways)
-        elif hidden:
-            yield from _translated(meeting, each, hidden)
-        else:
-            yield _closed_link(meeting, each, failed, ways)
+        report = _lossy_link if failed[each.ways[0]].outcome == "lossy" else _closed_link
+        yield report(meeting, each, failed, ways)
     if more:
         yield failure(
             f"{len(more)} more directions between nodes are closed",
@@ -181,23 +183,42 @@ def _closed_link(
         "between": f"{other} and {node} cannot open connections to each other",
         "way": f"{other} cannot open a connection to {node}",
     }[each.kind]
-    closed = outcome not in ("silent", "other service")
-    used = any(_is_used(meeting, way) for way in each.ways)
+    closed = outcome in ("dropped", "refused", "unreachable")
+    used = any(_is_used(meeting, way, failed[way].address) for way in each.ways)
     evidence = tuple(_evidence(meeting, each, failed, ways))
-    route = typed("ip route get {}", meeting.nodes[each.ways[0][1]].address)
+    fix, paste = SILENT_FIX, typed("ip route get {}", failed[each.ways[0]].address)
+    if outcome == "no route":
+        fix = ROUTE_FIX.format(meeting.host(each.ways[0][0]))
+    elif outcome == "no host":
+        fix, paste = LINK_FIX.format(each.hosts(meeting)), "ip -brief link; ip -brief address"
+    hidden = [end for end in {j: j for _, j in each.ways} if meeting.nodes[end].outside]
+    if hidden:
+        evidence = (*(_translation(meeting, end) for end in hidden[:4]), *evidence)
+        fix, paste = TRANSLATED_FIX.format(meeting.host(hidden[0])), "ip -brief address"
+    elif closed:
+        fix, paste = _fix(meeting, each), _paste(meeting, each)
     return finding(
         Severity.ERROR if used else Severity.WARNING,
-        f"{message}: {_DIAL_WORDS.get(outcome, 'it fails')}",
+        f"{message}: {TRANSLATED if hidden else _DIAL_WORDS.get(outcome, 'it fails')}",
         evidence=evidence if used else (*evidence, UNUSED),
-        fix=_fix(meeting, each) if closed else SILENT_FIX,
-        paste=_paste(meeting, each) if closed else route,
+        fix=fix,
+        paste=paste,
         about=each.about,
         nodes=each.nodes(meeting),
     )
 
 
+def _translation(meeting: Meeting, index: int) -> str:
+    node = meeting.nodes[index]
+    own = [address for _, _, has in node.facts.interfaces for address in has]
+    own = [each for each in own if not each.startswith("fe80:")]
+    return f"{node.facts.host} has {', '.join(own[:4])}, and is seen at {node.outside}"
+
+
 def _twins(meeting: Meeting, index: int) -> list[int]:
-    return with_address(meeting, index, meeting.nodes[index].address)
+    node = meeting.nodes[index]
+    # Containers of two machines may have the same address, which is not the fault.
+    return [] if node.outside else with_address(meeting, index, node.address)
 
 
 def _doubled(meeting: Meeting, nodes: Collection[int]) -> Iterator[Finding]:
@@ -233,34 +254,12 @@ def _lossy_link(
     )
 
 
-def _translated(meeting: Meeting, each: Blame, own: Sequence[str]) -> Iterator[Finding]:
-    unreached = bad_ways(meeting, "gloo")
-    needed = [way for way in each.ways if way in unreached]
-    if not needed and not any(node.facts.gpus for node in meeting.nodes):
-        # gloo's own address is reached. Only the address of the endpoint is translated.
-        return
-    source, target = (needed or each.ways)[0]
-    node = meeting.nodes[target]
-    name = next((name for name, _, has in node.facts.interfaces if own[0] in has), "eth0")
-    yield failure(
-        f"{meeting.name(source)} does not reach {meeting.name(target)}: {node.address}, where it "
-        "comes from, is not one of its addresses",
-        evidence=(
-            f"{node.facts.host} has {', '.join(own[:4])}",
-            "an address is translated on the way: NAT, a tunnel, a load balancer, a container",
-        ),
-        fix=TRANSLATED_FIX,
-        paste=typed("export GLOO_SOCKET_IFNAME={0} NCCL_SOCKET_IFNAME={0}", name),
-        about=each.about,
-    )
-
-
-def _is_used(meeting: Meeting, way: Way) -> bool:
-    """Return whether a job needs this connection. gloo needs one of two directions, NCCL both."""
-    if any(node.facts.gpus for node in meeting.nodes):
-        return True
+def _is_used(meeting: Meeting, way: Way, address: str) -> bool:
+    """Return whether a job needs a connection to an address. gloo needs one of two directions."""
     source, target = (meeting.nodes[index].facts for index in way)
-    return gloo_dials(source.gloo_address, target.gloo_address)
+    gloo = way in bad_ways(meeting, "gloo") or address == target.gloo_address
+    nccl = way in bad_ways(meeting, "nccl") or address == target.nccl_address
+    return (gloo and gloo_dials(source, target)) or nccl
 
 
 def _evidence(
@@ -271,7 +270,7 @@ def _evidence(
     port = meeting.nodes[target].facts.pair_port
     error = f" ({result.error})" if result.error else ""
     yield (
-        f"{meeting.host(source)} dialled {meeting.nodes[target].address}, port {port}, twice: "
+        f"{meeting.host(source)} dialled {result.address}, port {port}, twice: "
         f"{result.outcome} after {result.seconds:.1f} s{error}"
     )
     back = (target, source)
@@ -354,7 +353,9 @@ def packet_size(meeting: Meeting) -> Outcome:
         else:
             closed.add(way)
     ways = [way for way in all_ways(meeting) if way not in closed]
-    passed, total = sum(way not in lossy for way in ways), meeting.expected * (meeting.expected - 1)
+    passed, total = sum(way not in lossy for way in ways), len({*ways, *lossy})
+    if not total:
+        return skipped("no connection between nodes is open")
     blames = blame(lossy, ways)
     return judged(
         f"64 KiB arrived in {passed} of {total} directions",
@@ -423,15 +424,17 @@ LUCK = (
 
 @across_nodes("gloo-addresses", "DDP055")
 def gloo_addresses(meeting: Meeting) -> Outcome:
-    """The address that gloo or NCCL gives to the other nodes does not lead back to this node.
+    """The address that torchrun, gloo or NCCL gives to the other nodes does not lead to this node.
 
     What it finds
         The address that torch's gloo will listen on, for every node: that of `GLOO_SOCKET_IFNAME`,
         or else what the node's host name resolves to. Reported if it is a loopback address while
         there are other nodes (Debian's `127.0.1.1` line), the same on several nodes (a container
         bridge), closed for the others while another address of the node is open, or missing because
-        the interface does not exist. Where all nodes have GPUs, also the address of NCCL's first
-        interface, if it is closed for the others.
+        the interface does not exist. IPv6 on some nodes and IPv4 on others. Where all nodes have
+        GPUs, also the address of NCCL's first interface, if it is closed for the others. With
+        `--rdzv-backend c10d`, the name that torchrun gives to all ranks as MASTER_ADDR, if a node
+        does not find the first one by it.
 
     Why it is bad
         The other nodes connect to themselves or to no machine at all, time out after minutes, and
@@ -452,21 +455,70 @@ def gloo_addresses(meeting: Meeting) -> Outcome:
         uses only NCCL does not need gloo, but most also make a gloo group (for barriers,
         checkpoints, objects).
     """
-    findings = list(_gloo_findings(meeting))
-    good = len(meeting.nodes) - len({each.about for each in findings})
+    findings = [
+        *_name_findings(meeting),
+        *_gloo_findings(meeting),
+        *_mixed_families(meeting),
+    ]
+    nodes = {index for way in all_ways(meeting) for index in way}
+    closed = {
+        way[1]
+        for way, result in bad_ways(meeting, "route").items()
+        if result.outcome not in STALLS and _is_used(meeting, way, result.address)
+    }
+    if not findings and (closed or not nodes):
+        return skipped("not all nodes reach each other at all: links")
+    good = len(nodes - closed - {int(each.about.split()[-1]) for each in findings})
     wrong = {each.about for each in findings if each.severity is Severity.ERROR}
     both = all(node.facts.nccl_address for node in meeting.nodes)
     return judged(
-        f"{good} of {meeting.expected} nodes can be reached at the address at which gloo "
+        f"{good} of {len(nodes)} nodes can be reached at the address at which gloo "
         f"{'and NCCL listen' if both else 'listens'}",
         findings,
         exclude=[meeting.host(i) for i in range(len(meeting.nodes)) if f"node {i}" in wrong],
     )
 
 
+def _name_findings(meeting: Meeting) -> Iterator[Finding]:
+    lost = meeting.report.lost_names
+    if not lost:
+        return
+    first = meeting.nodes[0]
+    yield failure(
+        f"{meeting.hosts([index for index, *_ in lost])} cannot find {meeting.name(0)} by the name "
+        f"that torchrun gives to all ranks, {first.facts.master}",
+        evidence=tuple(
+            f"{meeting.host(index)}: " + ("it is " + ", ".join(at) + " there" if at else why)
+            for index, at, why in lost[:8]
+        ),
+        fix=f"Let torchrun give the address in place of the name, with --local-addr on "
+        f"{meeting.host(0)}, for the check and for the job. There:",
+        paste=check_line(
+            meeting.place, first.facts.nproc, rank=first.facts.rank, local_addr=first.address
+        ),
+        about="node 0",
+        nodes=(meeting.host(0),),
+    )
+
+
 def _gloo_findings(meeting: Meeting) -> Iterator[Finding]:
-    closed = _unreachable_peers(meeting, "gloo")
-    closed_for_nccl = _unreachable_peers(meeting, "nccl")
+    """Yield what is wrong with the addresses, at most one finding of each node at fault."""
+    unreached = list(_unreached(meeting))
+    seen: set[str] = set()
+    for down in (True, False):
+        for index, library, address, why, by in unreached:
+            name = interface(meeting, index, address)[0]
+            if all(name in meeting.nodes[other].facts.down for other in by) is not down:
+                continue
+            found = (
+                [_down(meeting, each, name, index) for each in by]
+                if down
+                else [_not_reached(meeting, index, library, address, why, by)]
+            )
+            for each in found:
+                if each.about not in seen:
+                    seen.add(each.about)
+                    yield each
     for index, node in enumerate(meeting.nodes):
         address, why = node.facts.gloo_address, node.facts.gloo_why
         name = meeting.name(index)
@@ -474,7 +526,7 @@ def _gloo_findings(meeting: Meeting) -> Iterator[Finding]:
         if not address:
             yield _wrong_address(meeting, index, f"gloo would not start on {name}: {why}")
         elif is_loopback(address) and others:
-            dialled = any(gloo_dials(other.facts.gloo_address, address) for other in others)
+            dialled = any(gloo_dials(other.facts, node.facts) for other in others)
             yield _wrong_address(
                 meeting,
                 index,
@@ -482,26 +534,68 @@ def _gloo_findings(meeting: Meeting) -> Iterator[Finding]:
                 *((why,) if dialled else (why, LUCK)),
                 severity=Severity.ERROR if dialled else Severity.WARNING,
             )
-        elif index in closed:
-            yield _not_reached(meeting, index, "gloo", address, why, closed[index])
-        elif index in closed_for_nccl:
-            why = node.facts.variables.get("NCCL_SOCKET_IFNAME", "")
-            why = f"NCCL_SOCKET_IFNAME={why}" if why else "NCCL's own order of interfaces"
-            at = node.facts.nccl_address
-            yield _not_reached(meeting, index, "NCCL", at, why, closed_for_nccl[index])
 
 
-def _unreachable_peers(meeting: Meeting, kind: str) -> dict[int, list[int]]:
-    """Return the nodes that are not reached at an address of theirs, and by whom.
+def _mixed_families(meeting: Meeting) -> Iterator[Finding]:
+    """Report nodes with an IPv6 address where others have IPv4: gloo connects no such pair."""
+    six = [index for index, node in enumerate(meeting.nodes) if ":" in node.facts.gloo_address]
+    if not six or len(six) == sum(bool(node.facts.gloo_address) for node in meeting.nodes):
+        return
+    index = six[0]
+    facts = meeting.nodes[index].facts
+    by_name = "GLOO_SOCKET_IFNAME" not in facts.gloo_why
+    name = next((name for name, _, has in facts.interfaces if has and ":" not in has[0]), "")
+    yield failure(
+        f"gloo listens on IPv6 addresses on {meeting.hosts(six)} and on IPv4 addresses on the "
+        "others: it connects only equals",
+        evidence=tuple(
+            f"{node.facts.host}: {node.facts.gloo_address} ({node.facts.gloo_why})"
+            for node in meeting.nodes[:8]
+        ),
+        fix="Name the interface, of which gloo takes the IPv4 address, in the job's environment on "
+        f"{meeting.hosts(six)}:"
+        if name and by_name
+        else f"Give all nodes an address of the same kind. On {meeting.host(index)}:",
+        paste=typed("export GLOO_SOCKET_IFNAME={}", name)
+        if name and by_name
+        else "ip -brief address",
+        about=f"node {index}",
+    )
 
-    Leave out connections that fail at any address, and nodes that may open no more files.
+
+Unreached = tuple[int, str, str, str, list[int]]
+"""A node, the library, its address there, what that was chosen by, and who does not reach it."""
+
+
+def _unreached(meeting: Meeting) -> Iterator[Unreached]:
+    """Yield the addresses at which nodes are not reached, though they are at another one.
+
+    Leave out nodes that may open no more files.
     """
-    unreached, short = bad_ways(meeting, "route"), short_of_files(meeting)
-    found: dict[int, list[int]] = {}
-    for i, j in bad_ways(meeting, kind):
-        if (i, j) not in unreached and not short & {i, j}:
-            found.setdefault(j, []).append(i)
-    return found
+    closed, short = bad_ways(meeting, "route"), short_of_files(meeting)
+    cells: dict[tuple[int, str, str], list[int]] = {}
+    for i, j, kind, result in meeting.report.bad:
+        nccl = kind != "gloo" and meeting.nodes[j].facts.nccl_address
+        library = "NCCL" if nccl else "gloo"
+        if kind != "route" and (i, j) not in closed and not short & {i, j}:
+            cells.setdefault((j, library, result.address), []).append(i)
+    for (index, library, address), by in sorted(cells.items()):
+        facts = meeting.nodes[index].facts
+        chosen = facts.variables.get("NCCL_SOCKET_IFNAME", "")
+        why = f"NCCL_SOCKET_IFNAME={chosen}" if chosen else "NCCL's own order of interfaces"
+        if not is_loopback(address):
+            yield index, library, address, facts.gloo_why if library == "gloo" else why, by
+
+
+def _down(meeting: Meeting, index: int, name: str, other: int) -> Finding:
+    return failure(
+        f"{name} is down on {meeting.name(index)}, or has no carrier: it does not reach "
+        f"{meeting.name(other)} there",
+        fix=f"Bring it up, or name another interface on all nodes. On {meeting.host(index)}:",
+        paste=typed("sudo ip link set dev {} up", name),
+        about=f"node {index}",
+        nodes=(meeting.host(index),),
+    )
 
 
 def _not_reached(
@@ -517,14 +611,22 @@ def _not_reached(
         why,
         f"dialled from {meeting.hosts(by)}, twice",
         *([f"{meeting.hosts(same)} has the same address"] if same else ()),
+        bad=address,
     )
 
 
 def _wrong_address(
-    meeting: Meeting, index: int, message: str, *evidence: str, severity: Severity = Severity.ERROR
+    meeting: Meeting,
+    index: int,
+    message: str,
+    *evidence: str,
+    bad: str = "",
+    severity: Severity = Severity.ERROR,
 ) -> Finding:
+    """Return a finding of a node that gives others a wrong address, ``bad`` if it is known."""
     host, reached = meeting.host(index), meeting.nodes[index].address
     name = interface(meeting, index)[0]
+    taken = interface(meeting, index, bad)[0] if bad else ""
     at = f"the others do reach it at {reached}{f' ({name})' if name else ''}"
     return finding(
         severity,
@@ -533,8 +635,8 @@ def _wrong_address(
         fix=f"Name the interface, or correct the line of {host} in /etc/hosts. On {host}, in the "
         "job's environment:",
         paste=typed("export GLOO_SOCKET_IFNAME={0} NCCL_SOCKET_IFNAME={0}", name)
-        if name
-        else typed("echo {} | sudo tee -a /etc/hosts", f"{reached} {host}"),
+        if name and name != taken
+        else hosts_line(reached, host),
         about=f"node {index}",
         nodes=(host,),
         subjects=frozenset({f"gloo on {host}"}),

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Literal
 
 from ddpdoctor.core import relations
-from ddpdoctor.core.finding import Finding
+from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.core.formatting import count
 from ddpdoctor.core.relations import LOST_PACKETS, UNREDUCED, Same
 from ddpdoctor.preflight.check import (
+    CHECKS,
     Outcome,
     Run,
     Status,
@@ -23,13 +25,14 @@ from ddpdoctor.preflight.check import (
     typed,
     warning,
 )
-from ddpdoctor.preflight.machine.network import is_loopback
-from ddpdoctor.preflight.protocol.meet import Meeting, meeting_of
+from ddpdoctor.preflight.command_lines import check_line
+from ddpdoctor.preflight.machine.network import SLOW
+from ddpdoctor.preflight.protocol.meet import REDUCING, Meeting, meeting_of
 from ddpdoctor.preflight.protocol.messages import Facts, NcclReport, Reduction
 from ddpdoctor.preflight.protocol.pairs import Dialled
 from ddpdoctor.preflight.selftest.collectives import BROKEN, nccl_advice
 from ddpdoctor.preflight.selftest.ranks import WRONG_SUM, WRONG_VALUES
-from ddpdoctor.preflight.situation import ATTENDANCE, Situation
+from ddpdoctor.preflight.situation import ATTENDANCE, Situation, node_place
 
 # -- what all checks across nodes share
 
@@ -40,23 +43,30 @@ LIMIT = 3600.0  # Seconds. The meeting has its own limits, and ``--timeout`` is 
 def across_nodes(
     name: str, code: str, yields_to: Mapping[str, Same] | None = None
 ) -> Callable[[Callable[[Meeting], Outcome]], Run]:
-    """Register a check that judges the meeting of all nodes, and needs another node to be there."""
+    """Register a check that judges the meeting of all nodes, and needs another node to be there.
+
+    It passes only if it tested all that it counts: no ``3 of 4 ranks`` is a pass.
+    """
 
     def register(of: Callable[[Meeting], Outcome]) -> Run:
         @check(name, code, scope="nodes", limit=LIMIT, yields_to=yields_to)
         @wraps(of)
         def run(situation: Situation) -> Outcome:
             meeting = meeting_of(situation)
-            checked = situation.chosen is None or ATTENDANCE in situation.chosen
-            # Without that check, a test of nothing would look like a good one.
-            untested = skipped if checked else could_not_run
+            # Without the check of attendance, a test of nothing would look like a good one.
+            untested = skipped if _runs(situation, ATTENDANCE) else could_not_run
             if meeting.problem is not None:
                 return untested("this node did not meet the others")
             if len(meeting.nodes) < 2:
                 return untested("no other node is here")
-            outcome, absent = of(meeting), len(meeting.nodes) < meeting.expected
-            if absent and not checked and outcome.status is Status.PASS:
-                return could_not_run(f"{of_all(meeting)} are here: {outcome.detail}")
+            outcome = of(meeting)
+            absent = len(meeting.nodes) < meeting.expected and untested is could_not_run
+            if outcome.status is Status.PASS and (absent or _short(outcome.detail)):
+                here = f"{len(meeting.nodes)} of {meeting.expected} nodes are here"
+                return could_not_run(f"{here}: {outcome.detail}")
+            test = meeting.report.reduction
+            if name in REDUCING and outcome.status is Status.SKIPPED and test.reported:
+                return _unless_reported(situation, outcome, test.reported)
             return outcome
 
         return run
@@ -64,9 +74,32 @@ def across_nodes(
     return register
 
 
+def _runs(situation: Situation, name: str) -> bool:
+    return situation.chosen is None or name in situation.chosen
+
+
+def _short(detail: str) -> bool:
+    return any(int(some) < int(all_) for some, all_ in re.findall(r"\b(\d+) of (\d+)\b", detail))
+
+
+def _unless_reported(situation: Situation, outcome: Outcome, checks: Iterable[str]) -> Outcome:
+    """Return that a test was skipped, if one of these checks reports the reason; else report it."""
+    for other in (CHECKS[name].run(situation) for name in checks if _runs(situation, name)):
+        found = any(each.severity > Severity.INFO for each in other.findings)
+        if found or other.status is Status.COULD_NOT_RUN:
+            return outcome
+    untold = failure(
+        f"the job would hang: {outcome.detail}",
+        fix="See which nodes it concerns, and why:",
+        paste=check_line(node_place(situation), situation.nproc),
+        about="reduction",
+    )
+    return judged(f"not tried: {outcome.detail}", [untold])
+
+
 def of_all(meeting: Meeting) -> str:
-    """Say how many of the expected nodes were tested."""
-    return f"{len(meeting.nodes)} of {meeting.expected} nodes"
+    """Say how many nodes were tested."""
+    return count(len(meeting.nodes), "node")
 
 
 def grouped(meeting: Meeting, of: Callable[[Facts], str]) -> dict[str, list[int]]:
@@ -179,16 +212,6 @@ def blame(bad: Iterable[Way], tested: Iterable[Way]) -> list[Blame]:
     return found
 
 
-def translated(meeting: Meeting, index: int) -> tuple[str, ...]:
-    """Return a node's own addresses if the others dial it at a different one; else nothing.
-
-    Then an address is translated between them: NAT, a tunnel, a load balancer, a container.
-    """
-    node = meeting.nodes[index]
-    own = tuple(each for _, _, addresses in node.facts.interfaces for each in addresses)
-    return () if is_loopback(node.address) or node.address in own else own
-
-
 def with_address(meeting: Meeting, index: int, address: str) -> list[int]:
     """Return the other machines that report a node's address as their own."""
     return [
@@ -237,6 +260,7 @@ slower."""
 
 BELOW_TCP = 5  # The same for gloo, against one TCP connection between the same nodes
 IDLE = 0.5  # The idle share of all ranks from which slowness is the network's, not the machines'
+BUSY = 0.2  # The idle share of a rank below which its cores had no time for it
 MAX_RANKS = 64  # With more ranks an all_reduce of a few MiB waits for the many steps of its ring
 
 
@@ -300,8 +324,9 @@ def gloo_reduction(meeting: Meeting) -> Outcome:
         Right: the same environment on every node.
 
     When it stays silent
-        If every rank got the right result. The bus bandwidth is not compared if a node's cores were
-        busy or with more than 64 ranks; the output says so.
+        If every rank got the right result. If there was too little time, with busy cores or slow
+        name lookups, it could not run, which is no error. The bus bandwidth is not compared if a
+        node's cores were busy or with more than 64 ranks; the output says so.
     """
     test = meeting.report.reduction
     if test.unready:
@@ -311,9 +336,11 @@ def gloo_reduction(meeting: Meeting) -> Outcome:
     if not test.world:
         return could_not_run("there were no ranks")
     detail = (
-        f"{test.correct_nodes} of {meeting.expected} nodes, {test.correct} of "
+        f"{test.correct_nodes} of {len(meeting.nodes)} nodes, {test.correct} of "
         f"{count(test.world, 'rank')} reduced correctly"
     )
+    if why := _too_little_time(meeting, test):
+        return could_not_run(f"{detail}: {why}; --timeout gives it more time")
     findings = list(_failed_gloo(meeting, test))
     if test.rounds:
         detail += f", {count(test.rounds, 'time')}"
@@ -343,6 +370,23 @@ def _unready(meeting: Meeting, test: Reduction) -> Outcome:
         nodes=tuple(map(meeting.host, broken)),
     )
     return judged("not tried: torch cannot be imported everywhere", [wrong])
+
+
+def _too_little_time(meeting: Meeting, test: Reduction) -> str:
+    """Return why the ranks that failed had too little time; empty if one had enough."""
+    slow = [node for node in meeting.nodes if node.late]
+    if slow:
+        return f"{slow[0].facts.host} could not finish {slow[0].lost} in time"
+    if not test.wrong or not all(result.late for result in test.wrong):
+        return ""
+    if test.limit < test.asked / 2:
+        return f"only {test.limit:.0f} s were left for it"
+    # torch looks up the names of its peers many times before it reduces.
+    names = [index for index, node in enumerate(meeting.nodes) if node.facts.lookup > SLOW]
+    if names:
+        return f"name lookups are slow on {meeting.hosts(names)}"
+    starved = sorted({each.node for each in test.wrong if each.idle < BUSY})
+    return f"for lack of CPU on {meeting.hosts(starved)}" if starved else ""
 
 
 def _why_not_compared(test: Reduction, least: float) -> str:
@@ -401,7 +445,8 @@ def _failed_gloo(meeting: Meeting, test: Reduction) -> Iterator[Finding]:
     failed = count(test.world - test.correct, "rank")
     message = f"{failed} did not reduce correctly, on {meeting.hosts(sorted({*wrong, *silent}))}"
     yield failure(
-        f"{message if test.correct else 'no rank could reduce'} within {test.limit:.0f} s",
+        (message if test.correct else "no rank could reduce")
+        + (f" within {test.limit:.0f} s" if all(each.late for each in test.wrong) else ""),
         evidence=tuple(evidence),
         fix="See the first error: a job would end with it. gloo prints more about it with:",
         paste="export TORCH_CPP_LOG_LEVEL=INFO TORCH_DISTRIBUTED_DEBUG=INFO",

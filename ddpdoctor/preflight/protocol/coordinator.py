@@ -33,7 +33,7 @@ from ddpdoctor.preflight.protocol.messages import (
     unpack_facts,
 )
 from ddpdoctor.preflight.protocol.pairs import STALLS, Dialled, NodePair, Speed, Target
-from ddpdoctor.preflight.protocol.wire import Link, WireError, unpacked
+from ddpdoctor.preflight.protocol.wire import Late, Link, WireError, unpacked
 from ddpdoctor.preflight.selftest.collectives import LATE
 from ddpdoctor.preflight.selftest.ranks import AGAIN
 from ddpdoctor.run.records.base import as_json
@@ -63,19 +63,23 @@ class Member:
     Attributes:
         address: Where its connection comes from.
         reached: The address of this machine that it reached.
+        called: The address that it called, which differs if it is translated on the way.
         offset: Seconds by which the coordinator's clock is ahead of the node's.
         uncertainty: Half a round trip of that estimate, in seconds.
         lost: The phase in which it went away; empty while it is here. ``why`` is the reason.
+        late: Whether it is still connected, and only gave no answer in time.
     """
 
     link: Link
     facts: Facts
     address: str
     reached: str
+    called: str
     offset: float
     uncertainty: float
     lost: str = ""
     why: str = ""
+    late: bool = False
 
 
 class Coordinator:
@@ -127,7 +131,7 @@ class Coordinator:
     async def gather(self, until: float) -> list[Member]:
         """Wait for all nodes, or for the monotonic time until which they may come.
 
-        Return the nodes that came, ordered by node rank. Nodes without one come last.
+        Return the nodes that came, as torchrun orders them. Those without a node rank come last.
         """
         while time.monotonic() < until and not self._given_up:
             with contextlib.suppress(asyncio.TimeoutError):
@@ -146,7 +150,10 @@ class Coordinator:
         self._gathered.set()
         # A watch holds the reading side of its connection until it has ended.
         await asyncio.gather(*self._watches)
-        self.members.sort(key=lambda each: (each.facts.rank is None, each.facts.rank or 0))
+        # With c10d, torchrun goes by the names in place of the node ranks.
+        self.members.sort(
+            key=lambda each: (each.facts.master, each.facts.rank is None, each.facts.rank or 0)
+        )
         return self.members
 
     def give_up(self) -> None:
@@ -183,6 +190,7 @@ class Coordinator:
                 answer = unpacked(Answer, await member.link.receive(seconds))
             except (WireError, ValueError) as error:
                 member.lost, member.why = phase, str(error)
+                member.late = isinstance(error, Late)
                 return
             if answer.failed:
                 member.lost, member.why = phase, answer.failed
@@ -281,7 +289,10 @@ class Coordinator:
                 return None
             if "facts" in message:
                 facts = unpack_facts(message["facts"])
-                return Member(link, facts, address, reached, hello.offset, hello.uncertainty)
+                called = hello.called or reached
+                return Member(
+                    link, facts, address, reached, called, hello.offset, hello.uncertainty
+                )
             await link.send(Welcome(time=time.time()))
         return None
 
@@ -368,14 +379,19 @@ DialCell = tuple[int, int, str]
 
 @dataclass
 class Phases:
-    """One check of the nodes, as its coordinator runs it, until the monotonic deadline."""
+    """One check of the nodes, as its coordinator runs it, until the monotonic deadline.
+
+    ``machine`` is the coordinator's own, see :class:`~messages.Facts`.
+    """
 
     coordinator: Coordinator
+    machine: str
     nnodes: int
     port: int
     deadline: float
     scale: float = 1.0
     soak: float = 0.0
+    lost_names: tuple[tuple[int, tuple[str, ...], str], ...] = ()
 
     @property
     def _members(self) -> list[Member]:
@@ -391,8 +407,9 @@ class Phases:
         gathered = round(time.monotonic() - began, 3)
         rosters = {i: Order("roster", index=i, token=here.token) for i in range(len(members))}
         await here.ask(rosters, "the roster", 10 * self.scale)
+        self.lost_names = await self._lost_names()
         dials = await self._dials()
-        reason = self._why_no_reduction(dials)
+        reason, reported = self._why_no_reduction(dials)
         # Importing torch keeps the cores busy, and would be taken for a slow link.
         unready = await self._settle(needed=not reason)
         if any(why == LATE for _, why, _ in unready):
@@ -400,10 +417,11 @@ class Phases:
         else:
             speed = await self._speeds({(i, j) for i, j, kind in dials if kind == "route"})
         folder = await self._folder()
-        reason = reason or self._why_no_reduction(dials)
+        if not reason:
+            reason, reported = self._why_no_reduction(dials)
         if unready:
             reason = reason or "not all ranks have torch"
-        reduction = Reduction(skipped=reason, unready=tuple(unready))
+        reduction = Reduction(skipped=reason, reported=reported, unready=tuple(unready))
         if not reason:
             reduction = await self._reduction(dials)
         # The checks of each machine run beside all of this.
@@ -413,7 +431,7 @@ class Phases:
         none = Answer()
         report = Report(
             expected=self.nnodes,
-            nodes=tuple(_node(member, members) for member in members),
+            nodes=tuple(map(self._node, members)),
             rejected=tuple(here.rejected),
             rejected_calls=here.rejected_calls,
             surplus=tuple(here.surplus[:32]),
@@ -422,11 +440,26 @@ class Phases:
             speed=speed,
             folder=folder,
             reduction=reduction,
+            lost_names=self.lost_names,
             verdicts=tuple(verdicts.get(i, none).verdict for i in range(len(members))),
             gathered=gathered,
         )
         limit = max(1.0, min(END_TIMEOUT * self.scale, self._left()))
         await here.send_all(Order("end", report=report), limit)
+
+    async def _lost_names(self) -> tuple[tuple[int, tuple[str, ...], str], ...]:
+        """Return the nodes that do not find the first one by the name that torchrun gives them."""
+        first = next(iter(self._members), None)
+        if first is None or not first.facts.master:
+            return ()
+        order = Order("resolve", host=first.facts.master)
+        answers = await self.coordinator.ask_all(order, "looking up a name", 30 * self.scale)
+        return tuple(
+            (index, answer.addresses, answer.error)
+            for index, answer in sorted(answers.items())
+            if self._members[index].facts.machine != first.facts.machine
+            and not {*answer.addresses} & {*_own(first)}
+        )
 
     async def _dials(self) -> dict[DialCell, Dialled]:
         """Let every node dial every other. Return the connections that failed twice."""
@@ -449,7 +482,7 @@ class Phases:
                 break
             for cell in stalled.keys() - left.keys():
                 again[cell] = replace(again[cell], passes=mss + 40)
-        return again
+        return {cell: replace(each, address=wanted[cell].address) for cell, each in again.items()}
 
     async def _dial(self, wanted: Mapping[DialCell, Target]) -> dict[DialCell, Dialled]:
         """Let all nodes dial at once. Return the connections that failed."""
@@ -537,26 +570,39 @@ class Phases:
         seen = tuple(index for index in others if index in answers and answers[index].seen)
         return Folder(asked, "", seen, tuple(answers[index].listing for index in sorted(answers)))
 
-    def _why_no_reduction(self, dials: Mapping[DialCell, Dialled]) -> str:
-        """Return the known reason why a reduction across the nodes would only hang."""
+    def _why_no_reduction(self, dials: Mapping[DialCell, Dialled]) -> tuple[str, tuple[str, ...]]:
+        """Return why a reduction would only hang, and the checks that report it; empty if none."""
         members = self._members
         facts = [member.facts for member in members]
         ranks = [each.rank for each in facts if each.rank is not None]
         closed = any(
-            result.outcome in STALLS or gloo_dials(facts[i].gloo_address, facts[j].gloo_address)
-            for (i, j, kind), result in dials.items()
-            if kind != "nccl"
+            result.address == facts[j].gloo_address
+            and (result.outcome in STALLS or gloo_dials(facts[i], facts[j]))
+            for (i, j, _), result in dials.items()
         )
-        reasons = {
-            "not asked for on every node": not all(each.reduces for each in facts),
-            f"{len(members)} of {self.nnodes} nodes are here": len(members) < self.nnodes,
-            "a node went away": any(member.lost for member in members),
-            "the nodes do not agree on their number": len({each.nnodes for each in facts}) > 1,
-            "two nodes have one node rank": len(set(ranks)) < len(ranks),
-            "gloo would not start on every node": not all(each.gloo_address for each in facts),
-            "not all nodes reach each other as gloo will dial them": closed,
-        }
-        return next((reason for reason, holds in reasons.items() if holds), "")
+        here = f"{len(members)} of {self.nnodes} nodes are here"
+        number = "the nodes do not agree on their number"
+        dialled = "not all nodes reach each other as gloo will dial them"
+        reasons = (
+            (not all(each.reduces for each in facts), "not asked for on every node", ()),
+            (len(members) < self.nnodes, here, ("nodes",)),
+            (any(member.lost for member in members), "a node went away", ("nodes",)),
+            (len({each.nnodes for each in facts}) > 1, number, ("same-job",)),
+            (len(set(ranks)) < len(ranks), "two nodes have one node rank", ("same-job",)),
+            (
+                not all(each.gloo_address for each in facts),
+                "gloo would not start on every node",
+                ("gloo-addresses",),
+            ),
+            (bool(self.lost_names), "not all nodes find the first by name", ("gloo-addresses",)),
+            (
+                len({":" in each.gloo_address for each in facts}) > 1,
+                "gloo has IPv6 on some nodes and IPv4 on others",
+                ("gloo-addresses",),
+            ),
+            (closed, dialled, ("links", "packet-size", "gloo-addresses")),
+        )
+        return next(((words, checks) for holds, words, checks in reasons if holds), ("", ()))
 
     async def _reduction(self, dials: Mapping[DialCell, Dialled]) -> Reduction:
         members = self._members
@@ -592,6 +638,7 @@ class Phases:
         return Reduction(
             world=order.world,
             limit=order.limit,
+            asked=most,
             correct=len(results) - len(wrong),
             correct_nodes=len(answers.keys() - {result.node for result in wrong}),
             bus=min((result.bus for result in results), default=0.0),
@@ -604,12 +651,39 @@ class Phases:
     def _targets(self, source: int, target: int) -> dict[str, Target]:
         """Return where a node dials another, by the kind of the address."""
         here, there = self._members[source], self._members[target]
-        address = there.address
-        if is_loopback(address) and not is_loopback(here.address):
-            # The coordinator's own machine: use the address that the dialling node reached.
+        address, _ = self._addresses(there)
+        if self._is_here(there) and not self._is_here(here) and here.reached in _own(there):
+            # The coordinator's own machine may have several: use the one that this node reached.
             address = here.reached
         found = dialled_at(here.facts, there.facts, address)
         return {kind: Target(target, each, there.facts.pair_port) for kind, each in found.items()}
+
+    def _is_here(self, member: Member) -> bool:
+        return is_loopback(member.address) and member.facts.machine == self.machine
+
+    def _addresses(self, member: Member) -> tuple[str, str]:
+        """Return where the others dial a node, and where it is seen if that is no address of it."""
+        own, seen, reached = _own(member), member.address, ""
+        away = [each for each in self._members if not self._is_here(each)]
+        if self._is_here(member) and away:
+            seen, reached = away[0].called, away[0].reached
+        if seen in own or not own or (self._is_here(member) and not away):
+            return seen, ""
+        known = (reached, member.facts.gloo_address, *own)
+        # A tunnel that ends on a machine's loopback says nothing about its other addresses.
+        outside = "" if self._is_here(member) and is_loopback(seen) else seen
+        return next(each for each in known if each in own), outside
+
+    def _node(self, member: Member) -> Node:
+        address, outside = self._addresses(member)
+        node = Node(member.facts, address, outside, member.offset, member.uncertainty)
+        return replace(node, lost=member.lost, why=member.why, late=member.late)
+
+
+def _own(member: Member) -> tuple[str, ...]:
+    """Return a node's addresses beyond the loopback, those that lead only to its own link last."""
+    found = [each for _, _, addresses in member.facts.interfaces for each in addresses]
+    return tuple(sorted(found, key=lambda each: each.startswith(("fe80:", "169.254."))))
 
 
 def nccl_report(results: Sequence[RankResult]) -> NcclReport:
@@ -663,11 +737,3 @@ def _judged(measured: Mapping[NodePair, Speed], confirmed: set[NodePair]) -> Spe
         slow=tuple((*each, measured[each].rtt, measured[each].bandwidth) for each in slow[:256]),
         cells=tuple(measured) if slow or lossy else (),
     )
-
-
-def _node(member: Member, members: Sequence[Member]) -> Node:
-    address = member.address
-    if is_loopback(address):
-        reached = (other.reached for other in members if not is_loopback(other.reached))
-        address = next(reached, address)
-    return Node(member.facts, address, member.offset, member.uncertainty, member.lost, member.why)

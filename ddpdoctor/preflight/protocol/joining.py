@@ -25,6 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from ddpdoctor.core.formatting import shown
 from ddpdoctor.preflight.machine.network import resolve
 from ddpdoctor.preflight.protocol import wire
 from ddpdoctor.preflight.protocol.messages import Hello, Welcome
@@ -137,16 +138,25 @@ async def call_once(address: str, port: int, key: bytes, hostname: str) -> Call:
 
 
 async def _introduce(link: Link, address: str, key: bytes, hostname: str) -> Call:
-    challenge = None
-    try:
-        greeting = link.reader.readexactly(wire.GREETING_BYTES)
-        challenge = wire.challenge_in(await asyncio.wait_for(greeting, GREETING_TIMEOUT))
-    except asyncio.TimeoutError:
-        raise CallError(Problem("silent", address)) from None
-    except (OSError, asyncio.IncompleteReadError):
-        pass
+    line = b""
+    # SSH says less than a coordinator, and then waits as well.
+    with contextlib.suppress(OSError), wire.ProcessClock() as clock:
+        while len(line) < wire.GREETING_BYTES and not line.endswith(b"\n"):
+            reading = link.reader.read(wire.GREETING_BYTES - len(line))
+            try:
+                part = await clock.within(reading, GREETING_TIMEOUT)
+            except TimeoutError:
+                if not line:
+                    raise CallError(Problem("silent", address)) from None
+                break
+            if not part:
+                break
+            line += part
+    challenge = wire.challenge_in(line)
     if challenge is None:
-        raise CallError(Problem("other service", address))
+        said = shown(line.decode("latin-1").strip())
+        words = f"it says {said!r}" if said else ""
+        raise CallError(Problem("other service", address, words))
 
     async def ask(hello: Hello) -> Welcome:
         await link.send(hello)

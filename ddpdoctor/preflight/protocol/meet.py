@@ -17,7 +17,7 @@ import selectors
 import socket
 import subprocess
 import time
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
@@ -39,6 +39,7 @@ from ddpdoctor.preflight.protocol.joining import Call, CallError, Goal, Kind, Pr
 from ddpdoctor.preflight.protocol.messages import (
     Answer,
     Facts,
+    Hello,
     Node,
     Order,
     Report,
@@ -58,6 +59,7 @@ from ddpdoctor.preflight.situation import (
     text,
     visible_gpus,
 )
+from ddpdoctor.run.records.base import as_json
 
 # -- what a node reports about itself, and what it does for the coordinator until the end
 
@@ -175,12 +177,20 @@ def gather_facts(situation: Situation, place: NodePlace, pair_port: int, *, redu
         gloo_address=gloo_address,
         gloo_why=gloo_why,
         nccl_address=network.nccl_address(situation),
+        others=network.further_addresses(situation),
+        lookup=situation.shared(network.own_name).seconds,
+        master=_announced(situation, place),
         interfaces=tuple(
             (each.name, each.mtu, each.addresses)
             for each in situation.shared(network.interfaces)
             if each.running
             and wire.fits(each.name, wire.Interface)
             and any(not network.is_loopback(address) for address in each.addresses)
+        ),
+        down=tuple(
+            each.name
+            for each in situation.shared(network.interfaces)
+            if not each.running and not each.loopback and wire.fits(each.name, wire.Interface)
         ),
         pair_port=pair_port,
         reduces=reduces,
@@ -204,6 +214,13 @@ def gather_facts(situation: Situation, place: NodePlace, pair_port: int, *, redu
         changes=changes,
         folder=str(folder) if folder and str(folder).isprintable() else "",
     )
+
+
+def _announced(situation: Situation, place: NodePlace) -> str:
+    """Return the MASTER_ADDR that torchrun makes on this node; empty if it takes the endpoint's."""
+    if not place.elastic:
+        return ""
+    return shown(place.local_addr or situation.shared(network.full_name).name)
 
 
 def host_of(situation: Situation) -> str:
@@ -264,7 +281,35 @@ def _git(folder: Path, *words: str) -> bytes:
 MAX_FINDINGS, MAX_SAID = 16, 500
 """The most findings of a machine that others are shown, and characters of each."""
 
+NAMES, OTHERS = "looking up names", "waiting for the other nodes"
+
+STAGES = {
+    "resolve": NAMES,
+    "dial": "connecting to the other nodes",
+    "settle": "importing torch",
+    "speed": "measuring links",
+    "folder": "looking into the checkpoint directory",
+    "reduce": "reducing",
+    "verdict": "the checks of this machine",
+}
+"""What a node does, by the order."""
+
 POLL_INTERVAL = 0.2  # Seconds between checks that the coordinator is still there
+
+
+class Stages:
+    """How long each stage of the meeting took on this node, in seconds."""
+
+    def __init__(self) -> None:
+        self.took: dict[str, float] = {}
+        self._stage, self._began = "", time.monotonic()
+
+    def begin(self, stage: str) -> None:
+        """End the stage before, and begin another one."""
+        now = time.monotonic()
+        if self._stage:
+            self.took[self._stage] = self.took.get(self._stage, 0.0) + now - self._began
+        self._stage, self._began = stage, now
 
 
 @dataclass
@@ -273,6 +318,7 @@ class Worker:
 
     Attributes:
         index: This node's index; -1 until it is known.
+        master: The address at which the ranks find the first one, if that is not the endpoint.
         written: The token of the file that this node has written into the checkpoint directory.
     """
 
@@ -283,7 +329,9 @@ class Worker:
     ranks: Ranks
     verdicts: Verdicts = field(default_factory=Verdicts)
     index: int = -1
+    master: str = ""
     written: str = ""
+    stages: Stages = field(default_factory=Stages)
 
     async def run(self, deadline: float) -> Report:
         """Carry out orders until the coordinator sends its report, or until the monotonic deadline.
@@ -293,9 +341,8 @@ class Worker:
             CallError: It goes on without this node.
         """
         link, call = self.call.link, self.call
-        await link.send(
-            {"facts": self.facts, "offset": call.offset, "uncertainty": call.uncertainty}
-        )
+        hello = Hello(called=call.address, offset=call.offset, uncertainty=call.uncertainty)
+        await link.send({**as_json(hello), "facts": self.facts})
         try:
             while True:
                 left = max(0.1, deadline - time.monotonic())
@@ -308,7 +355,9 @@ class Worker:
                         await link.send(Answer())
                     return order.report
                 try:
+                    self.stages.begin(STAGES.get(order.do, OTHERS))
                     answer = await self._while_connected(self._do(order))
+                    self.stages.begin(OTHERS)
                 except OSError as error:
                     # Too many open files, for example. Node 0 reports it to all.
                     answer = Answer(failed=_error_words(error))
@@ -343,6 +392,11 @@ class Worker:
         if order.do == "roster":
             self.index = order.index
             self.listener.admit(order.index, pairs.pair_token(order.token.encode()))
+        elif order.do == "resolve":
+            found = await asyncio.to_thread(resolve, order.host)
+            allowed = [each for each in found.addresses if self._may_be_node(each)]
+            self.master = next(iter(allowed), "")
+            return Answer(addresses=found.addresses[:16], error=found.problem)
         elif order.do == "dial":
             return Answer(dialled=await self._dial(order.targets))
         elif order.do == "verdict":
@@ -373,7 +427,7 @@ class Worker:
     def _of_rank(self, order: Order, local: int) -> dict[str, Any]:
         same = ("port", "world", "limit", "stage_limit", "patience", "node_of", "soak")
         return {
-            "host": self.place.host,
+            "host": self.master or self.place.host,
             "rank": order.first + local,
             "local_rank": local,
             "stages": "nccl" if order.nccl else "",
@@ -381,8 +435,11 @@ class Worker:
         }
 
     def _allows(self, target: Target) -> bool:
+        return target.port >= 1024 and self._may_be_node(target.address)
+
+    def _may_be_node(self, address: str) -> bool:
         """Return whether another node may be there. A fake node 0 may name any address."""
-        return target.port >= 1024 and network.may_be_node(target.address, self.call.address)
+        return network.may_be_node(address, self.call.address)
 
     def _in_folder(self, folder: Path, order: Order) -> Answer:
         """Test whether all nodes see a file that one of them writes."""
@@ -497,10 +554,11 @@ class Meeting:
         place: This node's place in the job.
         own: The index of this node in ``nodes``; -1 if it is not among them.
         problem: Why this node did not meet the others; None if it did.
-        holder: Whether this node should coordinate.
+        holder: Whether this node should coordinate, and cannot listen.
         foreign: The endpoint's addresses, if this is node rank 0 and they are not its own.
         own_endpoint: Whether the endpoint is this machine, and it is not node rank 0.
         report: The coordinator's report.
+        took: The seconds of each stage so far, if there was no time for all of them.
     """
 
     place: NodePlace
@@ -510,6 +568,7 @@ class Meeting:
     foreign: tuple[str, ...] = ()
     own_endpoint: bool = False
     report: Report = field(default_factory=Report)
+    took: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -585,7 +644,8 @@ async def _until_cancelled(situation: Situation) -> Meeting:
             situation.say(words)
 
     asyncio.get_running_loop().set_exception_handler(fault)
-    meeting = asyncio.ensure_future(_meet(situation))
+    stages = Stages()
+    meeting = asyncio.ensure_future(_meet(situation, stages))
     try:
         while not meeting.done() and situation.deadline.left() > 0:
             await asyncio.wait({meeting}, timeout=POLL_INTERVAL)
@@ -594,9 +654,11 @@ async def _until_cancelled(situation: Situation) -> Meeting:
             meeting.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await meeting
-    if meeting.cancelled():
-        return Meeting(node_place(situation), problem=Problem("time"))
-    return meeting.result()
+    met = None if meeting.cancelled() else meeting.result()
+    stages.begin("")
+    if met is None or (met.problem is not None and met.problem.kind == "time"):
+        return Meeting(node_place(situation), problem=Problem("time"), took=stages.took)
+    return met
 
 
 async def _end(*tasks: asyncio.Future[Any]) -> None:
@@ -612,7 +674,7 @@ async def _end(*tasks: asyncio.Future[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _meet(situation: Situation) -> Meeting:
+async def _meet(situation: Situation, stages: Stages) -> Meeting:
     began = time.monotonic()
     options = situation.options
     place = node_place(situation)
@@ -623,11 +685,15 @@ async def _meet(situation: Situation) -> Meeting:
         port = await listener.open()
         if reduces:
             await ranks.start(situation.nproc)
+        stages.begin(NAMES)
         facts = await asyncio.to_thread(gather_facts, situation, place, port, reduces=reduces)
         goal = Goal(place.host, place.port, key_of(place.rdzv_id), host_of(situation), place.rank)
         gather_until = began + min(GATHER_TIMEOUT * options.scale, options.timeout / 2)
         deadline = time.monotonic() + situation.deadline.left()
-        node = Participant(situation, place, goal, facts, listener, ranks, gather_until, deadline)
+        stages.begin(OTHERS)
+        node = Participant(
+            situation, place, goal, facts, listener, ranks, gather_until, deadline, stages
+        )
         return await node.meet()
     finally:
         await listener.close()
@@ -646,6 +712,7 @@ class Participant:
     ranks: Ranks
     gather_until: float
     deadline: float
+    stages: Stages
 
     async def meet(self) -> Meeting:
         """Meet the others in the role that this node has."""
@@ -677,7 +744,13 @@ class Participant:
         here = Coordinator(listening, self.goal.key, self.place.nnodes, options.scale)
         await here.open()
         phases = Phases(
-            here, self.place.nnodes, self.place.port, self.deadline, options.scale, options.soak
+            here,
+            self.facts.machine,
+            self.place.nnodes,
+            self.place.port,
+            self.deadline,
+            options.scale,
+            options.soak,
         )
         lead = asyncio.ensure_future(phases.run(self.gather_until))
         work = asyncio.ensure_future(self._work_here())
@@ -691,7 +764,7 @@ class Participant:
             if scout.done() and (call := scout.result()) is not None:
                 return await self._work(call)
             foreign = () if at_home else addresses
-            return replace(await work, holder=True, foreign=foreign)
+            return replace(await work, foreign=foreign)
         finally:
             await _end(lead, work, scout, reminder)
             await here.close()
@@ -716,7 +789,7 @@ class Participant:
             with contextlib.suppress(CallError):
                 return await self._work(await self._call_here())
             await asyncio.sleep(SCOUT_INTERVAL)
-        return await self._work(await self._call_here())
+        return Meeting(self.place, problem=Problem("time"))
 
     async def _say_who_is_missing(self, here: Coordinator) -> None:
         """Tell a person after a while who is waited for."""
@@ -773,11 +846,14 @@ class Participant:
     async def _work(self, call: Call) -> Meeting:
         """Carry out the coordinator's orders, until it sends its report."""
         own = self.situation.verdicts
-        worker = Worker(call, self.place, self.facts, self.listener, self.ranks, own)
+        worker = Worker(
+            call, self.place, self.facts, self.listener, self.ranks, own, stages=self.stages
+        )
         try:
             report = await worker.run(self.deadline)
         except WireError as error:
-            return Meeting(self.place, problem=Problem("gone", words=str(error)))
+            kind: Kind = "time" if time.monotonic() >= self.deadline else "gone"
+            return Meeting(self.place, problem=Problem(kind, words=str(error)))
         except CallError as error:
             return Meeting(self.place, problem=error.problem)
         finally:

@@ -28,7 +28,12 @@ class Facts(Part):
         gloo_address: The address gloo gives to the other nodes; empty if gloo would not start.
         gloo_why: What gloo chose it by, or why gloo would not start.
         nccl_address: The same of NCCL; empty without a GPU as well.
+        lookup: Seconds that it takes to look up the name of this node.
+        master: What torchrun would give to all ranks as MASTER_ADDR if it chose this node as its
+            first; empty if that is the endpoint.
+        others: More addresses that gloo or NCCL will use, of further interfaces.
         interfaces: Its interfaces except loopback: name, MTU, addresses.
+        down: Its interfaces that are down or have no carrier.
         pair_port: The port of its listener.
         reduces: Whether it takes part in the collective test.
         no_nccl: Why NCCL cannot be tested on it.
@@ -48,7 +53,11 @@ class Facts(Part):
     gloo_address: wire.Address
     gloo_why: str
     nccl_address: wire.Address
+    others: tuple[wire.Address, ...]
+    lookup: float
+    master: wire.Printable
     interfaces: tuple[tuple[wire.Interface, int, tuple[wire.Address, ...]], ...]
+    down: tuple[wire.Interface, ...]
     pair_port: wire.Port
     reduces: bool
     gpus: wire.Count
@@ -102,6 +111,7 @@ class RankResult(Part):
 
     Attributes:
         ok: Whether gloo reduced correctly.
+        late: Whether it failed for lack of time alone.
         bus: Bandwidth of each link.
         idle: The share of the time in which its cores were idle.
         rounds: How often gloo's all_reduce was repeated.
@@ -111,6 +121,7 @@ class RankResult(Part):
     rank: int = -1
     ok: bool = False
     error: str = ""
+    late: bool = False
     bus: float = 0.0
     idle: float = 0.0
     rounds: int = 0
@@ -142,20 +153,25 @@ class Verdict(Part):
 
 @dataclass(frozen=True, slots=True)
 class Node(Part):
-    """A node that came, and the address where its connection came from.
+    """A node that came.
 
     Attributes:
+        address: The address at which the other nodes dial it. It has that address itself.
+        outside: Where it is seen instead, if its address is translated on the way; else empty.
         offset: How far the coordinator's clock is ahead of the node's.
         uncertainty: Half a round trip of that estimate.
         lost: The phase in which it went away; empty if it stayed. ``why`` is the reason.
+        late: Whether it is still connected, and only gave no answer in time.
     """
 
     facts: Facts
     address: wire.Address
+    outside: wire.Address = ""
     offset: float = 0.0
     uncertainty: float = 0.0
     lost: str = ""
     why: str = ""
+    late: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,8 +260,9 @@ class Reduction(Part):
 
     Attributes:
         skipped: Why there was none.
+        reported: The checks that report this reason.
         unready: Nodes without torch: which, why, and how long they were waited for.
-        limit: Seconds that gloo had.
+        limit: Seconds that gloo had, and ``asked`` those that it should have.
         correct: Ranks on which gloo reduced correctly.
         correct_nodes: Nodes on which it did so on all ranks.
         bus: The lowest of all ranks, as ``idle`` and ``rounds``.
@@ -254,9 +271,11 @@ class Reduction(Part):
     """
 
     skipped: str = ""
+    reported: tuple[wire.Word, ...] = ()
     unready: tuple[tuple[wire.Index, str, float], ...] = ()
     world: int = 0
     limit: float = 0.0
+    asked: float = 0.0
     correct: int = 0
     correct_nodes: int = 0
     bus: float = 0.0
@@ -276,8 +295,10 @@ class Report(Part):
         rejected_calls: How many calls came from them.
         surplus: Callers that came when all nodes were there.
         blocked: Callers for which the rendezvous port is closed.
-        bad: From, to, at which address (``route``, ``gloo``, ``nccl``), and the result, of
-            connections that failed twice.
+        bad: From, to, at which address (``route``, ``gloo``, ``nccl``, ``other 0``), and the
+            result, of connections that failed twice.
+        lost_names: Nodes that do not find the first one by the name that torchrun gives them,
+            the addresses of that name there, and why there are none.
         verdicts: By node.
         gathered: How long the nodes were waited for.
     """
@@ -292,6 +313,7 @@ class Report(Part):
     speed: Speeds = field(default_factory=Speeds)
     folder: Folder = field(default_factory=Folder)
     reduction: Reduction = field(default_factory=Reduction)
+    lost_names: tuple[tuple[wire.Index, tuple[wire.Address, ...], str], ...] = ()
     verdicts: tuple[Verdict, ...] = ()
     gathered: float = 0.0
 
@@ -305,6 +327,7 @@ class Hello(Part):
 
     Attributes:
         blocked: Why the rendezvous port is closed for a caller at the side door.
+        called: The address of the coordinator that was called.
         offset: How far the coordinator's clock is ahead of the node's.
         uncertainty: Half a round trip of that estimate.
     """
@@ -314,6 +337,7 @@ class Hello(Part):
     host: wire.Host = ""
     rank: wire.Rank = None
     blocked: wire.Word = ""
+    called: wire.Address = ""
     offset: float = 0.0
     uncertainty: float = 0.0
 
@@ -345,10 +369,11 @@ class Order(Part):
     """From the coordinator to a node: what to do.
 
     Attributes:
-        do: ``roster``, ``dial``, ``settle``, ``speed``, ``folder``, ``reduce``, ``verdict``,
-            ``leave``, ``end``.
+        do: ``roster``, ``resolve``, ``dial``, ``settle``, ``speed``, ``folder``, ``reduce``,
+            ``verdict``, ``leave``, ``end``.
         index: The node's own index, of a roster.
         token: Proves to other nodes that it is of this check. Names the file in the directory.
+        host: What to resolve.
         targets: Whom to dial; of ``speed`` one.
         needed: Whether the ranks have to import torch.
         limit: Seconds for the order.
@@ -364,6 +389,7 @@ class Order(Part):
     do: wire.Word = ""
     index: wire.Index = -1
     token: wire.Hexadecimal = ""
+    host: wire.Printable = ""
     targets: tuple[Target, ...] = ()
     needed: bool = False
     limit: float = 0.0
@@ -388,7 +414,8 @@ class Answer(Part):
         dialled: In the order of the targets.
         unready: Why not all of its ranks have imported torch.
         speed: The measured link.
-        error: Why the file in the checkpoint directory was not written.
+        addresses: Those of the name.
+        error: Why it has none, or why the file in the checkpoint directory was not written.
         seen: Whether that file is in its checkpoint directory.
         listing: A hash of what is in that directory.
         ranks: The collective test.
@@ -399,6 +426,7 @@ class Answer(Part):
     dialled: tuple[Dialled, ...] = ()
     unready: str = ""
     speed: Speed | None = None
+    addresses: tuple[wire.Address, ...] = ()
     error: str = ""
     seen: bool = False
     listing: wire.Hexadecimal = ""

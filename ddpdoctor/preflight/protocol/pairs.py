@@ -289,6 +289,7 @@ Outcome = Literal[
     "dropped",  # no answer at all to the connection
     "refused",  # the machine, or a firewall, answers that there is no such port
     "unreachable",  # the network says that there is no route, or that it is prohibited
+    "no route",  # the dialling node has no route to it
     "no host",  # the same, after no machine answered ARP
     "no files",  # the dialling node may open no more files
     "silent",  # connected, and then nothing
@@ -299,7 +300,8 @@ Outcome = Literal[
 ]
 
 _OUTCOMES: dict[Closed, Outcome] = {
-    "refused": "refused", "dropped": "dropped", "no host": "no host", "no files": "no files"
+    "refused": "refused", "dropped": "dropped", "no host": "no host", "no files": "no files",
+    "no route": "no route",
 }  # fmt: skip
 """The outcome by why there is no connection. Everything else is `unreachable`."""
 
@@ -329,12 +331,14 @@ class Dialled(Part):
         seconds: Until the outcome was known. 0 for ``ok``: most of n² results are.
         error: The kernel's error message.
         passes: Bytes of the largest packets that pass where 64 KiB do not; 0 if none do.
+        address: The address that was dialled. The coordinator fills it in.
     """
 
     outcome: str = ""
     seconds: float = 0.0
     error: str = ""
     passes: int = 0
+    address: Address = ""
 
 
 def pair_token(token: bytes) -> bytes:

@@ -203,6 +203,10 @@ class WireError(Exception):
     """The other side is gone, or does not speak the protocol."""
 
 
+class Late(WireError):
+    """No message came in time."""
+
+
 def packed(message: Message) -> bytes:
     """Encode a message, with its length in front."""
     data = json.dumps(message, separators=(",", ":"), default=as_json).encode()
@@ -237,7 +241,7 @@ class Link:
         try:
             return await asyncio.wait_for(self._receive(most), seconds)
         except asyncio.TimeoutError:
-            raise WireError(f"no answer within {seconds:.0f} s") from None
+            raise Late(f"no answer within {seconds:.0f} s") from None
         except asyncio.IncompleteReadError:
             raise WireError("the connection was closed") from None
         except (OSError, ValueError) as error:

@@ -450,7 +450,7 @@ async def _reduce(
     assert process.stdin is not None and process.stdout is not None
     ends = time.monotonic() + limit
     answer: dict[str, Any] = {"rank": order["rank"], "more": True}
-    why = ""
+    why, late = "", False
     try:
         process.stdin.write(json.dumps(order).encode() + b"\n")
         await process.stdin.drain()
@@ -459,7 +459,7 @@ async def _reduce(
             # An empty line, at the end of the output, raises ValueError.
             answer = opening.loads(await asyncio.wait_for(process.stdout.readline(), left))
     except asyncio.TimeoutError:
-        why = f"no result within {limit:.0f} s"
+        why, late = f"no result within {limit:.0f} s", True
     except (OSError, ValueError):
         why = "the rank ended without a result"
         with contextlib.suppress(asyncio.TimeoutError):
@@ -472,7 +472,7 @@ async def _reduce(
     # What the rank knew before it ended or hung still counts. Only what it was doing failed.
     stages = result.stages
     if stages is None:
-        return replace(result, ok=False, error=result.error or why)
+        return replace(result, ok=False, error=result.error or why, late=late)
     doing = answer["stages"].get("doing")
     if not isinstance(doing, dict):
         return result

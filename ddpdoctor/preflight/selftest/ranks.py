@@ -67,6 +67,7 @@ def report(**facts: object) -> None:
 def main() -> None:
     """Carry out one order."""
     global _out
+    _die_with_parent()
     # Keep stdout for answers: libraries print to it, NCCL in pieces of any size.
     _out = os.dup(1)
     os.dup2(2, 1)
@@ -291,7 +292,7 @@ def prepare(backend: str) -> None:
 
 
 def _die_with_parent() -> None:
-    """Let the kernel kill this rank when the process that forked it ends. Linux only."""
+    """Let the kernel kill this process when the one that started it ends. Linux only."""
     import ctypes
 
     if sys.platform == "linux":
@@ -359,11 +360,13 @@ def _rank_of_machine(
 def _rank_of_nodes(order: Order) -> None:
     """Test gloo, then the stages, and report what is known so far."""
     answer: dict[str, Any] = {"rank": order["rank"]}
-    ends = time.monotonic() + order["patience"]
+    began, cores = time.monotonic(), _Cores()
+    ends = began + order["patience"]
     try:
         answer |= _gloo(order)
     except Exception as error:
-        answer |= {"ok": False, "error": _one_line(error)}
+        late = time.monotonic() - began >= order["limit"]
+        answer |= {"ok": False, "error": _one_line(error), "late": late, "idle": cores.idle()}
     if order["stages"] and answer["ok"]:
 
         def known(stages: dict[str, Any]) -> None:
