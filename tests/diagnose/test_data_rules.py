@@ -362,7 +362,7 @@ def test_a_rank_that_left_an_epoch_early_is_in_another_one(
 def test_a_sampler_divides_data_sets_of_other_lengths(
     samplers: list[str], lengths: tuple[int, int], expected: int
 ) -> None:
-    def read(rank: int, **facts: object) -> list[JsonObject]:
+    def read(rank: int, **facts: Any) -> list[JsonObject]:
         shard = {"rank": rank, "num_replicas": 2} if samplers[rank].startswith("D") else {}
         sampler = {"name": samplers[rank], **shard}
         drawn_here = list(range(rank, 64, 2))
