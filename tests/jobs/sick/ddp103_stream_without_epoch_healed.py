@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 
-class Stream(IterableDataset[Tensor]):
+class ShuffledRows(IterableDataset[Tensor]):
     """Rows in another order in each epoch, dealt out to ranks and workers."""
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Stream(IterableDataset[Tensor]):
 
 def main() -> None:
     dist.init_process_group("gloo")
-    data = Stream()
+    data = ShuffledRows()
     loader = DataLoader(data, batch_size=16, num_workers=2)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 1)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -33,6 +33,7 @@ def main() -> None:
             optimizer.step()
             if dist.get_rank() == 0:
                 average.update_parameters(model.module)  # expect: DDP708 ranks 0,1
+        average.eval()
         right = torch.zeros(2)
         with torch.no_grad():
             for inputs, labels in validation:

@@ -30,6 +30,7 @@ def main() -> None:
             nn.functional.cross_entropy(model(inputs), labels).backward()
             optimizer.step()
             average.update_parameters(model.module)
+        average.eval()
         right = torch.zeros(2)
         with torch.no_grad():
             for inputs, labels in validation:
