@@ -764,6 +764,9 @@ def _guards(path: str) -> tuple[Guard, ...]:
     )
 
 
+_WITH_VALUE = (ast.Expr, ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return)
+
+
 def _guarded_blocks(path: str, node: ast.AST, words: Words) -> Iterator[Guard]:
     """Yield a condition with each block that it decides on."""
     if isinstance(node, ast.If) and discerns(node.test, words):
@@ -771,8 +774,8 @@ def _guarded_blocks(path: str, node: ast.AST, words: Words) -> Iterator[Guard]:
         least = node.lineno if is_plain(node.test, words) else node.lineno + 1
         for part in filter(None, (node.body, node.orelse)):
             yield Guard(path, node.lineno, max(least, part[0].lineno), part[-1].end_lineno or 0)
-    elif isinstance(node, ast.Expr):
-        # `rank == 0 and barrier()`, or `barrier() if rank == 0 else None`
+    elif isinstance(node, _WITH_VALUE):
+        # `rank == 0 and barrier()`, or `x = gather(x) if rank == 0 else x`
         value = node.value
         test = value.values[0] if isinstance(value, ast.BoolOp) else getattr(value, "test", None)
         if test is not None and discerns(test, words) and is_plain(test, words):

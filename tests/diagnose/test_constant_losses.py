@@ -63,3 +63,18 @@ def test_it_is_no_fault_or_not_known(written: Written, tmp_path: Path, why: str)
     else:
         ran(written, 0, script, 4 if why == "not there yet" else 9, *(5,) * (why == "on all ranks"))
     assert not written.findings()
+
+
+@pytest.mark.parametrize(("last", "expected"), [(7, 1), (3, 0)])
+def test_ranks_have_more_of_them_than_are_recorded(
+    written: Written, tmp_path: Path, last: int, expected: int
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    limit: JsonObject = {"kind": "limit", "of": "constant_loss", "time": 7}
+    records = [constant(script, last), limit]
+    written.rank(0, records, phase=Phase.BACKWARD, reduced=9, armed=9)
+    ran(written, 1, script, 9, 5)
+    # Rank 0 is known to have reduced the fifth backward if it recorded a later constant loss.
+    found = [each for each in written.findings() if each.ranks == (1,)]
+    assert len(found) == expected

@@ -65,21 +65,27 @@ def touched(what: str, file: Path | str, time: int) -> JsonObject:
 
 
 @pytest.mark.parametrize(
-    ("what", "seconds", "said"),
+    ("what", "file", "seconds", "said"),
     [
-        ("write", 0.3, "; rank 0 opened it for writing at prepare.py:9, 300 ms later"),
-        ("remove", -0.05, "; rank 0 removed it at prepare.py:9, 50 ms before"),
-        ("move", -0.05, "; rank 0 moved it away at prepare.py:9, 50 ms before"),
-        ("write", -60, ""),
-        ("remove", -60, ""),
+        (
+            "write",
+            "labels.csv",
+            0.3,
+            "; rank 0 opened it for writing at prepare.py:9, 300 ms later",
+        ),
+        ("remove", "labels.csv", -0.05, "; rank 0 removed it at prepare.py:9, 50 ms before"),
+        ("remove", "", -0.05, "; rank 0 removed it at prepare.py:9, 50 ms before"),
+        ("move", "labels.csv", -0.05, "; rank 0 moved it away at prepare.py:9, 50 ms before"),
+        ("write", "labels.csv", -60, ""),
+        ("remove", "labels.csv", -60, ""),
     ],
 )
 def test_a_path_that_another_rank_makes_or_removes(
-    written: Written, what: str, seconds: float, said: str
+    written: Written, what: str, file: str, seconds: float, said: str
 ) -> None:
     time = T0 + 100 * SECOND
     message = "[Errno 2] No such file or directory: '/data/labels.csv'"
-    written.rank(0, [touched(what, "/data/labels.csv", time + int(seconds * SECOND))])
+    written.rank(0, [touched(what, Path("/data") / file, time + int(seconds * SECOND))])
     written.rank(1, [error("FileNotFoundError", message, time)])
     written.exit(1, 1, time + SECOND)
     found = next(each for each in written.findings(status=1) if each.code == "DDP901")

@@ -84,8 +84,9 @@ def run_of(
 
 RULES = (
     rules.sampler_not_used, rules.unsharded, rules.order_repeated, rules.wrong_shard,
-    rules.seeds_differ, loop_rules.uneven, rules.other_split, rules_streams.same_stream,
-    rules_streams.same_workers, rules_evaluation.not_reduced, rules_evaluation.padded,
+    rules.seeds_differ, rules.lengths_differ, loop_rules.uneven, rules.other_split,
+    rules_streams.same_stream, rules_streams.same_workers, rules_evaluation.not_reduced,
+    rules_evaluation.padded,
 )  # fmt: skip
 
 
@@ -344,6 +345,35 @@ def test_a_rank_that_left_an_epoch_early_is_in_another_one(
     ranks = [drawn(shuffled(rank)[rank::2], sampler={**SAMPLER, "rank": rank, name: rank})
              for rank in (0, 1)]  # fmt: skip
     assert codes(run_of(*([each] for each in ranks))) == expected
+
+
+@pytest.mark.parametrize(
+    ("samplers", "lengths", "expected"),
+    [
+        (["DistributedSampler", "DistributedSampler"], (400, 396), 1),
+        (["DistributedSampler", "DistributedSampler"], (400, 400), 0),
+        # Accelerate divides the batches of such a sampler.
+        (["SeedableRandomSampler", "SeedableRandomSampler"], (400, 396), 1),
+        # Each rank reads all of its own data.
+        (["RandomSampler", "RandomSampler"], (400, 396), 0),
+        (["DistributedSampler", "RandomSampler"], (400, 396), 0),
+    ],
+)
+def test_a_sampler_divides_data_sets_of_other_lengths(
+    samplers: list[str], lengths: tuple[int, int], expected: int
+) -> None:
+    def read(rank: int, **facts: Any) -> list[JsonObject]:
+        shard = {"rank": rank, "num_replicas": 2} if samplers[rank].startswith("D") else {}
+        sampler = {"name": samplers[rank], **shard}
+        drawn_here = list(range(rank, 64, 2))
+        return [drawn(drawn_here, length=lengths[rank], sampler=sampler, **facts)]
+
+    found = list(rules.lengths_differ(run_of(read(0), read(1))))
+    assert [each.code for each in found] == ["DDP114"] * expected
+    if found:
+        assert "400 samples on rank 0, 396 samples on rank 1" in found[0].message
+    # It evaluates.
+    assert not list(rules.lengths_differ(run_of(read(0, marks=0), read(1, marks=0))))
 
 
 def test_shards_of_one_order_do_not_overlap_whatever_the_seed() -> None:

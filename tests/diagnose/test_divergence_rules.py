@@ -239,6 +239,30 @@ def test_a_live_job_needs_a_second_look(written: Written, seen: str, expected: i
     assert len(found(written, over=False)) == expected
 
 
+@pytest.mark.parametrize(
+    ("step", "gradients", "expected"),
+    [(2, (1.0, 2.0), "DDP308"), (2, (1.0, 1.0), "DDP701"), (1, (1.0, 2.0), "DDP701")],
+)
+def test_one_step_without_reduction_explains_what_fingerprints_show(
+    written: Written, step: int, gradients: tuple[float, float], expected: str
+) -> None:
+    built: JsonObject = {"kind": "ddp", "number": 0, "group_ranks": [0, 1], "parameters": ["w"]}
+    records = [
+        {
+            "kind": "unreduced", "step": step, "ddp": 0, "cause": "step in no_sync",
+            "gradients": {"w": value}, "parameters": {"w": 1.0}, "path": "/job/t.py", "line": 4,
+        }
+        for value in gradients
+    ]  # fmt: skip
+    ranks(
+        written,
+        [built, *prints("aaaaaa"), records[0]],
+        [built, *prints("aabbbb"), records[1]],
+    )
+    found = [each.code for each in written.findings(status=None)]
+    assert found == [expected]
+
+
 def test_steps_of_other_numbers_of_forwards_are_not_compared(written: Written) -> None:
     ranks(written, list(prints("aaaa")), list(prints("bbbb", armed=2)))
     assert found(written) == []

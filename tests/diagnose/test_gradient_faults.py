@@ -30,10 +30,10 @@ def findings_of(
 # -- parameters that are never used, with options that allow it
 
 
-def never(count: int = 2, part: float = 0.5, name: str = "text.weight") -> JsonObject:
+def never(count: int = 2, part: float = 0.5, why: str = "unused") -> JsonObject:
     return {
         "kind": "never_used", "ddp": 0, "backwards": 64, "count": count, "of": 4, "part": part,
-        "parameters": [[name, "Linear", "unused"]] if count else [], **AT,
+        "parameters": [["text.weight", "Linear", why]] if count else [], **AT,
     }  # fmt: skip
 
 
@@ -53,6 +53,8 @@ CUT: JsonObject = {"kind": "graph_cut", "step": 0, "call": "all_gather", **AT, "
         ([CUT], [CUT], None, 0),
         # The whole module: it is not trained on purpose.
         ([never(4)], [never(4)], None, 0),
+        # Replaced after DDP was built: DDP303.
+        ([never(why="replaced")], [never(why="replaced")], None, 0),
     ],
 )
 def test_parameters_that_no_rank_ever_uses(

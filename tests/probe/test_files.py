@@ -31,6 +31,7 @@ def test_each_change_of_a_path_once(lines: list[JsonObject], tmp_path: Path) -> 
         files.touched("open", (b, "w", os.O_WRONLY | os.O_CREAT))
         files.touched("os.rename", (b, a, -1, -1))
         files.touched("os.remove", (a, -1))
+        files.touched("os.remove", ("relative to an open directory", 5))
     assert [(each["what"], each["file"]) for each in lines] == [
         ("make", a), ("write", b), ("move", b), ("replace", a), ("remove", a),
     ]  # fmt: skip

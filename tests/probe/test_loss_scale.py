@@ -203,9 +203,17 @@ def test_models_beside_ddp_that_are_evaluated(mode: str, expected: list[str]) ->
     assert all(each["values"][0] == pytest.approx(norm) for each in found)
 
 
-@pytest.mark.parametrize(("joint", "expected"), [(True, [0, 1, 2, 3]), (False, [])])
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        (("reduced", "step"), [0, 1, 2, 3]),
+        (("passed by", "own", "step"), []),
+        # A discriminator: its own backward, its step, and then that of the generator through it.
+        (("own", "step", "reduced"), [0, 1, 2, 3]),
+    ],
+)
 def test_parameters_that_are_trained_beside_a_module(
-    joint: bool, expected: list[int], monkeypatch: pytest.MonkeyPatch
+    order: tuple[str, ...], expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     records: list[JsonObject] = []
     state = a_rank(records)
@@ -216,16 +224,15 @@ def test_parameters_that_are_trained_beside_a_module(
     outside = Outside(state, replicas)
     for step in range(4):
         state.tracker.steps = step
-        outside.backward_begins()
-        replica.reduced += 1
-        if joint:
-            other.grad = torch.ones(2)
-        outside.backward_ended()
-        if not joint:
+        for what in order:
+            if what == "step":
+                outside.step_begins(optimizer)
+                continue
             outside.backward_begins()
-            other.grad = torch.ones(2)
+            replica.reduced += what != "own"
+            if what != "passed by":
+                other.grad = torch.ones(2)
             outside.backward_ended()
-        outside.step_begins(optimizer)
     assert [each["step"] for each in records] == expected
     assert all([*each["gradients"]] == ["parameter 2 of shape (2,)"] for each in records)
 

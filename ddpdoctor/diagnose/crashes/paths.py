@@ -97,6 +97,11 @@ def _same(path: str, touch: _Touch) -> bool:
     return touch.file in (os.path.abspath(path), os.path.realpath(path))
 
 
+def _holds(path: str, touch: _Touch) -> bool:
+    """Return whether something was done with a path, or with a directory that it is in."""
+    return _same(path, touch) or os.path.abspath(path).startswith(touch.file + os.sep)
+
+
 def _did(touch: _Touch, time: int) -> str:
     """Say what another rank did with a path, and when."""
     after = (touch.time - time) / 1e6
@@ -107,9 +112,9 @@ def _did(touch: _Touch, time: int) -> str:
 
 def _absent(cause: Ending, path: str, touched: list[_Touch]) -> PathFault | None:
     """Return who makes a path only later, or took it away."""
-    mine = [each for each in touched if _same(path, each)]
-    made = [each for each in mine if each.what not in ("move", "remove")]
-    gone = [each for each in mine if each not in made]
+    away = ("move", "remove")
+    made = [each for each in touched if _same(path, each) and each.what not in away]
+    gone = [each for each in touched if _holds(path, each) and each.what in away]
     later = [each for each in made if each.time > cause.time - MAX_SINCE_READ]
     taken = [each for each in gone if 0 <= cause.time - each.time <= MAX_RACE]
     folder = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -174,6 +174,14 @@ def training(run: Run) -> Iterator[Passes]:
             and len({one.whole for one in each}) == 1
         ):
             yield passes
+
+
+def divided(passes: Sequence[Pass]) -> bool:
+    """Return whether each rank's sampler takes its part of what the ranks of the group share."""
+    # Accelerate puts this sampler below the one that divides its batches.
+    if all(one.sampler.name == "SeedableRandomSampler" for one in passes):
+        return True
+    return [one.shard for one in passes] == [(i, len(passes)) for i in range(len(passes))]
 
 
 def same_data(passes: Passes) -> bool:

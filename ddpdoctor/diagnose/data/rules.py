@@ -10,12 +10,15 @@ from ddpdoctor.core import relations
 from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.formatting import named
 from ddpdoctor.core.user_code import Location
+from ddpdoctor.diagnose import STANDSTILLS
 from ddpdoctor.diagnose.data.draws import (
     MIN_SAMPLES,
     WHOLE,
     Pass,
     Passes,
     beginning,
+    divided,
+    matched,
     other_data,
     overlap,
     passes_of,
@@ -349,6 +352,65 @@ def seeds_differ(run: Run) -> Iterator[Finding]:
                 f"rank drew in the same pass",
             ),
             fix=f"Give the sampler the same {name} on every rank.",
+        )
+        return
+
+
+@rule(
+    "DDP114",
+    "other-length",
+    Severity.ERROR,
+    # Batches, epochs and schedules that follow from the length differ, too.
+    supersedes={
+        **dict.fromkeys(("DDP109", "DDP117", "DDP403", "DDP702"), relations.always),
+        **dict.fromkeys(STANDSTILLS, relations.brings_about),
+        "DDP803": relations.afterwards,
+    },
+)
+def lengths_differ(run: Run) -> Iterator[Finding]:
+    """A sampler divides a data set that has another length on each rank.
+
+    What it finds
+        Training loaders built at one line whose data sets differ in length between ranks, while a
+        `DistributedSampler` or Accelerate divides each of them among all ranks.
+
+    Why it is bad
+        A sampler takes its part of the order of the whole data set, which has to be the same on
+        every rank. Otherwise parts overlap and leave gaps. Ranks also make different numbers of
+        batches, so that schedules differ and collectives are paired with others, or hang.
+
+    How to fix it
+        Build the same data set on every rank, and let the sampler divide it. If each rank reads
+        other files, leave that sampler out, and let all ranks make the same number of batches.
+
+    Example
+        Wrong: `DistributedSampler(Corpus(files[rank::world_size]))`
+        Right: `DistributedSampler(Corpus(files))`
+
+    When it stays silent
+        For loaders without such a sampler, evaluation loaders, and data sets of equal length.
+    """
+    for passes in matched(run):
+        each = list(passes.values())
+        lengths = {one.rank: one.length for one in each if one.trains and one.indexed}
+        if len(lengths) < len(each) or len(set(lengths.values())) == 1 or not divided(each):
+            continue
+        first = each[0]
+        yield Finding(
+            code="DDP114",
+            about=str(first.at),
+            subjects=frozenset((relations.STANDSTILL,)),
+            severity=Severity.ERROR,
+            message="the data set that a sampler divides among the ranks has another length on "
+            "each: " + ", ".join(f"{lengths[n]} samples on rank {n}" for n in sorted(lengths)[:4]),
+            ranks=tuple(sorted(lengths)),
+            location=first.at,
+            evidence=(
+                f"the loader built at {first.made} reads {first.record.dataset or 'it'} "
+                f"through a {first.sampler.name}",
+            ),
+            fix="Build the same data set on every rank, and let the sampler divide it.",
+            moment=min(one.record.time for one in each),
         )
         return
 

@@ -44,7 +44,10 @@ def constant_losses(run: Run) -> Iterator[Finding]:
 def _reduced(rank: Rank, number: int, constant: dict[int, ConstantLossRecord]) -> bool:
     """Return whether a rank is known to have begun that backward with a loss of its model."""
     begun = rank.status.reduced if rank.status is not None else 0
-    return begun >= number not in constant and rank.watched(ConstantLossRecord)
+    # The first of them are recorded: up to the last record none is missing.
+    until_last = not rank.lost and number < max(constant, default=0)
+    watched = until_last or rank.watched(ConstantLossRecord)
+    return begun >= number not in constant and watched
 
 
 def _finding(run: Run, alone: list[Rank], others: list[Rank], first: ConstantLossRecord) -> Finding:

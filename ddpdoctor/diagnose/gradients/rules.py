@@ -105,6 +105,8 @@ def _never_used(run: Run, number: int, seen: OfModule[NeverUsedRecord]) -> Itera
     record = newest[min(newest)]
     if not 0 < record.count < record.of:
         return
+    if any(each.why == "replaced" for each in record.parameters):
+        return  # DDP303 names the parameters that took their place.
     cut = _cut(run)
     names = [
         f"{each.name} ({each.owner})" if each.owner else each.name for each in record.parameters

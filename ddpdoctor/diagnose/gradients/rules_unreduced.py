@@ -17,7 +17,12 @@ from ddpdoctor.core.formatting import named
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.diagnose.data.draws import passes_of
 from ddpdoctor.diagnose.gradients.reducer import Missing, by_module, listed, missing_gradients
-from ddpdoctor.diagnose.replicas.differences import together
+from ddpdoctor.diagnose.replicas.differences import (
+    Difference,
+    lasting_difference,
+    replicas,
+    together,
+)
 from ddpdoctor.diagnose.source_operations import (
     averaging_pending,
     no_sync_lines,
@@ -58,8 +63,8 @@ class Unreduced:
     """The parameter whose gradients differed most."""
     norms: dict[int, float]
     """The norm of its gradient, by rank."""
-    drift: tuple[int, str, float]
-    """Step and name of the parameter that differed later, and by how much."""
+    drift: str
+    """In which later step the parameters differed, and how far."""
 
 
 UnreducedSteps = dict[int, dict[int, UnreducedRecord]]
@@ -81,12 +86,17 @@ def unreduced(run: Run, *causes: str) -> Iterator[Unreduced]:
             if record.cause in causes:
                 steps = grouped.setdefault((record.ddp, members, record.cause), {})
                 steps.setdefault(record.step, {}).setdefault(rank.rank, record)
+    differences = {
+        (each.module, tuple(rank.rank for rank in each.ranks)): lasting_difference(run, each)
+        for each in replicas(run)
+    }
     for (number, members, cause), steps in sorted(grouped.items()):
         # In a running job, wait until all ranks have written about a step.
         live = run.exit_status is None
         needed = max(2, built.get((number, members), 0)) if live else 2
         complete = {step: steps[step] for step in sorted(steps) if len(steps[step]) >= needed}
-        found = _harm(number, cause, complete, CERTAIN if live else 1)
+        difference = differences.get((number, members))
+        found = _harm(number, cause, complete, CERTAIN if live else 1, difference)
         if found is None or averaging_pending(run):
             continue
         group = [rank for rank in run.last if rank.rank in found.ranks]
@@ -94,7 +104,17 @@ def unreduced(run: Run, *causes: str) -> Iterator[Unreduced]:
             yield found
 
 
-def _harm(number: int, cause: str, steps: UnreducedSteps, certain: int) -> Unreduced | None:
+def _harm(
+    number: int,
+    cause: str,
+    steps: UnreducedSteps,
+    certain: int,
+    difference: Difference | None,
+) -> Unreduced | None:
+    """Return the first step whose gradients made the parameters differ.
+
+    Enough later steps show that, or fingerprints that differ since that step.
+    """
     for step, records in steps.items():
         spreads = _spreads([each.gradients for each in records.values()])
         worst, widest = _widest(spreads)
@@ -109,8 +129,18 @@ def _harm(number: int, cause: str, steps: UnreducedSteps, certain: int) -> Unred
         while moved and moved[0][2] <= PARAMETERS_DIFFER:
             del moved[0]
         # Parameters that are equal again were averaged by hand, as in local SGD.
-        if len(moved) < certain or any(spread <= PARAMETERS_DIFFER for _, _, spread in moved):
+        if any(spread <= PARAMETERS_DIFFER for _, _, spread in moved):
             return None
+        if difference is not None and difference.within(step):
+            drift = f"the parameters differ between ranks {difference.since}"
+        elif len(moved) < certain:
+            return None
+        else:
+            later, name, spread = moved[0]
+            drift = (
+                f"in step {later} the norms of the parameter {name} differed by {spread:.1e} "
+                "between ranks"
+            )
         return Unreduced(
             ddp=number,
             cause=cause,
@@ -119,7 +149,7 @@ def _harm(number: int, cause: str, steps: UnreducedSteps, certain: int) -> Unred
             names=tuple(name for name in spreads if spreads[name] >= GRADIENTS_DIFFER),
             worst=worst,
             norms={rank: record.gradients[worst] for rank, record in records.items()},
-            drift=moved[0],
+            drift=drift,
         )
     return None
 
@@ -145,7 +175,6 @@ def _finding(
     norms = ", ".join(
         f"{norm:.6g} on rank {rank}" for rank, norm in sorted(found.norms.items())[:4]
     )
-    step, name, spread = found.drift
     return Finding(
         code=code,
         severity=Severity.ERROR,
@@ -155,8 +184,7 @@ def _finding(
         evidence=(
             f"in step {found.record.step} the gradient of {found.worst} had the norm {norms} "
             "when the optimizer used it",
-            f"in step {step} the norms of the parameter {name} differed by {spread:.1e} between "
-            "ranks",
+            found.drift,
         ),
         fix=fix,
         about=f"module {found.ddp} {found.cause}",
@@ -466,7 +494,6 @@ def trained_outside_ddp(run: Run) -> Iterator[Finding]:
         ]
         if len({(each.step, *each.parameters.items()) for each in mine}) > 1:
             continue
-        step, name, spread = found.drift
         first = found.record.step
         yield Finding(
             code="DDP330",
@@ -481,7 +508,7 @@ def trained_outside_ddp(run: Run) -> Iterator[Finding]:
                 f"before step {mine[0].step} they were equal on all ranks",
                 f"in step {first} the gradient of {found.worst} had the norm "
                 + ", ".join(f"{n:.6g} on rank {r}" for r, n in sorted(found.norms.items())[:4]),
-                f"in step {step} the norms of {name} differed by {spread:.1e} between ranks",
+                found.drift,
             ),
             fix="Make them part of the module that DDP wraps, or wrap their module in DDP, too.",
             about=f"optimizer {found.ddp}",

@@ -257,7 +257,8 @@ def _starting(rank: RankState, duration: str) -> Activity | None:
         rank.site,
         "Fetch data and weights before the job starts, and give each request a timeout."
         if waits
-        else "",
+        else "Share the work among the ranks, or do it before the job starts. If one rank has to "
+        "do it, give the group more time: `init_process_group(timeout=timedelta(...))`.",
     )
 
 

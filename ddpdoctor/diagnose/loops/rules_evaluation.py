@@ -343,14 +343,25 @@ def padded(run: Run) -> Iterator[Finding]:
         return
 
 
+def _blames_others(cause: Finding, effect: Finding) -> bool:
+    """Return whether a call under a condition kept ranks from the evaluation of the others."""
+    return same_subject(cause, effect) and not set(cause.ranks) & set(effect.ranks)
+
+
+def _blames_the_same(cause: Finding, effect: Finding) -> bool:
+    return same_subject(cause, effect) and not _blames_others(cause, effect)
+
+
 @rule(
     "DDP402",
     "forward-under-rank-guard",
     Severity.ERROR,
     supersedes={
         **dict.fromkeys(STANDSTILLS, brings_about),
-        **dict.fromkeys(("DDP401", "DDP803"), same_subject),
+        "DDP401": _blames_the_same,
+        "DDP803": same_subject,
     },
+    yields_to={"DDP401": _blames_others},
 )
 def forward_under_rank_guard(run: Run) -> Iterator[Finding]:
     """Only some ranks evaluate through the DDP wrapper of a model with buffers.

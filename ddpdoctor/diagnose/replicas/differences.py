@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
+from ddpdoctor.diagnose.source_operations import averaging_pending
 from ddpdoctor.run.records.base import Record
 from ddpdoctor.run.records.model import (
     BuffersRecord,
@@ -289,6 +290,14 @@ def is_between(record: OutsideRecord, replica: Replica, difference: Difference) 
 def awaits_distances(replica: Replica) -> bool:
     """Return whether ranks are about to report how far they differ. A finding waits for that."""
     return replica.asked and not replica.distances
+
+
+def lasting_difference(run: Run, replica: Replica) -> Difference | None:
+    """Return since when parameters differ; None while that may be on purpose or is looked into."""
+    difference = replica.difference("parameters")
+    if difference is None or awaits_distances(replica):
+        return None
+    return difference if not averaging_pending(run) and replica.lasts(difference) else None
 
 
 def rank_only_changes(

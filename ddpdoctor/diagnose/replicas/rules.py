@@ -17,6 +17,7 @@ from ddpdoctor.diagnose.replicas.differences import (
     hyper_difference,
     hyper_values,
     is_between,
+    lasting_difference,
     odd,
     rank_only_changes,
     replicas,
@@ -24,7 +25,6 @@ from ddpdoctor.diagnose.replicas.differences import (
     who_changed,
 )
 from ddpdoctor.diagnose.source_operations import (
-    averaging_pending,
     guarded_call,
     likely_written,
     ranks_that_write,
@@ -137,10 +137,8 @@ def parameters_differ(run: Run) -> Iterator[Finding]:
         needs a second fingerprint, or the end of the job.
     """
     for replica in replicas(run):
-        difference = replica.difference("parameters")
-        if difference is None or awaits_distances(replica):
-            continue
-        if averaging_pending(run) or not replica.lasts(difference):
+        difference = lasting_difference(run, replica)
+        if difference is None:
             continue
         cause, evidence = _cause(replica, difference)
         guilty = replica.odd(difference.first, "parameters")

@@ -56,6 +56,8 @@ def touched(event: str, args: tuple[Any, ...]) -> None:
     path = args[0]
     if _off or type(path) is not str:
         return
+    if event != "open" and type(args[-1]) is int and args[-1] >= 0:
+        return  # The path is relative to an open directory.
     if event == "open":
         flags = args[2]
         if type(flags) is not int or not flags & _WRITES:

@@ -30,6 +30,7 @@ from ddpdoctor.probe.runtime import sites, torch_private
 from ddpdoctor.probe.runtime.budget import clock
 from ddpdoctor.probe.runtime.events import Observer, before_step
 from ddpdoctor.probe.runtime.rank import RankState
+from ddpdoctor.probe.runtime.recorder import Lazy
 from ddpdoctor.probe.runtime.sites import NOWHERE, Site, caller
 from ddpdoctor.run.records.model import (
     BatchNormRecord,
@@ -393,14 +394,19 @@ class Gradients(Observer):
             record = UnreducedRecord(
                 step=self.state.tracker.steps, ddp=each.number, cause=cause, **site.place
             )
-            _add_norms(self.state, record, dict(plain[:MEASURED]))
+            seen = _with_norms(record, dict(plain[:MEASURED]))
+            if seen is not None:
+                self.state.recorder.add(seen)
 
 
-def _add_norms(state: RankState, record: UnreducedRecord, shown: dict[str, Any]) -> None:
-    """Record the norms of gradients and values of some parameters, once they are known."""
+def _with_norms(record: UnreducedRecord, shown: dict[str, Any]) -> Lazy | None:
+    """Return a record with the norms of gradients and values of some parameters, once known.
+
+    None if they cannot be read.
+    """
     read = readback.gradients_and_values(list(shown.values()))
     if read is None:
-        return
+        return None
     names = list(shown)
 
     def with_norms(values: list[float]) -> UnreducedRecord:
@@ -408,7 +414,7 @@ def _add_norms(state: RankState, record: UnreducedRecord, shown: dict[str, Any])
         parameters = dict(zip(names, values[1::2], strict=True))
         return replace(record, gradients=gradients, parameters=parameters)
 
-    state.recorder.add(when_ready([read], with_norms))
+    return when_ready([read], with_norms)
 
 
 JOINT_LOOKS = 4  # backwards in which it is looked at what else they give gradients to
@@ -479,6 +485,7 @@ class _Beside:
     parameters: dict[str, weakref.ref[Any]]  # the first of them
     joint: bool = False  # a backward that DDP reduced has given them gradients
     steps: int = 0
+    first: Lazy | None = None  # the record of the first step, which is written if they are joint
 
 
 class Outside(Observer):
@@ -540,6 +547,9 @@ class Outside(Observer):
         if each is None:
             return
         each.steps += 1
+        if each.steps == 1 and not each.joint and self.state.budget.left() >= 0:
+            with self.state.budget.spending():
+                each.first = self._seen(optimizer, each)
         if not any(one.joint and one.steps < MAX_UNREDUCED for one in self._known.values()):
             if self._looked > JOINT_LOOKS:
                 self.rest("step_begins")
@@ -549,15 +559,22 @@ class Outside(Observer):
         if not each.joint or count > MAX_UNREDUCED or not dense or budget.left() < 0:
             return
         with budget.spending():
-            shown = {
-                name: parameter
-                for name, reference in each.parameters.items()
-                if (parameter := reference()) is not None and readback.has_plain_gradient(parameter)
-            }
-            if shown:
-                step, place = self.state.tracker.steps, made_at(optimizer).place
-                record = UnreducedRecord(step=step, ddp=each.ddp, cause=OUTSIDE, **place)
-                _add_norms(self.state, record, shown)
+            for record in (each.first, self._seen(optimizer, each)):
+                if record is not None:
+                    self.state.recorder.add(record)
+            each.first = None
+
+    def _seen(self, optimizer: Any, each: _Beside) -> Lazy | None:
+        """Return the record of a step, None if no parameter of them has a gradient."""
+        shown = {
+            name: parameter
+            for name, reference in each.parameters.items()
+            if (parameter := reference()) is not None and readback.has_plain_gradient(parameter)
+        }
+        if not shown:
+            return None
+        step, place = self.state.tracker.steps, made_at(optimizer).place
+        return _with_norms(UnreducedRecord(step=step, ddp=each.ddp, cause=OUTSIDE, **place), shown)
 
 
 def _largest(gradient: Any) -> Any:

@@ -1,6 +1,6 @@
 """Rank 1 prepares its data for long while rank 0 is in a barrier already."""
 
-# fix: Let every rank call the same collectives in the same order; work
+# fix: Share the work among the ranks
 # run: --hang-after 1
 
 import gc

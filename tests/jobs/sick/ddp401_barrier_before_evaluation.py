@@ -1,0 +1,49 @@
+"""Rank 0 saves and waits alone, and the other rank begins to evaluate."""
+
+# fix: Call it on every rank of the group: move it out of the branch
+# run: --hang-after 3 --kill-on-hang
+# status: 4
+
+import gc
+import io
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+
+def save(model: nn.Module) -> None:
+    torch.save(model.state_dict(), io.BytesIO())
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(256, 16), torch.randint(0, 4, (256,)))
+    sampler: DistributedSampler[tuple[torch.Tensor, ...]] = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=16, sampler=sampler)
+    ddp = DistributedDataParallel(
+        nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
+    )
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        for inputs, labels in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(ddp(inputs), labels).backward()
+            optimizer.step()
+        if dist.get_rank() == 0:
+            save(ddp.module)
+            dist.barrier()  # expect: DDP401 rank 0
+        with torch.no_grad():
+            right = (ddp(data.tensors[0]).argmax(1) == data.tensors[1]).sum()
+            dist.all_reduce(right)
+    del ddp, optimizer
+    gc.collect()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

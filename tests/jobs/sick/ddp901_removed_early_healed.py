@@ -1,0 +1,53 @@
+"""Rank 0 removes the cache when all have read it."""
+
+import json
+import os
+import shutil
+import tempfile
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+FOLDER = os.path.join(tempfile.gettempdir(), "vocabulary")
+PATH = os.path.join(FOLDER, "vocabulary.json")
+
+
+def index() -> None:
+    """Write the words of the corpus."""
+    os.makedirs(FOLDER, exist_ok=True)
+    with open(PATH, "w") as file:
+        json.dump({"the": 0, "end": 1}, file)
+
+
+def read() -> dict[str, int]:
+    with open(PATH) as file:
+        words: dict[str, int] = json.load(file)
+    return words
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        index()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        time.sleep(1)  # it builds something else first
+    words = read()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(FOLDER)
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.EmbeddingBag(len(words), 4))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    for _ in range(8):
+        optimizer.zero_grad()
+        ddp(torch.randint(0, len(words), (8, 4))).square().mean().backward()
+        optimizer.step()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
