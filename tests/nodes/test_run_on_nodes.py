@@ -28,12 +28,12 @@ from torch.nn.parallel import DistributedDataParallel
 {before}
 dist.init_process_group("gloo"{how})
 rank, world = dist.get_rank(), dist.get_world_size()
-model = DistributedDataParallel(torch.nn.Linear(8, 8))
+model = DistributedDataParallel(torch.nn.Linear({width}, {width}))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step in range({steps}):
     {inside}
     optimizer.zero_grad()
-    model(torch.randn(4, 8)).sum().backward()
+    model(torch.randn(4, {width})).sum().backward()
     optimizer.step()
     time.sleep(0.05)
 dist.destroy_process_group()
@@ -41,11 +41,17 @@ dist.destroy_process_group()
 
 
 def job(
-    checks: Checks, inside: str = "pass", steps: int = 100, before: str = "", how: str = ""
+    checks: Checks,
+    inside: str = "pass",
+    steps: int = 100,
+    before: str = "",
+    how: str = "",
+    width: int = 8,
 ) -> Path:
     """A job of small steps with a line of its own."""
     path = checks.directory / "job.py"
-    path.write_text(TRAINS.format(inside=inside, steps=steps, before=before, how=how))
+    text = TRAINS.format(inside=inside, steps=steps, before=before, how=how, width=width)
+    path.write_text(text)
     return path
 
 
@@ -276,12 +282,17 @@ def test_a_cut_cable_and_its_repair(nodes: Make) -> None:
     running.stop()
 
 
-def test_a_host_that_vanishes_is_the_cause(nodes: Make) -> None:
+@pytest.mark.parametrize("what", ["machine", "processes"])
+def test_a_host_that_vanishes_is_the_cause(nodes: Make, what: str) -> None:
     checks = nodes(2)
     running = JobOnHosts(checks, job(checks, steps=4000))
     running.until_told(1, "node0 judges")
     until_steps(running, 1)
-    checks.lab.hosts[1].namespace.close()
+    if what == "machine":
+        checks.lab.hosts[1].namespace.close()
+    else:
+        # As where a container of which one process had too much memory is ended as a whole.
+        checks.lab.hosts[1].run("kill", "-9", "-1")
     running.processes[0].wait(LIMIT)
     found = [(each["code"], each["severity"], each["ranks"]) for each in running.found()]
     assert found == [("DDP215", "error", [1])], running.told(0)
