@@ -4,8 +4,6 @@ The supervisor starts it once ranks may live on other nodes, so that jobs on one
 It talks to the supervisor in lines of JSON. Everything else goes through the run directory: on the
 head this process writes the other nodes' files there, elsewhere it reads them. If it fails, the run
 goes on, and each node is judged alone.
-
-    python -m ddpdoctor.nodes.exchange DIRECTORY JOURNAL_BYTES LAUNCHER [--debug-nodes]
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import sys
 import time
 import traceback
 from pathlib import Path
@@ -242,7 +239,7 @@ class Exchange:
 
 
 def main(argv: list[str]) -> None:
-    """Run the exchange of a run directory."""
+    """Run the exchange: ``DIRECTORY JOURNAL_BYTES LAUNCHER [--debug-nodes]``."""
     directory, journal_bytes, launcher = Path(argv[0]), int(argv[1]), int(argv[2])
     # What goes wrong here is no subject of the job's terminal.
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -255,7 +252,3 @@ def main(argv: list[str]) -> None:
         return
     finally:
         exchange.close()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -76,12 +76,11 @@ class Files(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer(Record):
-    """A part of the answer to a question. The blob holds it."""
+    """The answer to a question. The blob holds it."""
 
     kind = "answer"
 
     number: int
-    last: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
