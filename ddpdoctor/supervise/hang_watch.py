@@ -245,17 +245,20 @@ class Start:
     def __init__(self, base: float) -> None:
         self._base = base
         self.began = time.monotonic()
+        self._worked = self.began  # When the job was seen to use the CPU last
         self.pid: int | None = None  # The job's command
         self._cores: tuple[float, dict[int, Turns]] | None = None
         """When the CPU time of the job was read last, and what it was."""
 
     def begin(self, pid: int) -> None:
         """Note that the job's command has started."""
-        self.pid, self.began = pid, time.monotonic()
+        self.pid = pid
+        self.began = self._worked = time.monotonic()
 
     def slept(self, seconds: float) -> None:
         """Ignore a time in which the job was stopped."""
         self.began += seconds
+        self._worked += seconds
 
     def silence(self, run: Run, now: float) -> Still | None:
         """Return the silence of a job that has no rank yet, if it is too long."""
@@ -265,8 +268,14 @@ class Start:
             return None
         return Still(quiet, self._base, (), True, True)
 
-    def works(self, now: float) -> bool:
-        """Return whether processes of the job use the CPU."""
+    def excuses(self, still: Still, now: float) -> bool:
+        """Return whether processes of the job use the CPU, or did until a moment ago."""
+        if self._works(now):
+            return True
+        # A torchrun that lacked a core comes late to the rendezvous, where it computes nothing.
+        return not still.ranks and now - self._worked < still.limit
+
+    def _works(self, now: float) -> bool:
         if self.pid is None:
             return False
         turns = process_activity.turns_of_tree(self.pid)
@@ -277,7 +286,10 @@ class Start:
         if now - since < START_SAMPLE:
             return True
         self._cores = (now, turns)
-        return process_activity.cores_of_tree(before, turns, now - since) >= process_activity.BUSY
+        if process_activity.cores_of_tree(before, turns, now - since) < process_activity.BUSY:
+            return False
+        self._worked = now
+        return True
 
 
 def waits(rank: Rank) -> bool:
@@ -442,7 +454,7 @@ class HangWatch:
             return True
         if not still.fresh or still.seconds >= FIRST_STEP_FACTOR * still.limit:
             return False
-        return self._start.works(now)
+        return self._start.excuses(still, now)
 
     def _starts_elsewhere(self) -> bool:
         """Return whether ranks of other nodes were at work in a long first step when examined."""

@@ -14,7 +14,14 @@ import torch
 import ddpdoctor.diagnose.all_rules  # noqa: F401 (registers the rules)
 from ddpdoctor.run.records.supervisor import FindingRecord, FoundLocation
 from ddpdoctor.run.status import Phase
-from ddpdoctor.supervise.hang_watch import FIRST_STEP_FACTOR, SILENT_STEPS, WAIT_FACTOR, Signs
+from ddpdoctor.supervise.hang_watch import (
+    FIRST_STEP_FACTOR,
+    SILENT_STEPS,
+    WAIT_FACTOR,
+    Signs,
+    Start,
+)
+from ddpdoctor.system import process_activity
 from tests.conftest import LIMIT, Doctor
 from tests.support.hanging_ranks import job, status
 from tests.support.marks import sick
@@ -58,6 +65,24 @@ def test_the_first_step_has_its_own_words() -> None:
     signs.look(still, 0.0)
     found = signs.look(still, 6.0)
     assert found is not None and found.fresh and FIRST_STEP_FACTOR > 1
+
+
+def test_a_rendezvous_is_not_long_for_a_launcher_that_has_just_come_to_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # A busy machine: torchrun computed for 12 s before it came to the rendezvous.
+    monkeypatch.setattr(process_activity, "turns_of_tree", lambda _: {})
+    used = {9.0: 0.9, 12.0: 0.5}
+    start = Start(6.0)
+    start.begin(1)
+    began = start.began
+    for second in (6.0, 9.0, 12.0, 15.0, 18.0):
+        monkeypatch.setattr(
+            process_activity, "cores_of_tree", lambda *_, second=second: used.get(second, 0.01)
+        )
+        still = start.silence(job(), began + second)
+        assert still is not None
+        assert start.excuses(still, began + second) == (second < 18.0)
 
 
 # -- a real one
