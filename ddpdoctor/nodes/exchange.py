@@ -32,6 +32,7 @@ from ddpdoctor.run.records.typed_json import decoder, required
 
 LOOK_EVERY = 0.5  # Seconds between two looks into the job's store
 END_TIMEOUT = 3.0  # Seconds in which the last records are sent
+FAILED_TIMEOUT = 8.0  # The same if the job has failed, which the head's end may be the reason of
 LEAVE_TIMEOUT = 4.0  # Seconds for which the head waits for the last records of other nodes
 MAX_FAILURES = 20
 LOG = "nodes.log"
@@ -123,7 +124,8 @@ class Exchange:
         """Exchange the last records. The job's command has ended on this node."""
         began = time.monotonic()
         if self._member is not None:
-            self._member.finish(status, END_TIMEOUT)
+            self._member.finish(status, FAILED_TIMEOUT if status else END_TIMEOUT)
+            self._tell()
         while self._head is not None and self._head.waits_for:
             passed = time.monotonic() - began
             # If the job failed, a lost node may be the reason.
@@ -231,7 +233,7 @@ class Exchange:
             store.forget(self._published)
         self._relay.close()
         if self._head is not None:
-            self._head.close()
+            self._head.close(killed=not self.ended)
         if self._member is not None:
             self._member.close()
         if self._journal is not None:

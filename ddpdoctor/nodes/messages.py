@@ -164,9 +164,11 @@ class EndHang(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Over(Record):
-    """The job has ended on the head, which takes no more records."""
+    """The head takes no more records."""
 
     kind = "over"
+
+    killed: bool = False  # Its ddpdoctor was killed. Otherwise the job has ended there.
 
 
 # -- debuggers, in both directions
