@@ -262,34 +262,30 @@ class Start:
 
     def silence(self, run: Run, now: float) -> Still | None:
         """Return the silence of a job that has no rank yet, if it is too long."""
+        if self.works(now):
+            self._worked = now
         quiet = now - self.began
+        if quiet < FIRST_STEP_FACTOR * self._base:
+            # A torchrun that lacked a core comes late to the rendezvous, and only waits there.
+            quiet = now - self._worked
         ended = any(isinstance(each, (ErrorRecord, ExitRecord)) for each in run.strays)
         if ended or quiet < self._base:
             return None
         return Still(quiet, self._base, (), True, True)
 
-    def excuses(self, still: Still, now: float) -> bool:
-        """Return whether processes of the job use the CPU, or did until a moment ago."""
-        if self._works(now):
-            return True
-        # A torchrun that lacked a core comes late to the rendezvous, where it computes nothing.
-        return not still.ranks and now - self._worked < still.limit
-
-    def _works(self, now: float) -> bool:
+    def works(self, now: float) -> bool | None:
+        """Return whether processes of the job use the CPU. None if that is not known yet."""
         if self.pid is None:
             return False
+        known = self._cores
+        if known is not None and now - known[0] < START_SAMPLE:
+            return None
         turns = process_activity.turns_of_tree(self.pid)
-        if self._cores is None:
-            self._cores = (now, turns)
-            return True
-        since, before = self._cores
-        if now - since < START_SAMPLE:
-            return True
         self._cores = (now, turns)
-        if process_activity.cores_of_tree(before, turns, now - since) < process_activity.BUSY:
-            return False
-        self._worked = now
-        return True
+        if known is None:
+            return None
+        since, before = known
+        return process_activity.cores_of_tree(before, turns, now - since) >= process_activity.BUSY
 
 
 def waits(rank: Rank) -> bool:
@@ -413,6 +409,8 @@ class HangWatch:
         for record in self._cores.records(run):
             self._write(record)
         if self.left_to_head:
+            if self._hung is not None:
+                self._goes_on(run, now)
             return False
         if self._hung is not None and self._goes_on(run, now):
             return True
@@ -454,7 +452,7 @@ class HangWatch:
             return True
         if not still.fresh or still.seconds >= FIRST_STEP_FACTOR * still.limit:
             return False
-        return self._start.excuses(still, now)
+        return bool(still.ranks) and self._start.works(now) is not False
 
     def _starts_elsewhere(self) -> bool:
         """Return whether ranks of other nodes were at work in a long first step when examined."""
