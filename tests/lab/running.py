@@ -12,7 +12,7 @@ from typing import Any
 
 from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.snapshot import Run
-from tests.conftest import LIMIT
+from tests.conftest import JOBS, LIMIT
 from tests.lab.checking import PORT, Checks, interrupt
 
 
@@ -26,7 +26,8 @@ class JobOnHosts:
         nproc: Ranks of each host.
         how: ``static`` or ``c10d`` for torchrun; ``tasks`` for a ddpdoctor of each rank, which a
             launcher such as srun tells its rank; ``hand`` for the same with the address, the rank
-            and the world size as arguments; ``kubeflow`` for what a PyTorchJob sets.
+            and the world size as arguments; ``spawn`` for mp.spawn on each host; ``kubeflow`` for
+            what a PyTorchJob sets.
         options: Options of ddpdoctor and torchrun.
         own: More options of each ddpdoctor, by number.
         env: More variables, by host.
@@ -58,8 +59,12 @@ class JobOnHosts:
             world_size = str(len(hosts) * nproc)
             if how in ("tasks", "hand"):
                 command = [["--", sys.executable, str(script), *arguments] for _ in range(nproc)]
-            if how == "tasks":
-                more |= {"MASTER_ADDR": first, "MASTER_PORT": str(PORT), "WORLD_SIZE": world_size}
+                if how == "tasks":
+                    more |= {"MASTER_ADDR": first, "MASTER_PORT": str(PORT)}
+                    more["WORLD_SIZE"] = world_size
+            elif how == "spawn":
+                place = [first, str(PORT), str(host.rank * nproc), str(nproc), world_size]
+                command = [["--", sys.executable, str(JOBS / "spawned.py"), str(script), *place]]
             elif how == "kubeflow":
                 command = [["--", str(script), *arguments]]
                 more |= {"MASTER_ADDR": hosts[0].name, "MASTER_PORT": "23456"}

@@ -482,7 +482,7 @@ def test_what_is_left_to_another_node_is_withdrawn_here_and_nothing_new_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown = Shown(tmp_path)
-    in_turn(monkeypatch, [TWICE], [RAISED], [RAISED, TWICE], [TWICE])
+    in_turn(monkeypatch, [TWICE], [RAISED], [RAISED, TWICE])
     shown.reporter.examine(OVER, left=True)
     assert shown.text == ""
     shown.reporter.examine(GOES_ON)
