@@ -6,7 +6,7 @@ import os
 import runpy
 import sys
 
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 
 
 def run(local: int, script: str, address: str, port: str, first: str, world_size: str) -> None:
@@ -18,4 +18,5 @@ def run(local: int, script: str, address: str, port: str, first: str, world_size
 
 if __name__ == "__main__":
     script, address, port, first, ranks, world_size = sys.argv[1:]
-    mp.spawn(run, (script, address, port, first, world_size), nprocs=int(ranks))
+    given = (script, address, port, first, world_size)
+    spawn(run, given, nprocs=int(ranks))  # type: ignore[no-untyped-call]

@@ -36,7 +36,7 @@ CASES = [
 
 CASES += [("hang", "spawn", 2, 2), ("exception", "spawn", 3, 1), ("slow rank", "spawn", 2, 1)]
 
-Verdict = set[tuple[str, str, tuple[int, ...], int]]
+Verdict = set[tuple[str, str, tuple[int, ...], int | None]]
 
 
 def verdict(checks: Checks, fault: str, way: str, nproc: int) -> Verdict:

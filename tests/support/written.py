@@ -139,8 +139,8 @@ class Written:
         page.set_site(page_text(site))
         page.set_gpu(gpu)
         journal = Journal(f"{stem}.jsonl", 1 << 20)
-        known = {"rank": number, "world_size": self.world_size, "backend": "nccl"}
-        open_record = OpenRecord(format=FORMAT, **(known | opened))
+        known: dict[str, Any] = {"world_size": self.world_size, "backend": "nccl", **opened}
+        open_record = OpenRecord(format=FORMAT, rank=number, **known)
         group = tuple(range(self.world_size or 2))
         ddp = DdpRecord(device=f"cuda:{number}", group_ranks=group)
         journal.write([open_record, ddp, *map(writable, records)])
