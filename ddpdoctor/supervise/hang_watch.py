@@ -408,12 +408,9 @@ class HangWatch:
         still = self._signs.look(run, now) if run.ranks else self._start.silence(run, now)
         for record in self._cores.records(run):
             self._write(record)
-        if self.left_to_head:
-            if self._hung is not None:
-                self._goes_on(run, now)
-            return False
-        if self._hung is not None and self._goes_on(run, now):
-            return True
+        goes_on = self._hung is not None and self._goes_on(run, now)
+        if goes_on or self.left_to_head:
+            return goes_on
         if still is None or self._excused(run, still, now):
             return False
         dead = sum(rank.exit is not None for rank in run.last)
