@@ -325,7 +325,7 @@ def test_a_host_that_vanishes_is_the_cause(nodes: Make, what: str) -> None:
 def test_a_supervisor_that_is_killed_on_the_first_host(nodes: Make) -> None:
     checks = nodes(2)
     running = JobOnHosts(checks, job(checks, steps=4000))
-    running.until_told(1, "node0 judges")
+    until_steps(running, 1)
     os.kill(pids_of(checks.lab.hosts[0], "--run-dir", running.run_dir(0))[0], signal.SIGKILL)
     # Its keepers end its ranks; the other host's ranks fail, and that host says so itself.
     running.wait()
