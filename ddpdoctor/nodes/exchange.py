@@ -4,8 +4,6 @@ The supervisor starts it once ranks may live on other nodes, so that jobs on one
 It talks to the supervisor in lines of JSON. Everything else goes through the run directory: on the
 head this process writes the other nodes' files there, elsewhere it reads them. If it fails, the run
 goes on, and each node is judged alone.
-
-    python -m ddpdoctor.nodes.exchange DIRECTORY JOURNAL_BYTES LAUNCHER [--debug-nodes]
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import sys
 import time
 import traceback
 from pathlib import Path
@@ -35,6 +32,7 @@ from ddpdoctor.run.records.typed_json import decoder, required
 
 LOOK_EVERY = 0.5  # Seconds between two looks into the job's store
 END_TIMEOUT = 3.0  # Seconds in which the last records are sent
+FAILED_TIMEOUT = 8.0  # The same if the job has failed, which the head's end may be the reason of
 LEAVE_TIMEOUT = 4.0  # Seconds for which the head waits for the last records of other nodes
 MAX_FAILURES = 20
 LOG = "nodes.log"
@@ -126,7 +124,8 @@ class Exchange:
         """Exchange the last records. The job's command has ended on this node."""
         began = time.monotonic()
         if self._member is not None:
-            self._member.finish(status, END_TIMEOUT)
+            self._member.finish(status, FAILED_TIMEOUT if status else END_TIMEOUT)
+            self._tell()
         while self._head is not None and self._head.waits_for:
             passed = time.monotonic() - began
             # If the job failed, a lost node may be the reason.
@@ -234,7 +233,7 @@ class Exchange:
             store.forget(self._published)
         self._relay.close()
         if self._head is not None:
-            self._head.close()
+            self._head.close(killed=not self.ended)
         if self._member is not None:
             self._member.close()
         if self._journal is not None:
@@ -242,7 +241,7 @@ class Exchange:
 
 
 def main(argv: list[str]) -> None:
-    """Run the exchange of a run directory."""
+    """Run the exchange: ``DIRECTORY JOURNAL_BYTES LAUNCHER [--debug-nodes]``."""
     directory, journal_bytes, launcher = Path(argv[0]), int(argv[1]), int(argv[2])
     # What goes wrong here is no subject of the job's terminal.
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -255,7 +254,3 @@ def main(argv: list[str]) -> None:
         return
     finally:
         exchange.close()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

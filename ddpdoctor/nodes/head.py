@@ -439,10 +439,10 @@ class Head:
         for peer in self._linked():
             self._send(peer, EndHang())
 
-    def close(self) -> None:
-        """Tell all nodes that the job has ended here, and close everything."""
+    def close(self, *, killed: bool = False) -> None:
+        """Tell all nodes that the job has ended here, or ddpdoctor, and close everything."""
         for peer in self._linked():
-            self._send(peer, Over())
+            self._send(peer, Over(killed=killed))
         for asker in list(self._askers):
             self._finish(asker)
         self._listener.close()

@@ -191,8 +191,11 @@ class Member:
         elif isinstance(message, EndHang):
             self.hangs = True
         elif isinstance(message, Over):
-            self.over = True
+            self.over = not message.killed
             self._relay.gone(HEAD, "")
+            if message.killed:
+                self.head = None
+                self._disconnect()
         elif isinstance(message, ForDebuggers):
             self._relay.take(HEAD, message, blob)
 
@@ -329,7 +332,10 @@ class Member:
     # -- the end
 
     def finish(self, status: int | None, seconds: float) -> None:
-        """Send what is left, since the job's command has ended on this node."""
+        """Send what is left, since the job's command has ended on this node.
+
+        A head that does not take it in time is lost.
+        """
         deadline = time.monotonic() + seconds
         self._shipment.ended = True
         self._shipment.hurry()
@@ -346,7 +352,9 @@ class Member:
                 left = not self._pending
                 if left:
                     self._send(Leave(status=status))
-                    break
+                    return
+        if not self.over:
+            self.head = None
 
     def close(self) -> None:
         """Close the link."""

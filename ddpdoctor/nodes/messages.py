@@ -76,12 +76,11 @@ class Files(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer(Record):
-    """A part of the answer to a question. The blob holds it."""
+    """The answer to a question. The blob holds it."""
 
     kind = "answer"
 
     number: int
-    last: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,9 +164,11 @@ class EndHang(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Over(Record):
-    """The job has ended on the head, which takes no more records."""
+    """The head takes no more records."""
 
     kind = "over"
+
+    killed: bool = False  # Its ddpdoctor was killed. Otherwise the job has ended there.
 
 
 # -- debuggers, in both directions

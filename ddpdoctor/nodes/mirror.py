@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from ddpdoctor.core import opening
 from ddpdoctor.nodes.messages import Piece
-from ddpdoctor.nodes.shipment import NODE
+from ddpdoctor.nodes.shipment import GPUS, NODE, PROCESS, RANK
 from ddpdoctor.run import rundir
 from ddpdoctor.run.journal import Journal
 from ddpdoctor.run.names import CODE, of_node
@@ -23,13 +22,9 @@ from ddpdoctor.run.ring import SIZE as RING_SIZE
 from ddpdoctor.run.rundir import STDERR
 from ddpdoctor.run.status import PAGE_SIZE
 
-MAX_NODE_RANKS = MAX_RANKS  # Files of ranks and attempts that a node may have
 MAX_PROCESSES = 128  # Journals of failed processes, and of loaders' workers, that a node may have
 MAX_NODE_FILES = 16  # Other files of a node
 
-_NAME = re.compile(r"rank-\d{4,7}\.r\d{1,4}\.(status|jsonl|collectives|fault)")
-_PROCESS = re.compile(r"process-([a-z0-9-]{1,48}\.jsonl)")
-_GPUS = re.compile(r"gpus-[A-Za-z0-9._-]{1,80}\.json")
 _SIZES = {"status": PAGE_SIZE, "collectives": RING_SIZE, "fault": opening.MOST_TEXT}
 
 
@@ -78,7 +73,7 @@ class Mirror:
             raise refused
 
     def _write(self, node: int, piece: Piece, data: bytes) -> None:
-        if _GPUS.fullmatch(piece.name) and self._is_of_this_host(piece.name):
+        if GPUS.fullmatch(piece.name) and self._is_of_this_host(piece.name):
             return
         name, limit = self._checked(node, piece.name)
         path = self._directory / name
@@ -99,16 +94,16 @@ class Mirror:
         Raises:
             RefusedError: No node has such a file, or it has too many, or it is not the node's.
         """
-        match = _NAME.fullmatch(name)
+        match = RANK.fullmatch(name)
         if match is not None:
-            found, limit, most = name, _SIZES.get(match[1], 0), 4 * MAX_NODE_RANKS
-        elif process := _PROCESS.fullmatch(name):
+            found, limit, most = name, _SIZES.get(match[2], 0), 4 * MAX_RANKS
+        elif process := PROCESS.fullmatch(name):
             found, limit, most = f"process-n{node}-{process[1]}", 0, MAX_PROCESSES
         elif name == NODE:
             found, limit, most = f"node-{node}.jsonl", 0, 1
         elif name in (CODE, STDERR):
             found, limit, most = of_node(name, node), opening.MOST_TEXT, 1
-        elif _GPUS.fullmatch(name):
+        elif GPUS.fullmatch(name):
             found, limit, most = name, opening.MOST_TEXT, MAX_NODE_FILES
         else:
             raise RefusedError("a file that no node has")

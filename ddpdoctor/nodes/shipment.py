@@ -39,9 +39,9 @@ SUPERVISOR_KINDS = frozenset({"rank_exit", "no_core", "gpus", "signal", "unwatch
 
 NODE = "node.jsonl"  # The name under which they are sent
 
-_RANK = re.compile(r"rank-\d{4,}\.r(\d+)\.(status|jsonl|collectives|fault)$")
-_WHOLE = re.compile(r"gpus-[A-Za-z0-9._-]{1,80}\.json$")
-_PROCESS = re.compile(r"process-[a-z0-9-]{1,48}\.jsonl$")
+RANK = re.compile(r"rank-\d{4,7}\.r(\d{1,4})\.(status|jsonl|collectives|fault)")
+GPUS = re.compile(r"gpus-[A-Za-z0-9._-]{1,80}\.json")
+PROCESS = re.compile(r"process-([a-z0-9-]{1,48}\.jsonl)")
 _STEP = b'{"kind":"step"'
 _NUMBER = re.compile(rb'"step":(\d+)')
 
@@ -129,11 +129,6 @@ class Shipment:
         self.ended = False
         """The job's command has ended: send what is left, without limits."""
 
-    def attempts(self) -> set[int]:
-        """Return the numbers of all attempts."""
-        found = (_RANK.match(name) for name in opening.names(self._directory))
-        return {int(each[1]) for each in found if each}
-
     def collect(self, alignment: Alignment) -> tuple[list[Piece], bytes]:
         """Return the new pieces of files, and their contents one after the other.
 
@@ -153,17 +148,17 @@ class Shipment:
 
     def _new(self, alignment: Alignment) -> Iterator[tuple[str, bytes, bool]]:
         for name in opening.names(self._directory):
-            match = _RANK.match(name)
+            match = RANK.fullmatch(name)
             if match is not None:
                 restart = int(match[1])
                 if restart in alignment.attempts:
                     yield from self._of_rank(name, restart, match[2], alignment)
-            elif name == "supervisor.jsonl" or _PROCESS.match(name):
+            elif name == "supervisor.jsonl" or PROCESS.fullmatch(name):
                 lines = self._lines(name, alignment, limited=False)
                 sent = NODE if name == "supervisor.jsonl" else name
                 if lines:
                     yield sent, b"".join(lines), True
-            elif _WHOLE.match(name) or name == CODE:
+            elif GPUS.fullmatch(name) or name == CODE:
                 yield from self._whole(name, WHOLE_EVERY, opening.MOST_TEXT)
         yield from self._stderr()
 

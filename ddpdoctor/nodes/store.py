@@ -7,6 +7,7 @@ wire format is that of torch 2.1 and later (torch/csrc/distributed/c10d/TCPStore
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
@@ -71,10 +72,8 @@ def write(store: StoreRecord, key: str, value: bytes) -> None:
 def forget(store: StoreRecord) -> None:
     """Remove our file beside the job's. A TCPStore ends with the job."""
     if store.file:
-        try:
+        with contextlib.suppress(OSError):
             os.unlink(_beside(store))
-        except OSError:
-            return
 
 
 def _beside(store: StoreRecord) -> str:

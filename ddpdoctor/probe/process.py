@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import os
 import platform
+import re
 import socket
 import sys
 import time
@@ -121,6 +122,24 @@ def _joining_line() -> Location | None:
     return site.location if site.path else None
 
 
+def _versions(torch: Any) -> dict[str, str]:
+    """Return the versions of what nodes of a job have to agree on."""
+    found = {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "cuda": str(torch.version.cuda or ""),
+    }
+    if "nccl" in str(torch.distributed.get_backend()):
+        with contextlib.suppress(Exception):
+            found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        with contextlib.suppress(OSError), open("/proc/driver/nvidia/version") as file:
+            # NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.03  Release Build ...
+            match = re.search(r"\s(\d+\.[\d.]+)\s", file.readline())
+            if match is not None:
+                found["driver"] = match[1]
+    return found
+
+
 def become(torch: Any) -> None:
     """Open this rank's files and start recording, unless that happened before."""
     if rank.current() is not None:
@@ -159,11 +178,7 @@ def become(torch: Any) -> None:
             joined=joined,
             argv=tuple(sys.argv),
             launcher="torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "other",
-            versions={
-                "python": platform.python_version(),
-                "torch": str(torch.__version__),
-                "cuda": str(torch.version.cuda or ""),
-            },
+            versions=_versions(torch),
             variables={
                 name: value[:200]
                 for name, value in os.environ.items()

@@ -231,8 +231,13 @@ class Reporter:
                 else:
                     self.say(f"{place_of(each)}: {each.severity.label} {each.code}: {each.message}")
 
-    def examine(self, run: Run) -> None:
-        """Run the rules, and report what is new and what is withdrawn."""
+    def examine(self, run: Run, *, left: bool = False) -> None:
+        """Run the rules, and report what is new and what is withdrawn.
+
+        Args:
+            run: A snapshot of the run.
+            left: New findings are left to another node. What was reported here may be withdrawn.
+        """
         import ddpdoctor.diagnose.all_rules  # noqa: F401 (registers the rules; not before they are needed)
 
         for line in plugins.take_failures():
@@ -247,6 +252,9 @@ class Reporter:
             self.found = self._source.placed(self.found)
         # What a rule found before it failed still stands.
         unread = [code for code in RULES if code in self.faults]
+        if left:
+            known = {each.code for each in self.current}
+            self.found = [each for each in self.found if each.code in known]
         selected = self._selection.of(self.found)
         self._ignored = len(self.found) - len(selected)
         self.news = self._log.take(selected, run, unread=unread)

@@ -246,38 +246,46 @@ class Start:
     def __init__(self, base: float) -> None:
         self._base = base
         self.began = time.monotonic()
+        self._worked = self.began  # When the job was seen to use the CPU last
         self.pid: int | None = None  # The job's command
         self._cores: tuple[float, dict[int, Turns]] | None = None
         """When the CPU time of the job was read last, and what it was."""
 
     def begin(self, pid: int) -> None:
         """Note that the job's command has started."""
-        self.pid, self.began = pid, time.monotonic()
+        self.pid = pid
+        self.began = self._worked = time.monotonic()
 
     def slept(self, seconds: float) -> None:
         """Ignore a time in which the job was stopped."""
         self.began += seconds
+        self._worked += seconds
 
     def silence(self, run: Run, now: float) -> Still | None:
         """Return the silence of a job that has no rank yet, if it is too long."""
+        if self.works(now):
+            self._worked = now
         quiet = now - self.began
+        if quiet < FIRST_STEP_FACTOR * self._base:
+            # A torchrun that lacked a core comes late to the rendezvous, and only waits there.
+            quiet = now - self._worked
         ended = any(isinstance(each, (ErrorRecord, ExitRecord)) for each in run.strays)
         if ended or quiet < self._base:
             return None
         return Still(quiet, self._base, (), True, True)
 
-    def works(self, now: float) -> bool:
-        """Return whether processes of the job use the CPU."""
+    def works(self, now: float) -> bool | None:
+        """Return whether processes of the job use the CPU. None if that is not known yet."""
         if self.pid is None:
             return False
+        known = self._cores
+        if known is not None and now - known[0] < START_SAMPLE:
+            return None
         turns = process_activity.turns_of_tree(self.pid)
-        if self._cores is None:
-            self._cores = (now, turns)
-            return True
-        since, before = self._cores
-        if now - since < START_SAMPLE:
-            return True
         self._cores = (now, turns)
+        if known is None:
+            return None
+        since, before = known
         return process_activity.cores_of_tree(before, turns, now - since) >= process_activity.BUSY
 
 
@@ -401,10 +409,9 @@ class HangWatch:
         still = self._signs.look(run, now) if run.ranks else self._start.silence(run, now)
         for record in self._cores.records(run):
             self._write(record)
-        if self.left_to_head:
-            return False
-        if self._hung is not None and self._goes_on(run, now):
-            return True
+        goes_on = self._hung is not None and self._goes_on(run, now)
+        if goes_on or self.left_to_head:
+            return goes_on
         if still is None or self._excused(run, still, now):
             return False
         dead = sum(rank.exit is not None for rank in run.last)
@@ -443,7 +450,7 @@ class HangWatch:
             return True
         if not still.fresh or still.seconds >= FIRST_STEP_FACTOR * still.limit:
             return False
-        return self._start.works(now)
+        return bool(still.ranks) and self._start.works(now) is not False
 
     def _starts_elsewhere(self) -> bool:
         """Return whether ranks of other nodes were at work in a long first step when examined."""

@@ -21,7 +21,7 @@ from ddpdoctor.run.records.process import StoreRecord
 from ddpdoctor.run.records.typed_json import decoder
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.stacks.capture import read_declared
-from ddpdoctor.system.proc import pause, readable
+from ddpdoctor.system.proc import readable
 
 _PROGRAM = """\
 import sys
@@ -77,7 +77,6 @@ class NodeLink:
         self._state = State()
         self.judge = ""
         """The host of the head that judged this node's ranks until the end. Empty without one."""
-        self._ended = False
         self._waits_until = 0.0
 
     def begin(self, launcher: int) -> None:
@@ -117,7 +116,8 @@ class NodeLink:
         elif self._process is not None and own and len(own) == own[0].opened.world_size:
             # The last ranks came late, and all are here.
             self.close()
-        self._read()
+        if not self._read():
+            self._change(State())
 
     def _send_joined(self, restart: int, own: list[Rank], store: StoreRecord) -> None:
         # The journals of other ranks may not be there yet.
@@ -167,25 +167,20 @@ class NodeLink:
                 process.stdin.write(line + b"\n")
                 process.stdin.flush()
 
-    def _read(self) -> None:
-        """Read what the exchange says about the link."""
+    def _read(self) -> bool:
+        """Read what the exchange says about the link. Return False once it has ended."""
         process = self._process
         if process is None or process.stdout is None:
-            return
+            return False
         data = process.stdout.read(1 << 16)
-        if data == b"":
-            # It has ended.
-            self._change(State())
-        if not data:
-            return
-        *lines, self._output = (self._output + data).split(b"\n")
-        for line in lines:
-            self._change(decoder(State)(parsed(line) or {}))
+        if data:
+            *lines, self._output = (self._output + data).split(b"\n")
+            for line in lines:
+                self._change(decoder(State)(parsed(line) or {}))
+        return data != b""
 
     def _change(self, state: State) -> None:
         before, self._state = self._state, state
-        if self._ended:
-            return
         self.judge = state.host
         if state.linked and not before.linked:
             self._note(
@@ -206,14 +201,10 @@ class NodeLink:
         if process is None:
             return
         self._write(dumped({"end": status, "hangs": hangs}))
-        self._ended = True
         if process.stdout is not None:
             deadline = time.monotonic() + END_TIMEOUT
-            while time.monotonic() < deadline and process.poll() is None:
+            while time.monotonic() < deadline and self._read():
                 readable([process.stdout.fileno()], 0.05)
-                if process.stdout.read(1 << 16) == b"":
-                    break
-                pause(0.01)
 
     def close(self) -> None:
         """End the exchange."""

@@ -427,9 +427,10 @@ class RunWatch:
         return self.nodes is not None and self.nodes.leaves_to_head
 
     def _examine(self, run: Run) -> None:
-        if self._left_to_head:
+        left = self._left_to_head
+        if left and not self._reporter.current:
             return
-        self._guarded("the rules", self._reporter.examine, run)
+        self._guarded("the rules", partial(self._reporter.examine, left=left), run)
         if self._showing is not None:
             news = partial(self._showing.news, self._reporter.news, run.taken)
             self._guarded(_SHOWING, self._note, news)

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import psutil
+
 from ddpdoctor.preflight.check import CHECKS
 from tests.conftest import LIMIT
 from tests.lab.network import NETWORK, Host, Lab
@@ -179,6 +181,17 @@ class Checks:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def interrupt(process: subprocess.Popen[bytes]) -> None:
+    """Send Ctrl-C to a command on a host.
+
+    The program that entered the host's namespaces is spared. It ends when the command does.
+    """
+    for child in psutil.Process(process.pid).children(recursive=True):
+        with contextlib.suppress(ProcessLookupError):
+            if os.getpgid(child.pid) == process.pid:
+                os.kill(child.pid, signal.SIGINT)
 
 
 class Make(Protocol):

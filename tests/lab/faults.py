@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tests.conftest import LIMIT
 from tests.lab import translation
 from tests.lab.checking import Checks
-from tests.lab.network import BRIDGE, INTERFACE, Host, Lab
+from tests.lab.network import BRIDGE, INTERFACE, Host, Lab, LabError
 
 EPHEMERAL = "ephemeral"
 """Ports from 32768 on, which the kernel hands out."""
@@ -313,3 +315,37 @@ def folder_of_its_own(host: Host, folder: Path, private: Path) -> None:
     """The host sees another folder at ``folder`` than the others do."""
     private.mkdir(parents=True, exist_ok=True)
     host.run("mount", "--bind", str(private), str(folder))
+
+
+@contextlib.contextmanager
+def memory_limit(host: Host, megabytes: int) -> Iterator[None]:
+    """Limit the memory of all that is started on the host from now on, as of a container.
+
+    Raises:
+        LabError: This machine has no memory cgroups.
+    """
+    name = f"ddpdoctor-{host.namespace.pid}"
+    if Path("/sys/fs/cgroup/memory").exists():
+        root, kind, limit = Path("/sys/fs/cgroup/memory"), "memory", "memory.limit_in_bytes"
+        mount = "mount -t tmpfs none /sys/fs/cgroup && mkdir /sys/fs/cgroup/memory && "
+        mount += "mount -t cgroup -o memory none /sys/fs/cgroup/memory"
+    else:
+        root, kind, limit = Path("/sys/fs/cgroup"), "", "memory.max"
+        mount = "mount -t cgroup2 none /sys/fs/cgroup"
+    group = root / name
+    try:
+        group.mkdir()
+        (group / limit).write_text(str(megabytes << 20))
+    except OSError as error:
+        raise LabError(f"no memory cgroups: {error}") from error
+    host.run("sh", "-ec", mount)
+    enter = f'echo $$ > /sys/fs/cgroup/{kind}/{name}/cgroup.procs; exec "$@"'
+    host.wrapper[:] = ["sh", "-ec", enter, "sh"]
+    try:
+        yield
+    finally:
+        host.namespace.close()
+        until = time.monotonic() + 10
+        while (group / "cgroup.procs").read_text() and time.monotonic() < until:
+            time.sleep(0.05)
+        group.rmdir()

@@ -12,7 +12,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 NETWORK = "10.77.0"
@@ -89,6 +89,7 @@ class Host:
     namespace: Namespace
     hosts_file: Path
     environment: dict[str, str]
+    wrapper: list[str] = field(default_factory=list)  # Start of every command
 
     @property
     def port(self) -> str:
@@ -114,7 +115,7 @@ class Host:
         """Start a command on the host, in a process group of its own."""
         with out.open("wb") as stdout, err.open("wb") as stderr:
             return subprocess.Popen(
-                self.namespace.enter(*words),
+                self.namespace.enter(*self.wrapper, *words),
                 cwd=cwd,
                 env={**env, **self.environment},
                 stdin=subprocess.DEVNULL,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -14,8 +12,8 @@ from typing import Any
 
 from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.snapshot import Run
-from tests.conftest import LIMIT
-from tests.lab.checking import PORT, Checks
+from tests.conftest import JOBS, LIMIT
+from tests.lab.checking import PORT, Checks, interrupt
 
 
 class JobOnHosts:
@@ -27,7 +25,9 @@ class JobOnHosts:
         arguments: Its arguments.
         nproc: Ranks of each host.
         how: ``static`` or ``c10d`` for torchrun; ``tasks`` for a ddpdoctor of each rank, which a
-            launcher such as srun tells its rank; ``kubeflow`` for what a PyTorchJob sets.
+            launcher such as srun tells its rank; ``hand`` for the same with the address, the rank
+            and the world size as arguments; ``spawn`` for mp.spawn on each host; ``kubeflow`` for
+            what a PyTorchJob sets.
         options: Options of ddpdoctor and torchrun.
         own: More options of each ddpdoctor, by number.
         env: More variables, by host.
@@ -56,10 +56,15 @@ class JobOnHosts:
         for host in hosts:
             more = dict((env or {}).get(host.rank, {}))
             command: list[list[str]]
-            if how == "tasks":
-                command = [["--", sys.executable, str(script), *arguments]] * nproc
-                more |= {"MASTER_ADDR": first, "MASTER_PORT": str(PORT)}
-                more["WORLD_SIZE"] = str(len(hosts) * nproc)
+            world_size = str(len(hosts) * nproc)
+            if how in ("tasks", "hand"):
+                command = [["--", sys.executable, str(script), *arguments] for _ in range(nproc)]
+                if how == "tasks":
+                    more |= {"MASTER_ADDR": first, "MASTER_PORT": str(PORT)}
+                    more["WORLD_SIZE"] = world_size
+            elif how == "spawn":
+                place = [first, str(PORT), str(host.rank * nproc), str(nproc), world_size]
+                command = [["--", sys.executable, str(JOBS / "spawned.py"), str(script), *place]]
             elif how == "kubeflow":
                 command = [["--", str(script), *arguments]]
                 more |= {"MASTER_ADDR": hosts[0].name, "MASTER_PORT": "23456"}
@@ -67,7 +72,7 @@ class JobOnHosts:
                 more |= {"PET_NNODES": str(len(hosts)), "PET_NPROC_PER_NODE": str(nproc)}
                 # Of the pod, not of its ranks.
                 more |= {"PET_NODE_RANK": str(host.rank), "RANK": str(host.rank)}
-                more["WORLD_SIZE"] = str(len(hosts) * nproc)
+                more["WORLD_SIZE"] = world_size
             else:
                 words = ["--nnodes", nnodes or str(len(hosts)), "--nproc-per-node", str(nproc)]
                 if how == "c10d":
@@ -81,6 +86,8 @@ class JobOnHosts:
                 number = len(self.processes)
                 if how == "tasks":
                     more |= {"RANK": str(number), "LOCAL_RANK": str(local)}
+                elif how == "hand":
+                    words += [f"tcp://{first}:{PORT}", str(number), world_size]
                 more_options = [*own(number), "--run-dir", str(self.run_dir(number))]
                 more_options += ["--json", str(self._json(number)), *options]
                 process, out, err = checks.start(
@@ -106,7 +113,7 @@ class JobOnHosts:
         """Ask all of them to end, as Ctrl-C does."""
         for each in self.processes:
             if each.poll() is None:
-                os.killpg(each.pid, signal.SIGINT)
+                interrupt(each)
         self.wait()
 
     def found(self, number: int = 0) -> list[dict[str, Any]]:

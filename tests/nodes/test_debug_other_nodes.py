@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -41,13 +41,15 @@ def modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Debugged:
     """A job on two hosts, and the debuggers on the first one."""
 
-    def __init__(self, checks: Checks, modules: Path, script: Path, *words: str) -> None:
+    def __init__(
+        self, checks: Checks, modules: Path, script: Path, *words: str, options: Sequence[str] = ()
+    ) -> None:
         self.hosts = checks.lab.hosts
         self.clients: list[DapClient] = []
         self.stop = checks.directory / "stop"
         self._checks = checks
         self._modules = modules
-        self.job = JobOnHosts(checks, script, *words, own=self._own)
+        self.job = JobOnHosts(checks, script, *words, own=self._own, options=options)
 
     def _own(self, node: int) -> list[str]:
         self.workspace(node).mkdir()
@@ -104,8 +106,8 @@ class Debugged:
 def start(nodes: Make, modules: Path) -> Iterator[Callable[..., Debugged]]:
     made: list[Debugged] = []
 
-    def start(script: Path, *words: str) -> Debugged:
-        made.append(Debugged(nodes(2), modules, script, *words))
+    def start(script: Path, *words: str, options: Sequence[str] = ()) -> Debugged:
+        made.append(Debugged(nodes(2), modules, script, *words, options=options))
         return made[-1]
 
     yield start
@@ -161,6 +163,28 @@ def test_a_rank_of_another_node_is_debugged_from_the_head(
     time.sleep(1)
     assert all("timeout 10, traced False" in out for out in made.end())
     assert not any(each["code"].startswith("DDP8") for each in made.job.found())
+
+
+@pytest.mark.skipif(KEEPS_TIMEOUT, reason="gloo keeps the timeout that its group was made with")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_hangs_once_its_debugger_has_left(
+    start: Callable[..., Debugged], tmp_path: Path, rank: int
+) -> None:
+    words = ("--how", "away", "--rank", str(rank), "--at", "300", "--seconds", "30")
+    timeout = ("--stop", str(tmp_path / "stop"), "--timeout", "10")
+    made = start(JOB, *timeout, *words, options=("--hang-after", "6"))
+    client = made.client(rank)
+    client.attach({JOB: [mark("away")]})
+    assert place(client) == mark("away")
+    # Longer than the timeout of the group and the time after which a hang is examined.
+    time.sleep(14)
+    assert held(made.job.run()) and made.job.found() == []
+    client.disconnect()
+    found = made.job.until("DDP802")
+    assert found["ranks"] == [rank] and found["location"]["line"] == mark("away"), found
+    assert not held(made.job.run())
+    assert all("timeout 10, traced False" in out for out in made.end())
+    assert made.job.found(1) == []
 
 
 def test_a_rank_of_another_node_waits_at_a_breakpoint(start: Callable[..., Debugged]) -> None:

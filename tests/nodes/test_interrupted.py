@@ -12,7 +12,7 @@ import pytest
 
 from tests.conftest import LIMIT
 from tests.lab import faults
-from tests.lab.checking import WITHOUT_TORCH, Make
+from tests.lab.checking import WITHOUT_TORCH, Make, interrupt
 from tests.lab.network import Host
 
 
@@ -34,14 +34,10 @@ def test_ctrl_c_leaves_nothing_behind(nodes: Make, after: float) -> None:
     running = [checks.start(host, checks.words(host)) for host in checks.lab.hosts]
     time.sleep(after)
     for process, _, _ in running:
-        os.killpg(process.pid, signal.SIGINT)
+        interrupt(process)
     for process, _, err in running:
         process.wait(LIMIT)
         assert "Traceback" not in err.read_text()
-    # What had to be entered a namespace by ends at once, and the check inside a moment later.
-    until = time.monotonic() + 5
-    while any(running_on(host) for host in checks.lab.hosts) and time.monotonic() < until:
-        time.sleep(0.1)
     for host in checks.lab.hosts:
         assert running_on(host) == []
 

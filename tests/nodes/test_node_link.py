@@ -22,7 +22,7 @@ from ddpdoctor.nodes.alignment import Alignment, HeadClock
 from ddpdoctor.nodes.debug_relay import DebugRelay
 from ddpdoctor.nodes.head import Head, invitation_line
 from ddpdoctor.nodes.member import Member
-from ddpdoctor.nodes.messages import Began, Files, Hello, Piece, Question, Request
+from ddpdoctor.nodes.messages import Began, Files, Hello, Over, Piece, Question, Request
 from ddpdoctor.nodes.mirror import Mirror, RefusedError
 from ddpdoctor.nodes.shipment import STEP_STRIDE, Shipment
 from ddpdoctor.run.journal import Journal
@@ -225,6 +225,23 @@ def test_the_end_of_a_node_arrives_with_its_last_records(pair: Pair) -> None:
     run = RunReader(pair.one.path).snapshot()
     assert [each.status for each in run.supervisor.of(RankExitRecord)] == [-9]
     assert run.nodes[0].state == "left" and run.nodes[0].status == 1
+
+
+def test_a_head_whose_ddpdoctor_was_killed_judges_no_other_node(pair: Pair) -> None:
+    pair.member.invite(pair.head.invitation)
+    pair.until(lambda: pair.rank())
+    (peer,) = pair.head._peers.values()
+    pair.head._send(peer, Over(killed=True))
+    pair.until(lambda: pair.member.head is None)
+    assert not pair.member.over and pair.member.looks_for_head
+
+
+def test_a_head_that_does_not_take_the_last_records_judges_them_not(pair: Pair) -> None:
+    pair.member.invite(pair.head.invitation)
+    pair.until(lambda: pair.rank())
+    pair.two.journal.write([step(1, pair.two.opened)])
+    pair.member.finish(1, 0.5)
+    assert pair.member.head is None
 
 
 def test_requests_and_questions_reach_the_node(pair: Pair) -> None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.run.reader import RunReader
 from tests.conftest import LIMIT
 from tests.lab import faults
 from tests.lab.checking import Checks, Make
-from tests.lab.network import Host
+from tests.lab.network import Host, LabError
 from tests.lab.running import JobOnHosts
 from tests.support.marks import head, marks, said, sick
 
@@ -28,12 +31,12 @@ from torch.nn.parallel import DistributedDataParallel
 {before}
 dist.init_process_group("gloo"{how})
 rank, world = dist.get_rank(), dist.get_world_size()
-model = DistributedDataParallel(torch.nn.Linear(8, 8))
+model = DistributedDataParallel(torch.nn.Linear({width}, {width}))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step in range({steps}):
     {inside}
     optimizer.zero_grad()
-    model(torch.randn(4, 8)).sum().backward()
+    model(torch.randn(4, {width})).sum().backward()
     optimizer.step()
     time.sleep(0.05)
 dist.destroy_process_group()
@@ -41,11 +44,17 @@ dist.destroy_process_group()
 
 
 def job(
-    checks: Checks, inside: str = "pass", steps: int = 100, before: str = "", how: str = ""
+    checks: Checks,
+    inside: str = "pass",
+    steps: int = 100,
+    before: str = "",
+    how: str = "",
+    width: int = 8,
 ) -> Path:
     """A job of small steps with a line of its own."""
     path = checks.directory / "job.py"
-    path.write_text(TRAINS.format(inside=inside, steps=steps, before=before, how=how))
+    text = TRAINS.format(inside=inside, steps=steps, before=before, how=how, width=width)
+    path.write_text(text)
     return path
 
 
@@ -58,19 +67,23 @@ def line_of(path: Path, text: str) -> int:
 def until_steps(running: JobOnHosts, rank: int) -> None:
     """Wait until steps of a rank are in the first host's run directory."""
     until = time.monotonic() + LIMIT
-    while not any(each.rank == rank and each.steps for each in running.run().last):
+    while True:
+        with contextlib.suppress(DoctorError):
+            if any(each.rank == rank and each.steps for each in running.run().last):
+                return
         assert time.monotonic() < until, running.told(0)
         time.sleep(0.2)
 
 
 def pids_of(host: Host, word: str, run_dir: Path) -> list[int]:
     """Processes of a host whose command line holds a word and a run directory."""
-    place = os.readlink(f"/proc/{host.namespace.pid}/ns/net")
+    # What entered the host's network from outside is not in its namespace of pids.
+    place = os.readlink(f"/proc/{host.namespace.pid}/ns/pid")
     found = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):
             words = (entry / "cmdline").read_bytes().decode().split("\0")
-            if os.readlink(entry / "ns/net") == place and str(run_dir) in words:
+            if os.readlink(entry / "ns/pid") == place and str(run_dir) in words:
                 found += [int(entry.name)] if any(word in each for each in words) else []
     return sorted(found)
 
@@ -196,6 +209,25 @@ def test_a_healthy_job_hears_nothing(nodes: Make, how: str) -> None:
         assert "findings: see node0" in running.told(number)
 
 
+def test_the_head_shows_the_ranks_of_all_hosts(nodes: Make) -> None:
+    checks = nodes(2)
+    running = JobOnHosts(checks, job(checks, steps=2400), nproc=2, how="c10d")
+    until_steps(running, 3)
+
+    def show(*words: str) -> str:
+        run_dir = str(running.run_dir(0))
+        return checks.lab.hosts[0].run(sys.executable, "-m", "ddpdoctor", *words, run_dir)
+
+    ranks = {each["rank"]: each for each in json.loads(show("top", "--json"))["ranks"]}
+    assert sorted(ranks) == [0, 1, 2, 3] and all(each["step"] for each in ranks.values())
+    assert "4 ranks" in show("stacks")
+    running.stop()
+    assert "4 ranks" in show("report")
+    html = checks.directory / "report.html"
+    show("report", "--html", str(html))
+    assert all(f"rank {rank}" in html.read_text() for rank in range(4))
+
+
 def test_without_nodes_each_host_is_judged_alone(nodes: Make) -> None:
     checks = nodes(2)
     running = JobOnHosts(checks, job(checks), options=("--no-nodes",))
@@ -241,17 +273,13 @@ def test_one_run_directory_for_all_nodes(nodes: Make) -> None:
     found = running.until("DDP802")
     assert found["ranks"] == [1] and found["location"]["line"] == line_of(path, "time.sleep(1000)")
     running.until_told(
-        1, f"node0 judges this node's ranks with all others; records there in {shared}"
+        1, f"node0 judges this node's ranks together with all others; its records are in {shared}"
     )
     (one,) = (each for each in shared.glob("node?-*"))
     ranks = [rank for path in (shared, one) for rank in RunReader(path).snapshot().ranks]
     assert {rank.rank for rank in ranks} == {0, 1}
     running.stop()
-    until = time.monotonic() + LIMIT
-    while list(shared.rglob("nodes.ddpdoctor")):
-        # What ended is the program that entered the host's namespaces.
-        assert time.monotonic() < until
-        time.sleep(0.1)
+    assert not list(shared.rglob("nodes.ddpdoctor"))
 
 
 # -- nodes that do not come together
@@ -301,12 +329,18 @@ def test_a_cut_cable_and_its_repair(nodes: Make) -> None:
     running.stop()
 
 
-def test_a_host_that_vanishes_is_the_cause(nodes: Make) -> None:
+@pytest.mark.parametrize("what", ["machine", "processes"])
+def test_a_host_that_vanishes_is_the_cause(nodes: Make, what: str) -> None:
     checks = nodes(2)
     running = JobOnHosts(checks, job(checks, steps=4000))
     running.until_told(1, "node0 judges")
     until_steps(running, 1)
-    checks.lab.hosts[1].namespace.close()
+    if what == "machine":
+        checks.lab.hosts[1].namespace.close()
+    else:
+        # As where a container of which one process had too much memory is ended as a whole.
+        with contextlib.suppress(LabError):
+            checks.lab.hosts[1].run("kill", "-9", "-1")
     running.processes[0].wait(LIMIT)
     found = [(each["code"], each["severity"], each["ranks"]) for each in running.found()]
     assert found == [("DDP215", "error", [1])], running.told(0)
@@ -316,19 +350,32 @@ def test_a_host_that_vanishes_is_the_cause(nodes: Make) -> None:
 def test_a_supervisor_that_is_killed_on_the_first_host(nodes: Make) -> None:
     checks = nodes(2)
     running = JobOnHosts(checks, job(checks, steps=4000))
-    running.until_told(1, "node0 judges")
+    until_steps(running, 1)
     os.kill(pids_of(checks.lab.hosts[0], "--run-dir", running.run_dir(0))[0], signal.SIGKILL)
     # Its keepers end its ranks; the other host's ranks fail, and that host says so itself.
     running.wait()
-    assert "lost the link to node0" in running.told(1) or "findings: " in running.told(1)
-    assert "Traceback" not in running.told(1)
+    assert "lost the link to node0: this node's ranks are judged alone" in running.told(1)
+    assert [(each["code"], each["ranks"]) for each in running.found(1)] == [("DDP907", [1])]
+    assert "findings: 1 error" in running.told(1)
 
 
-def test_an_exchange_that_is_killed(nodes: Make) -> None:
+def test_a_supervisor_that_is_killed_on_another_host(nodes: Make) -> None:
+    checks = nodes(2)
+    running = JobOnHosts(checks, job(checks, steps=4000))
+    until_steps(running, 1)
+    os.kill(pids_of(checks.lab.hosts[1], "--run-dir", running.run_dir(1))[0], signal.SIGKILL)
+    # Its keepers end its ranks, and nothing is left to say so.
+    running.wait()
+    found = [(each["code"], each["severity"], each["ranks"]) for each in running.found()]
+    assert found == [("DDP215", "error", [1])], running.told(0)
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_an_exchange_that_is_killed(nodes: Make, host: int) -> None:
     checks = nodes(2)
     running = JobOnHosts(checks, job(checks, steps=300))
     running.until_told(1, "node0 judges")
-    (exchange,) = pids_of(checks.lab.hosts[0], "nodes.exchange", running.run_dir(0))
+    (exchange,) = pids_of(checks.lab.hosts[host], "nodes.exchange", running.run_dir(host))
     os.kill(exchange, signal.SIGKILL)
     assert running.wait() == [0, 0]
     assert [each["code"] for each in running.found()] in ([], ["DDP215"])

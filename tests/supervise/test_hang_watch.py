@@ -14,7 +14,14 @@ import torch
 import ddpdoctor.diagnose.all_rules  # noqa: F401 (registers the rules)
 from ddpdoctor.run.records.supervisor import FindingRecord, FoundLocation
 from ddpdoctor.run.status import Phase
-from ddpdoctor.supervise.hang_watch import FIRST_STEP_FACTOR, SILENT_STEPS, WAIT_FACTOR, Signs
+from ddpdoctor.supervise.hang_watch import (
+    FIRST_STEP_FACTOR,
+    SILENT_STEPS,
+    WAIT_FACTOR,
+    Signs,
+    Start,
+)
+from ddpdoctor.system import process_activity
 from tests.conftest import LIMIT, Doctor
 from tests.support.hanging_ranks import job, status
 from tests.support.marks import sick
@@ -58,6 +65,22 @@ def test_the_first_step_has_its_own_words() -> None:
     signs.look(still, 0.0)
     found = signs.look(still, 6.0)
     assert found is not None and found.fresh and FIRST_STEP_FACTOR > 1
+
+
+def test_a_rendezvous_is_not_long_for_a_launcher_that_has_just_come_to_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # A busy machine: torchrun computed for 12 s before it came to the rendezvous.
+    monkeypatch.setattr(process_activity, "turns_of_tree", lambda _: {})
+    start = Start(6.0)
+    start.begin(1)
+    seen = []
+    for second in range(22):
+        cores = 0.5 if second <= 12 else 0.01
+        monkeypatch.setattr(process_activity, "cores_of_tree", lambda *_, cores=cores: cores)
+        seen.append(start.silence(job(), start.began + second))
+    assert seen[:18] == [None] * 18
+    assert [each and each.seconds for each in seen[18:]] == [6.0, 7.0, 8.0, 9.0]
 
 
 # -- a real one

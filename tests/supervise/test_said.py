@@ -476,3 +476,16 @@ def test_evidence_imports_no_rules() -> None:
                     f"{path}:{node.lineno}" for name in names if ".rules" in name or name == "rules"
                 ]
     assert wrong == []
+
+
+def test_what_is_left_to_another_node_is_withdrawn_here_and_nothing_new_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = Shown(tmp_path)
+    in_turn(monkeypatch, [TWICE], [RAISED], [RAISED, TWICE])
+    shown.reporter.examine(OVER, left=True)
+    assert shown.text == ""
+    shown.reporter.examine(GOES_ON)
+    shown.reporter.examine(GOES_ON, left=True)
+    assert [each.code for each in shown.reporter.current] == ["DDP901"]
+    assert "DDP302" not in shown.text

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import ddpdoctor.diagnose.all_rules  # noqa: F401 (registers the rules)
 from ddpdoctor.core.finding import RULES, Detect, Finding, Severity, examine
@@ -26,7 +27,10 @@ MS = 1_000_000
 SECOND = 1_000 * MS
 
 OTHERWISE: dict[str, tuple[Severity, ...]] = {
+    "DDP052": (Severity.ERROR,),
+    "DDP057": (Severity.ERROR, Severity.INFO),
     "DDP106": (Severity.INFO,),
+    "DDP215": (Severity.ERROR,),
     "DDP305": (Severity.WARNING, Severity.INFO),
     "DDP102": (Severity.WARNING,),
     "DDP308": (Severity.WARNING,),
@@ -117,6 +121,7 @@ class Written:
         collective: str = "",
         site: str = "",
         gpu: str = "",
+        opened: Mapping[str, Any] = {},
     ) -> None:
         stem = self.path / rank_stem(number, 0)
         page = StatusPage(
@@ -134,10 +139,11 @@ class Written:
         page.set_site(page_text(site))
         page.set_gpu(gpu)
         journal = Journal(f"{stem}.jsonl", 1 << 20)
-        opened = OpenRecord(format=FORMAT, rank=number, world_size=self.world_size, backend="nccl")
+        known: dict[str, Any] = {"world_size": self.world_size, "backend": "nccl", **opened}
+        open_record = OpenRecord(format=FORMAT, rank=number, **known)
         group = tuple(range(self.world_size or 2))
         ddp = DdpRecord(device=f"cuda:{number}", group_ranks=group)
-        journal.write([opened, ddp, *map(writable, records)])
+        journal.write([open_record, ddp, *map(writable, records)])
         journal.close()
 
     def findings(self, *, status: int | None = None, stderr: str = "") -> list[Finding]:

@@ -12,6 +12,7 @@ from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.formatting import duration, named
 from ddpdoctor.core.relations import Lapsed, certain
 from ddpdoctor.run import code_version
+from ddpdoctor.run.records.model import DdpRecord
 from ddpdoctor.run.records.supervisor import NodeRecord
 from ddpdoctor.run.snapshot import Rank, Run
 
@@ -25,6 +26,14 @@ LOST_FOR_NS = 5_000_000_000
 """Nanoseconds after the loss of a node, which takes 10 s to see, after which it is reported."""
 
 MAX_HOSTS = 5  # Hosts that are named
+
+_VERSIONS = {
+    "torch": "torch",
+    "nccl": "NCCL",
+    "cuda": "CUDA",
+    "driver": "the NVIDIA driver",
+    "python": "Python",
+}
 
 
 @rule("DDP052", "clocks", Severity.WARNING)
@@ -68,16 +77,18 @@ def clocks(run: Run) -> Iterator[Finding]:
 
 @rule("DDP057", "node-versions", Severity.WARNING)
 def node_versions(run: Run) -> Iterator[Finding]:
-    """The nodes have different versions of torch, CUDA or Python, or different NCCL settings.
+    """The nodes have different versions of torch, NCCL, CUDA, the driver or Python, or settings.
 
     What it finds
-        Different torch versions (an error; a warning if they differ only in the last number),
-        different CUDA or Python minor versions, and NCCL or gloo variables that are not the same on
-        every node, except those that name devices or files.
+        Different torch or NCCL versions (errors; a warning if torch differs only in its last
+        number), different CUDA versions, NVIDIA drivers or Python minor versions, and NCCL or gloo
+        variables that are not the same on every node, except those that name devices or files.
+        Different models of GPUs are an info.
 
     Why it is bad
-        Different torch versions may split gradients into different buckets: wrong sums or a hang.
-        An NCCL algorithm that is set on one node only is a hang.
+        Different NCCL versions fail with "unhandled system error" or hang. Different torch versions
+        may split gradients into different buckets: wrong sums or a hang. An NCCL algorithm that is
+        set on one node only is a hang. All ranks wait for the slowest model of GPU.
 
     How to fix it
         Use the same environment on every node: one container image or one lock file.
@@ -92,12 +103,20 @@ def node_versions(run: Run) -> Iterator[Finding]:
     ranks = [rank for rank in run.last if rank.opened.versions]
     if len({rank.opened.host for rank in ranks}) < 2:
         return
-    for name, what in (("torch", "torch"), ("cuda", "CUDA"), ("python", "Python")):
+    for name, what in _VERSIONS.items():
         values = _by_value(ranks, lambda rank, name=name: _shortened(name, rank))  # type: ignore[misc]
+        if name in ("nccl", "driver"):
+            # A rank that has none, or does not know, is no other version.
+            values.pop("", None)
         minor = {_minor(value) for value in values}
-        severe = name == "torch" and len(minor) > 1
+        severe = name == "nccl" or (name == "torch" and len(minor) > 1)
         severity = Severity.ERROR if severe else Severity.WARNING
         yield from _differ("DDP057", severity, f"{what} is not the same on all nodes", values)
+    models = _by_value(ranks, _gpu_model)
+    models.pop("", None)
+    what = "the model of GPU is not the same on all nodes"
+    fix = "Use the same GPUs on every node: all ranks wait for the slowest."
+    yield from _differ("DDP057", Severity.INFO, what, models, fix)
     names = sorted({name for rank in ranks for name in rank.opened.variables})
     for name in names:
         if not name.endswith(OF_EACH_NODE):
@@ -245,6 +264,10 @@ def _by_value(ranks: Sequence[Rank], value: Callable[[Rank], str]) -> dict[str, 
     return found
 
 
+def _gpu_model(rank: Rank) -> str:
+    return next((each.device_name for each in rank.records.of(DdpRecord) if each.device_name), "")
+
+
 def _shortened(name: str, rank: Rank) -> str:
     version = rank.opened.versions.get(name, "")
     return _minor(version) if name == "python" else version
@@ -255,7 +278,11 @@ def _minor(version: str) -> str:
 
 
 def _differ(
-    code: str, severity: Severity, what: str, values: dict[str, list[str]]
+    code: str,
+    severity: Severity,
+    what: str,
+    values: dict[str, list[str]],
+    fix: str = "Use the same environment on every node.",
 ) -> Iterator[Finding]:
     hosts = Counter(host for each in values.values() for host in each)
     if len(values) < 2 or len(hosts) < 2 or any(count > 1 for count in hosts.values()):
@@ -270,6 +297,6 @@ def _differ(
         evidence=tuple(
             f"{value or 'none'}: {', '.join(each[:8])}" for value, each in sorted(values.items())
         )[:8],
-        fix="Use the same environment on every node.",
+        fix=fix,
         about=what,
     )
