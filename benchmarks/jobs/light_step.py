@@ -63,7 +63,7 @@ def steps(tracker: StepTracker, count: int, awake: bool) -> None:
     module, optimizer = Wrapped(), Optimizer()
     autograd: Any = SimpleNamespace(engine=lambda *_, **__: None)
     begin, end = training._backward_begins, training._backward_ended
-    wrapping.around(autograd, "engine", "backward", begin, end, backward=True)
+    wrapping.around(autograd, "engine", "backward", begin, end, light="engine")
     tensors = (SimpleNamespace(numel=lambda: 2),)
 
     def step() -> None:

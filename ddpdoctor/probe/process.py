@@ -250,6 +250,8 @@ def observe(state: RankState) -> None:
     subscribe(LaunchOptions(state))
     memory = Memory(state)
     subscribe(memory)
+    # Shapes of batches explain the memory of a GPU alone. It wakes once it sees one.
+    memory.rest("batch_fetched")
     state.recorder.each_second.append(memory.write)
     # It comes after the observers that it paces.
     subscribe(pacing)

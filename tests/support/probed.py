@@ -57,7 +57,7 @@ def a_rank(records: list[JsonObject], budget: Any = None, **tracker: Any) -> Ran
     """
     recorder: Any = SimpleNamespace(
         add=lambda written: records.append(as_line(written)),
-        add_now=lambda written: records.append(as_line(written)),
+        add_now=lambda written, flush=True: records.append(as_line(written)),
     )
     steps: Any = SimpleNamespace(
         **{
@@ -67,6 +67,8 @@ def a_rank(records: list[JsonObject], budget: Any = None, **tracker: Any) -> Ran
             "watch": lambda *_: None,
             "clocked": False,
             "spent": 0,
+            "looped": 0,
+            "loop_batches": 0,
             **tracker,
         }
     )

@@ -44,20 +44,27 @@ _DATA, _BACKWARD, _OPTIMIZER = int(Phase.DATA), int(Phase.BACKWARD), int(Phase.O
 def install_dataloader(dataloader: ModuleType) -> None:
     """Time the training thread's waits for a batch, and notice loaders and what they draw."""
     for iterator_class in torch_private.loader_iterator_classes(dataloader):
-        around(iterator_class, "_next_data", "dataloader", _batch_wanted, _batch_came)
+        around(
+            iterator_class, "_next_data", "dataloader", _batch_wanted, _batch_came, light="batch"
+        )
     base = torch_private.loader_iterator_base(dataloader)
     if base is not None:
-        after(base, "_next_index", _indices_drawn)
+        around(base, "_next_index", "indices", _indices_wanted, _indices_drawn, light="indices")
         after(dataloader.DataLoader, "__setattr__", _attribute_set)
     for fetcher in torch_private.fetchers(dataloader):
-        after(fetcher, "__init__", random_numbers.worker_begins)
-        after(fetcher, "fetch", random_numbers.batch_made)
+        after(fetcher, "__init__", _fetcher_made)
+
+
+def _fetcher_made(result: None, fetcher: Any, *args: Any) -> None:
+    if random_numbers.worker_begins():
+        after(type(fetcher), "fetch", random_numbers.batch_made)
 
 
 def _batch_wanted(iterator: Any) -> Any:
     tracker = rank.active
     if tracker is None:
         return None
+    began = clock() if tracker.clocked else 0
     first = torch_private.is_first_batch(iterator)
     if first:
         epoch = getattr(torch_private.sampler_of(iterator), "epoch", None)
@@ -65,10 +72,13 @@ def _batch_wanted(iterator: Any) -> Any:
         known = type(epoch) is int and abs(epoch) < 1 << 63
         iterator._ddpdoctor_epoch = epoch if known else NO_EPOCH
         debugger.note_worker_code(iterator)
+        tracker.looped = 0
     if not tracker.enter(_DATA, _fetches.sites()[0]):
         return None
     tracker.fetch(id(iterator), first)
     tracker.epoch = getattr(iterator, "_ddpdoctor_epoch", NO_EPOCH)
+    if began:
+        tracker.spent += clock() - began
     return iterator
 
 
@@ -76,6 +86,7 @@ def _batch_came(iterator: Any, data: Any, error: BaseException | None) -> None:
     tracker = rank.active
     if tracker is None:
         return
+    began = clock() if tracker.clocked else 0
     ended = isinstance(error, StopIteration)
     tracker.leave(None if ended else error)
     if error is None:
@@ -83,13 +94,23 @@ def _batch_came(iterator: Any, data: Any, error: BaseException | None) -> None:
             tracker.step.fetched += sample_contents.batch_size(data)
         for subscriber in events.batch_fetched:
             subscriber(iterator, data)
+        if not sys.modules["torch"].is_grad_enabled():
+            emit(Observer.batch_evaluated, iterator)
+        elif not tracker.goes_on(id(iterator)):
+            emit(Observer.loop_turns, iterator)
     elif ended:
         tracker.outside()
         emit(Observer.loader_exhausted, iterator)
+    if began and tracker.clocked:
+        tracker.spent += clock() - began
 
 
-def _indices_drawn(index: Any, iterator: Any) -> None:
-    for subscriber in events.indices_drawn:
+def _indices_wanted(iterator: Any) -> Any:
+    return iterator
+
+
+def _indices_drawn(iterator: Any, index: Any, error: BaseException | None) -> None:
+    for subscriber in events.indices_drawn if error is None else ():
         subscriber(index, iterator)
 
 
@@ -135,7 +156,7 @@ def _note_built(book: loaders.Book, thing: Any) -> None:
 def install_backward(autograd: ModuleType) -> None:
     """Wrap the engine's call in ``torch.autograd.backward``."""
     name = torch_private.ENGINE
-    around(autograd, name, "backward", _backward_begins, _backward_ended, backward=True)
+    around(autograd, name, "backward", _backward_begins, _backward_ended, light="engine")
 
 
 def _backward_begins(tensors: Any, *args: Any, accumulate_grad: bool = False, **kwargs: Any) -> Any:

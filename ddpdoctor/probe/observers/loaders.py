@@ -218,10 +218,9 @@ class Loops(Observer):
         self._current: _Loop | None = None
         self._open: set[_Loop] = set()
 
-    def batch_fetched(self, iterator: Any, data: Any) -> None:
+    def loop_turns(self, iterator: Any) -> None:
         """Begin a loop, or go on with it."""
-        if not sys.modules["torch"].is_grad_enabled():
-            return
+        self._catch_up()
         loop: _Loop | None = getattr(iterator, "_ddpdoctor_loop", None)
         if loop is None or torch_private.is_first_batch(iterator):
             # Persistent workers use the same iterator again.
@@ -236,6 +235,17 @@ class Loops(Observer):
         if loop.number < 0 and self._recorded < MAX_LOOPS:
             # Another loop may have trained since it began.
             self.wake("forward_begins", "buffers_begin")
+        else:
+            self._tracker.looped = id(iterator)
+            self._tracker.loop_backwards = loop.backwards
+
+    def _catch_up(self) -> None:
+        """Count the batches by which the current loop went on since the last call."""
+        tracker, loop = self._tracker, self._current
+        if loop is not None and tracker.loop_batches:
+            loop.fetched += tracker.loop_batches
+            loop.forwards, loop.backwards = tracker.loop_forwards, tracker.loop_backwards
+        tracker.looped = tracker.loop_batches = 0
 
     def _begin(self, iterator: Any) -> _Loop:
         loop = _Loop(sites_of(sys._getframe(2), MAX_FRAMES), self._tracker.reduced)
@@ -272,6 +282,7 @@ class Loops(Observer):
         loop: _Loop | None = getattr(iterator, "_ddpdoctor_loop", None)
         if loop is None or loop not in self._open:
             return
+        self._catch_up()
         self._count_idle(loop)
         partner = self._current
         self._close(loop, "ended")
@@ -304,6 +315,7 @@ class Loops(Observer):
         """Record the end of a loop."""
         if loop not in self._open:
             return
+        self._catch_up()
         self._open.discard(loop)
         if self._current is loop:
             self._go_on(None)
@@ -329,7 +341,8 @@ class Loops(Observer):
                 idle=tuple(loop.idle),
                 idled=loop.idled if over else 0,
                 left_at=_locations(sites or []),
-            )
+            ),
+            flush=False,
         )
 
     def rank_fails(self, error: BaseException) -> None:

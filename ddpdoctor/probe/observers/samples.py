@@ -356,6 +356,7 @@ class Samples(Observer):
         drawn.collectives = tracker.collectives, tracker.reductions, tracker.gathers
         self._followed += 1
         self._open[key] = drawn
+        self.wake("batch_fetched")
         return drawn
 
     def _evaluates(self, number: int) -> bool:
@@ -372,8 +373,9 @@ class Samples(Observer):
         known = getattr(iterator, "_ddpdoctor_pass", None)
         drawn: Pass | None = known[1] if known is not None else None
         if drawn is None:
-            if self._waiting:
-                self._waiting.clear()
+            self._waiting.clear()
+            if all(each.over for each in self._open.values()):
+                self.rest("batch_fetched")
             return
         first = drawn.fetched == 0
         drawn.fetched += 1
