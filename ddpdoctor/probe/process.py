@@ -177,7 +177,8 @@ def become(torch: Any) -> None:
     def show_cost() -> None:
         if recorder.is_writing:
             state.budget.writing = clock()
-        page.set_cost(state.budget.taken())
+        spent, followed, over = state.budget.account()
+        page.set_cost((spent + followed) / max(over, 1))
 
     recorder.each_second.append(show_cost)
     recorder.each_second.append(OwnWork(state).look)

@@ -23,15 +23,15 @@ class Purse:
         self.held = left
         self.granted = 0
 
-    def left(self) -> int:
+    def left(self, samples: bool = False) -> int:
         return self.held
 
-    def spend(self, nanoseconds: int) -> None:
+    def spend(self, nanoseconds: int, samples: bool = False) -> None:
         self.held -= nanoseconds
 
     spend_behind = spend
 
-    def spending(self) -> contextlib.AbstractContextManager[None]:
+    def spending(self, samples: bool = False) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def grant(self, nanoseconds: int) -> None:

@@ -26,6 +26,7 @@ from ddpdoctor.probe.observers import (
     sample_contents,
     steps,
 )
+from ddpdoctor.probe.observers.steps import StepTracker
 from ddpdoctor.probe.runtime import debugger, events, hot, rank, shield, torch_private
 from ddpdoctor.probe.runtime.budget import clock
 from ddpdoctor.probe.runtime.events import Observer, emit
@@ -64,8 +65,8 @@ def _batch_wanted(iterator: Any) -> Any:
     tracker = rank.active
     if tracker is None:
         return None
-    began = clock() if tracker.clocked else 0
     first = torch_private.is_first_batch(iterator)
+    began = clock() if first or tracker.clocked else 0
     if first:
         epoch = getattr(torch_private.sampler_of(iterator), "epoch", None)
         # Some jobs store a seed there: a number of more than eight bytes is no epoch.
@@ -77,17 +78,26 @@ def _batch_wanted(iterator: Any) -> Any:
         return None
     tracker.fetch(id(iterator), first)
     tracker.epoch = getattr(iterator, "_ddpdoctor_epoch", NO_EPOCH)
-    if began:
-        tracker.spent += clock() - began
+    _charge(tracker, began, first)
     return iterator
+
+
+def _charge(tracker: StepTracker, began: int, of_pass: bool) -> None:
+    """Charge the hooks of a loader: as part of the clocked step, or once per pass."""
+    if began:
+        if tracker.clocked:
+            tracker.spent += clock() - began
+        if of_pass:
+            tracker.detail.charge(began)
 
 
 def _batch_came(iterator: Any, data: Any, error: BaseException | None) -> None:
     tracker = rank.active
     if tracker is None:
         return
-    began = clock() if tracker.clocked else 0
     ended = isinstance(error, StopIteration)
+    of_pass = ended or torch_private.is_first_batch(iterator)
+    began = clock() if of_pass or tracker.clocked else 0
     tracker.leave(None if ended else error)
     if error is None:
         if not tracker.light:
@@ -101,8 +111,7 @@ def _batch_came(iterator: Any, data: Any, error: BaseException | None) -> None:
     elif ended:
         tracker.outside()
         emit(Observer.loader_exhausted, iterator)
-    if began and tracker.clocked:
-        tracker.spent += clock() - began
+    _charge(tracker, began, of_pass)
 
 
 def _indices_wanted(iterator: Any) -> Any:
@@ -110,8 +119,12 @@ def _indices_wanted(iterator: Any) -> Any:
 
 
 def _indices_drawn(iterator: Any, index: Any, error: BaseException | None) -> None:
+    tracker = rank.active
+    began = clock() if tracker is not None and tracker.clocked else 0
     for subscriber in events.indices_drawn if error is None else ():
         subscriber(index, iterator)
+    if began and tracker is not None:
+        tracker.spent += clock() - began
 
 
 def _attribute_set(result: None, loader: Any, attr: str, val: Any) -> None:

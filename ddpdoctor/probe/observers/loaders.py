@@ -19,6 +19,7 @@ from typing import Any
 
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.probe.runtime import shield, torch_private
+from ddpdoctor.probe.runtime.budget import clock
 from ddpdoctor.probe.runtime.events import Observer
 from ddpdoctor.probe.runtime.rank import RankState
 from ddpdoctor.probe.runtime.sites import NOWHERE, Site, sites_of
@@ -253,7 +254,10 @@ class Loops(Observer):
 
         @shield.shielded
         def let_go(_: Any) -> None:
-            self._close(loop, "left", sites_of(sys._getframe(1), MAX_FRAMES))
+            if loop in self._open:
+                began = clock()
+                self._close(loop, "left", sites_of(sys._getframe(1), MAX_FRAMES))
+                self._tracker.detail.charge(began)
 
         loop.ref = weakref.ref(iterator, let_go)
         return loop
@@ -309,7 +313,9 @@ class Loops(Observer):
             if self._recorded < MAX_LOOPS:
                 loop.number = self._recorded
                 self._recorded += 1
+                began = clock()
                 self._record(loop, "trains")
+                self._tracker.detail.charge(began)
 
     def _close(self, loop: _Loop, how: str, sites: list[Site] | None = None) -> None:
         """Record the end of a loop."""

@@ -78,9 +78,9 @@ def lines_in_workers(path: str, lines: Iterable[int]) -> list[int]:
 def _codes(iterator: Any) -> Iterator[CodeType]:
     roots = [torch_private.dataset_of(iterator), *torch_private.worker_functions_of(iterator)]
     for part in _parts(roots):
-        function = _function(part)
+        function, kind = _function(part), part.__class__
         if function is None:
-            yield from _methods(type(part))
+            yield from _methods(kind)
         elif user_file(function.co_filename):
             yield function
 
@@ -104,7 +104,7 @@ def _parts(roots: list[Any]) -> list[Any]:
             waiting.append(part.func)
         elif _function(part) is not None:
             found.append(part)
-        elif _has_entries(type(part)):
+        elif _has_entries(part.__class__):
             found.append(part)
             with contextlib.suppress(AttributeError):
                 waiting += object.__getattribute__(part, "__dict__").values()
