@@ -83,7 +83,10 @@ def steps(tracker: StepTracker, count: int, awake: bool) -> None:
     wrapping.around(Iterator, "_next_index", "indices", wanted, drawn, light="indices")
     batches: Any = Iterator()
     batches._ddpdoctor_pass = (Iterator._sampler_iter, None)
-    tensors = (SimpleNamespace(numel=lambda: 2),)
+    # A graph that does not end soon, as that of a model.
+    node: Any = SimpleNamespace()
+    node.next_functions = ((node, 0),)
+    tensors = (SimpleNamespace(numel=lambda: 2, grad_fn=node),)
 
     def step() -> None:
         batches._next_data()

@@ -49,7 +49,7 @@ class Light(hot.Phases):
         """A batch of a loader."""
         loader = SimpleNamespace(fetch=fetch)
 
-        def begin(*given: object) -> object:
+        def begin(*given: object) -> None:
             self.in_python.append(given)
 
         def end(*given: object) -> None:

@@ -78,7 +78,8 @@ def lines_in_workers(path: str, lines: Iterable[int]) -> list[int]:
 def _codes(iterator: Any) -> Iterator[CodeType]:
     roots = [torch_private.dataset_of(iterator), *torch_private.worker_functions_of(iterator)]
     for part in _parts(roots):
-        function, kind = _function(part), part.__class__
+        function = _function(part)
+        kind: Any = type(part)
         if function is None:
             yield from _methods(kind)
         elif user_file(function.co_filename):
@@ -97,6 +98,7 @@ def _parts(roots: list[Any]) -> list[Any]:
         if id(part) in seen:
             continue
         seen.add(id(part))
+        kind: Any = type(part)
         if isinstance(part, (list, tuple, dict)):
             if len(part) <= _MAX_ITEMS:
                 waiting += part.values() if isinstance(part, dict) else part
@@ -104,7 +106,7 @@ def _parts(roots: list[Any]) -> list[Any]:
             waiting.append(part.func)
         elif _function(part) is not None:
             found.append(part)
-        elif _has_entries(part.__class__):
+        elif _has_entries(kind):
             found.append(part)
             with contextlib.suppress(AttributeError):
                 waiting += object.__getattribute__(part, "__dict__").values()
