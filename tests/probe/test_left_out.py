@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -117,7 +118,7 @@ def test_of_a_first_pass_content_is_hashed_after_the_budget_is_spent(
     counts = dict.fromkeys(("armed", "collectives", "reductions", "gathers"), 0)
     seen = Samples(a_rank(lines, purse, **counts))
     data = TensorDataset(torch.arange(240))
-    iterator = iter(DataLoader(data, batch_size=4))
+    iterator: Any = iter(DataLoader(data, batch_size=4))
     followed: set[bool] = set()
     for number, batch in enumerate(iterator._sampler_iter):
         if number == 2:
