@@ -26,6 +26,9 @@ class Purse:
     def left(self, samples: bool = False) -> int:
         return self.held
 
+    def earned(self) -> int:
+        return 0
+
     def spend(self, nanoseconds: int, samples: bool = False) -> None:
         self.held -= nanoseconds
 
