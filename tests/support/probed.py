@@ -72,6 +72,7 @@ def a_rank(records: list[JsonObject], budget: Any = None, **tracker: Any) -> Ran
             "spent": 0,
             "looped": 0,
             "loop_batches": 0,
+            "detail": SimpleNamespace(charge=lambda began: None),
             **tracker,
         }
     )

@@ -280,7 +280,7 @@ CHUNK_BATCHES = 32  # batches of indices that wait for the writing thread at mos
 AHEAD_PASSES = 2  # first evaluations of a loader that are followed ahead of the budget
 SKETCHED_PASSES = 2  # first passes over a loader of which all samples are sketched
 IDLE_FORWARDS = 16  # forwards without a batch after which we stop following forwards
-CONTENT, NEXT_PASS = 12_000_000, 3_000_000
+CONTENT, NEXT_PASS = 8_000_000, 3_000_000
 """Nanoseconds of the budget that the first pass leaves for the content of its later samples, and
 that these leave for the next pass."""
 

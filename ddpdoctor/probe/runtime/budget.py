@@ -26,7 +26,7 @@ AHEAD = 8_000_000_000
 """Nanoseconds of training whose earnings may be spent in advance: 40 ms with the default budget."""
 
 MIN_AHEAD = 40_000_000  # nanoseconds that may be spent in advance, however small the budget
-KEPT = 15_000_000  # nanoseconds of these that are kept for samples
+KEPT = 20_000_000  # nanoseconds of these that are kept for samples
 SETTLED_EVERY = 1_000_000_000  # nanoseconds after which what diagnoses have earned is fixed
 LOADING = 200_000_000  # nanoseconds that a GPU may take once to load the kernels of a diagnosis
 RESERVED = 5  # one part in so many is for diagnoses
