@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,8 +36,21 @@ class Wrapped:
     require_backward_grad_sync = True
 
 
+class Iterator:
+    """What the hooks of a loader ask of its iterator."""
+
+    _num_yielded = 1
+    _sampler_iter = 0
+
+    def _next_data(self) -> None:
+        self._next_index()
+
+    def _next_index(self) -> None:
+        pass
+
+
 @contextmanager
-def of_ddp(module: Any) -> Iterator[None]:
+def of_ddp(module: Any) -> Generator[None]:
     """DDP's own context around a forward."""
     yield
 
@@ -63,10 +76,20 @@ def steps(tracker: StepTracker, count: int, awake: bool) -> None:
     module, optimizer = Wrapped(), Optimizer()
     autograd: Any = SimpleNamespace(engine=lambda *_, **__: None)
     begin, end = training._backward_begins, training._backward_ended
-    wrapping.around(autograd, "engine", "backward", begin, end, backward=True)
-    tensors = (SimpleNamespace(numel=lambda: 2),)
+    wrapping.around(autograd, "engine", "backward", begin, end, light="engine")
+    wanted, came = training._batch_wanted, training._batch_came
+    wrapping.around(Iterator, "_next_data", "dataloader", wanted, came, light="batch")
+    wanted, drawn = training._indices_wanted, training._indices_drawn
+    wrapping.around(Iterator, "_next_index", "indices", wanted, drawn, light="indices")
+    batches: Any = Iterator()
+    batches._ddpdoctor_pass = (Iterator._sampler_iter, None)
+    # A graph that does not end soon, as that of a model.
+    node: Any = SimpleNamespace()
+    node.next_functions = ((node, 0),)
+    tensors = (SimpleNamespace(numel=lambda: 2, grad_fn=node),)
 
     def step() -> None:
+        batches._next_data()
         context = of_ddp(module)
         with context if rank.active is None else inside(module, context, ddp_hook._before):
             pass
@@ -82,6 +105,7 @@ def steps(tracker: StepTracker, count: int, awake: bool) -> None:
     tracker.detail.choose = lambda *_: None  # type: ignore[method-assign]
     tracker.sparse = tracker.line = ALL_LIGHT
     tracker.steps, tracker.light = 1, 2
+    tracker.looped = id(batches)
     rank.active = tracker if awake else None
     for _ in range(count):
         step()

@@ -192,7 +192,8 @@ def become(torch: Any) -> None:
     def show_cost() -> None:
         if recorder.is_writing:
             state.budget.writing = clock()
-        page.set_cost(state.budget.taken())
+        spent, followed, over = state.budget.account()
+        page.set_cost((spent + followed) / max(over, 1))
 
     recorder.each_second.append(show_cost)
     recorder.each_second.append(OwnWork(state).look)
@@ -265,6 +266,8 @@ def observe(state: RankState) -> None:
     subscribe(LaunchOptions(state))
     memory = Memory(state)
     subscribe(memory)
+    # Shapes of batches explain the memory of a GPU alone. It wakes once it sees one.
+    memory.rest("batch_fetched")
     state.recorder.each_second.append(memory.write)
     # It comes after the observers that it paces.
     subscribe(pacing)

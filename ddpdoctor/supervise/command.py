@@ -55,8 +55,9 @@ Options of ddpdoctor:
   --no-lint         Do not check the script's code for misuse of DDP.
   --journal-mb N    Most megabytes of records per rank [default: 64].
   --overhead-budget PERCENT
-                    What the hooks and the checks for wrong results may cost, in
-                    per cent of the step time; 0: no checks [default: 0.5].
+                    What the checks for wrong results, and hooks that need not
+                    run in each step, may cost, in per cent of the step time;
+                    0: no checks [default: 0.5].
   -h, --help        Show this text.
 
 Debugger (debugpy starts in a rank only when a client attaches):

@@ -15,13 +15,13 @@ from ddpdoctor.probe.runtime import rank
 from ddpdoctor.probe.runtime.budget import Budget
 
 
-def until_spent(usual: Callable[[Budget], int], step: int, nothing: int) -> Any:
+def until_spent(usual: Callable[..., int], step: int, nothing: int) -> Any:
     """A method of the budget that gives ``nothing`` from a step on."""
 
-    def left(self: Budget) -> int:
+    def left(self: Budget, **given: bool) -> int:
         state = rank.current()
         spent = state is not None and state.tracker.steps >= step
-        return nothing if spent else usual(self)
+        return nothing if spent else usual(self, **given)
 
     return left
 

@@ -53,7 +53,7 @@ def test_graphs_that_reach_no_parameter(name: str, monkeypatch: pytest.MonkeyPat
     engine = SimpleNamespace(run=lambda tensors, accumulate_grad: None)
     wrapping.around(
         engine, "run", "backward", lambda *args, **_: seen.append(args), lambda *_: None,
-        backward=True,
+        light="engine",
     )  # fmt: skip
     engine.run(tensors, accumulate_grad=True)
     assert not seen  # It is not to be reduced.

@@ -49,6 +49,22 @@ def test_the_first_steps_are_all_seen() -> None:
     assert (one.line, one.sparse) == (0, 0)
 
 
+def test_the_dense_beginning_ends_once_it_has_cost_enough() -> None:
+    one = followed(overhead.LEAST_DENSE - 1, MILLISECOND, 400_000, 8_000)
+    assert (one.dense, one.sparse) == (True, 0)
+    one.choose(overhead.LEAST_DENSE, MILLISECOND)
+    assert (one.dense, one.sparse > 0) == (False, True)
+
+
+def test_what_comes_once_in_a_pass_is_charged_but_is_of_no_step() -> None:
+    budget, hooks = Budget(0.5), SimpleNamespace(clocked=True, spent=5_000_000_000)
+    one = overhead.Detail(hooks)
+    one.follow(budget)
+    one.charge(time.thread_time_ns() - 7_000_000)
+    assert budget.followed >= 7_000_000
+    assert hooks.spent == 5_000_000_000 - budget.followed
+
+
 def test_long_steps_are_all_seen() -> None:
     one = followed(5000, 300 * MILLISECOND, 40_000, 8_000)
     assert (one.line, one.sparse) == (0, 0)
@@ -97,7 +113,7 @@ def test_what_diagnoses_take_of_a_clocked_step_counts_once(monkeypatch: pytest.M
     budget.spend_behind(100_000)
     one.clock(was_light=False)
     assert (one.full, hooks.clocked) == (40_000, False)
-    assert budget.account()[0] == 150_000
+    assert budget.account()[0] == 200_000
 
 
 @pytest.mark.parametrize(
@@ -155,7 +171,7 @@ def test_what_alarms_take_makes_no_step_look_cheap(monkeypatch: pytest.MonkeyPat
     events.ring(1)
     hooks.spent += 40_000
     one.clock(was_light=False)
-    assert (one.full, budget.account()[0]) == (40_000, 30_000)
+    assert (one.full, budget.spent) == (40_000, 30_000)
 
 
 # -- lines

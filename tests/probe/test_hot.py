@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(hot.core is None, reason="the core is not compil
 
 SHOWN = (
     "phase", "steps", "armed", "forwards", "backward_count", "reduced", "begun", "step_armed",
-    "step_backwards", "now", "failed", "collective",
+    "step_backwards", "now", "failed", "collective", "loop_batches", "loop_backwards",
 )  # fmt: skip
 
 
@@ -38,7 +38,7 @@ STEPS = st.lists(
     st.tuples(
         st.sampled_from(
             ["enter", "leave", "fail", "charge", "forward", "backward", "ended", "keep", "take",
-             "kept", "reset", "start"]
+             "kept", "reset", "start", "loop", "batch"]
         ),
         st.integers(1, 6),
         st.integers(0, 50),
@@ -62,6 +62,8 @@ def follow(one: Any, name: str, phase: int, site: Site, error: BaseException) ->
         "kept": lambda: one.take(kept=True),
         "reset": lambda: one.reset(),
         "start": lambda: one.start(),
+        "loop": lambda: setattr(one, "looped", phase),
+        "batch": lambda: one.goes_on(phase),
     }
     return calls[name]()
 

@@ -31,6 +31,9 @@ class Light(hot.Phases):
         self.optimizer_code = compile("0", "/torch/optim/optimizer.py", "exec")
         self.fetch: Callable[..., None]
         self.ddp = SimpleNamespace(require_backward_grad_sync=True)
+        self.iterator = SimpleNamespace(_num_yielded=3, _ddpdoctor_epoch=5)
+        self.detail = SimpleNamespace(charge=lambda began: None)
+        self.in_python: list[tuple[object, ...]] = []  # what was left to the Python hooks
 
     def forward(self) -> None:
         """A forward of a DDP module."""
@@ -40,8 +43,21 @@ class Light(hot.Phases):
     def backward(self) -> None:
         """A call of autograd's engine."""
         engine = SimpleNamespace(run=lambda tensors, accumulate_grad: None)
-        wrapping.around(engine, "run", "backward", lambda *_: None, lambda *_: None, backward=True)
+        wrapping.around(engine, "run", "backward", lambda *_: None, lambda *_: None, light="engine")
         engine.run((), accumulate_grad=True)
+
+    def batch(self, fetch: Callable[..., object] = lambda iterator: "batch") -> None:
+        """A batch of a loader."""
+        loader = SimpleNamespace(fetch=fetch)
+
+        def begin(*given: object) -> None:
+            self.in_python.append(given)
+
+        def end(*given: object) -> None:
+            self.in_python.append(given)
+
+        wrapping.around(loader, "fetch", "dataloader", begin, end, light="batch")
+        loader.fetch(self.iterator)
 
     def step(self) -> None:
         """An optimizer's step."""
@@ -61,7 +77,7 @@ def light(monkeypatch: pytest.MonkeyPatch) -> Light:
 
 def test_a_line_that_is_taken_for_once_after_many_steps_is_seen(light: Light) -> None:
     engine = SimpleNamespace(run=lambda tensors, accumulate_grad: None)
-    wrapping.around(engine, "run", "backward", lambda *_: None, lambda *_: None, backward=True)
+    wrapping.around(engine, "run", "backward", lambda *_: None, lambda *_: None, light="engine")
     lines: set[int] = set()
     for light.steps in range(200):
         if light.steps == 150:
@@ -79,6 +95,8 @@ def interrupted(*_: object) -> None:
 
 MOMENTS = {
     "forward_begins": "forward",
+    "batch_fetched": "batch",
+    "loop_turns": "batch",
     "backward_begins": "backward",
     "backward_ended": "backward",
     "step_begins": "step",
@@ -93,6 +111,8 @@ def test_who_has_subscribed_to_a_moment_of_a_light_step_is_called(
 ) -> None:
     given = {
         "forward_begins": (light.ddp, True),
+        "batch_fetched": (light.iterator, "batch"),
+        "loop_turns": (light.iterator,),
         "backward_begins": (),
         "backward_ended": (),
         "step_begins": (light.optimizer,),
@@ -103,6 +123,72 @@ def test_who_has_subscribed_to_a_moment_of_a_light_step_is_called(
     getattr(light, MOMENTS[moment])()
     assert called == [given[moment]] * 2
     assert light.phase == Phase.OTHER
+
+
+def test_a_batch_of_a_light_step_is_followed_in_compiled_code(light: Light) -> None:
+    light.batch()
+    assert (light.phase, light.epoch, light.aside) == (Phase.OTHER, 5, True)
+    assert light.iterators == {id(light.iterator)}
+    assert light.in_python == []
+
+
+def test_batches_that_only_continue_a_loop_are_counted(
+    light: Light, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns: list[object] = []
+    monkeypatch.setattr(events, "loop_turns", (turns.append,))
+    light.looped = id(light.iterator)
+    for _ in range(3):
+        light.backward()
+        light.batch()
+    assert (light.loop_batches, turns) == (3, [])
+    light.batch()
+    assert (light.loop_batches, turns) == (3, [light.iterator]), "no backward came in between"
+
+
+def test_a_batch_without_gradients_is_one_of_an_evaluation(
+    light: Light, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[str] = []
+    for moment in ("batch_fetched", "batch_evaluated", "loop_turns"):
+        monkeypatch.setattr(events, moment, (lambda *_, name=moment: called.append(name),))
+    with torch.no_grad():
+        light.batch()
+    assert called == ["batch_fetched", "batch_evaluated"]
+
+
+def test_the_first_batch_and_those_of_a_loader_aside_are_left_to_python(light: Light) -> None:
+    light.iterator._num_yielded = 0
+    light.batch()
+    assert light.in_python.pop() == (light.iterator,)
+    light.iterator._num_yielded, light.trained, light.aside = 1, {id(light.iterator)}, True
+    light.batch()
+    assert light.in_python == [(light.iterator,)]
+
+
+def test_the_end_of_a_loader_is_left_to_python(light: Light) -> None:
+    def ended(iterator: object) -> None:
+        raise StopIteration
+
+    with pytest.raises(StopIteration):
+        light.batch(ended)
+    ((iterator, result, error),) = light.in_python
+    assert (iterator, result, type(error)) == (light.iterator, None, StopIteration)
+
+
+@pytest.mark.parametrize(("known", "told"), [((7, None), 0), ((6, None), 1), ((7, "pass"), 1)])
+def test_indices_of_a_pass_that_is_not_followed_are_left_alone(
+    light: Light, known: tuple[int, object], told: int
+) -> None:
+    iterator = SimpleNamespace(_sampler_iter=7, _ddpdoctor_pass=known, draw=lambda: None)
+    ends: list[object] = []
+    loader = SimpleNamespace(draw=lambda iterator: 4)
+    wrapping.around(
+        loader, "draw", "indices", lambda iterator: iterator, lambda *given: ends.append(given),
+        light="indices",
+    )  # fmt: skip
+    assert loader.draw(iterator) == 4
+    assert ends == [(iterator, 4, None)] * told
 
 
 @pytest.mark.parametrize("moment", MOMENTS)

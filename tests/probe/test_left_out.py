@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ddpdoctor.core.finding import RULES, examine
 from ddpdoctor.core.user_code import Location
-from ddpdoctor.probe.observers import loaders
+from ddpdoctor.probe.observers import loaders, samples
 from ddpdoctor.probe.observers.samples import Samples
 from ddpdoctor.probe.runtime.sites import Site
 from ddpdoctor.run.reader import Room, RunReader
@@ -106,3 +107,29 @@ def test_a_sampler_is_in_use_though_its_pass_is_not_recorded() -> None:
     assert loaders.idle_samplers(data) == (Location("/job/train.py", 3),)
     Samples(a_rank([], Purse(-1))).indices_drawn(0, iterator)
     assert loaders.idle_samplers(data) == ()
+
+
+def test_of_a_first_pass_content_is_hashed_after_the_budget_is_spent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    lines: list[JsonObject] = []
+    purse = Purse(10**9)
+    counts = dict.fromkeys(("armed", "collectives", "reductions", "gathers"), 0)
+    seen = Samples(a_rank(lines, purse, **counts))
+    data = TensorDataset(torch.arange(240))
+    iterator: Any = iter(DataLoader(data, batch_size=4))
+    followed: set[bool] = set()
+    for number, batch in enumerate(iterator._sampler_iter):
+        if number == 2:
+            purse.held = samples.CONTENT - 1
+        elif number == 20:
+            purse.held = 0
+        seen.indices_drawn(batch, iterator)
+        seen.batch_fetched(iterator, data[batch])
+        followed.add(iterator._ddpdoctor_pass[1] is not None)
+    assert followed == {True, False}, "until nothing is left for the next pass"
+    first, last = lines
+    assert first["state"] == last["state"] == "unfollowed"
+    assert first["draws"] == last["draws"] == 12
+    assert len(last["rows"]) > len(first["rows"]) > 0

@@ -193,10 +193,9 @@ def test_models_beside_ddp_that_are_evaluated(mode: str, expected: list[str]) ->
     for module in (ddp.module, average, average):
         others.model_evaluates(module)
         getattr(module, mode)()
-    others.batch_fetched(None, None)
     with torch.no_grad():
         for _ in range(3):
-            others.batch_fetched(None, None)
+            others.batch_evaluated(None)
     found = [each for each in records if each["kind"] == "other_model"]
     assert [each["type"] for each in found] == expected
     norm = torch.linalg.vector_norm(average.weight.detach().double()).item()

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from ddpdoctor.diagnose.source_files import source_of
 from ddpdoctor.probe.observers.loaders import Loops
@@ -419,12 +418,12 @@ def test_a_loop_that_trains_only_after_another_one_has_trained_is_recorded() -> 
 
     outer, inner = Asked(), Asked()
     for number in range(2):
-        loops.batch_fetched(outer, torch.zeros(1))
+        loops.loop_turns(outer)
         outer._num_yielded += 1
         if number:
             train()
         else:
-            loops.batch_fetched(inner, None)
+            loops.loop_turns(inner)
             train()
             loops.loader_exhausted(inner)
     assert [(each["loop"], each["state"]) for each in told] == [

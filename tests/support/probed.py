@@ -23,15 +23,18 @@ class Purse:
         self.held = left
         self.granted = 0
 
-    def left(self) -> int:
+    def left(self, samples: bool = False) -> int:
         return self.held
 
-    def spend(self, nanoseconds: int) -> None:
+    def earned(self) -> int:
+        return 0
+
+    def spend(self, nanoseconds: int, samples: bool = False) -> None:
         self.held -= nanoseconds
 
     spend_behind = spend
 
-    def spending(self) -> contextlib.AbstractContextManager[None]:
+    def spending(self, samples: bool = False) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def grant(self, nanoseconds: int) -> None:
@@ -57,7 +60,7 @@ def a_rank(records: list[JsonObject], budget: Any = None, **tracker: Any) -> Ran
     """
     recorder: Any = SimpleNamespace(
         add=lambda written: records.append(as_line(written)),
-        add_now=lambda written: records.append(as_line(written)),
+        add_now=lambda written, flush=True: records.append(as_line(written)),
     )
     steps: Any = SimpleNamespace(
         **{
@@ -67,6 +70,9 @@ def a_rank(records: list[JsonObject], budget: Any = None, **tracker: Any) -> Ran
             "watch": lambda *_: None,
             "clocked": False,
             "spent": 0,
+            "looped": 0,
+            "loop_batches": 0,
+            "detail": SimpleNamespace(charge=lambda began: None),
             **tracker,
         }
     )

@@ -21,6 +21,7 @@ from typing import Any
 from ddpdoctor.probe.observers import collective_calls, failures, job_launch
 from ddpdoctor.probe.observers.collective_calls import Call, Ledger
 from ddpdoctor.probe.runtime import debugger, events, hot, rank, shield, stacks, torch_groups
+from ddpdoctor.probe.runtime.budget import clock
 from ddpdoctor.probe.runtime.hot import Chain
 from ddpdoctor.probe.runtime.sites import Site, caller
 from ddpdoctor.probe.runtime.wrapping import around
@@ -200,6 +201,7 @@ def _begin(name: str, bind: Callable[..., Call]) -> Callable[..., object]:
         if tracker is None:
             return None
         if tracker.phase != _WAIT:
+            began = clock() if tracker.clocked else 0
             if exc_info()[1] is not None:
                 failures.collective_called(name)
             chain = lines.sites()
@@ -211,7 +213,10 @@ def _begin(name: str, bind: Callable[..., Call]) -> Callable[..., object]:
                     tracker.reductions += 1
                 elif "gather" in name:
                     tracker.gathers += 1
-                return _note_call(name, bind, chain, args, kwargs) or True
+                noted = _note_call(name, bind, chain, args, kwargs) or True
+                if began:
+                    tracker.spent += clock() - began
+                return noted
         if not tracker.is_here():
             _note_elsewhere(bind, args, kwargs)
         return None

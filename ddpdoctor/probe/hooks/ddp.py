@@ -224,9 +224,10 @@ def _before(ddp: Any, frame: FrameType) -> StepTracker | None:
     tracker = rank.active
     if tracker is None or _DDP_HOOK in shield.off:
         return None
-    began = clock() if tracker.clocked else 0
+    trains = _grad_enabled()
+    began = clock() if tracker.clocked or not trains else 0
     try:
-        if _grad_enabled():
+        if trains:
             armed = ddp.require_backward_grad_sync
             tracker.forward(armed)
             if armed:
@@ -246,8 +247,10 @@ def _before(ddp: Any, frame: FrameType) -> StepTracker | None:
     except Exception as error:
         shield.fault(_DDP_HOOK, error)
         return None
-    if began:
+    if tracker.clocked:
         tracker.spent += clock() - began
+    if not trains:
+        tracker.detail.charge(began)
     return tracker
 
 

@@ -26,6 +26,7 @@ from ddpdoctor.probe.observers import (
     sample_contents,
     steps,
 )
+from ddpdoctor.probe.observers.steps import StepTracker
 from ddpdoctor.probe.runtime import debugger, events, hot, rank, shield, torch_private
 from ddpdoctor.probe.runtime.budget import clock
 from ddpdoctor.probe.runtime.events import Observer, emit
@@ -44,14 +45,20 @@ _DATA, _BACKWARD, _OPTIMIZER = int(Phase.DATA), int(Phase.BACKWARD), int(Phase.O
 def install_dataloader(dataloader: ModuleType) -> None:
     """Time the training thread's waits for a batch, and notice loaders and what they draw."""
     for iterator_class in torch_private.loader_iterator_classes(dataloader):
-        around(iterator_class, "_next_data", "dataloader", _batch_wanted, _batch_came)
+        around(
+            iterator_class, "_next_data", "dataloader", _batch_wanted, _batch_came, light="batch"
+        )
     base = torch_private.loader_iterator_base(dataloader)
     if base is not None:
-        after(base, "_next_index", _indices_drawn)
+        around(base, "_next_index", "indices", _indices_wanted, _indices_drawn, light="indices")
         after(dataloader.DataLoader, "__setattr__", _attribute_set)
     for fetcher in torch_private.fetchers(dataloader):
-        after(fetcher, "__init__", random_numbers.worker_begins)
-        after(fetcher, "fetch", random_numbers.batch_made)
+        after(fetcher, "__init__", _fetcher_made)
+
+
+def _fetcher_made(result: None, fetcher: Any, *args: Any) -> None:
+    if random_numbers.worker_begins():
+        after(type(fetcher), "fetch", random_numbers.batch_made)
 
 
 def _batch_wanted(iterator: Any) -> Any:
@@ -59,17 +66,29 @@ def _batch_wanted(iterator: Any) -> Any:
     if tracker is None:
         return None
     first = torch_private.is_first_batch(iterator)
+    began = clock() if first or tracker.clocked else 0
     if first:
         epoch = getattr(torch_private.sampler_of(iterator), "epoch", None)
         # Some jobs store a seed there: a number of more than eight bytes is no epoch.
         known = type(epoch) is int and abs(epoch) < 1 << 63
         iterator._ddpdoctor_epoch = epoch if known else NO_EPOCH
         debugger.note_worker_code(iterator)
+        tracker.looped = 0
     if not tracker.enter(_DATA, _fetches.sites()[0]):
         return None
     tracker.fetch(id(iterator), first)
     tracker.epoch = getattr(iterator, "_ddpdoctor_epoch", NO_EPOCH)
+    _charge(tracker, began, first)
     return iterator
+
+
+def _charge(tracker: StepTracker, began: int, of_pass: bool) -> None:
+    """Charge the hooks of a loader: as part of the clocked step, or once per pass."""
+    if began:
+        if tracker.clocked:
+            tracker.spent += clock() - began
+        if of_pass:
+            tracker.detail.charge(began)
 
 
 def _batch_came(iterator: Any, data: Any, error: BaseException | None) -> None:
@@ -77,20 +96,35 @@ def _batch_came(iterator: Any, data: Any, error: BaseException | None) -> None:
     if tracker is None:
         return
     ended = isinstance(error, StopIteration)
+    of_pass = ended or torch_private.is_first_batch(iterator)
+    began = clock() if of_pass or tracker.clocked else 0
     tracker.leave(None if ended else error)
     if error is None:
         if not tracker.light:
             tracker.step.fetched += sample_contents.batch_size(data)
         for subscriber in events.batch_fetched:
             subscriber(iterator, data)
+        if not sys.modules["torch"].is_grad_enabled():
+            emit(Observer.batch_evaluated, iterator)
+        elif not tracker.goes_on(id(iterator)):
+            emit(Observer.loop_turns, iterator)
     elif ended:
         tracker.outside()
         emit(Observer.loader_exhausted, iterator)
+    _charge(tracker, began, of_pass)
 
 
-def _indices_drawn(index: Any, iterator: Any) -> None:
-    for subscriber in events.indices_drawn:
+def _indices_wanted(iterator: Any) -> Any:
+    return iterator
+
+
+def _indices_drawn(iterator: Any, index: Any, error: BaseException | None) -> None:
+    tracker = rank.active
+    began = clock() if tracker is not None and tracker.clocked else 0
+    for subscriber in events.indices_drawn if error is None else ():
         subscriber(index, iterator)
+    if began and tracker is not None:
+        tracker.spent += clock() - began
 
 
 def _attribute_set(result: None, loader: Any, attr: str, val: Any) -> None:
@@ -135,7 +169,7 @@ def _note_built(book: loaders.Book, thing: Any) -> None:
 def install_backward(autograd: ModuleType) -> None:
     """Wrap the engine's call in ``torch.autograd.backward``."""
     name = torch_private.ENGINE
-    around(autograd, name, "backward", _backward_begins, _backward_ended, backward=True)
+    around(autograd, name, "backward", _backward_begins, _backward_ended, light="engine")
 
 
 def _backward_begins(tensors: Any, *args: Any, accumulate_grad: bool = False, **kwargs: Any) -> Any:

@@ -136,10 +136,8 @@ class Statistics(Observer):
         if number is not None:
             self._look(number, ddp)
 
-    def batch_fetched(self, iterator: Any, data: Any) -> None:
+    def batch_evaluated(self, iterator: Any) -> None:
         """Hash the statistics of all modules, since one may be evaluated without DDP."""
-        if sys.modules["torch"].is_grad_enabled():
-            return
         armed = self.state.tracker.armed
         before, tries = self._tried
         if before != armed:
@@ -203,16 +201,11 @@ class OtherModels(Observer):
         """Follow a model from its first ``eval()`` on."""
         if len(self._known) < MAX_OTHERS and all(each() is not module for each in self._known):
             self._known.append(weakref.ref(module))
-            self.wake("batch_fetched")
 
-    def batch_fetched(self, iterator: Any, data: Any) -> None:
+    def batch_evaluated(self, iterator: Any) -> None:
         """Record norms of its parameters as an evaluation begins."""
-        torch: Any = sys.modules["torch"]
         armed = self.state.tracker.armed
-        if not self._known or self._count >= MAX_EVALUATIONS:
-            self.rest("batch_fetched")
-            return
-        if armed == self._last or torch.is_grad_enabled():
+        if not self._known or self._count >= MAX_EVALUATIONS or armed == self._last:
             return
         self._last = armed
         if not self._replicas.alive:

@@ -19,6 +19,7 @@ from typing import Any
 
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.probe.runtime import shield, torch_private
+from ddpdoctor.probe.runtime.budget import clock
 from ddpdoctor.probe.runtime.events import Observer
 from ddpdoctor.probe.runtime.rank import RankState
 from ddpdoctor.probe.runtime.sites import NOWHERE, Site, sites_of
@@ -218,10 +219,9 @@ class Loops(Observer):
         self._current: _Loop | None = None
         self._open: set[_Loop] = set()
 
-    def batch_fetched(self, iterator: Any, data: Any) -> None:
+    def loop_turns(self, iterator: Any) -> None:
         """Begin a loop, or go on with it."""
-        if not sys.modules["torch"].is_grad_enabled():
-            return
+        self._catch_up()
         loop: _Loop | None = getattr(iterator, "_ddpdoctor_loop", None)
         if loop is None or torch_private.is_first_batch(iterator):
             # Persistent workers use the same iterator again.
@@ -236,6 +236,17 @@ class Loops(Observer):
         if loop.number < 0 and self._recorded < MAX_LOOPS:
             # Another loop may have trained since it began.
             self.wake("forward_begins", "buffers_begin")
+        else:
+            self._tracker.looped = id(iterator)
+            self._tracker.loop_backwards = loop.backwards
+
+    def _catch_up(self) -> None:
+        """Count the batches by which the current loop went on since the last call."""
+        tracker, loop = self._tracker, self._current
+        if loop is not None and tracker.loop_batches:
+            loop.fetched += tracker.loop_batches
+            loop.forwards, loop.backwards = tracker.loop_forwards, tracker.loop_backwards
+        tracker.looped = tracker.loop_batches = 0
 
     def _begin(self, iterator: Any) -> _Loop:
         loop = _Loop(sites_of(sys._getframe(2), MAX_FRAMES), self._tracker.reduced)
@@ -243,7 +254,10 @@ class Loops(Observer):
 
         @shield.shielded
         def let_go(_: Any) -> None:
-            self._close(loop, "left", sites_of(sys._getframe(1), MAX_FRAMES))
+            if loop in self._open:
+                began = clock()
+                self._close(loop, "left", sites_of(sys._getframe(1), MAX_FRAMES))
+                self._tracker.detail.charge(began)
 
         loop.ref = weakref.ref(iterator, let_go)
         return loop
@@ -272,6 +286,7 @@ class Loops(Observer):
         loop: _Loop | None = getattr(iterator, "_ddpdoctor_loop", None)
         if loop is None or loop not in self._open:
             return
+        self._catch_up()
         self._count_idle(loop)
         partner = self._current
         self._close(loop, "ended")
@@ -298,12 +313,15 @@ class Loops(Observer):
             if self._recorded < MAX_LOOPS:
                 loop.number = self._recorded
                 self._recorded += 1
+                began = clock()
                 self._record(loop, "trains")
+                self._tracker.detail.charge(began)
 
     def _close(self, loop: _Loop, how: str, sites: list[Site] | None = None) -> None:
         """Record the end of a loop."""
         if loop not in self._open:
             return
+        self._catch_up()
         self._open.discard(loop)
         if self._current is loop:
             self._go_on(None)
@@ -329,7 +347,8 @@ class Loops(Observer):
                 idle=tuple(loop.idle),
                 idled=loop.idled if over else 0,
                 left_at=_locations(sites or []),
-            )
+            ),
+            flush=False,
         )
 
     def rank_fails(self, error: BaseException) -> None:

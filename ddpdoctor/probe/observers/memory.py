@@ -66,7 +66,6 @@ class Memory(Observer):
         self._looks = Looks(state)
         self._shape: tuple[int, ...] = ()
         self._largest: tuple[int, ...] = ()
-        self.rest("batch_fetched")
         events.before_step(1, self._read)
 
     def _read(self) -> None:

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from ddpdoctor.probe.runtime import events, rank
-from ddpdoctor.probe.runtime.budget import RESERVED, UNSEEN
+from ddpdoctor.probe.runtime.budget import RESERVED, UNSEEN, clock
 from ddpdoctor.probe.runtime.events import Observer
 from ddpdoctor.probe.runtime.rank import RankState
 from ddpdoctor.run.mapped import SUSPICION, Suspicion, SuspicionReader, UnreadableError
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from ddpdoctor.probe.runtime.budget import Budget
 
 DENSE_STEPS = 256  # steps at the beginning that are all full, each with its own line
+LEAST_DENSE, DENSE_COST = 128, 16_000_000
+"""So many of them, and later ones until following took so many nanoseconds."""
+
 BEGINNING = 1024  # steps at the beginning with more lines, full steps and windows than later ones
 
 # -- how closely a step is followed
@@ -78,6 +81,7 @@ class Detail:
         self.full = self.light = 0.0  # nanoseconds of the hooks of a full step, and of a light one
         self.paced = 0.0  # nanoseconds that they take in a light step whose gradients are followed
         self.pacing = False  # the gradients of the step under way are followed
+        self.dense = True  # all steps are full
         self._budget: Budget | None = None
         self._step = 0.0
         self._clock_at = 0
@@ -107,6 +111,17 @@ class Detail:
             return
         self._hooks.clocked, self._hooks.spent = True, 0
         self._before = self._diagnosed
+
+    def charge(self, began: int) -> None:
+        """Charge what is not part of every step, such as the begin of a pass, since that time.
+
+        It would distort the cost of the step that is clocked.
+        """
+        took = clock() - began
+        if self._hooks.clocked:
+            self._hooks.spent -= took
+        if self._budget is not None:
+            self._budget.follow(took, granted=self.dense)
 
     def clock(self, was_light: bool) -> None:
         """Note the cost of the clocked step, which has ended."""
@@ -157,10 +172,13 @@ class Detail:
             steps, self._charged = number - self._charged, number
             seen = -(-steps // (self.sparse + 1))
             took = int(seen * self.full + (steps - seen) * light)
-            budget.follow(took, granted=number <= DENSE_STEPS)
+            budget.follow(took, granted=self.dense)
             share, written = budget.share, budget.written
-        if number < DENSE_STEPS:
-            return
+        if self.dense and number < DENSE_STEPS:
+            took = budget.followed if budget is not None else 0
+            if number < LEAST_DENSE or took < DENSE_COST:
+                return
+        self.dense = False
         allowed = max(share / STEPS_SHARE - written, share / MIN_STEPS_SHARE) * self._step
         every, most, period = 1, EARLY_FULL, EARLY_LINE if number < BEGINNING else LATE_LINE
         # A small budget makes long steps no sparser than that.
@@ -248,7 +266,7 @@ class Pacing(Observer):
         left = (budget.share - reserved) * elapsed - WINDOW * detail.taken
         may_cost = min(share / GRADIENTS_SHARE, max(left, share / MIN_GRADIENTS_SHARE))
         rarity, most = 1, 1
-        if number >= DENSE_STEPS:
+        if number >= DENSE_STEPS or not detail.dense:
             most = LATE_WINDOW if number >= BEGINNING else EARLY_WINDOW
         while rarity < most and (cost > rarity * may_cost or not budget.enabled):
             rarity *= 2

@@ -118,16 +118,18 @@ _batches = 0  # of this process, if it is a loader's worker
 _seen: list[GeneratorState] = []
 
 
-def worker_begins(result: None, fetcher: Any, *args: Any) -> None:
-    """Read the generators of a worker before its first batch. In any other process do nothing."""
-    if rank.active is None and sys.modules["torch"].utils.data.get_worker_info() and not _seen:
-        _seen.extend(states("begin"))
+def worker_begins() -> bool:
+    """Read the generators of a worker before its first batch. Return False in other processes."""
+    if rank.active is not None or _seen or not sys.modules["torch"].utils.data.get_worker_info():
+        return False
+    _seen.extend(states("begin"))
+    return True
 
 
 def batch_made(result: Any, fetcher: Any, *args: Any) -> None:
     """Read the generators after a worker's batch, and record the states of the first batches."""
     global _batches
-    if rank.active is not None or not _seen or _batches >= WORKER_BATCHES:
+    if _batches >= WORKER_BATCHES:
         return
     _batches += 1
     _seen.extend(states("batch"))

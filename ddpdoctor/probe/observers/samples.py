@@ -1,10 +1,11 @@
 """Record what each rank draws from its data: indices of map-style data sets, content of others.
 
 A pass over a loader is recorded when it has begun to train, when it has drawn more than its share,
-and when it is over. When the budget is spent, the rest of it is not followed. The first few passes
-of a loader are followed, later ones now and then. Indices are hashed and counted in the writing
-thread. Of every index space all ranks follow the same small pseudo-random part, so that what two
-ranks drew of it tells exactly whether they overlap.
+and when it is over. When the budget is spent, the rest of it is not followed. Of a first pass the
+content of a few samples is still hashed, since that alone shows whether ranks have the same data.
+The first few passes of a loader are followed, later ones now and then. Indices are hashed and
+counted in the writing thread. Of every index space all ranks follow the same small pseudo-random
+part, so that what two ranks drew of it tells exactly whether they overlap.
 """
 
 from __future__ import annotations
@@ -109,6 +110,8 @@ class Pass:
         self.joins = False
         self.over = False
         self.ahead = False  # it is followed whatever is left of the budget
+        self.rows_later = 0  # batches of which samples were hashed since, and are not recorded
+        self.gone = False  # nothing more is looked at
         self._keys = frozenset(self.followed)
         length = record.length or 0
         every = 1 if length <= HASHED_CONTENTS else FOLLOWED_INDICES // HASHED_CONTENTS
@@ -131,16 +134,24 @@ class Pass:
     def draw(self, batch: Any) -> bool:
         """Add a batch of indices. Return whether the pass now exceeds its share."""
         indices = tuple(batch) if isinstance(batch, (list, tuple)) else (batch,)
+        if self.over:
+            self._await(indices)
+            return False
         self._pending.append(indices)
         self._drawn += 1
         before = self.draws
         self.draws += len(indices)
         if before < HEAD_DRAWS:
             self._begin(indices[: HEAD_DRAWS - before])
-        wanted = self._contents
+        self._await(indices, first=before == 0)
+        return before < self.share_at <= self.draws
+
+    def _await(self, indices: Draw, first: bool = False) -> None:
+        """Note the samples of a batch whose content is to be hashed once it arrives."""
+        wanted = self._keys if self.over else self._contents
         chosen: list[tuple[int, int, int]] = []
         try:
-            some = before == 0 or not wanted.isdisjoint(indices)
+            some = first or not wanted.isdisjoint(indices)
         except TypeError:
             # Indices of another type, such as lists.
             some = False
@@ -149,11 +160,9 @@ class Pass:
             chosen = [
                 (place, index if lookup is None else lookup[index], size)
                 for place, index in enumerate(indices)
-                if type(index) is int
-                and (index in wanted or (before == 0 and place < FIRST_CONTENTS))
+                if type(index) is int and (index in wanted or (first and place < FIRST_CONTENTS))
             ]
         self._awaited.append(chosen)
-        return before < self.share_at <= self.draws
 
     def _begin(self, indices: Draw) -> None:
         """Keep the shared indices of the first draws."""
@@ -271,6 +280,12 @@ CHUNK_BATCHES = 32  # batches of indices that wait for the writing thread at mos
 AHEAD_PASSES = 2  # first evaluations of a loader that are followed ahead of the budget
 SKETCHED_PASSES = 2  # first passes over a loader of which all samples are sketched
 IDLE_FORWARDS = 16  # forwards without a batch after which we stop following forwards
+CONTENT, NEXT_PASS = 8_000_000, 3_000_000
+"""Nanoseconds of the budget that the first pass leaves for the content of its later samples, and
+that these leave for the next pass."""
+
+CONTENT_COST = 6_000  # nanoseconds that it takes to look through the indices of a batch for these
+
 SECOND_PASS = 10_000_000  # nanoseconds by which the second pass over a stream may exceed the budget
 SKETCH_AHEAD = 10_000_000  # nanoseconds that sketches may use before an eighth of the budget
 
@@ -293,9 +308,13 @@ class Samples(Observer):
         begun = torch_private.pass_of(iterator)
         known = getattr(iterator, "_ddpdoctor_pass", None)
         if known is None or known[0] is not begun:
-            known = iterator._ddpdoctor_pass = (begun, self._begin(iterator))
+            with self.state.budget.spending(samples=True):
+                known = iterator._ddpdoctor_pass = (begun, self._begin(iterator))
         drawn: Pass | None = known[1]
         if drawn is None or drawn.record.iterable:
+            return
+        if drawn.over:
+            self._follow_content(drawn, index, iterator)
             return
         began = clock()
         exceeds = drawn.draw(index)
@@ -305,12 +324,33 @@ class Samples(Observer):
             recorder.add(drawn.as_it_is("share"))
         elif drawn.batches % CHUNK_BATCHES == 0:
             recorder.add(drawn.digested())
-        budget.spend(clock() - began)
-        if budget.left() < 0 and not drawn.ahead:
+        budget.spend(clock() - began, samples=True)
+        first = drawn.record.number == 0
+        if budget.left(samples=True) < (CONTENT if first else 0) and not drawn.ahead:
             # Keep what was recorded of the pass, and stop following it.
             drawn.over = True
             recorder.add(drawn.as_it_is("unfollowed"))
-            iterator._ddpdoctor_pass = (begun, None)
+            if not first:
+                self._give_up(drawn, iterator)
+
+    def _follow_content(self, drawn: Pass, index: Any, iterator: Any) -> None:
+        """Note the samples of a batch whose content is to be hashed, in a pass that is over."""
+        drawn.draw(index)
+        drawn.batches += 1
+        if drawn.batches % CHUNK_BATCHES == 0:
+            budget = self.state.budget
+            budget.spend(CHUNK_BATCHES * CONTENT_COST, samples=True)
+            if budget.left(samples=True) < NEXT_PASS:
+                self._give_up(drawn, iterator)
+
+    def _give_up(self, drawn: Pass, iterator: Any = None) -> None:
+        """Record the content that was hashed after the rest of a pass was not followed."""
+        drawn.gone = True
+        if iterator is not None:
+            iterator._ddpdoctor_pass = (torch_private.pass_of(iterator), None)
+        if drawn.rows_later:
+            drawn.rows_later = 0
+            self.state.recorder.add(drawn.as_it_is("unfollowed"))
 
     def _begin(self, iterator: Any) -> Pass | None:
         """Begin a pass. Return None if it is not to be followed."""
@@ -326,7 +366,7 @@ class Samples(Observer):
             self._close(before, "left")
         iterable = torch_private.is_iterable_style(iterator)
         often = number < (2 if iterable else 4) or number & (number - 1) == 0
-        left = self.state.budget.left()
+        left = self.state.budget.left(samples=True)
         too_many = self._followed >= MAX_PASSES or len(self._passes) > MAX_PASSES
         ahead = self._evaluates(number)
         # The second pass over a stream shows whether its order changes.
@@ -334,28 +374,28 @@ class Samples(Observer):
         if not often or too_many or (left <= least and not ahead):
             loaders.use_sampler(torch_private.samplers_of(iterator))
             return None
-        with self.state.budget.spending():
-            record = PassRecord(
-                time=time.time_ns(),
-                pass_=self._followed,
-                number=number,
-                state="",
-                made=(built.site if built is not None else site).location,
-                armed=self.state.tracker.armed,
-                workers=torch_private.workers_of(iterator),
-                collates=torch_private.batches_at_once(iterator),
-                dataset=type(dataset).__name__,
-                iterable=iterable,
-                in_order=not iterable or torch_private.keeps_order(iterator),
-                persistent=torch_private.keeps_workers(iterator),
-                **site.place,
-            )
-            drawn = _opened(iterator, dataset, record, left)
+        record = PassRecord(
+            time=time.time_ns(),
+            pass_=self._followed,
+            number=number,
+            state="",
+            made=(built.site if built is not None else site).location,
+            armed=self.state.tracker.armed,
+            workers=torch_private.workers_of(iterator),
+            collates=torch_private.batches_at_once(iterator),
+            dataset=type(dataset).__name__,
+            iterable=iterable,
+            in_order=not iterable or torch_private.keeps_order(iterator),
+            persistent=torch_private.keeps_workers(iterator),
+            **site.place,
+        )
+        drawn = _opened(iterator, dataset, record, left)
         drawn.ahead = ahead
         tracker = self.state.tracker
         drawn.collectives = tracker.collectives, tracker.reductions, tracker.gathers
         self._followed += 1
         self._open[key] = drawn
+        self.wake("batch_fetched")
         return drawn
 
     def _evaluates(self, number: int) -> bool:
@@ -372,11 +412,12 @@ class Samples(Observer):
         known = getattr(iterator, "_ddpdoctor_pass", None)
         drawn: Pass | None = known[1] if known is not None else None
         if drawn is None:
-            if self._waiting:
-                self._waiting.clear()
+            self._waiting.clear()
+            if all(each.gone for each in self._open.values()):
+                self.rest("batch_fetched")
             return
         first = drawn.fetched == 0
-        drawn.fetched += 1
+        drawn.fetched += not drawn.over
         record = drawn.record
         if not drawn.over and sys.modules["torch"].is_grad_enabled():
             # A pass that begins replaces those that were left before their end.
@@ -398,15 +439,16 @@ class Samples(Observer):
             return
         places = drawn.arrived()
         if places and torch_private.keeps_order(iterator):
-            with self.state.budget.spending():
+            with self.state.budget.spending(samples=True):
                 wanted = [place for place, _, _ in places]
                 hashes = sample_contents.sample_hashes(data, wanted, places[0][2])
                 if hashes is not None:
                     drawn.see([index for _, index, _ in places], hashes)
+                    drawn.rows_later += drawn.over
 
     def _look(self, drawn: Pass, data: Any) -> None:
         """Hash samples of a batch that has no indices."""
-        with self.state.budget.spending():
+        with self.state.budget.spending(samples=True):
             leaves = sample_contents.leaves(data)
             if leaves:
                 size = len(leaves[0]) if drawn.record.collates else None
@@ -477,8 +519,9 @@ class Samples(Observer):
     def _close(self, drawn: Pass, how: str) -> None:
         """Record a pass for the last time."""
         if drawn.over:
+            self._give_up(drawn)
             return
-        drawn.over = True
+        drawn.over = drawn.gone = True
         drawn.lookup = None
         if drawn in self._waiting:
             self._waiting.remove(drawn)

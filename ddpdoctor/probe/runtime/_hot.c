@@ -37,8 +37,8 @@ static PyObject *bind(PyObject *module, PyObject *args, PyObject *kwargs)
     Py_XSETREF(fault_of, Py_NewRef(fault));
     Py_XSETREF(walk, Py_NewRef(walks));
     Py_XSETREF(memos, Py_NewRef(chains));
-    Chain **lines[] = {&forward_lines, &backward_lines, &optimizer_lines};
-    for (int i = 0; i < 3; i++) {
+    Chain **lines[] = {&forward_lines, &backward_lines, &optimizer_lines, &data_lines};
+    for (int i = 0; i < 4; i++) {
         PyObject *made = PyObject_CallFunction((PyObject *)&ChainType, "i", 1);
         if (made == NULL)
             return NULL;
@@ -102,7 +102,11 @@ PyMODINIT_FUNC PyInit__hot(void)
         {&s_shape, "shape"}, {&s_like, "like"}, {&s_returned, "returned"},
         {&s_carry, "carried_enough"}, {&s_compiling, "_is_compiling_flag"}, {&s_empty, ""},
         {&s_qualname, "__qualname__"}, {&s_grad_fn, "grad_fn"},
-        {&s_next_functions, "next_functions"}, {&s_variable, "variable"}, {&h_forward, "ddp.forward"},
+        {&s_next_functions, "next_functions"}, {&s_variable, "variable"},
+        {&s_num_yielded, "_num_yielded"}, {&s_sampler_iter, "_sampler_iter"},
+        {&s_pass, "_ddpdoctor_pass"}, {&s_data_epoch, "_ddpdoctor_epoch"},
+        {&s_batch_fetched, "batch_fetched"}, {&s_batch_evaluated, "batch_evaluated"},
+        {&s_loop_turns, "loop_turns"}, {&h_dataloader, "dataloader"}, {&h_forward, "ddp.forward"},
         {&h_backward, "backward"}, {&h_optimizer, "optimizer"}, {&h_collectives, "collectives"},
         {&h_ring, "collectives.ring"},
     };

@@ -6,9 +6,10 @@ hooks of each with the thread that writes their records, and gradients
 both together leave a fifth for diagnoses, even if steps are so short that following takes more. A
 quarter is left for costs that no clock shows.
 
-A credit pays for the dense samples of the first steps. Later a diagnosis waits until enough is
-earned. Following the first steps, which are not sampled, delays no diagnosis: a job of seconds has
-no others. A suspicion may add to the credit.
+A credit pays for the dense samples of the first steps. A part of it is kept for the samples that
+ranks draw, since fingerprints would use all of it before the first pass ends. Later a diagnosis
+waits until enough is earned. Following the first steps, which are not sampled, delays no diagnosis:
+a job of seconds has no others. A suspicion may add to the credit.
 """
 
 from __future__ import annotations
@@ -21,16 +22,17 @@ from collections.abc import Iterator
 from ddpdoctor.run.names import BUDGET
 
 DEFAULT = 0.5
-AHEAD = 10_000_000_000
-"""Nanoseconds of training whose earnings may be spent in advance: 50 ms with the default budget."""
+AHEAD = 8_000_000_000
+"""Nanoseconds of training whose earnings may be spent in advance: 40 ms with the default budget."""
 
 MIN_AHEAD = 40_000_000  # nanoseconds that may be spent in advance, however small the budget
+KEPT = 20_000_000  # nanoseconds of these that are kept for samples
 SETTLED_EVERY = 1_000_000_000  # nanoseconds after which what diagnoses have earned is fixed
 LOADING = 200_000_000  # nanoseconds that a GPU may take once to load the kernels of a diagnosis
 RESERVED = 5  # one part in so many is for diagnoses
 UNSEEN = 4
 """One part in so many is left for costs that no clock here shows, such as evicted caches: a step
-after a fingerprint takes 0.1 ms more."""
+after a fingerprint takes 0.1 ms more. What is reported contains them."""
 
 _now = time.perf_counter_ns
 
@@ -46,6 +48,7 @@ class Budget:
         self._share = percent / 100
         self._start = _now()
         self._credit = max(int(self._share * AHEAD), MIN_AHEAD) if self._share else 0
+        self._kept = min(KEPT, self._credit)
         self.spent = 0  # by diagnoses
         self._behind = 0
         self.followed = 0  # by following the steps, as far as is known
@@ -66,15 +69,21 @@ class Budget:
         """Return what may be spent, as a part of the time."""
         return self._share
 
-    def left(self) -> int:
-        """Return what may be spent now. It is negative after a diagnosis that cost too much."""
+    def left(self, samples: bool = False) -> int:
+        """Return what may be spent now, for ``samples`` with what is kept for them.
+
+        It is negative after a diagnosis that cost too much.
+        """
         if not self._share:
             return -1
-        return self._credit + self.earned() - self.spent - self._behind
+        kept = 0 if samples else self._kept
+        return self._credit + self.earned() - self.spent - self._behind - kept
 
-    def spend(self, nanoseconds: int) -> None:
+    def spend(self, nanoseconds: int, samples: bool = False) -> None:
         """Charge for a diagnosis."""
         self.spent += nanoseconds
+        if samples:
+            self._kept = max(self._kept - nanoseconds, 0)
 
     def spend_behind(self, nanoseconds: int) -> None:
         """Charge for what a diagnosis costs the next step, which no clock shows."""
@@ -89,11 +98,11 @@ class Budget:
         self.grant(min(max(nanoseconds - usual, 0), LOADING))
 
     @contextlib.contextmanager
-    def spending(self) -> Iterator[None]:
+    def spending(self, samples: bool = False) -> Iterator[None]:
         """Charge for what runs within, except for what it charges itself. Do not catch errors."""
         began, before = clock(), self.spent
         yield
-        self.spent = max(self.spent, before + clock() - began)
+        self.spend(max(before + clock() - began - self.spent, 0), samples)
 
     def follow(self, nanoseconds: int, granted: bool = False) -> None:
         """Charge for following some steps, and if ``granted``, not at the cost of diagnoses."""
@@ -122,14 +131,15 @@ class Budget:
         """Add to the credit."""
         self._credit += nanoseconds
 
-    def taken(self) -> float:
-        """Return the part of the time so far that all of it took."""
-        spent, over = self.account()
-        return (spent + self.followed) / max(over, 1)
+    def account(self) -> tuple[int, int, int]:
+        """Return what diagnoses took, what following took, and over how much time.
 
-    def account(self) -> tuple[int, int]:
-        """Return what was spent so far, and over how much time."""
-        return self.spent + self._behind, _now() - self._start
+        Both contain what no clock shows.
+        """
+        spent, followed = (
+            each * UNSEEN // (UNSEEN - 1) for each in (self.spent + self._behind, self.followed)
+        )
+        return spent, followed, _now() - self._start
 
 
 def from_environment() -> Budget:

@@ -22,7 +22,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 from types import CodeType, FunctionType, MethodType, TracebackType
 from typing import Any
 
@@ -79,8 +79,9 @@ def _codes(iterator: Any) -> Iterator[CodeType]:
     roots = [torch_private.dataset_of(iterator), *torch_private.worker_functions_of(iterator)]
     for part in _parts(roots):
         function = _function(part)
+        kind: Any = type(part)
         if function is None:
-            yield from _methods(type(part))
+            yield from _methods(kind)
         elif user_file(function.co_filename):
             yield function
 
@@ -97,6 +98,7 @@ def _parts(roots: list[Any]) -> list[Any]:
         if id(part) in seen:
             continue
         seen.add(id(part))
+        kind: Any = type(part)
         if isinstance(part, (list, tuple, dict)):
             if len(part) <= _MAX_ITEMS:
                 waiting += part.values() if isinstance(part, dict) else part
@@ -104,15 +106,23 @@ def _parts(roots: list[Any]) -> list[Any]:
             waiting.append(part.func)
         elif _function(part) is not None:
             found.append(part)
-        elif any(_function(_members(type(part)).get(name)) for name in _WORKER_ENTRIES):
+        elif _has_entries(kind):
             found.append(part)
             with contextlib.suppress(AttributeError):
                 waiting += object.__getattribute__(part, "__dict__").values()
     return found
 
 
-def _methods(kind: type) -> Iterator[CodeType]:
-    """Yield the methods of a class that workers call, and those that no other method calls."""
+# Cached since each pass over a loader asks for the same few classes.
+@lru_cache(maxsize=_MAX_PARTS)
+def _has_entries(kind: type) -> bool:
+    members = _members(kind)
+    return any(_function(members.get(name)) for name in _WORKER_ENTRIES)
+
+
+@lru_cache(maxsize=_MAX_PARTS)
+def _methods(kind: type) -> list[CodeType]:
+    """Return the methods of a class that workers call, and those that no other method calls."""
     members = {
         name: code
         for name, member in _members(kind).items()
@@ -121,8 +131,7 @@ def _methods(kind: type) -> Iterator[CodeType]:
     entries = members.keys() & set(_WORKER_ENTRIES)
     inside = _called(members, entries)
     outside = _called(members, members.keys() - inside)
-    for name in entries | (inside - outside):
-        yield members[name]
+    return [members[name] for name in entries | (inside - outside)]
 
 
 def _called(members: dict[str, CodeType], names: Iterable[str]) -> set[str]:

@@ -82,6 +82,16 @@ class Observer:
     def batch_fetched(self, iterator: Any, data: Any) -> None:
         """A loader's iterator returned a batch."""
 
+    def batch_evaluated(self, iterator: Any) -> None:
+        """A loader's iterator returned a batch while gradients are off."""
+
+    def loop_turns(self, iterator: Any) -> None:
+        """A loader's iterator returned a batch that does more than continue its loop.
+
+        It is the first one, or no backward began since the last one, or another loader was read in
+        between. The tracker counts the others (`ddpdoctor.probe.runtime.phases.Phases.goes_on`).
+        """
+
     def indices_drawn(self, index: Any, iterator: Any) -> None:
         """A loader's sampler returned the index of a sample, or those of a batch."""
 

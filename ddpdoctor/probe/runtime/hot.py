@@ -18,7 +18,7 @@ from ddpdoctor.probe.runtime import events, rank, shield, sites
 P = ParamSpec("P")
 
 core: Any = None  # the compiled module, if there is one
-CONTRACT = 4
+CONTRACT = 5
 """The version of its interface. A module of another version, left in a checkout, is ignored."""
 
 if not os.environ.get("DDPDOCTOR_PURE_PYTHON"):

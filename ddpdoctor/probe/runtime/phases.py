@@ -341,6 +341,9 @@ class Phases:
         self.iterators: set[int] = set()  # loaders that were asked for a batch in this step
         self.trained: set[int] = set()  # the same of the last step that asked one
         self.aside = False  # the last batch came from another loader than those
+        self.looped = 0  # `id` of the iterator whose loop may go on, 0 if it is not recorded
+        self.loop_batches = 0  # by which it went on since `Loops` was called last
+        self.loop_forwards = self.loop_backwards = 0  # before the last batch
         self.phase = int(Phase.STARTING)
         self.steps = 0  # closed so far
         self.last_total = 0  # nanoseconds of the last of them, on the host
@@ -480,6 +483,14 @@ class Phases:
         if self._backwards:
             began, _, site = self._backwards[-1]
             self._backwards[-1] = began, self._mark + self._unix, site
+
+    def goes_on(self, iterator: int) -> bool:
+        """Return whether a batch of the iterator with that id only continues its loop."""
+        if iterator != self.looped or self.backward_count == self.loop_backwards:
+            return False
+        self.loop_batches += 1
+        self.loop_forwards, self.loop_backwards = self.forwards, self.backward_count
+        return True
 
     @property
     def backwards(self) -> list[Backward]:

@@ -153,7 +153,7 @@ def end() -> None:
     _settle(state)
     state.closed = True
     steps = state.tracker.finish()
-    spent, over = state.budget.account()
+    spent, followed, over = state.budget.account()
     state.recorder.add(
         EndRecord(
             time=time.time_ns(),
@@ -162,7 +162,7 @@ def end() -> None:
             dropped=state.recorder.dropped,
             spent=spent,
             over=over,
-            followed=state.budget.followed,
+            followed=followed,
         )
     )
     state.recorder.close(0.5)

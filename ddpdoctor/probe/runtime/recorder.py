@@ -141,8 +141,8 @@ class Recorder:
         else:
             self._queue.append(record)
 
-    def add_now(self, record: Record) -> None:
-        """Write a record now, and the queue if the writing thread is not writing.
+    def add_now(self, record: Record, flush: bool = True) -> None:
+        """Write a record now, and with ``flush`` the queue if the writing thread is not writing.
 
         For the reasons of an end, as native code may end the process the next moment. It takes a
         system call, too much for every step.
@@ -153,7 +153,8 @@ class Recorder:
         except (OSError, ValueError):
             # If the disk has room again, the writing thread will write it.
             self.add(record)
-        self.flush(0.0)
+        if flush:
+            self.flush(0.0)
 
     def flush(self, timeout: float, last: bool = False) -> None:
         """Write the queue. Wait at most ``timeout`` seconds for the writing thread."""

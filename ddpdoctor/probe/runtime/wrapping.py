@@ -135,7 +135,7 @@ def around(
     *,
     compiled: bool = False,
     idle: str = "",
-    backward: bool = False,
+    light: str = "",
     waits: bool = False,
 ) -> None:
     """Call ``begin`` and ``end`` around each call of ``owner.name`` in a rank.
@@ -148,7 +148,8 @@ def around(
         end: Called with what ``begin`` returned, the result and the exception.
         compiled: Dynamo may trace the wrapper, and then sees only the original.
         idle: An attribute of the first argument. If it is true, call the original only.
-        backward: It is autograd's engine, which compiled code follows in light steps.
+        light: What it is if compiled code follows it in light steps: autograd's ``engine``, the
+            ``batch`` or the ``indices`` of a loader.
         waits: Ignore it within a collective, which waits itself.
     """
     original = getattr(owner, name, None)
@@ -156,7 +157,7 @@ def around(
         return
     if hot.core is not None and not compiled and not idle:
         # Dynamo would break its graph at such a function.
-        made = hot.core.Around(original, hook, begin, end, backward, waits)
+        made = hot.core.Around(original, hook, begin, end, light, waits)
         setattr(owner, name, functools.update_wrapper(made, original))
         return
     off = shield.off

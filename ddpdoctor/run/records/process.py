@@ -76,9 +76,9 @@ class EndRecord(Record):
     steps: int = 0
     armed: int = 0  # Forward passes whose backward is all-reduced
     dropped: int = 0  # Records that the queue had no room for, or that the disk refused
-    spent: int = 0  # Nanoseconds that budgeted diagnosis took
+    spent: int = 0  # Nanoseconds that budgeted diagnosis took, with what no clock shows
     over: int = 0  # Nanoseconds of the period in which it did
-    followed: int = 0  # Nanoseconds that following the steps took, estimated from timed ones
+    followed: int = 0  # The same of following the steps, estimated from timed ones
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

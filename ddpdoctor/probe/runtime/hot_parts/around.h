@@ -4,8 +4,26 @@ typedef struct {
     PyObject_HEAD
     PyObject *original, *hook, *begin, *end, *names, *references;
     vectorcallfunc vectorcall;
-    char backward, waits;
+    int light;
+    char waits;
 } Around;
+
+/* What compiled code follows in light steps. */
+enum { NOTHING, LIGHT_ENGINE, LIGHT_BATCH, LIGHT_INDICES };
+
+static int light_begins(Around *self, Phases *rank, PyObject *const *args, Py_ssize_t count,
+                        PyObject *names)
+{
+    if (rank == NULL || self->light == NOTHING)
+        return FOR_PYTHON;
+    if (self->light == LIGHT_ENGINE)
+        return light_backward(rank, args, count, names);
+    if (count < 1)
+        return FOR_PYTHON;
+    if (self->light == LIGHT_BATCH)
+        return light_batch(rank, args[0]);
+    return is_unfollowed(args[0]) ? NO_END : FOR_PYTHON;
+}
 
 static PyTypeObject AroundType;
 
@@ -28,9 +46,7 @@ static PyObject *Around_call(Around *self, PyObject *const *args, size_t flagged
         return PyObject_Vectorcall(self->original, args, flagged, names);
     Py_XINCREF(rank);
     PyObject *begun = NULL;
-    int light = FOR_PYTHON;
-    if (self->backward && rank != NULL)
-        light = light_backward(rank, args, PyVectorcall_NARGS(flagged), names);
+    int light = light_begins(self, rank, args, PyVectorcall_NARGS(flagged), names);
     if (light == FAULT && note_fault(self->hook) < 0) {
         Py_DECREF(rank);
         return NULL;
@@ -46,11 +62,21 @@ static PyObject *Around_call(Around *self, PyObject *const *args, size_t flagged
             Py_CLEAR(begun);
     }
     PyObject *result = PyObject_Vectorcall(self->original, args, flagged, names);
+    if (light == BEGUN && self->light == LIGHT_BATCH && result == NULL) {
+        /* The loader has no more batches, or failed. */
+        begun = Py_NewRef(args[0]);
+        light = FOR_PYTHON;
+    }
     if (begun != NULL || light == BEGUN) {
         PyObject *error = result == NULL ? take_exception() : NULL;
-        int raised = light == BEGUN
-                         ? light_backward_ended(rank, error) < 0 && note_fault(self->hook) < 0
-                         : around_ends(self, begun, result, error) < 0;
+        int raised;
+        if (light != BEGUN)
+            raised = around_ends(self, begun, result, error) < 0;
+        else {
+            int ended = self->light == LIGHT_ENGINE ? light_backward_ended(rank, error)
+                                                    : light_batch_came(rank, args[0], result);
+            raised = ended < 0 && note_fault(self->hook) < 0;
+        }
         if (raised) {
             Py_XDECREF(error);
             Py_CLEAR(result);
@@ -64,17 +90,21 @@ static PyObject *Around_call(Around *self, PyObject *const *args, size_t flagged
 
 static int Around_init(Around *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"original", "hook", "begin", "end", "backward", "waits", NULL};
+    static char *names[] = {"original", "hook", "begin", "end", "light", "waits", NULL};
+    static const char *const kinds[] = {"", "engine", "batch", "indices"};
     PyObject *original, *hook, *begin, *end;
-    int backward = 0, waits = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OUOO|pp", names, &original, &hook, &begin, &end,
-                                     &backward, &waits))
+    const char *light = "";
+    int waits = 0, kind = LIGHT_INDICES;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OUOO|sp", names, &original, &hook, &begin, &end,
+                                     &light, &waits))
         return -1;
+    while (kind > NOTHING && strcmp(kinds[kind], light))
+        kind--;
     Py_XSETREF(self->original, Py_NewRef(original));
     Py_XSETREF(self->hook, Py_NewRef(hook));
     Py_XSETREF(self->begin, Py_NewRef(begin));
     Py_XSETREF(self->end, Py_NewRef(end));
-    self->backward = (char)backward;
+    self->light = kind;
     self->waits = (char)waits;
     self->vectorcall = (vectorcallfunc)Around_call;
     return 0;

@@ -25,7 +25,7 @@ enum { MAX_NESTED = 250, BACKWARDS = 64, MAX_FRAMES = 48 };
 #define NO_EPOCH (-1)
 
 /* Raise it with each change that hot.py depends on. */
-#define CONTRACT 4
+#define CONTRACT 5
 
 /* Names of other modules of the probe; see bind(). */
 static PyObject *rank_names, *event_names, *off_hooks, *fault_of, *grad_enabled, *walk, *memos;
@@ -36,7 +36,8 @@ static PyObject *s_noticing, *s_detail, *s_clock, *s_accumulate_grad, *s_sync, *
 static PyObject *s_exit, *s_evaluated, *s_forward_begins, *s_backward_begins, *s_backward_ended;
 static PyObject *s_calls, *s_dtype, *s_shape, *s_like, *s_returned;
 static PyObject *s_carry, *s_compiling, *s_qualname, *s_grad_fn, *s_next_functions;
-static PyObject *s_variable;
+static PyObject *s_variable, *s_num_yielded, *s_sampler_iter, *s_pass, *s_data_epoch;
+static PyObject *s_batch_fetched, *s_batch_evaluated, *s_loop_turns, *h_dataloader;
 static PyObject *s_step_begins, *s_step_ended, *s_empty, *h_forward, *h_backward, *h_optimizer;
 static PyObject *h_collectives, *h_ring;
 

@@ -87,6 +87,7 @@ static PyObject *Collective_call(Collective *self, PyObject *const *both, Py_ssi
     Py_INCREF(rank);
     Calls *calls = (Calls *)Py_NewRef(rank->calls);
     PyObject *result = NULL, *known = NULL;
+    int64_t began = rank->clocked ? cpu_ns() : 0;
     PyObject *chain = chain_sites(self->lines);
     collective_bind(self, args, kwargs, given);
     /* It may be in a list, which others can change. */
@@ -116,10 +117,12 @@ static PyObject *Collective_call(Collective *self, PyObject *const *both, Py_ssi
         order = collective_write(self, known, rank, calls);
     }
     int raised = (begun < 0 || (begun == 1 && order < 0)) && note_fault(h_collectives) < 0;
+    clocked_since(rank, began);
     if (!raised)
         result = PyObject_Call(self->original, args, kwargs);
     if (begun == 1) {
         PyObject *error = take_exception();
+        began = rank->clocked ? cpu_ns() : 0;
         if (order > 0 && result == Py_None) {
             int64_t now = read_clock(CLOCK_REALTIME);
             if (calls->count - order < RING_ENTRIES)
@@ -133,6 +136,7 @@ static PyObject *Collective_call(Collective *self, PyObject *const *both, Py_ssi
             Py_CLEAR(result);
         } else
             set_exception(error);
+        clocked_since(rank, began);
     }
 end:
     Py_XDECREF(known);

@@ -1,6 +1,6 @@
 /* The hooks of light steps. */
 
-static Chain *forward_lines, *backward_lines, *optimizer_lines;
+static Chain *forward_lines, *backward_lines, *optimizer_lines, *data_lines;
 
 /* Begin a phase at the user's line that led here. Return 1, 0 or -1 as do_enter. All frames up to that
  * line are compared every time, since a hang is often at a line that one rank takes once. */
@@ -159,6 +159,71 @@ static int light_backward_ended(Phases *rank, PyObject *error)
         return FAULT;
     clocked_since(rank, began);
     return BEGUN;
+}
+
+/* A whole number that is an attribute of an object, or another one if it has none. */
+static long long number_of(PyObject *object, PyObject *name, long long otherwise)
+{
+    PyObject *found = PyObject_GenericGetAttr(object, name);
+    if (found != NULL && PyLong_Check(found))
+        otherwise = PyLong_AsLongLong(found);
+    Py_XDECREF(found);
+    PyErr_Clear();
+    return otherwise;
+}
+
+/* A loader's iterator is asked for a batch that is not the first, as _batch_wanted. */
+static int light_batch(Phases *rank, PyObject *iterator)
+{
+    if (!is_light(rank) || number_of(iterator, s_num_yielded, 1) == 0)
+        return FOR_PYTHON;
+    int64_t began = rank->clocked ? cpu_ns() : 0;
+    PyObject *id = PyLong_FromVoidPtr(iterator);
+    int known = id != NULL ? PySet_Contains(rank->trained, id) : -1, done = FAULT;
+    if (known >= 0 && (rank->begun ? !rank->closer : known && rank->aside))
+        done = FOR_PYTHON;
+    else if (known >= 0)
+        done = begun_at(rank, DATA, data_lines, NULL);
+    if (done == BEGUN) {
+        if (!rank->begun)
+            rank->aside = !known;
+        if (PySet_Add(rank->iterators, id) < 0)
+            done = FAULT;
+        rank->epoch = number_of(iterator, s_data_epoch, NO_EPOCH);
+    }
+    Py_XDECREF(id);
+    clocked_since(rank, began);
+    return done;
+}
+
+/* It has returned the batch, as _batch_came. */
+static int light_batch_came(Phases *rank, PyObject *iterator, PyObject *data)
+{
+    int64_t began = rank->clocked ? cpu_ns() : 0;
+    PyObject *grad = NULL;
+    int failed = do_leave(rank, NULL) < 0 || (grad = PyObject_CallNoArgs(grad_enabled)) == NULL ||
+                 call_subscribers(BATCH_FETCHED, h_dataloader, iterator, data) < 0;
+    Py_XDECREF(grad);
+    if (!failed && grad == Py_False)
+        failed = call_subscribers(BATCH_EVALUATED, h_dataloader, iterator, NULL) < 0;
+    else if (!failed && !do_goes_on(rank, (long long)(intptr_t)iterator))
+        failed = call_subscribers(LOOP_TURNS, h_dataloader, iterator, NULL) < 0;
+    clocked_since(rank, began);
+    return failed ? FAULT : BEGUN;
+}
+
+/* Whether the pass of a loader's iterator is not followed: its observer has left (pass, None). */
+static int is_unfollowed(PyObject *iterator)
+{
+    PyObject *known = PyObject_GenericGetAttr(iterator, s_pass), *pass = NULL;
+    if (known != NULL && PyTuple_Check(known) && PyTuple_GET_SIZE(known) == 2 &&
+        PyTuple_GET_ITEM(known, 1) == Py_None)
+        pass = PyObject_GenericGetAttr(iterator, s_sampler_iter);
+    int unfollowed = pass != NULL && pass == PyTuple_GET_ITEM(known, 0);
+    Py_XDECREF(pass);
+    Py_XDECREF(known);
+    PyErr_Clear();
+    return unfollowed;
 }
 
 /* The end of a step that ends no line of the journal, as in StepTracker.close. */

@@ -9,10 +9,14 @@
 #define HAS_VERSIONS 0
 #endif
 
-enum { FORWARD_BEGINS, BACKWARD_BEGINS, BACKWARD_ENDED, STEP_BEGINS, STEP_ENDED, MOMENTS };
+enum {
+    FORWARD_BEGINS, BACKWARD_BEGINS, BACKWARD_ENDED, STEP_BEGINS, STEP_ENDED, BATCH_FETCHED,
+    BATCH_EVALUATED, LOOP_TURNS, MOMENTS
+};
 
 static PyObject **const moment_names[MOMENTS] = {
     &s_forward_begins, &s_backward_begins, &s_backward_ended, &s_step_begins, &s_step_ended,
+    &s_batch_fetched, &s_batch_evaluated, &s_loop_turns,
 };
 
 /* Whether a module's names may have changed since the last call. */

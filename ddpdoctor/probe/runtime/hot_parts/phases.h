@@ -30,6 +30,7 @@ typedef struct {
     long long phase, steps, last_total, epoch, armed, forwards, backward_count, reduced, begun;
     long long step_armed, step_backwards, light, line, sparse, spent, began, closer, optimizer_steps;
     long long collectives, reductions, gathers;
+    long long looped, loop_batches, loop_forwards, loop_backwards;
 } Phases;
 
 static PyTypeObject PhasesType;
@@ -299,4 +300,14 @@ static void do_forward_begins(Phases *self, int armed)
         self->armed++;
         self->reduces = 1;
     }
+}
+
+static int do_goes_on(Phases *self, long long iterator)
+{
+    if (iterator != self->looped || self->backward_count == self->loop_backwards)
+        return 0;
+    self->loop_batches++;
+    self->loop_forwards = self->forwards;
+    self->loop_backwards = self->backward_count;
+    return 1;
 }

@@ -95,6 +95,14 @@ static PyObject *Phases_backward_ended(Phases *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
+static PyObject *Phases_goes_on(Phases *self, PyObject *iterator)
+{
+    long long id = PyLong_AsLongLong(iterator);
+    if (id == -1 && PyErr_Occurred())
+        return NULL;
+    return PyBool_FromLong(do_goes_on(self, id));
+}
+
 static PyObject *Phases_backwards(Phases *self, void *unused)
 {
     long long count = self->backward_count < BACKWARDS ? self->backward_count : BACKWARDS;
@@ -212,6 +220,7 @@ static PyMethodDef Phases_methods[] = {
     {"forward_begins", (PyCFunction)Phases_forward_begins, METH_O, NULL},
     {"backward_begins", (PyCFunction)Phases_backward_begins, METH_O, NULL},
     {"backward_ended", (PyCFunction)Phases_backward_ended, METH_NOARGS, NULL},
+    {"goes_on", (PyCFunction)Phases_goes_on, METH_O, NULL},
     {"keep", (PyCFunction)Phases_keep, METH_NOARGS, NULL},
     {"take", (PyCFunction)(void (*)(void))Phases_take, METH_VARARGS | METH_KEYWORDS, NULL},
     {"start", (PyCFunction)Phases_start, METH_NOARGS, NULL},
@@ -228,6 +237,7 @@ static PyMemberDef Phases_members[] = {
     NUMBER(step_backwards), NUMBER(light), NUMBER(line), NUMBER(sparse), NUMBER(spent),
     NUMBER(began), NUMBER(closer), NUMBER(optimizer_steps),
     NUMBER(collectives), NUMBER(reductions), NUMBER(gathers),
+    NUMBER(looped), NUMBER(loop_batches), NUMBER(loop_forwards), NUMBER(loop_backwards),
     OBJECT(page), OBJECT(device), OBJECT(collective), OBJECT(failed), OBJECT(optimizer_code),
     OBJECT(passes), OBJECT(iterators), OBJECT(trained), OBJECT(calls),
     {"clocked", T_BOOL, offsetof(Phases, clocked), 0, NULL},
