@@ -159,12 +159,7 @@ class RecordingSource(Played):
             # A gzip file is read from its start to go back, so earlier lines are kept, too.
             first = max(0, position - _LINES_KEPT) if position + 1 in self._lines else position
             self._lines = {each: self._line(each) for each in range(first, position + 1)}
-        line = self._lines[position]
-        if opening.expanded(line) > output.MAX_MEMORY:
-            raise ValueError("too large")
-        record = opening.loads(line)
-        if not isinstance(record, dict):
-            raise ValueError("no object")
+        record = output.loads(self._lines[position])
         version = record.pop("recording", 1 if "format" in record else None)
         if version != RECORDING_FORMAT:
             known = "of an unknown format" if version is None else f"of format {version}"

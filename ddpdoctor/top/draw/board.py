@@ -363,8 +363,7 @@ def _memory_text(row: RankRow) -> str:
     return ", ".join(facts.values())
 
 
-_MIN_GROWTH = 16 << 20
-"""Bytes that a rank has to gain for its slope to be shown."""
+_MIN_GROWTH = 16 << 20  # Bytes that a rank has to gain for its slope to be shown
 
 
 def _slope_text(row: RankRow, scene: Scene) -> str:
