@@ -314,9 +314,6 @@ def _line(text: str, at: int) -> int:
 # -- edit files of ``.vscode``, and keep what others wrote there
 
 
-# -- ddpdoctor's entries in a file of the user
-
-
 PREFIX = "ddpdoctor: "
 MADE = "// made by ddpdoctor"
 MADE_FILE = "// file made by ddpdoctor"

@@ -38,9 +38,6 @@ from ddpdoctor.system import proc, process_activity
 from ddpdoctor.system.proc import pause
 from ddpdoctor.system.process_activity import BUSY, Turn, Turns, lacked, read_turn
 
-# -- find jobs that make no progress, by signs of life of their ranks
-
-
 # -- how long silent ranks had no core
 
 MAX_CORE_FACTOR = 10.0  # The factor by which a time without a core lengthens a silence at most

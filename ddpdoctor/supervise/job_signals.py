@@ -269,9 +269,6 @@ class Passthrough:
         return True
 
 
-# -- pass signals on to the job, each exactly once
-
-
 # -- the terminal, and its job control
 
 
