@@ -181,6 +181,15 @@ def test_any_step_is_found(
     assert numbers(log.until(number, count)) == [each for each in kept if each <= number][-count:]
 
 
+def test_the_first_step_is_found_behind_records_that_segments_repeat(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    repeated = json_line({"kind": "note", "pad": "x" * 1000}) * 3000
+    for name, first in ((f"{path}.1", 0), (str(path), 90)):
+        steps = [step_line(USUAL._replace(number=first + each), 0) for each in range(90)]
+        Path(name).write_bytes(repeated + b"".join(steps))
+    assert StepLog(path).span() == (0, 179)
+
+
 def test_the_newest_steps_across_segments(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     journal = Journal(str(path), 1 << 16)
