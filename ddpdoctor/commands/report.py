@@ -254,7 +254,7 @@ def _check(given: Given) -> None:
         if option in given and (of_logs or "--flight" in given):
             raise DoctorError(f"{option} needs a run directory", "`ddpdoctor run` writes one")
         if option in given and len(given.rest) > 1:
-            raise DoctorError(f"{option} takes one run", "name the run that it is to show")
+            raise DoctorError(f"{option} takes one run", "name one run")
 
 
 # -- a run

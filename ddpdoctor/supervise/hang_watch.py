@@ -597,7 +597,7 @@ class HangWatch:
         if run.ranks:
             self._signs.look(run, now)
         if self._has_moved():
-            # The next snapshots show whether it goes on.
+            # The next snapshots show whether the job goes on.
             return False
         guilty, since = self._guilty(run), self._examined_at
         exits = [rank.exit for rank in run.last if rank.rank in guilty and rank.exit is not None]

@@ -57,7 +57,7 @@ class Recording:
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except FileExistsError:
-            raise DoctorError(f"{path} is there already", "name a new file for --record") from None
+            raise DoctorError(f"{path} exists already", "name a new file for --record") from None
         except OSError as error:
             raise DoctorError(f"cannot write {path}: {error.strerror}") from None
         self._file = os.fdopen(descriptor, "wb", buffering=0)

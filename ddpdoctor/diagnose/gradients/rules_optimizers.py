@@ -523,7 +523,7 @@ def rate_by_local_batch(run: Run) -> Iterator[Finding]:
             f"{samples * run.world_size} in one of all ranks",
             *([f"the learning rate began at {rate:g}"] if rate is not None else []),
         ),
-        fix="Multiply the batch size by the number of ranks, unless the rate was chosen so.",
+        fix="Multiply the batch size by the number of ranks, unless the rate was chosen for this.",
         about="rate by batch",
     )
 

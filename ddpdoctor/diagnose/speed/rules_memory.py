@@ -176,7 +176,7 @@ def _finding(
         words, line = words_for(held.holder), held.line
         evidence.append(_evidence(held.holder))
     elif not found.rank.records.of(HoldersRecord):
-        words = words._replace(said="what holds it was not looked for")
+        words = words._replace(said="what holds it was not searched for")
     if len(group) > 1:
         evidence += [
             f"rank {each.rank.rank}: {binary_size(each.growth.per_step)} a step"
