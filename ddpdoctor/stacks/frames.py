@@ -135,6 +135,12 @@ def code_of(frames: Iterable[Frame], before: int) -> dict[Frame, str]:
     return found
 
 
+def code_of_stacks(stacks: Iterable[RankStacks], before: int) -> dict[Frame, str]:
+    """Return the source lines of all frames of some ranks. See :func:`code_of`."""
+    threads = (thread for each in stacks for thread in each.threads)
+    return code_of((frame for thread in threads for frame in thread.frames), before)
+
+
 def _lines(path: Path, before: int) -> list[str]:
     try:
         if opening.facts(path).st_mtime_ns > before:

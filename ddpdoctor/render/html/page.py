@@ -45,7 +45,7 @@ from ddpdoctor.run.records.supervisor import Frame, UnwatchedRecord
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.step_series import PARTS, RankSeries, Series, series
 from ddpdoctor.stacks import frames as frames_module
-from ddpdoctor.stacks.frames import CUT, FOLDED, Code, Node, code_of, fold, merge, tail
+from ddpdoctor.stacks.frames import CUT, FOLDED, Code, Node, code_of_stacks, fold, merge, tail
 
 # -- collect what the HTML report shows, as JSON
 
@@ -271,8 +271,7 @@ def stack_tree(run: Run) -> dict[str, Any] | None:
     if not stacks:
         return None
     merged = merge(stacks, fold)
-    frames = [frame for each in stacks for thread in each.threads for frame in thread.frames]
-    code = code_of(frames, integer(run.manifest, "started"))
+    code = code_of_stacks(stacks, integer(run.manifest, "started"))
     mains = {each.rank: main.frames for each in stacks if (main := each.main) is not None}
     troubles: dict[str, list[int]] = defaultdict(list)
     for each in merged.missing:
