@@ -284,43 +284,31 @@ class _Journal:
     def __init__(self, directory: Path, rank: Rank) -> None:
         path = directory / f"{rank_stem(rank.rank, rank.restart)}.jsonl"
         self._paths = (path.with_name(path.name + ".1"), path)
-        self.size = sum(map(_size, self._paths))
+        with open_files(*self._paths) as files:
+            self.size = sum(file.size() for file in files)
         self.span = StepLog(path).span()
 
     def all(self) -> Iterator[re.Match[bytes]]:
         """Read every step."""
-        for path in self._paths:
-            rest = b""
-            for place in range(0, _size(path), _CHUNK):
-                data = rest + _part(path, place, _CHUNK)
-                whole = data.rfind(b"\n") + 1
-                yield from _STEP.finditer(data, 0, whole)
-                rest = data[whole:][-_CHUNK:]
+        with open_files(*self._paths) as files:
+            for file in files:
+                rest = b""
+                for place in range(0, file.size(), _CHUNK):
+                    data = rest + file.read(_CHUNK, place)
+                    whole = data.rfind(b"\n") + 1
+                    yield from _STEP.finditer(data, 0, whole)
+                    rest = data[whole:][-_CHUNK:]
 
     def some(self, columns: int) -> Iterator[re.Match[bytes]]:
         """Read some steps of each column, and the last ones."""
-        for path in self._paths:
-            size = _size(path)
-            places = max(1, columns * size // max(1, self.size))
-            for place in range(places):
-                # At the begin of its column. Truncated lines do not match.
-                yield from _STEP.finditer(_part(path, size * place // places, _SAMPLE))
-            yield from _STEP.finditer(_part(path, max(0, size - _SAMPLE), _SAMPLE))
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.lstat().st_size
-    except OSError:
-        return 0
-
-
-def _part(path: Path, place: int, size: int) -> bytes:
-    try:
-        with opening.file(path) as file:
-            return os.pread(file.fileno(), size, place)
-    except OSError:
-        return b""
+        with open_files(*self._paths) as files:
+            for file in files:
+                size = file.size()
+                places = max(1, columns * size // max(1, self.size))
+                for place in range(places):
+                    # At the begin of its column. Truncated lines do not match.
+                    yield from _STEP.finditer(file.read(_SAMPLE, size * place // places))
+                yield from _STEP.finditer(file.read(_SAMPLE, size - _SAMPLE))
 
 
 # -- Steps of a rank by their numbers
