@@ -53,8 +53,10 @@ class Unreduced:
     record: UnreducedRecord  # The lowest rank's record of the first step in which they differed
     ranks: tuple[int, ...]
     names: tuple[str, ...]
-    worst: str  # The parameter whose gradients differed most
-    norms: dict[int, float]  # The norm of its gradient, by rank
+    worst: str
+    """The parameter whose gradients differed most."""
+    norms: dict[int, float]
+    """The norm of its gradient, by rank."""
     drift: tuple[int, str, float]
     """Step and name of the parameter that differed later, and by how much."""
 

@@ -53,7 +53,7 @@ from ddpdoctor.diagnose.hangs.rank_activity import (
 )
 from ddpdoctor.diagnose.source_files import brief, only_sleeps, quoted
 from ddpdoctor.run.records.supervisor import Ras, RasDifference, RasGroup, RasProcess
-from ddpdoctor.run.snapshot import Run, command_words
+from ddpdoctor.run.snapshot import Run
 
 _MAX_NATIVE_FRAMES = 4
 _MAX_RAS_LINES = 6
@@ -559,7 +559,8 @@ def _launch_options(still: HangSnapshot) -> tuple[str, ...]:
 
 def _option(still: HangSnapshot, name: str) -> str | None:
     """Return the value of torchrun's option, in either spelling."""
-    words = command_words(still.manifest)
+    command = still.manifest.get("command")
+    words = list(map(str, command)) if isinstance(command, list) else []
     for spelling in (name, name[:2] + name[2:].replace("-", "_")):
         for at, word in enumerate(words):
             if word == spelling and at + 1 < len(words):
