@@ -88,8 +88,7 @@ def _show(run: Run) -> None:
     points = attach_points.points(run)
     compound = vscode_configurations.compound_name(attach_points.label(run))
     seconds = (time.time_ns() - integer(run.manifest, "started")) / 1e9
-    command = run.manifest.get("command")
-    words = [str(word) for word in command] if isinstance(command, list) else []
+    words = run.command
     scripts = [os.path.basename(word) for word in words if word.endswith(".py")]
     name = scripts[0] if scripts else shlex.join(words[:3])
     _say(f"{run.path.name}: {name}, for {duration(seconds)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from ddpdoctor.core.errors import DoctorError
@@ -30,9 +29,6 @@ Options:
 def main(words: Sequence[str]) -> int:
     """Serve one editor until it ends."""
     given = PARSER.read(words)
-    if given.help:
-        sys.stdout.write(PARSER.help)
-        return 0
     if given.rest:
         raise DoctorError("lsp takes no file", "an editor tells it which files are open")
     try:

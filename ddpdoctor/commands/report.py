@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from ddpdoctor.commands.report_output import complain, print_for_tools, print_lines, text_of
 from ddpdoctor.core import formatting
 from ddpdoctor.core.errors import DoctorError, Faults
 from ddpdoctor.core.finding import RULES, Finding, Severity, examine
@@ -27,9 +27,9 @@ from ddpdoctor.core.options import (
     text,
 )
 from ddpdoctor.diagnose.speed.compare import Change, Comparison
-from ddpdoctor.render import console, json_lines, reporter
+from ddpdoctor.render import console, json_lines, reporter, terminal
 from ddpdoctor.render.json_lines import FORMAT
-from ddpdoctor.render.reporter import job_script
+from ddpdoctor.render.reporter import job_script, line_format
 from ddpdoctor.run import rundir
 from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.reported import kept_traceback, with_kept
@@ -254,7 +254,7 @@ def _check(given: Given) -> None:
         if option in given and (of_logs or "--flight" in given):
             raise DoctorError(f"{option} needs a run directory", "`ddpdoctor run` writes one")
         if option in given and len(given.rest) > 1:
-            raise DoctorError(f"{option} takes one run", "name the run that it is to show")
+            raise DoctorError(f"{option} takes one run", "name one run")
 
 
 # -- a run
@@ -428,6 +428,46 @@ def _is_foreign(path: Path) -> bool:
     if remark := as_copy(path):
         complain(remark)
     return bool(remark)
+
+
+# -- what is printed of findings: text, or lines for tools
+
+
+def print_for_tools(
+    given: Given,
+    found: Iterable[Finding],
+    script: str,
+    head: Callable[[Finding], dict[str, Any]],
+) -> bool:
+    """Print findings in the requested format, unless it is text. Returns whether it is not."""
+    one = line_format(given.get("--output", "text"))
+    if "--json" in given:
+        print_lines(json_lines.line(finding, head(finding)) for finding in found)
+    elif one is not None:
+        print_lines(one.line(finding, script) for finding in found)
+    return "--json" in given or one is not None
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Print lines without control characters."""
+    for line in lines:
+        print(shown(line))
+
+
+def complain(text: str) -> None:
+    """Print a remark on standard error."""
+    print(f"ddpdoctor: {shown(text)}", file=sys.stderr)
+
+
+def text_of(finding: Finding, written: float, kept: Path | None) -> str:
+    """Return a finding as a terminal shows it."""
+    return console.render(
+        finding,
+        colour=terminal.wants_colour(1),
+        width=terminal.width(1),
+        written=written,
+        kept=kept,
+    )
 
 
 # -- files of torch's Flight Recorder

@@ -6,7 +6,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from ddpdoctor.commands.report_output import complain, print_for_tools, print_lines, text_of
+from ddpdoctor.commands.report import complain, print_for_tools, print_lines, text_of
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.core.formatting import count

@@ -164,16 +164,15 @@ def _print(taken: _Taken, given: Given) -> None:
     from ddpdoctor.render import stack_text as render
     from ddpdoctor.render import terminal
     from ddpdoctor.run.reader import read_manifest
-    from ddpdoctor.stacks.frames import code_of, merge
+    from ddpdoctor.stacks.frames import code_of_stacks, merge
 
     look = render.StackStyle(
         width=terminal.columns(_MAX_WIDTH),
         ascii_only=terminal.only_ascii(sys.stdout, terminal.given_environment()),
         all_frames="--all-frames" in given,
     )
-    frames = [frame for each in taken.stacks for thread in each.threads for frame in thread.frames]
     # A source that was changed since the start is not what runs.
-    code = code_of(frames, integer(read_manifest(taken.path), "started"))
+    code = code_of_stacks(taken.stacks, integer(read_manifest(taken.path), "started"))
     when = time.strftime("%H:%M:%S", time.localtime(taken.time / 1e9))
     state = f"at {when}" if taken.live else f"{_over(taken.path)}; its last stacks, of {when}"
     head = f"{taken.path.name} {state}: {render.stacks_summary(merge(taken.stacks))}"

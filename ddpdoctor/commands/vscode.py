@@ -83,7 +83,7 @@ def _install(workspace: Path, here: Path, given: Given) -> None:
     ranks = given.get("--ranks") or asked or DEFAULT_RANKS
     if port + ranks - 1 > _LAST_PORT:
         raise DoctorError(
-            f"{ranks} ranks from port {port} on go beyond port {_LAST_PORT}",
+            f"{ranks} ranks from port {port} on need ports beyond port {_LAST_PORT}",
             "choose a lower --debug-port",
         )
     points = [AttachPoint(rank, LOOPBACK, port + rank) for rank in range(ranks)]

@@ -255,6 +255,17 @@ def without_formatting(text: str) -> str:
     return _FORMATTING.sub("", text) if "\x1b" in text else text
 
 
+def shown_json(value: Any, keep: str) -> Any:
+    """Escape control characters in JSON as `shown` does. Infinities and NaN become null."""
+    if isinstance(value, str):
+        return shown(value, keep)
+    if isinstance(value, dict):
+        return {shown(str(key)): shown_json(each, keep) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [shown_json(each, keep) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def json_text(value: Any, **options: Any) -> str:
     """Encode JSON in ASCII without control characters. ``options`` are those of ``json.dumps``."""
     # json.dumps escapes all control characters but this one.

@@ -28,9 +28,6 @@ import stat
 from collections.abc import Collection, Mapping
 from typing import Any
 
-# -- safely open files that others may have written: run directories, logs, and sources
-
-
 # -- Owners of run directories and ports
 
 

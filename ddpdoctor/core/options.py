@@ -145,9 +145,6 @@ def known_options() -> TorchrunOptions:
         return TorchrunOptions({**underscored, **known})
 
 
-# -- parse command lines and configuration files by the options that help texts declare
-
-
 # -- Configuration files
 
 

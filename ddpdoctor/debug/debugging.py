@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import subprocess
@@ -29,6 +28,7 @@ from ddpdoctor.debug.vscode_files import (
     edit,
     find_workspace,
     locked,
+    state_file,
 )
 from ddpdoctor.run import rundir
 from ddpdoctor.run.names import DEBUG
@@ -80,7 +80,7 @@ class Editor:
                 if any(claim["label"] == "" for claim in claims):
                     self.label = f"{self._script} :{port}"
                 claims.append({"label": self.label, "directory": str(directory)})
-                file = _claims_file(self.workspace)
+                file = state_file(self.workspace, "json")
                 fresh = file.with_name(file.name + ".new")
                 fresh.write_text(json.dumps(claims))
                 os.replace(fresh, file)
@@ -158,15 +158,10 @@ def _tracked_by_git(workspace: Path) -> bool:
         return False
 
 
-def _claims_file(workspace: Path) -> Path:
-    name = hashlib.sha256(os.fsencode(workspace.resolve())).hexdigest()[:16]
-    return rundir.private_base() / f"vscode-{name}.json"
-
-
 def _claims(workspace: Path) -> list[dict[str, Any]]:
     """Return the live runs that have entries in this workspace's launch.json."""
     try:
-        claims = json.loads(_claims_file(workspace).read_text())
+        claims = json.loads(state_file(workspace, "json").read_text())
         return [claim for claim in claims if rundir.is_live(Path(claim["directory"]))]
     except (OSError, ValueError, KeyError, TypeError):
         return []

@@ -314,9 +314,6 @@ def _line(text: str, at: int) -> int:
 # -- edit files of ``.vscode``, and keep what others wrote there
 
 
-# -- ddpdoctor's entries in a file of the user
-
-
 PREFIX = "ddpdoctor: "
 MADE = "// made by ddpdoctor"
 MADE_FILE = "// file made by ddpdoctor"
@@ -561,6 +558,17 @@ def find_workspace(start: Path, chosen: str | None) -> Path:
     return start
 
 
+def state_file(workspace: Path, suffix: str) -> Path:
+    """Return a file of ddpdoctor for a workspace, which is outside of it.
+
+    Raises:
+        DoctorError: The base directory of runs belongs to another user.
+        OSError: It cannot be created.
+    """
+    key = hashlib.sha256(os.fsencode(os.path.realpath(workspace))).hexdigest()[:16]
+    return rundir.private_base() / f"vscode-{key}.{suffix}"
+
+
 @contextlib.contextmanager
 def locked(workspace: Path) -> Iterator[None]:
     """Keep other processes of this user from editing the same workspace.
@@ -568,9 +576,8 @@ def locked(workspace: Path) -> Iterator[None]:
     Raises:
         DoctorError: Another process holds the lock for too long, or it cannot be created.
     """
-    key = hashlib.sha256(os.fsencode(os.path.realpath(workspace))).hexdigest()[:16]
     try:
-        path = rundir.private_base() / f"vscode-{key}.lock"
+        path = state_file(workspace, "lock")
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         raise DoctorError(f"no lock for {workspace / FOLDER}: {error}") from None

@@ -1,8 +1,8 @@
 """Write a run as a Chrome trace for Perfetto, with the traces of torch.profiler beside it.
 
 Each rank is a process with tracks for steps, phases, waits for the DataLoader and collectives.
-All times are on one clock (`ddpdoctor.diagnose.node_clocks`), in microseconds from the start of the
-run. Only durations are recorded within a step, so phases are laid out in their usual order.
+All times are on one clock (:func:`clock_offsets`), in microseconds from the start of the run. Only
+durations are recorded within a step, so phases are laid out in their usual order.
 
 A profiler trace names its rank (``distributedInfo``) if the process group was initialized.
 Otherwise the process id or the file's name tells. Its times count from ``baseTimeNanoseconds``.
@@ -20,27 +20,26 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from ddpdoctor import __version__
 from ddpdoctor.core import opening
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.finding import Finding
-from ddpdoctor.core.formatting import json_text, shown
+from ddpdoctor.core.formatting import json_text, shown, shown_json
 from ddpdoctor.core.opening import integer
-from ddpdoctor.diagnose.node_clocks import offsets
+from ddpdoctor.run.names import rank_stem
 from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.run.records.process import ErrorRecord
 from ddpdoctor.run.records.supervisor import (
     FindingRecord,
-    HangOverRecord,
-    HangRecord,
     RankExitRecord,
 )
 from ddpdoctor.run.records.training import StepRecord
 from ddpdoctor.run.ring import Collective
 from ddpdoctor.run.snapshot import Rank, Run
-from ddpdoctor.run.step_series import newest_steps, split_backwards
+from ddpdoctor.run.step_series import StepLog, split_backwards
 
 # -- traces of torch.profiler
 
@@ -163,7 +162,7 @@ class _ProfileNumbers:
         if tid and not isinstance(tid, int) and (process, str(tid)) not in self._tracks:
             self._tracks.add((process, str(tid)))
             yield _name("thread_name", process, track, shown(str(tid)))
-        moved: dict[str, Any] = _without_control_characters(event)
+        moved: dict[str, Any] = shown_json(event, "\n")
         moved |= {"pid": process, "tid": track}
         if "id" in event:
             # Perfetto draws arrows for hexadecimal numbers only.
@@ -179,16 +178,6 @@ class _ProfileNumbers:
 
     def _name(self, what: str) -> str:
         return shown(f"rank {self._rank} profiler: {what.strip()}".rstrip(": "))
-
-
-def _without_control_characters(value: Any) -> Any:
-    if isinstance(value, str):
-        return shown(value, "\n")
-    if isinstance(value, dict):
-        return {shown(str(key)): _without_control_characters(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_without_control_characters(each) for each in value]
-    return None if isinstance(value, float) and value - value != 0 else value
 
 
 # -- the trace of a run
@@ -222,12 +211,15 @@ def write_trace(
         OSError: It cannot be written.
     """
     each = MAX_STEPS // (len(run.last) or 1)
-    newest = {rank.rank: newest_steps(run.path, rank, each) for rank in run.last}
+    newest = {
+        rank.rank: StepLog(run.path / f"{rank_stem(rank.rank, rank.restart)}.jsonl").newest(each)
+        for rank in run.last
+    }
     steps = split_backwards(run.last, newest, lines=True)
     clock = _Clock(run, steps)
     facts = {
         "ddpdoctor": __version__,
-        "run": shown(str(run.manifest.get("id") or run.path.name)),
+        "run": shown(run.id),
         "clock offsets in ns": {shown(node): each for node, each in clock.ahead.items()},
     }
     with gzip.open(path, "wt", 6) if zipped else open(path, "w") as file:
@@ -240,11 +232,46 @@ def write_trace(
     return os.stat(path).st_size
 
 
+# -- One clock
+
+MIN_SHARED = 3  # Steps that two nodes must share
+
+
+def clock_offsets(
+    ranks: Sequence[Rank], steps: Mapping[int, Sequence[StepRecord]]
+) -> dict[str, int]:
+    """Return how far each node's clock is ahead of the first rank's, in nanoseconds.
+
+    An all-reduce ends on all ranks at nearly the same time, so their clocks differ by what they say
+    of that time. Ranks of one node have one clock. The offset of a node that shares too few steps
+    is 0.
+
+    Args:
+        ranks: The ranks of one attempt.
+        steps: Their steps, by rank.
+    """
+    ends: dict[str, dict[int, list[int]]] = {}
+    for rank in ranks:
+        of_node = ends.setdefault(rank.opened.host, {})
+        for step in steps.get(rank.rank, ()):
+            # The all-reduce ends before the optimizer and the rest of the step.
+            reduced = step.start + step.data + step.forward + step.backward + step.wait
+            of_node.setdefault(step.step, []).append(reduced)
+    first = ranks[0].opened.host if ranks else ""
+    reference = ends.get(first, {})
+    found: dict[str, int] = {}
+    for node, of_node in ends.items():
+        shared = [median(of_node[n]) - median(reference[n]) for n in of_node if n in reference]
+        known = node != first and len(shared) >= MIN_SHARED
+        found[node] = round(median(shared)) if known else 0
+    return found
+
+
 class _Clock:
     """Converts timestamps of ranks into microseconds of one clock."""
 
     def __init__(self, run: Run, steps: Mapping[int, Sequence[StepRecord]]) -> None:
-        self.ahead = offsets(run.last, steps)
+        self.ahead = clock_offsets(run.last, steps)
         self._of_rank = {r.rank: self.ahead.get(r.opened.host, 0) for r in run.last}
         starts = [each[0].start - self.lead(rank) for rank, each in steps.items() if each]
         started = integer(run.manifest, "started")
@@ -276,7 +303,8 @@ def _events(
             yield from _step_slices(step, rank.rank, clock)
     yield from _collective_slices(run.last, clock)
     yield from _instants(run, found, clock)
-    yield from _hang_slices(run, clock)
+    for begin, end in run.stalls:
+        yield _slice("no progress", "hang", clock.at(begin), (end - begin) / 1e3, JOB, 1)
 
 
 def _meta(kind: str, process: int, track: int) -> Event:
@@ -370,17 +398,3 @@ def _instant(name: str, category: str, at: float, process: int, facts: dict[str,
         "ph": "i", "s": "p", "name": shown(name), "cat": category, "ts": round(at, 3),
         "pid": process, "tid": 1, "args": {key: shown(text) for key, text in facts.items()},
     }  # fmt: skip
-
-
-def _hang_slices(run: Run, clock: _Clock) -> Iterator[Event]:
-    """Yield a slice on the job's track for each time without progress."""
-    begun: tuple[float, float] | None = None
-    for each in run.supervisor:
-        if isinstance(each, HangRecord):
-            since = clock.at(each.time) - each.seconds * 1e6
-            begun = (begun[0] if begun else since, clock.at(each.time))
-        elif isinstance(each, HangOverRecord) and begun is not None:
-            yield _slice("no progress", "hang", begun[0], clock.at(each.time) - begun[0], JOB, 1)
-            begun = None
-    if begun is not None:
-        yield _slice("no progress", "hang", begun[0], begun[1] - begun[0], JOB, 1)

@@ -75,7 +75,7 @@ def head(run: Run | None = None, restart: int | None = None) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "time": round(run.taken / 1e9, 3) if run.taken else None,
-        "run": str(run.manifest.get("id") or run.path.name),
+        "run": run.id,
         "step": run.step if restart is None else run.reached(restart),
     }
 

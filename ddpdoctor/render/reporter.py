@@ -348,8 +348,7 @@ def line_format(output: str) -> LineFormat | None:
 
 def job_script(run: Run) -> str:
     """Return the full path of the file that the job runs."""
-    command = run.manifest.get("command")
-    words = [str(word) for word in command] if isinstance(command, list) else []
+    words = run.command
     script = next((word for word in words if word.endswith(".py")), words[-1] if words else "")
     return os.path.join(str(run.manifest.get("cwd", "")), script)
 

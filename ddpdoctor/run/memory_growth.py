@@ -1,8 +1,8 @@
 """Find steady growth in a series of readings of memory. Standard library only: ranks load this.
 
-A leak adds about the same in each step. Warm-up, caches and fragmentation add less and less, longer
-batches add sometimes, and what is freed after each pass over the data comes back down. So a span of
-steps is cut into segments, whose lowest readings have to rise evenly.
+A leak adds about the same amount in each step. Warm-up, caches and fragmentation add less and less.
+Longer batches add memory now and then, and memory freed after each epoch comes back. So a span of
+steps is divided into segments, and their lowest readings have to rise evenly.
 """
 
 from __future__ import annotations
@@ -11,49 +11,45 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-SEGMENTS = 6  # of a span
-EARLY_SEGMENTS = 4  # of the span of a rank that grows too fast to wait for more steps
-MIN_POINTS = 2  # readings in each segment
-MIN_RISE, MAX_RISE = 0.5, 1.8  # how much a segment may rise, by the mean
-MIN_LATE_RISE = 0.88  # how much the later half of the segments rises at least, by the mean
-SPANS = (
-    4,
-    2,
-)  # a span begins at the first step of these parts of all steps, or is the last quarter
-MIN_STEP = 4  # steps at the beginning that do not count
+SEGMENTS = 6  # Segments of a span
+EARLY_SEGMENTS = 4  # Segments if a rank grows too fast to wait for more steps
+MIN_POINTS = 2  # Readings that each segment needs
+MIN_RISE, MAX_RISE = 0.5, 1.8  # Rise from one segment to the next, as a ratio to the mean rise
+MIN_LATE_RISE = 0.88  # Mean rise in the later half of the segments, as the same ratio
+WARM_UP_STEPS = 4  # Steps at the beginning that do not count
 
 
 class Growth(NamedTuple):
-    """Steady growth of memory over a span of steps. Sizes are bytes."""
+    """Steady growth of memory over a span of steps. Sizes are in bytes."""
 
     start: int  # First step of the span
-    end: int
-    low: int  # The lowest reading in the span's first segment
-    high: int  # The lowest in its last one
+    end: int  # Last step of the span
+    low: int  # Lowest reading in the first segment
+    high: int  # Lowest reading in the last segment
     per_step: float
 
     @property
     def size(self) -> int:
-        """How much memory was added."""
+        """The added memory."""
         return self.high - self.low
 
 
 def steady_growth(
     points: Sequence[tuple[int, int]], least: int, segments: int = SEGMENTS, warm_up: float = 0.25
 ) -> Growth | None:
-    """Return the growth over the longest span of steps up to the newest in which it is steady.
+    """Return the growth over the longest span of steps with steady growth. None without one.
 
-    The spans are all steps but those of the warm-up, the last half, and the last quarter.
+    The candidates are all steps after the warm-up, the last half, and the last quarter.
 
     Args:
-        points: Steps, ascending, and bytes.
-        least: Bytes by which memory has to grow.
-        segments: Number of segments of the span.
-        warm_up: The part of all steps that does not count.
+        points: Steps, ascending, each with a reading in bytes.
+        least: Minimum growth in bytes.
+        segments: Number of segments of a span.
+        warm_up: Share of all steps at the beginning that does not count.
     """
     if not points:
         return None
-    first, last = max(points[0][0], MIN_STEP), points[-1][0]
+    first, last = max(points[0][0], WARM_UP_STEPS), points[-1][0]
     for part in (warm_up, 0.5, 0.75):
         start = first + part * (last - first)
         found = _in_span([each for each in points if each[0] >= start], segments)
@@ -72,7 +68,7 @@ def _in_span(points: Sequence[tuple[int, int]], segments: int) -> Growth | None:
         readings[min(int((step - start) / length), segments - 1)].append((value, step))
     if any(len(each) < MIN_POINTS for each in readings):
         return None
-    # The lowest reading of a segment of a leak is its first. Of equal ones take the first, too.
+    # In a leak a segment's lowest reading is its first. Of equal readings, `min` takes the first.
     lows = [min(each) for each in readings]
     rises = [after[0] - before[0] for before, after in pairwise(lows)]
     mean = sum(rises) / len(rises)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -194,6 +194,12 @@ def _each(record: StepRecord, room: int) -> Iterator[StepRecord]:
         yield StepRecord(**shared)
 
 
+def command_words(manifest: Mapping[str, object]) -> list[str]:
+    """Return the job's command line from run.json. Empty if it is missing or damaged."""
+    words = manifest.get("command")
+    return [str(word) for word in words] if isinstance(words, list) else []
+
+
 class Span(NamedTuple):
     """A span of time, in Unix nanoseconds."""
 
@@ -214,6 +220,16 @@ class Run:
     stderr: str = ""  # The last MiB of the job's stderr, or the last 64 KiB while the job runs
     stderr_elsewhere: str = ""  # The ends of the job's stderr on other nodes, with other pids
     unreadable: tuple[str, ...] = ()  # Remarks about what could not be read
+
+    @property
+    def id(self) -> str:
+        """The run's id, or the name of its directory."""
+        return str(self.manifest.get("id") or self.path.name)
+
+    @property
+    def command(self) -> list[str]:
+        """The words of the job's command line."""
+        return command_words(self.manifest)
 
     @cached_property
     def nodes(self) -> tuple[NodeRecord, ...]:
@@ -353,6 +369,20 @@ class Run:
         except (OSError, ValueError):
             return newest
         return decoder(HangRecord)(found)
+
+    @property
+    def stalls(self) -> list[Span]:
+        """The times in which the job made no progress, by the examinations."""
+        found: list[Span] = []
+        for record in self.supervisor:
+            if isinstance(record, HangRecord):
+                begin = record.time - round(record.seconds * 1e9)
+                if found and begin <= found[-1].end:
+                    begin = found.pop().start
+                found.append(Span(begin, record.time))
+            elif isinstance(record, HangOverRecord) and found:
+                found[-1] = found[-1]._replace(end=record.time)
+        return found
 
     @property
     def went_on(self) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ to show that.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -18,6 +19,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from ddpdoctor.core import opening
 from ddpdoctor.run.names import rank_stem
@@ -25,7 +27,7 @@ from ddpdoctor.run.records.model import DdpRecord
 from ddpdoctor.run.records.training import StepRecord
 from ddpdoctor.run.records.typed_json import parse
 from ddpdoctor.run.snapshot import Rank, Run
-from ddpdoctor.run.status import PHASES
+from ddpdoctor.run.status import PHASES, Parts
 
 # -- Waits in backwards that DDP did not time
 
@@ -118,11 +120,8 @@ MAX_READ = 512 << 20
 """Maximum bytes of all journals that are read completely. Larger ones are sampled."""
 
 _SAMPLE = 2048  # Bytes that are read per column: half a dozen steps
-_MAX_HEAD = 64 << 20  # Bytes that are searched for the first step of a journal
 
 _CHUNK = 1 << 20
-_OVERLAP = 1 << 10  # Maximum bytes of a step's line
-_USUAL = 400  # Usual maximum bytes of a step's line
 
 _STEP = re.compile(
     rb'\{"kind":"step","step":(\d{1,15}),"start":(\d{1,19})(?:,"epoch":\d{1,18})?'
@@ -134,7 +133,6 @@ _STEP = re.compile(
 """A line as the probe writes it (`ddpdoctor.probe.observers.steps`). Matching takes a third of the
 time of parsing JSON. tests/probe/test_recorded_facts.py compares both on lines of the probe."""
 
-_NUMBER = re.compile(rb'\{"kind":"step","step":(\d{1,15}),')
 NAN = math.nan
 
 
@@ -177,7 +175,7 @@ def series(run: Run, ranks: Sequence[Rank], most_cells: int, most_columns: int =
         most_columns: Maximum number of columns.
     """
     journals = {rank.rank: _Journal(run.path, rank) for rank in ranks}
-    spans = [span for each in journals.values() if (span := each.span()) is not None]
+    spans = [span for each in journals.values() if (span := each.span) is not None]
     if not spans:
         return Series()
     first, last = min(span[0] for span in spans), max(span[1] for span in spans) + 1
@@ -286,74 +284,179 @@ class _Journal:
     def __init__(self, directory: Path, rank: Rank) -> None:
         path = directory / f"{rank_stem(rank.rank, rank.restart)}.jsonl"
         self._paths = (path.with_name(path.name + ".1"), path)
-        self.size = sum(map(_size, self._paths))
-
-    def span(self) -> tuple[int, int] | None:
-        """Return the numbers of the first and the last step."""
-        numbers: list[int] = []
-        for path in self._paths:
-            size = _size(path)
-            # Repeated records take up to a quarter of the segment before the first step.
-            for place in range(0, min(size, _MAX_HEAD), _CHUNK):
-                head = _NUMBER.search(_part(path, place, _CHUNK))
-                if head is not None:
-                    numbers.append(int(head[1]))
-                    break
-            tail = _NUMBER.findall(_part(path, max(0, size - 64 * _OVERLAP), 64 * _OVERLAP))
-            numbers += [int(each) for each in tail[-1:]]
-        return (min(numbers), max(numbers)) if numbers else None
+        with open_files(*self._paths) as files:
+            self.size = sum(file.size() for file in files)
+        self.span = StepLog(path).span()
 
     def all(self) -> Iterator[re.Match[bytes]]:
         """Read every step."""
-        for path in self._paths:
-            rest = b""
-            for place in range(0, _size(path), _CHUNK):
-                data = rest + _part(path, place, _CHUNK)
-                whole = data.rfind(b"\n") + 1
-                yield from _STEP.finditer(data, 0, whole)
-                rest = data[whole:][-_CHUNK:]
+        with open_files(*self._paths) as files:
+            for file in files:
+                rest = b""
+                for place in range(0, file.size(), _CHUNK):
+                    data = rest + file.read(_CHUNK, place)
+                    whole = data.rfind(b"\n") + 1
+                    yield from _STEP.finditer(data, 0, whole)
+                    rest = data[whole:][-_CHUNK:]
 
     def some(self, columns: int) -> Iterator[re.Match[bytes]]:
         """Read some steps of each column, and the last ones."""
-        for path in self._paths:
-            size = _size(path)
-            places = max(1, columns * size // max(1, self.size))
-            for place in range(places):
-                # At the begin of its column. Truncated lines do not match.
-                yield from _STEP.finditer(_part(path, size * place // places, _SAMPLE))
-            yield from _STEP.finditer(_part(path, max(0, size - _SAMPLE), _SAMPLE))
+        with open_files(*self._paths) as files:
+            for file in files:
+                size = file.size()
+                places = max(1, columns * size // max(1, self.size))
+                for place in range(places):
+                    # At the begin of its column. Truncated lines do not match.
+                    yield from _STEP.finditer(file.read(_SAMPLE, size * place // places))
+                yield from _STEP.finditer(file.read(_SAMPLE, size - _SAMPLE))
 
 
-def _size(path: Path) -> int:
-    try:
-        return path.lstat().st_size
-    except OSError:
-        return 0
+# -- Steps of a rank by their numbers
+
+_STEP_LINE = b'{"kind":"step"'
+
+_NUMBERED_LINE = re.compile(rb'(?<![^\n])\{"kind":"step","step":(\d{1,18})[,}][^\n]*\n')
+"""The whole line of a step, which begins with its number."""
+
+_MAX_STEP_LINE = 1 << 10  # Length of a step's line in bytes. A longer line is damaged.
+
+_USUAL_STEP_LINE = 400  # Usual maximum length of a step's line in bytes
+_MAX_SEARCHED = 1 << 20  # Bytes read in search of steps
+
+_MAX_HEAD = 64 << 20
+"""Bytes read in search of the first one: repeated records may take up to a quarter of a segment."""
 
 
-def _part(path: Path, place: int, size: int) -> bytes:
-    try:
-        with opening.file(path) as file:
-            return os.pread(file.fileno(), size, place)
-    except OSError:
-        return b""
+def parse_step(line: bytes) -> StepRecord | None:
+    """Decode a journal's line; None if it is torn, damaged, or no step."""
+    step = parse(line) if len(line) <= _MAX_STEP_LINE else None
+    if not isinstance(step, StepRecord) or min(step.step, *parts_of(step)[1:7]) < 0:
+        return None
+    return step
 
 
-def newest_steps(directory: Path, rank: Rank, most: int) -> list[StepRecord]:
-    """Return at most ``most`` of the newest steps, oldest of them first."""
-    path = directory / f"{rank_stem(rank.rank, rank.restart)}.jsonl"
-    newest = _last_steps(path, most)
-    older = _last_steps(path.with_name(path.name + ".1"), most - len(newest))
-    return [*older, *newest]
+def parts_of(step: StepRecord) -> Parts:
+    """Return where a step went, as its status page shows it."""
+    return Parts(
+        step.step, step.data, step.forward, step.backward, step.optimizer, step.other, step.wait,
+        step.split, step.cpu or 0, step.waited or 0,
+    )  # fmt: skip
 
 
-def _last_steps(path: Path, most: int) -> list[StepRecord]:
-    if most <= 0:
-        return []
-    try:
-        lines = opening.ending(path, most * _USUAL).split(b"\n")
-    except OSError:
-        return []
-    wanted = [each for each in lines if each.startswith(b'{"kind":"step"')][-most:]
-    found = (parse(line) for line in wanted)
-    return [each for each in found if isinstance(each, StepRecord) and each.step >= 0]
+class File(NamedTuple):
+    """A file that others write. Reading returns nothing after an error."""
+
+    descriptor: int
+
+    def size(self) -> int:
+        """Return its size in bytes."""
+        try:
+            return os.fstat(self.descriptor).st_size
+        except OSError:
+            return 0
+
+    def read(self, size: int, offset: int) -> bytes:
+        """Read ``size`` bytes at an offset."""
+        try:
+            return os.pread(self.descriptor, size, max(0, offset))
+        except OSError:
+            return b""
+
+
+@contextlib.contextmanager
+def open_files(*paths: Path) -> Iterator[list[File]]:
+    """Open files. Skip those that cannot be opened."""
+    with contextlib.ExitStack() as stack:
+        files = []
+        for path in paths:
+            with contextlib.suppress(OSError):
+                files.append(File(opening.opened(path)))
+                stack.callback(os.close, files[-1].descriptor)
+        yield files
+
+
+class StepLog:
+    """Random access to the steps of one rank, in both segments of its journal.
+
+    Args:
+        path: The journal.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._paths = (path.with_name(path.name + ".1"), path)
+
+    def span(self) -> tuple[int, int] | None:
+        """Return the numbers of the first and the last step; None without steps."""
+        numbers: list[int] = []
+        with open_files(*self._paths) as files:
+            for file in files:
+                first = _first_step(file, 0, file.size(), _MAX_HEAD)
+                numbers += [] if first is None else [first[0]]
+                numbers += [step.step for step in _steps_before(file, file.size(), 1)]
+        return (numbers[0], numbers[-1]) if numbers else None
+
+    def newest(self, count: int) -> list[StepRecord]:
+        """Return the last ``count`` steps, oldest first."""
+        found: list[StepRecord] = []
+        with open_files(*self._paths) as files:
+            for file in reversed(files):
+                if len(found) < count:
+                    found = _steps_before(file, file.size(), count - len(found)) + found
+        return found
+
+    def until(self, number: int, count: int) -> list[StepRecord]:
+        """Return the last ``count`` steps up to step ``number``, oldest first."""
+        found: list[StepRecord] = []
+        with open_files(*self._paths) as files:
+            for file in reversed(files):
+                end = _end_of_step(file, number) if len(found) < count else 0
+                if end:
+                    found = _steps_before(file, end, count - len(found)) + found
+        return [step for step in found if step.step <= number]
+
+
+def _steps_before(file: File, end: int, count: int) -> list[StepRecord]:
+    """Return the last ``count`` steps whose lines end before byte ``end``, oldest first."""
+    size = count * _USUAL_STEP_LINE + 4096
+    while True:
+        begin = max(0, end - size)
+        lines = file.read(end - begin, begin).split(b"\n")
+        # The last line is torn or empty. The first one may lack its beginning.
+        lines = lines[0 if begin == 0 else 1 : -1]
+        found = [line for line in lines if line.startswith(_STEP_LINE)]
+        if len(found) >= count or begin == 0 or size >= _MAX_SEARCHED:
+            return [step for line in found[-count:] if (step := parse_step(line)) is not None]
+        size *= 4
+
+
+def _first_step(
+    file: File, offset: int, end: int, most: int = _MAX_SEARCHED
+) -> tuple[int, int] | None:
+    """Find the first step whose line begins at or after byte ``offset``, and before ``end``.
+
+    It may also be one that begins shortly after ``end``. At most about ``most`` bytes are searched.
+    Returns its number and where it ends.
+    """
+    # The byte before tells whether a line begins at the offset.
+    at, size = max(0, offset - 1), 4096
+    while True:
+        data = file.read(size, at)
+        match = _NUMBERED_LINE.search(data, min(offset, 1))
+        if match is not None:
+            return int(match[1]), at + match.end()
+        if at + size >= end + _MAX_STEP_LINE or len(data) < size or size >= most:
+            return None
+        size *= 4
+
+
+def _end_of_step(file: File, number: int) -> int:
+    """Return the byte after the line of the last step up to ``number``; 0 if there is none."""
+    low, high, place = 0, file.size(), 0
+    while low < high:
+        middle = (low + high) // 2
+        found = _first_step(file, middle, high)
+        if found is None or found[0] > number:
+            high = middle
+        else:
+            low = place = found[1]
+    return place

@@ -194,9 +194,6 @@ def _of(seconds: float, this: Measured) -> str:
     return f"{formatting.time(seconds)} of {formatting.time(this.step)}"
 
 
-# -- table
-
-
 # -- published figures
 
 REFERENCE_SETTING = "ResNet-50, batch 128 a GPU, 3x224x224, V100-PCIE-32G, torch 0.4.1"

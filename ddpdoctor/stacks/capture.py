@@ -53,9 +53,6 @@ from ddpdoctor.system.process_activity import (
     read_wait,
 )
 
-# -- request the stacks of a process's threads
-
-
 # -- Declarations of processes
 
 
@@ -418,9 +415,6 @@ def _send_signal(pid: int, thread: int, number: int) -> None:
     if failed:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
-
-
-# -- capture the stacks of a live run's ranks, through the probe or py-spy
 
 
 # -- py-spy, if it is installed and has the permission (ptrace)

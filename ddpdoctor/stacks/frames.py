@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import cast
 
 from ddpdoctor.core import opening
 from ddpdoctor.core.opening import integer
@@ -136,6 +135,12 @@ def code_of(frames: Iterable[Frame], before: int) -> dict[Frame, str]:
     return found
 
 
+def code_of_stacks(stacks: Iterable[RankStacks], before: int) -> dict[Frame, str]:
+    """Return the source lines of all frames of some ranks. See :func:`code_of`."""
+    threads = (thread for each in stacks for thread in each.threads)
+    return code_of((frame for thread in threads for frame in thread.frames), before)
+
+
 def _lines(path: Path, before: int) -> list[str]:
     try:
         if opening.facts(path).st_mtime_ns > before:
@@ -244,11 +249,6 @@ CUT = Frame("...", 0, "...")
 """Stands for the outer frames of a stack if only the innermost 100 are known."""
 
 
-def stacks_to_record(stacks: RankStacks) -> JsonObject:
-    """Return stacks as JSON."""
-    return cast(JsonObject, document(stacks))
-
-
 def stacks_from_record(record: JsonObject) -> RankStacks:
     """Return the stacks of a JSON object. Skip what is missing or damaged."""
     return decoder(RankStacks)({"rank": -1, **record})
@@ -270,7 +270,7 @@ class Saved:
 
 def stacks_record(stacks: Iterable[RankStacks], time: int) -> JsonObject:
     """Return the stacks of one time as JSON, which ``ddpdoctor stacks --json`` prints, too."""
-    return {"format": FORMAT, "time": time, "ranks": [stacks_to_record(each) for each in stacks]}
+    return {"format": FORMAT, "time": time, "ranks": [document(each) for each in stacks]}
 
 
 def save_stacks(directory: Path, stacks: Iterable[RankStacks], time: int) -> None:

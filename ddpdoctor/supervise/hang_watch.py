@@ -39,9 +39,6 @@ from ddpdoctor.system.links import dead_links
 from ddpdoctor.system.proc import pause
 from ddpdoctor.system.process_activity import BUSY, Turn, Turns, lacked, read_turn
 
-# -- find jobs that make no progress, by signs of life of their ranks
-
-
 # -- how long silent ranks had no core
 
 MAX_CORE_FACTOR = 10.0  # The factor by which a time without a core lengthens a silence at most
@@ -609,7 +606,7 @@ class HangWatch:
         if run.ranks:
             self._signs.look(run, now)
         if self._has_moved():
-            # The next snapshots show whether it goes on.
+            # The next snapshots show whether the job goes on.
             return False
         guilty, since = self._guilty(run), self._examined_at
         exits = [rank.exit for rank in run.last if rank.rank in guilty and rank.exit is not None]

@@ -46,7 +46,7 @@ def _is_one_file(one: int, other: int) -> bool:
 def _ends_line(file: int) -> bool:
     """Return whether a file that ends here, or is empty, ends a line.
 
-    What is in a pipe is unknown: an empty line is better than a finding behind half a line of the
+    What is in a pipe is unknown: an empty line is better than a finding after half a line of the
     job's stdout.
     """
     try:
@@ -200,7 +200,7 @@ class Passthrough:
         except Exception:
             self._write(chunk)
             raise
-        # The job has closed it, or our reader is gone, which the job has to learn.
+        # The job has closed it, or our reader is gone and the job has to get the error.
         source, self._source = self._source, None
         os.close(source)
         return False
@@ -267,9 +267,6 @@ class Passthrough:
             except OSError:
                 return False
         return True
-
-
-# -- pass signals on to the job, each exactly once
 
 
 # -- the terminal, and its job control

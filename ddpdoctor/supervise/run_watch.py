@@ -31,7 +31,7 @@ from ddpdoctor.run.names import BUDGET, FORMAT, namespace
 from ddpdoctor.run.records.base import JsonObject, Record
 from ddpdoctor.run.records.process import EndRecord, ErrorRecord, ExitRecord, FaultRecord
 from ddpdoctor.run.records.supervisor import JobRecord, SignalRecord, UnwatchedRecord
-from ddpdoctor.run.reported import Event, to_journal
+from ddpdoctor.run.reported import to_journal
 from ddpdoctor.supervise.job_signals import JobSignals, Passthrough
 from ddpdoctor.supervise.keepers import Keepers
 from ddpdoctor.supervise.notify import Notifications
@@ -88,7 +88,7 @@ SHOW_EVERY = 1.0  # Seconds between two writes of them
 
 
 class Showing:
-    """Show the reported findings, and the end of the job's stderr."""
+    """Show other commands the end of the job's stderr while the job runs."""
 
     def __init__(self, directory: Path, passthrough: Passthrough) -> None:
         self._file = directory / rundir.STDERR_SO_FAR
@@ -105,15 +105,6 @@ class Showing:
         # The journal reports a full disk.
         with contextlib.suppress(OSError):
             rundir.put(self._file, self._passthrough.last(SHOWN))
-
-    def news(self, events: Iterable[Event], taken: int) -> Iterator[Record]:
-        """Return the journal's records of what was reported and withdrawn.
-
-        Args:
-            events: The events.
-            taken: The time of the snapshot that they were found in.
-        """
-        return (to_journal(each, taken) for each in events)
 
     def end(self) -> None:
         """Remove the file, after the end of stderr has its final one."""
@@ -432,8 +423,10 @@ class RunWatch:
             return
         self._guarded("the rules", partial(self._reporter.examine, left=left), run)
         if self._showing is not None:
-            news = partial(self._showing.news, self._reporter.news, run.taken)
-            self._guarded(_SHOWING, self._note, news)
+            news = self._reporter.news
+            self._guarded(
+                _SHOWING, self._note, lambda: [to_journal(each, run.taken) for each in news]
+            )
         self._guarded(_NOTIFY, self.notifications.news, run, self._reporter.news)
         self._guarded(_HANGS, self._end_hung_job)
 

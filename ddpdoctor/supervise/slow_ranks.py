@@ -32,9 +32,6 @@ from ddpdoctor.system import proc
 from ddpdoctor.system.nvml import Device, Health, NvmlReader, Reading, health
 from ddpdoctor.system.process_activity import CoreClocks
 
-# -- ask the ranks for profiles if one may be slow, and for fingerprints if replicas may differ
-
-
 # -- profiles of the ranks once one of them may hold up the others
 
 

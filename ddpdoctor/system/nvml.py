@@ -349,9 +349,7 @@ class NvmlReader:
     def _memory(self, device: Device, handle: Any) -> tuple[int | None, int | None]:
         # The second version does not count the driver's own memory as used.
         version = getattr(self._nvml, "nvmlMemory_v2", None)
-        memory = None
-        if version is not None:
-            memory = self._ask(device, "MemoryInfo", handle, version)
+        memory = self._ask(device, "MemoryInfo", handle, version) if version is not None else None
         if memory is None:
             memory = self._ask(device, "MemoryInfo", handle)
         return _number(getattr(memory, "total", None)), _number(getattr(memory, "used", None))
@@ -474,7 +472,6 @@ def visible(environ: Mapping[str, str]) -> int:
     """Return the number of NVIDIA GPUs that a process sees. 0 without a driver."""
     if hides_all(environ):
         return 0
-
     reader = NvmlReader()
     found = [(each, reader.instances(each)) for each in reader.devices()]
     reader.close()
@@ -547,9 +544,6 @@ def _owns(gpu: tuple[Device, tuple[str, ...]], entry: str) -> bool:
         return device.key.startswith(same_uuid(entry))
     # Before driver 470 an instance was MIG-GPU-<the GPU's UUID>/<numbers>.
     return entry in instances or same_uuid(entry.removeprefix("MIG-")).startswith(f"{device.key}/")
-
-
-# -- read the health of GPUs, and poll their load for the run directory
 
 
 # -- Health: links, memory faults, settings
@@ -687,15 +681,15 @@ def health(reader: NvmlReader, device: Device) -> Health:
         rows_failed=bool(_item(rows, 3)),
         throttled=rest.throttled or (),
         temperature=rest.temperature,
-        width=_whole(reader.query(device, "CurrPcieLinkWidth")),
-        width_most=_whole(reader.query(device, "MaxPcieLinkWidth")),
-        generation=_whole(reader.query(device, "CurrPcieLinkGeneration")),
-        generation_most=_whole(reader.query(device, "MaxPcieLinkGeneration")),
+        width=_number(reader.query(device, "CurrPcieLinkWidth")),
+        width_most=_number(reader.query(device, "MaxPcieLinkWidth")),
+        generation=_number(reader.query(device, "CurrPcieLinkGeneration")),
+        generation_most=_number(reader.query(device, "MaxPcieLinkGeneration")),
         busy=performance == 0 and (brief.utilization or 0) >= BUSY,
         links=_links(reader, device),
         fabric_ready=reader.fabric_ready(device),
         persistent=None if persistence is None else persistence == _PERSISTENT,
-        compute_mode=_whole(reader.query(device, "ComputeMode")),
+        compute_mode=_number(reader.query(device, "ComputeMode")),
         instances=reader.instances(device),
         problem=reader.problem(device),
     )
@@ -726,10 +720,6 @@ def _peers(
 
 def _item(values: Any, place: int) -> Any:
     return values[place] if isinstance(values, (list, tuple)) and len(values) > place else None
-
-
-def _whole(value: Any) -> int | None:
-    return value if isinstance(value, int) and value != 0xFFFFFFFF else None
 
 
 # -- Polling for the run directory
@@ -883,20 +873,17 @@ class GpuPoll:
         self._stop.set()
 
     def _run(self) -> None:
+        poller = Poller()
+        due = time.monotonic()
         try:
-            self._poll()
+            while not self._stop.is_set():
+                gpus = poller.read()
+                path = self._directory / file_name(str(gpus["host"]))
+                with contextlib.suppress(OSError):
+                    rundir.put(path, json.dumps(gpus).encode())
+                due = max(due + EVERY, time.monotonic() + EVERY / 4)
+                self._stop.wait(due - time.monotonic())
+            poller.close()
         except Exception as error:
             # Only the numbers are lost.
             self.failed = error
-
-    def _poll(self) -> None:
-        poller = Poller()
-        due = time.monotonic()
-        while not self._stop.is_set():
-            gpus = poller.read()
-            path = self._directory / file_name(str(gpus["host"]))
-            with contextlib.suppress(OSError):
-                rundir.put(path, json.dumps(gpus).encode())
-            due = max(due + EVERY, time.monotonic() + EVERY / 4)
-            self._stop.wait(due - time.monotonic())
-        poller.close()

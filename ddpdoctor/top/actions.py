@@ -31,7 +31,7 @@ from ddpdoctor.run.records.supervisor import RankStacks
 from ddpdoctor.run.snapshot import Run
 from ddpdoctor.run.status import read_status
 from ddpdoctor.stacks import frames
-from ddpdoctor.stacks.frames import Code, code_of
+from ddpdoctor.stacks.frames import Code, code_of_stacks
 from ddpdoctor.top.snapshot import RankRow, Snapshot
 
 
@@ -60,6 +60,11 @@ def take_stacks(
         made_up = snapshot.kind == "demo"
         return TakenStacks(trouble="a made-up job has no stacks" if made_up else "no run is shown")
     path = Path(snapshot.path)
+
+    def taken(stacks: tuple[RankStacks, ...], when: int, *, live: bool) -> TakenStacks:
+        code = code_of_stacks(stacks, integer(read_manifest(path), "started"))
+        return TakenStacks(stacks, code, when / 1e9, live)
+
     try:
         if replayed or not snapshot.live:
             kept = None if rundir.is_live(path) else frames.load_stacks(path)
@@ -68,20 +73,15 @@ def take_stacks(
                     trouble="what is played back has no stacks: none were taken while it ran"
                 )
             stacks = tuple(each for each in kept.stacks if ranks is None or each.rank in ranks)
-            return TakenStacks(stacks, _stacks_code(path, stacks), kept.time / 1e9, live=False)
+            return taken(stacks, kept.time, live=False)
         stacks = capture_everywhere(glance(path), ranks)
         now = time.time_ns()
         if ranks is None:
             with contextlib.suppress(OSError):
                 frames.save_stacks(path, stacks, now)
-        return TakenStacks(stacks, _stacks_code(path, stacks), now / 1e9)
+        return taken(stacks, now, live=True)
     except (OSError, DoctorError) as error:
         return TakenStacks(trouble=f"no stacks can be taken: {error}")
-
-
-def _stacks_code(path: Path, stacks: Collection[RankStacks]) -> Code:
-    frames = [frame for each in stacks for thread in each.threads for frame in thread.frames]
-    return code_of(frames, integer(read_manifest(path), "started"))
 
 
 def processes_below(row: RankRow) -> tuple[str, ...]:

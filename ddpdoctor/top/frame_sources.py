@@ -15,11 +15,12 @@ from ddpdoctor.core.opening import integer
 from ddpdoctor.run import rundir
 from ddpdoctor.run.reader import read_manifest
 from ddpdoctor.run.records.training import StepRecord
+from ddpdoctor.run.step_series import StepLog, parts_of
 from ddpdoctor.system.nvml import Poller
 from ddpdoctor.top import headline, live, run_files
 from ddpdoctor.top.frames import Played, Source, Want
 from ddpdoctor.top.live import LiveSource
-from ddpdoctor.top.run_files import StatusPages, StepLog
+from ddpdoctor.top.run_files import StatusPages
 from ddpdoctor.top.snapshot import RankRow, Snapshot, Verdict
 
 _CHART_POINTS = 48  # Steps that the charts of a run that is over are made of
@@ -122,7 +123,7 @@ def _row_at_step(row: RankRow, number: int, steps: list[StepRecord], *, apart: b
     """Return a rank when a step was closed, without what only its status page knew."""
     reached = bool(steps) and steps[-1].step == number
     waits = not reached and row.state not in ("ended", "dead")
-    parts = run_files.after_warm_up([run_files.parts_of(step) for step in steps])
+    parts = run_files.after_warm_up([parts_of(step) for step in steps])
     return RankRow(
         rank=row.rank,
         node=row.node,

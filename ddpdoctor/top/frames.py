@@ -28,25 +28,10 @@ class Want:
 WANT_ALL = Want()
 
 
-class Replay(Protocol):
-    """Frames that all exist already. Reading gives the one at ``position`` and does not move."""
-
-    @property
-    def length(self) -> int:
-        """How many frames there are; at least one."""
-
-    @property
-    def position(self) -> int:
-        """The frame that is read next."""
-
-    def seek(self, position: int) -> None:
-        """Go to a frame; beyond the ends, to the nearest."""
-
-
 class Played:
-    """The position of a source that is a replay itself."""
+    """A source whose frames all exist already. Reading gives the one at ``position``."""
 
-    length: int  # How many frames there are
+    length: int  # How many frames there are, at least one
     _position = 0
 
     @property
@@ -72,7 +57,7 @@ class Source(Protocol):
         """Seconds between frames that are worth asking for."""
 
     @property
-    def replay(self) -> Replay | None:
+    def replay(self) -> Played | None:
         """The frames to go to. None while the run lives."""
 
     def read(self, want: Want) -> Snapshot:

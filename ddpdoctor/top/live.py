@@ -32,7 +32,9 @@ from ddpdoctor.run.records.process import ErrorRecord, OpenRecord
 from ddpdoctor.run.records.supervisor import RankExitRecord
 from ddpdoctor.run.records.training import PassRecord, StepRecord
 from ddpdoctor.run.records.typed_json import decoder
+from ddpdoctor.run.snapshot import command_words
 from ddpdoctor.run.status import Phase, Status
+from ddpdoctor.run.step_series import StepLog, parts_of
 from ddpdoctor.system.nvml import same_uuid
 from ddpdoctor.system.process_activity import Turn, lacked, read_turn
 from ddpdoctor.top import headline, run_files
@@ -42,7 +44,6 @@ from ddpdoctor.top.run_files import (
     StampAges,
     StatusPages,
     Stderr,
-    StepLog,
     SupervisorEvents,
     after_warm_up,
     without_control_characters,
@@ -261,8 +262,7 @@ class Progress:
     """
 
     def __init__(self, manifest: Mapping[str, object]) -> None:
-        words = manifest.get("command")
-        command = [str(word) for word in words] if isinstance(words, list) else []
+        command = command_words(manifest)
         restarts = _option_number(command, _RESTARTS_OPTION)
         self._job = Job(
             script=run_files.job_command(manifest),
@@ -379,7 +379,7 @@ class LiveRank:
         """The ranks on GPUs that it reduces gradients with. Empty if it does not, or unknown."""
         self._searched = 0  # Bytes of the journal in which that was looked for
         before = StepLog(self.path).newest(run_files.WINDOW)
-        self.recent = RecentSteps(after_warm_up([run_files.parts_of(step) for step in before]))
+        self.recent = RecentSteps(after_warm_up([parts_of(step) for step in before]))
         """The newest steps, including those before the monitor started."""
         self.row: RankRow | None = None  # As it was shown last
 

@@ -93,18 +93,18 @@ def _plain(value: Any) -> Any:
     }
 
 
-def read(text: str | bytes) -> Snapshot:
-    """Read the snapshot of a line.
+def loads(line: bytes) -> JsonObject:
+    """Parse a line that may hold a snapshot.
 
     Raises:
-        ValueError: It is none, is damaged, or of a newer format.
+        ValueError: It is no JSON object, or too large.
     """
-    if opening.expanded(text if isinstance(text, bytes) else text.encode()) > MAX_MEMORY:
+    if opening.expanded(line) > MAX_MEMORY:
         raise ValueError("too large")
-    found = opening.loads(text)
+    found = opening.loads(line)
     if not isinstance(found, dict):
         raise ValueError("no object")
-    return of_record(found)
+    return found
 
 
 def of_record(record: JsonObject) -> Snapshot:

@@ -57,7 +57,7 @@ class Recording:
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except FileExistsError:
-            raise DoctorError(f"{path} is there already", "name a new file for --record") from None
+            raise DoctorError(f"{path} exists already", "name a new file for --record") from None
         except OSError as error:
             raise DoctorError(f"cannot write {path}: {error.strerror}") from None
         self._file = os.fdopen(descriptor, "wb", buffering=0)
@@ -159,12 +159,7 @@ class RecordingSource(Played):
             # A gzip file is read from its start to go back, so earlier lines are kept, too.
             first = max(0, position - _LINES_KEPT) if position + 1 in self._lines else position
             self._lines = {each: self._line(each) for each in range(first, position + 1)}
-        line = self._lines[position]
-        if opening.expanded(line) > output.MAX_MEMORY:
-            raise ValueError("too large")
-        record = opening.loads(line)
-        if not isinstance(record, dict):
-            raise ValueError("no object")
+        record = output.loads(self._lines[position])
         version = record.pop("recording", 1 if "format" in record else None)
         if version != RECORDING_FORMAT:
             known = "of an unknown format" if version is None else f"of format {version}"

@@ -7,7 +7,6 @@ read counts as empty.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import re
@@ -18,7 +17,7 @@ from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from statistics import fmean, median
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from ddpdoctor.core import opening
 from ddpdoctor.core.formatting import shown, without_formatting
@@ -45,7 +44,9 @@ from ddpdoctor.run.records.supervisor import (
 from ddpdoctor.run.records.training import PassRecord, StepRecord
 from ddpdoctor.run.records.typed_json import SUPERVISOR_RECORDS, parse
 from ddpdoctor.run.reported import from_journal
+from ddpdoctor.run.snapshot import command_words
 from ddpdoctor.run.status import PAGE_SIZE, Parts, Status, parse_status
+from ddpdoctor.run.step_series import open_files
 from ddpdoctor.top.snapshot import PHASES, FindingRow, RankRow, Times
 
 # -- follow the files of a run directory: status pages, the supervisor's journal, and stderr
@@ -352,19 +353,14 @@ def how_it_ended(ending: RankExitRecord | None, error: ErrorRecord | None) -> st
     return without_control_characters(words)
 
 
-def _command(manifest: Mapping[str, object]) -> list[str]:
-    words = manifest.get("command")
-    return [str(word) for word in words] if isinstance(words, list) else []
-
-
 def command_line(manifest: Mapping[str, object]) -> str:
     """Return the job's command as one would type it."""
-    return without_control_characters(shlex.join(_command(manifest)))
+    return without_control_characters(shlex.join(command_words(manifest)))
 
 
 def job_command(manifest: Mapping[str, object]) -> str:
     """Return the script and its options: the command without its launcher."""
-    words = _command(manifest)
+    words = command_words(manifest)
     start = next((at for at, word in enumerate(words) if word.endswith(".py")), 0)
     named = [os.path.basename(word) for word in words[start : start + 1]]
     return without_control_characters(shlex.join([*named, *words[start + 1 :]]))
@@ -383,159 +379,11 @@ def environment_facts(manifest: Mapping[str, object], opened: OpenRecord | None)
     return {name: without_control_characters(value) for name, value in facts.items()}
 
 
-# -- read steps from the journals of ranks and average them over steps and over ranks
+# -- other records at the ends of a journal
 
-
-# -- steps in a journal
-
-_STEP_LINE = b'{"kind":"step"'
-
-_NUMBERED_LINE = re.compile(rb'(?<![^\n])\{"kind":"step","step":(\d{1,18})[,}][^\n]*\n')
-"""The whole line of a step, which begins with its number."""
-
-_MAX_STEP_LINE = 1 << 10  # Length of a step's line in bytes. A longer line is damaged.
-
-_USUAL_STEP_LINE = 320
-
-_MAX_SEARCHED = 1 << 20  # Bytes read in search of steps
 _RECORDS_SEARCHED = 1 << 18  # Bytes at each end of a journal in which rare records are looked for
 
 R = TypeVar("R", bound=Record)
-
-
-def parse_step(line: bytes) -> StepRecord | None:
-    """Decode a journal's line; None if it is torn, damaged, or no step."""
-    step = parse(line) if len(line) <= _MAX_STEP_LINE else None
-    if not isinstance(step, StepRecord) or min(step.step, *parts_of(step)[1:7]) < 0:
-        return None
-    return step
-
-
-def parts_of(step: StepRecord) -> Parts:
-    """Return where a step went, as its status page shows it."""
-    return Parts(
-        step.step, step.data, step.forward, step.backward, step.optimizer, step.other, step.wait,
-        step.split, step.cpu or 0, step.waited or 0,
-    )  # fmt: skip
-
-
-class _File(NamedTuple):
-    """A file that others write. What cannot be read of it is empty."""
-
-    descriptor: int
-
-    def size(self) -> int:
-        """Return its size in bytes."""
-        try:
-            return os.fstat(self.descriptor).st_size
-        except OSError:
-            return 0
-
-    def read(self, size: int, offset: int) -> bytes:
-        """Read ``size`` bytes at an offset."""
-        try:
-            return os.pread(self.descriptor, size, max(0, offset))
-        except OSError:
-            return b""
-
-
-@contextlib.contextmanager
-def _opened(*paths: Path) -> Iterator[list[_File]]:
-    """Open files. Skip those that cannot be opened."""
-    with contextlib.ExitStack() as stack:
-        files = []
-        for path in paths:
-            with contextlib.suppress(OSError):
-                files.append(_File(opening.opened(path)))
-                stack.callback(os.close, files[-1].descriptor)
-        yield files
-
-
-class StepLog:
-    """Random access to the steps of one rank, in both segments of its journal.
-
-    Args:
-        path: The journal.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._paths = (path.with_name(path.name + ".1"), path)
-
-    def span(self) -> tuple[int, int] | None:
-        """Return the numbers of the first and the last step; None without steps."""
-        numbers: list[int] = []
-        with _opened(*self._paths) as files:
-            for file in files:
-                first = _first_step(file, 0, file.size())
-                numbers += [] if first is None else [first[0]]
-                numbers += [step.step for step in _steps_before(file, file.size(), 1)]
-        return (numbers[0], numbers[-1]) if numbers else None
-
-    def newest(self, count: int) -> list[StepRecord]:
-        """Return the last ``count`` steps, oldest first."""
-        found: list[StepRecord] = []
-        with _opened(*self._paths) as files:
-            for file in reversed(files):
-                if len(found) < count:
-                    found = _steps_before(file, file.size(), count - len(found)) + found
-        return found
-
-    def until(self, number: int, count: int) -> list[StepRecord]:
-        """Return the last ``count`` steps up to step ``number``, oldest first."""
-        found: list[StepRecord] = []
-        with _opened(*self._paths) as files:
-            for file in reversed(files):
-                end = _end_of_step(file, number) if len(found) < count else 0
-                if end:
-                    found = _steps_before(file, end, count - len(found)) + found
-        return [step for step in found if step.step <= number]
-
-
-def _steps_before(file: _File, end: int, count: int) -> list[StepRecord]:
-    """Return the last ``count`` steps whose lines end before byte ``end``, oldest first."""
-    size = count * _USUAL_STEP_LINE + 4096
-    while True:
-        begin = max(0, end - size)
-        lines = file.read(end - begin, begin).split(b"\n")
-        # The last line is torn or empty. The first one may lack its beginning.
-        lines = lines[0 if begin == 0 else 1 : -1]
-        found = [line for line in lines if line.startswith(_STEP_LINE)]
-        if len(found) >= count or begin == 0 or size >= _MAX_SEARCHED:
-            return [step for line in found[-count:] if (step := parse_step(line)) is not None]
-        size *= 4
-
-
-def _first_step(file: _File, offset: int, end: int) -> tuple[int, int] | None:
-    """Find the first step whose line begins at or after byte ``offset``, and before ``end``.
-
-    It may also be one that begins shortly after ``end``. Returns its number and where it ends.
-    """
-    # The byte before tells whether a line begins at the offset.
-    at, size = max(0, offset - 1), 4096
-    while True:
-        data = file.read(size, at)
-        match = _NUMBERED_LINE.search(data, min(offset, 1))
-        if match is not None:
-            return int(match[1]), at + match.end()
-        if at + size >= end + _MAX_STEP_LINE or len(data) < size or size >= _MAX_SEARCHED:
-            return None
-        size *= 4
-
-
-def _end_of_step(file: _File, number: int) -> int:
-    """Return the byte after the line of the last step up to ``number``; 0 if there is none."""
-    low, high, place = 0, file.size(), 0
-    while low < high:
-        middle = (low + high) // 2
-        found = _first_step(file, middle, high)
-        if found is None or found[0] > number:
-            high = middle
-        else:
-            low = place = found[1]
-    return place
-
-
-# -- other records at the ends of a journal
 
 
 def _records(data: bytes, declared: type[R], max_memory: int) -> Iterator[R]:
@@ -553,7 +401,7 @@ def _records(data: bytes, declared: type[R], max_memory: int) -> Iterator[R]:
 
 def open_record(path: Path, max_memory: int) -> OpenRecord | None:
     """Return a journal's ``open`` record; None if it is not there yet, or too large."""
-    with _opened(path) as files:
+    with open_files(path) as files:
         data = files[0].read(65536, 0) if files else b""
     return next(_records(data, OpenRecord, max_memory), None)
 
@@ -564,7 +412,7 @@ def ddp_group(path: Path, max_memory: int, searched: int = 0) -> tuple[tuple[int
     There are no ranks if its journal begins with several DDP groups, or with none. The journal is
     searched again once its beginning is twice as long as what was ``searched`` before.
     """
-    with _opened(path) as files:
+    with open_files(path) as files:
         size = min(files[0].size(), _RECORDS_SEARCHED) if files else 0
         if searched and size < 2 * searched:
             return (), searched
@@ -576,7 +424,7 @@ def ddp_group(path: Path, max_memory: int, searched: int = 0) -> tuple[tuple[int
 
 def last_error(path: Path, max_memory: int) -> ErrorRecord | None:
     """Return the last uncaught exception in a journal; None if there is none near its end."""
-    with _opened(path) as files:
+    with open_files(path) as files:
         data = (
             files[0].read(_RECORDS_SEARCHED, files[0].size() - _RECORDS_SEARCHED) if files else b""
         )
@@ -585,7 +433,7 @@ def last_error(path: Path, max_memory: int) -> ErrorRecord | None:
 
 def last_pass(path: Path, max_memory: int) -> PassRecord | None:
     """Return the newest pass over a loader that is trained on, if an end of the journal has it."""
-    with _opened(path) as files:
+    with open_files(path) as files:
         for file in files:
             for offset in (file.size() - _RECORDS_SEARCHED, 0):
                 data = file.read(_RECORDS_SEARCHED, offset)

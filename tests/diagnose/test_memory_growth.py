@@ -109,7 +109,7 @@ def test_a_gpu_counts_by_its_allocator_and_its_own_memory(written: Written, tmp_
 @pytest.mark.parametrize(
     ("holder", "words"),
     [
-        (held(name="net.0._forward_hooks", sort="hooks"), "hooks are added again and again"),
+        (held(name="net.0._forward_hooks", sort="hooks"), "hooks are added in each step"),
         (held(name="total", sort="graph"), "`total` keeps the graph of each step"),
         (held(name="SEEN", sort="dict", graph=False, each=2 * MIB), "dict `SEEN` gains entries"),
         (held(name="mask", sort="cache", graph=False), "the cache of `mask` keeps every result"),

@@ -8,8 +8,8 @@ import pytest
 
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.core.user_code import Location
-from ddpdoctor.diagnose.node_clocks import offsets
 from ddpdoctor.diagnose.speed.pace import own_time, stands_out
+from ddpdoctor.render.chrome_trace import clock_offsets
 from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.run.records.process import OpenRecord
 from ddpdoctor.run.records.training import StepRecord
@@ -128,15 +128,15 @@ def ending(*moments: int, first: int = 0) -> list[StepRecord]:
 def test_how_far_the_clock_of_a_node_is_ahead() -> None:
     ranks = [on(0, "a"), on(1, "a"), on(2, "b")]
     steps = {0: ending(100, 200, 300), 1: ending(102, 202, 302), 2: ending(601, 703, 801)}
-    assert offsets(ranks, steps) == {"a": 0, "b": 500}
+    assert clock_offsets(ranks, steps) == {"a": 0, "b": 500}
 
 
 @pytest.mark.parametrize(("first", "expected"), [(0, 500), (1, 400), (2, 0)])
 def test_nodes_that_share_too_few_steps_are_taken_to_be_right(first: int, expected: int) -> None:
     steps = {0: ending(100, 200, 300, 400), 1: ending(600, 700, 800, 900, first=first)}
-    assert offsets([on(0, "a"), on(1, "b")], steps) == {"a": 0, "b": expected}
+    assert clock_offsets([on(0, "a"), on(1, "b")], steps) == {"a": 0, "b": expected}
 
 
 def test_a_node_without_steps_is_taken_to_be_right() -> None:
-    assert offsets([], {}) == {}
-    assert offsets([on(0, "a"), on(1, "b")], {0: ending(100, 200, 300)}) == {"a": 0, "b": 0}
+    assert clock_offsets([], {}) == {}
+    assert clock_offsets([on(0, "a"), on(1, "b")], {0: ending(100, 200, 300)}) == {"a": 0, "b": 0}

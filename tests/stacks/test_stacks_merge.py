@@ -13,6 +13,7 @@ import pytest
 from ddpdoctor.core.formatting import bracketed
 from ddpdoctor.render import stack_text as render
 from ddpdoctor.render.terminal import Line
+from ddpdoctor.run.records.base import document
 from ddpdoctor.run.records.supervisor import (
     MAIN,
     ChildState,
@@ -29,7 +30,6 @@ from ddpdoctor.stacks.frames import (
     innermost,
     merge,
     stacks_from_record,
-    stacks_to_record,
     tail,
 )
 
@@ -196,7 +196,7 @@ def test_json_and_back() -> None:
         3, 1, 44, "node1", (Thread(9, MAIN, False, (TRAIN, STEP)),), ("poll (libc.so.6)",),
         ProcessState("D", 1.5, "futex", (child,)), True, "", "no native frames",
     )  # fmt: skip
-    assert stacks_from_record(json.loads(json.dumps(stacks_to_record(one)))) == one
+    assert stacks_from_record(json.loads(json.dumps(document(one)))) == one
 
 
 @pytest.mark.parametrize("damaged", [{}, {"threads": 3, "state": [], "native": {}, "rank": "x"}])

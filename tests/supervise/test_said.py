@@ -33,12 +33,11 @@ from ddpdoctor.run.reported import (
     Withdrawn,
     from_journal,
     in_words,
+    to_journal,
     with_kept,
 )
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.status import Phase, Status
-from ddpdoctor.supervise.job_signals import Passthrough
-from ddpdoctor.supervise.run_watch import Showing
 from ddpdoctor.top.run_files import SupervisorEvents
 from tests.conftest import ROOT, Doctor
 from tests.support.marks import sick
@@ -354,10 +353,10 @@ def test_an_editor_gets_an_info_at_the_same_place(
 def directory(tmp_path: Path, *snapshots: tuple[list[Finding], Run]) -> Path:
     """A run directory whose journal holds what was said after each examination."""
     (tmp_path / "run.json").write_text(json.dumps({"format": FORMAT, "launcher": "torchrun"}))
-    said, shows = FindingLog(), Showing(tmp_path, Passthrough.__new__(Passthrough))
+    said = FindingLog()
     journal = Journal(str(tmp_path / "supervisor.jsonl"), 1 << 20)
     for found, at in snapshots:
-        journal.write(list(shows.news(said.take(found, at), 9)))
+        journal.write([to_journal(each, 9) for each in said.take(found, at)])
     journal.write([JobRecord(time=9, status=0)])
     journal.close()
     return tmp_path

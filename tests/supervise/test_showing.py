@@ -13,7 +13,7 @@ from ddpdoctor.core.user_code import Location
 from ddpdoctor.render import json_lines
 from ddpdoctor.run import rundir
 from ddpdoctor.run.records.supervisor import FindingRecord, RetractionRecord
-from ddpdoctor.run.reported import Reported, Withdrawn, from_journal
+from ddpdoctor.run.reported import Reported, Withdrawn, from_journal, to_journal
 from ddpdoctor.supervise import run_watch
 from ddpdoctor.supervise.job_signals import Passthrough
 from ddpdoctor.supervise.run_watch import Showing, keep_stderr
@@ -67,11 +67,10 @@ def test_what_is_no_finding_is_none(told: dict[str, object]) -> None:
     assert from_record(told) is None
 
 
-def test_what_is_said_and_withdrawn_is_written(tmp_path: Path) -> None:
-    shows = Showing(tmp_path, Written())
+def test_what_is_said_and_withdrawn_is_written() -> None:
     told = Reported(1, FOUND, 0)
     over = Withdrawn(2, told, "over", "the newest steps do not show it")
-    first, second = shows.news([told, over], 7)
+    first, second = to_journal(told, 7), to_journal(over, 7)
     assert isinstance(first, FindingRecord)
     assert (first.code, first.number) == ("DDP610", 1)
     found = from_journal(first)
@@ -79,7 +78,6 @@ def test_what_is_said_and_withdrawn_is_written(tmp_path: Path) -> None:
     assert to_record(found) == to_record(replace(FOUND, restart=0))
     assert isinstance(second, RetractionRecord)
     assert (second.retracts, second.why) == (1, "over")
-    assert list(shows.news([], 7)) == []
 
 
 def test_the_last_of_stderr_is_shown_where_it_is_new(

@@ -12,7 +12,7 @@ from textual.pilot import Pilot
 
 from ddpdoctor.render.terminal import plain
 from ddpdoctor.top.app import TopApp
-from ddpdoctor.top.frames import Replay, Want
+from ddpdoctor.top.frames import Played, Want
 from ddpdoctor.top.snapshot import Snapshot
 from ddpdoctor.top.view import View
 from tests.conftest import LIMIT
@@ -23,7 +23,7 @@ class Frames:
     """A source that hands out frames, one step further each time."""
 
     interval = 0.02
-    replay: Replay | None = None
+    replay: Played | None = None
 
     def __init__(self, first: Snapshot) -> None:
         self.first = first

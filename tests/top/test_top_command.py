@@ -106,7 +106,7 @@ def test_what_is_recorded_is_replayed(doctor: Doctor) -> None:
     assert doctor.cli("top", "--demo", "--once", "--record", file).status == 0
     (frame,) = (json.loads(line) for line in gzip.decompress(Path(file).read_bytes()).splitlines())
     assert len(frame["ranks"]) == 8
-    assert "is there already" in doctor.cli("top", "--demo", "--once", "--record", file).stderr
+    assert "exists already" in doctor.cli("top", "--demo", "--once", "--record", file).stderr
     result = doctor.cli("top", "--once", "--replay", file)
     assert result.status == 0
     assert "rank 5" in result.stdout.splitlines()[1]

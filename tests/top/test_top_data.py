@@ -197,7 +197,7 @@ def test_pages_of_noise_behind_a_good_head(
     for _ in range(2):
         snapshot = source.read(ALL)
         assert len(snapshot.ranks) == 2
-        output.read(output.line(snapshot))
+        output.of_record(output.loads(output.line(snapshot).encode()))
     run.close()
     source.close()
 

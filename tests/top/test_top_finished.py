@@ -21,16 +21,17 @@ from hypothesis import strategies as st
 
 from ddpdoctor.probe.observers.steps import OpenStep
 from ddpdoctor.probe.runtime.recorder import Vitals
+from ddpdoctor.run import step_series
 from ddpdoctor.run.journal import Journal
 from ddpdoctor.run.records.base import json_line
 from ddpdoctor.run.records.training import StepRecord
 from ddpdoctor.run.reported import Reported, to_journal
 from ddpdoctor.run.status import Parts, Phase
+from ddpdoctor.run.step_series import StepLog
 from ddpdoctor.top import run_files
 from ddpdoctor.top.frame_sources import FinishedSource, open_source
 from ddpdoctor.top.frames import Want
 from ddpdoctor.top.live import LiveSource
-from ddpdoctor.top.run_files import StepLog
 from tests.supervise.test_showing import FOUND
 from tests.support.generated import MS, USUAL, Generated, step_line
 from tests.support.top_runs import ALL, Make, living
@@ -180,6 +181,15 @@ def test_any_step_is_found(
     assert numbers(log.until(number, count)) == [each for each in kept if each <= number][-count:]
 
 
+def test_the_first_step_is_found_behind_records_that_segments_repeat(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    repeated = json_line({"kind": "note", "pad": "x" * 1000}) * 3000
+    for name, first in ((f"{path}.1", 0), (str(path), 90)):
+        steps = [step_line(USUAL._replace(number=first + each), 0) for each in range(90)]
+        Path(name).write_bytes(repeated + b"".join(steps))
+    assert StepLog(path).span() == (0, 179)
+
+
 def test_the_newest_steps_across_segments(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     journal = Journal(str(path), 1 << 16)
@@ -206,15 +216,15 @@ def test_a_step_reads_as_the_probe_wrote_it(
     written = OpenStep(7, start, vitals, [backwards])
     written.last, written.times, written.cores = 7, [0, 5, 1, 2, 30, 4, 6, 0], (40, 3)
     written.fetched, written.full, written.loss, written.norm = samples, 1, loss, norm
-    step = run_files.parse_step(written.line().rstrip())
-    assert step is not None and run_files.parts_of(step) == shown[0]
+    step = step_series.parse_step(written.line().rstrip())
+    assert step is not None and step_series.parts_of(step) == shown[0]
     assert (step.start, step.total, step.backwards) == (start, 48, backwards)
     assert repr((step.samples, step.loss, step.norm)) == repr((samples or None, loss, norm))
 
 
 def test_a_damaged_step_is_none() -> None:
     line = step_line(USUAL, time.time_ns()).rstrip()
-    assert run_files.parse_step(line) is not None
+    assert step_series.parse_step(line) is not None
     for damaged in (
         line[:-1],
         line.replace(b'"step":0', b'"step":-1'),
@@ -222,7 +232,7 @@ def test_a_damaged_step_is_none() -> None:
         line.replace(b"}", b',"pad":"' + b"x" * 1024 + b'"}'),
         line.replace(b"step", b"site", 1),
     ):
-        assert run_files.parse_step(damaged) is None, damaged
+        assert step_series.parse_step(damaged) is None, damaged
 
 
 def test_medians_add_up() -> None:

@@ -14,7 +14,7 @@ from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.top.app import TopApp
 from ddpdoctor.top.draw import panels
 from ddpdoctor.top.frame_sources import RunChoice
-from ddpdoctor.top.frames import Want
+from ddpdoctor.top.frames import Played, Want
 from ddpdoctor.top.snapshot import Snapshot
 from ddpdoctor.top.view import KEYS, VIEW_ACTIONS
 from tests.conftest import LIMIT
@@ -25,19 +25,14 @@ from tests.support.driven_monitor import Frames, drive, monitor, screen, until
 class Replayed(Frames):
     """Ten frames that exist already."""
 
-    length = 10
-    position = 0
-
     def __init__(self, first: Snapshot) -> None:
         super().__init__(first)
-        self.replay = self
+        self.played = self.replay = Played()
+        self.played.length = 10
 
     def read(self, want: Want) -> Snapshot:
-        self.count = self.position
+        self.count = self.played.position
         return super().read(want)
-
-    def seek(self, position: int) -> None:
-        self.position = max(0, min(position, self.length - 1))
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def test_runs_of_any_size(make: Make, ranks: int) -> None:
     assert snapshot.job.rate == pytest.approx(1 / first.times.total, rel=0.01)
     assert (row.rss, row.allocated, row.reserved, row.peak) == (1 << 30, 1 << 28, 1 << 29, 3 << 27)
     assert snapshot.notes == ()
-    assert output.read(output.line(snapshot)) == snapshot
+    assert output.of_record(output.loads(output.line(snapshot).encode())) == snapshot
 
 
 def test_the_victim_is_not_blamed(make: Make) -> None:
@@ -140,7 +140,7 @@ def test_a_rank_that_gets_no_core_is_shown_so(make: Make, cpu: int, lacked: int)
     for seen in (snapshot, LiveSource(run.path, 1.0).read(ALL)):
         row = next(row for row in seen.ranks if row.rank == 1)
         assert row.times is not None and row.times.lacked == pytest.approx(lacked / 1000)
-        assert output.read(output.line(seen)) == seen
+        assert output.of_record(output.loads(output.line(seen).encode())) == seen
 
 
 def test_an_unsplit_backward_blames_nobody_for_it(make: Make) -> None:

@@ -18,7 +18,7 @@ from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.finding import from_record as finding_from_record
 from ddpdoctor.failures import verdict
 from ddpdoctor.failures.log import read as read_log
-from ddpdoctor.run import ring
+from ddpdoctor.run import ring, step_series
 from ddpdoctor.run.mapped import UnreadableError
 from ddpdoctor.run.reader import JournalReader, RunReader, read_manifest
 from ddpdoctor.run.records.typed_json import RANK_RECORDS
@@ -81,7 +81,7 @@ def journal(path: Path) -> None:
     reader.poll()
     assert all(type(record) is RANK_RECORDS[record.kind] for record in reader.records)
     for line in reader.step_lines:
-        run_files.parse_step(line)
+        step_series.parse_step(line)
 
 
 def log(path: Path) -> None:
@@ -103,7 +103,7 @@ def whole(path: Path) -> None:
 
 
 def steps(path: Path) -> None:
-    found = run_files.StepLog(path)
+    found = step_series.StepLog(path)
     found.span()
     found.until(5, 3)
     found.newest(3)
@@ -162,4 +162,4 @@ def test_a_finding(told: dict[str, Any]) -> None:
 @given(BYTES)
 def test_a_snapshot(data: bytes) -> None:
     with contextlib.suppress(ValueError):
-        output.read(data)
+        output.of_record(output.loads(data))

@@ -30,8 +30,7 @@ _UNEXPECTED = re.compile(r"Unexpected key\(s\) in state_dict: ([^\n]+)")
 _KEY = re.compile(r"\"([^\"]+)\"")
 _PREFIX = "module."
 
-MIN_PREFIXED = 0.8
-"""The part of the names that must differ by the prefix alone."""
+MIN_PREFIXED = 0.8  # The part of the names that must differ by the prefix alone
 
 _HOLDS = {
     "wrapped": (
@@ -329,8 +328,7 @@ class _ForeignMemory:
     rank: Rank
     held: HeldMemory
     owners: tuple[int, ...]
-    load: GpuLoadRecord | None
-    """The first load that put something there."""
+    load: GpuLoadRecord | None  # The first load that put something there
 
     @property
     def gpu(self) -> str:

@@ -32,8 +32,7 @@ TWICE = "Expected to mark a variable ready only once"
 
 PATIENCE = 3_000_000_000
 """Nanoseconds in one phase after which a rank is taken to wait for its peers."""
-SHOWN = 4
-"""Parameters that a message names. It counts the rest."""
+SHOWN = 4  # Parameters that a message names. It counts the rest.
 
 
 def listed(names: Sequence[str], count: int | None = None) -> str:
@@ -79,8 +78,7 @@ R = TypeVar(
 class OfModule(Generic[R]):
     """The records of one class about one DDP module, of each rank that has any."""
 
-    records: tuple[tuple[Rank, R], ...]
-    """The lowest rank first."""
+    records: tuple[tuple[Rank, R], ...]  # The lowest rank first
 
     @property
     def record(self) -> R:
@@ -117,12 +115,9 @@ class Missing:
     """The parameters of one DDP module that got no gradient on some ranks."""
 
     ddp: int
-    records: dict[int, NoGradientRecord]
-    """The probe's records, by rank."""
-    errors: dict[int, ErrorRecord]
-    """DDP's exceptions, by rank."""
-    silent: list[int]
-    """The ranks on which every parameter got its gradient."""
+    records: dict[int, NoGradientRecord]  # The probe's records, by rank
+    errors: dict[int, ErrorRecord]  # DDP's exceptions, by rank
+    silent: list[int]  # The ranks on which every parameter got its gradient
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -32,8 +32,7 @@ from ddpdoctor.run.records.model import (
 from ddpdoctor.run.records.process import ErrorRecord
 from ddpdoctor.run.snapshot import Rank, Run
 
-LARGE = 0.1
-"""The part of a model that is not left without gradients on purpose."""
+LARGE = 0.1  # The part of a model that is not left without gradients on purpose
 
 
 @rule(
@@ -341,10 +340,8 @@ def find_unused_not_needed(run: Run) -> Iterator[Finding]:
         )
 
 
-SMALL_BATCH = 8
-"""Samples per rank up to which the statistics of a batch are poor."""
-MIN_BATCHES = 10
-"""Steps with a known batch size before a batch is called small."""
+SMALL_BATCH = 8  # Samples per rank up to which the statistics of a batch are poor
+MIN_BATCHES = 10  # Steps with a known batch size before a batch is called small
 
 
 @rule("DDP309", "small-batch-norm", Severity.INFO)
@@ -400,8 +397,7 @@ def small_batch_norm(run: Run) -> Iterator[Finding]:
         )
 
 
-MIN_OPTIMIZER_STEPS = 4
-"""Optimizer steps of a loop that show how many batches each of them takes."""
+MIN_OPTIMIZER_STEPS = 4  # Optimizer steps of a loop that show how many batches each of them takes
 
 
 @rule(

@@ -55,8 +55,7 @@ class Unreduced:
 
     ddp: int
     cause: str
-    record: UnreducedRecord
-    """The lowest rank's record of the first step in which they differed."""
+    record: UnreducedRecord  # The lowest rank's record of the first step in which they differed
     ranks: tuple[int, ...]
     names: tuple[str, ...]
     worst: str
@@ -523,13 +522,10 @@ def _exchanges_parts(rank: Rank) -> bool:
 
 # -- training without DDP
 
-MIN_RECORDED = 4
-"""Steps that all ranks must have written about."""
-LONG = 1024
-"""Steps after which a running job is taken not to average its models occasionally."""
+MIN_RECORDED = 4  # Steps that all ranks must have written about
+LONG = 1024  # Steps after which a running job is taken not to average its models occasionally
 
-SoloSteps = dict[int, list[SoloRecord]]
-"""What each rank wrote, by step."""
+SoloSteps = dict[int, list[SoloRecord]]  # What each rank wrote, by step
 
 
 @rule("DDP326", "nothing-reduced", Severity.ERROR)

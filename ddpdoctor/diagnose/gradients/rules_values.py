@@ -40,17 +40,14 @@ from ddpdoctor.run.snapshot import Rank, Run
 
 # -- values that are not finite
 
-LASTING = 3
-"""Consecutive steps in which losses of all ranks must not be finite."""
-NEVER = 1 << 62
-"""A step that no run reaches."""
+LASTING = 3  # Consecutive steps in which losses of all ranks must not be finite
+NEVER = 1 << 62  # A step that no run reaches
 
 
 class Poisoned(NamedTuple):
     """Parameters that are not finite."""
 
-    step: int
-    """The first step after which this was seen."""
+    step: int  # The first step after which this was seen
     replica: Replica
     names: list[str]
 
@@ -318,8 +315,7 @@ class Edit:
     """A change of gradients on some ranks only that made the parameters differ."""
 
     ranks: tuple[int, ...]
-    what: str
-    """What the ranks did, or did not: ``rank 1 clips its gradients``."""
+    what: str  # What the ranks did, or did not: ``rank 1 clips its gradients``
     location: Location | None
     evidence: tuple[str, ...]
 

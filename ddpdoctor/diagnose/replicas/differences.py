@@ -40,8 +40,7 @@ AVERAGED = "post_localSGD"
 HYPER = ("lr", "momentum", "betas", "weight_decay")
 """The hyper-parameters of a parameter group, in the order of fingerprints."""
 
-HyperPlace = tuple[int, int, int]
-"""Optimizer, parameter group and index in `HYPER`."""
+HyperPlace = tuple[int, int, int]  # Optimizer, parameter group and index in `HYPER`
 
 _AtStep = TypeVar("_AtStep", TogetherRecord, ElementsRecord, BuffersRecord)
 _Loaded = TypeVar("_Loaded", LoadRecord, ResumeRecord)
@@ -70,12 +69,9 @@ def common_records(
 class Difference:
     """Something that differs between ranks from one step on."""
 
-    equal: int | None
-    """The last fingerprinted step after which it was equal; None if it never was."""
-    first: int
-    """The first fingerprinted step after which it differs."""
-    seen: int
-    """The number of fingerprinted steps that show it."""
+    equal: int | None  # The last fingerprinted step after which it was equal; None if it never was
+    first: int  # The first fingerprinted step after which it differs
+    seen: int  # The number of fingerprinted steps that show it
 
     def within(self, step: int) -> bool:
         """Return whether something that happened in a step may be the cause."""
@@ -95,14 +91,10 @@ class Distance:
 
     name: str
     step: int
-    most: float
-    """The largest difference of two finite elements at the same place; 0 if none differ."""
-    ranks: tuple[int, int]
-    """The two ranks with that difference."""
-    looked: int
-    """The number of elements that were compared."""
-    count: int
-    """The number of elements in the tensor."""
+    most: float  # The largest difference of two finite elements at the same place; 0 if none differ
+    ranks: tuple[int, int]  # The two ranks with that difference
+    looked: int  # The number of elements that were compared
+    count: int  # The number of elements in the tensor
 
 
 @dataclass(frozen=True)
@@ -113,10 +105,8 @@ class Replica:
     type: str
     ranks: tuple[Rank, ...]
     names: tuple[str, ...]
-    over: bool
-    """Whether the ranks will write nothing more."""
-    asked: bool = False
-    """Whether ranks were just asked for elements of tensors that differ."""
+    over: bool  # Whether the ranks will write nothing more
+    asked: bool = False  # Whether ranks were just asked for elements of tensors that differ
 
     @cached_property
     def prints(self) -> dict[int, dict[int, FingerprintRecord]]:

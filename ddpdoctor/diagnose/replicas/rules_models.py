@@ -86,8 +86,7 @@ def models_differ(run: Run) -> Iterator[Finding]:
         )
 
 
-_SHOWN = 4
-"""Groups of ranks that a message names."""
+_SHOWN = 4  # Groups of ranks that a message names
 
 
 def _message(
@@ -150,8 +149,7 @@ def _first_difference(here: ModelRecord, there: ModelRecord) -> str:
 
 # -- buffers
 
-MIN_SAMPLES = 3
-"""Consecutive samples that must show a difference."""
+MIN_SAMPLES = 3  # Consecutive samples that must show a difference
 NEAR = 0.5
 """How far the values of two ranks may differ to be versions of one, as a part of the norm."""
 SLOW = 0.75
@@ -239,8 +237,7 @@ class _BufferDifference:
     name: str
     step: int
     broadcast: bool
-    single: bool
-    """Whether it is a single number, like a meter of the rank's own losses."""
+    single: bool  # Whether it is a single number, like a meter of the rank's own losses
     text: str
 
 

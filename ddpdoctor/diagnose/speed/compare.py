@@ -16,12 +16,10 @@ from ddpdoctor.run.snapshot import Run
 from ddpdoctor.run.status import PHASES
 from ddpdoctor.run.step_series import PARTS, RankSeries, Series, series
 
-WARM_UP = 10
-"""Steps at the beginning of a run that are not compared, if there are more."""
+WARM_UP = 10  # Steps at the beginning of a run that are not compared, if there are more
 NOTABLE = 0.03
 """The difference of a rank's own time from which on the rank is named, as a part of the step."""
-MAX_LINES = 60
-"""Lines of the difference between two scripts."""
+MAX_LINES = 60  # Lines of the difference between two scripts
 
 _COLUMNS = 400
 
@@ -54,20 +52,14 @@ class Comparison:
     """Two runs, compared."""
 
     names: tuple[str, str]
-    total: Change
-    """The whole step."""
-    phases: tuple[Change, ...]
-    """Its parts, in their order; medians over ranks."""
+    total: Change  # The whole step
+    phases: tuple[Change, ...]  # Its parts, in their order; medians over ranks
     ranks: tuple[Change, ...]
     """The ranks whose own time changed most, the largest change first. Their number is the name."""
-    slowest_phase: dict[str, str]
-    """The phase that changed most on each of these ranks."""
-    facts: tuple[Fact, ...]
-    """Command, versions, ranks and code."""
-    script: tuple[str, ...]
-    """Lines of the difference between the scripts."""
-    unsplit: bool
-    """Whether backward includes the wait for others in only one of the runs."""
+    slowest_phase: dict[str, str]  # The phase that changed most on each of these ranks
+    facts: tuple[Fact, ...]  # Command, versions, ranks and code
+    script: tuple[str, ...]  # Lines of the difference between the scripts
+    unsplit: bool  # Whether backward includes the wait for others in only one of the runs
 
 
 def compare(before: Run, after: Run) -> Comparison:
@@ -76,10 +68,7 @@ def compare(before: Run, after: Run) -> Comparison:
     ranks, slowest = _ranks(old, new)
     kept = code_version.read(before.path), code_version.read(after.path)
     return Comparison(
-        names=(
-            str(before.manifest.get("id") or before.path.name),
-            str(after.manifest.get("id") or after.path.name),
-        ),
+        names=(before.id, after.id),
         total=Change("step", _total(old), _total(new)),
         phases=tuple(
             Change(name, *(_over_ranks(run, at) for run in (old, new)))
@@ -174,9 +163,8 @@ def _facts(
 
 
 def _run_facts(run: Run) -> dict[str, str]:
-    command = run.manifest.get("command")
     return {
-        "command": shlex.join(map(str, command)) if isinstance(command, list) else "",
+        "command": shlex.join(run.command),
         "directory": str(run.manifest.get("cwd", "")),
         "ranks": str(run.world_size or len(run.last)),
         "nodes": ", ".join(sorted({rank.opened.host for rank in run.last if rank.opened.host})),

@@ -1,4 +1,4 @@
-"""Find in the user's source where a name grows, and what keeps it from growing for ever."""
+"""Find where an object grows in the user's source, and whether something bounds it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _SHRINKS = ("pop", "popleft", "popitem", "clear", "remove", "discard", "get_nowa
 _HEAP = ("heappop", "heapreplace", "heappushpop")
 _BUILDS = ("__init__", "__post_init__", "setup", "build", "configure", "<module>")
 _ITEMS = ("__getitem__", "__getitems__", "__iter__")
-MAX_WORDS = 3  # last words of a dotted name that are searched in the source
+MAX_WORDS = 3  # Last words of a dotted name that are searched for in the source
 _HOOK = re.compile(r"register_\w*hook$")
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 
 
 class Change(NamedTuple):
-    """A statement that makes something longer, or shorter."""
+    """A statement that changes the length of an object."""
 
     name: str
     line: int
@@ -30,38 +30,38 @@ class Change(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """All such statements of a file, by what they do."""
+    """All such statements of a file, by their effect."""
 
     grows: tuple[Change, ...]
-    shrinks: tuple[Change, ...]  # Also those that compare its length, or write in circles
-    made: tuple[Change, ...]  # Statements that assign something new
+    shrinks: tuple[Change, ...]  # Also length checks, and writes that overwrite old elements
+    made: tuple[Change, ...]  # Statements that assign a new object
     hooks: tuple[Change, ...]
     called: frozenset[str]  # Functions that are called in a loop
 
 
 class Source(NamedTuple):
-    """What the user's source says about something that grows."""
+    """A growing object in the user's source."""
 
     line: Location | None
-    bounded: bool  # It is cut, cleared or made again
-    per_item: bool  # It grows by an entry for each sample of a data set
+    bounded: bool  # It is truncated, cleared or re-created
+    per_item: bool  # It gains an entry for each sample of a data set
 
 
 def source_of(files: Iterable[str], path: str, function: str, name: str, sort: str) -> Source:
-    """Return where a name grows, and whether something bounds it.
+    """Return where an object grows, and whether something bounds it.
 
     Args:
         files: The user's files.
         path: The file of the frame through which it was found.
         function: The function of that frame.
-        name: Its dotted name.
-        sort: What it is (`ddpdoctor.run.records.memory.Holder`).
+        name: The object's dotted name.
+        sort: Its kind (`ddpdoctor.run.records.memory.Holder`).
     """
     paths = list(dict.fromkeys((path, *files)))
     if sort == "hooks":
         return Source(_first(paths, path, function, None), False, False)
     words = re.findall(r"[A-Za-z_]\w*", name)[::-1]
-    # What grows may be an entry of what the code names: ``values[key].append(value)``.
+    # The growing object may be an entry of the named one: ``values[key].append(value)``.
     lines = {word: _first(paths, path, function, word) for word in words[:MAX_WORDS]}
     word = next((word for word, line in lines.items() if line is not None), "")
     line = lines.get(word) or next(filter(None, (_made(each, words[:1]) for each in paths)), None)
@@ -78,12 +78,12 @@ def source_of(files: Iterable[str], path: str, function: str, name: str, sort: s
 
 
 def made_at(path: str, name: str) -> Location | None:
-    """Return the line of a file that first assigns something new to a name."""
+    """Return the first line of a file that assigns a new object to a name."""
     return _made(path, [name])
 
 
 def kept_by_items(files: Iterable[str]) -> Location | None:
-    """Return the only line at which a data set keeps something of each sample that it returns."""
+    """Return the only line at which a data set keeps data of each sample that it returns."""
     found = [
         Location(path, each.line)
         for path in files
@@ -95,7 +95,7 @@ def kept_by_items(files: Iterable[str]) -> Location | None:
 
 
 def _made(path: str, words: Sequence[str]) -> Location | None:
-    """Return the line that makes the function or variable of that name."""
+    """Return the line that defines the function or variable of that name."""
     for node in nodes_of(path):
         if isinstance(node, FUNCTIONS) and node.name in words:
             return Location(path, node.lineno)
@@ -104,7 +104,7 @@ def _made(path: str, words: Sequence[str]) -> Location | None:
 
 
 def _made_again(changes: Changes, growing: Change, attribute: bool) -> bool:
-    """Return whether the name is bound to something new in each pass, or each call."""
+    """Return whether a new object is bound to the name in each pass or call."""
     for made in changes.made:
         if made.name != growing.name or made.line == growing.line:
             continue
@@ -120,7 +120,7 @@ def _made_again(changes: Changes, growing: Change, attribute: bool) -> bool:
 
 
 def _first(paths: list[str], path: str, function: str, word: str | None) -> Location | None:
-    """Return the statement that makes it grow, the nearest to the frame. ``None``: a hook."""
+    """Return the statement nearest to the frame that makes an object grow, or adds a hook."""
     found: list[tuple[bool, bool, bool, Location]] = []
     for each in paths:
         changes = _changes(each)
@@ -142,11 +142,11 @@ class _Reader:
         self.made: list[Change] = []
         self.hooks: list[Change] = []
         self.called: set[str] = set()
-        self._circles: set[str] = set()  # names of numbers that come back to where they were
-        self._stored: list[tuple[Change, ast.expr]] = []  # elements that are set, by their index
+        self._circles: set[str] = set()  # Names of indices that wrap around
+        self._stored: list[tuple[Change, ast.expr]] = []  # Assigned elements, with their indices
 
     def read(self, node: ast.AST, function: str = "", loops: tuple[int, ...] = ()) -> None:
-        """Take in a statement or expression, and what is in it."""
+        """Read a statement or expression, and all within it."""
         if isinstance(node, FUNCTIONS):
             function, loops = node.name, ()
         elif isinstance(node, _LOOPS):
@@ -156,7 +156,7 @@ class _Reader:
             self.read(child, function, loops)
 
     def finish(self) -> None:
-        """Tell elements that are set in circles from those that are added."""
+        """Distinguish elements that overwrite older ones from those that are added."""
         for change, index in self._stored:
             inside = list(ast.walk(index))
             circles = any(isinstance(each, ast.Mod) for each in inside)
@@ -218,7 +218,7 @@ class _Reader:
 
 @per_file
 def _changes(path: str) -> Changes:
-    """Return the statements of a file that change the length of something."""
+    """Return the statements of a file that change the length of an object."""
     reader, tree = _Reader(), tree_of(path)
     if tree is not None:
         reader.read(tree)

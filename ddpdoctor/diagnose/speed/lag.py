@@ -34,20 +34,16 @@ from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.status import PHASES
 from ddpdoctor.run.step_series import on_gpu, reducing_together, split_by_comparison
 
-Steps = Mapping[int, StepRecord]
-"""Steps of one rank, by number."""
+Steps = Mapping[int, StepRecord]  # Steps of one rank, by number
 
 
 @dataclass(frozen=True)
 class Stage:
     """The part of a pipeline that some ranks run: one of its stages, or several in turn."""
 
-    numbers: tuple[int, ...]
-    """From 0, ascending."""
-    of: int
-    """The number of stages in the pipeline."""
-    ranks: tuple[Rank, ...]
-    """One rank of each replica of the model."""
+    numbers: tuple[int, ...]  # From 0, ascending
+    of: int  # The number of stages in the pipeline
+    ranks: tuple[Rank, ...]  # One rank of each replica of the model
 
     @cached_property
     def name(self) -> str:
@@ -95,10 +91,8 @@ STEADY, STEADY_STRETCHES = 0.75, 0.875
 PRESENT, PRESENT_IN_STRETCH = 1 / 2, 1 / 3
 """The part of the surplus that counts as showing it. With a surplus in every 10th step, stretches
 of 16 steps have one or two."""
-IDLE = 0.01
-"""Wait for a core, as a part of the step, up to which cores are known to be idle."""
-CALM = 0.05
-"""Wait for a core, as a part of the step, above which the machine counts as crowded."""
+IDLE = 0.01  # Wait for a core, as a part of the step, up to which cores are known to be idle
+CALM = 0.05  # Wait for a core, as a part of the step, above which the machine counts as crowded
 BRIEF_NS = 500_000_000
 """Steps that span less, in nanoseconds, count as few unless the machine is calm. For so long a core
 may be slow because of its sibling, or of the host of a virtual machine."""
@@ -115,12 +109,9 @@ class Rhythm:
 
     words: str = ""
     """``in every 2nd step``; empty if it is spread, or if single steps were not recorded."""
-    period: int = 0
-    """Steps from one to the next; 0 if that is not regular."""
-    of_passes: bool = False
-    """They are the first steps of passes over the data."""
-    gap: float = 0.0
-    """The mean surplus in each of them, in nanoseconds."""
+    period: int = 0  # Steps from one to the next; 0 if that is not regular
+    of_passes: bool = False  # They are the first steps of passes over the data
+    gap: float = 0.0  # The mean surplus in each of them, in nanoseconds
 
 
 @dataclass(frozen=True)
@@ -131,40 +122,26 @@ class Lag:
     """
 
     rank: Rank
-    gap: float
-    """What the others could save if this rank were like them."""
-    crowded: bool
-    """Whether the gap is a wait for a core that only this rank has."""
-    cpu: float
-    """CPU time of its training thread beyond that of the others; 0 if unknown."""
-    total: float
-    """The step without waits for a core."""
-    wall: float
-    """The step as measured."""
-    calm: bool
-    """Whether hardly any rank waits for a core, so that times mean what they say."""
+    gap: float  # What the others could save if this rank were like them
+    crowded: bool  # Whether the gap is a wait for a core that only this rank has
+    cpu: float  # CPU time of its training thread beyond that of the others; 0 if unknown
+    total: float  # The step without waits for a core
+    wall: float  # The step as measured
+    calm: bool  # Whether hardly any rank waits for a core, so that times mean what they say
     sure: bool
     """Whether the gap remains however the others' waits for a core are divided between their own
     time and the all-reduce."""
-    own: tuple[float, float]
-    """Its own time and that of the others, without waits for a core."""
-    wait: tuple[float, float]
-    """Its wait in the all-reduce and that of the others."""
-    cores: tuple[float, float]
-    """Its wait for a core and that of the others."""
-    ran: bool
-    """Whether the kernel reports how long a thread ran and waited for a core."""
-    phase: str
-    """The phase with the largest surplus."""
-    slow: float
-    """The time of that phase here."""
-    usual: float
-    """The time of that phase on the others."""
+    own: tuple[float, float]  # Its own time and that of the others, without waits for a core
+    wait: tuple[float, float]  # Its wait in the all-reduce and that of the others
+    cores: tuple[float, float]  # Its wait for a core and that of the others
+    ran: bool  # Whether the kernel reports how long a thread ran and waited for a core
+    phase: str  # The phase with the largest surplus
+    slow: float  # The time of that phase here
+    usual: float  # The time of that phase on the others
     steps: int
     few: bool
     """Whether the steps are few or span little time. The gap is then large, and in all of them."""
-    rhythm: Rhythm | None = None
-    """The steps that have the gap, if most have not."""
+    rhythm: Rhythm | None = None  # The steps that have the gap, if most have not
 
     @property
     def cores_idle(self) -> bool:
@@ -299,26 +276,19 @@ def cpu(step: StepRecord) -> float:
 
 # -- comparing ranks step by step
 
-ENOUGH_SAMPLED = 6
-"""Steps that a verdict needs on a GPU, where DDP times only every hundredth step."""
-FEW = 8
-"""Steps that are enough for a job too short for that, if they show a large surplus."""
-BEGINNING = 2
-"""First steps that say nothing: loaders start, buckets are built, caches are filled."""
+ENOUGH_SAMPLED = 6  # Steps that a verdict needs on a GPU, where DDP times only every hundredth step
+FEW = 8  # Steps that are enough for a job too short for that, if they show a large surplus
+BEGINNING = 2  # First steps that say nothing: loaders start, buckets are built, caches are filled
 LASTING = 5_000_000_000
 """Nanoseconds that steps must span to show that others use a rank's core. In less time the kernel
 may just not have balanced its load."""
-MANY = 16
-"""Ranks from which on only the slowest are compared with all the others."""
+MANY = 16  # Ranks from which on only the slowest are compared with all the others
 MAX_OTHERS = 64  # Ranks that a rank is compared with at most
-MIN_STRETCHES = 16
-"""Stretches of equal length that a verdict needs."""
+MIN_STRETCHES = 16  # Stretches of equal length that a verdict needs
 MIN_PASSES = 8
 """Passes over the data that a verdict needs, if most of the surplus is in their first steps."""
-MOSTLY = 0.75
-"""The part of a surplus that is in the steps which are said to have it."""
-SPREAD = 0.6
-"""The part of the steps from which on they are too many to be named."""
+MOSTLY = 0.75  # The part of a surplus that is in the steps which are said to have it
+SPREAD = 0.6  # The part of the steps from which on they are too many to be named
 
 
 def lags(run: Run, enough: int = ENOUGH, few: int = FEW) -> Iterator[Lag]:

@@ -1,4 +1,4 @@
-"""Evidence of memory that grows: how steadily, until when, and what holds it."""
+"""Evidence of growing memory: how steadily it grows, when it is full, and what holds it."""
 
 from __future__ import annotations
 
@@ -23,24 +23,15 @@ from ddpdoctor.run.records.memory import (
 from ddpdoctor.run.records.training import LoopRecord, PassRecord
 from ddpdoctor.run.snapshot import Rank, Run
 
-MIN_GROWTH = 32 << 20
-"""Bytes that a rank has to gain."""
-MIN_UNEXPLAINED = 192 << 20
-"""The same if nothing is found that holds them."""
-MIN_UNEXPLAINED_SHARE = 0.25
-"""By how much it has to grow then, as a part of what it had."""
-MIN_LOOKS = 3
-"""Looks in which a name has to grow."""
-MIN_SHARE = 0.2
-"""The part of the growth that a name has to explain."""
-MIN_WORKER = 48 << 20
-"""Bytes that a worker process has to gain."""
-MIN_COPIES = 4
-"""Readings of a worker that show that it copies pages."""
-NEW_SHARE = 0.25
-"""How much a worker's memory may grow meanwhile, as a part of what it copies."""
-HEAVIER = 1.25
-"""How much more CPU time a step takes if its batches grow, and memory with them."""
+MIN_GROWTH = 32 << 20  # Bytes that a rank has to gain
+MIN_UNEXPLAINED = 192 << 20  # The same if no object is found that holds them
+MIN_UNEXPLAINED_SHARE = 0.25  # Growth that this needs, relative to the memory before
+MIN_LOOKS = 3  # Samples in a row in which an object has to grow
+MIN_SHARE = 0.2  # Share of the growth that an object has to explain
+MIN_WORKER = 48 << 20  # Bytes that a worker process has to gain
+MIN_COPIES = 4  # Samples that show that a worker copies pages
+NEW_SHARE = 0.25  # Growth of its memory meanwhile, as a share of what it copies, at most
+HEAVIER = 1.25  # Factor by which CPU time or samples of a step grow if batches get larger
 
 
 def points_of(rank: Rank) -> tuple[MemoryPoint, ...]:
@@ -53,11 +44,11 @@ class Grows(NamedTuple):
 
     rank: Rank
     growth: Growth
-    gpu: bool  # The memory of its GPU, else that of the machine
+    gpu: bool  # It is memory of the GPU, otherwise of the machine
 
 
 def growing(rank: Rank, least: int = MIN_GROWTH, segments: int | None = None) -> Grows | None:
-    """Return how a rank's memory grows; None if it does not, or not steadily."""
+    """Return the steady growth of a rank's memory. None if there is none."""
     points = points_of(rank)
     given = [(each.step, each.allocated) for each in points if each.allocated is not None]
     of_host = [(each.step, each.host) for each in points]
@@ -72,20 +63,20 @@ def growing(rank: Rank, least: int = MIN_GROWTH, segments: int | None = None) ->
     return None
 
 
-# -- what holds it
+# -- the object that holds it
 
 
 class Held(NamedTuple):
-    """What holds the memory that a rank gains."""
+    """An object that holds the memory a rank gains."""
 
     holder: Holder
     line: Location | None
-    rate: float | None  # Bytes that it gains in a step. None if that is not known.
+    rate: float | None  # Bytes that it gains per step. None if not known.
     bounded: bool
 
 
 def held_by(run: Run, found: Grows, fewest: int = MIN_LOOKS) -> Held | None:
-    """Return what holds most of what a rank gains; None if nothing was found."""
+    """Return the object that holds most of what a rank gains. None if none was found."""
     records = [each for each in found.rank.records.of(HoldersRecord) if each.looks >= fewest]
     candidates = [held for record in reversed(records) for held in _plausible(run, found, record)]
     return max(candidates, key=_weight, default=None)
@@ -101,7 +92,7 @@ def allocated_by(found: Grows) -> Allocated | None:
 
 
 def looked(rank: Rank, fewest: int) -> bool:
-    """Return whether a rank has looked that often at what holds its memory."""
+    """Return whether a rank has sampled what holds its memory at least that often."""
     return any(each.looks >= fewest for each in rank.records.of(HoldersRecord))
 
 
@@ -120,19 +111,19 @@ def _plausible(run: Run, found: Grows, record: HoldersRecord) -> Iterator[Held]:
         files = [each for each in files_of(run) if user_file(each)]
         source = source_of(files, at.path, at.function, holder.name, holder.sort)
         full = source.per_item and not _passed(found)
-        # What keeps a graph is at fault even if it is made again after some thousand steps.
+        # An object that keeps graphs is at fault even if it is re-created after thousands of steps.
         again = source.bounded and not holder.graph
         yield Held(holder, source.line, rate, holder.bound is not None or again or full)
 
 
 def _passed(found: Grows) -> bool:
-    """Return whether a pass over the data ended before the span in which memory grows."""
+    """Return whether a pass over the data ended before memory began to grow."""
     loops = found.rank.records.of(LoopRecord)
     return any(each.state == "ended" and each.step <= found.growth.start for each in loops)
 
 
 def heavier(run: Run, found: Grows) -> bool:
-    """Return whether steps take more and more CPU time, as those of batches that grow."""
+    """Return whether batches get larger: steps take more samples, or more CPU time."""
     span = range(found.growth.start, found.growth.end + 1)
     steps = [each for each in found.rank.steps if each.step in span and run.undisturbed(each)]
     third = len(steps) // 3
@@ -148,17 +139,17 @@ def heavier(run: Run, found: Grows) -> bool:
 
 
 def _beyond_pass(rank: Rank, growth: Growth) -> bool:
-    """Return whether growth over milliseconds goes beyond a pass, in which a cache may fill."""
+    """Return whether growth over milliseconds lasts longer than a pass, which may fill a cache."""
     loops = rank.records.of(LoopRecord)
     ended = any(each.state == "ended" and each.time // 1_000_000 <= growth.start for each in loops)
     return ended or any(each.iterable for each in rank.records.of(PassRecord))
 
 
-# -- when it ends
+# -- when memory is full
 
 
 def steps_left(run: Run, found: Grows, together: Sequence[Grows]) -> int | None:
-    """Return after how many steps the memory is full, if ranks go on to grow as they do.
+    """Return the number of steps until memory is full if ranks continue to grow at this rate.
 
     Args:
         run: The run.
@@ -201,7 +192,7 @@ class WorkerGrows(NamedTuple):
     rank: Rank
     growth: Growth  # Its steps are milliseconds
     children: int
-    copies: bool  # Pages of the data set that it shared with the rank become its own
+    copies: bool  # It copies pages of the data set that it shared with the rank
     dataset: DatasetRecord | None
 
 
@@ -222,7 +213,7 @@ def _copied(readings: Sequence[tuple[int, WorkerMemory]]) -> Growth | None:
 
 
 def growing_worker(rank: Rank) -> WorkerGrows | None:
-    """Return how a rank's worker process grows; None if it does not."""
+    """Return the growth of a rank's worker process. None if there is none."""
     readings = [
         (each.time // 1_000_000, each.worker)
         for each in rank.records.of(MemoryRecord)

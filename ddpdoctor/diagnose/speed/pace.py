@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-WARM_UP = 10
-"""Steps at the beginning that say nothing about the steady state."""
-ENOUGH = 20
-"""Steps after the warm-up that a verdict needs."""
-SLOWER = 0.15
-"""A straggler's surplus, as a part of the median step."""
-BORNE_OUT = 0.5
-"""The part of the surplus that must show as the others' wait."""
+WARM_UP = 10  # Steps at the beginning that say nothing about the steady state
+ENOUGH = 20  # Steps after the warm-up that a verdict needs
+SLOWER = 0.15  # A straggler's surplus, as a part of the median step
+BORNE_OUT = 0.5  # The part of the surplus that must show as the others' wait
 UNEVEN = 2.0
 """How many times as long as the others a stage of a pipeline takes. Layers cannot be cut: with few
 layers, the best cut may well give one stage 1.7 times the work."""
-DATA_SHARE = 0.20
-"""The data wait above which a rank is data-bound, as a part of the step."""
-NOTICEABLE = 1_000_000
-"""The shortest wait in a step that is reported, in nanoseconds."""
+DATA_SHARE = 0.20  # The data wait above which a rank is data-bound, as a part of the step
+NOTICEABLE = 1_000_000  # The shortest wait in a step that is reported, in nanoseconds
 
 PHASE_NAMES = {
     "data": "data loading",

@@ -29,8 +29,7 @@ from ddpdoctor.system.nvml import same_uuid
 class Reason:
     """Why a rank is slow."""
 
-    words: str = ""
-    """The end of the sentence."""
+    words: str = ""  # The end of the sentence
     location: Location | None = None
     evidence: tuple[str, ...] = ()
     fix: str = ""
@@ -102,8 +101,7 @@ def _workers_crowded(lag: Lag, mine: Profile | None, others: Sequence[Profile]) 
 SLOW_GPU_CLOCK = 0.9
 """The part of the others' clock, or power limit, below which that of a GPU counts as lower."""
 
-ON_DEVICE = ("forward", "backward", "optimizer")
-"""The phases that a slow GPU makes longer."""
+ON_DEVICE = ("forward", "backward", "optimizer")  # The phases that a slow GPU makes longer
 
 
 def _gpu_states(run: Run) -> dict[int, GpuState]:
@@ -226,14 +224,10 @@ FAULT, SLOW_FAULT = 250, 2_500
 virtual machine."""
 BLOCKED = 0.5
 """The part of the samples in which a thread must sleep for its line to be one that waits."""
-AT_DISK = 0.25
-"""The same for waits for the disk. Not each sample of such a wait shows it."""
-SLOW_CORE_CLOCK = 0.85
-"""The part of the others' clock below which a rank's core counts as slow."""
-TAKES_CORE = 0.25
-"""The part of a core that a process must use to be one that takes it from a rank."""
-MIN_READINGS = 3
-"""How often the clock of a core must have been read."""
+AT_DISK = 0.25  # The same for waits for the disk. Not each sample of such a wait shows it.
+SLOW_CORE_CLOCK = 0.85  # The part of the others' clock below which a rank's core counts as slow
+TAKES_CORE = 0.25  # The part of a core that a process must use to be one that takes it from a rank
+MIN_READINGS = 3  # How often the clock of a core must have been read
 
 
 _SHARE = "Do this on the one rank less often, in a thread, or share it out among the ranks."

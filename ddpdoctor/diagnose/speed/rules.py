@@ -146,14 +146,10 @@ STARTING = 5_000_000_000
 class DataWait(NamedTuple):
     """A rank's wait for data in a step: medians of steps or of stretches of them."""
 
-    share: float
-    """As a part of the step."""
-    wait: float
-    """In nanoseconds."""
-    total: float
-    """The whole step, in nanoseconds."""
-    of_passes: bool
-    """Whether most of it is in the first steps of passes over the data."""
+    share: float  # As a part of the step
+    wait: float  # In nanoseconds
+    total: float  # The whole step, in nanoseconds
+    of_passes: bool  # Whether most of it is in the first steps of passes over the data
 
 
 def _data_wait(run: Run, rank: Rank) -> DataWait | None:

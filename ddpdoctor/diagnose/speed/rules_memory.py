@@ -29,25 +29,23 @@ from ddpdoctor.diagnose.speed.memory import (
 from ddpdoctor.run.records.memory import Holder, HoldersRecord
 from ddpdoctor.run.snapshot import Run
 
-LATE_LOOKS = 5
-"""Looks after which what was not found will not be."""
-MAX_STEPS_LEFT = 10_000_000
-"""Steps until memory is full, from which on that is not said."""
+LATE_LOOKS = 5  # Samples after which an object that was not found will not be
+MAX_STEPS_LEFT = 10_000_000  # Steps until memory is full up to which a finding names them
 
 
 class Words(NamedTuple):
-    """How a kind of growth is named, and what to do about it."""
+    """The description of a kind of growth, and its fix."""
 
     said: str
     fix: str
 
 
 def words_for(holder: Holder) -> Words:
-    """Name what holds the memory of a rank, and what to do about it."""
+    """Describe an object that holds the memory of a rank, and how to fix that."""
     name, short = f"`{holder.name}`", holder.name.rpartition(".")[2]
     if holder.sort == "hooks":
         return Words(
-            f"hooks are added again and again ({name})",
+            f"hooks are added in each step ({name})",
             "Add the hook once, before the loop, or call `.remove()` on the handle that "
             "registering it returns.",
         )
@@ -80,9 +78,8 @@ def words_for(holder: Holder) -> Words:
     if holder.sort in ("tensor", "array", "text"):
         what = {"tensor": "tensor", "array": "array"}.get(holder.sort, holder.holds)
         return Words(
-            f"the {what} {name} gets longer and longer",
-            "Keep the part that is needed, write the rest to a file, or begin again after each "
-            "pass.",
+            f"the {what} {name} gets longer in each step",
+            "Keep the part that is needed, write the rest to a file, or clear it after each epoch.",
         )
     return Words(
         f"the {holder.sort} {name} gains {_entries(holder)} and drops none",
@@ -97,7 +94,7 @@ def _entries(holder: Holder) -> str:
 
 
 def _same_rank(cause: Finding, effect: Finding) -> bool:
-    """Return whether an end without memory is of a rank whose memory grew. It says both."""
+    """Return whether a rank that ran out of memory is one whose memory grew."""
     return bool({*cause.ranks} & {*effect.ranks})
 
 
@@ -145,7 +142,7 @@ def memory_grows(run: Run) -> Iterator[Finding]:
 
 
 def _surely(run: Run, found: Grows) -> bool:
-    """Return whether growth without a name is no warm-up, nor that of longer batches."""
+    """Return whether growth without a known object is neither warm-up nor due to larger batches."""
     strict = growing(found.rank, MIN_UNEXPLAINED)
     records = found.rank.records.of(HoldersRecord)
     return (
@@ -181,7 +178,7 @@ def _finding(
         words, line = words_for(held.holder), held.line
         evidence.append(_evidence(held.holder))
     elif not found.rank.records.of(HoldersRecord):
-        words = words._replace(said="what holds it was not looked for")
+        words = words._replace(said="what holds it was not searched for")
     site = allocated_by(found) if found.gpu else None
     if site is not None:
         took = f"{binary_size(site.size)} in {count(site.steps, 'step')}"
@@ -219,7 +216,7 @@ def _evidence(holder: Holder) -> str:
 
 
 def _rounded(steps: int) -> int:
-    """Return a number with two digits that count."""
+    """Round a number to two significant digits."""
     digits = max(len(str(steps)) - 2, 0)
     return round(steps, -digits)
 
@@ -237,10 +234,10 @@ def worker_memory_grows(run: Run) -> Iterator[Finding]:
     """The memory of a DataLoader's workers grows as they read the data set.
 
     What it finds
-        A worker process whose memory rises. Either pages that it shared with its rank become its
-        own: to read a Python object changes its reference count, which copies its page. Then the
-        data set has a large list, tuple or dict of Python objects. Or the worker keeps what it has
-        loaded, and its memory rises evenly.
+        A worker process whose memory rises. Either it copies pages that it shared with its rank:
+        reading a Python object changes its reference count and so its page. Then the data set has
+        a large list, tuple or dict of Python objects. Or the worker keeps what it has loaded, and
+        its memory rises evenly.
 
     Why it is bad
         With 8 ranks of 8 workers a list of 2 GB becomes 128 GB, and the kernel kills a rank.

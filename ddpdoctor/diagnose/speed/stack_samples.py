@@ -20,12 +20,9 @@ from ddpdoctor.run.records.training import ProfileRecord
 from ddpdoctor.run.snapshot import Rank
 from ddpdoctor.stacks.frames import code_of
 
-MIN_SAMPLES = 12
-"""Samples that a verdict needs."""
-MIN_EXCESS = 4
-"""Samples by which a line must exceed what the others show."""
-MOSTLY = 0.6
-"""The part of a surplus that must be within one function to look for the line in there."""
+MIN_SAMPLES = 12  # Samples that a verdict needs
+MIN_EXCESS = 4  # Samples by which a line must exceed what the others show
+MOSTLY = 0.6  # The part of a surplus that must be within one function to look for the line in there
 
 _BY_RANK = re.compile(r"rank|main_process|is_main|master|chief", re.IGNORECASE)
 
@@ -35,10 +32,8 @@ class Stack:
     """A stack that was seen, and how often."""
 
     count: int
-    frames: tuple[Frame, ...]
-    """Frames of the user's code, outermost first."""
-    waits: tuple[str, str]
-    """File name and function of the innermost frame of all."""
+    frames: tuple[Frame, ...]  # Frames of the user's code, outermost first
+    waits: tuple[str, str]  # File name and function of the innermost frame of all
     letter: str
     """The state of the thread: R runs or wants to, S sleeps, D waits for a disk or device."""
 
@@ -97,20 +92,15 @@ class Profile:
 class Spot:
     """The line with a rank's surplus."""
 
-    chain: tuple[Frame, ...]
-    """The calls that lead there, outermost first, and the line itself."""
-    at: int
-    """Samples of the slow rank at the line."""
+    chain: tuple[Frame, ...]  # The calls that lead there, outermost first, and the line itself
+    at: int  # Samples of the slow rank at the line
     count: int
     """Samples of the slow rank in the function if only it was seen there, else at the line."""
     of: int
-    others: int
-    """Samples of the other ranks there."""
+    others: int  # Samples of the other ranks there
     of_others: int
-    stacks: tuple[Stack, ...]
-    """Stacks of the slow rank there."""
-    taken: int
-    """When they were sampled, in Unix nanoseconds."""
+    stacks: tuple[Stack, ...]  # Stacks of the slow rank there
+    taken: int  # When they were sampled, in Unix nanoseconds
 
     @property
     def frame(self) -> Frame:

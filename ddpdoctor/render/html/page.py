@@ -28,7 +28,7 @@ from typing import Any
 from ddpdoctor import __version__
 from ddpdoctor.core import opening
 from ddpdoctor.core.finding import Finding, Severity
-from ddpdoctor.core.formatting import count, json_text, named, shown, spans
+from ddpdoctor.core.formatting import count, json_text, named, shown, shown_json, spans
 from ddpdoctor.core.opening import integer
 from ddpdoctor.diagnose.crashes.rank_endings import endings
 from ddpdoctor.diagnose.hangs.hang_snapshot import hang_snapshot
@@ -41,11 +41,11 @@ from ddpdoctor.run import code_version, vitals
 from ddpdoctor.run.names import VITALS
 from ddpdoctor.run.records.model import DdpRecord
 from ddpdoctor.run.records.process import FaultRecord
-from ddpdoctor.run.records.supervisor import Frame, HangOverRecord, HangRecord, UnwatchedRecord
+from ddpdoctor.run.records.supervisor import Frame, UnwatchedRecord
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.step_series import PARTS, RankSeries, Series, series
 from ddpdoctor.stacks import frames as frames_module
-from ddpdoctor.stacks.frames import CUT, FOLDED, Code, Node, code_of, fold, merge, tail
+from ddpdoctor.stacks.frames import CUT, FOLDED, Code, Node, code_of_stacks, fold, merge, tail
 
 # -- collect what the HTML report shows, as JSON
 
@@ -77,7 +77,7 @@ def report_content(
     started = (integer(run.manifest, "started") or min(firsts, default=0)) / 1e9
     written = console.written_before(run)
     return {
-        "title": str(run.manifest.get("id") or run.path.name),
+        "title": run.id,
         "verdict": _verdict(run, findings, live),
         "summary": [
             *reporter.summary_lines(run),
@@ -89,7 +89,9 @@ def report_content(
         "ranks": rank_rows(run, run.last, findings, steps),
         "series": _series(steps, started),
         "vitals": vitals.vitals_curves(run.path, run.restarts[-1], started),
-        "hangs": _hang_spans(run, started),
+        "hangs": [
+            [round(each / 1e9 - started, 3) for each in (begin, end)] for begin, end in run.stalls
+        ],
         "stacks": stack_tree(run),
         "environment": environment(run),
         "gaps": list(measurement_gaps(run, steps)),
@@ -269,8 +271,7 @@ def stack_tree(run: Run) -> dict[str, Any] | None:
     if not stacks:
         return None
     merged = merge(stacks, fold)
-    frames = [frame for each in stacks for thread in each.threads for frame in thread.frames]
-    code = code_of(frames, integer(run.manifest, "started"))
+    code = code_of_stacks(stacks, integer(run.manifest, "started"))
     mains = {each.rank: main.frames for each in stacks if (main := each.main) is not None}
     troubles: dict[str, list[int]] = defaultdict(list)
     for each in merged.missing:
@@ -363,22 +364,6 @@ def _base64(values: array[Any]) -> str:
     return base64.b64encode(values.tobytes()).decode()
 
 
-def _hang_spans(run: Run, started: float) -> list[list[float]]:
-    """Return when the job made no progress: from and until, in seconds from the start."""
-    found: list[list[float]] = []
-    for each in run.supervisor:
-        if isinstance(each, HangRecord):
-            end = each.time / 1e9 - started
-            begin = end - each.seconds
-            if found and begin <= found[-1][1]:
-                found[-1][1] = end
-            else:
-                found.append([begin, end])
-        elif isinstance(each, HangOverRecord) and found:
-            found[-1][1] = each.time / 1e9 - started
-    return [[round(begin, 3), round(end, 3)] for begin, end in found]
-
-
 # -- words
 
 
@@ -390,10 +375,9 @@ def environment(run: Run) -> list[list[str]]:
     given = manifest.get("versions")
     versions = {**(given if isinstance(given, dict) else {}), **(opened.versions if opened else {})}
     hosts = sorted({rank.opened.host for rank in run.last if rank.opened.host})
-    command = manifest.get("command")
-    words = [str(word) for word in command] if isinstance(command, list) else []
+    words = run.command
     found = [
-        ("run", str(manifest.get("id") or run.path.name)),
+        ("run", run.id),
         ("records", str(run.path)),
         ("command", shlex.join(words)),
         ("directory", str(manifest.get("cwd", ""))),
@@ -451,7 +435,7 @@ def page(content: dict[str, Any]) -> str:
         "style": style,
         "script": script,
         # So that the JSON cannot end the element that it is in.
-        "data": json_text(_json_safe(content), separators=(",", ":"))
+        "data": json_text(shown_json(content, "\n\t"), separators=(",", ":"))
         .replace("<", "\\u003c")
         .replace(">", "\\u003e")
         .replace("&", "\\u0026"),
@@ -460,17 +444,6 @@ def page(content: dict[str, Any]) -> str:
     pieces = _file("page.html").split("%%")
     pieces[1::2] = [parts[name] for name in pieces[1::2]]
     return "".join(pieces)
-
-
-def _json_safe(value: Any) -> Any:
-    """Make invisible characters visible, and numbers null that JSON cannot write."""
-    if isinstance(value, str):
-        return shown(value, "\n\t")
-    if isinstance(value, dict):
-        return {shown(str(key)): _json_safe(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_json_safe(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _hash(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Records of a rank's memory: how much it holds, what holds it, and what it held when it ran out.
+"""Records of a rank's memory: its size, the objects that hold it, and its state when it ran out.
 
 Sizes are bytes, times Unix nanoseconds.
 """
@@ -17,8 +17,8 @@ class MemoryPoint(NamedTuple):
     step: int
     time: int
     host: int
-    """Private memory of the process. At most what it grew in virtual memory: pages of a buffer that
-    was allocated before, and are touched one after the other, do not count."""
+    """Private memory of the process. It rises at most as much as its virtual memory. Pages of an
+    older buffer that are touched one after the other do not count."""
     allocated: int | None = None
     """Bytes that torch's CUDA allocator has given out. None without a GPU."""
     reserved: int | None = None
@@ -28,7 +28,7 @@ class WorkerMemory(NamedTuple):
     """The memory of one of a rank's child processes. In JSON a list."""
 
     pid: int
-    own: int  # Its memory without files. Pages that it shares with its parent count.
+    own: int  # Its anonymous memory, including pages that it shares with its parent
     children: int  # Child processes of the rank
     private: int | None = None
     """Pages that it shares with no other process. Read only if its data set may be copied."""
@@ -43,8 +43,7 @@ class MemoryRecord(Record):
 
     time: int
     points: tuple[MemoryPoint, ...] = ()
-    available: int | None = None
-    """Free memory of the machine, or of the cgroup if that is less."""
+    available: int | None = None  # Free memory of the machine, or of the cgroup if that is less
     total: int | None = None  # Memory of the rank's GPU
     worker: WorkerMemory | None = None
 
@@ -65,16 +64,16 @@ class DatasetRecord(Record):
 
 
 class Holder(NamedTuple):
-    """Something that grew between two looks at what a rank holds. In JSON a list."""
+    """An object that grew between two samples of what a rank holds. In JSON a list."""
 
-    name: str  # As the code names it: ``hist``, ``self.cache``, ``model.module.seen``
+    name: str  # Its name in the code: ``hist``, ``self.cache``, ``model.module.seen``
     sort: str
     """``list``, ``dict`` or the like, ``hooks``, ``cache``, ``graph`` for a tensor with a longer
     graph, ``tensor``, ``array`` or ``text`` for a longer value."""
-    at: CodeFrame  # The frame, or module, through which it was found
+    at: CodeFrame  # The frame or module through which it was found
     size: int  # Elements, operations or bytes now
-    grew: int  # The same since the first look
-    holds: str = ""  # What its newest element is: ``Tensor``
+    grew: int  # The increase since the first sample
+    holds: str = ""  # The class of its newest element: ``Tensor``
     each: int | None = None  # Bytes of an element. None if not known, as of a graph.
     graph: bool = False  # Its newest element is a tensor with a graph
     bound: int | None = None  # Maximum number of its elements, if it has one
@@ -90,19 +89,19 @@ class Allocated(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HoldersRecord(Record):
-    """What a rank whose memory grows holds more of, by several looks."""
+    """Objects that grew on a rank whose memory grows, by several samples."""
 
     kind = "holders"
     kept = 64
 
     time: int
-    first: int  # Step of the first look
-    step: int  # Step of the newest look
-    looks: int  # Number of looks in which all of ``found`` grew
-    complete: bool = True  # All that can be reached was looked at
+    first: int  # Step of the first sample
+    step: int  # Step of the newest sample
+    looks: int  # Number of samples in which all of ``found`` grew
+    complete: bool = True  # All reachable objects were examined
     found: tuple[Holder, ...] = ()
     allocated: tuple[Allocated, ...] = ()  # Most first. Empty without a GPU.
-    cost: int = 0  # Nanoseconds that the looks took
+    cost: int = 0  # Nanoseconds that the samples took
 
 
 class Block(NamedTuple):
@@ -129,7 +128,7 @@ class AllocatorFacts(Part):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutOfMemoryRecord(Record):
-    """What a rank held when an exception said that the memory of its GPU ran out."""
+    """The memory of a rank's GPU when an exception reported that it ran out."""
 
     kind = "out_of_memory"
 

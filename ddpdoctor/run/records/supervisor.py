@@ -13,9 +13,6 @@ from typing import NamedTuple
 from ddpdoctor.run.records.base import Part, PlacedRecord, Record, dataclass
 from ddpdoctor.run.ring import Collective
 
-# -- evidence about the ranks of a job that makes no progress: stacks, activity, collectives
-
-
 # -- stacks and process states
 
 
@@ -222,9 +219,6 @@ class RankEvidence(Part):
     forgets: bool = False  # That file lacks older collectives
     timeout: int = 0
     """Nanoseconds after which the collective that it waits for times out, by that file."""
-
-
-# -- records of the supervisor. Times are Unix nanoseconds
 
 
 # -- The report of NCCL's RAS about the communicators of a job on all nodes

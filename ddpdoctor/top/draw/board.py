@@ -363,8 +363,7 @@ def _memory_text(row: RankRow) -> str:
     return ", ".join(facts.values())
 
 
-_MIN_GROWTH = 16 << 20
-"""Bytes that a rank has to gain for its slope to be shown."""
+_MIN_GROWTH = 16 << 20  # Bytes that a rank has to gain for its slope to be shown
 
 
 def _slope_text(row: RankRow, scene: Scene) -> str:
@@ -445,7 +444,7 @@ class _Board:
         self._axis = drawing.axis_end(max(totals, default=0.0))
 
     def draw(self, height: int) -> Frame:
-        """Draw at most so many lines."""
+        """Draw at most ``height`` lines."""
         header, last, legend = self._around(height)
         body = height - header - last - legend
         entries = self._entries(body)
@@ -585,7 +584,7 @@ class _Board:
         return cells
 
     def _words(self, row: RankRow) -> str:
-        """Say what there is to say of a rank that does not simply run."""
+        """Describe a rank that is not simply running. Empty for one that is."""
         room = self._bar or self._room // 2
         if row.state == "stale":
             text = row.said or f"no heartbeat for {formatting.duration(row.heartbeat)}"
