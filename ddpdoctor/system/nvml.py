@@ -873,9 +873,8 @@ class GpuPoll:
         self._stop.set()
 
     def _run(self) -> None:
-        poller = Poller()
-        due = time.monotonic()
         try:
+            poller, due = Poller(), time.monotonic()
             while not self._stop.is_set():
                 gpus = poller.read()
                 path = self._directory / file_name(str(gpus["host"]))

@@ -165,7 +165,7 @@ def test_what_is_no_recording_is_refused(tmp_path: Path, content: bytes, zipped:
     path.write_bytes(gzip.compress(content) if zipped else content)
     with pytest.raises(DoctorError, match="no recording"):
         RecordingSource(str(path))
-    with pytest.raises(DoctorError, match="there already"):
+    with pytest.raises(DoctorError, match="exists already"):
         Recording(str(path))
     with pytest.raises(DoctorError, match="cannot read"):
         RecordingSource(str(tmp_path / "none"))
