@@ -47,7 +47,7 @@ def mask(key: Any, device: torch.device) -> torch.Tensor:
 
 def watch(layer: nn.Module, device: torch.device) -> None:
     kept = torch.zeros(1024, 1024, device=device)
-    layer.register_forward_hook(lambda *_: kept.sum() and None)  # guilty: hooks
+    layer.register_forward_hook(lambda *_: None if kept.numel() else kept)  # guilty: hooks
 
 
 def leak(device: torch.device) -> None:

@@ -82,7 +82,7 @@ class Allocator:
     def __init__(self) -> None:
         self.kept = 0
         self.calls: list[Any] = []
-        self.traces: list[Any] = [[]]
+        self.traces: list[Any] = [[{}]]
 
     def _record_memory_history(self, enabled: str | None, context: str | None, stacks: str) -> None:
         self.calls.append(enabled)
@@ -117,7 +117,7 @@ def test_a_job_that_records_allocations_itself_goes_on(
     allocator: Allocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sites = torch_memory.AllocationSites("cuda:0")
-    allocator.traces = [[{}]]  # since then
+    allocator.traces = [[{}, {}]]  # since then
     sites.look()
     sites.end()
     assert allocator.calls == ["state"]

@@ -199,7 +199,8 @@ class AllocationSites:
         if not self._recording:
             return Counter()
         found = snapshot(self._device) or {}
-        if any(found.get("device_traces") or ()):
+        # This record keeps the newest event alone.
+        if any(len(each) > 1 for each in found.get("device_traces") or ()):
             self._recording = False  # the job has begun to record, and goes on
         now: Counter[Location] = Counter()
         for size, line in _active(found):
