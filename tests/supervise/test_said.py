@@ -408,12 +408,17 @@ def test_a_symptom_waits_for_its_explanation(doctor: Doctor) -> None:
 # -- the relations themselves
 
 
+DISJOINT = {("DDP401", "DDP402")}
+"""Rules that explain each other, under conditions that exclude each other: whom they blame."""
+
+
 def edges() -> dict[str, set[str]]:
     """Which rules explain which."""
     found: dict[str, set[str]] = {code: set(rule.supersedes) for code, rule in RULES.items()}
     for code, rule in RULES.items():
         for cause in rule.yields_to:
-            found.setdefault(cause, set()).add(code)
+            if (cause, code) not in DISJOINT:
+                found.setdefault(cause, set()).add(code)
     return found
 
 

@@ -156,7 +156,6 @@ PARTS: dict[str, Callable[[RunWatch], tuple[object, str]]] = {
     "the debugger": lambda made: (made._debugging, "poll"),
     "the debugger again": lambda made: (made._debugging, "check"),
     "the monitor's files": lambda made: (made._showing, "update"),
-    "the monitor's files again": lambda made: (made._showing, "news"),
     "the rank watch": lambda made: (made._ranks, "end_leftovers"),
     "the rank watch again": lambda made: (made._ranks, "follow"),
     "the GPU watch": lambda made: (made._gpus, "look_at"),

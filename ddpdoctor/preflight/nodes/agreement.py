@@ -348,7 +348,7 @@ def _setting_findings(meeting: Meeting) -> Iterator[Finding]:
             paste=typed("export {}={}", name, usual)
             if usual != "not set"
             else typed("unset {}", name),
-            about=name,
+            about=f"variable {name}",
             nodes=_others(meeting, groups),
         )
 
