@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -85,10 +85,7 @@ class Vitals:
 
     def _gpus(self) -> Iterator[GpuVitals]:
         """Read the latest values of the GPU poller."""
-        for path in self._directory.glob("gpus-*.json"):
-            found = {}
-            with contextlib.suppress(OSError, ValueError):
-                found = opening.json_object(path, _MAX_GPUS)
+        for found in _gpu_files(self._directory):
             for each in found.get("gpus", ()):
                 if "utilization" in each or "memory_used" in each:
                     yield GpuVitals(
@@ -103,6 +100,19 @@ class Vitals:
 
     def close(self) -> None:
         """Do nothing, since nothing is held."""
+
+
+def _gpu_files(directory: Path) -> Iterator[Mapping[str, Any]]:
+    """Read what the GPU poller of each node wrote last."""
+    for path in directory.glob("gpus-*.json"):
+        with contextlib.suppress(OSError, ValueError):
+            yield opening.json_object(path, _MAX_GPUS)
+
+
+def gpu_counts(directory: Path) -> dict[str, int]:
+    """Return the number of GPUs of each node that has any, by host name."""
+    found = ((str(each.get("host", "")), each.get("gpus")) for each in _gpu_files(directory))
+    return {host: len(gpus) for host, gpus in found if host and gpus and isinstance(gpus, list)}
 
 
 MAX_READ = 4 << 20

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from ddpdoctor.core.finding import Severity
@@ -57,6 +59,17 @@ def test_other_gpus_are_an_info(written: Written) -> None:
         written.rank(rank, [model], opened=opened)
     (finding,) = (each for each in written.findings() if each.code == "DDP057")
     assert finding.severity is Severity.INFO and "node2 differs" in finding.message
+
+
+def test_fewer_gpus_are_an_info(written: Written) -> None:
+    for rank, gpus in enumerate((8, 8, 4)):
+        host = f"node{rank}"
+        written.rank(rank, [], opened={"host": host, "versions": SAME})
+        file = {"format": 1, "host": host, "gpus": [{"index": at} for at in range(gpus)]}
+        (written.path / f"gpus-{host}.json").write_text(json.dumps(file))
+    (finding,) = (each for each in written.findings() if each.code == "DDP057")
+    assert finding.severity is Severity.INFO
+    assert finding.message == "the number of GPUs is not the same on all nodes: node2 differs"
 
 
 def on_node(written: Written, rank: int, **more: object) -> None:

@@ -15,6 +15,7 @@ from ddpdoctor.run import code_version
 from ddpdoctor.run.records.model import DdpRecord
 from ddpdoctor.run.records.supervisor import NodeRecord
 from ddpdoctor.run.snapshot import Rank, Run
+from ddpdoctor.run.vitals import gpu_counts
 
 CLOCK_WARN_S = 1.0
 CLOCK_FAIL_S = 10.0
@@ -83,7 +84,7 @@ def node_versions(run: Run) -> Iterator[Finding]:
         Different torch or NCCL versions (errors; a warning if torch differs only in its last
         number), different CUDA versions, NVIDIA drivers or Python minor versions, and NCCL or gloo
         variables that are not the same on every node, except those that name devices or files.
-        Different models of GPUs are an info.
+        Different models or numbers of GPUs are infos.
 
     Why it is bad
         Different NCCL versions fail with "unhandled system error" or hang. Different torch versions
@@ -117,6 +118,8 @@ def node_versions(run: Run) -> Iterator[Finding]:
     what = "the model of GPU is not the same on all nodes"
     fix = "Use the same GPUs on every node: all ranks wait for the slowest."
     yield from _differ("DDP057", Severity.INFO, what, models, fix)
+    what = "the number of GPUs is not the same on all nodes"
+    yield from _differ("DDP057", Severity.INFO, what, _gpu_counts(run, ranks), fix)
     names = sorted({name for rank in ranks for name in rank.opened.variables})
     for name in names:
         if not name.endswith(OF_EACH_NODE):
@@ -266,6 +269,16 @@ def _by_value(ranks: Sequence[Rank], value: Callable[[Rank], str]) -> dict[str, 
 
 def _gpu_model(rank: Rank) -> str:
     return next((each.device_name for each in rank.records.of(DdpRecord) if each.device_name), "")
+
+
+def _gpu_counts(run: Run, ranks: Sequence[Rank]) -> dict[str, list[str]]:
+    """Group the nodes of ranks by the number of their GPUs, as far as NVML shows it."""
+    hosts = {rank.opened.host for rank in ranks}
+    counts: dict[str, list[str]] = {}
+    for host, count in gpu_counts(run.path).items():
+        if host in hosts:
+            counts.setdefault(str(count), []).append(host)
+    return counts
 
 
 def _shortened(name: str, rank: Rank) -> str:
