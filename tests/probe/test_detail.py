@@ -398,6 +398,29 @@ def test_the_work_of_a_host_that_runs_ahead_of_its_gpu(
     assert timed.host == (2 * (20 + 2 + 1) if ahead else 0)
 
 
+def test_a_host_that_waits_for_its_gpu_after_the_forward_does_not_work(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``loss.item()`` between forward and backward waits for the all-reduce of the step before."""
+    device = Device(clock)
+    monkeypatch.setattr(torch_private, "current_stream", lambda *_: lambda: None)
+    monkeypatch.setattr(time, "time_ns", lambda: clock.now)
+    monkeypatch.setattr(Marker, "query", lambda marker: clock.now >= marker.at + 30)
+    own = CudaClock(device, device)
+    for _ in range(5):
+        for phase, took in (
+            (Phase.OTHER, 2), (Phase.FORWARD, 1), (Phase.OTHER, 40), (Phase.BACKWARD, 1),
+        ):  # fmt: skip
+            clock.now += took
+            own.charge(phase)
+        own.step_ended()
+    found = own.cut()
+    clock.now += 30
+    own.cut()
+    timed = found()
+    assert timed is not None and timed.host == 2 * (2 + 1)
+
+
 def test_a_wait_beside_the_hosts_own_work_is_none() -> None:
     step = StepRecord(step=9, backward=10, other=1, wait=14, total=25, split=True, host=22)
     assert (step.settled.wait, step.settled.other, step.settled.own) == (3, 12, 22)

@@ -128,13 +128,14 @@ class HostWork:
 
     A GPU that waits in an all-reduce delays nothing while its host has its own work to do. That
     is certain where the GPU has not passed the end of a backward when the host begins the next
-    forward: nothing between them waited for the GPU. The host's time in forward, backward and
-    optimizer may include waits for a full queue of the GPU. So at most the least of them counts.
+    forward: nothing between them waited for the GPU. What follows counts as long as that holds. The
+    host's time in forward, backward and optimizer may include waits for a full queue of the GPU. So
+    at most the least of them counts.
     """
 
     def __init__(self) -> None:
         self._backward: Any = None  # the event at the end of the last one, unless it has passed
-        self._ahead = False  # the GPU had not passed it when the host was last between phases
+        self._ahead = False  # the GPU had not passed it when the forward of this step began
         self._forward = False  # this step has had one
         self._since = 0
         self._between = self._queueing = self._sum = 0
@@ -145,25 +146,29 @@ class HostWork:
         """Note a marker that ends a phase."""
         _, event, now = mark
         took, self._since = now - self._since, now
-        if phase in (Phase.OTHER, Phase.DATA):
-            self._between += took
-            if not self._forward:
-                self._ahead = self._backward is not None and not self._backward.query()
-        elif phase == Phase.STARTING:
+        if phase == Phase.STARTING:
             self._backward = None  # the light steps end here
-        else:
+            return
+        if self._backward is not None and self._backward.query():
+            self._backward = None
+        ahead = self._backward is not None
+        if phase in (Phase.OTHER, Phase.DATA):
+            if not self._forward:
+                self._ahead = ahead
+            if ahead or not self._forward:
+                self._between += took
+        elif ahead:
             self._queueing += took
-            self._forward = self._forward or phase == Phase.FORWARD
-            if phase == Phase.BACKWARD:
-                self._backward = event
+        self._forward = self._forward or phase == Phase.FORWARD
+        if phase == Phase.BACKWARD:
+            self._backward = event
 
     def step_ended(self) -> None:
         """End a full step."""
         self._steps += 1
-        if self._steps > SETTLED and self._forward:
+        if self._steps > SETTLED and self._forward and self._ahead:
             self._least = min(self._least or self._queueing, self._queueing)
-            if self._ahead:
-                self._sum += self._between + self._least
+            self._sum += self._between + self._least
         self._between = self._queueing = 0
         self._forward = self._ahead = False
 
