@@ -127,7 +127,7 @@ def test_a_stall_is_said_and_so_is_that_it_is_over(doctor: Doctor) -> None:
     # Before torch 2.8 gloo's collectives are in no recorder.
     recorded = hasattr(torch._C._distributed_c10d, "_dump_fr_trace")
     assert all(bool(each["flight"]) == recorded for each in told["ranks"])
-    assert all(bool(each["flight_trouble"]) != recorded for each in told["ranks"])
+    assert all(bool(each.get("flight_trouble")) != recorded for each in told["ranks"])
 
 
 @pytest.mark.slow
@@ -191,9 +191,10 @@ def test_native_frames_of_the_rank_that_is_to_blame(doctor: Doctor, ends: bool) 
     assert (result.status == 4) == ends
     guilty = of_rank_1(1)
     if not ends:
-        assert (guilty["native"], guilty["note"]) == (of_rank_1(2)["native"], of_rank_1(2)["note"])
+        parts = ("native", "note")
+        assert [guilty.get(each) for each in parts] == [of_rank_1(2).get(each) for each in parts]
     evidence = result.ours
-    if guilty["native"]:
+    if guilty.get("native"):
         assert "evidence: native frames of rank 1: " in evidence
         assert any("mutex_lock" in frame for frame in guilty["native"])
     else:
