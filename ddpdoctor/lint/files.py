@@ -1,4 +1,4 @@
-"""Find and read the files to check: Python, the cells of notebooks, and launch files."""
+"""Find and read the files to check: Python files, notebooks and launch files."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def _is_without_torchrun(code: Code, node: ast.AST) -> bool:
 
 
 def _name_of(code: Code, node: ast.expr) -> str:
-    """Return the variable, function or name that a number comes from."""
+    """Return the variable or function that gives a number."""
     said = variable(code, node)
     if said:
         return said

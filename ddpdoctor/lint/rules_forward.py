@@ -111,7 +111,7 @@ def _is_helper(call: ast.Call) -> bool:
 
 
 def _made_of(code: Code, block: ast.AST, loss: ast.Call) -> set[int]:
-    """Return the ids of the calls that a loss is made of in a block."""
+    """Return the ids of the calls in a block that compute a loss."""
     receiver = loss.func.value if isinstance(loss.func, ast.Attribute) else loss
     queue: list[ast.expr] = [receiver]
     found: set[int] = set()

@@ -263,13 +263,13 @@ class Looks:
             self._series = MAX_SERIES
 
     def _look_at_sites(self) -> None:
-        """Find the lines whose allocations since the last look stay."""
+        """Find the lines whose allocations since the last look were not freed."""
         at, self._at = self._at, self._state.tracker.steps
         if self._sites is None:
             return
         steps = self._at - at
         found = [Allocated(*each, steps) for each in self._sites.look().most_common(MAX_SITES)]
-        # A line whose blocks are freed a little later may seem to keep some once.
+        # Blocks that are freed a few steps later appear in one look only.
         lines = {each.line for each in self._allocated}
         kept = [each for each in found if not lines or each.line in lines]
         self._allocated = tuple(kept)

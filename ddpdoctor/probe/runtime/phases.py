@@ -124,7 +124,7 @@ class _Pending:
 
 
 class HostWork:
-    """How long the host works in steps in which it runs ahead of the GPU.
+    """Measure the host's own work in steps in which it runs ahead of the GPU.
 
     A GPU that waits in an all-reduce delays nothing while its host has its own work to do. That
     is certain where the GPU has not passed the end of a backward when the host begins the next

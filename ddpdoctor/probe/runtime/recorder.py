@@ -142,7 +142,7 @@ class Recorder:
             self._queue.append(record)
 
     def add_now(self, record: Record, flush: bool = True) -> None:
-        """Write a record now, and with ``flush`` the queue if the writing thread is not writing.
+        """Write a record now. With ``flush`` write the queue, too, unless the thread is writing it.
 
         For the reasons of an end, as native code may end the process the next moment. It takes a
         system call, too much for every step.

@@ -180,7 +180,7 @@ def blocks_of(found: Any) -> tuple[tuple[Block, ...], int | None, bool]:
 
 
 class AllocationSites:
-    """The lines whose allocations stay, by torch's record of allocations (2.1 to 2.15).
+    """Find the lines whose allocations are not freed, by torch's memory history (2.1 to 2.15).
 
     Torch notes the Python stack of each allocation while it records, which takes it 10 to 20 us.
     If the job records allocations itself, or torch cannot, nothing is known.
@@ -195,13 +195,13 @@ class AllocationSites:
         self._recording = _record_history("state")
 
     def look(self) -> Counter[Location]:
-        """Return for each line the bytes that it allocated and that stayed since the last look."""
+        """Return the bytes that each line allocated since the last look and that were not freed."""
         if not self._recording:
             return Counter()
         found = snapshot(self._device) or {}
-        # This record keeps the newest event alone.
+        # A history that was begun here has one event at most.
         if any(len(each) > 1 for each in found.get("device_traces") or ()):
-            self._recording = False  # the job has begun to record, and goes on
+            self._recording = False  # the job has begun its own, which must go on
         now: Counter[Location] = Counter()
         for size, line in _active(found):
             if line is not None:
@@ -210,7 +210,7 @@ class AllocationSites:
         return now - before if before is not None else Counter()
 
     def end(self) -> None:
-        """Record no more. Blocks keep their stacks."""
+        """Stop recording. Blocks keep their stacks."""
         if self._recording:
             self._recording = False
             _record_history(None)

@@ -60,7 +60,7 @@ class StepRecord(Record):
 
     @property
     def settled(self) -> StepRecord:
-        """The step without a GPU's wait that delays nothing, because its host was busy.
+        """The step without GPU waits that delayed nothing because the host was busy.
 
         The GPU of a rank whose steps begin earlier waits in each all-reduce. If all hosts work as
         long as the step takes, none would be faster without that wait.
