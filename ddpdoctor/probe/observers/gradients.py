@@ -67,9 +67,7 @@ NO_BACKWARD = "no backward"
 OUTSIDE = "outside"
 """The cause if parameters belong to no DDP module."""
 
-MAX_CONSTANT_LOSSES = (
-    16  # maximum number of recorded backwards of losses that depend on no parameter
-)
+MAX_CONSTANT_LOSSES = 16  # maximum number of records
 MEASURED = 4  # maximum number of parameters whose norms are in a record
 DENSE_UNREDUCED = 10  # first measurements of each kind of unreduced gradient; then powers of two
 MAX_UNREDUCED = 256  # the last measurement
