@@ -1,8 +1,8 @@
 """Follow names through the files of a program, to find what an expression may be.
 
-The reading does not run anything and does not follow the order of statements. `origins` returns
-where the values of an expression come from: through names, attributes, parameters, tuples, keyword
-dictionaries and returns of functions, within one file and through imports of the other files.
+Nothing is run, and the order of statements does not matter. `origins` returns where the values of
+an expression come from: through names, attributes, parameters, tuples, keyword dictionaries and
+returns of functions, within one file and through imports of other files.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Code:
 
     def __post_init__(self) -> None:
         self.nodes.append(self.tree)
-        # The list grows: what a node holds is behind it.
+        # The list grows during the loop: children are appended to it.
         for node in self.nodes:
             children = self._children[node] = _parts(node)
             for child in children:
@@ -281,8 +281,8 @@ class Code:
     def is_torch(self, call: ast.AST, *names: str) -> bool:
         """Return whether a call is of one of torch's functions or classes, by its last name.
 
-        Names that come from elsewhere, such as apex's, are not torch's. Of what is imported by a
-        star or from the program's own files, the name decides.
+        Names of other packages, such as apex, are not torch's. A name from a star import or a
+        relative import counts as torch's.
         """
         if not isinstance(call, ast.Call) or (
             last_name(call.func) not in names and not isinstance(call.func, ast.Name)
@@ -330,7 +330,7 @@ class Code:
         """Return whether a condition differs between ranks. False if that is not known."""
         known = self._discerned.get(test)
         if known is None:
-            # What a function makes of a rank is not known, and may be the same on all.
+            # The result of a function of a rank is unknown, and may be equal on all ranks.
             made = any(
                 isinstance(each, ast.Call)
                 and each.args
@@ -355,7 +355,7 @@ class Code:
 
     @cached_property
     def _own_words(self) -> Words:
-        """Names that the file itself sets to a rank or to a condition on it."""
+        """Names that this file sets to a rank or to a condition on it."""
         found = words_of(self.nodes)
         if not found.numbers and not found.conditions:
             return found
@@ -364,7 +364,7 @@ class Code:
             made[name] += [each.value for each in items]
         for name, items in self._attributes.items():
             made[name] += [each.value for each in items]
-        # What takes arguments decides by more than the rank.
+        # A function with arguments depends on more than the rank.
         returned = {
             name
             for name, functions in self.functions.items()
@@ -375,7 +375,7 @@ class Code:
             for name in found.numbers
             if name in returned or (made[name] and all(map(_is_number_of_rank, made[name])))
         }
-        # A tensor that is made of the rank may be reduced before it decides.
+        # A tensor computed from the rank may be reduced before it is tested.
         conditions = {
             name
             for name in found.conditions
@@ -409,7 +409,7 @@ class Code:
     def _of_attribute(self, node: ast.Attribute) -> Iterator[tuple[Code, Item]]:
         for code in self.program.codes:
             for item in code._attributes.get(node.attr, ()):
-                # Another class's attribute of that name is another thing.
+                # An attribute of the same name in another class is a different one.
                 mine = self.owner(node) if last_name(node.value) == "self" else None
                 theirs = code.owner(item.node)
                 if mine is None or theirs is None or mine is theirs or code is not self:
@@ -711,7 +711,7 @@ _COMMON_METHODS = frozenset(("step", "forward", "get", "update", "close", "run",
 
 
 def _is_number_of_rank(value: ast.expr) -> bool:
-    """Return whether an expression is a rank, or a parameter's default, and not made of one."""
+    """Return whether an expression is a rank or a parameter's default, not computed from one."""
     while isinstance(value, ast.Call) and last_name(value.func) in ("int", "str") and value.args:
         value = value.args[0]
     if isinstance(value, ast.Call):
@@ -815,8 +815,8 @@ def targets_of(node: ast.AST) -> list[ast.expr]:
 def guards(code: Code, node: ast.AST) -> list[tuple[ast.AST, bool]]:
     """Return the conditions on the rank that decide whether a node runs, innermost first.
 
-    Each has whether the node runs where the condition is true. Conditions above the node that leave
-    its block count as well.
+    Each comes with whether the node runs if the condition is true. Conditions above the node that
+    leave its block count as well.
     """
     found: list[tuple[ast.AST, bool]] = []
     if not code.rank_conditions:
@@ -871,7 +871,7 @@ def _left_above(code: Code, parent: ast.AST, inner: ast.stmt) -> list[tuple[ast.
                 if isinstance(each, ast.If)
                 and isinstance(each.body[-1], _LEAVING)
                 and code.discerns(each.test)
-                # A `continue` that depends on more than the rank lets a later round get there.
+                # A `continue` that depends on more than the rank may let a later round reach it.
                 and (
                     isinstance(each.body[-1], (ast.Return, ast.Raise))
                     or by_rank_alone(each.test, code.words)
@@ -883,7 +883,7 @@ def _left_above(code: Code, parent: ast.AST, inner: ast.stmt) -> list[tuple[ast.
 def is_guarded(code: Code, node: ast.AST, depth: int = 4) -> bool:
     """Return whether some ranks may not run a node, by its own conditions or those of its callers.
 
-    Conditions that only look like it count too, so that rules can be silent about them.
+    Conditions that only look like conditions on the rank count as well, to avoid false alarms.
     """
     if guards(code, node) or _seems_guarded(code, node):
         return True
@@ -959,7 +959,7 @@ def is_quiet(node: ast.With | ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 
 def without_gradients(code: Code, node: ast.AST) -> bool:
-    """Return whether something around a node switches gradients off."""
+    """Return whether a block or function around a node switches gradients off."""
     for each in code.above(node):
         if isinstance(each, ast.With) and is_quiet(each):
             return True

@@ -199,7 +199,7 @@ def _forward_of(code: Code, call: ast.Call) -> tuple[Code, ast.Call] | None:
             own = isinstance(each.func, ast.Attribute) and _certainly_ddp(other, each.func, each)
             if not own and not (isinstance(each.func, ast.Name) and each.func.id in passed):
                 continue
-            # A function may take the module out of a wrapper first.
+            # A function may unwrap the module first.
             if not guards(other, each) and not other.binds(function, last_name(each.func)):
                 quiet = without_gradients(code, call)
                 return (code, call) if quiet else (other, each)
@@ -267,7 +267,7 @@ def _makes_ddp(code: Code, value: ast.expr) -> bool:
 
 @rule("DDP403", Severity.ERROR)
 def skipped_on_one_rank(code: Code) -> Iterator[Hit]:
-    """Find steps that a rank skips by what its loss or batch is."""
+    """Find steps that one rank skips because of the loss or batch that it has."""
     if not code.program.wraps:
         return
     for node in code.nodes:
@@ -364,7 +364,7 @@ def _left(code: Code, node: ast.Break) -> Iterator[Hit]:
     if not loops or not isinstance(condition, ast.If) or condition not in code.within(loops[0]):
         return
     inside = code.within(loops[0])
-    # A value that is sent may be the same on all ranks, and others may leave by a way of their own.
+    # A communicated value may be equal on all ranks, and other ranks may leave elsewhere.
     agrees = any(
         isinstance(each, ast.Call) and last_name(each.func) in _AGREES - {"barrier"}
         for each in inside
@@ -407,7 +407,7 @@ def _trains(code: Code, loop: ast.AST) -> bool:
 
 
 def _is_reduced(code: Code, loop: ast.AST, node: ast.If) -> bool:
-    """Return whether a call above a condition may make it equal on all ranks."""
+    """Return whether a call above a condition may make its result equal on all ranks."""
     for each in code.within(loop):
         if isinstance(each, ast.Call) and each.lineno <= node.lineno:
             name = last_name(each.func).lower()
@@ -424,8 +424,7 @@ def swallowed_exception(code: Code) -> Iterator[Hit]:
         ``try`` around a backward with an ``except`` that passes or continues.
 
     Why it is bad
-        This rank skips a backward, the others wait for its gradients, or pair it with the
-        next one.
+        This rank skips a backward. The others wait for its gradients, or pair it with its next one.
 
     How to fix it
         Let it fail on all ranks, or agree on it with ``all_reduce`` before the backward.
@@ -498,8 +497,8 @@ def name_of_some_ranks(code: Code) -> Iterator[Hit]:
                 writer.close()
 
     When it stays silent
-        Names that another branch, a loop or an import sets, and reads under any condition that
-        names the rank or the name itself.
+        If another branch, a loop or an import sets the name, and for reads under a condition that
+        mentions the rank or the name itself.
     """
     yield from _none_elsewhere(code)
     for scope in (each for each in code.nodes if isinstance(each, (*FUNCTIONS, ast.Module))):
@@ -609,7 +608,7 @@ def unguarded_writer(code: Code) -> Iterator[Hit]:
         ``SummaryWriter`` or ``wandb.init`` without a condition on the rank.
 
     Why it is bad
-        As many runs as ranks in the tracker, with mixed curves.
+        The tracker shows as many runs as there are ranks, with mixed curves.
 
     How to fix it
         Open it on rank 0 alone.
@@ -621,7 +620,7 @@ def unguarded_writer(code: Code) -> Iterator[Hit]:
             writer = SummaryWriter("runs") if dist.get_rank() == 0 else None
 
     When it stays silent
-        Names with the rank in them.
+        If the call mentions the rank.
     """
     if not code.program.wraps:
         return

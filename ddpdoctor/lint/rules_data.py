@@ -87,7 +87,7 @@ def _is_dropped(code: Code, call: ast.Call) -> bool:
     while isinstance(parent, (ast.IfExp, ast.BoolOp)):
         parent = code.parents[parent]
     if isinstance(parent, ast.Expr):
-        # Where the loader has another one, this one is only tried.
+        # If a loader has another sampler, this one is only an experiment.
         loaders = code.calls_of("DataLoader")
         return code.program.uses("backward") and not any(
             _sampler_of(code, each) for each in loaders
@@ -102,7 +102,7 @@ def _is_dropped(code: Code, call: ast.Call) -> bool:
     codes = [code] if isinstance(target, ast.Name) else code.program.codes
     scope = code.scope(target) if isinstance(target, ast.Name) else None
     if isinstance(scope, ast.Module) or name in _outer_names(code, target):
-        # Other files may take it from here.
+        # Other files may import it.
         codes = code.program.codes
         scope = None
     for each in codes:
@@ -115,7 +115,7 @@ def _is_dropped(code: Code, call: ast.Call) -> bool:
                 continue
             if not _only_asks(each, load):
                 return False
-    # In a file that makes no loader, another one takes it.
+    # If this file creates no loader, another file uses the sampler.
     return bool(code.calls_of("DataLoader"))
 
 
@@ -183,7 +183,7 @@ def unsharded_loader(code: Code) -> Iterator[Hit]:
 
 
 def _divides_by_hand(code: Code) -> bool:
-    """Return whether the program may divide the data itself: by slices, splits or streams."""
+    """Return whether the program may divide the data itself, by slices, splits or streams."""
     for each in code.program.codes:
         if {"IterableDataset", "random_split", "split_dataset_by_node", "shard", "chunk"} & {
             *each.imports,
@@ -251,7 +251,7 @@ def _is_unsharded(origin: Origin) -> bool:
             if names & set(_SYNTHETIC) or "Fake" in last_name(node.func):
                 return False
             if last_name(node.func) in each.code.classes and not node.args and not node.keywords:
-                # Data that the code makes up itself.
+                # Synthetic data.
                 return False
         elif isinstance(node, (ast.Subscript, ast.ListComp)):
             return False
@@ -259,7 +259,7 @@ def _is_unsharded(origin: Origin) -> bool:
 
 
 _OWN_LOADERS = frozenset(("deepspeed", "horovod", "colossalai", "megatron", "fairseq"))
-"""Frameworks that take the program's own loaders as they are."""
+"""Frameworks that use the program's own loaders unchanged."""
 
 
 @rule("DDP103", Severity.WARNING, moot=_ALL - _OWN_LOADERS)
@@ -286,7 +286,7 @@ def _feeds_epochs(code: Code, sampler: ast.Call) -> bool:
                 if _trains(code, node) or (yields and code.program.uses("backward")):
                     return True
         elif isinstance(node, ast.Call) and last_name(node.func) == "iter" and node.args:
-            # Its items come by `next` in an inner loop.
+            # An inner loop takes the batches with `next`.
             loops = code.loops(node)
             trains = bool(loops) and _many(code, loops[-1]) and _trains(code, loops[-1])
             if trains and _is_over(code, node.args[0], sampler):
@@ -314,7 +314,7 @@ def _has_epoch(code: Code, sampler: ast.Call) -> bool:
             isinstance(node, ast.Constant) and node.value == "set_epoch" for node in each.nodes
         )
         if named and not calls:
-            # Taken without a call, or by `getattr`.
+            # The method is passed on, or found by `getattr`.
             return True
     return False
 
@@ -374,7 +374,7 @@ def misplaced_set_epoch(code: Code) -> Iterator[Hit]:
         is iterated in several epochs, or which runs for each batch.
 
     Why it is bad
-        The epochs repeat the same order, or take the next one's number an epoch late.
+        All epochs have the same order, or the new order comes one epoch late.
 
     How to fix it
         Call it first in the epoch loop, with the loop's variable.
@@ -400,7 +400,7 @@ def misplaced_set_epoch(code: Code) -> Iterator[Hit]:
         loops = code.loops(call)
         if _is_constant(code, argument) and any(_many(code, each) for each in loops):
             if any(_counts(code, each) for each in code.called(loops[-1], "set_epoch")):
-                # Set back for an evaluation.
+                # It is reset for an evaluation.
                 continue
             yield Hit(
                 call,
@@ -446,7 +446,7 @@ def _is_constant(code: Code, node: ast.expr) -> bool:
 def wrong_rank(code: Code) -> Iterator[Hit]:
     """Find samplers that get the local rank together with the world size."""
     if code.program.uses("spawn"):
-        # On one node both are the same.
+        # On one node both are equal.
         return
     for call in code.calls_of("DistributedSampler"):
         rank, count = keyword(call, "rank", 2), keyword(call, "num_replicas", 1)
@@ -648,7 +648,7 @@ def download_race(code: Code) -> Iterator[Hit]:
 
 @rule("DDP106", Severity.WARNING, moot=_ALL)
 def shard_not_reduced(code: Code) -> Iterator[Hit]:
-    """Find metrics of a shard that are divided by the length of the whole data set."""
+    """Find metrics of one shard that are used as if they covered the whole data set."""
     if code.program.uses(*_REDUCES):
         return
     for loop in (node for node in code.nodes if isinstance(node, ast.For)):
@@ -832,7 +832,7 @@ def load_without_map_location(code: Code) -> Iterator[Hit]:
 
 
 def _is_checkpoint(path: list[ast.expr]) -> bool:
-    """Return whether the name of a path says that a job resumes from it."""
+    """Return whether a path's name shows that a job resumes from it."""
     words = (last_name(one).lower() for each in path for one in ast.walk(each))
     return any(word.startswith(("resume", "snapshot")) for word in words)
 
@@ -855,7 +855,7 @@ def _feeds_model(code: Code, call: ast.Call) -> bool:
                 made = [one.node for one in each.origins(inner)] + [argument]
                 if any(call in ast.walk(one) for one in made):
                     return True
-    # Or its keys are renamed in a loop.
+    # A loop may rename its keys.
     statement, function = code.statement(call), code.function(call)
     name = last_name(statement.targets[0]) if isinstance(statement, ast.Assign) else ""
     weights = any(word in name for word in ("state", "weight", "ckpt", "checkpoint", "pretrain"))
@@ -871,7 +871,7 @@ def load_before_barrier(code: Code) -> Iterator[Hit]:
         same function, and no barrier or other collective between them.
 
     Why it is bad
-        The other ranks read the file before it is there, or half of it.
+        The other ranks read the file before it exists, or while it is incomplete.
 
     How to fix it
         Call ``dist.barrier()`` between them.
@@ -888,7 +888,7 @@ def load_before_barrier(code: Code) -> Iterator[Hit]:
             model.load_state_dict(torch.load(path))
 
     When it stays silent
-        Paths that differ in their source.
+        If the two calls write the path differently.
     """
     saves = [
         each
