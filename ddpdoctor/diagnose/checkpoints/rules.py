@@ -30,7 +30,7 @@ _UNEXPECTED = re.compile(r"Unexpected key\(s\) in state_dict: ([^\n]+)")
 _KEY = re.compile(r"\"([^\"]+)\"")
 _PREFIX = "module."
 
-MIN_PREFIXED = 0.8  # The part of the names that must differ by the prefix alone
+MIN_PREFIXED = 0.8  # Minimum ratio of names that differ only by the prefix
 
 _HOLDS = {
     "wrapped": (
@@ -46,7 +46,7 @@ _HOLDS = {
         "it can be read only with the same sources at hand, and weights_only=False",
     ),
 }
-"""What a checkpoint holds that it should not, as the probe reports it, and what that means."""
+"""Wrong content of a checkpoint by the probe's name: a description, and the consequence."""
 
 
 _Writers = list[tuple[Rank, SaveRecord]]
@@ -162,7 +162,7 @@ def save_wrapped_state(run: Run) -> Iterator[Finding]:
         yield _refused(run, cause, *names)
         proven = names[1].startswith(_PREFIX)
     else:
-        # A load that the job survived may have skipped all names.
+        # The job survived the failed load. It may have skipped all names.
         proven = any(
             record.prefix == _PREFIX and record.of == "checkpoint"
             for rank in run.last
@@ -297,7 +297,7 @@ def checkpoint_not_applied(run: Run) -> Iterator[Finding]:
 
 
 def _not_applied(rank: Rank) -> Iterator[NotAppliedRecord]:
-    """Yield the loads that applied little and were not followed by one that did."""
+    """Yield the loads that applied little and that no better load followed."""
     good = {record.number for record in rank.records.of(AppliedRecord)}
     loads = rank.records.of(NotAppliedRecord) if rank.watched(AppliedRecord) else ()
     return (each for each in loads if each.number not in good)
@@ -328,7 +328,7 @@ class _ForeignMemory:
     rank: Rank
     held: HeldMemory
     owners: tuple[int, ...]
-    load: GpuLoadRecord | None  # The first load that put something there
+    load: GpuLoadRecord | None  # The first load that put a tensor there
 
     @property
     def gpu(self) -> str:
@@ -422,7 +422,7 @@ def _foreign_memory(run: Run) -> Iterator[_ForeignMemory]:
                 held[each.rank][same_uuid(each.device_uuid)] = each
         for number, gpus in sorted(held.items()):
             own = owned.get(number, set())
-            # A process that is not seen on the rank's own GPU may only share its pid.
+            # A process that does not appear on the rank's own GPU may only share its pid.
             if not own & gpus.keys():
                 continue
             for uuid in sorted(gpus.keys() - own):
@@ -433,7 +433,7 @@ def _foreign_memory(run: Run) -> Iterator[_ForeignMemory]:
 
 
 def _first_load(rank: Rank, uuid: str, before: int) -> GpuLoadRecord | None:
-    """Return the first load that put something on a GPU."""
+    """Return the first load that put a tensor on a GPU."""
     return next(
         (
             record

@@ -1,7 +1,7 @@
 """Rules for jobs that hang (DDP801, DDP802, DDP805 to DDP815): which rank is missing, and why.
 
-One function judges the newest examination (`Run.hang`) and yields the findings of all codes but
-DDP801, those of differing collectives (DDP401, DDP803, DDP804) included.
+One function judges the newest examination (`Run.hang`) and yields the findings of all codes except
+DDP801, including those of differing collectives (DDP401, DDP803, DDP804).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def left_early(run: Run) -> Iterator[Finding]:
 
 
 def _leavers(run: Run) -> Iterator[tuple[Rank, list[Rank]]]:
-    """Yield each rank that finished while others need it, with these."""
+    """Yield each rank that finished while others need it, with the others."""
     ranks = run.last
     if _is_explained(run):
         return
@@ -110,14 +110,14 @@ def _leavers(run: Run) -> Iterator[tuple[Rank, list[Rank]]]:
 def _without_evaluations(run: Run, wanting: list[Rank]) -> list[Rank]:
     """Drop ranks whose evaluation waits for ranks that never evaluate, which DDP402 reports.
 
-    No relation between the rules does this, since only some ranks may be in an evaluation.
+    A relation between the rules cannot express this, since only some ranks may be in an evaluation.
     """
     alone = {each for group in alone_evaluating(run) for each in group} if wanting else set()
     return [rank for rank in wanting if rank.rank not in alone]
 
 
 def _alone_behind(leaver: Rank, wanting: list[Rank]) -> Finding | None:
-    """Report a collective under a condition on the rank, called after as many steps (DDP401)."""
+    """Report a collective under a condition on the rank after an equal number of steps (DDP401)."""
     count = _armed(leaver)
     if any(_armed(rank) > count or _phase(rank) != Phase.WAIT.label for rank in wanting):
         return None
@@ -171,7 +171,7 @@ def _finding(run: Run, leaver: Rank, wanting: list[Rank]) -> Finding:
 
 
 def _ended_well(run: Run, rank: Rank) -> bool:
-    """Return whether the rank reported no failure. Its exit status may not be known yet."""
+    """Return whether the rank reported no failure. Its exit status may still be unknown."""
     if any(call.status for call in rank.records.of(ExitRecord)) or rank.records.of(ErrorRecord):
         return False
     stopped = run.stopped_at
@@ -179,26 +179,26 @@ def _ended_well(run: Run, rank: Rank) -> bool:
 
 
 def _armed(rank: Rank) -> int:
-    """Return how many synchronized forwards it has begun."""
+    """Return the number of synchronized forwards that the rank has begun."""
     if rank.ended is not None:
         return rank.ended.armed
     return rank.status.armed if rank.status is not None else 0
 
 
 def _wants_more(rank: Rank, count: int, run: Run, failed: bool) -> bool:
-    """Return whether the rank needs, or needed when it failed, a peer that left after ``count``."""
+    """Return whether the rank needs, or needed at its failure, a peer that left after ``count``."""
     status, last = rank.status, last_phase(rank)
     if status is None or last is None:
         return False
     phase, armed = last.label, status.armed
     error = rank.records.first(ErrorRecord)
     if error is not None:
-        # The status page moved on until the process was gone.
+        # The status page was updated until the process ended.
         phase, armed = error.phase, error.armed
     elif not failed and (run.exit_status is not None or run.waits_for(rank) < PATIENCE):
         return False
     if failed and error is not None and phase == Phase.FORWARD.label:
-        # In its forward DDP broadcasts buffers, and once the order of its buckets.
+        # DDP's forward broadcasts buffers, and once the order of the buckets.
         return armed >= count
     behind = phase == Phase.BACKWARD.label or seen_waiting(run, rank.rank)
     return (armed > count and behind) or (armed >= count and phase == Phase.WAIT.label)
@@ -211,7 +211,7 @@ def _shares(one: Rank, other: Rank) -> bool:
 
 
 def _wish(rank: Rank) -> str:
-    """Say what the rank needed: ``waits in backward of step 25 (train.py:28)``."""
+    """Describe the rank's wait: ``waits in backward of step 25 (train.py:28)``."""
     error = rank.records.first(ErrorRecord)
     if error is not None:
         place = f" ({error.location})" if error.location is not None else ""
@@ -227,7 +227,7 @@ def _wish(rank: Rank) -> str:
 
 
 def stands_still(run: Run) -> Iterator[Finding]:
-    """Judge a hang, and collectives that differ between ranks whether or not the job hangs."""
+    """Judge a hang, and collectives that differ between ranks even without a hang."""
     if _is_explained(run):
         return
     mismatch = ring_mismatch(run)
@@ -235,7 +235,7 @@ def stands_still(run: Run) -> Iterator[Finding]:
     hung = diagnose(still, mismatch is not None) if still is not None else []
     late = outlasted(run)
     if late is not None and all(each.severity < Severity.ERROR for each in hung):
-        # An examination before that may have found that it works, which is a warning.
+        # An earlier examination may have found that it works, which is a warning.
         hung = [late]
     yield from hung
     known = {each.code for each in hung}
@@ -253,16 +253,16 @@ def stands_still(run: Run) -> Iterator[Finding]:
 
 
 def _is_explained(run: Run) -> bool:
-    """Return whether a rank raised, or reduced nothing, before: DDP901 or DDP305 reports that.
+    """Return whether an earlier exception or missing reduction explains it (DDP901, DDP305).
 
-    Relations between the rules cannot: the ends of jobs, which have these codes, too, follow from
-    standstills.
+    Relations between the rules cannot express this: ends of jobs have these codes as well, and
+    follow from standstills.
     """
     return raised_before_a_wait(run) is not None or any(constant_losses(run))
 
 
 def _lapses(finding: Finding, run: Run) -> Lapsed | None:
-    """Withdraw a wait at the end only if it was a shutdown: that may have been slow."""
+    """Withdraw a wait at the end only if it was a shutdown, which may have been slow."""
     return hang(finding, run) if NEVER_ENDS in finding.message else None
 
 
@@ -585,17 +585,17 @@ class DoesNotEnd:
 
 _OWN_WORK = (Phase.OTHER, Phase.STARTING, Phase.DATA, Phase.FORWARD, Phase.OPTIMIZER)
 
-MIN_SHARE = 0.5  # Share of the timeout that a rank must have spent on the same work
+MIN_SHARE = 0.5  # Minimum ratio of the timeout that a rank spent on the same work
 
 
 def outlasted(run: Run) -> Finding | None:
     """Report ranks that were at their own work while a collective of the others timed out (DDP802).
 
-    Only ranks count whose status page shows that they called nothing since: they were in one phase,
-    or outside of all, from before the timeout ran until the other ranks gave up.
+    The status page must show that the rank made no calls: it was in one phase, or outside of all,
+    from before the timeout began until the other ranks gave up.
     """
     restart = run.restarts[-1]
-    # A rank that its launcher stopped may be dated too early, by its last sign of life.
+    # The end of a rank stopped by its launcher may be dated too early, by its last sign of life.
     victims = (each for each in endings(run, restart) if each.victim and not each.stopped)
     first = next(victims, None)
     if first is None or first.kind != "exception" or first_failure(run, restart) is not None:
@@ -614,7 +614,7 @@ def outlasted(run: Run) -> Finding | None:
 
 
 def _worked(rank: Rank, until: int, timeout: int) -> bool:
-    """Return whether a rank did its own work for most of a timeout, in milliseconds."""
+    """Return whether a rank did its own work for most of a timeout, given in milliseconds."""
     status = rank.status
     if status is None or rank.ended is not None or status.phase not in _OWN_WORK:
         return False
@@ -624,7 +624,7 @@ def _worked(rank: Rank, until: int, timeout: int) -> bool:
 
 
 def _work_place(rank: Rank) -> Location | None:
-    """Return the line of a rank's work: the innermost one that all samples of it share."""
+    """Return the line of a rank's work: the innermost line in all samples."""
     status = rank.status
     if status is None:
         return None
