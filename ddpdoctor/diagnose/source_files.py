@@ -30,7 +30,7 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 T = TypeVar("T")
 Loop: TypeAlias = "ast.For | ast.AsyncFor | ast.While"
-_LOOPS = (ast.For, ast.AsyncFor, ast.While)
+LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _SCOPES = (*FUNCTIONS, ast.Lambda, ast.ClassDef)
 
 
@@ -161,12 +161,12 @@ class Source:
     def around(self, line: int) -> list[Loop]:
         """Return the loops of one function whose body holds a line, innermost first."""
         return [
-            node for node in self._enclosing(line) if isinstance(node, _LOOPS) and holds(node, line)
+            node for node in self._enclosing(line) if isinstance(node, LOOPS) and holds(node, line)
         ]
 
     def loop_at(self, line: int) -> Loop | None:
         """Return the loop that begins at a line."""
-        loops = (node for node in self._nodes if isinstance(node, _LOOPS))
+        loops = (node for node in self._nodes if isinstance(node, LOOPS))
         return next((each for each in loops if each.lineno == line), None)
 
     def leaves(self, line: int, loop: Loop) -> bool:
@@ -307,7 +307,7 @@ class Source:
         assigned: set[str] = set()
         node = statement if isinstance(statement, ast.While) else self._loop_of(statement)
         while node is not None:
-            assert isinstance(node, _LOOPS)
+            assert isinstance(node, LOOPS)
             set_here = {
                 each.id
                 for each in walk_scope(node.body)
@@ -325,7 +325,7 @@ class Source:
         inner, outer = node, self._parents.get(node)
         while outer is not None:
             # In a loop's `else` it refers to the loop around that one.
-            if isinstance(outer, _LOOPS) and inner not in outer.orelse:
+            if isinstance(outer, LOOPS) and inner not in outer.orelse:
                 return outer
             inner, outer = outer, self._parents.get(outer)
         return None

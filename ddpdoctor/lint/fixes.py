@@ -15,8 +15,10 @@ from typing import NamedTuple
 
 from ddpdoctor.core import opening
 from ddpdoctor.diagnose.source_files import last_name
+from ddpdoctor.lint.calls import keyword
+from ddpdoctor.lint.conditions import guards
 from ddpdoctor.lint.files import MAX_SIZE
-from ddpdoctor.lint.program import Code, guards, keyword
+from ddpdoctor.lint.program import Code
 from ddpdoctor.lint.rules import Hit
 
 

@@ -7,20 +7,11 @@ import re
 from collections.abc import Iterator
 
 from ddpdoctor.core.finding import Severity
-from ddpdoctor.diagnose.source_files import FUNCTIONS, allowed, last_name
-from ddpdoctor.lint.program import (
-    LOOPS,
-    Code,
-    argument_of,
-    calls_in,
-    guards,
-    is_guarded,
-    keyword,
-    parameters_of,
-    targets_of,
-    under,
-    without_gradients,
-)
+from ddpdoctor.diagnose.source_files import FUNCTIONS, LOOPS, allowed, last_name
+from ddpdoctor.lint.calls import argument_of, calls_in, keyword, parameters_of, targets_of
+from ddpdoctor.lint.conditions import guards, in_both_branches, is_guarded, under, without_gradients
+from ddpdoctor.lint.loops import runs_backward
+from ddpdoctor.lint.program import Code
 from ddpdoctor.lint.rules import Hit, rule
 
 COLLECTIVES = (
@@ -128,7 +119,7 @@ def forward_under_guard(code: Code) -> Iterator[Hit]:
         forward = _forward_of(code, call)
         if forward is None and not _evaluates_elsewhere(code, call):
             continue
-        if _both_branches(condition, last_name(call.func)):
+        if in_both_branches(condition, last_name(call.func)):
             continue
         severity: Severity | None = Severity.WARNING
         if forward is None:
@@ -143,11 +134,6 @@ def forward_under_guard(code: Code) -> Iterator[Hit]:
                 "Evaluate model.module, or on every rank.",
                 severity,
             )
-
-
-def _both_branches(condition: ast.If, name: str) -> bool:
-    """Return whether both branches of a condition call a function of a name."""
-    return all(calls_in(part, name) for part in (condition.body, condition.orelse))
 
 
 _WITH_BUFFERS = ("torchvision.models", "transformers", "timm", "segmentation_models_pytorch")
@@ -370,7 +356,7 @@ def _left(code: Code, node: ast.Break) -> Iterator[Hit]:
         for each in inside
     )
     ways = sum(isinstance(each, (ast.Break, ast.Return)) for each in inside)
-    trains = _trains(code, loops[0]) or bool(code.called(loops[0], "set_epoch"))
+    trains = runs_backward(code, loops[0]) or bool(code.called(loops[0], "set_epoch"))
     if agrees or ways > 1 or _joins(code, node) or not trains:
         return
     yield Hit(
@@ -391,18 +377,6 @@ def _joins(code: Code, node: ast.AST) -> bool:
             for item in each.items
         )
         for each in code.above(node)
-    )
-
-
-def _trains(code: Code, loop: ast.AST) -> bool:
-    """Return whether a loop runs a backward, itself or in a function that it calls."""
-    if code.called(loop, "backward"):
-        return True
-    return any(
-        other.called(function, "backward")
-        for each in code.within(loop)
-        if isinstance(each, ast.Call)
-        for other, function in code.program.targets(code, each)
     )
 
 

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 
 from ddpdoctor.core.finding import Severity
 from ddpdoctor.diagnose.source_files import FUNCTIONS, last_name
-from ddpdoctor.lint.program import Code, guards, targets_of, under, without_gradients
+from ddpdoctor.lint.calls import targets_of
+from ddpdoctor.lint.conditions import guards, under, without_gradients
+from ddpdoctor.lint.program import Code
 from ddpdoctor.lint.rules import Hit, rule
 from ddpdoctor.lint.wrapped import TELLS_DDP, bound, is_wrapper, over_parameters, same
 

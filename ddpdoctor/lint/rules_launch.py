@@ -9,16 +9,10 @@ from collections.abc import Iterator
 
 from ddpdoctor.core.finding import Severity
 from ddpdoctor.diagnose.source_files import last_name
+from ddpdoctor.lint.calls import has_unpacked, keyword
+from ddpdoctor.lint.conditions import exclusive, under
 from ddpdoctor.lint.names import DISTRIBUTED
-from ddpdoctor.lint.program import (
-    ENVIRONMENT,
-    Code,
-    exclusive,
-    has_unpacked,
-    keyword,
-    option_defaults,
-    under,
-)
+from ddpdoctor.lint.program import ENVIRONMENT, Code
 from ddpdoctor.lint.ranks import is_local_rank, is_rank, is_world_size, variable
 from ddpdoctor.lint.rules import Hit, rule
 
@@ -191,6 +185,23 @@ def barrier_without_device(code: Code) -> Iterator[Hit]:
                 )
 
 
+def _option_defaults(code: Code, node: ast.expr) -> list[ast.expr]:
+    """Return the defaults of the command-line option that ``args.NAME`` is."""
+    if not isinstance(node, ast.Attribute):
+        return []
+    option = "--" + node.attr.replace("_", "-")
+    return [
+        default
+        for each in code.program.codes
+        for call in each.calls_by_name.get("add_argument", ())
+        if any(
+            isinstance(one, ast.Constant) and str(one.value).replace("_", "-") == option
+            for one in call.args
+        )
+        and (default := keyword(call, "default")) is not None
+    ]
+
+
 def _is_nccl(code: Code, backend: ast.expr | None) -> bool:
     """Return whether a backend is NCCL, or an option with that default."""
     if backend is None:
@@ -198,7 +209,7 @@ def _is_nccl(code: Code, backend: ast.expr | None) -> bool:
     made = [each.node for each in code.origins(backend)]
     return any(
         isinstance(each, ast.Constant) and each.value == "nccl"
-        for each in (*made, *option_defaults(code, backend))
+        for each in (*made, *_option_defaults(code, backend))
     )
 
 

@@ -7,16 +7,10 @@ from collections.abc import Iterator, Sequence
 
 from ddpdoctor.core.finding import Severity
 from ddpdoctor.diagnose.source_files import last_name
+from ddpdoctor.lint.calls import calls_in, keyword, targets_of
+from ddpdoctor.lint.conditions import exclusive, guards, in_both_branches, under
 from ddpdoctor.lint.names import WRAPPER
-from ddpdoctor.lint.program import (
-    Code,
-    calls_in,
-    exclusive,
-    guards,
-    keyword,
-    targets_of,
-    under,
-)
+from ddpdoctor.lint.program import Code
 from ddpdoctor.lint.rules import Hit, rule
 from ddpdoctor.lint.wrapped import TELLS_DDP, bound, is_wrapper, over_parameters, same
 
@@ -507,7 +501,7 @@ _SETS_WEIGHTS = ("load_state_dict", "apply")
 def _made_up_for(code: Code, load: ast.Call, condition: ast.AST, below: Sequence[ast.AST]) -> bool:
     """Return whether the program makes weights equal again after a change on one rank."""
     name = last_name(load.func)
-    if _both_branches(code, condition, name):
+    if in_both_branches(condition, name):
         return True
     models = ast.unparse(load.func)
     if isinstance(condition, ast.If) and name == "load_state_dict":
@@ -522,21 +516,6 @@ def _made_up_for(code: Code, load: ast.Call, condition: ast.AST, below: Sequence
         )
         for each in below
         if isinstance(each, ast.Call)
-    )
-
-
-def _both_branches(code: Code, condition: ast.AST, name: str) -> bool:
-    if not isinstance(condition, ast.If) or not condition.orelse:
-        return False
-    parts = (condition.body, condition.orelse)
-    return all(
-        any(
-            last_name(one.func) == name
-            for s in part
-            for one in ast.walk(s)
-            if isinstance(one, ast.Call)
-        )
-        for part in parts
     )
 
 
