@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.formatting import named
 from ddpdoctor.core.user_code import Location
+from ddpdoctor.diagnose.checkpoints.prefixes import PREFIX, prefixed_names, refused_for_prefix
 from ddpdoctor.diagnose.crashes.rank_endings import Ending, endings, first_failure
 from ddpdoctor.diagnose.crashes.resource_errors import torn
 from ddpdoctor.run.records.model import DdpRecord
@@ -23,14 +23,6 @@ from ddpdoctor.run.records.training import (
 )
 from ddpdoctor.run.snapshot import FOREVER, Rank, Run
 from ddpdoctor.system.nvml import same_uuid
-
-_REFUSED = re.compile(r"Error\(s\) in loading state_dict for (\w+)")
-_MISSING = re.compile(r"Missing key\(s\) in state_dict: ([^\n]+)")
-_UNEXPECTED = re.compile(r"Unexpected key\(s\) in state_dict: ([^\n]+)")
-_KEY = re.compile(r"\"([^\"]+)\"")
-_PREFIX = "module."
-
-MIN_PREFIXED = 0.8  # Minimum ratio of names that differ only by the prefix
 
 _HOLDS = {
     "wrapped": (
@@ -160,11 +152,11 @@ def save_wrapped_state(run: Run) -> Iterator[Finding]:
     names = prefixed_names(run, cause) if cause is not None else None
     if cause is not None and names is not None:
         yield _refused(run, cause, *names)
-        proven = names[1].startswith(_PREFIX)
+        proven = names[1].startswith(PREFIX)
     else:
         # The job survived the failed load. It may have skipped all names.
         proven = any(
-            record.prefix == _PREFIX and record.of == "checkpoint"
+            record.prefix == PREFIX and record.of == "checkpoint"
             for rank in run.last
             for record in _not_applied(rank)
         )
@@ -189,7 +181,7 @@ def save_wrapped_state(run: Run) -> Iterator[Finding]:
 def _refused(run: Run, cause: Ending, wanted: str, given: str) -> Finding:
     """Report the load whose exception ended the job."""
     fix = "The checkpoint came from a bare model: load it into `model.module`, or before the wrap."
-    if given.startswith(_PREFIX):
+    if given.startswith(PREFIX):
         fix = (
             "The checkpoint came from a DDP wrapper: save `model.module.state_dict()`, load it "
             "into the wrapper, or strip the prefix "
@@ -211,33 +203,6 @@ def _refused(run: Run, cause: Ending, wanted: str, given: str) -> Finding:
         traceback=cause.traceback,
         about="load",
     )
-
-
-def refused_for_prefix(run: Run, cause: Ending) -> bool:
-    """Return whether DDP502 names an exception: a load that failed on the wrapper's prefix."""
-    return prefixed_names(run, cause) is not None
-
-
-def prefixed_names(run: Run, cause: Ending) -> tuple[str, str] | None:
-    """Return a name in the model and in the checkpoint if a load failed on the prefix alone.
-
-    Other missing names, such as those of new buffers, do not matter.
-    """
-    message = cause.message
-    missing, unexpected = _MISSING.search(message), _UNEXPECTED.search(message)
-    if cause.kind != "exception" or run.exit_status == 0 or _REFUSED.search(message) is None:
-        return None
-    if missing is None or unexpected is None:
-        return None
-    wanted, given = _KEY.findall(missing[1]), _KEY.findall(unexpected[1])
-    least = MIN_PREFIXED * min(len(wanted), len(given))
-    added = [(name, _PREFIX + name) for name in wanted]
-    stripped = [(name, name.removeprefix(_PREFIX)) for name in wanted if name.startswith(_PREFIX)]
-    for changed in (added, stripped):
-        pairs = [(name, other) for name, other in changed if other in given]
-        if pairs and len(pairs) >= least:
-            return pairs[0]
-    return None
 
 
 @rule("DDP509", "checkpoint-not-applied", Severity.ERROR)
@@ -316,7 +281,7 @@ def _rename(record: NotAppliedRecord, prefix: str) -> str:
         )
     if record.of == "checkpoint":
         return f'Strip the prefix: {{k.removeprefix("{prefix}"): v for k, v in state.items()}}.'
-    if prefix == _PREFIX:
+    if prefix == PREFIX:
         return "Load it into `model.module`, or before the wrap."
     return f"Load it into `model.{prefix.rstrip('.')}`, or add the prefix to the names."
 

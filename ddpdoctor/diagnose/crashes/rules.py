@@ -22,11 +22,7 @@ from ddpdoctor.core.relations import (
 )
 from ddpdoctor.core.user_code import Location, user_file
 from ddpdoctor.diagnose import APART, STANDSTILLS
-from ddpdoctor.diagnose.crashes.out_of_memory import host_facts
-from ddpdoctor.diagnose.crashes.paths import path_fault
-from ddpdoctor.diagnose.crashes.pending_errors import raised_before_a_wait
-from ddpdoctor.diagnose.crashes.rank_endings import Ending
-from ddpdoctor.diagnose.crashes.rules_attempts import (
+from ddpdoctor.diagnose.crashes.attempts import (
     Attempt,
     attempts,
     known_failure,
@@ -34,6 +30,10 @@ from ddpdoctor.diagnose.crashes.rules_attempts import (
     moment,
     truncated,
 )
+from ddpdoctor.diagnose.crashes.out_of_memory import host_facts
+from ddpdoctor.diagnose.crashes.paths import path_fault
+from ddpdoctor.diagnose.crashes.pending_errors import raised_before_a_wait
+from ddpdoctor.diagnose.crashes.rank_endings import Ending
 from ddpdoctor.failures import recognise
 from ddpdoctor.failures.table import TABLE
 from ddpdoctor.run.snapshot import Run

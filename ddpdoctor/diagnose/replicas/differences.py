@@ -393,3 +393,12 @@ def cuts(replica: Replica, difference: Difference) -> list[tuple[int, CutRecord]
         for record in rank.records.of(CutRecord)
         if difference.within(record.step)
     ]
+
+
+_REFUSALS = ("DDP expects same model across all ranks", "appears not to match")
+"""DDP's messages about different numbers or shapes of parameters, raised on some ranks."""
+
+
+def is_refusal(error: str) -> bool:
+    """Return whether an exception is DDP's refusal of models that differ."""
+    return any(each in error for each in _REFUSALS)

@@ -14,14 +14,6 @@ from ddpdoctor.diagnose.replicas.differences import Replica, common_records, ele
 from ddpdoctor.run.records.model import BuffersRecord, ModelRecord
 from ddpdoctor.run.snapshot import Run
 
-_REFUSALS = ("DDP expects same model across all ranks", "appears not to match")
-"""DDP's messages about different numbers or shapes of parameters, raised on some ranks."""
-
-
-def is_refusal(error: str) -> bool:
-    """Return whether an exception is DDP's refusal of models that differ."""
-    return any(each in error for each in _REFUSALS)
-
 
 @rule("DDP707", "models-differ", Severity.ERROR)
 def models_differ(run: Run) -> Iterator[Finding]:

@@ -12,13 +12,13 @@ from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.core.formatting import duration
 from ddpdoctor.core.relations import ABORT, END, LOST, MISPAIRED, MODELS
 from ddpdoctor.core.user_code import Location
-from ddpdoctor.diagnose.checkpoints.rules import refused_for_prefix
+from ddpdoctor.diagnose.checkpoints.prefixes import refused_for_prefix
 from ddpdoctor.diagnose.crashes.out_of_memory import GPU_MEMORY, gpu_facts
 from ddpdoctor.diagnose.crashes.paths import path_fault
 from ddpdoctor.diagnose.crashes.rank_endings import Ending, endings, first_failure, mispaired
 from ddpdoctor.diagnose.crashes.resource_errors import UNREADABLE, file_facts, port_facts, torn
 from ddpdoctor.diagnose.gradients.reducer import is_explained
-from ddpdoctor.diagnose.replicas.rules_models import is_refusal
+from ddpdoctor.diagnose.replicas.differences import is_refusal
 from ddpdoctor.failures import matching_line, recognise
 from ddpdoctor.failures.entry import Failure, Weight
 from ddpdoctor.failures.lines import shortened
