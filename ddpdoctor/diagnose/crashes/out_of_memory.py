@@ -73,8 +73,12 @@ def gpu_facts(run: Run, cause: Ending) -> FailureFacts:
     total = said.total or (gpu.total if gpu is not None else None)
     unused = said.unused or (gpu.reserved - gpu.allocated if gpu is not None else 0)
     if total and unused >= FRAGMENTED * total:
-        evidence.append(f"fragmentation: {binary_size(unused)} are reserved and not used")
+        free = gpu.largest_free if gpu is not None else None
+        pieces = f", in pieces of at most {binary_size(free)}" if free else ""
+        evidence.append(f"fragmentation: {binary_size(unused)} are reserved and not used{pieces}")
         fix = "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or keep shapes alike."
+        if gpu is not None and gpu.expandable:
+            fix = "Keep shapes alike: the allocator's segments are expandable already."
     if record is not None and _elements(record.shape) > LONGER * _elements(record.largest) > 0:
         shapes = " x ".join(map(str, record.shape)), " x ".join(map(str, record.largest))
         evidence.append(f"its last batch was {shapes[0]}, the largest before it {shapes[1]}")

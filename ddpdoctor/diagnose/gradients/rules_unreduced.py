@@ -66,6 +66,15 @@ class Unreduced:
     drift: str
     """Later steps with different parameters, and the differences."""
 
+    def evidence(self) -> tuple[str, ...]:
+        """Describe the gradients that differed, and the harm."""
+        norms = ", ".join(f"{norm:.6g} on rank {n}" for n, norm in sorted(self.norms.items())[:4])
+        return (
+            f"in step {self.record.step} the gradient of {self.worst} had the norm {norms} "
+            "when the optimizer used it",
+            self.drift,
+        )
+
 
 UnreducedSteps = dict[int, dict[int, UnreducedRecord]]
 """Records of one DDP module and cause, by step and rank."""
@@ -172,20 +181,13 @@ def _spreads(norms: list[dict[str, float]]) -> dict[str, float]:
 def _finding(
     code: str, found: Unreduced, message: str, fix: str, location: Location | None = None
 ) -> Finding:
-    norms = ", ".join(
-        f"{norm:.6g} on rank {rank}" for rank, norm in sorted(found.norms.items())[:4]
-    )
     return Finding(
         code=code,
         severity=Severity.ERROR,
         message=f"{named(found.ranks)} train separate models: {message}",
         ranks=found.ranks,
         location=location or found.record.location,
-        evidence=(
-            f"in step {found.record.step} the gradient of {found.worst} had the norm {norms} "
-            "when the optimizer used it",
-            found.drift,
-        ),
+        evidence=found.evidence(),
         fix=fix,
         about=f"module {found.ddp} {found.cause}",
     )
@@ -494,7 +496,6 @@ def trained_outside_ddp(run: Run) -> Iterator[Finding]:
         ]
         if len({(each.step, *each.parameters.items()) for each in mine}) > 1:
             continue
-        first = found.record.step
         yield Finding(
             code="DDP330",
             severity=Severity.ERROR,
@@ -506,9 +507,7 @@ def trained_outside_ddp(run: Run) -> Iterator[Finding]:
             location=found.record.location,
             evidence=(
                 f"before step {mine[0].step} they were equal on all ranks",
-                f"in step {first} the gradient of {found.worst} had the norm "
-                + ", ".join(f"{n:.6g} on rank {r}" for r, n in sorted(found.norms.items())[:4]),
-                found.drift,
+                *found.evidence(),
             ),
             fix="Make them part of the module that DDP wraps, or wrap their module in DDP, too.",
             about=f"optimizer {found.ddp}",

@@ -132,7 +132,6 @@ def _built(ddp: Any, static_graph: bool) -> None:
             device_ids=None if ddp.device_ids is None else tuple(ddp.device_ids),
             group_ranks=tuple(torch_groups.group_ranks(ddp)),
             bucket_cap_bytes=numbers.get("bucket_cap_bytes"),
-            bucket_sizes=torch_private.logging_strings(ddp).get("bucket_sizes", ""),
             find_unused_parameters=bool(ddp.find_unused_parameters),
             static_graph=static_graph,
             gradient_as_bucket_view=bool(ddp.gradient_as_bucket_view),

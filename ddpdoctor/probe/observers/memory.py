@@ -156,8 +156,7 @@ class Memory(Observer):
         facts = torch_memory.allocator_facts(self._device)
         found = torch_memory.snapshot(self._device)
         if facts is not None and found is not None:
-            blocks, free, expandable = torch_memory.blocks_of(found)
-            facts = torch_memory.with_blocks(facts, blocks, free, expandable)
+            facts = torch_memory.with_snapshot(facts, found)
         name = f"{rank_stem(self._number(), self.state.restart)}.memory.pickle"
         kept = False
         with contextlib.suppress(OSError, ValueError, TypeError):

@@ -71,7 +71,6 @@ class Sampler:
         self._collects = hot.deferring(self._on_collection)
         self._collecting = 0
         self._collected = 0
-        self._collections = 0
         self.over = False
         self.threads = 0  # number of threads that torch uses for one operation; 0 if unknown
 
@@ -102,7 +101,7 @@ class Sampler:
         """Take all samples. Return False if no step ended meanwhile."""
         self._before, self._children = self._counters(), _children()
         self._samples = []
-        self._collected = self._collections = 0
+        self._collected = 0
         for number in range(SAMPLES):
             # A factor of 0.5 to 1.5 that uses no random number and does not align with steps.
             if self._stop.wait(interval * (0.5 + number * _GOLDEN % 1.0)) or self._sample(status):
@@ -162,7 +161,6 @@ class Sampler:
             self._collecting = now
         elif self._collecting:
             self._collected += now - self._collecting
-            self._collections += 1
             self._collecting = 0
 
     def _counters(self) -> dict[str, int]:
@@ -217,7 +215,6 @@ class Sampler:
             children_ran=max(ran, 0),
             children_waited=max(waited, 0),
             gc=self._collected,
-            collections=self._collections,
             affinity=affinity,
             threads=self.threads,
             cost=self._cost,

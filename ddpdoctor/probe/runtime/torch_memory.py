@@ -125,7 +125,6 @@ def allocator_facts(device: Any) -> AllocatorFacts | None:
         reserved=int(taken["current"]),
         peak=int(given["peak"]),
         total=total_memory(device),
-        retries=int(found.get("num_alloc_retries", 0)),
     )
 
 
@@ -135,13 +134,6 @@ def total_memory(device: Any) -> int | None:
         return int(sys.modules["torch"].cuda.get_device_properties(device).total_memory)
     except Exception:
         return None
-
-
-def with_blocks(
-    facts: AllocatorFacts, blocks: tuple[Block, ...], free: int | None, expandable: bool
-) -> AllocatorFacts:
-    """Add the blocks of a memory snapshot to the facts."""
-    return replace(facts, blocks=blocks, largest_free=free, expandable=expandable)
 
 
 def snapshot(device: Any) -> Any:
@@ -164,19 +156,23 @@ def keep(found: Any, path: str) -> bool:
     return True
 
 
-def blocks_of(found: Any) -> tuple[tuple[Block, ...], int | None, bool]:
-    """Return the largest used blocks, the largest free one, and whether segments expand."""
+def with_snapshot(facts: AllocatorFacts, found: Any) -> AllocatorFacts:
+    """Add the largest used blocks, the largest free one, and whether segments expand."""
     sizes: Counter[tuple[int, Location | None]] = Counter(_active(found))
-    free = 0
-    expandable = False
-    for segment in (found or {}).get("segments", ()):
-        expandable = expandable or bool(segment.get("is_expandable"))
-        for block in segment.get("blocks", ()):
-            if not str(block.get("state", "")).startswith("active"):
-                free = max(free, int(block.get("size", 0)))
     most = sorted(sizes.items(), key=lambda each: each[0][0] * each[1], reverse=True)[:MAX_BLOCKS]
-    blocks = tuple(Block(size, count, line) for (size, line), count in most)
-    return blocks, (free if found else None), expandable
+    segments = found.get("segments", ())
+    free = (
+        int(block.get("size", 0))
+        for segment in segments
+        for block in segment.get("blocks", ())
+        if not str(block.get("state", "")).startswith("active")
+    )
+    return replace(
+        facts,
+        blocks=tuple(Block(size, count, line) for (size, line), count in most),
+        largest_free=max(free, default=0),
+        expandable=any(segment.get("is_expandable") for segment in segments),
+    )
 
 
 # -- which lines allocate what stays
