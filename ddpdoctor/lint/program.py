@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from ddpdoctor.diagnose.source_files import (
     FUNCTIONS,
@@ -28,9 +28,7 @@ from ddpdoctor.diagnose.source_files import (
 from ddpdoctor.lint.calls import argument_of, default_of, parameters_of, targets_of
 from ddpdoctor.lint.files import SourceFile
 
-Function: TypeAlias = "ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda"
 _FUNCTIONS = (*FUNCTIONS, ast.Lambda)
-_SCOPES = (*_FUNCTIONS, ast.ClassDef, ast.Module)
 _NESTED = (*_FUNCTIONS, ast.ClassDef)
 ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 """Environment variables of the launcher."""

@@ -122,6 +122,9 @@ def _feeds_model(code: Code, call: ast.Call) -> bool:
     return weights and bool(code.called(function or code.tree, "load_state_dict"))
 
 
+_WAITS = ("barrier", "all_reduce", "broadcast", "synchronize", "wait", "wait_for_everyone")
+
+
 @rule("DDP504", Severity.WARNING, "load-before-barrier", moot=TRAINERS)
 def load_before_barrier(code: Code) -> Iterator[Hit]:
     """All ranks load a file that one rank has just written, without waiting for it.
@@ -171,19 +174,7 @@ def load_before_barrier(code: Code) -> Iterator[Hit]:
                 for each in code.within(function or code.tree)
                 if isinstance(each, ast.Call) and save.lineno < each.lineno < load.lineno
             )
-            waits = any(
-                last_name(each.func)
-                in (
-                    "barrier",
-                    "all_reduce",
-                    "broadcast",
-                    "synchronize",
-                    "wait",
-                    "wait_for_everyone",
-                )
-                for each in between
-            )
-            if not waits:
+            if not any(last_name(each.func) in _WAITS for each in between):
                 yield Hit(
                     load,
                     "every rank loads the file that one rank writes above, without waiting for it",

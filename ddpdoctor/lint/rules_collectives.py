@@ -15,20 +15,11 @@ from ddpdoctor.lint.program import Code
 from ddpdoctor.lint.rules import Hit, rule
 
 COLLECTIVES = (
-    *(
-        "barrier",
-        "all_reduce",
-        "broadcast",
-        "all_gather",
-        "gather",
-        "scatter",
-        "reduce",
-        "all_to_all",
-    ),
-    *("reduce_scatter", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"),
-    *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
-    *("new_group", "init_process_group", "monitored_barrier"),
-)
+    "barrier", "all_reduce", "broadcast", "all_gather", "gather", "scatter", "reduce", "all_to_all",
+    "reduce_scatter", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single",
+    "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list",
+    "new_group", "init_process_group", "monitored_barrier",
+)  # fmt: skip
 
 
 @rule("DDP401", Severity.ERROR, moot=frozenset())
@@ -238,17 +229,13 @@ def _certainly_ddp(code: Code, node: ast.expr, at: ast.expr, depth: int = 2) -> 
     if made and all(each.code.is_torch(each.node, "DistributedDataParallel") for each in made):
         return True
     bound = [
-        (item.node.lineno, _makes_ddp(code, item.value))
+        (item.node.lineno, any(each in code.wraps for each in ast.walk(item.value)))
         for other, item in code.values(node)
         if other is code and isinstance(item.node, ast.Assign) and item.node.lineno < at.lineno
     ]
     if any(is_ddp for _, is_ddp in bound):
         return max(bound)[1]
     return _is_passed_ddp(code, node, depth)
-
-
-def _makes_ddp(code: Code, value: ast.expr) -> bool:
-    return any(each is wrap for wrap in code.wraps for each in ast.walk(value))
 
 
 @rule("DDP403", Severity.ERROR)
@@ -331,16 +318,10 @@ def _of_batch(code: Code, loop: ast.AST) -> set[str]:
     return found
 
 
-_AGREES = frozenset(
-    (
-        "broadcast",
-        "all_reduce",
-        "broadcast_object_list",
-        "all_gather",
-        "all_gather_object",
-        "barrier",
-    )
-)
+_AGREES = frozenset((
+    "broadcast", "all_reduce", "broadcast_object_list", "all_gather", "all_gather_object",
+    "barrier",
+))  # fmt: skip
 
 
 def _left(code: Code, node: ast.Break) -> Iterator[Hit]:

@@ -124,9 +124,7 @@ def _outer_names(code: Code, target: ast.AST) -> set[str]:
 def _only_asks(code: Code, load: ast.AST) -> bool:
     """Return whether a use of a sampler passes it to nothing: ``set_epoch``, ``is None``."""
     parent = code.parents[load]
-    if isinstance(parent, ast.Attribute):
-        return True
-    if isinstance(parent, ast.Compare):
+    if isinstance(parent, (ast.Attribute, ast.Compare)):
         return True
     if isinstance(parent, (ast.If, ast.While)) or (
         isinstance(parent, ast.IfExp) and parent.test is load
@@ -134,12 +132,8 @@ def _only_asks(code: Code, load: ast.AST) -> bool:
         return True
     if isinstance(parent, ast.UnaryOp) and isinstance(parent.op, ast.Not):
         return True
-    return isinstance(parent, ast.Call) and last_name(parent.func) in (
-        "len",
-        "isinstance",
-        "hasattr",
-        "print",
-    )
+    asks = ("len", "isinstance", "hasattr", "print")
+    return isinstance(parent, ast.Call) and last_name(parent.func) in asks
 
 
 @rule("DDP102", Severity.ERROR, moot=_ALL)
@@ -201,25 +195,18 @@ def _divides_by_hand(code: Code) -> bool:
 _SYNTHETIC = ("randn", "rand", "randint", "zeros", "ones", "full", "arange", "empty")
 
 
+_ABOUT_RANKS = (
+    "distrib", "ddp", "world", "gpu", "rank", "parallel", "sampler", "single", "multi", "debug",
+)  # fmt: skip
+"""Words of conditions that separate jobs of several ranks from others."""
+
+
 def _is_unsharded(origin: Origin) -> bool:
     code, call = origin.code, origin.node
     assert isinstance(call, ast.Call)
     if has_unpacked(call) or _sampler_of(code, call) is not None:
         return False
-    if under(
-        code,
-        call,
-        "distrib",
-        "ddp",
-        "world",
-        "gpu",
-        "rank",
-        "parallel",
-        "sampler",
-        "single",
-        "multi",
-        "debug",
-    ):
+    if under(code, call, *_ABOUT_RANKS):
         return False
     data = keyword(call, "dataset", 0)
     if data is None or depends_on_rank(code, data):
