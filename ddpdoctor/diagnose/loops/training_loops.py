@@ -71,8 +71,7 @@ class Trace:
 
     @property
     def _was_raised(self) -> bool:
-        """Whether an exception released the iterator of a rank that was stopped before it recorded
-        it.
+        """Whether an exception released the iterator of a rank that was stopped before its record.
 
         The rank reached no other statement after the call that raised.
         """
