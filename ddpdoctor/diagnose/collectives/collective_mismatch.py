@@ -57,11 +57,13 @@ class Blame:
 
     Attributes:
         kind: The evidence. ``guard``: only they passed a condition on the rank. ``passed``: they
-        skipped a call. ``alone``: only they made a call. ``most``: most ranks made a different
-        call. ``decided``: a condition on values led to their call. ``ended``: their loop ended
-        first. ``none``: all ranks may be to blame. ranks: The ranks. location: The line to look
-        at. guard: The condition on the rank. decider: The statement that skipped the call, or the
-        condition of the one made alone.
+            skipped a call. ``alone``: only they made a call. ``most``: most ranks made a different
+            call. ``decided``: a condition on values led to their call. ``ended``: their loop ended
+            first. ``none``: all ranks may be to blame.
+        ranks: The ranks.
+        location: The line to look at.
+        guard: The condition on the rank.
+        decider: The statement that skipped the call, or the condition of the one made alone.
     """
 
     kind: Literal["guard", "passed", "alone", "decided", "ended", "most", "none"]
