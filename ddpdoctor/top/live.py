@@ -111,7 +111,7 @@ class GpuFiles:
         self._left_out = len(ours[MAX_NODES:])
 
     def read(self, live: bool) -> tuple[tuple[Gpu, ...], str]:
-        """Return the GPUs of all nodes without outdated numbers, and reasons for unreadable ones."""
+        """Return the GPUs of all nodes without outdated numbers, and why some cannot be read."""
         found: list[Gpu] = []
         trouble: list[str] = []
         if self._left_out:

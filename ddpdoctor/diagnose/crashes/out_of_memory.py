@@ -69,16 +69,8 @@ def gpu_facts(run: Run, cause: Ending) -> FailureFacts:
     gpu = None if record is None else record.gpu
     grown = None if rank is None else growing(rank, MIN_GROWTH, EARLY_SEGMENTS)
     evidence = [*_held(said, gpu), *_others(run, said)]
-    fix = ""
-    total = said.total or (gpu.total if gpu is not None else None)
-    unused = said.unused or (gpu.reserved - gpu.allocated if gpu is not None else 0)
-    if total and unused >= FRAGMENTED * total:
-        free = gpu.largest_free if gpu is not None else None
-        pieces = f", in pieces of at most {binary_size(free)}" if free else ""
-        evidence.append(f"fragmentation: {binary_size(unused)} are reserved and not used{pieces}")
-        fix = "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or keep shapes alike."
-        if gpu is not None and gpu.expandable:
-            fix = "Keep shapes alike: the allocator's segments are expandable already."
+    fragments, fix = _fragmentation(said, gpu)
+    evidence += fragments
     if record is not None and _elements(record.shape) > LONGER * _elements(record.largest) > 0:
         shapes = " x ".join(map(str, record.shape)), " x ".join(map(str, record.largest))
         evidence.append(f"its last batch was {shapes[0]}, the largest before it {shapes[1]}")
@@ -99,6 +91,20 @@ def _held(said: Message, gpu: AllocatorFacts | None) -> Iterator[str]:
     for block in gpu.blocks[:MAX_BLOCKS] if gpu is not None else ():
         where = f" from {brief(block.line)}" if block.line is not None else ""
         yield f"{count(block.times, 'block')} of {binary_size(block.size)}{where}"
+
+
+def _fragmentation(said: Message, gpu: AllocatorFacts | None) -> tuple[list[str], str]:
+    """Return evidence and fix if much memory is reserved and not used."""
+    total = said.total or (gpu.total if gpu is not None else None)
+    unused = said.unused or (gpu.reserved - gpu.allocated if gpu is not None else 0)
+    if not total or unused < FRAGMENTED * total:
+        return [], ""
+    free = gpu.largest_free if gpu is not None else None
+    pieces = f", in pieces of at most {binary_size(free)}" if free else ""
+    fix = "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or keep shapes alike."
+    if gpu is not None and gpu.expandable:
+        fix = "Keep shapes alike: the allocator's segments are expandable already."
+    return [f"fragmentation: {binary_size(unused)} are reserved and not used{pieces}"], fix
 
 
 def _others(run: Run, said: Message) -> Iterator[str]:

@@ -101,7 +101,7 @@ def inside_forward(ddp_class: Any) -> Any:
 
 
 def sample(ddp: Any, every: int) -> None:
-    """Let DDP's logger time one in so many iterations: ``_set_ddp_runtime_logging_sample_rate``.
+    """Set the interval of DDP's timed iterations: ``_set_ddp_runtime_logging_sample_rate``.
 
     For ranks on the CPU only. On CUDA the sampled iterations read events, so torch's own rate (the
     first ten, then every hundredth) stays. Without it only those iterations are split.
