@@ -24,13 +24,13 @@ from ddpdoctor.run.records.training import SiteRecord
 from ddpdoctor.run.snapshot import Run
 
 MAX_FILES = 64
-"""How many of the user's files are read."""
+"""Maximum number of the user's files that are read."""
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 T = TypeVar("T")
 Loop: TypeAlias = "ast.For | ast.AsyncFor | ast.While"
-_LOOPS = (ast.For, ast.AsyncFor, ast.While)
+LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _SCOPES = (*FUNCTIONS, ast.Lambda, ast.ClassDef)
 
 
@@ -161,12 +161,12 @@ class Source:
     def around(self, line: int) -> list[Loop]:
         """Return the loops of one function whose body holds a line, innermost first."""
         return [
-            node for node in self._enclosing(line) if isinstance(node, _LOOPS) and holds(node, line)
+            node for node in self._enclosing(line) if isinstance(node, LOOPS) and holds(node, line)
         ]
 
     def loop_at(self, line: int) -> Loop | None:
         """Return the loop that begins at a line."""
-        loops = (node for node in self._nodes if isinstance(node, _LOOPS))
+        loops = (node for node in self._nodes if isinstance(node, LOOPS))
         return next((each for each in loops if each.lineno == line), None)
 
     def leaves(self, line: int, loop: Loop) -> bool:
@@ -290,7 +290,7 @@ class Source:
     def counts(self, statement: ast.stmt) -> bool:
         """Return whether only a count that all ranks share decides on a statement.
 
-        What decides is the ``if`` around it, or the test of a ``while``.
+        The decision is the ``if`` around it, or the test of a ``while``.
         """
         parent = statement if isinstance(statement, ast.While) else self._parents.get(statement)
         if not isinstance(parent, (ast.If, ast.While)):
@@ -307,7 +307,7 @@ class Source:
         assigned: set[str] = set()
         node = statement if isinstance(statement, ast.While) else self._loop_of(statement)
         while node is not None:
-            assert isinstance(node, _LOOPS)
+            assert isinstance(node, LOOPS)
             set_here = {
                 each.id
                 for each in walk_scope(node.body)
@@ -325,7 +325,7 @@ class Source:
         inner, outer = node, self._parents.get(node)
         while outer is not None:
             # In a loop's `else` it refers to the loop around that one.
-            if isinstance(outer, _LOOPS) and inner not in outer.orelse:
+            if isinstance(outer, LOOPS) and inner not in outer.orelse:
                 return outer
             inner, outer = outer, self._parents.get(outer)
         return None
@@ -381,7 +381,7 @@ def _counters(loop: Loop) -> set[str]:
 
 @per_file
 def source_of(path: str) -> Source | None:
-    """Return a file of the user's; None if it cannot be read or parsed."""
+    """Return one of the user's files. None if it cannot be read or parsed."""
     tree = tree_of(path)
     return Source(tree) if tree is not None else None
 
@@ -433,18 +433,18 @@ class Words:
     numbers: frozenset[str] = frozenset()
     """Names of a rank."""
     conditions: frozenset[str] = frozenset()
-    """Names of what is true on some ranks only."""
+    """Names of conditions that are true on some ranks only."""
 
     def __or__(self, other: Words) -> Words:
         return Words(self.numbers | other.numbers, self.conditions | other.conditions)
 
     def know(self, name: str) -> bool:
-        """Return whether a name is one of them, or says by itself that it is about the rank."""
+        """Return whether a name is one of them, or refers to the rank by itself."""
         return _says_rank(name) or name in self.numbers or name in self.conditions
 
 
 def words_of(nodes: Iterable[ast.AST]) -> Words:
-    """Return the names that are only ever set to, or return, a rank or a condition on it.
+    """Return the names that are set only to a rank or a condition on it, or return one.
 
     Args:
         nodes: All nodes of a file.
@@ -475,7 +475,7 @@ def words_of(nodes: Iterable[ast.AST]) -> Words:
 
 
 def _assignments(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, ast.expr]]:
-    """Yield names with what they are set to, passed as, or return."""
+    """Yield names with the values that they are set to, passed as, or return."""
     for node in nodes:
         if isinstance(node, ast.Assign):
             for target in node.targets:
@@ -492,7 +492,7 @@ def _assignments(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, ast.expr]]:
 
 
 def _statements(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the statements that a node holds, nested ones too."""
+    """Yield the statements in a node, including nested ones."""
     for name in ("body", "orelse", "finalbody", "handlers", "cases"):
         block = getattr(node, name, None)
         for each in block if isinstance(block, list) else ():
@@ -508,7 +508,7 @@ def _is_condition(value: ast.expr) -> bool:
 
 
 def discerns(test: ast.expr, words: Words) -> bool:
-    """Return whether a condition differs between ranks, as far as can be seen.
+    """Return whether a condition visibly differs between ranks.
 
     ``rank is not None`` and ``local_rank != -1`` do not.
     """
@@ -519,7 +519,7 @@ def discerns(test: ast.expr, words: Words) -> bool:
 
 
 def allowed(test: ast.expr, words: Words, rank: int) -> set[bool]:
-    """Return what a condition may be on a rank: both if that is unknown."""
+    """Return the possible values of a condition on a rank: both if unknown."""
     value = _value(test, rank, words)
     return {True, False} if value is _UNKNOWN else {bool(value)}
 
@@ -552,7 +552,7 @@ def runs_on_one_rank(decorator: ast.expr) -> bool:
 
 
 def _without_len(test: ast.expr) -> Iterator[ast.AST]:
-    """Yield the nodes of a condition except what is only counted by ``len``."""
+    """Yield the nodes of a condition except arguments of ``len``."""
     yield test
     for child in ast.iter_child_nodes(test):
         if isinstance(child, ast.Call) and last_name(child.func) == "len":
@@ -665,7 +665,8 @@ class Guard:
     start: int
     end: int
     way: str = ""
-    """``return``, ``break`` or ``continue`` if it decides on what follows it by leaving that."""
+    """``return``, ``break`` or ``continue`` if it decides on the following lines by leaving
+    them."""
 
     @property
     def location(self) -> Location:
@@ -678,7 +679,7 @@ class Guard:
 
 
 def guards_of(chain: Sequence[Location]) -> list[tuple[Guard, Location]]:
-    """Return the conditions on the rank that led to a call, innermost first, each with its line.
+    """Return the conditions on the rank that led to a call, innermost first, with their lines.
 
     Args:
         chain: The call's line and those that led to it, innermost first.
@@ -731,7 +732,7 @@ def outcomes(guard: Guard, at: Location, ranks: Iterable[int]) -> dict[int, set[
     words = _words(guard.path)
     for node in nodes_of(guard.path):
         if isinstance(node, ast.If) and node.lineno == guard.line:
-            # What follows an `if` that leaves runs where its test is false.
+            # Code after an `if` that leaves runs where its test is false.
             leaves = isinstance(node.body[-1], tuple(_WAYS))
             wanted = _in_block(node.body, at.line) or (bool(guard.way) and not leaves)
             return {
@@ -770,7 +771,7 @@ _WITH_VALUE = (ast.Expr, ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return)
 def _guarded_blocks(path: str, node: ast.AST, words: Words) -> Iterator[Guard]:
     """Yield a condition with each block that it decides on."""
     if isinstance(node, ast.If) and discerns(node.test, words):
-        # A test that calls something is not decided by itself.
+        # A test with a call may do more than decide.
         least = node.lineno if is_plain(node.test, words) else node.lineno + 1
         for part in filter(None, (node.body, node.orelse)):
             yield Guard(path, node.lineno, max(least, part[0].lineno), part[-1].end_lineno or 0)
@@ -802,7 +803,7 @@ def _guarded_rests(path: str, node: ast.AST, words: Words) -> Iterator[Guard]:
                 continue
             last = [part[-1] for part in (each.body, each.orelse) if part]
             way = next((_WAYS[type(end)] for end in last if isinstance(end, tuple(_WAYS))), "")
-            # A `continue` that depends on more than the rank lets a later round get there.
+            # A `continue` that depends on more than the rank may let a later iteration reach it.
             if way and (way != "continue" or by_rank_alone(each.test, words)):
                 start = (each.end_lineno or each.lineno) + 1
                 yield Guard(path, each.lineno, start, block[-1].end_lineno or 0, way)

@@ -1,7 +1,7 @@
 """Find lines of the user's source that compute a loss, write to parameters, or average them.
 
-Replicas of a local SGD differ until they are averaged for the first time, which may be at the end
-of an epoch. Until then only the source distinguishes them from replicas that differ by mistake.
+Replicas of local SGD differ until their first averaging, perhaps at the end of an epoch. Until then
+only the source distinguishes them from replicas that differ by mistake.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _CONSTANT = re.compile(r"""\b(?:nan|inf|infinity)\b""", re.IGNORECASE)
 """A constant that is not finite: `float("nan")`, `math.inf`, `torch.nan`."""
 
 MAX_CANDIDATES = 3
-"""How many lines are named as candidates."""
+"""Maximum number of named candidate lines."""
 
 
 def operation_lines(
@@ -85,9 +85,9 @@ def operation_lines(
         operations: Their names in torch's graph: ``mul``, ``log``.
         forward: The line that calls the model.
         backward: The line of ``backward()``, in the same function or in another one.
-        order: Which one of how many operations of that name is meant.
-        constant: Whether the operation was given something that is not finite and that no
-            operation computed: perhaps a constant.
+        order: Index and number of operations of that name.
+        constant: Whether the operation got a non-finite input that no operation computed, such as a
+            constant.
     """
     found = _candidates(operations, forward, backward)
     if order is not None and order[1] == len(found):
@@ -156,13 +156,13 @@ _MODEL = re.compile(r"param|state_dict|weights?\b", re.IGNORECASE)
 _GRADIENT_WORD = re.compile(r"grad", re.IGNORECASE)
 
 BEFORE = -1
-"""The step of a rank that has run a call and has not written about its parameters since."""
+"""The step of a rank that has run a call and has no later record of its parameters."""
 
 _STATES = (UnreducedRecord, TogetherRecord, FingerprintRecord)
-"""What ranks write about their parameters after a step."""
+"""Records of parameters after a step."""
 
 MAX_DEPTH = 4
-"""Assignments through which a collective's argument is followed."""
+"""Maximum number of assignments through which a collective's argument is followed."""
 
 
 def averaging_pending(run: Run) -> bool:
@@ -176,9 +176,9 @@ def averaging_pending(run: Run) -> bool:
 
 
 def _has_run(run: Run, path: str, lines: range) -> bool:
-    """Return whether some rank has run a call, and all ranks have written their state since.
+    """Return whether some rank has run a call, and all ranks have recorded their state since.
 
-    Ranks write at different times, and a call in a loop over parameters is seen when it begins.
+    Ranks write at different times, and a call in a loop over parameters is recorded at its begin.
     """
     steps = [_state_since(rank, path, lines) for rank in run.last]
     since = max((step for step in steps if step is not None), default=None)
@@ -237,7 +237,7 @@ def of_model(value: ast.expr, scope: Scope, depth: int) -> bool:
 
 
 def _sources(names: set[str], scope: Scope) -> Iterator[ast.expr]:
-    """Yield what assignments and loops bind some names to."""
+    """Yield the values that assignments and loops bind some names to."""
     for node in ast.walk(scope):
         if isinstance(node, ast.Assign):
             targets, value = node.targets, node.value
@@ -268,7 +268,7 @@ def _world_names(path: str) -> frozenset[str]:
 
 
 def _parts_of(node: ast.Assign) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """Yield what an assignment sets and to what, of ``a, b = c, d`` each."""
+    """Yield the targets and values of an assignment, including each of ``a, b = c, d``."""
     for target in node.targets:
         if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
             yield from zip(target.elts, node.value.elts, strict=False)
@@ -287,7 +287,7 @@ def of_world(path: str, node: ast.AST) -> bool:
 
 
 def scaled_by_world(run: Run, what: str) -> Location | None:
-    """Return the first line that scales something so named by the number of ranks."""
+    """Return the first line that scales an expression with a word in it by the number of ranks."""
     lines = (
         Location(path, getattr(node, "lineno", 0))
         for path in files_of(run)
@@ -307,7 +307,7 @@ def names_world_factor(run: Run) -> bool:
 
 
 def scales_by_world(at: Location, what: str) -> bool:
-    """Return whether a line divides or multiplies something so named by the number of ranks."""
+    """Return whether a line scales an expression with a word in it by the number of ranks."""
     return any(
         _scales_by_world(at.path, node, what)
         for node in nodes_of(at.path)
@@ -319,7 +319,7 @@ def _scales_by_world(path: str, node: ast.AST, what: str) -> bool:
     value, factor = _scaled(node)
     if value is None or factor is None or not of_world(path, factor):
         return False
-    # What is reduced first is divided rightly.
+    # A reduced value is rightly divided.
     text = ast.unparse(value).lower()
     return what in text and "reduce(" not in text
 
@@ -328,7 +328,7 @@ _SCALES = (ast.Div, ast.FloorDiv, ast.Mult)
 
 
 def _scaled(node: ast.AST) -> tuple[ast.expr | None, ast.expr | None]:
-    """Return what a node divides or multiplies, and by what."""
+    """Return the operand and the factor of a division or multiplication."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, _SCALES):
         return node.left, node.right
     if isinstance(node, ast.AugAssign) and isinstance(node.op, _SCALES):
@@ -366,13 +366,13 @@ def _of_gradients(value: ast.expr, scope: Scope, depth: int) -> bool:
 
 
 def scales_near(at: Location) -> bool:
-    """Return whether the function of a line divides or multiplies by what is no constant."""
+    """Return whether the function of a line divides or multiplies by a variable."""
     factors = (_scaled(node)[1] for scope in _around(at)[-1:] for node in walk_scope(scope.body))
     return any(each is not None and not isinstance(each, ast.Constant) for each in factors)
 
 
 def returned_gradients(run: Run) -> Location | None:
-    """Return the first line that calls ``autograd.grad``, which gives gradients to no parameter."""
+    """Return the first line that calls ``autograd.grad``, which sets no parameter's gradient."""
     calls = (
         Location(path, node.lineno)
         for path in files_of(run)
@@ -384,7 +384,7 @@ def returned_gradients(run: Run) -> Location | None:
 
 
 _LENGTH = re.compile(r"total|steps|iter|t_?max|decay|horizon", re.IGNORECASE)
-"""Names of how long a schedule is."""
+"""Names of the length of a schedule."""
 
 
 _GLOBAL = re.compile(r"global|effective|total_batch", re.IGNORECASE)
@@ -392,7 +392,7 @@ _GLOBAL = re.compile(r"global|effective|total_batch", re.IGNORECASE)
 
 
 def steps_of_all_data(run: Run) -> Location | None:
-    """Return the line that computes a number of steps from the length of data that is sharded.
+    """Return the line that computes a number of steps from the length of sharded data.
 
     ``epochs * len(data) // batch``, where ``DistributedSampler(data)`` gives each rank a part.
     """
@@ -423,7 +423,7 @@ def steps_of_all_data(run: Run) -> Location | None:
 
 
 def _divides_length(value: ast.expr, sharded: set[str]) -> bool:
-    """Return whether an expression divides the length of something sharded."""
+    """Return whether an expression divides the length of sharded data."""
     inside = list(ast.walk(value))
     divides = any(
         isinstance(each, ast.BinOp) and isinstance(each.op, (ast.Div, ast.FloorDiv))
@@ -487,9 +487,9 @@ def no_sync_lines(at: Location) -> list[Location]:
 
 
 def mentions(at: Location, word: str) -> bool:
-    """Return whether a call at a line is given something whose name has a word in it.
+    """Return whether an argument of a call at a line has a word in its name.
 
-    Names that are assigned from such a value count, too.
+    Names assigned from such a value count as well.
     """
     inside = _around(at)
     for node in walk_scope(inside[-1].body if inside else ()):
@@ -509,9 +509,9 @@ JOIN = ", or wrap the loop in `with model.join():`"
 
 
 def without_join(run: Run, at: Location | None, fix: str) -> str:
-    """Return a fix, without `JOIN` if the loop at a line calls collectives of the job's own.
+    """Return a fix, without `JOIN` if the loop at a line calls other collectives than DDP's.
 
-    ``join()`` makes up for DDP's collectives alone.
+    ``join()`` replaces only DDP's collectives.
     """
     source = source_of(at.path) if at is not None else None
     loop = source.loop_at(at.line) if at is not None and source is not None else None
@@ -553,7 +553,7 @@ WriteTarget = Literal["gradients", "weights", "hyper-parameters"]
 
 @dataclass(frozen=True)
 class Write:
-    """A line that writes."""
+    """A line that writes gradients, weights or hyper-parameters."""
 
     location: Location
     what: WriteTarget
@@ -562,7 +562,7 @@ class Write:
 
 
 def written_on_some_ranks(run: Run, what: WriteTarget) -> list[Location]:
-    """Return the lines under a condition on the rank that write something, or call what does."""
+    """Return the lines under a condition on the rank that write something or call a writer."""
     writes = (each for path in files_of(run) for each in _writes(path) if each.what == what)
     chains = (guarded_calls(run, each.location) for each in writes)
     return list(dict.fromkeys(chain[-1] for chain in chains if chain))
@@ -571,7 +571,7 @@ def written_on_some_ranks(run: Run, what: WriteTarget) -> list[Location]:
 def guarded_calls(run: Run, at: Location) -> list[Location]:
     """Return a line and the calls that lead to it, up to one under a condition on the rank.
 
-    Return an empty list if some rank may come to the line without such a condition.
+    Return an empty list if a rank may reach the line without such a condition.
     """
     chain = [at]
     while rank_guard(*chain[-1]) is None:
@@ -653,7 +653,7 @@ def updated_on_some_ranks(run: Run) -> tuple[Location, Location] | None:
 
 
 def _unguarded_use(path: str, named: str, update: str) -> Location | None:
-    """Return the first line at which every rank calls, or passes on, something of that name."""
+    """Return the first line at which every rank calls or passes on an object of that name."""
     for node in nodes_of(path):
         if not isinstance(node, ast.Call) or rank_guard(path, node.lineno) is not None:
             continue
@@ -678,7 +678,7 @@ def ranks_that_write(run: Run, lines: list[Location]) -> tuple[int, ...]:
 
 
 def likely_written(lines: list[Location], what: str) -> Iterator[str]:
-    """Yield what such lines mean for a change that was observed, or whose effect was."""
+    """Yield evidence about these lines for an observed change or effect."""
     if len(lines) == 1:
         yield f"{lines[0]} is the only line that changes {what} under a condition on the rank"
     elif lines:
@@ -707,7 +707,7 @@ def _writes(path: str) -> list[Write]:
 
 
 def _stored(target: ast.expr) -> WriteTarget | None:
-    """Return what an assignment to an attribute or to elements of a tensor writes."""
+    """Return the kind of value written by an assignment to an attribute or to elements."""
     text = ast.unparse(target)
     if isinstance(target, ast.Attribute) and target.attr in ("grad", "data"):
         return "gradients" if target.attr == "grad" else _tensor(text)

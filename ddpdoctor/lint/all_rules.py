@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from ddpdoctor.lint import (  # noqa: F401
+    rules_checkpoints,
     rules_collectives,
     rules_data,
     rules_forward,
     rules_launch,
     rules_model,
+    rules_samplers,
 )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ddpdoctor.lint.all_rules  # noqa: F401 (registers the rules)
+from ddpdoctor.core.errors import Faults
 from ddpdoctor.core.finding import Severity
 from ddpdoctor.core.formatting import shown
 from ddpdoctor.lint import launch_files
@@ -73,17 +75,32 @@ class Problem:
         return record | ({"cell": self.cell} if self.cell else {})
 
 
-def check(files: Sequence[SourceFile]) -> list[Problem]:
-    """Return the problems in some files, in the order of files and lines."""
+REST = "all other rules are applied"
+"""What still works if a rule fails."""
+
+
+def check(files: Sequence[SourceFile], faults: Faults | None = None) -> list[Problem]:
+    """Return the problems in some files, in the order of files and lines.
+
+    Args:
+        files: The files.
+        faults: Reports rules that fail. By default on stderr.
+    """
     found = [_unreadable(each) for each in files if each.error is not None]
+    failed: list[tuple[str, Exception]] = []
     for program in programs(files):
-        found += _of_program(program)
+        found += _of_program(program, failed)
+    (faults or Faults(_complain, REST)).failed(failed)
     for each in files:
         found += _of_launch(each) if each.launch else ()
     order = {each.path: number for number, each in enumerate(files)}
     return sorted(
         found, key=lambda each: (order[each.path], each.cell, each.line, each.column, each.code)
     )
+
+
+def _complain(text: str) -> None:
+    print(f"ddpdoctor: {text}", file=sys.stderr)
 
 
 def _unreadable(file: SourceFile) -> Problem:
@@ -108,7 +125,8 @@ def _of_launch(file: SourceFile) -> Iterator[Problem]:
             )  # fmt: skip
 
 
-def _of_program(program: Program) -> Iterator[Problem]:
+def _of_program(program: Program, failed: list[tuple[str, Exception]]) -> Iterator[Problem]:
+    """Apply the rules to a program. Add what fails, and why, to ``failed``."""
     full = {name.lstrip(".") for code in program.codes for name in code.imports.values()}
     if not any(name.startswith("torch") for name in full):
         return
@@ -118,15 +136,21 @@ def _of_program(program: Program) -> Iterator[Problem]:
         seen = set[tuple[str, int]]()
         for rule in rules:
             try:
-                hits = list(rule.find(code))
+                problems = [
+                    (id(hit.node), _problem(code, rule, hit))
+                    for hit in rule.find(code)
+                    if not _is_silenced(code, hit.node, rule.code)
+                ]
             except RecursionError:
                 # Code that is nested a thousand levels deep.
                 continue
-            for hit in hits:
-                key = rule.code, id(hit.node)
-                if key not in seen and not _is_silenced(code, hit.node, rule.code):
-                    seen.add(key)
-                    yield _problem(code, rule, hit)
+            except Exception as error:
+                failed.append((f"{rule.code} on {shown(code.file.path)}", error))
+                continue
+            for node, problem in problems:
+                if (rule.code, node) not in seen:
+                    seen.add((rule.code, node))
+                    yield problem
 
 
 def _problem(code: Code, rule: LintRule, hit: Hit) -> Problem:

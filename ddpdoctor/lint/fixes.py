@@ -15,8 +15,10 @@ from typing import NamedTuple
 
 from ddpdoctor.core import opening
 from ddpdoctor.diagnose.source_files import last_name
+from ddpdoctor.lint.calls import keyword
+from ddpdoctor.lint.conditions import guards
 from ddpdoctor.lint.files import MAX_SIZE
-from ddpdoctor.lint.program import Code, guards, keyword
+from ddpdoctor.lint.program import Code
 from ddpdoctor.lint.rules import Hit
 
 
@@ -40,7 +42,7 @@ def _end(node: ast.expr | ast.stmt) -> tuple[int, int]:
 
 
 def _arguments(call: ast.Call) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Return where the arguments of a call begin and end, in order."""
+    """Return the begin and end of each argument of a call, in order."""
     spans = [(_start(each), _end(each)) for each in call.args]
     spans += [((each.lineno, each.col_offset), _end(each.value)) for each in call.keywords]
     return sorted(spans)
@@ -108,7 +110,7 @@ def _is_over_epochs(code: Code, node: ast.AST, target: ast.Name) -> bool:
 
 
 def _passed(code: Code, hit: Hit) -> list[Edit]:
-    """Pass a sampler to the only loader of its data set, in place of ``shuffle=True``."""
+    """Pass a sampler to the only loader of its data set, instead of ``shuffle=True``."""
     statement = code.statement(hit.node)
     sampler = hit.node
     if not isinstance(statement, ast.Assign) or statement.value is not sampler:
@@ -157,7 +159,7 @@ def _unshuffled(code: Code, hit: Hit) -> list[Edit]:
 
 
 def _spelled(code: Code, hit: Hit) -> list[Edit]:
-    """Accept both spellings of the local rank, as a number."""
+    """Accept both spellings of the option for the local rank, as an integer."""
     call = hit.node
     if not isinstance(call, ast.Call) or "os" not in code.imports:
         return []
@@ -181,7 +183,7 @@ def _spelled(code: Code, hit: Hit) -> list[Edit]:
 
 
 def _converted(code: Code, hit: Hit) -> list[Edit]:
-    """Convert a rank of the environment where it is read."""
+    """Convert a rank from the environment to an integer where it is read."""
     if not isinstance(hit.node, ast.expr):
         return []
     made = code.origins(hit.node)
@@ -210,7 +212,7 @@ def _guarded(code: Code, hit: Hit) -> list[Edit]:
         isinstance(each, (ast.Constant, ast.JoinedStr)) and each.lineno != each.end_lineno
         for each in ast.walk(statement)
     ):
-        # The lines of a text are not to be indented.
+        # Do not indent the lines of a multi-line string.
         return []
     edit = _before(code, statement, f"if {dist}.get_rank() == 0:")
     inner = [Edit((line, 0), (line, 0), "    ") for line in range(first, last + 1)]
@@ -258,7 +260,7 @@ def texts(path: str, lines: list[str], edits: Iterable[Edit]) -> tuple[str, str]
     except (OSError, ValueError):
         return None
     if text.splitlines() != lines:
-        # What was read is not what is there: other encodings, spaces of web pages, notebooks.
+        # The text differs from the file: other encodings, spaces of web pages, notebooks.
         return None
     after = edited(text, edits)
     try:

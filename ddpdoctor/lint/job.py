@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ddpdoctor.core.errors import Faults
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.core.opening import relative_path
 from ddpdoctor.diagnose.source_files import imported_files
@@ -27,14 +29,19 @@ def sources(script: str) -> list[str]:
     return found if left >= 0 else []
 
 
-def errors(script: str) -> list[Finding]:
-    """Return the errors in a script. Empty for a script that does not parse."""
+def errors(script: str, faults: Faults | None = None) -> list[Finding]:
+    """Return the errors in a script. Empty for a script that does not parse.
+
+    Args:
+        script: The file.
+        faults: Reports rules that fail. By default on stderr.
+    """
     # Imported here, since most of the time is theirs.
     from ddpdoctor.core.user_code import Location
     from ddpdoctor.lint import files
     from ddpdoctor.lint.check import UNREADABLE, check
 
-    found = check([files.read(each) for each in sources(script)])
+    found = check([files.read(each) for each in sources(script)], faults)
     return [
         Finding(
             each.code,
@@ -76,18 +83,19 @@ class SourceCheck:
 
     def __init__(self, words: Sequence[str]) -> None:
         self._found: list[Finding] = []
+        self.remarks: deque[str] = deque()  # Lines about failures of the check itself
         self._reported = False
         self._thread = threading.Thread(target=self._run, args=(tuple(words),), daemon=True)
         self._thread.start()
 
     def _run(self, words: tuple[str, ...]) -> None:
-        try:
+        faults = Faults(self.remarks.append)
+
+        def look() -> list[Finding]:
             script = script_of(words)
-            if script is not None:
-                self._found = errors(script)
-        except Exception:
-            # Nothing is said of code that the rules cannot read.
-            self._found = []
+            return errors(script, faults) if script is not None else []
+
+        self._found = faults.guarded("the check of the job's code", look) or []
 
     def news(self) -> list[Finding]:
         """Return the errors once, when the check has finished."""

@@ -31,7 +31,7 @@ class Server(LanguageServer):
     """Holds the problems of each open document.
 
     Args:
-        least: Problems that are less severe are not shown.
+        least: The lowest severity that is shown.
     """
 
     def __init__(self, least: Severity = Severity.WARNING) -> None:
@@ -44,7 +44,7 @@ class Server(LanguageServer):
         document = self.workspace.get_text_document(uri)
         path = to_fs_path(uri) or uri
         source = files.parse(path, document.source.encode())
-        # What it imports may make its samplers and loaders.
+        # Imported files may create its samplers and loaders.
         others = [files.read(each) for each in imported_files(path) if each != path]
         found = [each for each in check([source, *others]) if each.path == path]
         self.problems[uri] = [each for each in found if each.severity >= self._least]

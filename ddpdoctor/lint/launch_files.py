@@ -1,6 +1,6 @@
 """Find launches that cannot work in batch scripts, manifests and configurations.
 
-The rules ignore numbers that the file does not state, such as ``$GPUS``.
+Numbers that the file does not state, such as ``$GPUS``, are ignored.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NAMES = {
     "DDP007": "variables",
     "DDP021": "gpu-count",
 }
-"""The codes, which are those of ``ddpdoctor check``, and their names."""
+"""The codes, shared with ``ddpdoctor check``, and their names."""
 
 
 class Fault(NamedTuple):
@@ -47,11 +47,11 @@ _HURTFUL = {
     "NCCL_ASYNC_ERROR_HANDLING": ("0", "a failed collective hangs forever"),
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": ("0", "a failed collective hangs forever"),
 }
-"""Variables of debugging: the value that hurts, and what it does."""
+"""Debugging variables, each with the harmful value and its effect."""
 
 
 def is_launch_file(path: str, text: str) -> bool:
-    """Return whether a file is one that starts jobs, by its name and content."""
+    """Return whether a file starts jobs, judged by its name and content."""
     if path.endswith(SHELL):
         return True
     marks = ("PyTorchJob", "distributed_type", "zero_optimization", "train_micro_batch_size")
@@ -59,7 +59,7 @@ def is_launch_file(path: str, text: str) -> bool:
 
 
 def faults(path: str, text: str) -> Iterator[Fault]:
-    """Yield what is wrong in a launch file. Yield nothing for one that does not parse."""
+    """Yield the faults of a launch file. Yield nothing if it does not parse."""
     if path.endswith(SHELL):
         yield from _of_shell(text)
     elif path.endswith(".json"):
@@ -84,7 +84,7 @@ class _Command:
     words: list[str]
 
     def options(self, start: int = 0) -> dict[str, str]:
-        """Return the options behind a word, with ``-`` in their names."""
+        """Return the options after a word, with ``-`` in their names."""
         found: dict[str, str] = {}
         for at, word in enumerate(self.words[start:], start):
             name, equals, value = word.partition("=")
@@ -104,7 +104,7 @@ class _Script:
     variables: dict[str, tuple[str, int]] = field(default_factory=dict)
 
     def number(self, text: str | None) -> int | None:
-        """Return a number that is written, or is a variable's only value. None if unknown."""
+        """Return a literal number, or a variable's only value. None if unknown."""
         found = re.fullmatch(r"\$\{?(\w+)\}?", text or "")
         if found is not None:
             slurm = {"SLURM_NNODES": "nodes", "SLURM_JOB_NUM_NODES": "nodes"}
@@ -200,7 +200,7 @@ def _slurm_option(script: _Script, text: str, line: int) -> None:
 
 
 def _gpus_per_node(script: _Script) -> int | None:
-    """Return the GPUs of a node that Slurm gives to the job. None if that is not written."""
+    """Return the number of GPUs that Slurm allocates per node. None if it is not stated."""
     text = script.option("gpus-per-node")
     if not text and script.option("gres").startswith("gpu"):
         text = script.option("gres")
@@ -213,7 +213,7 @@ _MODULES = ("torch.distributed.run", "torch.distributed.launch")
 
 
 def _torchrun(command: _Command) -> int | None:
-    """Return the index of torchrun in a command. None if it is not there."""
+    """Return the index of torchrun in a command. None if it is absent."""
     for at, word in enumerate(command.words):
         if _TORCHRUN.search(word) or (at and word in _MODULES and command.words[at - 1] == "-m"):
             return at
@@ -301,7 +301,7 @@ _HOME = ("localhost", "127.0.0.1", "::1")
 def _rendezvous(
     script: _Script, options: Mapping[str, str], nodes: int | None, line: int
 ) -> Iterator[Fault]:
-    """Yield addresses and ports at which nodes cannot meet."""
+    """Yield rendezvous addresses and ports that cannot work."""
     endpoint = options.get("rdzv-endpoint", "")
     host, _, end = endpoint.rpartition(":") if ":" in endpoint else (endpoint, "", "")
     address = options.get("master-addr", "")
@@ -332,7 +332,7 @@ def _rendezvous(
 def _hurtful(
     variables: Mapping[str, tuple[str, int]], lines: Sequence[str] = ()
 ) -> Iterator[Fault]:
-    """Yield variables for debugging. They are infos if a comment is beside them."""
+    """Yield debugging variables, as infos if they have a comment."""
     for name, (value, line) in variables.items():
         wrong, effect = _HURTFUL.get(name, ("", ""))
         meant = any("#" in each for each in lines[max(line - 2, 0) : line])
@@ -364,7 +364,7 @@ def _of_yaml(text: str) -> Iterator[Fault]:
 
 
 class _Tree:
-    """A node of a YAML document, with its line. A missing one is empty."""
+    """A node of a YAML document, with its line. A missing node is empty."""
 
     def __init__(self, node: Any, line: int = 1) -> None:
         self._node = node
@@ -390,7 +390,7 @@ class _Tree:
 
     @property
     def text(self) -> str:
-        """A scalar's text. Empty for other nodes."""
+        """The text of a scalar. Empty for other nodes."""
         value = getattr(self._node, "value", None)
         return value if isinstance(value, str) else ""
 

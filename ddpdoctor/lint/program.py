@@ -1,8 +1,8 @@
 """Follow names through the files of a program, to find what an expression may be.
 
-The reading does not run anything and does not follow the order of statements. `origins` returns
-where the values of an expression come from: through names, attributes, parameters, tuples, keyword
-dictionaries and returns of functions, within one file and through imports of the other files.
+Nothing is run, and the order of statements does not matter. `origins` returns where the values of
+an expression come from: through names, attributes, parameters, tuples, keyword dictionaries and
+returns of functions, within one file and through imports of other files.
 """
 
 from __future__ import annotations
@@ -13,24 +13,22 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from ddpdoctor.diagnose.source_files import (
     FUNCTIONS,
+    LOOPS,
+    Loop,
     Words,
-    by_rank_alone,
     discerns,
     last_name,
     runs_on_one_rank,
     words_of,
 )
+from ddpdoctor.lint.calls import argument_of, default_of, parameters_of, targets_of
 from ddpdoctor.lint.files import SourceFile
 
-Function: TypeAlias = "ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda"
-Loop: TypeAlias = "ast.For | ast.AsyncFor | ast.While"
-LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _FUNCTIONS = (*FUNCTIONS, ast.Lambda)
-_SCOPES = (*_FUNCTIONS, ast.ClassDef, ast.Module)
 _NESTED = (*_FUNCTIONS, ast.ClassDef)
 ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 """Environment variables of the launcher."""
@@ -45,8 +43,6 @@ _SAME = frozenset(
     )
 )
 """Calls that return the module they are given, or a copy of it."""
-
-_COMPARISONS = frozenset(("main", "master", "chief", "primary", "verbose", "gpu", "device", "root"))
 
 
 _COLLECTED = (
@@ -118,7 +114,7 @@ class Code:
 
     def __post_init__(self) -> None:
         self.nodes.append(self.tree)
-        # The list grows: what a node holds is behind it.
+        # The list grows during the loop: children are appended to it.
         for node in self.nodes:
             children = self._children[node] = _parts(node)
             for child in children:
@@ -281,8 +277,8 @@ class Code:
     def is_torch(self, call: ast.AST, *names: str) -> bool:
         """Return whether a call is of one of torch's functions or classes, by its last name.
 
-        Names that come from elsewhere, such as apex's, are not torch's. Of what is imported by a
-        star or from the program's own files, the name decides.
+        Names of other packages, such as apex, are not torch's. A name from a star import or a
+        relative import counts as torch's.
         """
         if not isinstance(call, ast.Call) or (
             last_name(call.func) not in names and not isinstance(call.func, ast.Name)
@@ -330,7 +326,7 @@ class Code:
         """Return whether a condition differs between ranks. False if that is not known."""
         known = self._discerned.get(test)
         if known is None:
-            # What a function makes of a rank is not known, and may be the same on all.
+            # The result of a function of a rank is unknown, and may be equal on all ranks.
             made = any(
                 isinstance(each, ast.Call)
                 and each.args
@@ -355,7 +351,7 @@ class Code:
 
     @cached_property
     def _own_words(self) -> Words:
-        """Names that the file itself sets to a rank or to a condition on it."""
+        """Names that this file sets to a rank or to a condition on it."""
         found = words_of(self.nodes)
         if not found.numbers and not found.conditions:
             return found
@@ -364,7 +360,7 @@ class Code:
             made[name] += [each.value for each in items]
         for name, items in self._attributes.items():
             made[name] += [each.value for each in items]
-        # What takes arguments decides by more than the rank.
+        # A function with arguments depends on more than the rank.
         returned = {
             name
             for name, functions in self.functions.items()
@@ -375,7 +371,7 @@ class Code:
             for name in found.numbers
             if name in returned or (made[name] and all(map(_is_number_of_rank, made[name])))
         }
-        # A tensor that is made of the rank may be reduced before it decides.
+        # A tensor computed from the rank may be reduced before it is tested.
         conditions = {
             name
             for name in found.conditions
@@ -409,7 +405,7 @@ class Code:
     def _of_attribute(self, node: ast.Attribute) -> Iterator[tuple[Code, Item]]:
         for code in self.program.codes:
             for item in code._attributes.get(node.attr, ()):
-                # Another class's attribute of that name is another thing.
+                # An attribute of the same name in another class is a different one.
                 mine = self.owner(node) if last_name(node.value) == "self" else None
                 theirs = code.owner(item.node)
                 if mine is None or theirs is None or mine is theirs or code is not self:
@@ -425,7 +421,7 @@ class Code:
     def _passed(self, function: ast.AST, name: str) -> Iterator[tuple[Code, Item]]:
         """Yield what calls of the program pass as a parameter, and its default."""
         assert isinstance(function, _FUNCTIONS)
-        default = _default(function, name)
+        default = default_of(function, name)
         if default is not None:
             yield self, Item(default, None, False, function)
         if isinstance(function, ast.Lambda):
@@ -711,258 +707,9 @@ _COMMON_METHODS = frozenset(("step", "forward", "get", "update", "close", "run",
 
 
 def _is_number_of_rank(value: ast.expr) -> bool:
-    """Return whether an expression is a rank, or a parameter's default, and not made of one."""
+    """Return whether an expression is a rank or a parameter's default, not computed from one."""
     while isinstance(value, ast.Call) and last_name(value.func) in ("int", "str") and value.args:
         value = value.args[0]
     if isinstance(value, ast.Call):
         return not value.args or last_name(value.func) in ("get", "getenv", "getattr")
     return isinstance(value, (ast.Name, ast.Attribute, ast.Subscript, ast.Constant, ast.IfExp))
-
-
-# -- parts of calls
-
-
-def keyword(call: ast.Call, name: str, position: int | None = None) -> ast.expr | None:
-    """Return an argument by its keyword or position. None if it is not passed."""
-    for each in call.keywords:
-        if each.arg == name:
-            return each.value
-    if position is not None and position < len(call.args):
-        before = call.args[: position + 1]
-        if not any(isinstance(each, ast.Starred) for each in before):
-            return call.args[position]
-    return None
-
-
-def has_unpacked(call: ast.Call) -> bool:
-    """Return whether arguments are passed by ``*`` or ``**``, so that others may be among them."""
-    return any(isinstance(each, ast.Starred) for each in call.args) or any(
-        each.arg is None for each in call.keywords
-    )
-
-
-def argument_of(
-    call: ast.Call, function: ast.FunctionDef | ast.AsyncFunctionDef, name: str, is_method: bool
-) -> ast.expr | None:
-    """Return the argument of a call for a parameter. None if that is not known."""
-    names = [each.arg for each in (*function.args.posonlyargs, *function.args.args)]
-    if is_method and names:
-        names = names[1:]
-    return keyword(call, name, names.index(name) if name in names else None)
-
-
-def parameters_of(function: ast.AST) -> set[str]:
-    """Return the names of a function's parameters. A module has none."""
-    arguments = getattr(function, "args", None)
-    if not isinstance(arguments, ast.arguments):
-        return set()
-    every = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
-    extra = [each for each in (arguments.vararg, arguments.kwarg) if each is not None]
-    return {each.arg for each in (*every, *extra)}
-
-
-def _default(function: ast.AST, name: str) -> ast.expr | None:
-    arguments = getattr(function, "args", None)
-    assert isinstance(arguments, ast.arguments)
-    names = [each.arg for each in (*arguments.posonlyargs, *arguments.args)]
-    with_default = names[len(names) - len(arguments.defaults) :]
-    for each, value in zip(with_default, arguments.defaults, strict=True):
-        if each == name:
-            return value
-    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-        if argument.arg == name:
-            return default
-    return None
-
-
-def option_defaults(code: Code, node: ast.expr) -> list[ast.expr]:
-    """Return the defaults of the command-line option that ``args.NAME`` is."""
-    if not isinstance(node, ast.Attribute):
-        return []
-    option = "--" + node.attr.replace("_", "-")
-    return [
-        default
-        for each in code.program.codes
-        for call in each.calls_by_name.get("add_argument", ())
-        if any(
-            isinstance(one, ast.Constant) and str(one.value).replace("_", "-") == option
-            for one in call.args
-        )
-        and (default := keyword(call, "default")) is not None
-    ]
-
-
-def calls_in(nodes: Iterable[ast.AST], *names: str) -> list[ast.Call]:
-    """Return the calls of some functions in some nodes, also in nested functions."""
-    return [
-        each
-        for node in nodes
-        for each in ast.walk(node)
-        if isinstance(each, ast.Call) and last_name(each.func) in names
-    ]
-
-
-def targets_of(node: ast.AST) -> list[ast.expr]:
-    """Return the targets of an assignment. Empty for other nodes."""
-    if isinstance(node, ast.Assign):
-        return node.targets
-    return [node.target] if isinstance(node, (ast.AnnAssign, ast.AugAssign)) else []
-
-
-# -- conditions
-
-
-def guards(code: Code, node: ast.AST) -> list[tuple[ast.AST, bool]]:
-    """Return the conditions on the rank that decide whether a node runs, innermost first.
-
-    Each has whether the node runs where the condition is true. Conditions above the node that leave
-    its block count as well.
-    """
-    found: list[tuple[ast.AST, bool]] = []
-    if not code.rank_conditions:
-        return found
-    inner = node
-    for each in code.above(node):
-        if isinstance(each, (ast.If, ast.IfExp)) and inner is not each.test:
-            body = each.body if isinstance(each.body, list) else [each.body]
-            if code.discerns(each.test):
-                found.append((each, inner in body))
-        elif isinstance(each, ast.BoolOp) and inner in each.values:
-            before = each.values[: each.values.index(inner)]
-            for test in before:
-                if code.discerns(test):
-                    found.append((each, isinstance(each.op, ast.And)))
-        elif any(map(code.discerns, _other_tests(code, each, inner))):
-            found.append((each, True))
-        elif isinstance(each, FUNCTIONS):
-            found += [(each, True) for one in each.decorator_list if runs_on_one_rank(one)]
-        if isinstance(inner, ast.stmt):
-            found += _left_above(code, each, inner)
-        if isinstance(each, _FUNCTIONS):
-            break
-        inner = each
-    return found
-
-
-def _other_tests(code: Code, node: ast.AST, inner: ast.AST) -> list[ast.expr]:
-    """Return the conditions on a part of a ``match``, a ``while``, or a comprehension."""
-    if isinstance(node, ast.match_case):
-        above = code.parents[node]
-        return [above.subject] if isinstance(above, ast.Match) else []
-    if isinstance(node, ast.While) and inner in node.body:
-        return [node.test] if by_rank_alone(node.test, code.words) else []
-    if isinstance(node, (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)):
-        generators: list[ast.comprehension] = node.generators
-        return [] if inner in generators else [one for each in generators for one in each.ifs]
-    return []
-
-
-_LEAVING = (ast.Return, ast.Continue, ast.Break, ast.Raise)
-
-
-def _left_above(code: Code, parent: ast.AST, inner: ast.stmt) -> list[tuple[ast.AST, bool]]:
-    """Return the conditions on the rank that leave a block before a statement."""
-    for name in ("body", "orelse", "finalbody"):
-        block = getattr(parent, name, None)
-        if isinstance(block, list) and inner in block:
-            return [
-                (each, False)
-                for each in block[: block.index(inner)]
-                if isinstance(each, ast.If)
-                and isinstance(each.body[-1], _LEAVING)
-                and code.discerns(each.test)
-                # A `continue` that depends on more than the rank lets a later round get there.
-                and (
-                    isinstance(each.body[-1], (ast.Return, ast.Raise))
-                    or by_rank_alone(each.test, code.words)
-                )
-            ]
-    return []
-
-
-def is_guarded(code: Code, node: ast.AST, depth: int = 4) -> bool:
-    """Return whether some ranks may not run a node, by its own conditions or those of its callers.
-
-    Conditions that only look like it count too, so that rules can be silent about them.
-    """
-    if guards(code, node) or _seems_guarded(code, node):
-        return True
-    function = code.function(node)
-    if function is None or depth <= 0:
-        return False
-    callers = code.program.callers(code, function)
-    return bool(callers) and all(is_guarded(each, call, depth - 1) for each, call in callers)
-
-
-def _seems_guarded(code: Code, node: ast.AST) -> bool:
-    inner = node
-    for each in code.above(node):
-        if isinstance(each, ast.If) and inner is not each.test:
-            words = {last_name(one).lower() for one in ast.walk(each.test)}
-            parts = {part for word in words for part in word.split("_")}
-            if parts & _COMPARISONS or any("rank" in word for word in words):
-                return True
-        if isinstance(each, FUNCTIONS):
-            name = each.name.lower()
-            return any(
-                word in name for word in ("master", "main_process", "rank0", "rank_zero", "rank_0")
-            )
-        inner = each
-    return False
-
-
-def under(code: Code, node: ast.AST, *words: str) -> bool:
-    """Return whether a condition around a node has one of these words in a name."""
-    inner = node
-    for each in code.above(node):
-        if isinstance(each, (ast.If, ast.IfExp, ast.While)) and inner is not each.test:
-            names = [last_name(one).lower() for one in ast.walk(each.test)]
-            names += [
-                one.value.lower()
-                for one in ast.walk(each.test)
-                if isinstance(one, ast.Constant) and isinstance(one.value, str)
-            ]
-            if any(word in name for name in names for word in words):
-                return True
-        inner = each
-    return False
-
-
-def exclusive(code: Code, one: ast.AST, other: ast.AST) -> bool:
-    """Return whether two nodes are in different branches of a condition."""
-    branches = dict(_branches(code, one))
-    return any(branches.get(node, name) != name for node, name in _branches(code, other))
-
-
-def _branches(code: Code, node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
-    inner = node
-    for each in code.above(node):
-        if isinstance(each, (ast.If, ast.IfExp)):
-            for name in ("body", "orelse"):
-                part = getattr(each, name)
-                if inner is part or (isinstance(part, list) and inner in part):
-                    yield each, name
-        inner = each
-
-
-_QUIET = frozenset(("no_grad", "inference_mode", "set_grad_enabled"))
-
-
-def is_quiet(node: ast.With | ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Return whether a block or a function runs under ``no_grad`` or ``inference_mode``."""
-    marks = (
-        [each.context_expr for each in node.items]
-        if isinstance(node, ast.With)
-        else node.decorator_list
-    )
-    return any(last_name(one) in _QUIET for mark in marks for one in ast.walk(mark))
-
-
-def without_gradients(code: Code, node: ast.AST) -> bool:
-    """Return whether something around a node switches gradients off."""
-    for each in code.above(node):
-        if isinstance(each, ast.With) and is_quiet(each):
-            return True
-        if isinstance(each, FUNCTIONS):
-            return is_quiet(each)
-    return False

@@ -8,9 +8,7 @@ import re
 from ddpdoctor.diagnose.source_files import last_name
 from ddpdoctor.lint.program import ENVIRONMENT, Code
 
-_LOCAL = re.compile(r"local_?rank|gpu_?id$|^gpu$", re.IGNORECASE)
 _WORLD = re.compile(r"world_?size|num_?(replicas|ranks|processes)|nprocs$", re.IGNORECASE)
-_GLOBAL = re.compile(r"(?:^|_)(?:global_?)?rank$", re.IGNORECASE)
 _OTHER = re.compile(
     r"(lora|low|full|matrix|max|min|tensor|num|page)_?rank|ranking|ranked|ranker", re.IGNORECASE
 )

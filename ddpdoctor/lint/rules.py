@@ -55,31 +55,12 @@ class LintRule:
 LINT_RULES: dict[str, LintRule] = {}
 """All rules by code. Importing ``ddpdoctor.lint.all_rules`` registers them."""
 
-TRAINERS = frozenset(
-    (
-        *(
-            "lightning",
-            "pytorch_lightning",
-            "accelerate",
-            "ignite",
-            "catalyst",
-            "composer",
-            "fastai",
-        ),
-        *("mmengine", "mmcv", "mmdet", "mmseg", "mmcls", "detectron2", "colossalai", "deepspeed"),
-        *(
-            "ray.train",
-            "horovod",
-            "torchtitan",
-            "axolotl",
-            "trl",
-            "speechbrain",
-            "fairseq",
-            "paddle",
-        ),
-        *("ultralytics", "megatron", "nemo", "allennlp", "kornia.x", "skorch", "torchtnt"),
-    )
-)
+TRAINERS = frozenset((
+    "accelerate", "allennlp", "axolotl", "catalyst", "colossalai", "composer", "deepspeed",
+    "detectron2", "fairseq", "fastai", "horovod", "ignite", "kornia.x", "lightning", "megatron",
+    "mmcls", "mmcv", "mmdet", "mmengine", "mmseg", "nemo", "paddle", "pytorch_lightning",
+    "ray.train", "skorch", "speechbrain", "torchtitan", "torchtnt", "trl", "ultralytics",
+))  # fmt: skip
 """Frameworks with a loop of their own, in which other rules hold."""
 
 LOADERS = frozenset(

@@ -7,37 +7,19 @@ import re
 from collections.abc import Iterator
 
 from ddpdoctor.core.finding import Severity
-from ddpdoctor.diagnose.source_files import FUNCTIONS, allowed, last_name
-from ddpdoctor.lint.program import (
-    LOOPS,
-    Code,
-    argument_of,
-    calls_in,
-    guards,
-    is_guarded,
-    keyword,
-    parameters_of,
-    targets_of,
-    under,
-    without_gradients,
-)
+from ddpdoctor.diagnose.source_files import FUNCTIONS, LOOPS, allowed, last_name
+from ddpdoctor.lint.calls import argument_of, calls_in, keyword, parameters_of, targets_of
+from ddpdoctor.lint.conditions import guards, in_both_branches, is_guarded, under, without_gradients
+from ddpdoctor.lint.loops import runs_backward
+from ddpdoctor.lint.program import Code
 from ddpdoctor.lint.rules import Hit, rule
 
 COLLECTIVES = (
-    *(
-        "barrier",
-        "all_reduce",
-        "broadcast",
-        "all_gather",
-        "gather",
-        "scatter",
-        "reduce",
-        "all_to_all",
-    ),
-    *("reduce_scatter", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"),
-    *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
-    *("new_group", "init_process_group", "monitored_barrier"),
-)
+    "barrier", "all_reduce", "broadcast", "all_gather", "gather", "scatter", "reduce", "all_to_all",
+    "reduce_scatter", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single",
+    "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list",
+    "new_group", "init_process_group", "monitored_barrier",
+)  # fmt: skip
 
 
 @rule("DDP401", Severity.ERROR, moot=frozenset())
@@ -128,7 +110,7 @@ def forward_under_guard(code: Code) -> Iterator[Hit]:
         forward = _forward_of(code, call)
         if forward is None and not _evaluates_elsewhere(code, call):
             continue
-        if _both_branches(condition, last_name(call.func)):
+        if in_both_branches(condition, last_name(call.func)):
             continue
         severity: Severity | None = Severity.WARNING
         if forward is None:
@@ -143,11 +125,6 @@ def forward_under_guard(code: Code) -> Iterator[Hit]:
                 "Evaluate model.module, or on every rank.",
                 severity,
             )
-
-
-def _both_branches(condition: ast.If, name: str) -> bool:
-    """Return whether both branches of a condition call a function of a name."""
-    return all(calls_in(part, name) for part in (condition.body, condition.orelse))
 
 
 _WITH_BUFFERS = ("torchvision.models", "transformers", "timm", "segmentation_models_pytorch")
@@ -199,7 +176,7 @@ def _forward_of(code: Code, call: ast.Call) -> tuple[Code, ast.Call] | None:
             own = isinstance(each.func, ast.Attribute) and _certainly_ddp(other, each.func, each)
             if not own and not (isinstance(each.func, ast.Name) and each.func.id in passed):
                 continue
-            # A function may take the module out of a wrapper first.
+            # A function may unwrap the module first.
             if not guards(other, each) and not other.binds(function, last_name(each.func)):
                 quiet = without_gradients(code, call)
                 return (code, call) if quiet else (other, each)
@@ -252,7 +229,7 @@ def _certainly_ddp(code: Code, node: ast.expr, at: ast.expr, depth: int = 2) -> 
     if made and all(each.code.is_torch(each.node, "DistributedDataParallel") for each in made):
         return True
     bound = [
-        (item.node.lineno, _makes_ddp(code, item.value))
+        (item.node.lineno, any(each in code.wraps for each in ast.walk(item.value)))
         for other, item in code.values(node)
         if other is code and isinstance(item.node, ast.Assign) and item.node.lineno < at.lineno
     ]
@@ -261,13 +238,9 @@ def _certainly_ddp(code: Code, node: ast.expr, at: ast.expr, depth: int = 2) -> 
     return _is_passed_ddp(code, node, depth)
 
 
-def _makes_ddp(code: Code, value: ast.expr) -> bool:
-    return any(each is wrap for wrap in code.wraps for each in ast.walk(value))
-
-
 @rule("DDP403", Severity.ERROR)
 def skipped_on_one_rank(code: Code) -> Iterator[Hit]:
-    """Find steps that a rank skips by what its loss or batch is."""
+    """Find steps that one rank skips because of the loss or batch that it has."""
     if not code.program.wraps:
         return
     for node in code.nodes:
@@ -345,16 +318,10 @@ def _of_batch(code: Code, loop: ast.AST) -> set[str]:
     return found
 
 
-_AGREES = frozenset(
-    (
-        "broadcast",
-        "all_reduce",
-        "broadcast_object_list",
-        "all_gather",
-        "all_gather_object",
-        "barrier",
-    )
-)
+_AGREES = frozenset((
+    "broadcast", "all_reduce", "broadcast_object_list", "all_gather", "all_gather_object",
+    "barrier",
+))  # fmt: skip
 
 
 def _left(code: Code, node: ast.Break) -> Iterator[Hit]:
@@ -364,13 +331,13 @@ def _left(code: Code, node: ast.Break) -> Iterator[Hit]:
     if not loops or not isinstance(condition, ast.If) or condition not in code.within(loops[0]):
         return
     inside = code.within(loops[0])
-    # A value that is sent may be the same on all ranks, and others may leave by a way of their own.
+    # A communicated value may be equal on all ranks, and other ranks may leave elsewhere.
     agrees = any(
         isinstance(each, ast.Call) and last_name(each.func) in _AGREES - {"barrier"}
         for each in inside
     )
     ways = sum(isinstance(each, (ast.Break, ast.Return)) for each in inside)
-    trains = _trains(code, loops[0]) or bool(code.called(loops[0], "set_epoch"))
+    trains = runs_backward(code, loops[0]) or bool(code.called(loops[0], "set_epoch"))
     if agrees or ways > 1 or _joins(code, node) or not trains:
         return
     yield Hit(
@@ -394,20 +361,8 @@ def _joins(code: Code, node: ast.AST) -> bool:
     )
 
 
-def _trains(code: Code, loop: ast.AST) -> bool:
-    """Return whether a loop runs a backward, itself or in a function that it calls."""
-    if code.called(loop, "backward"):
-        return True
-    return any(
-        other.called(function, "backward")
-        for each in code.within(loop)
-        if isinstance(each, ast.Call)
-        for other, function in code.program.targets(code, each)
-    )
-
-
 def _is_reduced(code: Code, loop: ast.AST, node: ast.If) -> bool:
-    """Return whether a call above a condition may make it equal on all ranks."""
+    """Return whether a call above a condition may make its result equal on all ranks."""
     for each in code.within(loop):
         if isinstance(each, ast.Call) and each.lineno <= node.lineno:
             name = last_name(each.func).lower()
@@ -424,8 +379,7 @@ def swallowed_exception(code: Code) -> Iterator[Hit]:
         ``try`` around a backward with an ``except`` that passes or continues.
 
     Why it is bad
-        This rank skips a backward, the others wait for its gradients, or pair it with the
-        next one.
+        This rank skips a backward. The others wait for its gradients, or pair it with its next one.
 
     How to fix it
         Let it fail on all ranks, or agree on it with ``all_reduce`` before the backward.
@@ -498,8 +452,8 @@ def name_of_some_ranks(code: Code) -> Iterator[Hit]:
                 writer.close()
 
     When it stays silent
-        Names that another branch, a loop or an import sets, and reads under any condition that
-        names the rank or the name itself.
+        If another branch, a loop or an import sets the name, and for reads under a condition that
+        mentions the rank or the name itself.
     """
     yield from _none_elsewhere(code)
     for scope in (each for each in code.nodes if isinstance(each, (*FUNCTIONS, ast.Module))):
@@ -609,7 +563,7 @@ def unguarded_writer(code: Code) -> Iterator[Hit]:
         ``SummaryWriter`` or ``wandb.init`` without a condition on the rank.
 
     Why it is bad
-        As many runs as ranks in the tracker, with mixed curves.
+        The tracker shows as many runs as there are ranks, with mixed curves.
 
     How to fix it
         Open it on rank 0 alone.
@@ -621,7 +575,7 @@ def unguarded_writer(code: Code) -> Iterator[Hit]:
             writer = SummaryWriter("runs") if dist.get_rank() == 0 else None
 
     When it stays silent
-        Names with the rank in them.
+        If the call mentions the rank.
     """
     if not code.program.wraps:
         return

@@ -7,26 +7,19 @@ from collections.abc import Iterator
 
 from ddpdoctor.core.finding import Severity
 from ddpdoctor.diagnose.source_files import FUNCTIONS, last_name
-from ddpdoctor.lint.program import Code, guards, targets_of, under, without_gradients
+from ddpdoctor.lint.calls import targets_of
+from ddpdoctor.lint.conditions import guards, under, without_gradients
+from ddpdoctor.lint.program import Code
 from ddpdoctor.lint.rules import Hit, rule
 from ddpdoctor.lint.wrapped import TELLS_DDP, bound, is_wrapper, over_parameters, same
 
-_QUIET = frozenset(
-    (
-        *("state_dict", "load_state_dict", "parameters", "named_parameters", "buffers", "eval"),
-        *("named_buffers", "modules", "named_modules", "children", "named_children", "train", "to"),
-        *("cuda", "cpu", "save_pretrained", "save", "requires_grad_", "zero_grad", "apply"),
-        *("get_parameter", "register_forward_hook", "half", "float", "config", "update", "clip"),
-        *(
-            "get_submodule",
-            "no_sync",
-            "register_comm_hook",
-            "extra_repr",
-            "set_epoch",
-            "named_children",
-        ),
-    )
-)
+_QUIET = frozenset((
+    "apply", "buffers", "children", "clip", "config", "cpu", "cuda", "eval", "extra_repr", "float",
+    "get_parameter", "get_submodule", "half", "load_state_dict", "modules", "named_buffers",
+    "named_children", "named_modules", "named_parameters", "no_sync", "parameters",
+    "register_comm_hook", "register_forward_hook", "requires_grad_", "save", "save_pretrained",
+    "set_epoch", "state_dict", "to", "train", "update", "zero_grad",
+))  # fmt: skip
 """Methods of a module that are no forward."""
 
 
@@ -87,7 +80,8 @@ def _goes_through(code: Code, call: ast.Call) -> bool:
         return True
     if last_name(call.func) == "forward" and isinstance(call.func, ast.Attribute):
         return is_wrapper(code, call.func.value)
-    return not _is_ignored(call) and any(is_wrapper(code, each) for each in call.args)
+    ignored = ("len", "print", "isinstance", "id", "hasattr", "getattr")
+    return last_name(call.func) not in ignored and any(is_wrapper(code, each) for each in call.args)
 
 
 def _averages_by_hand(code: Code) -> bool:
@@ -135,10 +129,6 @@ def _made_of(code: Code, block: ast.AST, loss: ast.Call) -> set[int]:
                     )
                 ]
     return found
-
-
-def _is_ignored(call: ast.Call) -> bool:
-    return last_name(call.func) in ("len", "print", "isinstance", "id", "hasattr", "getattr")
 
 
 def _goes_around(code: Code, call: ast.Call) -> bool:

@@ -9,16 +9,10 @@ from collections.abc import Iterator
 
 from ddpdoctor.core.finding import Severity
 from ddpdoctor.diagnose.source_files import last_name
+from ddpdoctor.lint.calls import has_unpacked, keyword
+from ddpdoctor.lint.conditions import exclusive, under
 from ddpdoctor.lint.names import DISTRIBUTED
-from ddpdoctor.lint.program import (
-    ENVIRONMENT,
-    Code,
-    exclusive,
-    has_unpacked,
-    keyword,
-    option_defaults,
-    under,
-)
+from ddpdoctor.lint.program import ENVIRONMENT, Code
 from ddpdoctor.lint.ranks import is_local_rank, is_rank, is_world_size, variable
 from ddpdoctor.lint.rules import Hit, rule
 
@@ -28,10 +22,10 @@ def hardcoded_topology(code: Code) -> Iterator[Hit]:
     """``init_process_group`` gets a number of ranks, or a rank, that is written in the code.
 
     What it finds
-        ``world_size=`` with a number from 2 on, or ``rank=`` with a number beside it.
+        ``world_size=`` with a number of at least 2, or with ``rank=`` as a number.
 
     Why it is bad
-        With another number of processes the job waits for ranks that never come.
+        With a different number of processes the job waits for ranks that never come.
 
     How to fix it
         Leave both out. torchrun sets them in the environment.
@@ -124,8 +118,7 @@ def rank_as_device(code: Code) -> Iterator[Hit]:
         ``torch.device`` or ``device_ids``, without ``% device_count()``.
 
     Why it is bad
-        On the second node the numbers exceed the GPUs that there are ("invalid device
-        ordinal").
+        On the second node the numbers exceed the number of GPUs ("invalid device ordinal").
 
     How to fix it
         Use ``LOCAL_RANK``.
@@ -137,7 +130,7 @@ def rank_as_device(code: Code) -> Iterator[Hit]:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 
     When it stays silent
-        The index that ``mp.spawn`` passes, since it counts the processes of one node.
+        The index that ``mp.spawn`` passes, which counts the processes of one node.
     """
     for call in code.calls:
         name = last_name(call.func)
@@ -192,6 +185,23 @@ def barrier_without_device(code: Code) -> Iterator[Hit]:
                 )
 
 
+def _option_defaults(code: Code, node: ast.expr) -> list[ast.expr]:
+    """Return the defaults of the command-line option that ``args.NAME`` is."""
+    if not isinstance(node, ast.Attribute):
+        return []
+    option = "--" + node.attr.replace("_", "-")
+    return [
+        default
+        for each in code.program.codes
+        for call in each.calls_by_name.get("add_argument", ())
+        if any(
+            isinstance(one, ast.Constant) and str(one.value).replace("_", "-") == option
+            for one in call.args
+        )
+        and (default := keyword(call, "default")) is not None
+    ]
+
+
 def _is_nccl(code: Code, backend: ast.expr | None) -> bool:
     """Return whether a backend is NCCL, or an option with that default."""
     if backend is None:
@@ -199,7 +209,7 @@ def _is_nccl(code: Code, backend: ast.expr | None) -> bool:
     made = [each.node for each in code.origins(backend)]
     return any(
         isinstance(each, ast.Constant) and each.value == "nccl"
-        for each in (*made, *option_defaults(code, backend))
+        for each in (*made, *_option_defaults(code, backend))
     )
 
 
@@ -218,7 +228,7 @@ def _chooses_device(code: Code, call: ast.Call) -> bool:
 
 
 def _device_is_set_outside(code: Code, function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Return whether something outside of a function may choose the GPU before it runs."""
+    """Return whether code outside of a function may choose the GPU before it runs."""
     inside = {id(each) for each in code.within(function)}
     callers = code.program.callers(code, function)
     for each in code.program.codes:
@@ -258,7 +268,7 @@ def wrong_device_ids(code: Code) -> Iterator[Hit]:
             DDP(model, device_ids=[local_rank])
 
     When it stays silent
-        A list that another part of the program makes.
+        A list that is built elsewhere in the program.
     """
     for call in code.wraps:
         ids, output = keyword(call, "device_ids", 1), keyword(call, "output_device", 2)
@@ -356,7 +366,7 @@ def rank_not_int(code: Code) -> Iterator[Hit]:
 
 
 def _used_as_number(node: ast.AST) -> ast.expr | None:
-    """Return what is compared with a number, calculated with, or used as a device."""
+    """Return the expressions compared with a number, used in arithmetic, or used as a device."""
     if isinstance(node, ast.Compare) and len(node.ops) == 1:
         sides = (node.left, node.comparators[0])
         numbers = [s for s in sides if isinstance(s, ast.Constant) and type(s.value) is int]
@@ -370,7 +380,7 @@ def _used_as_number(node: ast.AST) -> ast.expr | None:
 
 
 def _asks(use: ast.AST, read: ast.expr) -> bool:
-    """Return whether a comparison with its default tests if a variable is set."""
+    """Return whether a comparison with the default only tests whether a variable is set."""
     if not isinstance(use, ast.Compare) or not isinstance(read, ast.Call) or len(read.args) < 2:
         return False
     default = ast.dump(read.args[1])
@@ -385,7 +395,7 @@ def missing_destroy(code: Code) -> Iterator[Hit]:
         ``init_process_group`` in a program without ``destroy_process_group``.
 
     Why it is bad
-        Torch warns at the exit, and NCCL may hang or leak there.
+        Torch warns at exit, and NCCL may hang or leak.
 
     How to fix it
         Call ``dist.destroy_process_group()`` at the end.
@@ -398,7 +408,7 @@ def missing_destroy(code: Code) -> Iterator[Hit]:
             dist.destroy_process_group()
 
     When it stays silent
-        Programs of frameworks that do it.
+        Programs of frameworks that destroy it.
     """
     if code.program.uses("destroy_process_group"):
         return
@@ -457,7 +467,7 @@ def _spawns(code: Code) -> list[ast.Call]:
 
 @rule("DDP216", Severity.ERROR, "spawn-arity", moot=frozenset())
 def spawn_arity(code: Code) -> Iterator[Hit]:
-    """``mp.spawn`` passes another number of arguments than its function takes.
+    """``mp.spawn`` passes a number of arguments that its function does not take.
 
     What it finds
         The function has more or fewer positional parameters than the process's index and
@@ -478,7 +488,7 @@ def spawn_arity(code: Code) -> Iterator[Hit]:
             mp.spawn(main, args=(args,), nprocs=4)
 
     When it stays silent
-        Functions with ``*args``, and partial ones.
+        Functions with ``*args``, and partial functions.
     """
     for call in _spawns(code):
         target, args = keyword(call, "fn", 0), keyword(call, "args", 1)
@@ -581,7 +591,7 @@ def unknown_function(code: Code) -> Iterator[Hit]:
         ``dist.NAME`` where no release of torch has the name, and one has a similar name.
 
     Why it is bad
-        AttributeError, often late, at the first evaluation or the exit.
+        It raises AttributeError, often late: at the first evaluation or at the end.
 
     How to fix it
         Use the name that is meant.
@@ -593,7 +603,7 @@ def unknown_function(code: Code) -> Iterator[Hit]:
             dist.all_reduce(loss)
 
     When it stays silent
-        Names that resemble none.
+        Names that resemble no known name.
     """
     for node in code.nodes:
         if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Load):

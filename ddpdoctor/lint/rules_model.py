@@ -7,16 +7,10 @@ from collections.abc import Iterator, Sequence
 
 from ddpdoctor.core.finding import Severity
 from ddpdoctor.diagnose.source_files import last_name
+from ddpdoctor.lint.calls import calls_in, keyword, targets_of
+from ddpdoctor.lint.conditions import exclusive, guards, in_both_branches, under
 from ddpdoctor.lint.names import WRAPPER
-from ddpdoctor.lint.program import (
-    Code,
-    calls_in,
-    exclusive,
-    guards,
-    keyword,
-    targets_of,
-    under,
-)
+from ddpdoctor.lint.program import Code
 from ddpdoctor.lint.rules import Hit, rule
 from ddpdoctor.lint.wrapped import TELLS_DDP, bound, is_wrapper, over_parameters, same
 
@@ -62,7 +56,7 @@ def changed_after_wrap(code: Code) -> Iterator[Hit]:
 def _is_once(code: Code, node: ast.AST) -> bool:
     """Return whether a change is made once, on all ranks, and not to a whole module.
 
-    A loop toggles what it sets back. A whole module is a teacher that is never trained.
+    A loop toggles and resets. A frozen whole module is a teacher that is never trained.
     """
     over = [each for each in code.loops(node) if over_parameters(each)]
     if len(over) < len(code.loops(node)) or guards(code, node):
@@ -156,7 +150,7 @@ def accumulates_without_no_sync(code: Code) -> Iterator[Hit]:
 
 @rule("DDP308", Severity.WARNING)
 def no_sync_scope(code: Code) -> Iterator[Hit]:
-    """Find ``no_sync`` around the backward alone."""
+    """Find ``no_sync`` around the backward only."""
     for node in code.nodes:
         if not isinstance(node, ast.With) or len(node.items) != 1:
             continue
@@ -289,7 +283,7 @@ def zero_grad_missing(code: Code) -> Iterator[Hit]:
     ]
     steps = code.calls_by_name.get("step", ())
     if program.uses("closure") or any(
-        # Once above the loop is as good as never.
+        # A call above the loop does not help.
         each.loops(call) or each.function(call) not in [code.function(step) for step in steps]
         for each, call in zeroed
     ):
@@ -324,8 +318,8 @@ def wrap_before_move(code: Code) -> Iterator[Hit]:
         the result.
 
     Why it is bad
-        DDP's buckets and hooks belong to the CPU's parameters. Gradients may not be
-        reduced any more, without an error.
+        DDP's buckets and hooks belong to the parameters on the CPU. Gradients may no longer be
+        reduced, without an error.
 
     How to fix it
         Move, then wrap.
@@ -338,7 +332,7 @@ def wrap_before_move(code: Code) -> Iterator[Hit]:
             model = DDP(Net().to(device))
 
     When it stays silent
-        A model that was moved to the device before as well.
+        A model that was already on the device.
     """
     for wrap in code.wraps:
         target = bound(code, wrap)
@@ -385,7 +379,7 @@ def wrapper_discarded(code: Code) -> Iterator[Hit]:
         ``DDP(model)`` as a whole statement, or bound to a name that is never read.
 
     Why it is bad
-        The training continues with the bare model, and every rank trains another one.
+        The training continues with the bare model, and every rank trains a separate one.
 
     How to fix it
         Train with the object that ``DDP()`` returns.
@@ -472,7 +466,7 @@ def clip_too_early(code: Code) -> Iterator[Hit]:
 
 @rule("DDP319", Severity.ERROR)
 def rank_only_weights(code: Code) -> Iterator[Hit]:
-    """Find weights that one rank alone loads after the model was wrapped."""
+    """Find weights that only one rank loads after the model was wrapped."""
     apex = [
         each
         for each in code.calls
@@ -505,9 +499,9 @@ _SETS_WEIGHTS = ("load_state_dict", "apply")
 
 
 def _made_up_for(code: Code, load: ast.Call, condition: ast.AST, below: Sequence[ast.AST]) -> bool:
-    """Return whether the ranks' weights become equal again after a change on one rank."""
+    """Return whether the program makes weights equal again after a change on one rank."""
     name = last_name(load.func)
-    if _both_branches(code, condition, name):
+    if in_both_branches(condition, name):
         return True
     models = ast.unparse(load.func)
     if isinstance(condition, ast.If) and name == "load_state_dict":
@@ -522,21 +516,6 @@ def _made_up_for(code: Code, load: ast.Call, condition: ast.AST, below: Sequence
         )
         for each in below
         if isinstance(each, ast.Call)
-    )
-
-
-def _both_branches(code: Code, condition: ast.AST, name: str) -> bool:
-    if not isinstance(condition, ast.If) or not condition.orelse:
-        return False
-    parts = (condition.body, condition.orelse)
-    return all(
-        any(
-            last_name(one.func) == name
-            for s in part
-            for one in ast.walk(s)
-            if isinstance(one, ast.Call)
-        )
-        for part in parts
     )
 
 
@@ -608,7 +587,7 @@ def _is_saved_bare(code: Code, state: ast.expr) -> bool:
 
 
 def _under_key(node: ast.expr, key: str) -> list[ast.expr]:
-    """Return what a checkpoint holds under a key. Without a key, the checkpoint itself."""
+    """Return the value under a key of a checkpoint, or the checkpoint itself without a key."""
     if not key:
         return [node]
     if not isinstance(node, ast.Dict):
@@ -625,7 +604,7 @@ def deprecated_argument(code: Code) -> Iterator[Hit]:
         ``broadcast_buffers=`` or ``check_reduction=``.
 
     Why it is bad
-        A FutureWarning on each rank, and later an error.
+        Each rank prints a FutureWarning, and later versions raise an error.
 
     How to fix it
         ``forward_sync_buffers=`` from torch 2.13 on.

@@ -1,8 +1,9 @@
 """Start the probe in a process, and turn the process into a rank.
 
-Hooks are installed once the modules that they wrap are imported. The process becomes a rank when
-``init_process_group`` has succeeded, however the process was started. DataLoader workers and other
-forked children inherit the hooks, disabled. A child that makes a process group becomes a rank, too.
+Hooks are installed when the modules that they wrap are imported. The process becomes a rank when
+``init_process_group`` succeeds, regardless of its launcher. DataLoader workers and other forked
+children inherit the hooks in a disabled state. A child that makes a process group becomes a rank as
+well.
 """
 
 from __future__ import annotations
@@ -116,14 +117,14 @@ def _joining_line() -> Location | None:
     try:
         site = sites.caller()
     except Exception as error:
-        # The rank is worth more than this line.
+        # This line is not worth failing for.
         shield.fault("joined", error)
         return None
     return site.location if site.path else None
 
 
 def _versions(torch: Any) -> dict[str, str]:
-    """Return the versions of what nodes of a job have to agree on."""
+    """Return the versions that must be equal on all nodes of a job."""
     found = {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
@@ -141,7 +142,7 @@ def _versions(torch: Any) -> dict[str, str]:
 
 
 def become(torch: Any) -> None:
-    """Open this rank's files and start recording, unless that happened before."""
+    """Open this rank's files and start recording, once."""
     if rank.current() is not None:
         return
     distributed = torch.distributed
@@ -204,7 +205,7 @@ def become(torch: Any) -> None:
         recorder.each_second.append(state.ledger.look)
     except OSError as error:
         shield.fault("ring", error)
-    # The supervisor of another version does not ask.
+    # The supervisor may be of another version that sends no requests.
     with contextlib.suppress(OSError, ValueError):
         flight = Flight(run_directory(), stem + ".flight.json", ring, tracker)
         recorder.each_round.append(flight.look)
@@ -218,7 +219,7 @@ def become(torch: Any) -> None:
 
 @shield.shielded
 def note_store(torch: Any, recorder: Recorder, world_size: int) -> None:
-    """Record where ranks of other nodes can be found, if there may be any."""
+    """Record the store at which ranks of other nodes meet, if there may be any."""
     local = environment_int("LOCAL_WORLD_SIZE") or 0
     place = torch_groups.store_place(torch.distributed.distributed_c10d)
     if place is None or local == world_size or world_size == 1:

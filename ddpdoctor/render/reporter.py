@@ -223,7 +223,11 @@ class Reporter:
 
     def tell_source(self) -> None:
         """Print the errors in the job's code, each in a line, once they are known."""
-        for each in self._source.news() if self._source is not None else ():
+        if self._source is None:
+            return
+        while self._source.remarks:
+            self.say(self._source.remarks.popleft())
+        for each in self._source.news():
             if each.code in self._selection:
                 one = line_format(self._output)
                 if one is not None and each.location is not None:

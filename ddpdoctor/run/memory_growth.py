@@ -1,8 +1,8 @@
 """Find steady growth in a series of readings of memory. Standard library only: ranks load this.
 
-A leak adds about the same amount in each step. Warm-up, caches and fragmentation add less and less.
-Longer batches add memory now and then, and memory freed after each epoch comes back. So a span of
-steps is divided into segments, and their lowest readings have to rise evenly.
+A leak adds about the same amount in each step. Warm-up, caches and fragmentation add less over
+time. Longer batches add memory occasionally, and some memory is freed and allocated again in each
+epoch. So a span of steps is divided into segments whose lowest readings must rise evenly.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from itertools import pairwise
 from typing import NamedTuple
 
 SEGMENTS = 6  # Segments of a span
-EARLY_SEGMENTS = 4  # Segments if a rank grows too fast to wait for more steps
-MIN_POINTS = 2  # Readings that each segment needs
+EARLY_SEGMENTS = 4  # The same if a rank grows too fast to wait for more steps
+MIN_POINTS = 2  # Minimum number of readings in a segment
 MIN_RISE, MAX_RISE = 0.5, 1.8  # Rise from one segment to the next, as a ratio to the mean rise
 MIN_LATE_RISE = 0.88  # Mean rise in the later half of the segments, as the same ratio
-WARM_UP_STEPS = 4  # Steps at the beginning that do not count
+WARM_UP_STEPS = 4  # Warm-up steps, which do not count
 
 
 class Growth(NamedTuple):
@@ -68,7 +68,7 @@ def _in_span(points: Sequence[tuple[int, int]], segments: int) -> Growth | None:
         readings[min(int((step - start) / length), segments - 1)].append((value, step))
     if any(len(each) < MIN_POINTS for each in readings):
         return None
-    # In a leak a segment's lowest reading is its first. Of equal readings, `min` takes the first.
+    # In a leak the lowest reading of a segment is its first. `min` takes the first of equal ones.
     lows = [min(each) for each in readings]
     rises = [after[0] - before[0] for before, after in pairwise(lows)]
     mean = sum(rises) / len(rises)

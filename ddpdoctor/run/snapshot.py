@@ -140,7 +140,7 @@ class Rank:
         return failed or self.partial or self.records.first(FaultRecord) is not None
 
     def watched(self, *declared: type[Record], until: int = FOREVER) -> bool:
-        """Return whether every record of some classes is here: what is absent did not happen.
+        """Return whether all records of some classes exist, so that a missing one proves absence.
 
         Args:
             declared: The classes.

@@ -1,1 +1,1 @@
-"""The live monitor: what it shows, where it comes from, and the Textual application."""
+"""The live monitor: its data, its sources, and the Textual application."""

@@ -1,9 +1,9 @@
-"""Do what a key asks of the run itself: take stacks, list processes, attach, send a signal.
+"""Run the actions of keys on a run: take stacks, list processes, attach, send a signal.
 
-All of it reads files or asks processes, so the thread that draws calls none of it. A pid in a file
-may belong to another process by now. So before a signal is sent, the process must be on this
-machine, of this user, older than the record that names it, and marked as the run's. This is checked
-again after the person has decided.
+They read files or ask processes, so the drawing thread does not call them. A pid in a file may
+belong to another process by now. So before a signal is sent, the process must be on this machine,
+of this user, older than the record that names it, and marked as the run's. This is checked again
+after the person has decided.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ddpdoctor.top.snapshot import RankRow, Snapshot
 
 @dataclass(frozen=True, eq=False)
 class TakenStacks:
-    """Stacks taken at one time, or why there are none."""
+    """Stacks taken at one time, or the reason why there are none."""
 
     stacks: tuple[RankStacks, ...] = ()
     code: Code | None = None
@@ -52,7 +52,7 @@ def take_stacks(
     """Take the stacks of the run that a snapshot shows, and wait for its ranks to respond.
 
     Args:
-        snapshot: What is on the screen.
+        snapshot: The shown snapshot.
         replayed: Whether it is a replay, of a recording or of a run that is over.
         ranks: Only these.
     """
@@ -102,7 +102,7 @@ def processes_below(row: RankRow) -> tuple[str, ...]:
 
 
 def attach_lines(snapshot: Snapshot) -> tuple[str, ...]:
-    """Say how to attach a debugger to the ranks, as ``ddpdoctor attach`` does.
+    """Describe how to attach a debugger to the ranks, as ``ddpdoctor attach`` does.
 
     Raises:
         DoctorError: There is nothing to attach to.
@@ -154,12 +154,13 @@ _TO_ALL = {
 _TO_ONE = "the others may hang"
 
 _TOLERANCE = 2.0
-"""Seconds by which a process's start, counted from the boot, may differ from the clock's."""
+"""Maximum difference between a process's start, counted from the boot, and the clock, in
+seconds."""
 
 
 @dataclass(frozen=True)
 class SignalTarget:
-    """A process that was proven to be the run's."""
+    """A process that certainly belongs to the run."""
 
     process: psutil.Process
     words: str
@@ -175,14 +176,14 @@ class SignalChoice:
 
 
 def signal_choices(snapshot: Snapshot, row: RankRow | None) -> tuple[SignalChoice, ...]:
-    """Return what can be sent to which process. To send nothing comes first.
+    """Return the signals and their processes. The first choice sends nothing.
 
     Args:
         snapshot: The run.
         row: The selected rank, if a person selected one.
 
     Raises:
-        DoctorError: There is nothing to signal, or it cannot be proven to be the run's.
+        DoctorError: There is no process to signal, or it may not be the run's.
     """
     if not snapshot.live or not snapshot.path:
         raise DoctorError("no run is live here: there is nothing to signal")
@@ -236,7 +237,7 @@ def _rank_target(path: Path, row: RankRow, launcher: int) -> SignalTarget:
 
 
 def _proven_process(pid: int, recorded: float) -> psutil.Process:
-    """Return the process with a pid, if it is this user's and older than the record of it."""
+    """Return the process with a pid, if it is this user's and older than its record."""
     try:
         process = psutil.Process(pid)
         if process.uids().real != os.getuid():
@@ -249,7 +250,7 @@ def _proven_process(pid: int, recorded: float) -> psutil.Process:
 
 
 def send_signal(choice: SignalChoice) -> str:
-    """Send what a person chose. Returns what was done, in words.
+    """Send the chosen signal. Return a description.
 
     Raises:
         DoctorError: The process is gone, or is another one by now.

@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_MAX_GAP = 6  # Columns between two stretches that are written as one
+_MAX_GAP = 6  # Maximum number of columns between two stretches that are merged
 
 
 class Canvas(Widget, can_focus=True):
-    """Shows lines that are as wide as it is, and writes again only the stretches that changed."""
+    """Shows lines of its width, and redraws only changed stretches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def changed_stretches(before: Line, after: Line) -> list[tuple[int, int]]:
         if one == other:
             continue
         if found and column - found[-1][1] <= _MAX_GAP:
-            # To go on for a few columns costs less than to move the cursor.
+            # Writing a few more columns costs less than moving the cursor.
             found[-1] = (found[-1][0], column + 1)
         else:
             found.append((column, column + 1))
@@ -102,9 +102,9 @@ def changed_stretches(before: Line, after: Line) -> list[tuple[int, int]]:
 
 
 class Questions:
-    """The keys that ask for something beyond the snapshot. Other threads find it.
+    """The keys that need data beyond the snapshot, which other threads find.
 
-    What they need is imported when a key is pressed, since the first screen does not need it.
+    Modules for them are imported when a key is pressed, to speed up the first screen.
 
     Args:
         app: Shows the responses.
@@ -128,7 +128,7 @@ class Questions:
         self._outlier_due = 0.0
 
     def actions(self) -> dict[str, Callable[[], None]]:
-        """Return what the keys do now."""
+        """Return the current actions of the keys."""
         opens = {"runs": self._choose_run, "signal": self._send}.get(self._app.view.panel)
         return {
             "attach": self._ask_attach,
@@ -177,7 +177,7 @@ class Questions:
             taken = actions.take_stacks(snapshot, replayed, ranks)
             app.call_later(lambda: show(taken=taken))
 
-        # Not in the reader's thread: a rank may not answer for a while.
+        # Use a separate thread, because a rank may not respond for a while.
         Thread(target=take, name="stacks", daemon=True).start()
         if row is not None:
             app.material = replace(app.material, asked=("looking ...",))
@@ -287,7 +287,7 @@ class Questions:
             self._app.reader.switch(lambda: make(run.path))
 
 
-WIDE = 160  # Columns from which there is room for the stack of the blamed rank
+WIDE = 160  # Minimum number of columns for the stack of the blamed rank
 STACK_INTERVAL = 10.0  # Seconds between two stacks of it
 MESSAGE_TIMEOUT = 10.0  # Seconds for which the message of a key stays
 
@@ -301,7 +301,7 @@ class TopApp(App[None]):
 
     Args:
         make: Makes the source of frames; called in the reader's thread.
-        view: How to begin.
+        view: The initial view.
         runs: The live runs to choose from at first, if there are several.
         list_runs: Lists them again on request; called in the reader's thread.
         make_run: Makes the source for a chosen run.
@@ -333,13 +333,13 @@ class TopApp(App[None]):
         self._record = record
         self._recording = recording
         self._past = Past()
-        self._back = 0  # Frames by which the picture is behind the newest one
+        self._back = 0  # Number of frames between the picture and the newest one
         self._slot: tuple[Snapshot, Position] | None = None  # The newest frame, until it is shown
         self._newest = self.shown
         self.material = Material()
         self.frozen = False  # Hold the picture while a question is open
         self.replayed = False
-        self._message = ("", 0.0)  # The message, and since when it is shown
+        self._message = ("", 0.0)  # The message, and the time at which it appeared
         self._canvas = Canvas()
         self.reader = Reader(
             make,
@@ -351,7 +351,7 @@ class TopApp(App[None]):
 
     @property
     def newest(self) -> Snapshot | None:
-        """The last frame that came, whatever is shown."""
+        """The last frame received, even if another one is shown."""
         return self._newest if self._newest.time else None
 
     # -- textual
@@ -361,9 +361,9 @@ class TopApp(App[None]):
         yield self._canvas
 
     def on_mount(self) -> None:
-        """Paint before the first reading, then read."""
+        """Draw before the first reading, then read."""
         self._canvas.focus()
-        # After the shell had the screen, nothing of the picture is left on it.
+        # The shell has overwritten the screen, so draw everything.
         self.app_resume_signal.subscribe(self, lambda _: self._refresh_all())
         if len(self._questions.runs) > 1:
             self._questions.show_runs()
@@ -371,7 +371,7 @@ class TopApp(App[None]):
         self.reader.start()
 
     def on_unmount(self) -> None:
-        """Stop reading. The job does not notice."""
+        """Stop reading."""
         self._stop_recording()
         self.reader.stop()
 
@@ -394,14 +394,14 @@ class TopApp(App[None]):
         await super().on_event(event)
 
     def on_paste(self, event: events.Paste) -> None:
-        """Paste text into the filter. Elsewhere it is not taken for keys."""
+        """Paste text into the filter. Ignore it elsewhere."""
         if self.view.typing:
             for character in event.text.partition("\n")[0]:
                 self.view = type_into_filter(self.view, character, character)
             self.redraw()
 
     def on_click(self, event: events.Click) -> None:
-        """Select a line, or open the selected one. A click alone sends no signal."""
+        """Select a line, or open the selected one. A click never sends a signal."""
         if event.y in self.drawn.entries:
             item = self.drawn.entries[event.y]
             if item == self.view.item and self.view.panel == "findings":
@@ -439,7 +439,7 @@ class TopApp(App[None]):
             self.call_later(self._arrived)
 
     def _arrived(self) -> None:
-        """Show a frame that has come, unless the picture is held."""
+        """Show a received frame, unless the picture is held."""
         taken, self._slot = self._slot, None
         if taken is None:
             return
@@ -475,13 +475,13 @@ class TopApp(App[None]):
     # -- drawing
 
     def redraw(self) -> None:
-        """Draw what is visible now, and have those ranks read."""
+        """Draw the visible part, and request its ranks."""
         width, height = self.size
         try:
             material = replace(self.material, points=tuple(self._past.points))
             self.drawn = screen.draw_screen(self.shown, self.view, width, height, material)
         except Exception as error:
-            # A fault in a panel is a line on the screen, and the other panels still work.
+            # An error in a panel becomes a line on the screen. The other panels still work.
             text = f"x {type(error).__name__} in the monitor: {error} (esc: back)"
             line = ((clean(text, self.view.ascii_only), "error"),)
             blank = fitted((), width)
@@ -492,13 +492,13 @@ class TopApp(App[None]):
                 self.view = replace(self.view, item=self.drawn.item)
             self._canvas.show(self.drawn.lines)
         before = self.reader.want
-        # Behind a panel the board stays as it was. A recording has all ranks.
+        # Behind a panel the board does not change. A recording has all ranks.
         visible = before.ranks if self.drawn.visible is None else self.drawn.visible
         want = Want(visible if self._recording is None else None)
         if want != before:
             self.reader.want = want
             if want.ranks and not before.ranks:
-                # Which ranks are visible is known only now. Their details need not wait.
+                # The visible ranks are known only now. Request their details at once.
                 self.reader.wake()
 
     def _refresh_all(self) -> None:
@@ -510,14 +510,14 @@ class TopApp(App[None]):
         self.view = replace(self.view, message=text)
 
     def answer(self, text: str) -> None:
-        """Show a message that comes later than the key that asked for it."""
+        """Show a message that arrives after its key."""
         self.say(text)
         self.redraw()
 
     # -- keys
 
     def do(self, name: str) -> None:
-        """Do what a key does."""
+        """Run the action of a key."""
         if self.view.panel == "signal" and name not in _IN_QUESTION:
             return
         own = self._own_actions().get(name)
@@ -529,7 +529,7 @@ class TopApp(App[None]):
             self._change_view(name)
         self.redraw()
         if name in _CHANGES_VISIBLE:
-            # Ranks that have become visible get their details now, not with the next frame.
+            # Request details of newly visible ranks now, not with the next frame.
             self.reader.wake()
 
     def _change_view(self, name: str) -> None:
@@ -546,7 +546,7 @@ class TopApp(App[None]):
             self.shown = self.shown if view.paused else self._newest
 
     def _own_actions(self) -> dict[str, Callable[[], None]]:
-        """Return the actions that do more than change the view."""
+        """Return the actions beyond the view."""
         own: dict[str, Callable[[], None]] = {
             "quit": self._quit,
             "pause": self._pause,

@@ -1,6 +1,6 @@
 """Open the source of the monitor's frames: a run, the newest run, or the machine without one.
 
-A run that is over is replayed step by step from its journals.
+A finished run is replayed step by step from its journals.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from ddpdoctor.top.live import LiveSource
 from ddpdoctor.top.run_files import StatusPages
 from ddpdoctor.top.snapshot import RankRow, Snapshot, Verdict
 
-_CHART_POINTS = 48  # Steps that the charts of a run that is over are made of
+_CHART_POINTS = 48  # Number of steps in the charts of a finished run
 
 _MAX_READINGS, _MIN_CHART_POINTS = 960, 10
-"""Steps of single ranks read for the charts, and the points below which they are not worth it."""
+"""Maximum number of single steps read for the charts, and the minimum number of points to do so."""
 
 
 class FinishedSource(Played):
     """A frame for each step of the newest attempt, and a last one that says how it ended.
 
-    It opens at the last one. Nothing of the journals is kept: each frame looks its steps up.
+    It opens at the last one. Journals are not kept in memory: each frame reads its steps.
 
     Args:
         path: The run directory.
         interval: Seconds between frames while it plays.
-        end: The source that has read its end already.
+        end: The source that has already read the run's end.
 
     Raises:
         DoctorError: It is no run directory, or of a newer version.
@@ -120,7 +120,7 @@ class FinishedSource(Played):
 
 
 def _row_at_step(row: RankRow, number: int, steps: list[StepRecord], *, apart: bool) -> RankRow:
-    """Return a rank when a step was closed, without what only its status page knew."""
+    """Return a rank at the end of a step, without values that only its status page had."""
     reached = bool(steps) and steps[-1].step == number
     waits = not reached and row.state not in ("ended", "dead")
     parts = run_files.after_warm_up([parts_of(step) for step in steps])
@@ -131,7 +131,7 @@ def _row_at_step(row: RankRow, number: int, steps: list[StepRecord], *, apart: b
         restart=row.restart,
         stage=row.stage,
         pid=row.pid,
-        # A rank without the step had ended, or had not begun.
+        # A rank without the step had ended or had not begun.
         state="running" if reached else "starting" if waits or not steps else row.state,
         said="" if reached or not steps else row.said,
         step=steps[-1].step + 1 if steps else None,
@@ -142,7 +142,7 @@ def _row_at_step(row: RankRow, number: int, steps: list[StepRecord], *, apart: b
 
 
 class MachineSource:
-    """The machine alone. Its GPUs are polled here, since no supervisor does.
+    """The machine without a run. Its GPUs are polled here, since there is no supervisor.
 
     Args:
         interval: Seconds between frames.
@@ -174,14 +174,14 @@ class MachineSource:
         return ()
 
     def close(self) -> None:
-        """Let go of the driver."""
+        """Release the driver."""
         if self._poller is not None:
             self._poller.close()
             self._poller = None
 
 
 class RunSource:
-    """One run: live while it lives, then a replay of its steps.
+    """One run: live at first, then a replay of its steps.
 
     Args:
         path: The run directory.
@@ -204,13 +204,13 @@ class RunSource:
         if self.replay is not None:
             return self.replay.read(want)
         snapshot = self._live.read(want)
-        # A directory that was removed has nothing to play.
+        # A removed directory has no steps.
         if not snapshot.live and snapshot.state != "gone":
             self.replay = FinishedSource(self.path, self.interval, self._live)
         return snapshot
 
     def history(self) -> Iterator[Snapshot]:
-        """Yield frames from its beginning until now."""
+        """Yield frames from the run's beginning until now."""
         return (self.replay or FinishedSource(self.path, self.interval, self._live)).history()
 
     def close(self) -> None:
@@ -219,7 +219,7 @@ class RunSource:
 
 
 class FollowingSource:
-    """The newest live run until it is over, and its end until another one starts.
+    """The newest live run until it ends, then its end until another run starts.
 
     Before the first one, the machine.
 
@@ -260,7 +260,7 @@ class FollowingSource:
         return () if self._run is None else self._run.history()
 
     def close(self) -> None:
-        """Close the files, and let go of the driver."""
+        """Close the files, and release the driver."""
         if self._run is not None:
             self._run.close()
         self._machine.close()

@@ -1,4 +1,4 @@
-"""Define where frames come from, keep those already shown, and read new ones in a thread.
+"""Define sources of frames, keep shown frames, and read new ones in a thread.
 
 A `Source` makes snapshots. `Reader` calls it in its own thread, so that a slow disk never delays
 a key. `Past` keeps the last frames and the points of the charts.
@@ -20,7 +20,7 @@ from ddpdoctor.top.snapshot import Snapshot, Times
 
 @dataclass(frozen=True)
 class Want:
-    """What is on screen, so that a source can skip the rest."""
+    """The content of the screen, so that a source can skip the rest."""
 
     ranks: frozenset[int] | None = None  # Ranks that are visible. None: all.
 
@@ -31,7 +31,7 @@ WANT_ALL = Want()
 class Played:
     """A source whose frames all exist already. Reading gives the one at ``position``."""
 
-    length: int  # How many frames there are, at least one
+    length: int  # Number of frames, at least one
     _position = 0
 
     @property
@@ -45,7 +45,7 @@ class Played:
         return self._position
 
     def seek(self, position: int) -> None:
-        """Go to a frame; beyond the ends, to the nearest."""
+        """Go to the nearest existing frame."""
         self._position = min(max(position, 0), self.length - 1)
 
 
@@ -54,42 +54,42 @@ class Source(Protocol):
 
     @property
     def interval(self) -> float:
-        """Seconds between frames that are worth asking for."""
+        """Minimum useful seconds between frames."""
 
     @property
     def replay(self) -> Played | None:
-        """The frames to go to. None while the run lives."""
+        """The frames of a replay. None for a live run."""
 
     def read(self, want: Want) -> Snapshot:
-        """Read the present frame. It may take a while, so call it in a separate thread.
+        """Read the current frame. This may take a while, so call it in a separate thread.
 
         Raises:
-            DoctorError: There is nothing to show, and there will not be.
+            DoctorError: There is nothing to show, now or later.
         """
 
     def history(self) -> Iterable[Snapshot]:
         """Return frames from the first to the last, evenly spread, as many as make a chart."""
 
     def close(self) -> None:
-        """Let go of files and of the driver."""
+        """Release files and the driver."""
 
 
 _MAX_ROWS, _MAX_FRAMES = 4000, 300
-"""Rows of ranks kept over all frames, which bounds the monitor's memory; and frames."""
+"""Maximum number of kept rows of ranks, which bounds the monitor's memory, and of frames."""
 
-_MAX_POINTS = 240  # Points kept of a run. When there are more, every other one is dropped.
+_MAX_POINTS = 240  # Maximum number of points of a run. Beyond it every other one is dropped.
 
 _MIN_GAP, _MAX_GAP = 2.0, 8.0
-"""Seconds between two points at first, and in an older run: each new point redraws the charts."""
+"""Seconds between two points at first, and in an older run. Each new point redraws the charts."""
 
 _POINTS_PER_AGE = 30
 
-_MAX_RANKS = 32  # Ranks whose times and memory a point has: those that come first
+_MAX_RANKS = 32  # Maximum number of ranks in a point: the first ones
 
 
 @dataclass(frozen=True, eq=False)
 class Point:
-    """What the charts show of one frame. No two points are equal."""
+    """The data of one frame in the charts. No two points are equal."""
 
     time: float  # Unix seconds
     times: Mapping[int, Times] = field(default_factory=dict)
@@ -101,7 +101,7 @@ class Point:
 
 
 def point(snapshot: Snapshot) -> Point:
-    """Return what is kept of a frame."""
+    """Return the point of a frame."""
     rows = snapshot.ranks[:_MAX_RANKS]
     watts = [gpu.power for gpu in snapshot.gpus if gpu.power is not None]
     return Point(
@@ -116,7 +116,7 @@ def point(snapshot: Snapshot) -> Point:
 
 
 class Past:
-    """Keeps the last frames of a run, and points of all of it."""
+    """Keeps the last frames of a run, and points of the whole run."""
 
     def __init__(self) -> None:
         self.frames: deque[Snapshot] = deque()
@@ -149,7 +149,7 @@ class Past:
             self._gap *= 2
 
     def add_earlier(self, points: list[Point]) -> None:
-        """Add what was before the first frame."""
+        """Add points from before the first frame."""
         until = self.points[0].time if self.points else float("inf")
         older = [each for each in points if each.time < until]
         if len(older) > 1:
@@ -160,18 +160,18 @@ class Past:
 T = TypeVar("T")
 
 Position = tuple[int, int] | None  # Frame and number of frames of a replay
-MIN_PAUSE = 0.05  # Seconds between two readings at least
-PAUSE_AFTER_FAILURE = 2.0  # Seconds until a source that failed is asked again
+MIN_PAUSE = 0.05  # Minimum seconds between two readings
+PAUSE_AFTER_FAILURE = 2.0  # Seconds until a failed source is tried again
 
 
 class Reader(threading.Thread):
     """Reads one frame after another. All callbacks run in this thread.
 
     Args:
-        make: Makes the source; called again when it failed.
+        make: Makes the source. Called again after a failure.
         deliver: Called with each frame.
-        trouble: Called with what went wrong, in words.
-        before: Called with what was before the first frame of a run.
+        trouble: Called with a description of a failure.
+        before: Called with frames from before the first one of a run.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class Reader(threading.Thread):
         self._ended = False
         self._source: Source | None = None
         self.want = Want(frozenset())
-        self.playing = True  # Whether a replay goes on to its next frame
+        self.playing = True  # Whether a replay is playing
 
     def run(self) -> None:
         """Read until `stop`."""
@@ -205,7 +205,7 @@ class Reader(threading.Thread):
         self._close()
 
     def _round(self) -> float:
-        """Do what was asked and read a frame. Returns the seconds until the next one."""
+        """Run requests and read a frame. Return the seconds until the next one."""
         with self._lock:
             tasks, self._tasks = self._tasks, []
         for task in tasks:
@@ -232,7 +232,7 @@ class Reader(threading.Thread):
         return self._source
 
     def _guarded(self, do: Callable[[], T]) -> T | None:
-        """Return its result. A failure is reported and never ends the monitor."""
+        """Return the function's result. Report a failure without ending the monitor."""
         try:
             return do()
         except DoctorError as error:
@@ -248,7 +248,7 @@ class Reader(threading.Thread):
         self._wake.set()
 
     def wake(self) -> None:
-        """Read a frame now rather than at the end of the interval."""
+        """Read a frame now instead of at the end of the interval."""
         self._wake.set()
 
     def switch(self, make: Callable[[], Source]) -> None:

@@ -2,7 +2,7 @@
 
 The sentence is, in this order: a hang or a crash that the supervisor reported; a rank that died,
 waits, is stopped or shows no sign of life right now; another finding; the slowest rank. Only the
-rules blame a slow rank: they compare what ranks spend themselves, over many more steps.
+rules blame a slow rank: they compare own times over many more steps.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from ddpdoctor.top import run_files
 from ddpdoctor.top.snapshot import FindingRow, RankRow, Snapshot, Times, Verdict
 
 MIN_STUCK, MIN_STUCK_FIRST = 5.0, 30.0
-"""Seconds in one phase after which a rank may be stuck; and before its first step, which compiles
-and fills caches."""
+"""Seconds in one phase after which a rank may be stuck: in general, and before its first step,
+which compiles and fills caches."""
 
-MIN_STUCK_STEPS = 3.0  # Steps that a phase must last before its rank counts as stuck
-MIN_TROUBLE = 60.0  # Seconds after which waiting is trouble and not a pause
+MIN_STUCK_STEPS = 3.0  # Minimum duration of a stuck rank's phase, in steps
+MIN_TROUBLE = 60.0  # Seconds after which waiting is more than a pause
 
 
 @dataclass(frozen=True)
 class VerdictFacts:
-    """What the verdict on a run depends on, beside its ranks."""
+    """The facts for the verdict on a run, besides its ranks."""
 
     live: bool
     exit_status: int | None = None
     asked: bool = False  # Whether the job was asked to stop
     world_size: int | None = None
     since_start: float | None = None  # Seconds
-    died: tuple[int, ...] = ()  # The ranks that died, the first first
+    died: tuple[int, ...] = ()  # The ranks that died, in order
     held: tuple[int, ...] = ()  # Ranks that wait for a debugger
     usual: Times | None = None  # The median rank's steps
     findings: tuple[FindingRow, ...] = ()
     hung: bool = False  # The supervisor found that the job makes no progress
     attempt: int = 0
     attempts: int | None = None  # How many the launcher makes at most. None if unknown.
-    whole: bool = True  # Whether the times are of the present, so that phases mean something
+    whole: bool = True  # Whether the times are current, so that phases are meaningful
 
 
 def judge(rows: Sequence[RankRow], facts: VerdictFacts) -> Verdict:
@@ -77,7 +77,7 @@ def ordered_findings(findings: Sequence[FindingRow]) -> list[FindingRow]:
 
 
 def stops_the_job(finding: Finding) -> bool:
-    """Return whether it is a hang or a crash: a job cannot go on with it."""
+    """Return whether a finding is a hang or a crash, which stops the job."""
     return finding.severity >= Severity.ERROR and finding.code[3:4] in ("4", "8", "9")
 
 
@@ -103,7 +103,7 @@ def judged_snapshot(
     judge: Callable[[Sequence[RankRow], VerdictFacts], Verdict] = judge,
 ) -> Snapshot:
     """Add ranks to a snapshot: their order and medians, the sentence on them, and the state."""
-    # Once a run is over, the times of the dead are as good as any.
+    # In a finished run, the times of dead ranks count as well.
     timed = [
         row.times
         for row in rows
@@ -122,16 +122,16 @@ def judged_snapshot(
 
 
 def slow_phase(times: Times | None, usual: Times | None, least: float = 0.0) -> str:
-    """Return the phase in which a rank exceeds the median rank most; empty if in none.
+    """Return the phase in which a rank exceeds the median rank most. Empty without one.
 
     Args:
-        times: Of the rank.
-        usual: Of the median rank.
-        least: Seconds by which it has to exceed it.
+        times: Times of the rank.
+        usual: Times of the median rank.
+        least: Minimum difference in seconds.
     """
     if times is None or usual is None:
         return ""
-    # A backward that was not split may hold waits for others.
+    # A backward that was not split may contain waits for others.
     names = [name for name in PHASE_NAMES if times.split or name != "backward"]
     surplus = {name: getattr(times, name) - getattr(usual, name) for name in names}
     slow = max(names, key=surplus.__getitem__)
@@ -157,7 +157,7 @@ def _speed_verdict(rows: Sequence[RankRow], facts: VerdictFacts) -> Verdict:
 
 
 def _finding_verdict(finding: Finding, slow: Verdict) -> Verdict:
-    """Turn a finding into the sentence. It blames its rank, or else the slow one."""
+    """Turn a finding into the sentence, which blames its rank or else the slow one."""
     rank = finding.ranks[0] if finding.ranks else slow.rank
     phase = slow.phase if slow.rank == rank else ""
     text = f"{finding.code}: {_one_line(finding.message)}"
@@ -165,7 +165,7 @@ def _finding_verdict(finding: Finding, slow: Verdict) -> Verdict:
 
 
 def _ending_verdict(rows: Sequence[RankRow], facts: VerdictFacts, worst: Finding | None) -> Verdict:
-    """Say how a run ended, and what was wrong with it."""
+    """Describe how a run ended, and its faults."""
     status = facts.exit_status
     how = "" if facts.since_start is None else f" after {duration(facts.since_start)}"
     if status == 0:
@@ -184,7 +184,7 @@ def _ending_verdict(rows: Sequence[RankRow], facts: VerdictFacts, worst: Finding
         return end
     if end.level == "error" and worst.severity < Severity.ERROR:
         return end
-    # The finding explains better what the rank printed last.
+    # The finding explains the rank's last output.
     found = _finding_verdict(worst, end)
     return replace(found, text=f"{end.text.partition('; ')[0]}; {found.text}")
 
@@ -255,7 +255,7 @@ def _stale(rows: Sequence[RankRow], facts: VerdictFacts) -> Verdict | None:
 
 
 def _stuck(rows: Sequence[RankRow], facts: VerdictFacts) -> Verdict | None:
-    """Find ranks that stay in a collective, and the one they wait for."""
+    """Find ranks that stay in a collective, and the rank they wait for."""
     waiting = _in_a_collective(rows, facts.usual)
     held = {row.rank for row in waiting}
     others = [row for row in rows if row.state in ("running", "starting") and row.rank not in held]
@@ -287,7 +287,7 @@ def _in_a_collective(rows: Sequence[RankRow], usual: Times | None) -> list[RankR
 
 
 def _calls(waiting: Sequence[RankRow]) -> tuple[str, bool]:
-    """Name the calls that ranks wait in. Returns also whether it is one call."""
+    """Name the calls that ranks wait in. Return also whether it is one call."""
     calls: dict[str, list[int]] = {}
     for row in waiting:
         phase = "the backward's all-reduce" if row.phase == "backward" else row.phase
@@ -308,7 +308,7 @@ def _waited_for(text: str, others: Sequence[RankRow], age: float) -> Verdict:
 
 
 def _quiet(rows: Sequence[RankRow], facts: VerdictFacts) -> Verdict | None:
-    """Notice that no rank does a step: validation, a checkpoint, or a hang only the GPU sees."""
+    """Detect that no rank makes steps: validation, a checkpoint, or a hang on the GPU."""
     running = [row for row in rows if row.state == "running"]
     if facts.usual is None or not running:
         return None

@@ -53,26 +53,26 @@ from ddpdoctor.top.snapshot import Gpu, Job, Machine, RankRow, Snapshot, Times, 
 # -- read GPUs, CPU and memory of the machines, and why a process shows no sign of life
 
 
-STALE_READING = 10.0  # Seconds after which a poller's last reading says nothing about the present
+STALE_READING = 10.0  # Maximum age of a poller's last reading in seconds
 
 MANY_NODES, MAX_NODES = 8, 1024
-"""With more nodes, their files are read every other time; and how many are read at all."""
+"""Number of nodes above which files are read every other time, and the maximum number read."""
 
-_MAX_BYTES = 8 << 20  # Size of the files of all nodes. One has some hundred bytes for each GPU.
+_MAX_BYTES = 8 << 20  # Maximum size of all nodes' files, with some hundred bytes per GPU
 
 
 @dataclass
 class _Node:
-    """What is known of the GPUs of a node."""
+    """The known facts about the GPUs of a node."""
 
-    seen: tuple[int, int] | None = None  # Modification time and inode of the file that was read
+    seen: tuple[int, int] | None = None  # Modification time and inode of the read file
     changed: float = 0.0  # When it changed, on the monotonic clock
     gpus: tuple[Gpu, ...] = ()
     trouble: str = ""
 
 
 def gpus_of(record: Mapping[str, object]) -> tuple[Gpu, ...]:
-    """Return the GPUs of a node from what its poller wrote. Skip damaged ones."""
+    """Return the GPUs of a node from its poller's file. Skip damaged ones."""
     listed = record.get("gpus")
     node = str(record.get("host") or "")
     found = [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
@@ -81,7 +81,7 @@ def gpus_of(record: Mapping[str, object]) -> tuple[Gpu, ...]:
 
 
 def without_readings(gpu: Gpu, problem: str) -> Gpu:
-    """Return a GPU with only those facts that do not change."""
+    """Return a GPU with only its constant facts."""
     still = Gpu(node=gpu.node, index=gpu.index, uuid=gpu.uuid, name=gpu.name, mig=gpu.mig)
     return replace(still, memory_total=gpu.memory_total, problem=problem)
 
@@ -92,7 +92,7 @@ def gpus_by_uuid(gpus: Iterable[Gpu]) -> dict[str, Gpu]:
 
 
 class GpuFiles:
-    """The files that the pollers of all nodes keep in a run directory."""
+    """The files of all nodes' pollers in a run directory."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -111,7 +111,7 @@ class GpuFiles:
         self._left_out = len(ours[MAX_NODES:])
 
     def read(self, live: bool) -> tuple[tuple[Gpu, ...], str]:
-        """Return the GPUs of all nodes without old numbers, and why some cannot be read."""
+        """Return the GPUs of all nodes without outdated numbers, and why some cannot be read."""
         found: list[Gpu] = []
         trouble: list[str] = []
         if self._left_out:
@@ -149,7 +149,7 @@ class GpuFiles:
         except (ValueError, TypeError, OverflowError):
             node.trouble = f"{name} is damaged"
             return
-        # At first only the clock of the file system says how old it is.
+        # At first only the file system's clock shows its age.
         age = max(0.0, time.time() - facts.st_mtime) if node.seen is None else 0.0
         node.seen, node.changed = key, now - age
         node.gpus, node.trouble = gpus_of(record), str(record.get("nvml") or "")
@@ -168,14 +168,17 @@ class MachineMeter:
         self._cpu: float | None = None
 
     def read(self) -> Machine:
-        """Return memory, and the CPU's load since the last reading once there was one."""
+        """Return memory, and the CPU's load since the last reading.
+
+        The first reading has no load.
+        """
         used = total = None
         # Without /proc nothing is known.
         with contextlib.suppress(OSError, RuntimeError):
             now = time.monotonic()
             if now - self._read >= MIN_CPU_INTERVAL:
                 busy = psutil.cpu_percent() / 100
-                # The first call has nothing to compare with.
+                # The first call has no earlier reading.
                 self._cpu = busy if self._read else None
                 self._read = now
             memory = psutil.virtual_memory()
@@ -183,7 +186,7 @@ class MachineMeter:
         return Machine(self._node, self._cpu, self._cores, used, total)
 
 
-FIRST_SAMPLE = 0.05  # Seconds for which a process without a heartbeat is watched the first time
+FIRST_SAMPLE = 0.05  # Seconds for which a process without a heartbeat is watched at first
 _SAMPLE_INTERVAL = 2.0  # Seconds after which its CPU time is sampled again
 
 STOPPED = "its process is stopped (SIGSTOP)"
@@ -195,14 +198,14 @@ _STATE_TEXTS = {
 
 
 class ProcessStates:
-    """Finds out why processes of this machine show no sign of life."""
+    """Finds the reasons why processes of this machine show no sign of life."""
 
     def __init__(self) -> None:
         self._turns: dict[int, tuple[float, Turn | None]] = {}
         """CPU time of main threads, by pid, with the time of the sample."""
 
     def state(self, pid: int) -> tuple[str, str]:
-        """Return the state of the rank whose process it is, and why."""
+        """Return the state of a process's rank, with the reason."""
         try:
             status = psutil.Process(pid).status()
         except psutil.NoSuchProcess:
@@ -212,12 +215,12 @@ class ProcessStates:
         if status == psutil.STATUS_ZOMBIE:
             return "dead", "its process has ended"
         if status == psutil.STATUS_RUNNING and self.lacks_core(pid):
-            # It works as far as it can, and so does the thread that writes the heartbeat.
+            # The process works as far as it can, and so does its heartbeat thread.
             return "running", "gets little CPU"
         return "stale", _STATE_TEXTS.get(status, "")
 
     def lacks_core(self, pid: int) -> bool:
-        """Return whether a main thread was ready to run, but had no core for most of the time."""
+        """Return whether a main thread was ready to run without a core for most of the time."""
         now, turn = time.monotonic(), read_turn(pid, pid)
         if pid not in self._turns:
             self._turns[pid] = (now, turn)
@@ -237,14 +240,15 @@ class ProcessStates:
 T = TypeVar("T")
 
 RATE_WINDOW = 30.0  # Seconds over which the rate of steps is averaged
-MAX_RANKS_FOR_LOSS = 4  # Ranks of whose newest steps loss and samples are read
+MAX_RANKS_FOR_LOSS = 4  # Maximum number of ranks whose losses and samples are read
 LIST_INTERVAL = 1.0  # Seconds between two listings of the run directory
-PASS_INTERVAL = 20.0  # Seconds between two checks of how long an epoch is
+PASS_INTERVAL = 20.0  # Seconds between two checks of the length of an epoch
 
 STALE = 5.0
-"""Seconds without a heartbeat after which a rank is stale. It comes four times a second."""
+"""Seconds without a heartbeat after which a rank is stale. A heartbeat comes four times a
+second."""
 
-MANY_RANKS = 64  # With more ranks, those off screen are read in every other frame
+MANY_RANKS = 64  # Number of ranks above which those off screen are read in every other frame
 
 _EPOCHS_OPTION = re.compile(r"--(?:n|num|max|total)?[-_]?(?:train)?[-_]?epochs?$")
 _STEPS_OPTION = re.compile(r"--(?:n|num|max|total)?[-_]?(?:train)?[-_]?(?:steps|iters|iterations)$")
@@ -255,10 +259,10 @@ _cleaned = lru_cache(maxsize=4096)(without_control_characters)
 
 
 class Progress:
-    """How far the job is, how fast, and how long it will take.
+    """The progress of the job, its rate, and the remaining time.
 
     Args:
-        manifest: The run's.
+        manifest: The run's manifest.
     """
 
     def __init__(self, manifest: Mapping[str, object]) -> None:
@@ -274,11 +278,11 @@ class Progress:
         self._per_epoch: float | None = None
 
     def restarted(self) -> None:
-        """Begin another attempt, from its step 0."""
+        """Start a new attempt at step 0."""
         self._seen.clear()
 
     def add_pass(self, record: PassRecord | None, step: StepRecord | None) -> None:
-        """Learn from a pass over the loader how long an epoch is."""
+        """Use a pass over the loader to find the length of an epoch."""
         if record is not None and record.batches:
             self._per_epoch = record.batches / max(1, step.backwards if step is not None else 1)
 
@@ -286,9 +290,9 @@ class Progress:
         """Return steps per second.
 
         Args:
-            ticks: The present, in seconds of any clock.
+            ticks: The current time, in seconds of any clock.
             step: Steps done.
-            usual: Seconds that a step takes, from which the first rates are derived.
+            usual: Usual seconds per step, from which the first rates are derived.
         """
         if step is None:
             return None
@@ -298,7 +302,7 @@ class Progress:
         while len(self._seen) > 2 and self._seen[1][0] <= ticks - RATE_WINDOW:
             self._seen.popleft()
         since, before = self._seen[0]
-        # A step that is under way does not lower the rate until it takes long.
+        # An unfinished step does not lower the rate until it takes long.
         long = max(5.0, 3 * usual) if usual else RATE_WINDOW
         if ticks - since < long:
             return 1 / usual if usual else None
@@ -340,21 +344,21 @@ class Progress:
         return job
 
     def _steps(self, step: int | None, epoch: int | None) -> int | None:
-        """Return all steps of this attempt, if the command and the loader tell."""
+        """Return the total steps of this attempt, if the command and the loader show it."""
         epochs, per_epoch = self._job.epochs, self._per_epoch
         if epochs is None:
             return self._job.steps
         if per_epoch is None or step is None:
             return None
         before = 0 if epoch is None else epoch - int(step / per_epoch)
-        # One epoch ahead is a job that counts from 1. More is a job that was resumed.
+        # A job that is one epoch ahead counts from 1. More means a resumed job.
         done = before if before > 1 else 0
         steps = round(per_epoch * (epochs - done))
         return steps if steps >= step else None
 
 
 def _option_number(words: Sequence[str], option: re.Pattern[str]) -> int | None:
-    """Return the number given to an option of the command."""
+    """Return the number passed for an option of the command."""
     for word, following in zip_longest(words, words[1:], fillvalue=""):
         name, equals, value = word.partition("=")
         if option.match(name):
@@ -364,11 +368,11 @@ def _option_number(words: Sequence[str], option: re.Pattern[str]) -> int | None:
 
 
 class LiveRank:
-    """What is known of a rank of the newest attempt beside its status page.
+    """The facts about a rank of the newest attempt, besides its status page.
 
     Args:
-        rank: Which one.
-        pages: Of the run.
+        rank: The rank's number.
+        pages: The status pages of the run.
     """
 
     def __init__(self, rank: int, pages: StatusPages) -> None:
@@ -376,16 +380,16 @@ class LiveRank:
         self.path: Path = pages.path(rank, "jsonl")
         self._opened: OpenRecord | None = None
         self.group: tuple[int, ...] = ()
-        """The ranks on GPUs that it reduces gradients with. Empty if it does not, or unknown."""
-        self._searched = 0  # Bytes of the journal in which that was looked for
+        """The ranks on GPUs that it reduces gradients with. Empty without any, or if unknown."""
+        self._searched = 0  # Bytes of the journal that were searched for this
         before = StepLog(self.path).newest(run_files.WINDOW)
         self.recent = RecentSteps(after_warm_up([parts_of(step) for step in before]))
         """The newest steps, including those before the monitor started."""
-        self.row: RankRow | None = None  # As it was shown last
+        self.row: RankRow | None = None  # The row as last shown
 
     @property
     def opened(self) -> OpenRecord | None:
-        """Its first record, once it is there."""
+        """Its first record, once written."""
         if self._opened is None:
             self._opened = run_files.open_record(self.path, self.max_memory)
         return self._opened
@@ -405,17 +409,17 @@ class LiveRank:
 
     @property
     def newest(self) -> StepRecord | None:
-        """Its newest step, as its journal has it."""
+        """Its newest step in the journal."""
         return next(iter(StepLog(self.path).newest(1)), None)
 
     @property
     def max_memory(self) -> int:
-        """Bytes of memory that a record of each rank may take."""
+        """Maximum memory for a record of each rank, in bytes."""
         return opening.MOST_EXPANDED // (len(self._pages.ranks) or 1)
 
 
 class LiveSource:
-    """Follows the newest attempt of a run that lives, or lived a moment ago.
+    """Follows the newest attempt of a live or just finished run.
 
     Args:
         path: The run directory.
@@ -446,15 +450,15 @@ class LiveSource:
         self._ranks: dict[int, LiveRank] = {}
         self._odd_turn = False
         self._broken: list[tuple[str, Exception]] = []
-        """The parts of this frame that failed by a fault of ours."""
-        self.live = True  # Whether the run lived when it was read last
+        """The parts of this frame that failed because of our errors."""
+        self.live = True  # Whether the run was live at the last reading
 
     def _read_manifest(self, live: bool) -> None:
         try:
             self._manifest = read_manifest(self.path)
             self._progress = Progress(self._manifest)
         except DoctorError:
-            # While a run starts it may be half-written.
+            # A starting run may be incomplete.
             if not live:
                 raise
 
@@ -487,8 +491,8 @@ class LiveSource:
         return self._snapshot(rows, pages, job, gpus, nvml, now)
 
     def _update(self, ticks: float) -> None:
-        """Check whether the run lives, list its files, and notice a new attempt."""
-        # First, so that what is read afterwards is whole if the run is over.
+        """Check whether the run is live, list its files, and detect a new attempt."""
+        # Check this first, so that later readings are complete if the run is over.
         self.live = rundir.is_live(self.path)
         if ticks - self._listed >= LIST_INTERVAL or not self.live or not self._pages.ranks:
             self._listed = ticks
@@ -503,7 +507,7 @@ class LiveSource:
             self._progress.restarted()
 
     def _part(self, name: str, read: Callable[[], T]) -> T | None:
-        """Read a part of the frame; None if a fault of ours is in it, which a note reports."""
+        """Read a part of the frame. None after an error of ours, which a note reports."""
         try:
             return read()
         except (OSError, DoctorError):
@@ -518,7 +522,7 @@ class LiveSource:
         return {rank: known.group for rank, known in self._ranks.items() if known.group}
 
     def _skipped(self, want: Want) -> frozenset[int]:
-        """Return the ranks whose rows are not read in this frame.
+        """Return the ranks whose rows are skipped in this frame.
 
         Of many ranks, half of those off screen, unless they ended.
         """
@@ -584,7 +588,7 @@ class LiveSource:
     def _state(
         self, rank: int, known: LiveRank, status: Status, heartbeat: float
     ) -> tuple[str, str]:
-        """Return a rank's state, and what there is to say of it."""
+        """Return a rank's state and its description."""
         over = status.phase is Phase.ENDED
         ending = self._events.exits.get((rank, status.restart))
         if ending is not None:
@@ -592,7 +596,7 @@ class LiveSource:
         if over and known.error is None:
             return "ended", ""
         if self._gone and not over:
-            # The job may well live on: a directory that was removed does not tell.
+            # The directory was removed, but the job may still run.
             return "stale", "no more is known of it"
         if over or not self.live:
             asked = self._events.asked and known.error is None
@@ -613,8 +617,8 @@ class LiveSource:
         words = run_files.how_it_ended(ending, known.error)
         if known.error is not None:
             return "dead", words
-        # A failure after the end of the script is not training's. A rank that ends by a signal
-        # that somebody sent has not failed.
+        # A failure after the end of the script does not concern training. A rank ended by a sent
+        # signal has not failed.
         fine = (over and (code or 0) <= 0) or (self._events.asked and (code or 0) < 0)
         return "ended" if fine else "dead", words
 
@@ -634,7 +638,7 @@ class LiveSource:
         usual = sorted(timed)[len(timed) // 2] if timed else None
         rate = self._progress.rate(ticks, step, usual)
         if not self.live:
-            # The last steps were slow, or stopped: the usual rate is what counts.
+            # The last steps were slow or stopped, so use the usual rate.
             rate = 1 / usual if usual else None
         return self._progress.job(
             self._attempt or 0, step, max(epochs, default=None), rate, newest, _world_size(pages)
@@ -707,7 +711,7 @@ class LiveSource:
             for (rank, restart), record in self._events.exits.items()
             if restart == self._attempt
         }
-        # The rank that raised first is the cause, even if its process was reaped after others.
+        # The rank that raised first is the cause, even if its process ended after others.
         for rank in dead:
             error = self._ranks[rank].error
             if error is not None and error.time:

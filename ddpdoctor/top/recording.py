@@ -1,4 +1,4 @@
-"""Record snapshots into a file, replay them, and invent a demonstration."""
+"""Record snapshots into a file, replay them, and generate a demonstration."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from ddpdoctor.top.snapshot import FindingRow, Gpu, Job, Machine, RankRow, Snaps
 # -- recordings: a gzip file with one snapshot a line, as `top --json` prints it
 
 RECORDING_FORMAT = 2
-"""Version of a recording, which is in each of its lines. Recordings without one are older."""
+"""Version of a recording, stored in each line. Recordings without one are older."""
 
-MAX_FRAMES = 1 << 20  # Frames that are played, the first ones: twelve days of one per second
+MAX_FRAMES = 1 << 20  # Maximum number of played frames: twelve days at one per second
 
 _MAX_EXPANDED = 1 << 31
-"""Size of a recording in bytes once it is expanded. What comes after is not played."""
+"""Maximum expanded size of a recording in bytes. The rest is not played."""
 
 _MAX_LINE = 1 << 26
 _CHUNK = 1 << 18
@@ -230,7 +230,7 @@ class DemoSource:
         self._start = clock() - AGE
 
     def read(self, want: Want) -> Snapshot:
-        """Make the present frame."""
+        """Make the current frame."""
         now = self._clock()
         return at(now - self._start, now, want)
 

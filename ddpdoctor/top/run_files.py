@@ -120,7 +120,7 @@ def without_control_characters(text: str) -> str:
     return shown(without_formatting(text.replace("\t", " ")))
 
 
-MAX_OPEN_PAGES = 256  # Status pages whose files stay open. The others are opened for each reading.
+MAX_OPEN_PAGES = 256  # Maximum number of status pages whose files stay open
 MAX_RANKS = 4096  # Ranks whose pages are read
 
 _PAGE_NAME = re.compile(r"rank-(\d{4,})\.r(\d+)\.status$")
@@ -139,7 +139,7 @@ class StatusPages:
         self._raw: dict[int, bytes] = {}
         self.restart = 0  # The newest attempt
         self.ranks: tuple[int, ...] = ()  # Its ranks, ascending
-        self.left_out = 0  # How many more ranks there are than are read
+        self.left_out = 0  # Number of ranks that are not read
         self.unreadable: dict[int, str] = {}  # Why a rank's page cannot be read, in words
 
     def refresh(self) -> bool:
@@ -233,11 +233,11 @@ class StampAges:
         return ticks - since
 
 
-MAX_FINDINGS = 500  # Findings that are kept; the newest
+MAX_FINDINGS = 500  # Maximum number of kept findings, the newest ones
 
 
 class SupervisorEvents:
-    """What the supervisor reports of a run: findings, ends of ranks, debuggers, the job's end."""
+    """The supervisor's reports: findings, ends of ranks, debuggers, the job's end."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -246,10 +246,10 @@ class SupervisorEvents:
         self._reset()
 
     def _reset(self) -> None:
-        self._taken: dict[str, int] = {}  # How many records of each journal were taken in
+        self._taken: dict[str, int] = {}  # Number of processed records of each journal
         self._findings: deque[tuple[int, FindingRow]] = deque(maxlen=MAX_FINDINGS)
-        self.findings: tuple[FindingRow, ...] = ()  # What was found and not withdrawn, oldest first
-        self.left_out = 0  # How many findings are too old to be kept
+        self.findings: tuple[FindingRow, ...] = ()  # Findings that were not withdrawn, oldest first
+        self.left_out = 0  # Number of findings that are too old to be kept
         self.exits: dict[tuple[int, int], RankExitRecord] = {}
         """How processes ended, by rank and attempt."""
         self.debug: dict[int, DebugRecord] = {}  # The last event of each rank's debugger
@@ -269,7 +269,7 @@ class SupervisorEvents:
             reader.poll()
         thinned = sum(reader.thinned for reader in self._readers.values())
         if thinned != self._thinned:
-            # A reader has dropped old records: those that are left are taken in again.
+            # The reader has dropped old records, so process the remaining ones again.
             self._thinned = thinned
             self._reset()
         fresh: list[Record] = []
@@ -308,11 +308,11 @@ class SupervisorEvents:
 
     @property
     def unread(self) -> str:
-        """What was left out of the journal, in words."""
+        """The skipped part of the journal, in words."""
         return next((each.left_out for each in self._readers.values() if each.left_out), "")
 
     def debugged(self, rank: int) -> str:
-        """Say what a rank does in the debugger, as the end of a sentence; empty if in none."""
+        """Describe a rank's state in the debugger, as the end of a sentence. Empty without one."""
         record = self.debug.get(rank)
         words = {
             "waits": "waits for a debugger",
@@ -339,7 +339,7 @@ class SupervisorEvents:
 
 
 def how_it_ended(ending: RankExitRecord | None, error: ErrorRecord | None) -> str:
-    """Say how a process ended: its uncaught exception if it had one, or its exit status."""
+    """Describe how a process ended: by its uncaught exception or its exit status."""
     status = ending.status if ending is not None else None
     words = "its end was not seen"
     if error is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from ddpdoctor.core.finding import Finding
 from ddpdoctor.run.records.base import Record
 from ddpdoctor.run.records.memory import (
@@ -53,6 +55,18 @@ def test_memory_that_is_reserved_and_unused_is_fragmented(written: Written) -> N
     finding = said(written, failed(unused=12.5))
     assert any("fragmentation: 12.5 GiB" in each for each in finding.evidence)
     assert "expandable_segments" in finding.fix
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_fragmentation_names_the_largest_piece_and_what_is_left_to_set(
+    written: Written, expandable: bool
+) -> None:
+    gpu = AllocatorFacts(
+        allocated=60 * GIB, reserved=72 * GIB, largest_free=GIB // 4, expandable=expandable
+    )
+    finding = said(written, OutOfMemoryRecord(time=T0, step=20, gpu=gpu), failed(unused=12.5))
+    assert any("not used, in pieces of at most 256 MiB" in each for each in finding.evidence)
+    assert ("Set PYTORCH" in finding.fix) is not expandable
 
 
 def test_growth_up_to_the_error_is_said(written: Written) -> None:

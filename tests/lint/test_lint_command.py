@@ -7,6 +7,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
@@ -18,6 +20,8 @@ from ddpdoctor.core.finding import Severity
 from ddpdoctor.lint import files
 from ddpdoctor.lint.check import check
 from ddpdoctor.lint.flake8 import Plugin
+from ddpdoctor.lint.program import Code
+from ddpdoctor.lint.rules import LINT_RULES, Hit
 from tests.conftest import ROOT
 
 SICK = """\
@@ -42,6 +46,22 @@ def test_text(sick: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert out.startswith("train.py:4:5: error DDP401 only some ranks reach barrier()")
     assert "4 |     dist.barrier()\n  |     ^^^^^^^^^^^^^^\n" in out
     assert out.endswith("1 error in 1 file\n")
+
+
+def test_a_rule_that_fails_is_one_line(
+    sick: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(code: Code) -> Iterator[Hit]:
+        raise KeyError(code.file.path)
+
+    monkeypatch.setitem(LINT_RULES, "DDP101", replace(LINT_RULES["DDP101"], find=broken))
+    sick.with_name("other.py").write_text(SICK)
+    assert lint.main(["."]) == 1
+    out, err = capsys.readouterr()
+    assert out.count("error DDP401") == 2
+    (line,) = err.splitlines()
+    assert line.startswith("ddpdoctor: warning: internal error in DDP101 on other.py, DDP101 on")
+    assert line.endswith("please report this line); all other rules are applied")
 
 
 def test_clean(sick: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,8 @@ import pytest
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.lint import check, job
+from ddpdoctor.lint.program import Code
+from ddpdoctor.lint.rules import LINT_RULES, Hit
 
 SICK = """\
 import torch.distributed as dist
@@ -76,7 +80,21 @@ def test_a_rule_that_fails_is_no_fault_of_the_job(
         raise ValueError("no such rule")
 
     monkeypatch.setattr(check, "check", broken)
-    assert done(job.SourceCheck([script])) == []
+    source = job.SourceCheck([script])
+    assert done(source) == []
+    (line,) = source.remarks
+    assert "internal error in the check of the job's code: ValueError('no such rule')" in line
+
+
+def test_the_other_rules_go_on_if_one_fails(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(code: Code) -> Iterator[Hit]:
+        yield Hit(code.tree.body[0], "found", "fix")
+        raise KeyError("lost")
+
+    monkeypatch.setitem(LINT_RULES, "DDP101", replace(LINT_RULES["DDP101"], find=broken))
+    source = job.SourceCheck([script])
+    assert [each.code for each in done(source)] == ["DDP401"]
+    assert len(source.remarks) == 1
 
 
 @pytest.mark.parametrize("text", ["def broken(:\n", "", "\0", "x = " + "(" * 5000])

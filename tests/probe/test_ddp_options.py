@@ -57,8 +57,6 @@ def test_how_ddp_was_built_is_recorded(doctor: Doctor) -> None:
             ("2.bias", (2,), "float64"),
         )
         assert first.buffers == 3
-        sizes = [int(size) for size in first.bucket_sizes.split(",")]
-        assert sum(sizes) == 4 * (15 + 5) + 8 * (10 + 2)
         assert (first.path, first.line) == (str(script), 12)
         assert second.static_graph is True
         assert second.group_ranks == (0, 1)

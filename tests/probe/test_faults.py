@@ -28,7 +28,6 @@ IN_HOOKS = [
     "runtime.sites:site_of",
     "runtime.sites:caller",
     "runtime.torch_private:logging_ints",
-    "runtime.torch_private:logging_strings",
     "runtime.torch_private:reduced_parameters",
     "runtime.torch_private:sampler_of",
     "observers.steps:StepTracker.enter",

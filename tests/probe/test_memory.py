@@ -152,7 +152,6 @@ class Cuda:
         return {
             "allocated_bytes": {"all": {"current": 60, "peak": 70}},
             "reserved_bytes": {"all": {"current": 80, "peak": 80}},
-            "num_alloc_retries": 2,
         }
 
     def get_device_properties(self, device: object) -> Any:

@@ -101,7 +101,6 @@ def test_sleep_and_work_differ(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_garbage_collections_are_counted_while_it_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     before = list(gc.callbacks)
     record = sampled(collect, monkeypatch)
-    assert record["collections"] > 0
     assert record["gc"] > 0
     assert gc.callbacks == before
 

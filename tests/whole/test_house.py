@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,18 @@ def tangled(path: Path) -> dict[str, int]:
 def test_no_function_is_too_complex(room: Path) -> None:
     found = {path.name: tangled(path) for path in SOURCES if path.parent == room}
     assert not {path: functions for path, functions in found.items() if functions}
+
+
+@pytest.mark.parametrize("area", ["diagnose", "lint"])
+def test_rules_import_no_rules(area: str) -> None:
+    rules = re.compile(r"^from \S+\.rules_?\w* import", re.MULTILINE)
+    own = "from ddpdoctor.lint.rules import"  # The registry
+    found = {
+        str(path): wrong
+        for path in (ROOT / "ddpdoctor" / area).rglob("rules*.py")
+        if (wrong := [each for each in rules.findall(path.read_text()) if each != own])
+    }
+    assert not found
 
 
 def test_a_thicket_is_seen(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.formatting import named
 from ddpdoctor.core.user_code import Location
+from ddpdoctor.diagnose.checkpoints.prefixes import PREFIX, prefixed_names, refused_for_prefix
 from ddpdoctor.diagnose.crashes.rank_endings import Ending, endings, first_failure
 from ddpdoctor.diagnose.crashes.resource_errors import torn
 from ddpdoctor.run.records.model import DdpRecord
@@ -23,14 +23,6 @@ from ddpdoctor.run.records.training import (
 )
 from ddpdoctor.run.snapshot import FOREVER, Rank, Run
 from ddpdoctor.system.nvml import same_uuid
-
-_REFUSED = re.compile(r"Error\(s\) in loading state_dict for (\w+)")
-_MISSING = re.compile(r"Missing key\(s\) in state_dict: ([^\n]+)")
-_UNEXPECTED = re.compile(r"Unexpected key\(s\) in state_dict: ([^\n]+)")
-_KEY = re.compile(r"\"([^\"]+)\"")
-_PREFIX = "module."
-
-MIN_PREFIXED = 0.8  # The part of the names that must differ by the prefix alone
 
 _HOLDS = {
     "wrapped": (
@@ -46,7 +38,7 @@ _HOLDS = {
         "it can be read only with the same sources at hand, and weights_only=False",
     ),
 }
-"""What a checkpoint holds that it should not, as the probe reports it, and what that means."""
+"""Wrong content of a checkpoint by the probe's name: a description, and the consequence."""
 
 
 _Writers = list[tuple[Rank, SaveRecord]]
@@ -160,11 +152,11 @@ def save_wrapped_state(run: Run) -> Iterator[Finding]:
     names = prefixed_names(run, cause) if cause is not None else None
     if cause is not None and names is not None:
         yield _refused(run, cause, *names)
-        proven = names[1].startswith(_PREFIX)
+        proven = names[1].startswith(PREFIX)
     else:
-        # A load that the job survived may have skipped all names.
+        # The job survived the failed load. It may have skipped all names.
         proven = any(
-            record.prefix == _PREFIX and record.of == "checkpoint"
+            record.prefix == PREFIX and record.of == "checkpoint"
             for rank in run.last
             for record in _not_applied(rank)
         )
@@ -189,7 +181,7 @@ def save_wrapped_state(run: Run) -> Iterator[Finding]:
 def _refused(run: Run, cause: Ending, wanted: str, given: str) -> Finding:
     """Report the load whose exception ended the job."""
     fix = "The checkpoint came from a bare model: load it into `model.module`, or before the wrap."
-    if given.startswith(_PREFIX):
+    if given.startswith(PREFIX):
         fix = (
             "The checkpoint came from a DDP wrapper: save `model.module.state_dict()`, load it "
             "into the wrapper, or strip the prefix "
@@ -211,33 +203,6 @@ def _refused(run: Run, cause: Ending, wanted: str, given: str) -> Finding:
         traceback=cause.traceback,
         about="load",
     )
-
-
-def refused_for_prefix(run: Run, cause: Ending) -> bool:
-    """Return whether DDP502 names an exception: a load that failed on the wrapper's prefix."""
-    return prefixed_names(run, cause) is not None
-
-
-def prefixed_names(run: Run, cause: Ending) -> tuple[str, str] | None:
-    """Return a name in the model and in the checkpoint if a load failed on the prefix alone.
-
-    Other missing names, such as those of new buffers, do not matter.
-    """
-    message = cause.message
-    missing, unexpected = _MISSING.search(message), _UNEXPECTED.search(message)
-    if cause.kind != "exception" or run.exit_status == 0 or _REFUSED.search(message) is None:
-        return None
-    if missing is None or unexpected is None:
-        return None
-    wanted, given = _KEY.findall(missing[1]), _KEY.findall(unexpected[1])
-    least = MIN_PREFIXED * min(len(wanted), len(given))
-    added = [(name, _PREFIX + name) for name in wanted]
-    stripped = [(name, name.removeprefix(_PREFIX)) for name in wanted if name.startswith(_PREFIX)]
-    for changed in (added, stripped):
-        pairs = [(name, other) for name, other in changed if other in given]
-        if pairs and len(pairs) >= least:
-            return pairs[0]
-    return None
 
 
 @rule("DDP509", "checkpoint-not-applied", Severity.ERROR)
@@ -297,7 +262,7 @@ def checkpoint_not_applied(run: Run) -> Iterator[Finding]:
 
 
 def _not_applied(rank: Rank) -> Iterator[NotAppliedRecord]:
-    """Yield the loads that applied little and were not followed by one that did."""
+    """Yield the loads that applied little and that no better load followed."""
     good = {record.number for record in rank.records.of(AppliedRecord)}
     loads = rank.records.of(NotAppliedRecord) if rank.watched(AppliedRecord) else ()
     return (each for each in loads if each.number not in good)
@@ -316,7 +281,7 @@ def _rename(record: NotAppliedRecord, prefix: str) -> str:
         )
     if record.of == "checkpoint":
         return f'Strip the prefix: {{k.removeprefix("{prefix}"): v for k, v in state.items()}}.'
-    if prefix == _PREFIX:
+    if prefix == PREFIX:
         return "Load it into `model.module`, or before the wrap."
     return f"Load it into `model.{prefix.rstrip('.')}`, or add the prefix to the names."
 
@@ -328,7 +293,7 @@ class _ForeignMemory:
     rank: Rank
     held: HeldMemory
     owners: tuple[int, ...]
-    load: GpuLoadRecord | None  # The first load that put something there
+    load: GpuLoadRecord | None  # The first load that put a tensor there
 
     @property
     def gpu(self) -> str:
@@ -422,7 +387,7 @@ def _foreign_memory(run: Run) -> Iterator[_ForeignMemory]:
                 held[each.rank][same_uuid(each.device_uuid)] = each
         for number, gpus in sorted(held.items()):
             own = owned.get(number, set())
-            # A process that is not seen on the rank's own GPU may only share its pid.
+            # A process that does not appear on the rank's own GPU may only share its pid.
             if not own & gpus.keys():
                 continue
             for uuid in sorted(gpus.keys() - own):
@@ -433,7 +398,7 @@ def _foreign_memory(run: Run) -> Iterator[_ForeignMemory]:
 
 
 def _first_load(rank: Rank, uuid: str, before: int) -> GpuLoadRecord | None:
-    """Return the first load that put something on a GPU."""
+    """Return the first load that put a tensor on a GPU."""
     return next(
         (
             record

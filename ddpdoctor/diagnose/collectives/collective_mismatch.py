@@ -1,7 +1,7 @@
 """Find collectives that differ between ranks, and the ranks that are out of line.
 
-Two ranks have no majority. The source (a condition on the rank that only some have passed) and the
-order of the calls before then say which rank is to blame.
+Two ranks have no majority. Then the source (a condition on the rank that only some have passed) and
+the order of earlier calls show which rank is to blame.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _COUNTED = re.compile(r"(?:.*_)?(step|epoch|iter|count|batch|every|interval|freq
 """Names of counters that are equal on all ranks."""
 
 _WORLD_SIZE = re.compile(r"(\w*_)?(world_size|n_?gpus?|nprocs|num_(gpus|processes|replicas))")
-"""Names of what is the same on all ranks of a job."""
+"""Names of values that are equal on all ranks of a job."""
 
 _OPTIONS = re.compile(r"args|cfg|config|conf|opts?|options|hparams|flags|FLAGS|settings")
-"""Names of what holds a job's options."""
+"""Names of objects that hold a job's options."""
 
-_MIN_REPEATS = 2  # Times that one call has to follow another to be taken for the rule
+_MIN_REPEATS = 2  # How often one call must follow another to count as a regular sequence
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ class Blame:
     """Ranks that are out of line.
 
     Attributes:
-        kind: How it is known. They alone passed a ``guard``, they ``passed`` over a call, they
-            made one ``alone``, or ``most`` ranks made another one. With ``decided`` a condition on
-            values of the ranks led to the call of those named here. A loop ``ended`` there before
-            it ended on the others. With ``none`` all ranks may be to blame.
-        ranks: Their numbers.
+        kind: The evidence. ``guard``: only they passed a condition on the rank. ``passed``: they
+            skipped a call. ``alone``: only they made a call. ``most``: most ranks made a different
+            call. ``decided``: a condition on values led to their call. ``ended``: their loop ended
+            first. ``none``: all ranks may be to blame.
+        ranks: The ranks.
         location: The line to look at.
         guard: The condition on the rank.
         decider: The statement that skipped the call, or the condition of the one made alone.
@@ -79,9 +79,9 @@ def blame(
     """Find the ranks that are out of line.
 
     Args:
-        groups: The ranks by what they called, the largest group first.
+        groups: The ranks by call, the largest group first.
         calls: The call of each rank.
-        before: Earlier calls of the ranks in that process group, oldest first. These match.
+        before: Earlier matching calls of the ranks in the process group, oldest first.
     """
     for group in groups if len(groups) == 2 else ():
         made = {rank: calls[rank] for rank in group.ranks}
@@ -119,7 +119,7 @@ def alone_by_guard(calls: Mapping[int, Call], others: Sequence[Sequence[Location
         others: The lines that each of the other ranks is at, innermost first.
     """
     found: list[tuple[Guard, Location]] = []
-    # A rank in another branch of the same condition may have a matching call there.
+    # A rank in another branch of the condition may make a matching call there.
     there = {guard.location for lines in others for guard, _ in guards_of(lines)}
     for call in calls.values():
         passed = [(guard, at) for guard, at in guards_of(call.chain) if guard.location not in there]
@@ -164,18 +164,18 @@ def _by_guard(
     found = []
     for group in groups:
         if group.call.chain not in orders[group.ranks[0]]:
-            # Otherwise the other ranks had a call that matches this one before.
+            # Otherwise the other ranks made a matching call earlier.
             others = [call.chain for rank, call in calls.items() if rank not in group.ranks]
             found.append(alone_by_guard({rank: calls[rank] for rank in group.ranks}, others))
     known = [each for each in found if each is not None]
-    # If each group is under a condition, none is out of line.
+    # If each group is under a condition, none is to blame.
     return known[0] if len(known) == 1 else None
 
 
 def _by_course(
     usual: Group, odd: Group, order: Sequence[Sequence[Location]], most: bool
 ) -> Iterator[Blame]:
-    """Blame a group that skipped what the other called, or that called something by itself."""
+    """Blame a group that skipped a call of the other one, or that made an additional call."""
     wanted, made = usual.call.chain, odd.call.chain
     if not order or not wanted or not made or wanted == made:
         return
@@ -193,7 +193,7 @@ def _by_course(
 
 
 def _by_value(one: Group, other: Group, most: bool) -> Blame | None:
-    """Find the condition on values of the ranks that led to the call of one group only."""
+    """Find the condition on the ranks' values that led to the call of only one group."""
     deciders = {
         made: found
         for made, there in ((one, other), (other, one))
@@ -210,13 +210,13 @@ def _by_value(one: Group, other: Group, most: bool) -> Blame | None:
 
 
 def _by_loop(made: Group, other: Group) -> Blame | None:
-    """Return that a ``for`` ended on the ranks of a group, which came to a call behind it."""
+    """Blame a group whose ``for`` loop ended first, so that it reached a call behind the loop."""
     at, there = _parting_of(made.call.lines, other.call.lines)
     source = source_of(at.path) if at is not None else None
     if at is None or there is None or source is None:
         return None
     ended = [each for each in source.around(there.line) if not holds(each, at.line)]
-    # With a loop around both, the other ranks may be in its next round.
+    # With a loop around both, the other ranks may be in its next iteration.
     if not ended or not isinstance(ended[-1], ast.For) or at.line < ended[-1].lineno:
         return None
     loop = ended[-1]
@@ -226,9 +226,9 @@ def _by_loop(made: Group, other: Group) -> Blame | None:
 
 
 def decided_by(call: Call, lines: Sequence[Location]) -> Location | None:
-    """Return the condition that led to a call and not to other lines, the outermost that varies.
+    """Return the outermost varying condition that led to a call and not to other lines.
 
-    It is in the function in which they part, or in one that only the call is in.
+    It is in the function in which they diverge, or in one that only the call is in.
 
     Args:
         call: The call of one rank.
@@ -268,7 +268,7 @@ def _parting_of(
 
 
 def _configured(test: ast.expr) -> bool:
-    """Return whether a condition only asks for an option, or whether there is an object."""
+    """Return whether a condition only tests an option or the existence of an object."""
     if isinstance(test, ast.BoolOp):
         return all(map(_configured, test.values))
     if isinstance(test, ast.UnaryOp):
@@ -286,7 +286,7 @@ def _configured(test: ast.expr) -> bool:
 def _parting(
     one: Sequence[Location], other: Sequence[Location]
 ) -> tuple[Location, Location] | None:
-    """Return the lines of one function at which two call chains part."""
+    """Return the lines of one function at which two call chains diverge."""
     for here, there in zip(reversed(one), reversed(other), strict=False):
         if here != there:
             source = source_of(here.path) if here.path == there.path else None
@@ -366,31 +366,31 @@ def _shared(test: ast.expr) -> bool:
 # -- ranks whose calls differ
 
 _UNEVEN = ("all_gather", "reduce_scatter")
-"""Collectives that NCCL also carries out with tensors of unequal size."""
+"""Collectives that NCCL also runs with tensors of unequal size."""
 
 
 @dataclass(frozen=True)
 class Mismatch:
     """One collective of a process group that differs between ranks."""
 
-    calls: Mapping[int, Call]  # The call of each rank, as far as it is known
-    groups: tuple[Group, ...]  # The ranks by what they called, the largest group first
+    calls: Mapping[int, Call]  # The known calls by rank
+    groups: tuple[Group, ...]  # The ranks by call, the largest group first
     blame: Blame
 
     @property
     def guilty(self) -> tuple[Group, ...]:
-        """The groups that are out of line; all of them if none is more to blame than the others."""
+        """The groups to blame. All groups if none is more to blame than the others."""
         ranks = self.blame.ranks
         return tuple(each for each in self.groups if each.ranks[0] in ranks)
 
     @property
     def others(self) -> tuple[Group, ...]:
-        """The groups that are not out of line."""
+        """The groups that are not to blame."""
         return tuple(each for each in self.groups if each not in self.guilty)
 
     @property
     def differences(self) -> list[str]:
-        """What they differ in, in words."""
+        """The differing properties, in words."""
         by_name: dict[str, list[Call]] = defaultdict(list)
         for group in self.groups:
             by_name[group.call.name].append(group.call)
@@ -401,7 +401,7 @@ class Mismatch:
         return found
 
     def what(self, group: Group) -> str:
-        """Return a group's call with what it differs in: ``all_reduce of 64 floats``."""
+        """Return a group's call with the differing property: ``all_reduce of 64 floats``."""
         return f"{group.call.name} {self.facts(group)}".rstrip()
 
     def facts(self, group: Group) -> str:
@@ -433,7 +433,7 @@ class Mismatch:
         return tuple(found)
 
     def _through(self, group: Group) -> str:
-        """Return the caller, if the groups differ in that."""
+        """Return the caller if the groups differ in it."""
         others = {each.call.callers for each in self.groups if each is not group}
         for number, at in enumerate(group.call.callers):
             if any(each[: number + 1] != group.call.callers[: number + 1] for each in others):
@@ -474,7 +474,7 @@ def mismatch_of_calls(
 def skipped_call(
     calls: Mapping[int, Call], waiting: list[int], ahead: list[int]
 ) -> Mismatch | None:
-    """Return a call that some ranks wait in and that only the ranks ahead may have skipped.
+    """Return a call that some ranks wait in and that ranks ahead of them may have skipped.
 
     Args:
         calls: The call that each of them waits in.
@@ -552,7 +552,7 @@ def first_mismatch(called: Mapping[int, Sequence[Collective]], gloo: bool) -> Mi
         called: The calls of each rank.
         gloo: Whether the groups' backend is gloo, which requires tensors of equal size.
     """
-    # By group and number. Nearly always all ranks agree, so this has to be quick.
+    # By group and number. Nearly always all ranks agree, so this has to be fast.
     known: dict[tuple[str, int], tuple[object, ...]] = {}
     differ: dict[tuple[str, int], int] = {}
     for collectives in called.values():

@@ -48,11 +48,11 @@ _DECIDE = (
     "make the call, or none does."
 )
 _SAME_ORDER = "Let every rank call the same collectives in the same order."
-_MAX_GROUPS = 4  # Groups of ranks that a sentence names
+_MAX_GROUPS = 4  # Maximum number of groups of ranks in a sentence
 
 
 def mismatch_finding(found: Mismatch, steps: int = 0) -> Finding:
-    """Make DDP401 or DDP803 of calls that differ.
+    """Make the finding about calls that differ: DDP401 or DDP803.
 
     Args:
         found: The calls that differ.
@@ -113,7 +113,7 @@ def _different(found: Mismatch, message: str, fix: str) -> Finding:
 def _guarded_finding(
     by: Blame, call: Call, evidence: tuple[str, ...], others: Sequence[Group] = ()
 ) -> Finding:
-    """Make DDP401.
+    """Make the finding about a call under a condition on the rank (DDP401).
 
     Args:
         by: The condition on the rank, and the ranks under it.
@@ -155,10 +155,10 @@ def called_alone(ranks: Sequence[Rank], evidence: tuple[str, ...]) -> Finding | 
 
 
 def _missing(call: Call, others: Sequence[Group]) -> str:
-    """Say what the other ranks did instead of a call under a condition on the rank."""
+    """Describe what the other ranks did instead of a call under a condition on the rank."""
     for group in others:
         if group.call.name == call.name and group.call.chain != call.chain:
-            # Their next call is of the same kind, so that it met this one.
+            # Their next call is of the same kind, so it met this one.
             apart = (at for at in group.call.chain if at not in call.chain)
             at = brief(next(apart, group.call.site))
             return f"it met the {call.name} of {named(group.ranks)} at {at}"
@@ -166,7 +166,7 @@ def _missing(call: Call, others: Sequence[Group]) -> str:
 
 
 def different_calls_finding(found: Mismatch) -> Finding:
-    """Make DDP803 of what each group of ranks called."""
+    """Make the finding about different calls of groups of ranks (DDP803)."""
     guilty, others = found.guilty, found.others
     call = guilty[-1].call
     # DDP's own collectives may have no line.
@@ -215,7 +215,7 @@ def _listed(parts: Iterable[str]) -> str:
 
 
 def guarded_call(waits: Sequence[Blocked]) -> Finding | None:
-    """Report a call that ranks wait in and that only they made, or that the others skipped."""
+    """Report a call that ranks wait in and that the others skipped or never reach."""
     same = same_number(waits)
     if same is not None and same.blame.kind in ("guard", "passed", "alone", "decided", "ended"):
         return mismatch_finding(same, _closed(same, waits))
@@ -244,7 +244,7 @@ def guarded_call(waits: Sequence[Blocked]) -> Finding | None:
 
 
 def _closed(found: Mismatch, waits: Sequence[Blocked]) -> int:
-    """Return the steps that ranks in line had closed at their call, if it is their newest one."""
+    """Return the steps that blameless ranks had closed at their call, if it is their newest one."""
     inside = {number for group in found.others for number in group.ranks}
     return min(
         (
@@ -259,9 +259,9 @@ def _closed(found: Mismatch, waits: Sequence[Blocked]) -> int:
 
 
 def _skipped(one: Blocked) -> Mismatch | None:
-    """Return a call from Python that ranks wait in and that those ahead of them never made.
+    """Return a call from Python that ranks wait in and that ranks ahead of them never made.
 
-    Those may be so far ahead that the call they made instead is not recorded any more.
+    Ranks may be so far ahead that the call they made instead is no longer recorded.
     """
     ranks = (*one.waiting, *one.ahead)
     calls = {rank.rank: made for rank in ranks if (made := rank.blocked or rank.under_way)}
@@ -305,9 +305,9 @@ def same_number(waits: Sequence[Blocked]) -> Mismatch | None:
 
 
 def _unless_usual(found: Mismatch, one: Blocked) -> Mismatch:
-    """Blame no rank for a call made alone if the other ranks made that call before.
+    """Blame no rank for a call made alone if the other ranks made that call earlier.
 
-    A Flight Recorder may hold fewer calls than lie between two of that call.
+    A Flight Recorder may hold too few calls to contain two of them.
     """
     made = {rank: found.calls[rank].chain for rank in found.blame.ranks}
     before = {each.chain for rank in one.waiting if rank.rank not in made for each in rank.ring}
@@ -341,7 +341,7 @@ def _met(one: Blocked, last: Call) -> Mismatch | None:
 
 
 def _comparable(call: Call) -> Call:
-    """Drop what may differ between ranks: a Flight Recorder has the inputs of each rank."""
+    """Drop properties that may differ between ranks: a Flight Recorder has each rank's inputs."""
     if call.name.startswith(("all_to_all", "alltoall", "scatter", "gather")):
         return replace(call, numel=-1, dtype="")
     return as_nccl_compares(call) if call.backend == "nccl" else call
@@ -370,7 +370,7 @@ def _before(one: Blocked, call: Call) -> dict[int, list[Call]]:
     known = all(rank.flight for rank in one.waiting)
     if known and all(each.chain for calls in recorded.values() for each in calls):
         return recorded
-    # Our own ring lacks DDP's collectives.
+    # The ring lacks DDP's collectives.
     return {
         rank.rank: [
             each
@@ -387,7 +387,7 @@ def order_finding(waits: Sequence[Blocked]) -> Finding:
     known = {rank.rank: rank for one in waits for rank in one.waiting}
     ranks = [known[number] for number in sorted(known)]
     calls = [call for rank in ranks if (call := rank.blocked or rank.under_way) is not None]
-    # A rank whose call is not known may be in another group.
+    # A rank with an unknown call may be in another group.
     groups = {call.group for call in calls} | ({""} if len(calls) < len(ranks) else set())
     several = len(groups) > 1
     what = "collectives of different groups" if several else "different collectives"
@@ -408,7 +408,7 @@ def order_finding(waits: Sequence[Blocked]) -> Finding:
 
 
 def _listed_waits(waits: Sequence[Blocked]) -> str:
-    """Say which ranks wait in what, with the names of groups that have the same ranks."""
+    """List the calls that ranks wait in, with group names if groups have the same ranks."""
     calls = [one.waiting[0].under_way or one.waiting[0].blocked for one in waits[:4]]
     places = {call.group: call.place for call in calls if call is not None}
     alike = len(set(places.values())) < len(places)
@@ -432,7 +432,7 @@ def point_to_point_finding(ranks: Sequence[RankState]) -> Finding | None:
             continue
         back = ways.get(call.root)
         if back is not None and (back.root != number or back.name != call.name):
-            # The peer waits for another rank, or the two fit together.
+            # The peer waits for another rank, or the two calls match.
             continue
         both = back is not None
         where = quoted(back.site if back is not None else peer.waits_at)
@@ -458,7 +458,7 @@ def point_to_point_finding(ranks: Sequence[RankState]) -> Finding | None:
 
 
 def waiting_line(rank: RankState) -> str:
-    """Say what a rank waits in, as a line of evidence."""
+    """Describe the call that a rank waits in, as a line of evidence."""
     here = f"rank {rank.rank} waits in {rank.waits_in} at {brief(rank.waits_at)}"
     host = "" if rank.waits_at == rank.site else f"; its host is at {brief(rank.site)}"
     return f"{here} for {rank.seconds} s{host}"
@@ -469,9 +469,9 @@ def waiting_line(rank: RankState) -> str:
 
 @dataclass(frozen=True)
 class _Failure:
-    inside: dict[int, Call]  # The calls of ranks that were in a collective from Python
+    inside: dict[int, Call]  # The calls of ranks in a collective from Python
     elsewhere: tuple[int, ...]
-    """Ranks that had not made that call, and were in a collective of DDP's own."""
+    """Ranks that had not made that call and were in one of DDP's collectives."""
     before: dict[int, list[Call]]  # Their earlier calls in that process group
 
 
@@ -514,7 +514,7 @@ def _failure(run: Run) -> _Failure | None:
         rank: [from_ring(each) for each in found if not each.point_to_point]
         for rank, found in rings(run).items()
     }
-    # Ranks lost for another reason may have been in different collectives for a moment only.
+    # Ranks lost for another reason may have been in different collectives only briefly.
     until = ends[0].time - PATIENCE if cause is None else math.inf
     last = {rank: found[-1] for rank, found in calls.items() if found}
     inside = {
@@ -526,7 +526,7 @@ def _failure(run: Run) -> _Failure | None:
 
 
 def _parted(run: Run, calls: dict[int, list[Call]], inside: dict[int, Call]) -> _Failure | None:
-    """Find the ranks that were in a collective of DDP's own instead of the first of these calls."""
+    """Find the ranks that were in one of DDP's collectives instead of the first of these calls."""
     first = min(inside.values(), key=lambda call: call.began)
     group, sequence = first.group, first.sequence
     same = {
@@ -578,8 +578,8 @@ def _skipped_call(
     Args:
         found: The calls.
         evidence: Which rank was in which call.
-        decider: The condition that decides on it, if that is known.
-        by_rank: Whether it is one on the rank, by which the others skipped the call.
+        decider: The condition that decides on the call, if known.
+        by_rank: Whether it is a condition on the rank that made the others skip the call.
     """
     inside, elsewhere = sorted(found.inside), found.elsewhere
     call = found.inside[inside[0]]
@@ -614,7 +614,7 @@ def _skipped_backward(run: Run, found: _Failure, evidence: tuple[str, ...]) -> F
     forward, backward = _last_site(run, "forward"), _last_site(run, "backward")
     if forward is None or backward is None:
         return None
-    # Between a forward and its backward every rank lacks one backward.
+    # Between a forward and its backward every rank has one backward less.
     if not all(comes_after(call.chain, backward) for call in found.inside.values()):
         return None
     follows = forward.path == backward.path and forward.line < backward.line
@@ -647,5 +647,8 @@ def _were(ranks: Collection[int]) -> str:
 
 
 def _last_site(run: Run, phase: str) -> Location | None:
-    """Return where a phase was last begun, on any rank: native code may end a rank before that."""
+    """Return the newest line at which a phase began on any rank.
+
+    Native code may end a rank earlier.
+    """
     return next((at for rank in reversed(run.last) for at in reversed(rank.sites(phase))), None)

@@ -1,4 +1,4 @@
-"""Collectives that ranks called, as torch's Flight Recorder, our own ring and NCCL report them."""
+"""Collectives of ranks, from torch's Flight Recorder, the probe's ring and NCCL."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _WORDS = {
     "byte": "byte", "int8": "char", "char": "char", "bool": "bool",
 }  # fmt: skip
 
-_MAX_NUMEL = 1 << 62  # Shapes of more elements are damaged
+_MAX_NUMEL = 1 << 62  # Larger shapes are damaged
 
 
 @dataclass(frozen=True)
 class Call:
-    """One collective of one rank, by torch's Flight Recorder or by our own ring."""
+    """One collective of one rank, from torch's Flight Recorder or from the ring."""
 
     group: str  # Its name: ``0`` is the default group
     members: str  # Ranks of the group, ``0-3``; empty if they are not known
     sequence: int
     name: str
-    numel: int  # Elements, -1 if there is no tensor or it is not known
+    numel: int  # Number of elements, -1 without a tensor or if unknown
     dtype: str
     reduce: str
     root: int
@@ -41,7 +41,7 @@ class Call:
     began: int = 0  # Unix nanoseconds
     backend: str = ""  # ``gloo``, where torch's Flight Recorder says so
     callers: tuple[Location, ...] = ()  # The lines that led to it, the nearest first
-    started: bool = False  # A GPU was seen to have begun it
+    started: bool = False  # A GPU has begun it
     timed: bool = False
     """Its start was recorded on the GPU, so the starts of later calls are recorded as well."""
     above: tuple[Location, ...] = ()
@@ -49,7 +49,7 @@ class Call:
 
     @property
     def chain(self) -> tuple[Location, ...]:
-        """Its line and those that led to it, innermost first."""
+        """Its line and the lines that led to it, innermost first."""
         return (self.site, *self.callers) if self.site is not None else self.callers
 
     @property
@@ -89,7 +89,7 @@ def amount(numel: int, dtype: str) -> str:
 
 
 def from_ring(recorded: Collective) -> Call:
-    """Make a call of an entry of our own ring."""
+    """Convert an entry of the ring."""
     group, _, members = recorded.group.partition("|")
     return Call(
         group=group,
@@ -109,7 +109,7 @@ def from_ring(recorded: Collective) -> Call:
 
 
 def from_flight(recorded: FlightCall) -> Call:
-    """Make a call of an entry of torch's Flight Recorder."""
+    """Convert an entry of torch's Flight Recorder."""
     lines = _locations(recorded.lines)
     numel = sum(map(math.prod, recorded.shapes)) if recorded.shapes else -1
     return Call(
@@ -139,8 +139,8 @@ def _locations(lines: Iterable[str]) -> tuple[Location, ...]:
 def first_pending(calls: Sequence[Call]) -> Call | None:
     """Return the first collective of a Flight Recorder that is not done.
 
-    NCCL completes the collectives of a communicator in order. One that precedes a completed one was
-    only not marked, as happens to those of a captured graph.
+    NCCL completes the collectives of a communicator in order. A collective before a completed one
+    is done but not marked, as in a captured graph.
 
     Args:
         calls: The collectives of one rank, in their order.
@@ -155,11 +155,11 @@ def first_pending(calls: Sequence[Call]) -> Call | None:
 
 # -- what NCCL's RAS knows of the ranks of a job, on all nodes
 
-NO_COUNTS = ("status", "error")  # Differences that are not counts of operations
+NO_COUNTS = ("status", "error")  # Differences other than counts of operations
 
 
 def unanswered_ranks(ras: Ras | None, world: int) -> frozenset[int]:
-    """Return the ranks that do not answer NCCL."""
+    """Return the ranks that do not respond to NCCL."""
     return frozenset(each.rank for every in _of_all(ras, world) for each in every.missing)
 
 
@@ -168,10 +168,10 @@ def ranks_behind(
 ) -> frozenset[int]:
     """Return the ranks that have not launched a collective in which others wait.
 
-    With NCCL the waiting ranks go on. What they have launched after it does not count.
+    With NCCL the waiting ranks continue. Operations that they launched later do not count.
 
     Args:
-        ras: The answer of RAS.
+        ras: The response of RAS.
         world: The ranks of the job.
         ranks: The ranks to judge.
         ahead: How many collectives each waiting rank has launched after that one.
@@ -197,7 +197,7 @@ def _of_all(ras: Ras | None, world: int) -> Iterator[RasCommunicator]:
 
 
 def _lag(differences: Sequence[RasDifference], rank: int, other: int) -> int:
-    """Return by how many operations a rank is behind another; 0 if that is not known."""
+    """Return by how many operations a rank is behind another. 0 if unknown."""
     found = 0
     for each in differences:
         own, theirs = _launched(each, rank), _launched(each, other)
@@ -208,7 +208,7 @@ def _lag(differences: Sequence[RasDifference], rank: int, other: int) -> int:
 
 
 def _launched(difference: RasDifference, rank: int) -> int | None:
-    """Return how many operations a rank has launched, None if that is not known."""
+    """Return how many operations a rank has launched. None if unknown."""
     for group in difference.groups:
         if rank in group.ranks:
             return whole(group.value, -1)
@@ -232,7 +232,7 @@ def unequal_sizes(stderr: str) -> Iterator[str]:
     rank = ""
     said: set[str] = set()
     for match in _SAID.finditer(stderr):
-        # The message has no rank. The line that introduces it has one.
+        # The message does not name the rank. The line before it does.
         rank = match[1] or rank
         if match[1] is None and rank not in said:
             said.add(rank)

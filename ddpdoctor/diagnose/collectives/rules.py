@@ -1,12 +1,12 @@
 """Pages of the rules for collectives that do not match (DDP401, DDP803, DDP804).
 
 Their findings come from the judgement of a hang, and from the ranks' calls without one
-(:func:`ddpdoctor.diagnose.hangs.rules.stands_still`).
+(:func:`ddpdoctor.diagnose.hangs.standstill.stands_still`).
 """
 
 from ddpdoctor.core.finding import Severity, rule
 from ddpdoctor.core.relations import brings_about, came_first, ended_by
-from ddpdoctor.diagnose.hangs.rules import stands_still
+from ddpdoctor.diagnose.hangs.standstill import stands_still
 from ddpdoctor.run.reported import event
 
 

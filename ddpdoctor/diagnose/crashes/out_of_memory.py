@@ -1,4 +1,4 @@
-"""Explain an out-of-memory error: what the rank held, how it grew, and who else held the rest."""
+"""Explain an out-of-memory error: what the rank held, how it grew, and what others held."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ddpdoctor.run.records.memory import AllocatorFacts, MemoryRecord, OutOfMemo
 from ddpdoctor.run.snapshot import Rank, Run
 
 GPU_MEMORY = "DDP928"
-"""The code of a GPU's memory that ran out, by torch's message."""
+"""The code of torch's message that a GPU is out of memory."""
 MIN_GROWTH = 16 << 20
-"""Bytes of growth that are mentioned. It need not be the cause."""
+"""Minimum growth in bytes that is mentioned. It may not be the cause."""
 FRAGMENTED = 0.1
-"""The part of a GPU's memory that is reserved and not used, from which on it is fragmented."""
+"""Minimum ratio of reserved and unused memory that counts as fragmentation."""
 LONGER = 1.2
-"""How much larger than all batches before it a batch is that may have been too large."""
+"""Minimum factor by which a batch that may be too large exceeds all earlier ones."""
 MAX_BLOCKS = 3
 _LOOKS = 2
 
@@ -35,7 +35,7 @@ _POWER = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
 
 class Message(NamedTuple):
-    """What torch's message says, in bytes. None or empty for what it leaves out."""
+    """The content of torch's message, in bytes. Missing values are None or empty."""
 
     total: int | None
     free: int | None
@@ -50,7 +50,7 @@ def _bytes(number: str, letter: str) -> int:
 
 
 def message_of(text: str) -> Message:
-    """Read torch's message about a GPU that is full (1.13 to 2.13)."""
+    """Parse torch's message about a full GPU (1.13 to 2.13)."""
     free, mine, unused = _FREE.search(text), _MINE.search(text), _RESERVED.search(text)
     return Message(
         _bytes(free[1], free[2]) if free else None,
@@ -62,19 +62,15 @@ def message_of(text: str) -> Message:
 
 
 def gpu_facts(run: Run, cause: Ending) -> FailureFacts:
-    """Return what is known of a rank whose GPU was full."""
+    """Return the facts about a rank whose GPU was full."""
     rank = _rank_of(run, cause)
     said = message_of(cause.message)
     record = None if rank is None else rank.records.first(OutOfMemoryRecord)
     gpu = None if record is None else record.gpu
     grown = None if rank is None else growing(rank, MIN_GROWTH, EARLY_SEGMENTS)
     evidence = [*_held(said, gpu), *_others(run, said)]
-    fix = ""
-    total = said.total or (gpu.total if gpu is not None else None)
-    unused = said.unused or (gpu.reserved - gpu.allocated if gpu is not None else 0)
-    if total and unused >= FRAGMENTED * total:
-        evidence.append(f"fragmentation: {binary_size(unused)} are reserved and not used")
-        fix = "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or keep shapes alike."
+    fragments, fix = _fragmentation(said, gpu)
+    evidence += fragments
     if record is not None and _elements(record.shape) > LONGER * _elements(record.largest) > 0:
         shapes = " x ".join(map(str, record.shape)), " x ".join(map(str, record.largest))
         evidence.append(f"its last batch was {shapes[0]}, the largest before it {shapes[1]}")
@@ -97,8 +93,22 @@ def _held(said: Message, gpu: AllocatorFacts | None) -> Iterator[str]:
         yield f"{count(block.times, 'block')} of {binary_size(block.size)}{where}"
 
 
+def _fragmentation(said: Message, gpu: AllocatorFacts | None) -> tuple[list[str], str]:
+    """Return evidence and fix if much memory is reserved and not used."""
+    total = said.total or (gpu.total if gpu is not None else None)
+    unused = said.unused or (gpu.reserved - gpu.allocated if gpu is not None else 0)
+    if not total or unused < FRAGMENTED * total:
+        return [], ""
+    free = gpu.largest_free if gpu is not None else None
+    pieces = f", in pieces of at most {binary_size(free)}" if free else ""
+    fix = "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or keep shapes alike."
+    if gpu is not None and gpu.expandable:
+        fix = "Keep shapes alike: the allocator's segments are expandable already."
+    return [f"fragmentation: {binary_size(unused)} are reserved and not used{pieces}"], fix
+
+
 def _others(run: Run, said: Message) -> Iterator[str]:
-    """Yield who else holds memory of the GPU."""
+    """Yield the other holders of the GPU's memory."""
     if not said.others:
         return
     pids = {rank.opened.pid: rank.rank for rank in run.last if not rank.elsewhere}
@@ -123,7 +133,7 @@ def _growth(run: Run, found: Grows) -> Iterator[str]:
 
 
 def host_facts(run: Run, cause: Ending) -> tuple[str, ...]:
-    """Return how the memory of ranks grew before the kernel killed one of them."""
+    """Describe how the memory of ranks grew before the kernel killed one of them."""
     return tuple(_of_host(run, cause))
 
 

@@ -22,12 +22,12 @@ _TORN = re.compile(
     r"|zip archive|cannot reshape|magic|No data left|end of (file|data)|Ran out|unpickling",
     re.IGNORECASE,
 )
-"""What readers say of a file that is not complete."""
+"""Messages of readers about an incomplete file."""
 
 MAX_RACE = 10_000_000_000
-"""Nanoseconds between what two ranks do with a path that they race for."""
+"""Maximum nanoseconds between operations of two ranks that race for a path."""
 MAX_SINCE_READ = 2_000_000_000
-"""Nanoseconds from the reading of a file to an exception that may follow from it."""
+"""Maximum nanoseconds from the reading of a file to an exception that follows from it."""
 
 _PREPARE = (
     "Let one rank prepare it and the others wait in a barrier before they read it. Write it to a "
@@ -56,7 +56,7 @@ class PathFault:
 
 @dataclass(frozen=True)
 class _Touch:
-    """What another rank did with a path."""
+    """An operation of another rank on a path."""
 
     rank: int
     what: str
@@ -66,7 +66,10 @@ class _Touch:
 
 
 def path_fault(run: Run, cause: Ending) -> PathFault | None:
-    """Return what the other ranks did with the path of an exception, if that explains it."""
+    """Explain an exception about a path by operations of other ranks.
+
+    None if they do not explain it.
+    """
     name = cause.text.partition(":")[0].rpartition(".")[2]
     found = _PATH.search(cause.message or cause.text)
     if len(run.last) < 2:
@@ -80,7 +83,7 @@ def path_fault(run: Run, cause: Ending) -> PathFault | None:
 
 
 def _touched(run: Run, but: int | None) -> Iterator[_Touch]:
-    """Yield what the other ranks did with files, the newest first."""
+    """Yield file operations of the other ranks, newest first."""
     found = []
     for rank in run.last:
         if rank.rank == but:
@@ -98,12 +101,12 @@ def _same(path: str, touch: _Touch) -> bool:
 
 
 def _holds(path: str, touch: _Touch) -> bool:
-    """Return whether something was done with a path, or with a directory that it is in."""
+    """Return whether an operation concerns a path or a directory around it."""
     return _same(path, touch) or os.path.abspath(path).startswith(touch.file + os.sep)
 
 
 def _did(touch: _Touch, time: int) -> str:
-    """Say what another rank did with a path, and when."""
+    """Describe another rank's operation on a path, with its time."""
     after = (touch.time - time) / 1e6
     when = f"{abs(after):.0f} ms {'later' if after > 0 else 'before'}"
     place = f" at {brief(touch.at)}" if touch.at is not None else ""
@@ -111,7 +114,7 @@ def _did(touch: _Touch, time: int) -> str:
 
 
 def _absent(cause: Ending, path: str, touched: list[_Touch]) -> PathFault | None:
-    """Return who makes a path only later, or took it away."""
+    """Explain a missing path that another rank creates later or has removed."""
     away = ("move", "remove")
     made = [each for each in touched if _same(path, each) and each.what not in away]
     gone = [each for each in touched if _holds(path, each) and each.what in away]
@@ -138,7 +141,7 @@ def _absent(cause: Ending, path: str, touched: list[_Touch]) -> PathFault | None
 
 
 def _other_path(cause: Ending, path: str, touched: list[_Touch]) -> PathFault | None:
-    """Return where another rank wrote a file of that name."""
+    """Explain a missing file that another rank wrote elsewhere."""
     for each in touched:
         same = os.path.basename(each.file) == os.path.basename(path)
         wrote = each.what in ("write", "replace") and each.time <= cause.time
@@ -148,7 +151,7 @@ def _other_path(cause: Ending, path: str, touched: list[_Touch]) -> PathFault | 
 
 
 def _made_twice(cause: Ending, path: str, touched: list[_Touch]) -> PathFault | None:
-    """Return who made a path just before, or removes the same tree."""
+    """Explain a path that another rank has just created, or a tree that it removes as well."""
     fix = "Let one rank make it and the others wait in a barrier, or pass exist_ok=True."
     for each in touched:
         if _same(path, each) and 0 <= cause.time - each.time <= MAX_RACE:
@@ -164,7 +167,7 @@ def _made_twice(cause: Ending, path: str, touched: list[_Touch]) -> PathFault | 
 
 
 def _half_written(cause: Ending, touched: list[_Touch]) -> PathFault | None:
-    """Return who was writing the file that this rank read."""
+    """Explain a file that another rank was writing while this rank read it."""
     torn = _TORN.search(f"{cause.text} {cause.message}") is not None
     read = [(each.path, each.time) for each in cause.read]
     if cause.file.access == "read":
@@ -177,7 +180,7 @@ def _half_written(cause: Ending, touched: list[_Touch]) -> PathFault | None:
             and each.what in ("write", "replace")
             and 0 <= time - each.time <= MAX_RACE
         ]
-        # What a rank moved into place is complete.
+        # A file that was moved into place is complete.
         if not wrote or wrote[0].what == "replace":
             continue
         if torn or (cause.time - time <= MAX_SINCE_READ and _changed_since(path, time)):

@@ -1,4 +1,4 @@
-"""Find an exception of one rank that a collective in a ``finally`` or ``__exit__`` keeps back."""
+"""Find an exception that is held up by a collective in a ``finally`` or ``__exit__``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ddpdoctor.run.snapshot import Rank, Run
 
 
 def raised_before_a_wait(run: Run) -> Finding | None:
-    """Report such an exception (DDP901), in a job that hangs for sure or has failed."""
+    """Report such an exception (DDP901) if the job certainly hangs or has failed."""
     found = _alone(run)
     if not found or len(run.last) < 2:
         return None
@@ -37,7 +37,7 @@ def raised_before_a_wait(run: Run) -> Finding | None:
 
 
 def _alone(run: Run) -> list[tuple[Rank, PendingErrorRecord]]:
-    """Return the ranks that call a collective during an exception, which no other rank calls."""
+    """Return the ranks that call a collective during an exception that no other rank calls."""
     found = [
         (rank, error)
         for rank in run.last
@@ -52,7 +52,7 @@ def _alone(run: Run) -> list[tuple[Rank, PendingErrorRecord]]:
 
 
 def _pending(rank: Rank) -> PendingErrorRecord | None:
-    """Return the exception during which a rank called the collective that it is, or died, in."""
+    """Return the exception during which a rank called the collective that it is in or died in."""
     pending, status = rank.records.of(PendingErrorRecord), rank.status
     if not pending or status is None or rank.ended is not None or rank.records.of(ErrorRecord):
         return None
@@ -62,7 +62,7 @@ def _pending(rank: Rank) -> PendingErrorRecord | None:
 
 
 def _others_came(run: Run, rank: Rank, handling: set[int]) -> bool:
-    """Return whether ranks that handle no exception called the collective of this one, too."""
+    """Return whether ranks without an exception called this rank's collective as well."""
     calls = rank.ring.collectives if rank.ring is not None else ()
     if not calls:
         return False

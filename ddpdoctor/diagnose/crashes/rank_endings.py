@@ -1,4 +1,4 @@
-"""Find how each process of a job ended, and which of them failed first by itself."""
+"""Find how each process of a job ended, and which one failed first by itself."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _TORCHRUN_EXIT = re.compile(r"exitcode\s*: (-?\d+)\s*\(pid: (\d+)\)")
 _TORCHRUN_LOG = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)\)")
 
 _SPAWNED = re.compile(r"process \d+ terminated with (?:signal (SIG[A-Z]+)|exit code (\d+))")
-"""The message of ``torch.multiprocessing.spawn`` about its first process that failed."""
+"""The message of ``torch.multiprocessing.spawn`` about its first failed process."""
 
 _STOPPED = re.compile(r"(?:Terminating|Sending) process (\d+) (?:via|closing) signal (SIG[A-Z]+)")
-"""The messages of it and of torchrun about the other processes, which they end."""
+"""Messages of ``spawn`` and torchrun about the other processes, which they end."""
 
 
 def exit_status(rank: Rank, statuses: dict[int, int]) -> int | None:
@@ -48,7 +48,7 @@ def exit_status(rank: Rank, statuses: dict[int, int]) -> int | None:
     """
     if rank.exit is not None and rank.exit.status is not None:
         return rank.exit.status
-    # On another node the same pid is another process.
+    # On another node, the same pid belongs to another process.
     status = None if rank.elsewhere else rank.status
     printed = statuses.get(status.pid) if status is not None else None
     if printed is None and rank.exit is not None and rank.exit.oom:
@@ -76,7 +76,7 @@ def signal_name(number: int) -> str:
 def _spawned_statuses(
     run: Run, ranks: tuple[Rank, ...], statuses: dict[int, int]
 ) -> dict[int, int]:
-    """Return the exit statuses, by pid, of ranks whose parent took them before they were seen."""
+    """Return the exit statuses, by pid, of ranks whose parent reaped them unseen."""
     unknown = {
         rank.status.pid: rank.exit.time
         for rank in ranks
@@ -98,7 +98,7 @@ def _spawned_statuses(
 
 
 def _number(name: str | None) -> int:
-    """Return the exit status of a process ended by the signal of that name; 0 if there is none."""
+    """Return the exit status of a process ended by a named signal. 0 for an unknown name."""
     number = getattr(signal, name, None) if name else None
     return -int(number) if isinstance(number, signal.Signals) else 0
 
@@ -123,15 +123,15 @@ _VICTIM = re.compile(
     r"|Application timeout caused pair closure",
     re.IGNORECASE,
 )
-"""Messages of a rank whose peers are gone, the consequence of a failure elsewhere."""
+"""Messages of a rank that lost its peers, a consequence of a failure elsewhere."""
 
 TIMED_OUT = re.compile(
     r"Timed out waiting (\d+)ms for (?:recv|send)|wait timeout after (\d+)ms|Timeout\(ms\)=(\d+)"
 )
-"""The messages of a collective that was not done within its timeout, in milliseconds."""
+"""Messages of a collective that exceeded its timeout, in milliseconds."""
 
 _COMMON = re.compile(r"Connection reset by peer|Broken pipe|Socket (?:Timeout|closed)", re.I)
-"""Those that a database or a download may print, too."""
+"""Messages that a database or a download may also print."""
 
 _OF_TORCH = re.compile(r"gloo|nccl|TCPStore|c10d|\[[^\]]*\.(?:cc|cpp|h):\d+\]", re.IGNORECASE)
 _THROUGH_TORCH = re.compile(r"[/\\]torch[/\\](?:distributed|autograd|_tensor|nn[/\\]parallel)")
@@ -143,7 +143,7 @@ _WRAPPERS = (
     "CalledProcessError",
     "SignalException",
 )
-"""Exceptions of launchers, which only say that a child failed."""
+"""Exceptions of launchers, which only report that a child failed."""
 
 _NOISE = re.compile(
     r"\x1b\[[\d;]*m|\[/[^\]]*\.(?:cc|cpp|h):\d+\]\s*|\s*\[[\da-fA-F.:]+\](?::\d+)?|^\[[^\]]*\.cpp:\d+\]\s*"
@@ -156,19 +156,19 @@ _IN_WORKER = re.compile(r"Caught \w+ in (DataLoader worker process \d+)")
 
 
 def is_consequence(record: ErrorRecord) -> bool:
-    """Return whether a rank failed only because another had, or because it was asked to stop."""
+    """Return whether a rank failed only because another one did, or since it was asked to stop."""
     name = record.exception
     wrapper = name.rpartition(".")[2] in _WRAPPERS
     return wrapper or _is_sigint(name, record.traceback) or _lost_peer(record)
 
 
 def _is_sigint(exception: str, traceback: str) -> bool:
-    """Return whether Python made an exception of SIGINT, and the script did not raise it."""
+    """Return whether Python raised an exception for SIGINT, rather than the script."""
     return exception == "KeyboardInterrupt" and not _RAISED.search(traceback)
 
 
 def _lost_peer(record: ErrorRecord) -> bool:
-    """Return whether torch reports a lost peer. A download may fail with the same words."""
+    """Return whether torch reports a lost peer. A download may fail with the same message."""
     name, message = record.exception, record.message
     if name != "RuntimeError" and not name.startswith("torch."):
         return False
@@ -190,7 +190,7 @@ def in_short(error: ErrorRecord | OuterError) -> str:
 
 
 def _notes_of(record: ErrorRecord) -> Iterator[str]:
-    """Say what happened to an exception before it ended the process."""
+    """Describe what happened between an exception and the end of the process."""
     if isinstance(record, ThreadErrorRecord) and record.thread:
         yield f"it ended the thread {record.thread[:60]!r}, which the main one waited for"
     outer, left = record.outer, record.left
@@ -218,14 +218,14 @@ def _exit_text(record: ExitRecord) -> str:
 Kind = Literal["exception", "exit", "signal", "abort-at-exit"]
 
 PATIENCE = 3_000_000_000
-"""Nanoseconds in one phase after which a rank of a live job is taken to wait for its peers."""
+"""Nanoseconds in one phase after which a rank of a live job is assumed to wait for its peers."""
 
 _MISPAIRED = re.compile(
     r"op\.preamble\.length <= op\.nbytes|Received data size doesn't match expected size"
     rf"|Detected mismatch between collectives on ranks|{UNEQUAL}",
     re.IGNORECASE,
 )
-"""Messages about a collective that met another one, or one of another size."""
+"""Messages about a collective that met a different one, or one of a different size."""
 
 _NATIVE_VICTIM = re.compile(
     r"Watchdog caught collective operation timeout"
@@ -238,7 +238,7 @@ The last one is that of torch 2.15. Its number is the rank's within its group.
 """
 
 _OF_RANK = re.compile(r"\[rank(\d+)\]:")
-_HEAD = 2_000  # Characters before such a message that are searched for the rank, in the same line
+_HEAD = 2_000  # Characters before such a message that are searched for the rank
 
 _FATAL = re.compile(r"Fatal Python error: ([A-Z][a-z ]+)")
 _FATAL_SIGNALS = {
@@ -248,7 +248,7 @@ _FATAL_SIGNALS = {
     "Floating point exception": signal.SIGFPE,
     "Illegal instruction": signal.SIGILL,
 }
-"""What ``faulthandler`` writes for each signal."""
+"""The text that ``faulthandler`` writes for each signal."""
 
 _ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that torchrun sends to the survivors of a failure."""
@@ -256,7 +256,7 @@ _ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _STARVED = ("Empty", "TimeoutError", "BrokenBarrierError")
 """Exceptions of a main thread that waits in vain for another thread."""
 
-NOTHING = ResourceFacts()  # The facts of an exception that is about no file
+NOTHING = ResourceFacts()  # The facts of an exception that concerns no file
 
 
 @dataclass(frozen=True)
@@ -267,9 +267,9 @@ class Ending:
         rank: Its rank; None for a process that never reported one.
         time: Unix nanoseconds.
         kind: ``abort-at-exit`` is a native abort after the script had ended.
-        victim: It failed only because another had.
+        victim: It failed only because another one did.
         text: The exception with its message, the signal, or the exit call.
-        where: What it did then, in words: ``step 12, backward``.
+        where: Its activity at that time, in words: ``step 12, backward``.
         location: The line.
         traceback: The traceback of the exception.
         status: The exit status (negative: a signal), where known.
@@ -311,7 +311,7 @@ class Ending:
 
     @property
     def interrupted(self) -> bool:
-        """Whether SIGINT ended it, which Python makes an exception."""
+        """Whether SIGINT ended it, for which Python raises an exception."""
         return self.kind == "exception" and _is_sigint(self.text, self.traceback)
 
     @property
@@ -323,7 +323,7 @@ class Ending:
 def endings(run: Run, restart: int) -> list[Ending]:
     """Return the failed processes of one attempt, the earliest first.
 
-    Leave out regular ends, and what happened after a person asked the job to stop.
+    Leave out regular ends, and ends after a person asked the job to stop.
     """
     statuses = printed_statuses(run.stderr)
     aborted = _aborted(run.every_stderr)
@@ -343,7 +343,7 @@ def endings(run: Run, restart: int) -> list[Ending]:
         if len(stops) == 1 and len(ranks) > 1 and stops[0] is found[0]:
             found[0] = replace(stops[0], victim=False)
         if run.world_size == 1 and all(each.victim for each in found):
-            # There is no peer that it could have lost.
+            # A single rank has no peer to lose.
             found = [replace(each, victim=False) for each in found]
     return found
 
@@ -363,7 +363,7 @@ def _aborted(stderr: str) -> frozenset[int]:
 def first_failure(run: Run, restart: int) -> Ending | None:
     """Return the cause of an attempt's failure: the earliest end that is no consequence.
 
-    A rank's own failure counts before that of a process that was no rank, such as a helper.
+    A failure of a rank takes precedence over that of another process, such as a helper.
     """
     causes = [
         each for each in endings(run, restart) if not each.victim and each.kind != "abort-at-exit"
@@ -373,7 +373,7 @@ def first_failure(run: Run, restart: int) -> Ending | None:
 
 
 def mispaired(run: Run, cause: Ending) -> bool:
-    """Return whether a rank failed in a collective that met one of another kind or size."""
+    """Return whether a rank failed in a collective that met one of a different kind or size."""
     if cause.kind == "exception":
         return bool(_MISPAIRED.search(cause.text) or _MISPAIRED.search(cause.traceback))
     aborted = cause.kind == "signal" and cause.status == -signal.SIGABRT
@@ -385,7 +385,7 @@ def _rank_ending(
 ) -> Ending | None:
     status = exit_status(rank, statuses)
     if status == 0 or rank.status is None:
-        # What it recorded was caught, or did not matter.
+        # The recorded exception was caught or did not matter.
         return None
     error = rank.records.first(ErrorRecord)
     if error is not None:
@@ -420,7 +420,7 @@ def _signal_ending(rank: Rank, status: int, when: int, aborted: frozenset[int]) 
     name = signal_name(-status)
     asked = -status in _ASKED
     if rank.ended is not None:
-        # A launcher also stops a rank that has ended but had no core yet to exit.
+        # A launcher also stops a rank that has finished but had no core yet to exit.
         if asked:
             return None
         return Ending(rank.rank, when, "abort-at-exit", False, name, status=status)
@@ -443,8 +443,8 @@ def _unseen_endings(
 ) -> Iterator[Ending]:
     """Yield ranks of a live job that ended first and reported nothing.
 
-    Their launcher took the exit status before it was seen. It prints the status only once the
-    others have ended, too, and those may hang.
+    Their launcher reaped the exit status unseen. It prints the status only when the others have
+    ended as well, and those may hang.
     """
     if run.exit_status is not None or all(rank.exit is not None for rank in ranks):
         return
@@ -549,14 +549,14 @@ def _where(rank: Rank) -> str:
 
 
 def _site(rank: Rank) -> Location | None:
-    """Return the line of the phase under way; None between phases."""
+    """Return the line of the current phase. None between phases."""
     if rank.status is not None and rank.status.phase in (Phase.OTHER, Phase.STARTING):
         return None
     return _last_line(rank)
 
 
 def _last_line(rank: Rank) -> Location | None:
-    """Return the line of the user's code that the probe saw last."""
+    """Return the last line of the user's code that the probe recorded."""
     return location(rank.status.site) if rank.status is not None else None
 
 
@@ -564,8 +564,8 @@ def last_phase(rank: Rank) -> Phase | None:
     """Return the phase in which a rank is, or was when it ended; None without a status page.
 
     An exception ends a phase at once. A rank without a core may be ended before its page shows the
-    phase, or before it records the exception. It had not completed the step of its newest backward
-    then.
+    phase, or before it records the exception. In that case it had not completed the step of its
+    newest backward.
     """
     status = rank.status
     if status is None or status.phase is not Phase.OTHER or rank.exit is None:

@@ -18,17 +18,18 @@ from ddpdoctor.run.snapshot import Records, Run
 DISK_FULL = "DDP935"
 NO_NETWORK = "DDP936"
 UNREADABLE = ("DDP944", "DDP945")
-"""Codes of checkpoints that cannot be read. Torch's messages about a torn one match either."""
+"""Codes of unreadable checkpoints. Torch's messages about a torn one match either."""
 
 _MIN_FREE_RATIO = 0.002
-"""A file system with less space is full, since some of it is reserved for root."""
+"""Minimum free ratio of a file system. Below it counts as full, since a part is reserved for
+root."""
 
 _MIN_FREE = 1 << 20  # The same in bytes
 
 
 @dataclass(frozen=True)
 class FailureFacts:
-    """What is known of a failure besides its text; empty if that is all."""
+    """The known facts about a failure besides its text. Empty without any."""
 
     said: str = ""
     fix: str = ""
@@ -36,7 +37,7 @@ class FailureFacts:
 
 
 def file_facts(cause: Ending, failure: Failure) -> FailureFacts:
-    """Return what is known of the file that an exception is about."""
+    """Return the facts about the file of an exception."""
     path = cause.file.path
     if failure.code == DISK_FULL:
         return _unwritten(cause, path)
@@ -70,7 +71,7 @@ def _unwritten(cause: Ending, path: str) -> FailureFacts:
 
 
 def torn(run: Run) -> Ending | None:
-    """Return the end of a rank that could not read a checkpoint which several ranks had written."""
+    """Return the end of a rank that could not read a checkpoint written by several ranks."""
     cause = first_failure(run, run.restarts[-1])
     if cause is None or cause.file.access != "read":
         return None
@@ -109,7 +110,7 @@ _NO_ADDRESS = (
 
 
 def port_facts(run: Run, cause: Ending, failure: Failure) -> FailureFacts:
-    """Return what is known of the port that an exception is about."""
+    """Return the facts about the port of an exception."""
     if failure.code == PORT_IN_USE:
         return _taken(cause.file if cause.file.port is not None else _elsewhere(run))
     store = unopened_store(run.strays, run.restarts[-1])
@@ -121,17 +122,17 @@ def port_facts(run: Run, cause: Ending, failure: Failure) -> FailureFacts:
 
 
 def unopened_store(strays: Records, restart: int) -> OwnStoreRecord | None:
-    """Return a store that torchrun's ranks wait for, but none of them opens."""
+    """Return a store that torchrun's ranks wait for and that none of them opens."""
     return next((each for each in strays.of(OwnStoreRecord) if each.restart == restart), None)
 
 
 def store_address(store: OwnStoreRecord) -> str:
-    """Return its host and port."""
+    """Return the host and port of the store."""
     return shortened(f"{store.host}:{store.port}")
 
 
 def store_advice(store: OwnStoreRecord) -> tuple[str, tuple[str, ...]]:
-    """Return the fix and the evidence."""
+    """Return the fix and the evidence about the store."""
     evidence = [f"torchrun keeps the job's store at {shortened(store.launcher)}"]
     if store.spawned:
         evidence.append("a worker of torchrun started this process")
@@ -140,7 +141,7 @@ def store_advice(store: OwnStoreRecord) -> tuple[str, tuple[str, ...]]:
 
 
 def _elsewhere(run: Run) -> ResourceFacts:
-    """Return what a process that was no rank saw, if only stderr reports the failure."""
+    """Return the facts recorded by another process if only stderr reports the failure."""
     here = (each for each in run.strays.of(ErrorRecord) if each.restart == run.restarts[-1])
     files = (each.file for each in here)
     return next((each for each in files if each and each.port is not None), NOTHING)

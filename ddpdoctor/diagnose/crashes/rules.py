@@ -1,6 +1,6 @@
 """Rules for crashes (DDP9xx): the first cause of a failed job, not its victims.
 
-One function yields the findings of all of them, and those of the table of known failures
+One function yields the findings of all these rules and of the table of known failures
 (`ddpdoctor.failures`), so that each end of an attempt is classified once.
 """
 
@@ -22,11 +22,7 @@ from ddpdoctor.core.relations import (
 )
 from ddpdoctor.core.user_code import Location, user_file
 from ddpdoctor.diagnose import APART, STANDSTILLS
-from ddpdoctor.diagnose.crashes.out_of_memory import host_facts
-from ddpdoctor.diagnose.crashes.paths import path_fault
-from ddpdoctor.diagnose.crashes.pending_errors import raised_before_a_wait
-from ddpdoctor.diagnose.crashes.rank_endings import Ending
-from ddpdoctor.diagnose.crashes.rules_attempts import (
+from ddpdoctor.diagnose.crashes.attempts import (
     Attempt,
     attempts,
     known_failure,
@@ -34,6 +30,10 @@ from ddpdoctor.diagnose.crashes.rules_attempts import (
     moment,
     truncated,
 )
+from ddpdoctor.diagnose.crashes.out_of_memory import host_facts
+from ddpdoctor.diagnose.crashes.paths import path_fault
+from ddpdoctor.diagnose.crashes.pending_errors import raised_before_a_wait
+from ddpdoctor.diagnose.crashes.rank_endings import Ending
 from ddpdoctor.failures import recognise
 from ddpdoctor.failures.table import TABLE
 from ddpdoctor.run.snapshot import Run
@@ -41,14 +41,14 @@ from ddpdoctor.run.snapshot import Run
 _EXPLAINED_BY = dict.fromkeys(
     sorted({*APART, *STANDSTILLS, "DDP109", "DDP305", "DDP707", "DDP801"}), ended_by
 )
-"""The rules of which the end of an attempt may be the consequence."""
+"""The rules whose faults may have ended an attempt."""
 
 _NATIVE = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 _FAULT_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 def crashes(run: Run) -> Iterator[Finding]:
-    """Judge how each attempt ended."""
+    """Classify the end of each attempt."""
     pending = raised_before_a_wait(run)
     if pending is not None:
         yield pending
@@ -208,9 +208,9 @@ def _lost_peers(attempt: Attempt) -> Finding | None:
 
 
 def register_table() -> None:
-    """Add the codes of the table of known failures to the rules.
+    """Register the codes of the table of known failures as rules.
 
-    A code that another rule has already is found in both ways.
+    A code that another rule has already is detected in both ways.
     """
     own = dict.fromkeys(failure.code for failure in TABLE)
     for code in own:
@@ -221,7 +221,7 @@ def register_table() -> None:
             name, severity = rows[0].known.name, rows[0].severity
             RULES[code] = Rule(code, name, severity, crashes, page, yields_to=_EXPLAINED_BY)
         elif known.detect is not crashes:
-            # Of two codes of the table neither may wait for the other.
+            # Codes of the table must not wait for each other.
             yields_to = {c: same for c, same in _EXPLAINED_BY.items() if c not in own or c < code}
             yields_to = {**yields_to, **known.yields_to}
             RULES[code] = replace(known, beside=crashes, yields_to=yields_to)

@@ -13,19 +13,19 @@ from ddpdoctor.run.records.training import Head, PassRecord, SamplerFacts
 from ddpdoctor.run.snapshot import Rank, Run
 
 CLOSED = ("ended", "left")
-"""States of a pass that draws no more."""
+"""States of a finished pass."""
 
 UNFOLLOWED = "unfollowed"
 """The state of a pass whose rest was not recorded because the overhead budget was spent."""
 
 WHOLE = 0.9
-"""The least part of something that counts as all of it."""
+"""Minimum ratio that counts as all."""
 REPEATED = 0.1
-"""The part of a rank's own draws above which it draws with replacement."""
+"""Minimum ratio of repeated draws that means replacement."""
 MAX_CHANCE = 1e-6
-"""The highest chance that different data looks the same by accident."""
+"""Maximum probability that different data looks equal by accident."""
 MIN_SAMPLES = 8
-"""The least number of samples in an order or a split."""
+"""Minimum number of samples in an order or a split."""
 
 _NO_SAMPLER = SamplerFacts()
 
@@ -39,7 +39,7 @@ class Pass:
     before: tuple[PassRecord, ...] = ()
     """Earlier passes of the rank over the same loader."""
     heads: frozenset[Head] = frozenset()
-    """The heads in all records of the pass. Older records have shorter ones."""
+    """The first draws in all records of the pass. Older records have fewer."""
 
     @property
     def read(self) -> Location:
@@ -58,7 +58,7 @@ class Pass:
 
     @property
     def trains(self) -> bool:
-        """Whether its batches went into backward passes."""
+        """Whether its batches had backward passes."""
         marks, fetched = self.record.marks, self.record.fetched
         only = marks == fetched == 1 and self.record.state in ("ended", UNFOLLOWED)
         return (marks >= 2 or only) and 8 * marks >= fetched
@@ -70,7 +70,7 @@ class Pass:
 
     @property
     def length(self) -> int:
-        """Samples in the data set, or in the part of it that the loader was given."""
+        """Number of samples in the data set, or in the loader's part of it."""
         inner = self.record.subset_length
         return self.whole if inner is None else inner
 
@@ -81,17 +81,17 @@ class Pass:
 
     @cached_property
     def hits(self) -> frozenset[int]:
-        """The followed indices that it drew. All ranks follow the same ones."""
+        """The drawn indices that are followed. All ranks follow the same ones."""
         return frozenset(self.record.hits)
 
     @cached_property
     def rows(self) -> dict[int | None, tuple[int | None, ...]]:
-        """Hashes of samples' content by index, of this pass and those before it."""
+        """Hashes of samples' content by index, of this pass and earlier ones."""
         return {row[0]: row[1:] for each in (*self.before, self.record) for row in each.rows}
 
     @property
     def indexed(self) -> bool:
-        """Whether it drew whole numbers from a known index space."""
+        """Whether it drew integers from a known index space."""
         return not self.record.iterable and not self.record.opaque and self.whole > 0
 
     @property
@@ -112,7 +112,7 @@ class Pass:
 
     @property
     def draws_again(self) -> bool:
-        """Whether it drew many indices more than once."""
+        """Whether it drew many indices repeatedly."""
         return self.record.repeats > REPEATED * len(self.hits)
 
 
@@ -127,7 +127,7 @@ def passes_of(rank: Rank) -> list[Pass]:
     for record in rank.records.of(PassRecord):
         heads.setdefault(record.pass_, set()).update([record.head] if record.head else [])
         older = newest.get(record.pass_)
-        # Only one of the records describes its loop.
+        # Only one of the records describes the loop.
         newest[record.pass_] = (
             record if older is None else replace(record, to_end=record.to_end or older.to_end)
         )
@@ -152,7 +152,7 @@ def matched(run: Run) -> Iterator[Passes]:
     for group in groups:
         if len(group) < 2 or not ranks.keys() >= set(group):
             continue
-        # The number of the pass matters: other passes of a rank may not have been followed.
+        # Compare the numbers of passes, because some passes of a rank may not have been followed.
         by_rank = [
             {
                 (each.place, each.record.armed, each.record.number): each
@@ -177,7 +177,7 @@ def training(run: Run) -> Iterator[Passes]:
 
 
 def divided(passes: Sequence[Pass]) -> bool:
-    """Return whether each rank's sampler takes its part of what the ranks of the group share."""
+    """Return whether each rank's sampler takes its part of data that the group shares."""
     # Accelerate puts this sampler below the one that divides its batches.
     if all(one.sampler.name == "SeedableRandomSampler" for one in passes):
         return True
@@ -185,23 +185,23 @@ def divided(passes: Sequence[Pass]) -> bool:
 
 
 def same_data(passes: Passes) -> bool:
-    """Return whether equal indices held equal samples on all ranks, if ranks drew the same ones.
+    """Return whether equal indices held equal samples on all ranks, if ranks drew the same indices.
 
-    Some part of the samples is enough (labels, if the images are augmented at random) if it varies
-    so much that it cannot be equal by accident.
+    One part of the samples is enough (labels, if the images are augmented at random) if it varies
+    too much to be equal by accident.
     """
     first, *others = passes.values()
     return all(_same(first, other) is True for other in others)
 
 
 def other_data(passes: Passes) -> bool:
-    """Return whether equal indices held other samples on some rank."""
+    """Return whether equal indices held different samples on some rank."""
     first, *others = passes.values()
     return any(_same(first, other) is False for other in others)
 
 
 def _same(one: Pass, other: Pass) -> bool | None:
-    """Return whether the samples are the same; None if that cannot be seen."""
+    """Return whether the samples are equal. None if unknown."""
     common = one.rows.keys() & other.rows.keys()
     if len(common) < 2:
         return None
@@ -218,10 +218,10 @@ def _same(one: Pass, other: Pass) -> bool | None:
 
 
 def repeatable(one: Pass) -> bool | None:
-    """Return whether a sample that a rank drew again was the same; None if it drew none again.
+    """Return whether a sample that a rank drew twice was equal.
 
-    It differs if samples are generated at random, as synthetic data is. Two ranks with one seed
-    then hold the same samples although each has its own indices.
+    None if it drew none twice. It differs if samples are generated at random, such as synthetic
+    data. Two ranks with one seed then hold equal samples although their indices differ.
     """
     held: dict[int | None, tuple[int | None, ...]] = {}
     again = False
@@ -234,7 +234,7 @@ def repeatable(one: Pass) -> bool | None:
 
 
 def same_part(passes: Passes) -> bool:
-    """Return whether each rank was given the same subset, or none, so that indices compare."""
+    """Return whether all ranks have the same subset, or none, so that indices are comparable."""
     return len({one.record.subset for one in passes.values()}) == 1
 
 
@@ -245,7 +245,7 @@ def same_order(passes: Passes) -> bool:
 
 
 def beginning(*passes: Pass) -> tuple[int, bool]:
-    """Return how many first draws of all passes are known, and whether they are the same."""
+    """Return the number of first draws that all passes recorded, and whether they are equal."""
     known = [{head.draws: head.digest for head in each.heads} for each in passes]
     draws = max(set.intersection(*map(set, known)), default=0)
     return draws, draws > 0 and len({each[draws] for each in known}) == 1

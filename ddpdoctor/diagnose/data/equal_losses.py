@@ -1,4 +1,4 @@
-"""Find ranks that compute the same losses bit for bit, so that their batches are the same."""
+"""Find ranks with equal losses bit for bit, which implies equal batches."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ddpdoctor.run.records.model import DdpRecord, SoloRecord
 from ddpdoctor.run.snapshot import Rank, Run
 
 MIN_STEPS = 16
-"""Steps with a loss on every rank."""
+"""Minimum number of steps with a loss on every rank."""
 MIN_RISES = 0.2
-"""The part of steps after which the loss rises. It falls in most steps if the batch never changes,
-as in a benchmark."""
+"""Minimum ratio of steps after which the loss rises. It falls in most steps if the batch never
+changes, as in a benchmark."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class EqualLosses:
 
 
 def groups_of(run: Run) -> Iterator[tuple[Rank, ...]]:
-    """Yield the ranks of each DDP group of several ranks, if all of them have written."""
+    """Yield the ranks of each DDP group of several ranks, if all of them have records."""
     ranks = {rank.rank: rank for rank in run.last}
     groups = dict.fromkeys(
         tuple(sorted(record.group_ranks))
@@ -48,7 +48,7 @@ def _averaging(run: Run) -> Iterator[tuple[Rank, ...]]:
 
 
 def _averages(rank: Rank) -> bool:
-    """Return whether a rank reduces as much as a gradient in each step, and nothing else."""
+    """Return whether a rank reduces only as much as a gradient in each step."""
     ring, solo = rank.ring, rank.records.of(SoloRecord)
     if rank.records.of(DdpRecord) or rank.lost or ring is None or ring.partial or not solo:
         return False
@@ -57,14 +57,14 @@ def _averages(rank: Rank) -> bool:
         return False
     calls, wide = (last.calls or 0) - (first.calls or 0), (last.wide or 0) - (first.wide or 0)
     names = {each.name for each in ring.collectives}
-    # What is gathered in forward may be what the loss is computed from.
+    # The loss may be computed from outputs that forward gathers.
     return calls == wide >= last.step - first.step > 0 and names == {"all_reduce"}
 
 
 def equal_losses(run: Run) -> EqualLosses | None:
     """Return the first group whose ranks had the same loss in every step that all recorded."""
     for group in (*groups_of(run), *_averaging(run)):
-        # A step that stands for several has the loss of one of them.
+        # A line for several steps has the loss of one of them.
         losses = [
             {each.step: each.loss for each in rank.steps if each.steps == 1 and each.loss}
             for rank in group

@@ -35,13 +35,13 @@ from ddpdoctor.run.snapshot import Rank, Run
 
 
 def _draws_all(one: Pass) -> bool:
-    """Return whether a rank draws all of its data set, each sample once."""
+    """Return whether a rank draws its whole data set, each sample once."""
     followed = one.record.followed
     return followed >= MIN_SAMPLES and len(one.hits) >= WHOLE * followed and not one.draws_again
 
 
 def _exceeds_share(one: Pass, world: int) -> bool:
-    """Return whether a shuffle without replacement has passed one rank's share."""
+    """Return whether a shuffle without replacement exceeds one rank's share."""
     sampler = one.sampler
     return (
         world <= 4
@@ -58,7 +58,7 @@ def _unsharded(run: Run) -> Iterator[Passes]:
     """Yield training passes in which every rank draws all samples, or the same ones."""
     for passes in training(run):
         each = list(passes.values())
-        # Ranks with different subsets draw from their own part, however much they share.
+        # Ranks with different subsets draw from their own parts, even if these overlap.
         if any(one.shard is not None for one in each) or not same_part(passes):
             continue
         doubled, total = overlap(passes)
@@ -192,7 +192,7 @@ def unsharded(run: Run) -> Iterator[Finding]:
 
 
 def _sharding_fix(one: Pass) -> str:
-    """Say how to give each rank its part. A loader with a batch sampler accepts no sampler."""
+    """Describe how to give each rank its part. A loader with a batch sampler accepts no sampler."""
     if not takes_batch_sampler(one.made):
         return (
             "Use sampler=DistributedSampler(dataset) in this DataLoader, without shuffle=True, "
@@ -286,7 +286,7 @@ def wrong_shard(run: Run) -> Iterator[Finding]:
 
 
 def _wrongly_shared(run: Run, passes: Passes, shards: dict[int, tuple[int, int]]) -> str | None:
-    """Say which shards are drawn twice, or by no rank; None if that does no harm."""
+    """Describe shards that are drawn twice or not at all. None if that does no harm."""
     shard, times = Counter(shards.values()).most_common(1)[0]
     twins = {number: one for number, one in passes.items() if shards[number] == shard}
     if times > 1 and same_order(twins) and same_data(twins):
@@ -334,8 +334,8 @@ def seeds_differ(run: Run) -> Iterator[Finding]:
         if not same_data(passes):
             continue
         if name == "epoch" and local_decisions(run, suspected=True):
-            # The ranks are in different epochs as a consequence. A relation of rules cannot say
-            # this, because the decision is only suspected here, and may do no harm yet.
+            # The ranks are in different epochs as a consequence. A relation of rules cannot express
+            # this, because the decision is only suspected here and may do no harm yet.
             continue
         at = passes[group[0]].at
         yield Finding(
@@ -360,7 +360,7 @@ def seeds_differ(run: Run) -> Iterator[Finding]:
     "DDP114",
     "other-length",
     Severity.ERROR,
-    # Batches, epochs and schedules that follow from the length differ, too.
+    # Batches, epochs and schedules computed from the length differ as well.
     supersedes={
         **dict.fromkeys(("DDP109", "DDP117", "DDP403", "DDP702"), relations.always),
         **dict.fromkeys(STANDSTILLS, relations.brings_about),
@@ -542,7 +542,7 @@ def order_repeated(run: Run) -> Iterator[Finding]:
 
 
 def _by_loader(rank: Rank) -> dict[object, list[Pass]]:
-    """Return a rank's passes by their loader."""
+    """Return a rank's passes by loader."""
     loaders: dict[object, list[Pass]] = {}
     for one in passes_of(rank):
         loaders.setdefault(one.place, []).append(one)
@@ -614,7 +614,7 @@ def _same_stream(before: Pass, again: Pass) -> bool:
     """Return whether two passes began with the same samples, or the same part of each sample."""
     count = min(len(before.record.rows), len(again.record.rows))
     rows = (*before.record.rows[:count], *again.record.rows[:count])
-    # Labels of few values may be equal by accident, or in data that is augmented at random.
+    # Labels with few values may be equal by accident, or in randomly augmented data.
     return any(
         column[:count] == column[count:] and 2 * len(set(column[:count])) > count
         for column in list(zip(*rows, strict=False))[1:]

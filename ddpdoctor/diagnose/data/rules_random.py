@@ -16,30 +16,30 @@ from ddpdoctor.run.records.training import GeneratorState, RandomRecord
 from ddpdoctor.run.snapshot import Rank, Run
 
 MIN_STEPS = 4
-"""The least number of consecutive steps in which a rank drew."""
+"""Minimum number of consecutive steps with draws."""
 MANY = 624
-"""The size of a generator's block. A step that draws as many draws for each element of a tensor.
-Fewer may be something that ranks must share, such as an order or a size."""
+"""The size of a generator's block. A step with this many draws fills a tensor. Fewer draws may be
+for a value that ranks must share, such as an order or a size."""
 SOME = 8
-"""The least number of draws for a batch that is augmented."""
+"""Minimum number of draws for an augmented batch."""
 
 _NAMES = {"torch": "torch", "numpy": "numpy", "python": "the random module"}
 
 
 @dataclass(frozen=True)
 class _Alike:
-    """Random numbers that ranks or workers share."""
+    """Equal random numbers of ranks or workers."""
 
     ranks: tuple[int, ...]
     library: str
-    """Whose generator it is. Empty if the losses alone show it."""
+    """The library of the generator. Empty if only the losses show it."""
     what: str
     evidence: str
     mild: bool = False
-    """It may be harmless, because only few numbers per batch are the same."""
+    """Whether it may be harmless, because only few numbers per batch are equal."""
     worker: bool = False
     at: Location | None = None
-    """Where the numbers are drawn, as far as is known."""
+    """Where the numbers are drawn, if known."""
 
 
 @rule(
@@ -119,7 +119,7 @@ def _alike_workers(
     for record in written:
         states = [each for each in record.states if each.name == library]
         if len(states) < 2 or any(_drawn(*pair) < 1 for pair in pairwise(states)):
-            # Its data set is not augmented, for example that of an evaluation.
+            # The data set is not augmented, for example in an evaluation.
             continue
         many = many and all(_drawn(*pair) >= MANY for pair in pairwise(states))
         key = record.worker or 0, record.generation
@@ -143,10 +143,10 @@ def _alike_workers(
 
 
 def _drawn(before: GeneratorState, after: GeneratorState) -> int:
-    """Return how many numbers were drawn at least between two states."""
+    """Return the minimum number of draws between two states."""
     if before.block == after.block:
         return after.used - before.used
-    # The block was replaced at least once. A few draws a step would not do that in every step.
+    # The block was replaced at least once. A few draws per step would not do that in every step.
     return MANY
 
 
@@ -181,7 +181,7 @@ def _alike_ranks(
         elif after.place == "forward":
             loop.append(_drawn(before, after))
     if drops or mentions(run, "drop"):
-        # The masks of dropout are the same in many jobs that seed once.
+        # Dropout masks are equal in many jobs that seed once.
         forward = []
     found = (
         ("the data set draws", data, MANY),
@@ -237,7 +237,7 @@ def _seed_line(run: Run, found: _Alike) -> tuple[Location | None, tuple[str, ...
 
 
 def _fits(seed: Seed, found: _Alike, in_worker: bool) -> int:
-    """Return how well a seed explains what was found; 0 if it does not.
+    """Return how well a seed explains the equal numbers. 0 if it does not.
 
     Args:
         seed: The seed.

@@ -84,7 +84,7 @@ def _columns(each: Sequence[Pass]) -> range:
 
 
 def _common_samples(each: Sequence[Pass]) -> int | None:
-    """Return how many samples all ranks have in common, if these are nearly all of them."""
+    """Return the number of samples common to all ranks, if these are nearly all samples."""
     if not all(one.record.rows for one in each):
         return None
     workers = max(1, *(one.record.workers for one in each))
@@ -168,9 +168,9 @@ def same_workers(run: Run) -> Iterator[Finding]:
 
 
 def _copies(one: Pass) -> tuple[int, int] | None:
-    """Return the samples that came from several workers in one round of batches, and all samples.
+    """Count the samples from several workers in one round of batches, and all samples.
 
-    Only rounds in which every worker gave a batch count.
+    Only rounds with a batch from every worker count.
     """
     workers = one.record.workers
     if workers < 2:
@@ -195,18 +195,18 @@ def _copies(one: Pass) -> tuple[int, int] | None:
 
 
 def _doubled(batches: list[list[int | None]]) -> int:
-    """Return how many samples of a round are in several of its batches."""
+    """Return the number of samples of a round that are in several of its batches."""
     times = Counter(value for batch in batches for value in set(batch))
     return sum(times[value] > 1 for batch in batches for value in batch)
 
 
 MIN_SHARED = 0.02
-"""The least part of all draws that must be shared. Less may be padding of the last round."""
+"""Minimum ratio of shared draws. Less may be padding of the last round."""
 MAX_HASHES = 256
-"""Maximum number of hashes that a rank records of a pass. Fewer are those of all samples."""
+"""Maximum number of hashes that a rank records of a pass. Fewer hashes cover all samples."""
 
 Compared = tuple[int, int, str]
-"""Draws of samples that another rank drew, draws that were compared, and how."""
+"""Shared draws, compared draws, and the method."""
 
 
 @rule("DDP117", "shared-rows", Severity.WARNING)
@@ -275,7 +275,7 @@ def shared_rows(run: Run) -> Iterator[Finding]:
 
 
 def _by_index(passes: Passes) -> Compared | None:
-    """Return the samples that several subsets of one data set gave."""
+    """Return the overlap of several subsets of one data set, by index."""
     each = list(passes.values())
     if (
         not all(one.indexed and not one.draws_again for one in each)
@@ -296,7 +296,7 @@ def _by_index(passes: Passes) -> Compared | None:
 
 
 def _by_content(passes: Passes) -> Compared | None:
-    """Return the samples that were equal, whatever their indices."""
+    """Return the overlap by content."""
     each = list(passes.values())
     sketches = [one.record.sketch for one in each if one.record.sketch is not None]
     if not all(_hashed(one) for one in each) or not _comparable(passes):
@@ -304,11 +304,11 @@ def _by_content(passes: Passes) -> Compared | None:
     hashes = [frozenset(sketch.hashes) for sketch in sketches]
     bounds = [max(known) for known in hashes if len(known) >= MAX_HASHES]
     if bounds:
-        # Some rank has not written all of its larger hashes.
+        # Some rank has left out larger hashes.
         hashes = [frozenset(value for value in known if value <= min(bounds)) for known in hashes]
     compared = sum(map(len, hashes))
     shared = compared - len(frozenset[int]().union(*hashes))
-    # Samples that the data holds several times repeat within a rank as well.
+    # Duplicates in the data also repeat within a rank.
     if 4 * len(each) * sum(sketch.repeats for sketch in sketches) > shared:
         return None
     return _enough(shared, compared, max(MIN_SAMPLES, 2 * len(each)), "by their content")

@@ -1,4 +1,4 @@
-"""Find lines of the user's source that seed random number generators alike on all ranks."""
+"""Find lines of the user's source that seed random number generators equally on all ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OWN = ("default_rng", "RandomState", "Random", "Generator", "PCG64")
 _DIFFERS = re.compile(
     r"rank|initial_seed|worker_info|urandom|getpid|time\b|time_ns|secrets|entropy|local_id"
 )
-"""Names in a seed's expression by which it may differ between ranks."""
+"""Names in a seed's expression that may make it differ between ranks."""
 
 _DRAWS = re.compile(
     r"(randn?|randint|normal_?|standard_normal|uniform_?|integers|choices?|bernoulli_?"
@@ -47,9 +47,9 @@ class Seed:
 
     location: Location
     library: str
-    """``torch``, ``numpy``, ``python``, or empty if its name does not tell."""
+    """``torch``, ``numpy``, ``python``, or empty if the call's name does not show it."""
     own: bool
-    """It seeds a new generator, not the global one of the process."""
+    """It seeds a new generator instead of the process's global one."""
     function: str
     """The function that holds it. Empty at the top of a file."""
     passed: bool
@@ -58,12 +58,12 @@ class Seed:
 
 
 def seeds_of(run: Run) -> list[Seed]:
-    """Return the calls of the user's files that seed alike on all ranks."""
+    """Return the calls in the user's files that seed equally on all ranks."""
     return [seed for path in files_of(run) for seed in _seeds(path)]
 
 
 def worker_functions(run: Run) -> set[str]:
-    """Return the names of functions that a loader is given as ``worker_init_fn``."""
+    """Return the names of functions passed to loaders as ``worker_init_fn``."""
     return {
         last_name(value)
         for path in files_of(run)
@@ -108,7 +108,7 @@ def _arguments(scope: ast.AST) -> set[str]:
 
 
 def _calls(scope: ast.AST, tree: ast.Module, words: Words) -> Iterator[ast.Call]:
-    """Yield the calls of a scope that seed with a value that all ranks share."""
+    """Yield the calls of a scope that seed with a value shared by all ranks."""
     given = _arguments(scope)
     for call in _within(scope):
         if not isinstance(call, ast.Call) or not _SEEDS.match(last_name(call.func)):
@@ -117,7 +117,7 @@ def _calls(scope: ast.AST, tree: ast.Module, words: Words) -> Iterator[ast.Call]
         if not values or _may_differ(values[0], tree, words, MAX_DEPTH):
             continue
         names = {each.id for each in ast.walk(values[0]) if isinstance(each, ast.Name)}
-        # What callers pass decides.
+        # The callers' arguments decide.
         passed = [
             each
             for node in (ast.walk(tree) if names & given else ())

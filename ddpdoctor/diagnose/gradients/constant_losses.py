@@ -19,12 +19,12 @@ _MAKERS = ("tensor", "scalar_tensor", "zeros", "ones", "full", "empty", "zeros_l
 
 
 def mispairs(cause: Finding, effect: Finding) -> bool:
-    """Return whether the cause makes collectives meet others. Parameters may differ afterwards."""
+    """Return whether the cause mispairs collectives. Parameters may differ afterwards."""
     return MISPAIRED in cause.subjects
 
 
 def constant_losses(run: Run) -> Iterator[Finding]:
-    """Yield a finding for the first backward that some ranks of a group did not take part in."""
+    """Yield a finding for the first backward without some ranks of a group."""
     for group in dict.fromkeys(
         record.group_ranks for rank in run.last for record in rank.records.of(DdpRecord)
     ):
@@ -42,9 +42,9 @@ def constant_losses(run: Run) -> Iterator[Finding]:
 
 
 def _reduced(rank: Rank, number: int, constant: dict[int, ConstantLossRecord]) -> bool:
-    """Return whether a rank is known to have begun that backward with a loss of its model."""
+    """Return whether a rank has certainly begun that backward with a loss of its model."""
     begun = rank.status.reduced if rank.status is not None else 0
-    # The first of them are recorded: up to the last record none is missing.
+    # The first ones are all recorded: none is missing up to the last record.
     until_last = not rank.lost and number < max(constant, default=0)
     watched = until_last or rank.watched(ConstantLossRecord)
     return begun >= number not in constant and watched

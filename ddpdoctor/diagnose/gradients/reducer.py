@@ -1,4 +1,4 @@
-"""Read what DDP's reducer complained about, and group records by DDP module."""
+"""Read the exceptions of DDP's reducer, and group records by DDP module."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from ddpdoctor.run.records.process import ErrorRecord
 from ddpdoctor.run.snapshot import Rank, Run
 
 UNFINISHED = "Expected to have finished reduction in the prior iteration"
-"""DDP's message if some parameter got no gradient."""
+"""DDP's message about a parameter without a gradient."""
 
 STATIC = "training graph has changed in this iteration"
-"""DDP's message in the same sentence under static_graph=True (DDP306)."""
+"""DDP's message for the same under static_graph=True (DDP306)."""
 
 TWICE = "Expected to mark a variable ready only once"
-"""DDP's message if some parameter's gradient was ready a second time in one backward."""
+"""DDP's message about a gradient that was ready twice in one backward."""
 
 PATIENCE = 3_000_000_000
-"""Nanoseconds in one phase after which a rank is taken to wait for its peers."""
-SHOWN = 4  # Parameters that a message names. It counts the rest.
+"""Nanoseconds in one phase after which a rank is assumed to wait for its peers."""
+SHOWN = 4  # Maximum number of parameters in a message, which counts the rest.
 
 
 def listed(names: Sequence[str], count: int | None = None) -> str:
@@ -42,7 +42,7 @@ def listed(names: Sequence[str], count: int | None = None) -> str:
 
 
 def reducer_complaints(run: Run, what: str) -> list[tuple[Rank, ErrorRecord]]:
-    """Return the ranks of the last attempt that ended with that exception, and its records."""
+    """Return the last attempt's ranks that ended with a message of the reducer, with records."""
     return [
         (rank, error)
         for rank in run.last
@@ -57,9 +57,9 @@ def is_explained(error: str) -> bool:
 
 
 def named_parameters(rank: Rank, error: ErrorRecord) -> list[str]:
-    """Return the names of the parameters that DDP's exception gives by index.
+    """Return the names of the parameters that DDP's exception lists by index.
 
-    With several DDP modules an index may be that of any module, so it stays a number.
+    With several DDP modules an index may belong to any of them, so it stays a number.
     """
     found = re.findall(r"did not receive grad for rank \d+: ([\d ]+)", error.message)
     found = found or re.findall(r"Parameter at index (\d+)", error.message)
@@ -76,7 +76,7 @@ R = TypeVar(
 
 @dataclass(frozen=True)
 class OfModule(Generic[R]):
-    """The records of one class about one DDP module, of each rank that has any."""
+    """The records of one class about one DDP module, by rank."""
 
     records: tuple[tuple[Rank, R], ...]  # The lowest rank first
 
@@ -117,7 +117,7 @@ class Missing:
     ddp: int
     records: dict[int, NoGradientRecord]  # The probe's records, by rank
     errors: dict[int, ErrorRecord]  # DDP's exceptions, by rank
-    silent: list[int]  # The ranks on which every parameter got its gradient
+    silent: list[int]  # The ranks without missing gradients
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -139,7 +139,7 @@ class Missing:
         )
 
     def evidence(self) -> Iterator[str]:
-        """Yield what DDP did, or will do, about it."""
+        """Yield DDP's reaction as evidence."""
         for rank, error in sorted(self.errors.items())[:2]:
             yield (
                 f"rank {rank}: DDP raised in step {error.step}, "
@@ -150,7 +150,7 @@ class Missing:
 
 
 def missing_gradients(run: Run) -> Iterator[Missing]:
-    """Yield the modules with such parameters, once every rank had its chance to report."""
+    """Yield the modules with missing gradients, once every rank had time to report."""
     records: dict[int, dict[int, NoGradientRecord]] = {}
     for rank in run.last:
         for record in rank.records.of(NoGradientRecord):
@@ -168,16 +168,16 @@ def missing_gradients(run: Run) -> Iterator[Missing]:
             and not guilty.isdisjoint(built.group_ranks)
         ]
         last = max((record.step for record in found.values()), default=0)
-        # DDP's exception is reported even if it is not known who else missed something.
+        # Report DDP's exception even if the other ranks are unknown.
         known = bool(errors) or all(rank.watched(NoGradientRecord) for rank in others)
         if known and all(_has_reported(run, rank, last) for rank in others):
             yield Missing(number, found, errors, [rank.rank for rank in others])
 
 
 def _has_reported(run: Run, rank: Rank, step: int) -> bool:
-    """Return whether a rank would have reported by now that it missed a gradient in a step."""
+    """Return whether a rank would have reported a missing gradient of a step by now."""
     if run.exit_status is not None or rank.ended is not None or rank.status is None:
         return True
-    # The status page is ahead of the journal, which would have the record.
+    # The status page is ahead of the journal, which holds the record.
     written = rank.steps[-1].step if rank.steps else -1
     return written >= step or run.waits_for(rank) > PATIENCE

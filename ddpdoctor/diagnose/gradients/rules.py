@@ -32,15 +32,15 @@ from ddpdoctor.run.records.model import (
 from ddpdoctor.run.records.process import ErrorRecord
 from ddpdoctor.run.snapshot import Rank, Run
 
-LARGE = 0.1  # The part of a model that is not left without gradients on purpose
+LARGE = 0.1  # Ratio of a model from which missing gradients are hardly intended
 
 
 @rule(
     "DDP305",
     "unused-parameters",
     Severity.ERROR,
-    # Under static_graph=True DDP says that the graph has changed.
-    # Gradients that were not reduced make parameters differ.
+    # Under static_graph=True DDP reports a changed graph. Unreduced gradients make parameters
+    # differ.
     supersedes={
         "DDP306": relations.same_ranks_afterwards,
         "DDP701": mispairs,
@@ -94,7 +94,7 @@ _THEN = " Then find_unused_parameters=True is needed only if others are unused n
 
 
 def _never_used(run: Run, number: int, seen: OfModule[NeverUsedRecord]) -> Iterator[Finding]:
-    """Yield what no rank ever uses, although DDP's options allow it."""
+    """Yield the parameters that no rank ever uses although DDP's options allow it."""
     newest = {rank.rank: record for rank, record in seen.records}
     group = seen.built.group_ranks if seen.built is not None else ()
     if len({(each.count, each.parameters) for each in newest.values()}) > 1:
@@ -175,7 +175,7 @@ def _cut_in_static_graph(run: Run) -> Iterator[Finding]:
 
 
 def _cut(run: Run) -> GraphCutRecord | None:
-    """Return the first collective that lost the graph of what it was given."""
+    """Return the first collective that lost the graph of its input."""
     cuts = (record for rank in run.last for record in rank.records.of(GraphCutRecord))
     return next(cuts, None)
 
@@ -293,7 +293,7 @@ def ready_twice(run: Run) -> Iterator[Finding]:
 
 
 WALK_COST = 2e-3
-"""Milliseconds a parameter that the search for unused ones takes; measured on a CPU, torch 2.13."""
+"""Milliseconds per parameter of the search for unused ones, measured on a CPU with torch 2.13."""
 
 
 @rule("DDP304", "find-unused-not-needed", Severity.INFO)
@@ -340,8 +340,8 @@ def find_unused_not_needed(run: Run) -> Iterator[Finding]:
         )
 
 
-SMALL_BATCH = 8  # Samples per rank up to which the statistics of a batch are poor
-MIN_BATCHES = 10  # Steps with a known batch size before a batch is called small
+SMALL_BATCH = 8  # Maximum number of samples per rank with poor batch statistics
+MIN_BATCHES = 10  # Minimum number of steps with a known batch size
 
 
 @rule("DDP309", "small-batch-norm", Severity.INFO)
@@ -397,7 +397,7 @@ def small_batch_norm(run: Run) -> Iterator[Finding]:
         )
 
 
-MIN_OPTIMIZER_STEPS = 4  # Optimizer steps of a loop that show how many batches each of them takes
+MIN_OPTIMIZER_STEPS = 4  # Minimum number of optimizer steps of a loop to judge the batches per step
 
 
 @rule(
@@ -414,8 +414,8 @@ def no_sync_missing(run: Run) -> Iterator[Finding]:
         took steps on every rank, and reduced the gradients of every batch.
 
     Why it is bad
-        Only the sum at the optimizer's step counts. The all-reduce of every other backward of the
-        step costs time and brings nothing.
+        Only the sum at the optimizer's step counts. The all-reduces of the step's other backwards
+        cost time without any effect.
 
     How to fix it
         Put the forward and the backward of all but the last batch of a step into `no_sync()`.

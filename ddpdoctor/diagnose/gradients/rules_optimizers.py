@@ -174,12 +174,12 @@ def optimizer_in_loop(run: Run) -> Iterator[Finding]:
         if seen:
             ranks = tuple(sorted({rank for rank, _ in seen}))
             yield _remade(role, ranks, seen[0][1])
-            # A scheduler is re-created with its optimizer: one fault.
+            # A scheduler that is re-created with its optimizer is the same fault.
             return
 
 
 def _restarts(rank: Rank, record: RemadeRecord) -> bool:
-    """Return whether loaded or averaged weights made the old state useless meanwhile."""
+    """Return whether loaded or averaged weights have made the old state useless."""
     loads = rank.records.of(LoadRecord)
     return (
         any(each.step > record.since for each in loads)
@@ -273,7 +273,7 @@ def zero_grad_missing(run: Run) -> Iterator[Finding]:
 
 
 def _keeps_gradients(record: UnzeroedRecord) -> bool:
-    """Return whether gradients were really there and did not change between steps."""
+    """Return whether gradients existed and did not change between steps."""
     after = record.after
     return bool(after) and after == record.before and min(*after, *record.edited, math.inf) > 0
 
@@ -314,7 +314,7 @@ def clip_too_early(run: Run) -> Iterator[Finding]:
             if at is not None and record.what == "scaled" and mentions(at, "scale"):
                 continue
             if not rank.watched(MisplacedClipRecord):
-                # A hook that failed may have been the one that sees gradients unscaled.
+                # A failed hook may have missed that gradients were unscaled.
                 continue
             yield _misplaced(run, rank, record)
             return
@@ -353,8 +353,8 @@ def _misplaced(run: Run, rank: Rank, record: MisplacedClipRecord) -> Finding:
 # -- learning rates and the number of ranks
 
 
-NEAR = 0.02  # Relative difference up to which numbers are equal: each rank rounds its epochs up
-MIN_RATES = 4  # Learning rates that a schedule without a scheduler must have had
+NEAR = 0.02  # Relative tolerance: each rank rounds its epochs up
+MIN_RATES = 4  # Minimum number of learning rates in a schedule without a scheduler
 
 FADES = ("CosineAnnealingLR", "LambdaLR", "OneCycleLR", "PolynomialLR")
 """Schedulers that end at a small learning rate."""
@@ -414,11 +414,11 @@ def schedule_length(run: Run) -> Iterator[Finding]:
 
 
 def _by_hand(run: Run) -> Iterator[Finding]:
-    """Yield a schedule without a scheduler whose length is that of all the data."""
+    """Yield a schedule without a scheduler whose length covers all the data."""
     first = run.last[0]
     rates = list(dict.fromkeys(_rates(first)))
     at = steps_of_all_data(run)
-    # A rank writes about its schedulers as it ends.
+    # A rank records its schedulers when it ends.
     known = first.ended is not None and first.watched(ScheduleRecord)
     if at is None or len(rates) < MIN_RATES or not known or first.records.of(ScheduleRecord):
         return
@@ -458,7 +458,7 @@ def _judged(run: Run, record: ScheduleRecord, world: int) -> tuple[str, str] | N
             f"are ranks, and ends ({right} steps) {world} times too early",
             "Step the scheduler once for each optimizer step, or make it as many times longer.",
         )
-    # Of several schedulers in a sequence, a later one begins after others.
+    # In a sequence of schedulers, a later one begins after others.
     later = max(0, steps - position)
     if right is not None or later > steps / 2:
         return None

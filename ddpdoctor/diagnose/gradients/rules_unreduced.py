@@ -42,11 +42,12 @@ from ddpdoctor.run.snapshot import Rank, Run
 # -- backwards that DDP did not reduce
 
 GRADIENTS_DIFFER = 1e-6
-"""Relative difference of norms above which gradients were not averaged. Averaged ones are equal."""
+"""Minimum relative difference of the norms of unaveraged gradients. Averaged ones are equal."""
 PARAMETERS_DIFFER = 1e-12
-"""The same for parameters, which a small learning rate changes little. Norms are doubles."""
+"""The same for parameters, which change little at a small learning rate. Norms are doubles."""
 CERTAIN = 6
-"""Later steps of a running job that must all show different parameters; one in an ended job."""
+"""Number of later steps of a running job with different parameters. One is enough in an ended
+job."""
 
 
 @dataclass(frozen=True)
@@ -63,15 +64,24 @@ class Unreduced:
     norms: dict[int, float]
     """The norm of its gradient, by rank."""
     drift: str
-    """In which later step the parameters differed, and how far."""
+    """Later steps with different parameters, and the differences."""
+
+    def evidence(self) -> tuple[str, ...]:
+        """Describe the gradients that differed, and the harm."""
+        norms = ", ".join(f"{norm:.6g} on rank {n}" for n, norm in sorted(self.norms.items())[:4])
+        return (
+            f"in step {self.record.step} the gradient of {self.worst} had the norm {norms} "
+            "when the optimizer used it",
+            self.drift,
+        )
 
 
 UnreducedSteps = dict[int, dict[int, UnreducedRecord]]
-"""Records of one DDP module and cause: by step, by rank."""
+"""Records of one DDP module and cause, by step and rank."""
 
 
 def unreduced(run: Run, *causes: str) -> Iterator[Unreduced]:
-    """Yield gradients, unreduced for these causes, that differed on all ranks and did harm."""
+    """Yield harmful unreduced gradients with one of these causes."""
     grouped: dict[tuple[int, tuple[int, ...], str], UnreducedSteps] = {}
     built: dict[tuple[int, tuple[int, ...]], int] = {}
     for rank in run.last:
@@ -112,7 +122,7 @@ def _harm(
 ) -> Unreduced | None:
     """Return the first step whose gradients made the parameters differ.
 
-    Enough later steps show that, or fingerprints that differ since that step.
+    Enough later steps must show this, or fingerprints that differ since that step.
     """
     for step, records in steps.items():
         spreads = _spreads([each.gradients for each in records.values()])
@@ -124,7 +134,7 @@ def _harm(
             for later, after in steps.items()
             if later > step
         ]
-        # Adam's first step has the sign of a gradient alone.
+        # Adam's first step depends only on the gradient's sign.
         while moved and moved[0][2] <= PARAMETERS_DIFFER:
             del moved[0]
         # Parameters that are equal again were averaged by hand, as in local SGD.
@@ -158,7 +168,7 @@ def _widest(spreads: dict[str, float]) -> tuple[str, float]:
 
 
 def _spreads(norms: list[dict[str, float]]) -> dict[str, float]:
-    """Return the relative difference of each parameter's norms; 0 if one is not finite."""
+    """Return the relative difference of each parameter's norms. 0 if one is not finite."""
     found: dict[str, float] = {}
     for name in norms[0]:
         if all(name in each for each in norms):
@@ -171,20 +181,13 @@ def _spreads(norms: list[dict[str, float]]) -> dict[str, float]:
 def _finding(
     code: str, found: Unreduced, message: str, fix: str, location: Location | None = None
 ) -> Finding:
-    norms = ", ".join(
-        f"{norm:.6g} on rank {rank}" for rank, norm in sorted(found.norms.items())[:4]
-    )
     return Finding(
         code=code,
         severity=Severity.ERROR,
         message=f"{named(found.ranks)} train separate models: {message}",
         ranks=found.ranks,
         location=location or found.record.location,
-        evidence=(
-            f"in step {found.record.step} the gradient of {found.worst} had the norm {norms} "
-            "when the optimizer used it",
-            found.drift,
-        ),
+        evidence=found.evidence(),
         fix=fix,
         about=f"module {found.ddp} {found.cause}",
     )
@@ -493,7 +496,6 @@ def trained_outside_ddp(run: Run) -> Iterator[Finding]:
         ]
         if len({(each.step, *each.parameters.items()) for each in mine}) > 1:
             continue
-        first = found.record.step
         yield Finding(
             code="DDP330",
             severity=Severity.ERROR,
@@ -505,9 +507,7 @@ def trained_outside_ddp(run: Run) -> Iterator[Finding]:
             location=found.record.location,
             evidence=(
                 f"before step {mine[0].step} they were equal on all ranks",
-                f"in step {first} the gradient of {found.worst} had the norm "
-                + ", ".join(f"{n:.6g} on rank {r}" for r, n in sorted(found.norms.items())[:4]),
-                found.drift,
+                *found.evidence(),
             ),
             fix="Make them part of the module that DDP wraps, or wrap their module in DDP, too.",
             about=f"optimizer {found.ddp}",
@@ -515,17 +515,17 @@ def trained_outside_ddp(run: Run) -> Iterator[Finding]:
 
 
 def _exchanges_parts(rank: Rank) -> bool:
-    """Return whether a rank may hold a part of a model that is spread over ranks."""
+    """Return whether a rank may hold one part of a model that is spread over ranks."""
     calls = rank.ring.collectives if rank.ring is not None else ()
     return not rank.counted_collectives or any(each.name.startswith("all_to_all") for each in calls)
 
 
 # -- training without DDP
 
-MIN_RECORDED = 4  # Steps that all ranks must have written about
-LONG = 1024  # Steps after which a running job is taken not to average its models occasionally
+MIN_RECORDED = 4  # Minimum number of steps recorded by all ranks
+LONG = 1024  # Steps after which a running job is assumed not to average occasionally
 
-SoloSteps = dict[int, list[SoloRecord]]  # What each rank wrote, by step
+SoloSteps = dict[int, list[SoloRecord]]  # Each rank's records by step
 
 
 @rule("DDP326", "nothing-reduced", Severity.ERROR)
@@ -567,7 +567,7 @@ def nothing_reduced(run: Run) -> Iterator[Finding]:
     first, last = steps[min(steps)], steps[last_step]
     intended = list(_intended(ranks, first))
     if not intended and not all(map(_unused, ranks)):
-        # These may be trials of one search that only combine their results.
+        # These may be trials of one search that combine only their results.
         return
     everyone = tuple(rank.rank for rank in ranks)
     ends = [record.steps for rank in ranks for record in rank.records.of(SoloEndRecord)]
@@ -661,12 +661,12 @@ def _averaged_apart(records: list[SoloRecord]) -> bool:
 
 
 def _solo_steps(run: Run) -> SoloSteps:
-    """Return what the ranks wrote if all of them train without DDP; nothing otherwise."""
+    """Return the ranks' records if all of them train without DDP. Empty otherwise."""
     ranks = run.last
     if run.world_size < 2 or len(ranks) != run.world_size:
         return {}
     if any(rank.records.of(DdpRecord) or rank.records.of(DataParallelRecord) for rank in ranks):
-        # A model that is wrapped in nn.DataParallel is meant to be reduced, too.
+        # A model wrapped in nn.DataParallel is also meant to be reduced.
         return {}
     written = [{each.step: each for each in rank.records.of(SoloRecord)} for rank in ranks]
     common = set.intersection(*map(set, written))
@@ -675,7 +675,7 @@ def _solo_steps(run: Run) -> SoloSteps:
 
 
 def _separate_training(run: Run) -> SoloSteps:
-    """Return what the ranks wrote if each trains its own model; nothing otherwise."""
+    """Return the ranks' records if each trains its own model. Empty otherwise."""
     steps, ranks = _solo_steps(run), run.last
     if not steps or not _is_final(run, max(steps)) or not _diverge(steps):
         return {}
@@ -706,8 +706,8 @@ def _same_kind(records: list[SoloRecord]) -> bool:
 
 
 def _is_final(run: Run, last: int) -> bool:
-    """Return whether occasional averaging would have happened by now."""
-    # A rank's end reports what was exchanged after its last record.
+    """Return whether occasional averaging would have occurred by now."""
+    # The record at a rank's end includes exchanges after the last regular record.
     if run.exit_status == 0 and all(rank.records.of(SoloEndRecord) for rank in run.last):
         return True
     if last < LONG:
@@ -722,7 +722,7 @@ def _is_final(run: Run, last: int) -> bool:
 def _exchanged(ranks: Sequence[Rank]) -> bool:
     """Return whether parameters or gradients may have been exchanged between ranks."""
     for rank in ranks:
-        # Compiled code calls collectives that a partial ring misses.
+        # A partial ring misses collectives of compiled code.
         if not rank.counted_collectives or rank.ring is None:
             return True
         steps = rank.records.of(SoloRecord)
@@ -755,7 +755,7 @@ def _separate_files(ranks: Sequence[Rank]) -> bool:
 
 
 def _differ(norms: list[tuple[float, ...]]) -> bool:
-    """Return whether some tensor has another norm on each rank."""
+    """Return whether some tensor's norm is different on each rank."""
     for values in zip(*norms, strict=False):
         high = max(map(abs, values))
         differ = high > 0 and (max(values) - min(values)) / high > GRADIENTS_DIFFER
@@ -765,7 +765,7 @@ def _differ(norms: list[tuple[float, ...]]) -> bool:
 
 
 def _intended(ranks: Sequence[Rank], first: list[SoloRecord]) -> Iterator[str]:
-    """Yield the signs that the ranks were meant to train one model."""
+    """Yield evidence that the ranks were meant to train one model."""
     passes = [one for rank in ranks for one in passes_of(rank)]
     idle = next((place for one in passes for place in one.record.idle), None)
     if idle is not None:
@@ -782,7 +782,7 @@ def _intended(ranks: Sequence[Rank], first: list[SoloRecord]) -> Iterator[str]:
 
 
 def _listed(ranks: Sequence[Rank], norms: list[tuple[float, ...]]) -> str:
-    """List the norms of the first tensor whose norm is not the same on all ranks."""
+    """List the norms of the first tensor whose norm differs between ranks."""
     column = next(each for each in zip(*norms, strict=False) if len(set(each)) > 1)
     shown = list(zip(column, ranks, strict=True))[:4]
     return ", ".join(f"{norm:.6g} on rank {rank.rank}" for norm, rank in shown)

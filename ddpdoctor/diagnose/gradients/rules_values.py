@@ -40,14 +40,14 @@ from ddpdoctor.run.snapshot import Rank, Run
 
 # -- values that are not finite
 
-LASTING = 3  # Consecutive steps in which losses of all ranks must not be finite
+LASTING = 3  # Minimum number of consecutive steps with non-finite losses on all ranks
 NEVER = 1 << 62  # A step that no run reaches
 
 
 class Poisoned(NamedTuple):
     """Parameters that are not finite."""
 
-    step: int  # The first step after which this was seen
+    step: int  # The first step after which this was observed
     replica: Replica
     names: list[str]
 
@@ -97,7 +97,7 @@ def not_finite(run: Run) -> Iterator[Finding]:
     if before is None and not _did_harm(run, losses, gradients, clean):
         return
     if not run.over and len(losses) < len(run.last):
-        # The first rank may not have written it yet.
+        # The first rank may not have written its record yet.
         return
     step = min((record.step for record in losses.values()), default=NEVER)
     burst = min((record.step for record in gradients.values()), default=NEVER)
@@ -115,7 +115,7 @@ def _did_harm(
     gradients: dict[int, NonfiniteGradientRecord],
     clean: int,
 ) -> bool:
-    """Return whether losses or gradients show that parameters are not finite either."""
+    """Return whether losses or gradients show that parameters are not finite."""
     if any(each.spread for found in (losses, gradients) for each in found.values()):
         return True
     return bool(losses) and all(_lasts(rank, clean) for rank in run.last)
@@ -182,7 +182,7 @@ def _whose(run: Run, ranks: tuple[int, ...]) -> str:
 
 
 def _candidate_lines(origin: Origin, member: Rank) -> list[Location]:
-    """Return the lines of the job's own arithmetic that may be the origin, if they are few."""
+    """Return the lines of the job's arithmetic that may be the origin, if they are few."""
     found = operation_lines(
         origin.operations,
         member.site("forward"),
@@ -194,7 +194,7 @@ def _candidate_lines(origin: Origin, member: Rank) -> list[Location]:
 
 
 def _place(origin: Origin | None) -> str:
-    """Name the module where it began: ``in module fc``."""
+    """Name the module of the origin: ``in module fc``."""
     if origin is None or origin.module is None:
         return ""
     name = f"module {origin.module}" if origin.module else "the model itself"
@@ -202,7 +202,7 @@ def _place(origin: Origin | None) -> str:
 
 
 def _origin(origin: Origin, value: str) -> str:
-    """Say where in the forward pass the loss became what it is."""
+    """Describe where in the forward pass the loss stopped being finite."""
     names = origin.operations or ("an operation",)
     if origin.what == "input":
         return f"what enters {names[0]}{_place(origin)} holds {value}: a batch, or a constant"
@@ -219,7 +219,7 @@ Nonfinite = TypeVar("Nonfinite", NonfiniteRecord, NonfiniteGradientRecord)
 
 
 def _since(run: Run, declared: type[Nonfinite], clean: int) -> dict[int, Nonfinite]:
-    """Return each rank's first record of a class after the last step known to be harmless."""
+    """Return each rank's first record of a class after the last step known as harmless."""
     return {
         rank.rank: record
         for rank in run.last
@@ -252,7 +252,7 @@ def _gradient_finding(
 
 
 def _lasts(rank: Rank, clean: int) -> bool:
-    """Return whether losses were not finite in consecutive steps, so that parameters are not."""
+    """Return whether losses were not finite in consecutive steps, which implies the parameters."""
     steps = {record.step for record in rank.records.of(NonfiniteRecord)}
     return any(
         all(step + more in steps for more in range(LASTING)) for step in steps if step > clean
@@ -273,7 +273,7 @@ def _clean(replica: Replica, before: Poisoned | None) -> int:
 
 
 def _poisoned(replica: Replica) -> Poisoned | None:
-    """Return the first parameters that are seen to be not finite."""
+    """Return the first parameters observed as not finite."""
     for step, details in replica.rich():
         tensors = next(iter(details.values()))
         names = [
@@ -305,7 +305,7 @@ def _parameter_finding(found: Poisoned) -> Finding:
 # -- gradients that only some ranks change after the all-reduce
 
 CHECKED_STEPS = 64
-"""First steps in which every rank checks its gradients for changes; later every 64th step."""
+"""First steps in which every rank checks its gradients for changes. Later every 64th step."""
 
 Change = TypeVar("Change", ClipRecord, EditRecord)
 
@@ -315,7 +315,7 @@ class Edit:
     """A change of gradients on some ranks only that made the parameters differ."""
 
     ranks: tuple[int, ...]
-    what: str  # What the ranks did, or did not: ``rank 1 clips its gradients``
+    what: str  # The action of the ranks: ``rank 1 clips its gradients``
     location: Location | None
     evidence: tuple[str, ...]
 
@@ -407,7 +407,7 @@ def _clipped(run: Run, replica: Replica, steps: range) -> Edit | None:
 
 
 def _changed(run: Run, replica: Replica, steps: range) -> Edit | None:
-    """Return the first step in which some ranks changed other gradients than the others."""
+    """Return the first step in which some ranks changed different gradients than the others."""
     for step, states in _states(replica, EditRecord, steps):
         counts = {rank: each.count if each is not None else 0 for rank, each in states.items()}
         if (step >= CHECKED_STEPS and step % CHECKED_STEPS) or len(set(counts.values())) == 1:
@@ -437,7 +437,7 @@ def _changed(run: Run, replica: Replica, steps: range) -> Edit | None:
 
 
 def _guarded(run: Run, replica: Replica, difference: Difference) -> Edit | None:
-    """Return the only possible line if gradients differ and no change of them was observed."""
+    """Return the only possible line if gradients differ without an observed change."""
     lines = written_on_some_ranks(run, "gradients")
     if len(lines) != 1:
         return None
@@ -456,7 +456,7 @@ def _states(
 ) -> Iterator[tuple[int, dict[int, Change | None]]]:
     """Yield the steps in which ranks may have begun to differ, with each rank's newest record.
 
-    A rank writes when it begins to do something else.
+    A rank writes a record when its behavior changes.
     """
     if not all(rank.watched(declared) for rank in replica.ranks):
         return
@@ -551,7 +551,7 @@ def scaled_by_world_size(run: Run) -> Iterator[Finding]:
 
 
 def _only_summed(run: Run) -> Location | None:
-    """Return the line that sums gradients, in a job without DDP that divides them nowhere."""
+    """Return the line that sums gradients in a job without DDP that never divides them."""
     bare = all(r.watched(DdpRecord) and not r.records.of(DdpRecord) for r in run.last)
     at = reduces_gradients(run) if bare else None
     divided = at is None or names_world_factor(run) or scales_near(at)
@@ -559,7 +559,7 @@ def _only_summed(run: Run) -> Location | None:
 
 
 def _has_reduced(run: Run, at: Location) -> bool:
-    """Return whether a line was the call of a sum on every rank, among the last ones."""
+    """Return whether every rank's last calls include a sum at a line."""
     return run.exit_status == 0 and all(
         rank.ring is not None
         and any(

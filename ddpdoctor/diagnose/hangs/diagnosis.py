@@ -1,4 +1,4 @@
-"""Why a job makes no progress: one judgement of an examination, in findings of several codes."""
+"""Judge why a job makes no progress, from one examination, in findings of several codes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ from ddpdoctor.run.snapshot import Run
 _MAX_NATIVE_FRAMES = 4
 _MAX_RAS_LINES = 6
 _MAX_CPU_FACTOR = 1.5
-"""A rank may need so many times the CPU time of the other ranks before it joins, too."""
+"""Maximum factor of the other ranks' CPU time that a rank may need before it joins."""
 
 _PLURAL = {"is": "are", "has": "have", "does": "do"}
 
@@ -82,7 +82,7 @@ _Seen = Sequence[tuple[RankState, Activity]]
 
 
 def guilty(run: Run) -> frozenset[int]:
-    """Return the ranks that are to blame for sure, by the newest examination."""
+    """Return the ranks that are certainly to blame, by the newest examination."""
     still = hang_snapshot(run)
     found = diagnose(still, ring_mismatch(run) is not None) if still is not None else []
     errors = (each for each in found if each.severity is Severity.ERROR)
@@ -100,7 +100,7 @@ def diagnose(still: HangSnapshot, mismatched: bool) -> list[Finding]:
     found = [
         replace(each, evidence=(*each.evidence, *lines)) for each in _explained(still, mismatched)
     ]
-    # Any rank that is late may be late because it has no core.
+    # A late rank may be late because it has no core.
     short_of_cpu = any(
         lacks_cpu(rank, still.record.limit) or starves(rank)
         for rank in still.ranks
@@ -119,7 +119,7 @@ def _explained(still: HangSnapshot, mismatched: bool) -> Iterator[Finding]:
     waits = find_blocked(still)
     states = [(rank, seen) for rank in still.ranks if (seen := state_of(rank)) is not None]
     if states:
-        # What such a rank did before says nothing any more.
+        # The earlier activity of such a rank is no evidence.
         yield from _activities(still, states, waits[0] if waits else None)
     elif waits:
         yield from _of_waits(still, mismatched, waits)
@@ -128,7 +128,7 @@ def _explained(still: HangSnapshot, mismatched: bool) -> Iterator[Finding]:
 
 
 def _unexplained(still: HangSnapshot) -> Finding:
-    """Report the facts, where no rank is to blame for sure."""
+    """Report the facts if no rank is certainly to blame."""
 
     def doing(rank: RankState) -> str:
         if rank.in_collective:
@@ -155,20 +155,20 @@ def _unexplained(still: HangSnapshot) -> Finding:
 
 
 def _lasting_severity(severity: Severity, ranks: Sequence[RankState]) -> Severity:
-    """Make an error of a warning if what all of the ranks do lasts."""
+    """Return error instead of warning if the activity of all ranks lasts."""
     if severity is Severity.WARNING and ranks and all(map(lasts, ranks)):
         return Severity.ERROR
     return severity
 
 
 def _identity(ranks: Sequence[RankState], severity: Severity) -> str:
-    """Return the same text for one standstill of the same ranks, wherever they are seen."""
+    """Return a text that identifies a standstill of some ranks, independent of their lines."""
     since = max(rank.evidence.since for rank in ranks)
     return f"{severity.label} {[rank.rank for rank in ranks]} {since}"
 
 
 def _without_stacks(still: HangSnapshot) -> tuple[str, ...]:
-    """Say of which ranks there are no stacks, at most three of them."""
+    """Name the ranks without stacks, at most three."""
     found = [
         f"no stack of rank {rank.rank}: {rank.stacks.trouble}"
         + (f"; {rank.stacks.note}" if rank.stacks.note else "")
@@ -205,12 +205,12 @@ def _of_waits(still: HangSnapshot, mismatched: bool, waits: Sequence[Blocked]) -
 
 
 def _with_nccl(still: HangSnapshot, found: Finding) -> Finding:
-    """Add what NCCL says of collectives that differ."""
+    """Add NCCL's report of differing collectives."""
     return replace(found, evidence=(*found.evidence, *unequal_sizes(still.stderr)))
 
 
 def _missing(rank: RankState, starting: bool) -> Activity:
-    """Return what a rank does that others wait for."""
+    """Return the activity of a rank that others wait for."""
     if rank.evidence.dump:
         return last_call(rank)
     end = exit_wait(rank)
@@ -222,7 +222,7 @@ def _activities(still: HangSnapshot, seen: _Seen, wait: Blocked | None) -> Itera
     """Yield a finding for each thing that ranks do instead of joining the others."""
     kinds: dict[object, list[tuple[RankState, Activity]]] = defaultdict(list)
     for rank, each in seen:
-        # A rank that had no core has not had the time that every rank is given.
+        # A rank without a core has not had the time that every rank gets.
         if each.severity >= Severity.ERROR or not lacks_cpu(rank, still.record.limit):
             kinds[each.code, each.location, each.severity].append((rank, each))
     culprits = {rank.rank for rank, _ in seen}
@@ -280,7 +280,7 @@ def _sentence(
 
 
 def _all_there(still: HangSnapshot, one: Blocked) -> Iterator[Finding]:
-    """Judge a collective in which no rank is missing that could be seen."""
+    """Judge a collective in which no observable rank is missing."""
     waiting = one.waiting
     same = same_number([one])
     if same is not None:
@@ -314,15 +314,15 @@ def _all_there(still: HangSnapshot, one: Blocked) -> Iterator[Finding]:
             paste=still.nodes.check_line,
         )
     elif len(waiting) < len(still.ranks) or not still.record.everybody:
-        # The others are in a later collective, which these ranks may still come to.
+        # The others are in a later collective, which these ranks may still reach.
         return
     elif not any(starves(rank) for rank in waiting):
-        # Otherwise the threads that carry it out have no core.
+        # Otherwise the threads that run it have no core.
         yield _by_gpus(still, one)
 
 
 def _by_gpus(still: HangSnapshot, one: Blocked) -> Finding:
-    """Judge a collective that all ranks are in, by whether their GPUs have come to it."""
+    """Judge a collective of all ranks by whether their GPUs have reached it."""
     waiting = one.waiting
     arrivals = {rank.rank: gpu_arrival(rank) for rank in waiting}
     late = [rank for rank in waiting if arrivals[rank.rank] == "behind"]
@@ -368,7 +368,7 @@ def _by_gpus(still: HangSnapshot, one: Blocked) -> Finding:
 
 
 def _late_gpus(still: HangSnapshot, one: Blocked, late: Sequence[RankState]) -> Finding:
-    """Report GPUs that are still at work which was queued before the collective."""
+    """Report GPUs that still run work queued before the collective."""
     ranks = [rank.rank for rank in late]
     others = [rank for rank in one.waiting if rank not in late]
     waits = f"{named([rank.rank for rank in others])} wait{'s' if len(others) == 1 else ''}"
@@ -407,7 +407,7 @@ def _none_waits(still: HangSnapshot) -> Iterator[Finding]:
         return
     if not seen or not all(_is_idle(rank, each) for rank, each in seen):
         return
-    # Ranks that only sleep pause together, between epochs for example.
+    # Ranks that only sleep pause together, for example between epochs.
     sites = [rank.site for rank, _ in seen]
     if all(site is not None and only_sleeps(site.path, site.line) for site in sites):
         return
@@ -447,10 +447,10 @@ def _before_joining(still: HangSnapshot) -> Iterator[Finding]:
     if late:
         yield from late[:3]
     elif any(rank.dead_for is None for rank, _ in others):
-        # They are on their way, or do not say where they are.
+        # They will come, or their position is unknown.
         return
     elif joining:
-        # Ranks may still import modules, or the launcher's store has no core to answer on.
+        # Ranks may still import modules, or the launcher's store has no core.
         busy = still.record.launcher_works or any(works(rank) for rank, _ in joining)
         report = _all_joining if _all_came(still) else _not_all_joining
         yield from () if busy else (report(joining, still),)
@@ -459,13 +459,13 @@ def _before_joining(still: HangSnapshot) -> Iterator[Finding]:
 
 
 def _all_came(still: HangSnapshot) -> bool:
-    """Return whether as many ranks are in ``init_process_group`` as it was called for."""
+    """Return whether all expected ranks are in ``init_process_group``."""
     asked = {rank.stacks.world_size for rank in still.ranks if rank.stacks is not None}
     return 0 not in asked and 0 < max(asked, default=0) <= len(still.ranks)
 
 
 def _torchrun_alone(still: HangSnapshot) -> Iterator[Finding]:
-    """Report that torchrun has started no rank, since it waits for other nodes."""
+    """Report that torchrun has started no rank because it waits for other nodes."""
     if still.nodes.several:
         yield Finding(
             code="DDP813",
@@ -487,14 +487,14 @@ def _is_late(rank: RankState, joining: _Seen, still: HangSnapshot) -> bool:
     limit = still.record.limit
     if rank.frame is None or came_since(rank) or lacks_cpu(rank, limit):
         return False
-    # How long a process had no core is not known before it is a rank. Compare what it used with
-    # what the others needed.
+    # A process's waits for a core are unknown before it is a rank. Compare its CPU time with that
+    # of the others.
     needed = max((peer.activity.ran for peer, _ in joining), default=0.0)
     return not starves(rank) or rank.activity.ran >= _MAX_CPU_FACTOR * max(needed, limit)
 
 
 def _late(others: _Seen, joining: _Seen, still: HangSnapshot) -> Iterator[Finding]:
-    """Report ranks that have not come to ``init_process_group``, where others wait for them."""
+    """Report ranks that have not reached ``init_process_group``, where others wait for them."""
     waits = f"{named([r.rank for r, _ in joining])} {'wait' if len(joining) > 1 else 'waits'}"
     for rank, each in others:
         if not _is_late(rank, joining, still):
@@ -504,7 +504,7 @@ def _late(others: _Seen, joining: _Seen, still: HangSnapshot) -> Iterator[Findin
         yield Finding(
             code=each.code,
             about=f"late {rank.rank}",
-            # It may wait for a lock or a file that will come.
+            # It may wait for a lock or a file.
             severity=min(each.severity, Severity.WARNING) if unknown else each.severity,
             message=f"rank {rank.rank} {text}; {waits} for it in init_process_group for "
             f"{still.record.seconds:.0f} s, at {quoted(joining[0][0].site)}",
@@ -540,7 +540,7 @@ def _all_joining(joining: _Seen, still: HangSnapshot) -> Finding:
 
 
 def _not_all_joining(joining: _Seen, still: HangSnapshot) -> Finding:
-    """Report that fewer ranks came than the world size says, or that no rank opens the store."""
+    """Report that fewer ranks came than the world size requires, or that no rank opens a store."""
     rank, each = joining[0]
     verb = "wait" if len(joining) > 1 else "waits"
     missing, fix, paste = "ranks that never came", _START, ""
@@ -580,7 +580,7 @@ def _launch_options(still: HangSnapshot) -> tuple[str, ...]:
 
 
 def _absent_by_ras(still: HangSnapshot, one: Blocked) -> tuple[tuple[int, ...], str]:
-    """Return which ranks of other nodes did not join a collective, and how that is known."""
+    """Return the ranks of other nodes that did not join a collective, with the evidence."""
     ras, world = still.record.ras, still.world_size
     silent = unanswered_ranks(ras, world) & set(one.unseen)
     if silent:
@@ -593,7 +593,7 @@ def _absent_by_ras(still: HangSnapshot, one: Blocked) -> tuple[tuple[int, ...], 
 
 
 def ras_evidence(ras: Ras | None, world: int) -> tuple[str, ...]:
-    """Return an answer of RAS in lines of evidence."""
+    """Convert a response of RAS to lines of evidence."""
     if ras is None:
         return ()
     if ras.trouble:

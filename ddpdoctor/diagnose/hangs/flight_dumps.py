@@ -1,4 +1,4 @@
-"""Read dump files of torch's Flight Recorder as the record of a hang."""
+"""Convert dump files of torch's Flight Recorder to the record of a hang."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ddpdoctor.stacks.frames import is_user_path
 
 # -- pickles of plain data
 
-MAX_MEMORY = 96 << 20  # Bytes that the objects of a file may take, about
+MAX_MEMORY = 96 << 20  # Approximate maximum size of a file's objects, in bytes
 
 _CONTAINER = 120
 """Bytes of a container or a text on a 64-bit machine, including its slot in another one."""
@@ -54,16 +54,16 @@ _TUPLES = {"TUPLE": None, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
 class DamagedPickleError(ValueError):
-    """A pickle holds more than plain data, is cut short, or takes too much memory."""
+    """A pickle holds more than plain data, is truncated, or takes too much memory."""
 
 
 def loads(data: bytes) -> Any:
     """Read a pickle of plain data, without running or importing code.
 
-    Containers of the result may be shared or contain themselves. Follow them to a fixed depth only.
+    Containers of the result may be shared or contain themselves. Callers must limit the depth.
 
     Raises:
-        DamagedPickleError: It has other objects, is damaged, or takes more than `MAX_MEMORY`.
+        DamagedPickleError: It has other objects, is damaged, or exceeds `MAX_MEMORY`.
     """
     try:
         return _Machine().run(data)
@@ -134,7 +134,7 @@ class _Machine:
         self._push(value, _CONTAINER + 4 * len(value) if isinstance(value, str) else _NUMBER)
 
     def _items(self, count: int | None) -> list[Any]:
-        """Pop so many items, or those since the newest mark."""
+        """Pop a number of items, or those since the newest mark."""
         if count is None:
             found, self._stack = self._stack, self._below.pop()
             return found
@@ -147,7 +147,7 @@ class _Machine:
 
     def _set(self, items: list[Any]) -> None:
         keys = items[::2]
-        # A key that is a tuple of tuples would be hashed to any depth.
+        # A tuple of tuples as a key would be hashed to any depth.
         if not all(type(each) in (str, int) for each in keys):
             raise DamagedPickleError("is damaged")
         self._count(_CONTAINER * len(keys))
@@ -156,9 +156,9 @@ class _Machine:
 
 # -- the files, which may come from anyone
 
-MAX_FILE_SIZE = 16 << 20  # Bytes of a file: 100,000 collectives
+MAX_FILE_SIZE = 16 << 20  # Maximum size of a file in bytes: 100,000 collectives
 
-MAX_FILES = 1024  # Ranks whose files are read
+MAX_FILES = 1024  # Maximum number of files
 
 _RANK = re.compile(r"(\d{1,6})(\.(?:json|pickle|pkl|bin))?$")
 FILES_HINT = (
@@ -168,9 +168,9 @@ FILES_HINT = (
 
 
 def chosen_files(names: Sequence[str]) -> tuple[dict[int, tuple[str, bool]], list[str]]:
-    """Return the file of each rank, with whether it may be a link, and what is left out, in words.
+    """Return the file of each rank, with whether it may be a link, and a text about skipped files.
 
-    A directory may hold dumps of several names. Those of the name with most ranks are read.
+    A directory may hold dumps of several names. Read those of the name with most ranks.
 
     Raises:
         DoctorError: There is no such file or directory.
@@ -191,7 +191,7 @@ def chosen_files(names: Sequence[str]) -> tuple[dict[int, tuple[str, bool]], lis
                 by_name[begin == b"{", pattern][int(number[1])] = (path, not inside)
     if not by_name:
         return {}, []
-    # Prefer pickles to JSON. They have the lines.
+    # Prefer pickles to JSON, because they contain the lines.
     order = sorted(by_name, key=lambda each: (-len(by_name[each]), each))
     chosen = by_name[order[0]]
     trouble = [f"files {name} were not read: name them" for _, name in order[1:3]]
@@ -240,27 +240,28 @@ MIN_HANG_NS = 120_000_000_000
 On a busy machine torch took half a minute to write a file."""
 
 _NEED_A_HANG = ("DDP802", "DDP814")
-"""Findings that need a wait to last. The others follow from the calls of the ranks."""
+"""Findings that require a long wait. The others follow from the ranks' calls."""
 
 _WRITE_TIMEOUT_NS = 60_000_000_000
-"""Nanoseconds that torch gives the ranks to write, after the timeout."""
+"""Nanoseconds after the timeout in which torch lets the ranks write."""
 
 _MAX_AGE_NS = 3600 * 1_000_000_000
-"""Nanoseconds by which the files of one job differ at most. Older files are of an earlier job."""
+"""Maximum difference between the files of one job, in nanoseconds. Older files are of an earlier
+job."""
 
 _MAX_KEPT = 8192
-"""Collectives around the one that a rank waits for, of a group and of all ranks together."""
+"""Number of collectives around the awaited one, of a group and of all ranks together."""
 
-_MIN_KEPT = 8  # The least of them for one rank
+_MIN_KEPT = 8  # Minimum for one rank
 
-_MAX_ENTRIES = 20_000  # Collectives of a file that are read, the newest ones
+_MAX_ENTRIES = 20_000  # Maximum number of collectives of a file, the newest ones
 
-_MAX_GROUPS = 256  # Groups of a rank
+_MAX_GROUPS = 256  # Maximum number of groups of a rank
 
 _MAX_FRAMES = 256
-_MAX_TEXT = 4096  # Characters of a name or a path
+_MAX_TEXT = 4096  # Maximum length of a name or a path
 
-_MAX_LINES = 8  # Lines that led to a collective
+_MAX_LINES = 8  # Maximum number of lines that led to a collective
 
 _TORCH = re.compile(r"/torch/(?:distributed|nn|autograd|optim|utils|_\w+)[/.]")
 
@@ -273,7 +274,7 @@ class Dumps:
         run: A run without a directory, whose ranks were examined in a hang.
         ranks: The ranks whose files were read.
         missing: Other ranks of the job.
-        trouble: What was not read and why, one line each.
+        trouble: The unread files with the reasons, one line each.
         remark: Why the files do not prove a hang; empty if they do.
     """
 
@@ -284,7 +285,7 @@ class Dumps:
     remark: str
 
     def proves(self, code: str) -> bool:
-        """Return whether these files prove a finding of that code."""
+        """Return whether these files prove a finding of a code."""
         return not self.remark or code not in _NEED_A_HANG
 
 
@@ -292,10 +293,10 @@ class Dumps:
 class _Dump:
     name: str
     groups: Mapping[str, frozenset[int]]  # The members of its groups, by name
-    entries: Sequence[FlightCall]  # The collectives that are kept
+    entries: Sequence[FlightCall]  # The kept collectives
     forgets: bool  # The file lacks older collectives
-    timeout: int  # Nanoseconds after which the collective that it waits for times out
-    written: int  # When it was written, by the clock of the rank, in Unix nanoseconds
+    timeout: int  # The timeout of the awaited collective, in nanoseconds
+    written: int  # Time of writing by the rank's clock, in Unix nanoseconds
 
 
 def read(names: Sequence[str]) -> Dumps:
@@ -327,7 +328,7 @@ def read(names: Sequence[str]) -> Dumps:
         raise DoctorError(
             trouble[0] if trouble else f"no Flight Recorder dump in {' '.join(names)}", FILES_HINT
         )
-    # gloo does not record the members of its groups. Every rank that a file names counts.
+    # gloo does not record the members of its groups. Use all ranks in the files.
     known = set(dumps).union(*(ranks for each in dumps.values() for ranks in each.groups.values()))
     world = range(max(known) + 1)
     record = _examination(dumps, world)
@@ -367,7 +368,7 @@ def _dump(name: str, found: JsonObject, written: int, kept: int) -> _Dump:
     pending = _pending(kept_calls)
     timeout = 0
     if pending is not None:
-        # A copy may have a later time. Torch writes the file when the collective times out.
+        # A copy may have a later time than the original, which torch writes at the timeout.
         timeout = integer(entries[pending.order], "timeout_ms") * 1_000_000
         latest = pending.began + (timeout or MIN_HANG_NS) + _WRITE_TIMEOUT_NS
         written = min(written, latest)
@@ -416,7 +417,7 @@ class _Calls:
             ),
             dtypes=tuple(each[:40] for each in _list(entry.get("input_dtypes"), str, 4)),
             created=integer(entry, "time_created_ns"),
-            # NCCL's watchdog also retires what has timed out. gloo has no state.
+            # NCCL's watchdog also retires collectives that timed out. gloo has no state.
             retired=entry.get("retired") is True and backend == "gloo",
             state=_text(entry, "state"),
             lines=self._lines(_list(entry.get("frames"), dict, _MAX_FRAMES)),
@@ -474,7 +475,7 @@ def _window(calls: Sequence[FlightCall], kept: int) -> list[FlightCall]:
 
 
 def _examination(dumps: Mapping[int, _Dump], world: Iterable[int]) -> HangRecord:
-    """Make a record of the files, as if a job that makes no progress had been examined."""
+    """Make a record of the files like that of an examination."""
     taken = max(each.written for each in dumps.values())
     members: dict[str, str] = {}
     for dump in dumps.values():
@@ -503,7 +504,7 @@ def _remark(record: HangRecord) -> str:
 
 
 def _rank(rank: int, dump: _Dump, taken: int, members: Mapping[str, str]) -> RankEvidence:
-    """Make the evidence about a rank of its file, with times by one clock.
+    """Convert a rank's file to evidence, with times by one clock.
 
     The ranks write their files at the same time.
     """
@@ -517,7 +518,7 @@ def _rank(rank: int, dump: _Dump, taken: int, members: Mapping[str, str]) -> Ran
     if pending is not None:
         site, since = pending.site, pending.began
         if taken - pending.began >= MIN_PENDING_NS:
-            # A C++ thread has no Python frames. DDP reduces gradients in such a thread.
+            # DDP reduces gradients in a C++ thread, which has no Python frames.
             native = pending.site is None and any(each.lines for each in calls)
             phase = (Phase.BACKWARD if native else Phase.WAIT).label
     return RankEvidence(
@@ -545,7 +546,7 @@ def _dict(value: Any) -> JsonObject:
 
 
 def _list(value: Any, kind: type[Any], most: int | None = None) -> list[Any]:
-    """Return the first elements that are of a type: many entries may share one long list."""
+    """Return the first elements of a type. Many entries may share one long list."""
     return [each for each in value[:most] if isinstance(each, kind)] if type(value) is list else []
 
 

@@ -1,4 +1,4 @@
-"""What an examination of a hanging job saw of each rank, and which ranks wait for which."""
+"""The state of each rank in an examination of a hang, and which ranks wait for which."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from ddpdoctor.run.snapshot import Run
 from ddpdoctor.run.status import Phase
 from ddpdoctor.stacks.frames import innermost, user_frames
 
-BUSY = 0.2  # Share of a core above which a process is at work; ranks may have to share their cores
+BUSY = 0.2  # Minimum ratio of a core of a working process; ranks may share cores
 
 MIN_SILENCE_NS = 2_000_000_000
-"""Nanoseconds without a sign of a rank's writing thread, which is awake four times a second."""
+"""Nanoseconds without activity of a rank's writing thread, which wakes four times a second."""
 
 MIN_PENDING_NS = 2_000_000_000
-"""Nanoseconds after which a collective that a GPU has not done is taken not to end."""
+"""Nanoseconds after which a collective that a GPU has not done counts as never ending."""
 
 _PROBE = "/ddpdoctor/probe/"
 _COLLECTIVES = ("/torch/distributed/", "/torch/nn/parallel/", "/torch/autograd/")
-"""Where torch's Python code waits for other ranks."""
+"""Functions of torch's Python code that wait for other ranks."""
 _DDP = ("/torch/nn/parallel/distributed.py", "/torch/distributed/utils.py")
-"""Where DDP calls its native code: its constructor, and the way into its forward."""
+"""Functions of DDP that call native code: its constructor, and the begin of its forward."""
 
 _NO_ACTIVITY = ProcessActivity()
 
@@ -53,8 +53,8 @@ class RankState:
     """One rank of a job that makes no progress.
 
     Attributes:
-        evidence: What was seen of it.
-        taken: When, in Unix nanoseconds.
+        evidence: The recorded evidence.
+        taken: Its time in Unix nanoseconds.
     """
 
     evidence: RankEvidence
@@ -87,7 +87,7 @@ class RankState:
 
     @property
     def activity(self) -> ProcessActivity:
-        """What its process did within a second; all zero if it could not be watched."""
+        """The activity of its process within a second. All zero if it could not be watched."""
         return self.evidence.activity or _NO_ACTIVITY
 
     @property
@@ -98,31 +98,31 @@ class RankState:
 
     @property
     def seconds(self) -> int:
-        """For how long it has given no sign of life."""
+        """Seconds since its last sign of life."""
         since = self.evidence.since
         return max(0, round((self.taken - since) / 1e9)) if since else 0
 
     @property
     def silent(self) -> bool:
-        """Whether none of its Python threads runs: its writing thread has not been awake."""
+        """Whether none of its Python threads runs, judged by its writing thread."""
         return (self.evidence.silent or 0) > MIN_SILENCE_NS
 
     @property
     def busy(self) -> float:
-        """Cores that it used, of those that it got, so that a starved process counts as busy."""
+        """The used ratio of the cores that it got, so that a starved process counts as busy."""
         # Old records lack `busy`.
         return max(self.activity.busy, self.activity.cpu)
 
     @property
     def on_queue(self) -> bool:
-        """Whether its main thread ran, or was ready to run, when it was seen last."""
+        """Whether its main thread was running or ready to run when it was last observed."""
         return self.activity.letters.endswith("R")
 
     # -- where it is
 
     @property
     def stacks(self) -> RankStacks | None:
-        """Its stacks, or why there are none; None if it was not asked for them."""
+        """Its stacks, or the reason why they are missing. None if they were not requested."""
         return self.evidence.stacks
 
     @property
@@ -148,7 +148,7 @@ class RankState:
 
     @property
     def site(self) -> Location | None:
-        """The user's line that it is at, by its stack or, without one, by its status page."""
+        """The user's current line, by its stack or else by its status page."""
         if self.frame is not None:
             return Location(self.frame.path, self.frame.line)
         return location(self.evidence.site)
@@ -171,7 +171,7 @@ class RankState:
 
     @cached_property
     def flight(self) -> tuple[Call, ...] | None:
-        """Its newest collectives, DDP's own included; None if the recorder did not answer."""
+        """Its newest collectives, including DDP's. None if the recorder did not respond."""
         if self.evidence.flight is None:
             return None
         calls = [from_flight(each) for each in self.evidence.flight if not each.point_to_point]
@@ -207,7 +207,7 @@ class RankState:
 
     @property
     def _queued(self) -> Call | None:
-        """The collective from Python that its GPU is in, if it is not one of DDP's own."""
+        """The collective from Python that its GPU is in, unless it is one of DDP's."""
         pending = self.pending
         if pending is None or pending.site is None:
             return None
@@ -217,11 +217,11 @@ class RankState:
 
     @cached_property
     def blocked(self) -> Call | None:
-        """The collective that it waits for by its Flight Recorder: the first that is not done."""
+        """The collective that it waits for by its Flight Recorder: the first pending one."""
         if self.flight is None or not self.in_collective:
             return None
         found = self.pending
-        # A compiled collective, for example, has no line. It waits where its main thread is.
+        # A compiled collective, for example, has no line. Use that of the main thread.
         if found is None or found.site is not None:
             return found
         if self.under_way is not None:
@@ -231,7 +231,7 @@ class RankState:
 
     @property
     def waits_at(self) -> Location | None:
-        """The line that called what it waits in; with NCCL its host may be further on."""
+        """The line that called the awaited collective. With NCCL its host may have continued."""
         called = self.blocked.site if self.waits_for_gpu and self.blocked else None
         return called or self.site
 
@@ -239,8 +239,8 @@ class RankState:
     def waits_for_gpu(self) -> bool:
         """Whether its GPU is in a collective that does not end, and its main thread waits for it.
 
-        With NCCL a collective returns once it is queued. The thread goes on to the first line that
-        needs a result, or that finds the queue full, and spins or sleeps there.
+        With NCCL a collective returns once it is queued. The thread continues to the first line
+        that needs a result or finds the queue full, and spins or sleeps there.
         """
         pending = self.pending
         if pending is None or pending.backend != "nccl":
@@ -252,26 +252,26 @@ class RankState:
 
     @cached_property
     def in_collective(self) -> bool:
-        """Whether its training thread is in something that waits for other ranks."""
+        """Whether its training thread waits for other ranks."""
         if self.phase == Phase.WAIT.label or self.waits_for_gpu:
             return True
         inner = next((each for each in reversed(self.frames) if _PROBE not in each.path), None)
         if inner is None:
             return self.phase == Phase.BACKWARD.label
         if self.flight is None:
-            # It is unknown which of DDP's collectives are pending. A thread that idles where torch
-            # waits is taken to wait. A compiling backward idles elsewhere.
+            # It is unknown which of DDP's collectives are pending. A thread that idles in a waiting
+            # function of torch counts as waiting. A compiling backward idles elsewhere.
             places = _COLLECTIVES if self.phase == Phase.BACKWARD.label else _DDP
             idles = not (self.busy >= BUSY or self.on_queue)
             return idles and any(part in inner.path for part in places)
         # A backward that still computes does not wait, nor does one that only began a collective.
-        # DDP's constructor and the way into its forward wait without a phase of their own.
+        # DDP's constructor and the begin of its forward wait without a separate phase.
         pending = any(not each.done for each in self.flight)
         return pending and any(part in inner.path for part in _COLLECTIVES)
 
     @property
     def waits_in(self) -> str:
-        """What it waits in, for a sentence."""
+        """The call that it waits in, for a sentence."""
         call = self.under_way or self.blocked
         backward = self.phase == Phase.BACKWARD.label
         if call is not None:
@@ -294,11 +294,11 @@ def _main(stacks: RankStacks | None) -> tuple[Frame, ...]:
 
 @dataclass(frozen=True)
 class HangSnapshot:
-    """A job that makes no progress: all that the diagnosis of a hang reads.
+    """A job that makes no progress: the input of the diagnosis of a hang.
 
     Attributes:
         record: The examination.
-        ranks: What it saw of each rank.
+        ranks: The state of each rank.
         world_size: The ranks of the job, on all nodes.
         manifest: The run's manifest, with the command of the job.
         store: A store that ranks wait for and that none of them opens.
@@ -315,19 +315,19 @@ class HangSnapshot:
     nodes: JobNodes = field(default_factory=JobNodes)
 
     def by_node(self, ranks: Sequence[RankState]) -> tuple[str, ...]:
-        """Say on which nodes ranks are, as evidence for a job of several nodes."""
+        """List the nodes of ranks, as evidence for a job of several nodes."""
         places = self.nodes.places([each.rank for each in ranks])
         return (f"by node: {places}",) if self.nodes.several else ()
 
     @property
     def dead_links(self) -> tuple[str, ...]:
-        """What is wrong with this machine's interfaces, as evidence for a job of several nodes."""
+        """Faults of this machine's interfaces, as evidence for a job of several nodes."""
         here = str(self.manifest.get("host") or "this machine")
         return tuple(f"on {here}, {each}" for each in self.record.links if self.nodes.several)
 
 
 def hang_snapshot(run: Run) -> HangSnapshot | None:
-    """Return the newest examination, None if the job moves or was not examined."""
+    """Return the newest examination. None if the job makes progress or was not examined."""
     record = run.hang
     if record is None:
         return None
@@ -339,7 +339,7 @@ def hang_snapshot(run: Run) -> HangSnapshot | None:
 
 
 def seen_waiting(run: Run, rank: int) -> bool:
-    """Return whether a rank's host was seen to wait for a collective of its GPU (NCCL)."""
+    """Return whether a rank's host waits for a collective of its GPU (NCCL)."""
     record = run.hang
     return record is not None and any(
         each.rank == rank and RankState(each, record.time).waits_for_gpu for each in record.ranks
@@ -354,7 +354,7 @@ class Blocked:
     """A collective that does not end.
 
     Attributes:
-        call: The call as one of the waiting ranks sees it, if it is known.
+        call: The call of one of the waiting ranks, if known.
         waiting: Ranks that are in it.
         absent: Ranks that are not, though they belong to its group.
         unseen: Ranks of its group without evidence: those of other nodes.
@@ -374,7 +374,7 @@ class Blocked:
 
     @property
     def launched_after(self) -> dict[int, int]:
-        """How many collectives waiting ranks have launched after it, where that is known."""
+        """The known numbers of collectives that waiting ranks launched after it."""
         call = self.call
         return {
             rank.rank: _last(rank.flight, call.numbering) - call.sequence
@@ -384,7 +384,7 @@ class Blocked:
 
 
 def find_blocked(still: HangSnapshot) -> list[Blocked]:
-    """Return the collectives that ranks wait in, the one with most waiting ranks first."""
+    """Return the collectives that ranks wait in, those with most waiting ranks first."""
     waiting = [rank for rank in still.ranks if rank.in_collective]
     by_flight = {rank.rank: call for rank in waiting if (call := rank.blocked)}
     by_ring = {rank.rank: call for rank in waiting if (call := rank.under_way)}
@@ -423,14 +423,14 @@ def _by_calls(
 
 
 def _members(still: HangSnapshot, group: str, calls: list[Call]) -> frozenset[int]:
-    """Return the ranks of a group, by what calls in it say."""
+    """Return the ranks of a group, by its calls."""
     rings = (call for rank in still.ranks for call in rank.ring if call.group == group)
     members = next((call.members for call in (*calls, *rings) if call.members), "")
     if members:
         return parse_ranks(members)
     if group in ("", "0"):
         return frozenset(range(still.world_size))
-    # No rank described the group. Its members are the ranks that ever used it.
+    # No rank described the group. Use the ranks that called its collectives.
     return frozenset(
         rank.rank
         for rank in still.ranks
@@ -439,7 +439,7 @@ def _members(still: HangSnapshot, group: str, calls: list[Call]) -> frozenset[in
 
 
 def parse_ranks(text: str) -> frozenset[int]:
-    """Parse ranks such as ``0-2,5``, and skip what is damaged."""
+    """Parse ranks such as ``0-2,5``. Skip damaged parts."""
     found: set[int] = set()
     for part in text.split(","):
         first, _, last = part.partition("-")
@@ -450,12 +450,12 @@ def parse_ranks(text: str) -> frozenset[int]:
 
 
 def _last(calls: tuple[Call, ...] | None, numbering: tuple[str, str]) -> int:
-    """Return the number of the newest collective of a group, 0 if there is none."""
+    """Return the number of the newest collective of a group. 0 without one."""
     return max((call.sequence for call in calls or () if call.numbering == numbering), default=0)
 
 
 def _by_phase(still: HangSnapshot, waiting: list[RankState]) -> Iterator[Blocked]:
-    """Take all ranks in one phase to be in one collective, where only status pages are known."""
+    """Assume that all ranks in one phase are in one collective, if only status pages are known."""
     unseen = sorted(set(range(still.world_size)) - {rank.rank for rank in still.ranks})
     for kind in sorted({(rank.phase, rank.evidence.collective) for rank in waiting}):
         here = [r for r in waiting if (r.phase, r.evidence.collective) == kind]

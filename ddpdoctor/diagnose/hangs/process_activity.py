@@ -1,7 +1,7 @@
-"""What a rank's process, its loader workers and its GPU were seen doing, and whether that repeats.
+"""The activity of a rank's process, its loader workers and its GPU, and whether it repeats.
 
-How far a GPU has come is known from torch's Flight Recorder where it records when collectives start
-(TORCH_NCCL_ENABLE_TIMING), and from the probe's own markers at the boundaries of phases.
+A GPU's progress is known from torch's Flight Recorder if it records the starts of collectives
+(TORCH_NCCL_ENABLE_TIMING), and from the probe's markers at the boundaries of phases.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ddpdoctor.stacks.frames import is_probe_path, is_user_path
 # -- the work of a GPU
 
 Arrival = Literal["there", "close", "behind", "unknown"]
-"""How far a GPU has come: it has begun the collective that its rank waits in, has passed all the
-markers before it (the work of that backward may be left), or is at work that was queued before."""
+"""A GPU's progress: it has begun the collective that its rank waits in, has passed all markers
+before it (work of that backward may remain), or is still at earlier work."""
 
 STUCK_GPU = (
     "Look for a kernel that does not end, or a stream that waits for an event that never comes; "
@@ -35,7 +35,7 @@ _WAITS = (Phase.BACKWARD.label, Phase.WAIT.label)  # Phases in which collectives
 
 
 def gpu_arrival(rank: RankState) -> Arrival:
-    """Return how far a rank's GPU has come towards the collective that the rank waits in."""
+    """Return the progress of a rank's GPU towards the collective that the rank waits in."""
     call = rank.pending
     if call is None:
         return "unknown" if "nccl" in rank.evidence.backend else "there"
@@ -56,7 +56,7 @@ def gpu_work(rank: RankState) -> tuple[str, Location | None]:
     place = _site(rank, marks[at].phase)
     if place is not None:
         return f"{marks[at].phase} at {quoted(place)}", place
-    # The script itself queued work between two phases.
+    # The script queued work between two phases.
     sides = [("after", marks[at - 1].phase)] if at else []
     sides += [("before", each.phase) for each in marks[at + 1 : at + 2]]
     known = [(word, phase, site) for word, phase in sides if (site := _site(rank, phase))]
@@ -74,7 +74,7 @@ def gpu_holds_host(rank: RankState) -> bool:
 def _first_mark(rank: RankState) -> int | None:
     """Return the first marker that its GPU has not passed, if it was queued before the collective.
 
-    If no collective is under way, it has to have been queued some time ago.
+    Without a current collective, it must have been queued some time ago.
     """
     if rank.evidence.sends:
         # The GPU may wait for a send or a receive of another rank.
@@ -88,7 +88,7 @@ def _first_mark(rank: RankState) -> int | None:
 
 
 def _began(rank: RankState) -> bool:
-    """Return whether its GPU has come to the backward, or the call, of the collective.
+    """Return whether its GPU has reached the backward or the call of the collective.
 
     Steps that are not followed in full have no markers between their phases.
     """
@@ -106,18 +106,17 @@ def _site(rank: RankState, phase: str) -> Location | None:
 
 # -- what a rank's process did within a second: compute, read, wait for a socket
 
-MIN_MOVED = 1 << 20  # Bytes within a second above which a process visibly reads or writes
+MIN_MOVED = 1 << 20  # Minimum bytes per second of a process that visibly reads or writes
 
 MIN_ARRIVALS = 10
-"""Times within a second that a process got what it waited for at a socket: data arrives."""
+"""Minimum wake-ups at a socket per second that show arriving data."""
 
 MIN_STIR = 0.02
-"""Share of a core, between two examinations, that a process does not use by only waiting with a
-timeout."""
+"""Minimum ratio of a core between two examinations that waiting with a timeout does not use."""
 
 
 def doing(rank: RankState) -> str:
-    """Describe what its process visibly does: ``idle``, ``computing (97 % of a core)``."""
+    """Describe the visible activity of its process: ``idle``, ``computing (97 % of a core)``."""
     activity, seen = rank.activity, []
     moved = max(activity.characters, activity.disk)
     if moved >= MIN_MOVED:
@@ -133,26 +132,26 @@ def doing(rank: RankState) -> str:
 
 
 def computing(cpu: float) -> str:
-    """Describe a process that computes with a share of a core, which is small if others have it."""
+    """Describe a computing process with its ratio of a core, which is small if others use it."""
     if cpu >= BUSY:
         return f"computing ({percent(cpu)} of a core)"
     return f"short of CPU (gets {percent(cpu)} of a core)"
 
 
 def computes(rank: RankState) -> bool:
-    """Return whether it computes, or would if it had a core."""
+    """Return whether it computes or would compute with a core."""
     return rank.busy >= BUSY or rank.on_queue
 
 
 def children_compute(rank: RankState) -> bool:
-    """Return whether a child process of it computes, or would if it had a core."""
+    """Return whether a child process computes or would compute with a core."""
     activity = rank.activity
     share = max(activity.children_busy, activity.children_cpu)
     return share >= BUSY or "R" in activity.children_letters
 
 
 def lacks_cpu(rank: RankState, limit: float) -> bool:
-    """Return whether it works and is late because it had no core for most of its silence."""
+    """Return whether it works, and is late because it lacked a core for most of its silence."""
     lost = rank.evidence.lost
     got = rank.seconds - lost
     # Its silence is counted in whole seconds.
@@ -160,7 +159,7 @@ def lacks_cpu(rank: RankState, limit: float) -> bool:
 
 
 def starves(rank: RankState) -> bool:
-    """Return whether it would compute if it had a core."""
+    """Return whether it would compute with a core."""
     return computes(rank) and rank.activity.cpu < BUSY
 
 
@@ -176,24 +175,24 @@ def moves_data(rank: RankState) -> bool:
 
 
 def works(rank: RankState) -> bool:
-    """Return whether it makes progress that shows from outside."""
+    """Return whether it makes visible progress."""
     return computes(rank) or moves_data(rank) or stirs(rank)
 
 
 def stirs(rank: RankState) -> bool:
-    """Return whether it did anything since the examination before."""
+    """Return whether it was active since the last examination."""
     activity = rank.activity
     used = max(activity.since_cpu or 0, activity.since_children_cpu or 0)
     return activity.wrote > 0 or used >= MIN_STIR
 
 
 def waits_for_network(rank: RankState) -> bool:
-    """Return whether it, or a process that it started, waits for something from a socket."""
+    """Return whether it, or a process that it started, waits at a socket."""
     return rank.activity.network or rank.activity.children_network
 
 
 def _exchanges(rank: RankState) -> bool:
-    """Return whether data comes or goes at a socket that it waits for."""
+    """Return whether data is exchanged at a socket that it waits for."""
     return rank.activity.network and rank.activity.switches >= MIN_ARRIVALS
 
 
@@ -220,7 +219,7 @@ def workers_of(rank: RankState) -> list[ChildState]:
 
 
 def workers_activity(rank: RankState, children: Sequence[ChildState]) -> tuple[str, Severity, str]:
-    """Describe what the workers of a DataLoader do, with the severity and the fix."""
+    """Describe the activity of a DataLoader's workers, with the severity and the fix."""
 
     def some(number: int) -> str:
         return "which" if one else f"{'one' if number == 1 else number} of which"
@@ -255,13 +254,13 @@ def workers_activity(rank: RankState, children: Sequence[ChildState]) -> tuple[s
 
 # -- whether a rank does the same in one examination after another, so that it will not go on
 
-MIN_STEADY = 3  # Examinations in a row after which what a rank does is taken to last
+MIN_STEADY = 3  # Consecutive examinations after which an activity counts as lasting
 
-_LONGER = 1.5  # The factor by which its silence has to grow before another examination counts
+_LONGER = 1.5  # Minimum growth of the silence, as a factor, before another examination counts
 
 
 def lasts(rank: RankState) -> bool:
-    """Return whether a rank did the same in some examinations in a row, and moved no data."""
+    """Return whether a rank did the same in several consecutive examinations, and moved no data."""
     return rank.evidence.steady >= MIN_STEADY and not moves_data(rank)
 
 
@@ -273,7 +272,7 @@ def with_steadiness(now: RankState, before: RankState | None) -> RankEvidence:
 
     Args:
         now: The rank.
-        before: The same rank in the examination before this one.
+        before: The same rank in the previous examination.
     """
     got = now.seconds - now.evidence.lost
     first = replace(now.evidence, steady=1, steadied=got)
@@ -289,7 +288,7 @@ def with_steadiness(now: RankState, before: RankState | None) -> RankEvidence:
         if frames
     ]
     loops = {_polling(frames, now) for frames in samples if frames}
-    # A rank that computes may do the same with the next piece of data, unless it waits for others.
+    # A computing rank may process the next piece of data, unless it waits for others.
     waits = not computes(now) or now.in_collective or gpu_holds_host(now)
     if not (len(loops) == 1 and None not in loops) and not (waits and len(set(seen)) == 1):
         return first
@@ -299,14 +298,17 @@ def with_steadiness(now: RankState, before: RankState | None) -> RankEvidence:
 
 
 def _polling(frames: tuple[Frame, ...], rank: RankState) -> tuple[object, ...] | None:
-    """Return the loop that a stack is in, with what led to it, if that only polls."""
+    """Return the polling loop that a stack is in, with the frames that led to it.
+
+    None without one.
+    """
     for number, frame in reversed(list(enumerate(frames))):
         if is_user_path(frame.path):
             loop = _polling_loop(frame, rank)
             if loop is not None:
                 return *frames[:number], frame.path, frame.function, loop.lineno
         elif "/torch/" in frame.path:
-            # It is at work.
+            # The rank is at work.
             return None
     return None
 

@@ -1,4 +1,4 @@
-"""What a rank does instead of the call that the others wait in, or at the end of its process."""
+"""Describe what a rank does instead of a collective of the others, or at the end of its process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ddpdoctor.run.records.supervisor import Frame, Thread
 from ddpdoctor.stacks.frames import ENDING, innermost, is_ours, is_user_path
 from ddpdoctor.system.proc import ENDED
 
-LAUNCHER_TIMEOUT = 5.0  # Seconds within which a launcher notices that a rank has died
+LAUNCHER_TIMEOUT = 5.0  # Maximum seconds until a launcher notices a dead rank
 
 _LOADER = "torch/utils/data/dataloader.py"
 _WORKER = "torch/utils/data/_utils/worker.py"
@@ -38,15 +38,15 @@ _JOINING = ("init_process_group", "new_group", "rendezvous", "_store_based_barri
 
 @dataclass(frozen=True)
 class Activity:
-    """What a rank does.
+    """The activity of a rank.
 
     Attributes:
-        code: The code of the finding about it.
+        code: The code of its finding.
         text: What it does, as the end of a sentence that begins with the rank:
             ``is stopped (SIGSTOP)``.
-        severity: An error if it does not go on without help.
-        location: Where it is.
-        fix: What to do about it.
+        severity: An error if it does not end without help.
+        location: The rank's line.
+        fix: The fix.
         evidence: More facts.
     """
 
@@ -59,7 +59,7 @@ class Activity:
 
 
 def state_of(rank: RankState) -> Activity | None:
-    """Return what the state of its process shows, None if it may simply be at work."""
+    """Return the activity that its process state shows. None if it may simply be at work."""
     letters = rank.activity.letters
     if rank.evidence.ended:
         return None
@@ -99,14 +99,14 @@ def state_of(rank: RankState) -> Activity | None:
             "failing disk): `dmesg`, `df`.",
             (f"moved {shown_bytes(moved)} to or from a device within a second",),
         )
-    # A process that gets no core is as silent as one whose GIL is held.
+    # A process without a core is as silent as one whose GIL is held.
     if rank.silent and rank.watched and rank.stacks is not None and rank.stacks.gil_held:
         return _holds_the_gil(rank, f"{since}, {at}", rank.stacks.native)
     return None
 
 
 def _dead(rank: RankState, seconds: float) -> Activity | None:
-    """Describe a rank whose process is gone while its launcher goes on."""
+    """Describe a rank whose process has ended while its launcher continues."""
     if seconds < LAUNCHER_TIMEOUT or rank.evidence.launcher_works:
         return None
     return Activity(
@@ -138,7 +138,7 @@ def _holds_the_gil(rank: RankState, where: str, native: tuple[str, ...]) -> Acti
 
 
 def activity_of(rank: RankState, starting: bool) -> Activity:
-    """Return what a rank does that is not in a collective.
+    """Return the activity of a rank that is not in a collective.
 
     Args:
         rank: The rank.
@@ -155,7 +155,7 @@ def activity_of(rank: RankState, starting: bool) -> Activity:
         return _prompt(rank, starting, duration)
     loop = _loop(rank)
     if any(_LOADER in frame.path for frame in rank.frames[-12:]):
-        # A loop inside the loader, and not the loop around it that draws the batches.
+        # Find a loop inside the loader, not the loop that draws the batches.
         inner = loop if loop is not None and _inside_loader(rank) else None
         return inner or _loop_of_worker(rank) or _loader(rank, duration)
     starts = _starting(rank, duration) if starting and not rank.step else None
@@ -174,7 +174,10 @@ def activity_of(rank: RankState, starting: bool) -> Activity:
 
 
 def _held(rank: RankState, duration: str) -> Activity | None:
-    """Describe a host that waits for its GPU. The work of the GPU is to blame, wherever that is."""
+    """Describe a host that waits for its GPU.
+
+    The GPU's work is to blame, at whatever line it is.
+    """
     if not gpu_holds_host(rank):
         return None
     text, place = gpu_work(rank)
@@ -188,7 +191,7 @@ def _held(rank: RankState, duration: str) -> Activity | None:
 
 
 def last_call(rank: RankState) -> Activity:
-    """Return what it called last, which is all that a file of torch's Flight Recorder says."""
+    """Return its last call, which is all that a file of torch's Flight Recorder shows."""
     if not rank.flight:
         return Activity("DDP802", "called no collective", Severity.ERROR, None)
     last = rank.flight[-1]
@@ -210,7 +213,7 @@ def _prompts(rank: RankState) -> bool:
 
 def _prompt(rank: RankState, starting: bool, duration: str) -> Activity:
     debugger = any(part in frame.path for frame in rank.frames for part in _DEBUGGERS)
-    # Before the first step a person may be thinking about a question at the terminal.
+    # Before the first step, a person may be about to answer a question at the terminal.
     asked = starting and not rank.step and not debugger and rank.activity.terminal
     return Activity(
         "DDP808",
@@ -263,7 +266,7 @@ def _starting(rank: RankState, duration: str) -> Activity | None:
 
 
 def _place(rank: RankState) -> str:
-    """Name the function and line, or the code of the line if the function's name says nothing."""
+    """Name the function and line, or the code of the line if the function's name is no help."""
     frame, site = rank.frame, rank.site
     if frame is None or site is None:
         return f"phase {rank.phase}, last seen at {brief(site)}" if site else "an unknown place"
@@ -274,7 +277,7 @@ def _place(rank: RankState) -> str:
 
 
 def came_since(rank: RankState) -> bool:
-    """Return whether it was seen to join the others in the second of its two stacks."""
+    """Return whether its second stack shows that it joined the others."""
     return any(frame.function in _JOINING for frame in rank.later_frames)
 
 
@@ -296,7 +299,7 @@ def _loop(rank: RankState) -> Activity | None:
 
 
 def _endless(before: tuple[Frame, ...], after: tuple[Frame, ...]) -> tuple[Location, str] | None:
-    """Return the loop that cannot end and that two stacks are in, and at which lines."""
+    """Return the endless loop that two stacks are in, and their lines."""
     frame = innermost(before)
     head = constant_while(frame.path, frame.line) if frame is not None else None
     if frame is None or head is None:
@@ -309,14 +312,14 @@ def _endless(before: tuple[Frame, ...], after: tuple[Frame, ...]) -> tuple[Locat
 
 
 def _inside_loader(rank: RankState) -> bool:
-    """Return whether the loader called the user's code that it is in: a data set, a collate."""
+    """Return whether the loader called the user's code that it is in, such as a data set."""
     paths = [frame.path for frame in rank.frames]
     loader = max(at for at, path in enumerate(paths) if _LOADER in path)
     return rank.frame is not None and any(is_user_path(path) for path in paths[loader + 1 :])
 
 
 def _loop_of_worker(rank: RankState) -> Activity | None:
-    """Describe an endless loop in a worker of its DataLoader, if py-spy saw the worker's stack."""
+    """Describe an endless loop in a worker of its DataLoader, if py-spy read the worker's stack."""
     for stacks in rank.evidence.workers:
         mains = [each.main.frames if each.main is not None else () for each in stacks]
         if len(mains) == 2 and all(any(_WORKER in f.path for f in frames) for frames in mains):
@@ -360,11 +363,11 @@ def _loader(rank: RankState, since: str) -> Activity:
 # -- a rank whose script is over and whose process does not end
 
 EXIT_TIMEOUT = 300
-"""Seconds that a rank may work at its end before it is reported: it may save results."""
+"""Seconds that a rank may work at its end, such as for saving results, before it is reported."""
 
 _JOINS_THREADS = ("threading.py", "_shutdown")
 _JOINS_CHILDREN = ("multiprocessing/util.py", "_exit_function")
-"""File and function by which the interpreter waits for others at its end."""
+"""Files and functions in which the interpreter waits at its end."""
 
 NEVER_ENDS = "Python's own shutdown does not come to its end"
 
@@ -387,12 +390,12 @@ _LET_GO = (
 
 
 def exit_wait(rank: RankState) -> Activity | None:
-    """Return what keeps the process of a rank that has come to the end of its script.
+    """Return what delays the exit of a rank that has reached the end of its script.
 
-    Return None if it has not, or if it works there and has not been there for long.
+    Return None if it has not, or if it has only worked there briefly.
 
-    The interpreter first waits for threads that are no daemons. Then it calls what was registered
-    with ``atexit``, such as the end of multiprocessing. Then it shuts down.
+    The interpreter first waits for non-daemon threads. Then it calls functions registered with
+    ``atexit``, such as the end of multiprocessing. Then it shuts down.
     """
     if rank.dead_for is not None or any(letter in ENDED for letter in rank.activity.letters):
         return None
@@ -412,7 +415,7 @@ def exit_wait(rank: RankState) -> Activity | None:
 
 
 def _shuts_down(rank: RankState, since: str, shutting_down: bool) -> Activity:
-    """Describe a rank in the interpreter's shutdown, or in a function that is called before it."""
+    """Describe a rank in the interpreter's shutdown, or in a function called before it."""
     place, called = None, ""
     if rank.frames:
         frame = rank.frame or rank.frames[-1]
@@ -462,5 +465,5 @@ def _joined_children(rank: RankState, since: str) -> Activity:
 def _exit_activity(
     text: str, place: Location | None, fix: str, evidence: tuple[str, ...] = ()
 ) -> Activity:
-    # A warning: it may still be sending something.
+    # A warning, because it may still be sending data.
     return Activity("DDP815", text, Severity.WARNING, place, fix, evidence)

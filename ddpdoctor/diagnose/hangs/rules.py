@@ -1,47 +1,24 @@
 """Rules for jobs that hang (DDP801, DDP802, DDP805 to DDP815): which rank is missing, and why.
 
-One function judges the newest examination (`Run.hang`) and yields the findings of all codes but
-DDP801, those of differing collectives (DDP401, DDP803, DDP804) included.
+One function (`standstill.stands_still`) judges the newest examination (`Run.hang`) and yields the
+findings of all codes except DDP801, including those of differing collectives (DDP401, DDP803,
+DDP804).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterator
 
 from ddpdoctor.core.finding import Finding, Severity, rule
-from ddpdoctor.core.formatting import named
 from ddpdoctor.core.relations import STANDSTILL, Lapsed, brings_about
-from ddpdoctor.core.user_code import Location
 from ddpdoctor.diagnose import STANDSTILLS
-from ddpdoctor.diagnose.collectives.collective_mismatch import ring_mismatch
-from ddpdoctor.diagnose.collectives.mismatch_findings import (
-    called_alone,
-    failed_in_different_calls,
-    mismatch_finding,
-)
-from ddpdoctor.diagnose.crashes.pending_errors import raised_before_a_wait
-from ddpdoctor.diagnose.crashes.rank_endings import (
-    PATIENCE,
-    TIMED_OUT,
-    Ending,
-    endings,
-    first_failure,
-    last_phase,
-)
-from ddpdoctor.diagnose.gradients.constant_losses import constant_losses
-from ddpdoctor.diagnose.hangs.diagnosis import diagnose
-from ddpdoctor.diagnose.hangs.hang_snapshot import hang_snapshot, seen_waiting
+from ddpdoctor.diagnose.hangs.early_leavers import armed, leavers, wish
 from ddpdoctor.diagnose.hangs.rank_activity import NEVER_ENDS
-from ddpdoctor.diagnose.loops.rules_evaluation import alone_evaluating
-from ddpdoctor.diagnose.source_files import brief, location, quoted
+from ddpdoctor.diagnose.hangs.standstill import alone_behind, stands_still
 from ddpdoctor.diagnose.source_operations import loop_around, without_join
-from ddpdoctor.run.records.model import DdpRecord
-from ddpdoctor.run.records.process import ErrorRecord, ExitRecord, OwnWorkRecord
+from ddpdoctor.run.records.process import ExitRecord
 from ddpdoctor.run.reported import hang, start
 from ddpdoctor.run.snapshot import Rank, Run
-from ddpdoctor.run.status import Phase
 
 
 @rule(
@@ -80,64 +57,17 @@ def left_early(run: Run) -> Iterator[Finding]:
         or skipped a step (DDP403), loaders of different length (DDP109), or a collective after the
         loop that a condition on the rank decides on (DDP401).
     """
-    for leaver, wanting in _leavers(run):
-        if _alone_behind(leaver, wanting) is None:
+    for leaver, wanting in leavers(run):
+        if alone_behind(leaver, wanting) is None:
             yield _finding(run, leaver, wanting)
 
 
-def _leavers(run: Run) -> Iterator[tuple[Rank, list[Rank]]]:
-    """Yield each rank that finished while others need it, with these."""
-    ranks = run.last
-    if _is_explained(run):
-        return
-    failures = {each.rank: each for each in endings(run, run.restarts[-1])}
-    if any(not each.victim and each.kind != "abort-at-exit" for each in failures.values()):
-        return
-    left = [r for r in ranks if r.ended is not None and r.rank not in failures]
-    left += [r for r in ranks if r.rank in failures and not failures[r.rank].victim]
-    for leaver in filter(partial(_ended_well, run), left):
-        count = _armed(leaver)
-        wanting = [
-            rank
-            for rank in ranks
-            if _shares(leaver, rank) and _wants_more(rank, count, run, rank.rank in failures)
-        ]
-        wanting = _without_evaluations(run, wanting)
-        if wanting:
-            yield leaver, wanting
-
-
-def _without_evaluations(run: Run, wanting: list[Rank]) -> list[Rank]:
-    """Drop ranks whose evaluation waits for ranks that never evaluate, which DDP402 reports.
-
-    No relation between the rules does this, since only some ranks may be in an evaluation.
-    """
-    alone = {each for group in alone_evaluating(run) for each in group} if wanting else set()
-    return [rank for rank in wanting if rank.rank not in alone]
-
-
-def _alone_behind(leaver: Rank, wanting: list[Rank]) -> Finding | None:
-    """Report a collective under a condition on the rank, called after as many steps (DDP401)."""
-    count = _armed(leaver)
-    if any(_armed(rank) > count or _phase(rank) != Phase.WAIT.label for rank in wanting):
-        return None
-    wishes = [f"rank {rank.rank} {_wish(rank)}" for rank in wanting[:4]]
-    found = called_alone(wanting, (f"rank {leaver.rank} ended regularly", *wishes))
-    return replace(found, subjects=found.subjects | {STANDSTILL}) if found is not None else None
-
-
-def _phase(rank: Rank) -> str:
-    """Return the phase that a rank is in, or was in when it failed."""
-    error, last = rank.records.first(ErrorRecord), last_phase(rank)
-    return error.phase if error is not None else last.label if last is not None else ""
-
-
 def _finding(run: Run, leaver: Rank, wanting: list[Rank]) -> Finding:
-    count = _armed(leaver)
+    count = armed(leaver)
     steps = f"{count} synchronized step{'' if count == 1 else 's'}"
     evidence = [
         f"rank {leaver.rank} ended regularly after {steps}",
-        *(f"rank {rank.rank} {_wish(rank)}" for rank in wanting[:4]),
+        *(f"rank {rank.rank} {wish(rank)}" for rank in wanting[:4]),
     ]
     location = leaver.site("data") or leaver.site("forward")
     location = loop_around(run, location) or location
@@ -170,99 +100,8 @@ def _finding(run: Run, leaver: Rank, wanting: list[Rank]) -> Finding:
     )
 
 
-def _ended_well(run: Run, rank: Rank) -> bool:
-    """Return whether the rank reported no failure. Its exit status may not be known yet."""
-    if any(call.status for call in rank.records.of(ExitRecord)) or rank.records.of(ErrorRecord):
-        return False
-    stopped = run.stopped_at
-    return stopped is None or rank.ended is None or rank.ended.time < stopped
-
-
-def _armed(rank: Rank) -> int:
-    """Return how many synchronized forwards it has begun."""
-    if rank.ended is not None:
-        return rank.ended.armed
-    return rank.status.armed if rank.status is not None else 0
-
-
-def _wants_more(rank: Rank, count: int, run: Run, failed: bool) -> bool:
-    """Return whether the rank needs, or needed when it failed, a peer that left after ``count``."""
-    status, last = rank.status, last_phase(rank)
-    if status is None or last is None:
-        return False
-    phase, armed = last.label, status.armed
-    error = rank.records.first(ErrorRecord)
-    if error is not None:
-        # The status page moved on until the process was gone.
-        phase, armed = error.phase, error.armed
-    elif not failed and (run.exit_status is not None or run.waits_for(rank) < PATIENCE):
-        return False
-    if failed and error is not None and phase == Phase.FORWARD.label:
-        # In its forward DDP broadcasts buffers, and once the order of its buckets.
-        return armed >= count
-    behind = phase == Phase.BACKWARD.label or seen_waiting(run, rank.rank)
-    return (armed > count and behind) or (armed >= count and phase == Phase.WAIT.label)
-
-
-def _shares(one: Rank, other: Rank) -> bool:
-    """Return whether a DDP module is replicated on both ranks."""
-    groups = [record.group_ranks for record in one.records.of(DdpRecord)]
-    return one is not other and any({one.rank, other.rank} <= set(group) for group in groups)
-
-
-def _wish(rank: Rank) -> str:
-    """Say what the rank needed: ``waits in backward of step 25 (train.py:28)``."""
-    error = rank.records.first(ErrorRecord)
-    if error is not None:
-        place = f" ({error.location})" if error.location is not None else ""
-        return f"failed in {error.collective or error.phase} of step {error.step}{place}"
-    status = rank.status
-    if status is None:
-        return "waits"
-    place = f" ({status.site})" if status.site else ""
-    return f"waits in {status.collective or status.phase.label} of step {status.step}{place}"
-
-
-# -- one examination, findings of many codes
-
-
-def stands_still(run: Run) -> Iterator[Finding]:
-    """Judge a hang, and collectives that differ between ranks whether or not the job hangs."""
-    if _is_explained(run):
-        return
-    mismatch = ring_mismatch(run)
-    still = hang_snapshot(run)
-    hung = diagnose(still, mismatch is not None) if still is not None else []
-    late = outlasted(run)
-    if late is not None and all(each.severity < Severity.ERROR for each in hung):
-        # An examination before that may have found that it works, which is a warning.
-        hung = [late]
-    yield from hung
-    known = {each.code for each in hung}
-    if mismatch is not None:
-        different = mismatch_finding(mismatch)
-        if different.code not in known:
-            yield different
-            known.add(different.code)
-    failed = failed_in_different_calls(run)
-    alone = (_alone_behind(leaver, wanting) for leaver, wanting in _leavers(run))
-    for each in (failed, *alone):
-        if each is not None and each.code not in known:
-            known.add(each.code)
-            yield each
-
-
-def _is_explained(run: Run) -> bool:
-    """Return whether a rank raised, or reduced nothing, before: DDP901 or DDP305 reports that.
-
-    Relations between the rules cannot: the ends of jobs, which have these codes, too, follow from
-    standstills.
-    """
-    return raised_before_a_wait(run) is not None or any(constant_losses(run))
-
-
 def _lapses(finding: Finding, run: Run) -> Lapsed | None:
-    """Withdraw a wait at the end only if it was a shutdown: that may have been slow."""
+    """Withdraw a wait at the end only if it was a shutdown, which may have been slow."""
     return hang(finding, run) if NEVER_ENDS in finding.message else None
 
 
@@ -578,93 +417,3 @@ class DoesNotEnd:
         Until `--hang-after`; for 5 minutes if the rank computes, lacks a core, writes or waits for
         the network. It is a warning, unless native code hangs or other ranks wait for this one.
     """
-
-
-# -- work that outlasted the timeout of a collective in which other ranks waited
-
-
-_OWN_WORK = (Phase.OTHER, Phase.STARTING, Phase.DATA, Phase.FORWARD, Phase.OPTIMIZER)
-
-MIN_SHARE = 0.5  # Share of the timeout that a rank must have spent on the same work
-
-
-def outlasted(run: Run) -> Finding | None:
-    """Report ranks that were at their own work while a collective of the others timed out (DDP802).
-
-    Only ranks count whose status page shows that they called nothing since: they were in one phase,
-    or outside of all, from before the timeout ran until the other ranks gave up.
-    """
-    restart = run.restarts[-1]
-    # A rank that its launcher stopped may be dated too early, by its last sign of life.
-    victims = (each for each in endings(run, restart) if each.victim and not each.stopped)
-    first = next(victims, None)
-    if first is None or first.kind != "exception" or first_failure(run, restart) is not None:
-        return None
-    found = TIMED_OUT.search(first.message)
-    if found is None:
-        return None
-    timeout = int(next(filter(None, found.groups())))
-    late = [
-        rank
-        for rank in run.last
-        if rank.rank != first.rank and not rank.lost and _worked(rank, first.time, timeout)
-    ]
-    place = _work_place(late[0]) if late else None
-    return _outlasted_finding(run, first, late, timeout, place) if place is not None else None
-
-
-def _worked(rank: Rank, until: int, timeout: int) -> bool:
-    """Return whether a rank did its own work for most of a timeout, in milliseconds."""
-    status = rank.status
-    if status is None or rank.ended is not None or status.phase not in _OWN_WORK:
-        return False
-    if status.collective or rank.records.of(ErrorRecord):
-        return False
-    return until - status.since >= MIN_SHARE * timeout * 1_000_000
-
-
-def _work_place(rank: Rank) -> Location | None:
-    """Return the line of a rank's work: the innermost one that all samples of it share."""
-    status = rank.status
-    if status is None:
-        return None
-    if status.phase not in (Phase.OTHER, Phase.STARTING):
-        return location(status.site)
-    samples = [each.frames[::-1] for each in rank.records.of(OwnWorkRecord)]
-    since = [each.since for each in rank.records.of(OwnWorkRecord)]
-    samples = [each for each, begun in zip(samples, since, strict=True) if begun >= since[-1]]
-    common = [lines[0] for lines in zip(*samples, strict=False) if len(set(lines)) == 1]
-    return common[-1] if common else None
-
-
-def _outlasted_finding(
-    run: Run, first: Ending, late: Sequence[Rank], timeout: int, place: Location
-) -> Finding:
-    ranks = [each.rank for each in late]
-    who, plural = named(ranks), len(ranks) > 1
-    since = min(each.status.since for each in late if each.status is not None)
-    seconds, limit = (first.time - since) / 1e9, f"{timeout / 1000:g} s"
-    opened = run.rank(first.rank).opened if first.rank is not None else None
-    set_at = ""
-    if opened is not None and opened.timeout == timeout / 1000 and opened.joined is not None:
-        set_at = f" at {brief(opened.joined)}"
-    where = first.where.rpartition(", ")[2] or "a collective"
-    return Finding(
-        code="DDP802",
-        about="timeout",
-        severity=Severity.ERROR,
-        message=f"{who} {'were' if plural else 'was'} at {quoted(place)} for {seconds:.0f} s and "
-        f"never joined {where}, where {first.name} waited at {quoted(first.location)} until the "
-        f"timeout of {limit}",
-        ranks=tuple(ranks),
-        location=place,
-        evidence=(
-            f"{first.name}: {first.text[:160]}",
-            *((f"the process group was created with this timeout{set_at}",) if set_at else ()),
-        ),
-        fix=f"Give the group more time (`init_process_group(timeout=timedelta(...))`{set_at}), or "
-        "do the work before it: the others wait from the moment at which they call the collective.",
-        subjects=frozenset((STANDSTILL,)),
-        moment=first.time,
-        traceback="",
-    )

@@ -1,4 +1,4 @@
-"""Rules for scripts that ignore the place that their launcher gives them (DDP206, DDP214)."""
+"""Rules for scripts that ignore their launcher's settings (DDP206, DDP214)."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ R = TypeVar("R", bound=Record)
 
 
 def _first(run: Run, declared: type[R]) -> list[tuple[Rank, R]]:
-    """Return the first record of a class for each rank that has one."""
+    """Return each rank's first record of a class, for ranks that have one."""
     firsts = ((rank, rank.records.first(declared)) for rank in run.last)
     return [(rank, record) for rank, record in firsts if record is not None]
 
 
 def _all_wrote(run: Run, found: list[tuple[Rank, R]], step: int) -> bool:
-    """Return whether each other rank would have written such a record by now.
+    """Return whether every other rank would have written such a record by now.
 
     Args:
         run: The run.
-        found: The ranks that have one.
-        step: The step whose line follows it in the journal.
+        found: The ranks with a record.
+        step: The step whose line follows the record in the journal.
     """
     if run.exit_status is not None:
         return True

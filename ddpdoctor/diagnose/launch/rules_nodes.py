@@ -1,6 +1,6 @@
-"""Rules for nodes of one job that differ, or are lost (DDP052, DDP057, DDP058, DDP215).
+"""Rules for nodes of one job that differ or are lost (DDP052, DDP057, DDP058, DDP215).
 
-The first three are also checks of `ddpdoctor check`, whose pages say more.
+The first three are also checks of `ddpdoctor check`, with longer pages.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ CLOCK_WARN_S = 1.0
 CLOCK_FAIL_S = 10.0
 
 OF_EACH_NODE = ("_IFNAME", "_IB_HCA", "_DEBUG", "_DEBUG_FILE", "_TOPO_FILE", "_HOSTID")
-"""Endings of variables that rightly differ between nodes."""
+"""Suffixes of variables that may differ between nodes."""
 
 LOST_FOR_NS = 5_000_000_000
-"""Nanoseconds after the loss of a node, which takes 10 s to see, after which it is reported."""
+"""Nanoseconds from the detected loss of a node, which takes 10 s, to the report."""
 
-MAX_HOSTS = 5  # Hosts that are named
+MAX_HOSTS = 5  # Maximum number of named hosts
 
 _VERSIONS = {
     "torch": "torch",
@@ -107,7 +107,7 @@ def node_versions(run: Run) -> Iterator[Finding]:
     for name, what in _VERSIONS.items():
         values = _by_value(ranks, lambda rank, name=name: _shortened(name, rank))  # type: ignore[misc]
         if name in ("nccl", "driver"):
-            # A rank that has none, or does not know, is no other version.
+            # A missing or unknown value is not a different version.
             values.pop("", None)
         minor = {_minor(value) for value in values}
         severe = name == "nccl" or (name == "torch" and len(minor) > 1)
@@ -203,7 +203,7 @@ def node_lost(run: Run) -> Iterator[Finding]:
         wait for its ranks until a timeout ends the job.
 
     How to fix it
-        See whether the machine lives, and whether it reaches the others.
+        Check whether the machine is up and reaches the others.
 
     Example
         Wrong: a machine that is rebooted for an update while a job runs on it.
@@ -222,7 +222,7 @@ def node_lost(run: Run) -> Iterator[Finding]:
                 about=f"refused {node.number}",
             )
     failed = bool(run.exit_status) and run.stopped_at is None
-    # A node had been silent for some seconds when its loss was recorded.
+    # A node was already silent for some seconds when its loss was recorded.
     lost = [
         node
         for node in run.nodes
@@ -258,7 +258,7 @@ def _ranks_of(run: Run, node: NodeRecord) -> tuple[int, ...]:
 
 
 def _by_value(ranks: Sequence[Rank], value: Callable[[Rank], str]) -> dict[str, list[str]]:
-    """Return the hosts by the value that their ranks have."""
+    """Return the hosts by their ranks' value."""
     found: dict[str, list[str]] = {}
     for rank in ranks:
         hosts = found.setdefault(value(rank), [])
@@ -272,7 +272,7 @@ def _gpu_model(rank: Rank) -> str:
 
 
 def _gpu_counts(run: Run, ranks: Sequence[Rank]) -> dict[str, list[str]]:
-    """Group the nodes of ranks by the number of their GPUs, as far as NVML shows it."""
+    """Group the nodes by their number of GPUs, where NVML shows it."""
     hosts = {rank.opened.host for rank in ranks}
     counts: dict[str, list[str]] = {}
     for host, count in gpu_counts(run.path).items():
@@ -299,7 +299,7 @@ def _differ(
 ) -> Iterator[Finding]:
     hosts = Counter(host for each in values.values() for host in each)
     if len(values) < 2 or len(hosts) < 2 or any(count > 1 for count in hosts.values()):
-        # Ranks of one node that differ are no matter of nodes.
+        # Differences within a node do not count.
         return
     usual = max(values, key=lambda value: len(values[value]))
     odd = [host for value, each in values.items() if value != usual for host in each]

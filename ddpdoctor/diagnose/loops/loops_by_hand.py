@@ -1,7 +1,7 @@
-"""Find ranks that came out of a loop without a loader before the others.
+"""Find ranks that left a loop without a loader before the others.
 
-Nothing records the iterations of such a loop. What is known is how many reduced backwards each rank
-began, and where it is: in a backward of the loop, or in a collective behind it.
+The iterations of such a loop are not recorded. Known are the number of reduced backwards that each
+rank began, and its position: in a backward of the loop, or in a collective behind it.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from ddpdoctor.run.status import Phase
 
 @dataclass(frozen=True)
 class LeftByHand:
-    """Ranks that are behind a loop in which others wait for them."""
+    """Ranks that are past a loop in which others wait for them."""
 
     kind: Literal["ended", "left", "skipped"]
-    """``ended`` if the source has no other way out than the end of what it iterates over."""
+    """``ended`` if the source leaves the loop only at the end of its iterable."""
     steps: dict[int, int]
-    """Reduced backwards that each of them began."""
+    """Reduced backwards begun by each of them."""
     others: dict[int, int]
     location: Location
     """The statement that decided, or the loop."""
     loop: Location
     moment: int
-    """When the first of them was in a collective behind the loop, in Unix nanoseconds."""
+    """When the first of them was in a collective past the loop, in Unix nanoseconds."""
 
 
 def left_by_hand(run: Run) -> Iterator[LeftByHand]:
-    """Yield the ranks that came out of a loop alone, while others wait or failed waiting."""
+    """Yield the ranks that left a loop alone while others wait or failed waiting."""
     restart = run.restarts[-1]
     cause = first_failure(run, restart)
     if run.stopped_at is not None or (cause is not None and not mispaired(run, cause)):
@@ -86,9 +86,9 @@ def _left(run: Run, group: Sequence[Rank], ends: dict[int | None, Ending]) -> Le
 
 
 def _loops_by_hand(rank: Rank) -> bool:
-    """Return whether a rank has trained, and not in a loop over a data loader.
+    """Return whether a rank has trained without a data loader.
 
-    A rank without a backward may stand before the loop, which it has not entered yet.
+    A rank without a backward may not have entered the loop yet.
     """
     trained = rank.status is not None and rank.status.reduced > 0
     return trained and rank.watched(LoopRecord) and not rank.records.of(LoopRecord)
@@ -108,14 +108,14 @@ def _waits(run: Run, rank: Rank, ends: dict[int | None, Ending]) -> bool:
 
 
 def _innermost_loop(run: Run, rank: Rank) -> tuple[str, Source, Loop, int] | None:
-    """Return the loop that a backward of a rank is in, and the line in it that leads there."""
+    """Return the loop that a rank's backward is in, and the line in it that leads there."""
     error = rank.records.first(ErrorRecord)
     frames = [Location(each.path, each.line) for each in error.user_frames] if error else []
     lines = list(reversed(frames)) or list(rank.sites("backward"))[:2]
     if not frames:
         if len(lines) != 1:
             return None
-        # Calls from outside of loops, such as one to warm up, do not count.
+        # Calls outside of loops, such as for warm-up, do not count.
         calls = [each for each in callers(run, lines[0]) if loop_around(run, each) is not None]
         lines += calls if len(calls) == 1 else []
     for at in lines:
@@ -127,7 +127,7 @@ def _innermost_loop(run: Run, rank: Rank) -> tuple[str, Source, Loop, int] | Non
 
 
 def _behind(run: Run, rank: Rank, path: str, loop: Loop, ends: dict[int | None, Ending]) -> int:
-    """Return since when a rank is in a collective that is called from outside the loop, or 0."""
+    """Return since when a rank is in a collective called from outside the loop, or 0."""
     calls = rank.ring.collectives if rank.ring is not None else ()
     known = rank.counted_collectives and calls and not calls[-1].ended
     if not known or not _waits(run, rank, ends):
@@ -143,7 +143,7 @@ def _is_behind(call: Collective, path: str, loop: Loop) -> bool:
 
 
 def _came_out(inside: Sequence[Rank], path: str, loop: Loop, steps: int) -> bool:
-    """Return whether a rank in a loop came out of it in its newest steps, and began it again."""
+    """Return whether a rank left the loop in its newest steps and began it again."""
     return any(
         call.began >= (rank.steps[-steps].start if len(rank.steps) >= steps else 0)
         and _is_behind(call, path, loop)
@@ -155,7 +155,7 @@ def _came_out(inside: Sequence[Rank], path: str, loop: Loop, steps: int) -> bool
 def _decided(
     source: Source, loop: Loop, backward: int
 ) -> tuple[Literal["ended", "left", "skipped"], int]:
-    """Return why ranks may have come out of a loop at different steps, and the line."""
+    """Return why ranks may have left a loop at different steps, and the line."""
     exits = [each for each in source.exits(loop) if not source.counts(each)]
     skips = [each for each in source.skips(loop) if each.lineno < backward]
     guards = [each.lineno for each in source.conditions(backward, loop)]

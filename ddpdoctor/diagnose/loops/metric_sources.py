@@ -1,4 +1,4 @@
-"""Find out from the user's source how the result of an evaluation is used."""
+"""Find in the user's source how the result of an evaluation is used."""
 
 from __future__ import annotations
 
@@ -42,24 +42,24 @@ _RATIO = re.compile(
 _NEVER_A_MEAN = re.compile(
     r"f1|fbeta|precision|recall|auc|auroc|iou|dice|bleu|wer$|kappa|mcc", re.IGNORECASE
 )
-"""Those whose ratio for all samples is not the average of the ratios for parts."""
+"""Functions whose ratio for all samples is not the average of the ratios of parts."""
 
 _HOOKS = ("validation_step", "test_step", "on_validation_epoch_end", "on_test_epoch_end")
-"""Methods of Lightning that log what a rank evaluates."""
+"""Methods of Lightning that log a rank's results."""
 
 MAX_DEPTH = 5
 """Maximum number of assignments through which a value is followed."""
 
 
 class Use(NamedTuple):
-    """What the source does with the result of an evaluation."""
+    """The use of an evaluation's result."""
 
     at: Location | None = None
-    """The first line that shows it or compares it; None if there is none."""
+    """The first line that shows or compares it. None without one."""
     labelled: bool = False
     """Whether a line prints it with its rank, or writes it to a file of its rank."""
     computed: Location | None = None
-    """The line that divides what the loop counted."""
+    """The line that divides the loop's counts."""
     over_all: bool = False
     """It divides by the length of the whole data set."""
     kept: bool = False
@@ -70,7 +70,7 @@ class Use(NamedTuple):
 
 
 def use_of(run: Run, at: Location) -> Use:
-    """Return how the result of an evaluation is used, whose loop reads its loader at a line."""
+    """Return the use of an evaluation's result. The loop reads its loader at a line."""
     home = _scope(at)
     if home is None:
         return Use()
@@ -81,7 +81,7 @@ def use_of(run: Run, at: Location) -> Use:
     quotients = [each for each in _quotients(home, results) if each.lineno > end]
     shown = list(_shown(at.path, home, results, end))
     for around in _functions_around(at.path, home):
-        # A meter that the loop fills may be one of the function around it.
+        # The loop may fill a meter of the function around it.
         results = _derived(around, results, name)
         shown += _shown(at.path, around, results, getattr(home, "end_lineno", 0), name)
         name = around.name
@@ -116,7 +116,7 @@ def _quotients(scope: Function, results: set[str]) -> list[ast.BinOp | ast.Call]
 
 
 def indexed_by_rank(run: Run) -> Location | None:
-    """Return the first line that takes a part of something by the rank."""
+    """Return the first line that selects a part by the rank."""
     subscripts = (
         Location(path, node.lineno)
         for path in files_of(run)
@@ -177,7 +177,7 @@ def _scope(at: Location) -> Function | None:
 
 
 def _functions_around(path: str, inner: Function) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Return the functions that a function is defined in, innermost first."""
+    """Return the functions around a function, innermost first."""
     around = [
         node
         for node in nodes_of(path)
@@ -275,7 +275,7 @@ def _callers(run: Run, name: str) -> Iterator[tuple[str, Function]]:
 def _shown(
     path: str, scope: Function, results: set[str], after: int, function: str = ""
 ) -> Iterator[tuple[Location, bool]]:
-    """Yield the lines that show or compare a result, and whether they name the rank with it."""
+    """Yield the lines that show or compare a result, and whether they name the rank."""
     for node in walk_scope(scope.body):
         line = getattr(node, "lineno", 0)
         if line <= after:
@@ -297,7 +297,7 @@ def _shown(
 
 
 def _about(path: str, scope: Function, value: ast.expr, results: set[str]) -> bool:
-    """Return whether a value, or the text that a name in it is set to, names the rank."""
+    """Return whether a value, or the text of a name in it, mentions the rank."""
     if names_rank(path, value) or any(_RANK.search(text) for text in _texts(value)):
         return True
     names = {each.id for each in ast.walk(value) if isinstance(each, ast.Name)} - results
@@ -338,18 +338,18 @@ def _logged_by_hook(run: Run) -> Location | None:
 
 
 class Averaged(NamedTuple):
-    """A ratio of each rank that is reduced over the ranks."""
+    """A ratio per rank that is reduced over the ranks."""
 
     at: Location
     """The line that computes it."""
     never_a_mean: bool
-    """It is a measure such as F1, which no average of its values for parts gives."""
+    """It is a measure such as F1, which is not the average of its values for parts."""
     over_all: bool = False
     """It is divided by the length of the whole data set, so the sum over the ranks is right."""
 
 
 def ratio_reduced(chain: Sequence[Location]) -> Averaged | None:
-    """Return the ratio that is reduced. None if counts or sums are, or if that is unknown.
+    """Return the reduced ratio. None if counts or sums are reduced, or if unknown.
 
     Args:
         chain: The call's line and those that led to it, innermost first.
@@ -388,7 +388,7 @@ _WRAPS = ("tensor", "as_tensor", "FloatTensor", "stack", "full", "float")
 """Functions that create a tensor from their first argument."""
 
 _SAME = ("clone", "to", "detach", "cuda", "cpu", "double", "float", "unsqueeze", "item", "view")
-"""Methods whose result has the value of their tensor."""
+"""Methods that keep the value of their tensor."""
 
 
 def _ratio(chain: Sequence[Location], value: ast.expr, depth: int) -> Averaged | None:
@@ -420,7 +420,7 @@ def _ratio(chain: Sequence[Location], value: ast.expr, depth: int) -> Averaged |
 
 
 def _ratio_of_item(at: Location, item: ast.Subscript) -> Averaged | None:
-    """Return a ratio by the name that it has in a dictionary of metrics: ``metrics["f1"]``."""
+    """Return a ratio by its name in a dictionary of metrics: ``metrics["f1"]``."""
     name = item.slice.value if isinstance(item.slice, ast.Constant) else None
     if not isinstance(name, str) or not _RATIO.search(name):
         return None

@@ -1,4 +1,4 @@
-"""Rules for decisions that some ranks take alone (DDP403) and for uneven inputs (DDP109)."""
+"""Rules for decisions of single ranks (DDP403) and for uneven inputs (DDP109)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _REDUCE = (
 
 
 def _lapses(finding: Finding, run: Run) -> Lapsed | None:
-    """Keep a step that was left out: only the newest steps show it."""
+    """Keep a finding about a skipped step: only the newest steps show it."""
     return fact(finding, run) if STANDSTILL in finding.subjects else None
 
 
@@ -153,7 +153,7 @@ def _by_hand_finding(found: LeftByHand) -> Finding:
 
 
 def _began(found: LeftByHand) -> tuple[str, ...]:
-    """Say how many backwards ranks began before they came out of a loop, or wait in it."""
+    """Describe how many backwards ranks began before they left a loop, or wait in it."""
     return (
         *(f"rank {n} is behind the loop after {each} steps" for n, each in found.steps.items()),
         *(f"rank {n} is in the backward of step {each}" for n, each in found.others.items()),
@@ -162,7 +162,7 @@ def _began(found: LeftByHand) -> tuple[str, ...]:
 
 
 def _did(trace: Trace) -> str:
-    """Say what a rank did in a loop."""
+    """Describe what a rank did in a loop."""
     reached = trace.reached
     steps = "" if reached is None else f" and began {reached} reduced backwards in it"
     if trace.fetched is None:
@@ -183,7 +183,7 @@ class _SkippedStep:
     """An optimizer step that some ranks skipped."""
 
     step: int
-    """The step that they ended one or more backwards later than the others."""
+    """The step with more backwards on these ranks."""
     ranks: tuple[int, ...]
     others: tuple[int, ...]
     backwards: dict[int, int]
@@ -193,7 +193,7 @@ class _SkippedStep:
 
 
 def _first_skipped_step(replica: Replica) -> _SkippedStep | None:
-    """Return the first step that took some ranks more backwards than others."""
+    """Return the first step with more backwards on some ranks than on others."""
     counts = {
         rank.rank: {each.step: each.backwards for each in rank.steps} for rank in replica.ranks
     }
@@ -202,7 +202,7 @@ def _first_skipped_step(replica: Replica) -> _SkippedStep | None:
         backwards = {rank: each[step] for rank, each in counts.items()}
         least = min(backwards.values())
         if not least:
-            # A step without a backward is another fault than a backward without a step.
+            # A step without a backward is a different fault.
             return None
         guilty = tuple(sorted(rank for rank, count in backwards.items() if count > least))
         if guilty:
@@ -213,9 +213,9 @@ def _first_skipped_step(replica: Replica) -> _SkippedStep | None:
 
 
 def _diverged(replica: Replica, found: _SkippedStep) -> bool:
-    """Return whether ranks differ since then in reduced backwards, or in parameters.
+    """Return whether ranks differ since then in reduced backwards or in parameters.
 
-    A rank's own backwards, through another model, change neither.
+    Backwards through another model of one rank change neither.
     """
     prints = replica.prints
     common = sorted(set.intersection(*map(set, prints.values())))
@@ -249,7 +249,7 @@ def _skipped_step_finding(found: _SkippedStep) -> Finding:
 
 
 def _step_condition(rank: Rank) -> Location | None:
-    """Return the statement between backward and optimizer step that decides on the step."""
+    """Return the statement between backward and optimizer step that decides whether to step."""
     at, backward = rank.site("optimizer"), rank.site("backward")
     source = source_of(at.path) if at is not None else None
     loops = source.around(at.line) if at is not None and source is not None else []
@@ -356,7 +356,7 @@ def _known_lengths(run: Run) -> list[Finding]:
 
 
 def _uneven_counts(run: Run, passes: Passes) -> dict[int, int]:
-    """Return how many batches each rank has, if that will leave one alone; else nothing."""
+    """Return the number of batches of each rank if that will leave one alone. Empty otherwise."""
     each = list(passes.values())
     counts = {one.rank: one.record.batches for one in each if one.record.batches is not None}
     uneven = len(counts) == len(each) and len(set(counts.values())) > 1
@@ -388,7 +388,7 @@ def _fewer_finding(run: Run, found: LeftByHand) -> Finding:
 
 
 def _ended_finding(run: Run, early: LocalDecision) -> Finding:
-    """Make DDP109 of a loop whose loader ended earlier on some ranks."""
+    """Make the finding about a loop whose loader ended earlier on some ranks."""
     ranks, others = early.ranks, [each.rank.rank for each in early.others]
     return Finding(
         code="DDP109",
@@ -412,7 +412,7 @@ def _ended_finding(run: Run, early: LocalDecision) -> Finding:
 
 
 def _ran_out(run: Run, one: Pass) -> int:
-    """Return when a rank had had all batches of a pass, in Unix nanoseconds; 0 if unknown."""
+    """Return when a rank had received all batches of a pass, in Unix nanoseconds. 0 if unknown."""
     if one.closed:
         return one.record.closed if one.record.state == "ended" else 0
     loop = _loop(run, one)
@@ -420,7 +420,7 @@ def _ran_out(run: Run, one: Pass) -> int:
 
 
 def _loop(run: Run, one: Pass) -> Trace | None:
-    """Return the loop that read a pass. Its end is recorded at once, whatever the budget."""
+    """Return the loop that read a pass. Its end is recorded at once, independent of the budget."""
     return next(
         (
             each
@@ -438,7 +438,7 @@ def _goes_on(run: Run, one: Pass) -> bool:
     loop, status = _loop(run, one), run.rank(one.rank).status
     if loop is not None:
         return not loop.recorded_end
-    # Without its loop, a part of the journal that was rotated away may have ended it.
+    # Without its loop, the end may be in a rotated part of the journal.
     made = status.armed - one.record.armed if status is not None else 0
     return one.record.state != UNFOLLOWED and made <= (one.record.batches or 0)
 
@@ -460,7 +460,7 @@ def _left_alone(run: Run, passes: Passes) -> bool:
 
 
 def _is_alone(run: Run, one: Pass, over: int) -> bool:
-    """Return whether a rank waits for, or failed in, a step after the last of the others."""
+    """Return whether a rank waits or failed in a step after the last one of the others."""
     rank = run.rank(one.rank)
     if rank.status is None:
         return False
@@ -470,7 +470,7 @@ def _is_alone(run: Run, one: Pass, over: int) -> bool:
         return False
     if error is None and rank.ended is not None:
         return False
-    # Native code, or a signal, may have ended it without another record.
+    # Native code or a signal may have ended it without another record.
     died = rank.exit is not None and rank.ended is None
     waits = error is not None or died or run.waits_for(rank) > PATIENCE
     within = last_phase(rank) in (Phase.BACKWARD, Phase.ENDED)

@@ -21,6 +21,7 @@ from ddpdoctor.diagnose.data.draws import (
     passes_of,
     same_part,
 )
+from ddpdoctor.diagnose.loops.lone_evaluations import alone_evaluating
 from ddpdoctor.diagnose.loops.metric_sources import (
     Averaged,
     evaluated_by_hand,
@@ -28,25 +29,24 @@ from ddpdoctor.diagnose.loops.metric_sources import (
     ratio_reduced,
     use_of,
 )
-from ddpdoctor.diagnose.loops.training_loops import local_decisions
 from ddpdoctor.diagnose.replicas.differences import elements
 from ddpdoctor.diagnose.source_files import location
 from ddpdoctor.diagnose.source_operations import updated_on_some_ranks
-from ddpdoctor.run.records.model import FingerprintRecord, OtherModelRecord, StatisticsRecord
-from ddpdoctor.run.records.training import EvaluationRecord, SaveRecord
-from ddpdoctor.run.snapshot import Rank, Run
+from ddpdoctor.run.records.model import OtherModelRecord, StatisticsRecord
+from ddpdoctor.run.records.training import SaveRecord
+from ddpdoctor.run.snapshot import Run
 
 MIN_DISTANCE = 0.01
-"""How far statistics must differ to change an evaluation: means in standard deviations, variances
-as a part of themselves."""
+"""Minimum differences of statistics that change an evaluation: means in standard deviations,
+variances as a ratio."""
 PART_OF_NORM = 1e-6
-"""How far norms of weights may differ that are the same."""
+"""Relative tolerance of norms of equal weights."""
 OTHER_DATA = 0.25
-"""How far those of ranks differ that train on data of different kinds, not on shards of one set."""
+"""Minimum difference of ranks that train on different kinds of data, not on shards of one set."""
 
 
 def _evaluation_passes(run: Run) -> Iterator[list[Pass]]:
-    """Yield passes that every rank finished over its shard of one data set without training."""
+    """Yield finished passes in which every rank read its shard of one data set without training."""
     for passes in matched(run):
         each = list(passes.values())
         if (
@@ -112,7 +112,7 @@ def not_reduced(run: Run) -> Iterator[Finding]:
 
 
 def _by_hand(run: Run) -> Iterator[Finding]:
-    """Yield an evaluation that takes every n-th sample itself, in a job that combines nothing."""
+    """Yield an evaluation that shards by hand in a job that combines nothing."""
     rings = [rank.ring for rank in run.last if rank.counted_collectives]
     if (
         run.exit_status != 0
@@ -160,7 +160,8 @@ def _disjoint_passes(run: Run) -> Iterator[list[Pass]]:
         if other_data(passes) and indexed_by_rank(run) is not None:
             yield each
         elif len({one.whole for one in each}) == 1:
-            # Of a data set without subsets each rank follows the same indices, else its own ones.
+            # Without subsets each rank follows the same indices of a data set, otherwise its own
+            # ones.
             followed = {(one.record.subset, one.record.followed) for one in each}
             shared, total = overlap(passes)
             apart = not shared or all(_is_filled_share(one, len(each)) for one in each)
@@ -170,14 +171,14 @@ def _disjoint_passes(run: Run) -> Iterator[list[Pass]]:
 
 
 def _is_filled_share(one: Pass, world: int) -> bool:
-    """Return whether a rank drew its part of the samples, filled up to whole batches."""
+    """Return whether a rank drew its part of the samples, padded to whole batches."""
     draws, batches = one.record.draws, one.record.fetched
     part = -(-one.length // world)
     return batches > 0 and part <= draws < part + draws / batches and draws < one.length
 
 
 def _uncombined(run: Run, each: list[Pass]) -> Finding | None:
-    """Return what is wrong with an evaluation whose results no rank reduces or gathers."""
+    """Return the fault of an evaluation whose results no rank reduces or gathers."""
     if any(map(_combined, each)) or _separate_files(run, {one.rank: one for one in each}):
         return None
     counted = all(rank.counted_collectives for rank in run.last)
@@ -212,7 +213,7 @@ def _uncombined(run: Run, each: list[Pass]) -> Finding | None:
 
 
 def _averaged(run: Run, each: list[Pass]) -> Finding | None:
-    """Return what is wrong with an evaluation after which ratios of the ranks are averaged."""
+    """Return the fault of an evaluation after which ratios of the ranks are averaged."""
     if any(one.record.gathers for one in each):
         return None
     ratios = _reduced_ratios(run, each[0])
@@ -240,7 +241,10 @@ def _averaged(run: Run, each: list[Pass]) -> Finding | None:
 
 
 def _reduced_ratios(run: Run, one: Pass) -> list[Averaged]:
-    """Return the ratios that a rank reduced after an evaluation; none if it reduced counts, too."""
+    """Return the ratios that a rank reduced after an evaluation.
+
+    Empty if it also reduced counts.
+    """
     rank, begun = run.rank(one.rank), one.record.closed
     later = [each.record.time for each in passes_of(rank) if each.trains]
     until = min((time for time in later if time > begun), default=run.taken)
@@ -269,7 +273,7 @@ def _sends(run: Run) -> bool:
 
 
 def _separate_files(run: Run, passes: Passes) -> bool:
-    """Return whether each rank saved its own file before it continued, or may have.
+    """Return whether each rank may have saved its own file before it continued.
 
     Then results are meant to stay separate. Only a file's first save is recorded.
     """
@@ -320,7 +324,7 @@ def padded(run: Run) -> Iterator[Finding]:
         if first.sampler.drop_last or not 0 < extra < len(each):
             continue
         if any(one.record.collectives is None for one in each):
-            # It is not known yet what becomes of the results.
+            # The use of the results is still unknown.
             continue
         reported = all(
             (one.record.reductions or 0) > 0 >= (one.record.gathers or 0) for one in each
@@ -344,7 +348,7 @@ def padded(run: Run) -> Iterator[Finding]:
 
 
 def _blames_others(cause: Finding, effect: Finding) -> bool:
-    """Return whether a call under a condition kept ranks from the evaluation of the others."""
+    """Return whether a call under a condition kept ranks out of the others' evaluation."""
     return same_subject(cause, effect) and not set(cause.ranks) & set(effect.ranks)
 
 
@@ -412,49 +416,6 @@ def forward_under_rank_guard(run: Run) -> Iterator[Finding]:
             ),
             fix="Evaluate ddp.module instead of the wrapper, or evaluate on all ranks.",
         )
-
-
-Alone = list[tuple[int, EvaluationRecord, tuple[int, ...]]]
-"""Evaluations: the number of synchronized forwards before, the record, and the absent ranks."""
-
-
-def alone_evaluating(run: Run) -> dict[tuple[int, ...], Alone]:
-    """Return the evaluations of some ranks only, by these ranks."""
-    members = {rank.rank: rank for rank in run.last}
-    evaluations = {rank.rank: _evaluations_of_rank(rank) for rank in run.last}
-    alone: dict[tuple[int, ...], Alone] = {}
-    for number, mine in evaluations.items():
-        for point, record in mine.items():
-            group = [each for each in record.group if each in members]
-            present = tuple(each for each in group if point in evaluations[each])
-            absent = tuple(each for each in group if each not in present)
-            # An evaluation of several ranks counts once, for the first of them.
-            if number != present[0] or not absent:
-                continue
-            if all(_passed(members[each], point, run) for each in absent):
-                alone.setdefault(present, []).append((point, record, absent))
-    # A relation of rules cannot say this: the decision is only suspected here.
-    return {} if alone and local_decisions(run, suspected=True) else alone
-
-
-def _evaluations_of_rank(rank: Rank) -> dict[int, EvaluationRecord]:
-    """Return a rank's evaluations by the number of synchronized forwards before them."""
-    return {
-        record.armed: record
-        for record in rank.records.of(EvaluationRecord)
-        if rank.rank in record.group
-    }
-
-
-def _passed(rank: Rank, point: int, run: Run) -> bool:
-    """Return whether a rank has continued without that evaluation, or has ended."""
-    if not rank.watched(EvaluationRecord):
-        return False
-    if rank.ended is not None or run.exit_status is not None:
-        return True
-    # Two forwards later, all that it wrote before them has arrived.
-    fingerprints = [record.armed for record in rank.records.of(FingerprintRecord)]
-    return max(fingerprints, default=0) > point + 1
 
 
 @rule("DDP708", "evaluation-differs", Severity.WARNING)
@@ -597,7 +558,7 @@ def _combines_parts(passes: Passes) -> bool:
     each = list(passes.values())
     return (
         all(_is_evaluation(one) and _combined(one) > 0 for one in each)
-        # If all read one data set in full, the result of any rank would do.
+        # If all ranks read one data set in full, any rank's result is correct.
         and not (same_part(passes) and all(one.record.draws >= one.length for one in each))
         and len({(one.record.subset, one.record.head) for one in each}) == len(each)
     )
@@ -609,7 +570,7 @@ def _combined(one: Pass) -> int:
 
 
 def _worst_statistics(records: list[StatisticsRecord]) -> tuple[str, float, int]:
-    """Return the layer that differs most, by how much, and how many layers differ."""
+    """Return the most different layer, its difference, and the number of different layers."""
     hashes = zip(*(record.hashes for record in records), strict=False)
     differing = {place // 2 for place, values in enumerate(hashes) if len(set(values)) > 1}
     found = ("", 0.0)
@@ -626,7 +587,7 @@ def _worst_statistics(records: list[StatisticsRecord]) -> tuple[str, float, int]
 
 
 def _distance(statistics: list[tuple[tuple[float, ...], tuple[float, ...]]]) -> float:
-    """Return how far means and variances of a layer differ between ranks."""
+    """Return the difference of a layer's means and variances between ranks."""
     (mean, variance), *others = statistics
     size, deviation = math.hypot(*variance), math.sqrt(sum(map(abs, variance)))
     if not size or any(len(each) != len(mean) for pair in statistics for each in pair):

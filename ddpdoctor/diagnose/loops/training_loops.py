@@ -1,7 +1,7 @@
-"""Find decisions in training loops that some ranks took alone.
+"""Find decisions in training loops that only some ranks took.
 
-A step skipped, a loop left, an epoch not begun: judged by how many batches of one loop each rank
-took and how many reduced backwards it began there. The source only names the statement.
+Skipped steps, left loops and missing epochs are found by the number of batches that each rank took
+in one loop, and of reduced backwards that it began there. The source only names the statement.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from ddpdoctor.run.status import Phase
 
 @dataclass(frozen=True)
 class Trace:
-    """What one rank did in one training loop."""
+    """One training loop of one rank."""
 
     rank: Rank
     first: LoopRecord
-    """The record of its begin."""
+    """The record of the loop's begin."""
     last: LoopRecord
-    """The newest record. It is that of the loop's end once there is one."""
+    """The newest record, which is that of the loop's end if there is one."""
     stuck: bool
     """Whether the rank is in a collective that does not end, or was when it died."""
 
@@ -58,12 +58,12 @@ class Trace:
             return state
         lines = [Location(each.path, each.line) for each in error.user_frames]
         if left_at:
-            # An exception that reaches the top releases the iterator, too.
+            # An uncaught exception also releases the iterator.
             inner = list(left_at[::-1])
             within = any(lines[at : at + len(inner)] == inner for at in range(len(lines)))
             return "failed" if within else "left"
         place = place_of(self.frames)
-        # The iterator may outlive its loop, as that of persistent workers does.
+        # The iterator may outlive its loop, for example with persistent workers.
         inside = place is None or any(
             each.path == place.path and place.runs_at(each.line) for each in lines
         )
@@ -71,7 +71,7 @@ class Trace:
 
     @property
     def _was_raised(self) -> bool:
-        """Whether an exception released the iterator of a rank that was stopped before it wrote it.
+        """Whether an exception released the iterator of a rank that was stopped before its record.
 
         The rank reached no other statement after the call that raised.
         """
@@ -88,7 +88,7 @@ class Trace:
 
     @property
     def died(self) -> bool:
-        """Whether native code or a signal ended the process, so that nothing more was recorded."""
+        """Whether native code or a signal ended the process without further records."""
         status = self.rank.status
         if self.recorded_end or self.rank.exit is None or status is None or status.unwritten:
             return False
@@ -129,7 +129,7 @@ class Trace:
 
     @property
     def fetched(self) -> int | None:
-        """Batches that it took, once the loop is over; a lower bound if that was not recorded."""
+        """Number of batches that it took, once the loop is over. A lower bound if not recorded."""
         if not self.closed:
             return None
         if self.last.fetched is None:
@@ -138,7 +138,7 @@ class Trace:
 
     @property
     def reached(self) -> int | None:
-        """Reduced backwards begun in the loop; None if not known for sure."""
+        """Reduced backwards begun in the loop. None if not certain."""
         status = self.rank.status
         if self.recorded_end:
             error = self.rank.records.first(ErrorRecord)
@@ -191,7 +191,7 @@ class LoopPlace:
         return self.loop.lineno <= line <= (self.loop.end_lineno or 0)
 
     def counts_on(self, location: Location) -> bool:
-        """Return whether only a statement and the ends of loops decide how many steps there are."""
+        """Return whether only a statement and the ends of loops decide the number of steps."""
         loops = [(self.path, self.source, self.loop), *self.outer]
         exits = [
             Location(path, each.lineno)
@@ -215,7 +215,7 @@ def traces_of(rank: Rank, run: Run) -> Iterator[Trace]:
 
 
 def place_of(frames: Sequence[Location]) -> LoopPlace | None:
-    """Return the loop that took the batches: that of the innermost line which drives one."""
+    """Return the loop that took the batches: the one driven by the innermost such line."""
     for depth, at in enumerate(frames):
         source = source_of(at.path)
         loop = source.driven_at(at.line) if source is not None else None
@@ -231,7 +231,7 @@ def place_of(frames: Sequence[Location]) -> LoopPlace | None:
 
 
 def trained_on(batch: int, others: Sequence[Trace]) -> bool:
-    """Return whether some rank is known to have trained on the batch."""
+    """Return whether some rank has certainly trained on the batch."""
     return any(
         batch not in each.idle
         and (each.fetched is None or each.fetched > batch)
@@ -257,7 +257,7 @@ def _stuck(rank: Rank, run: Run) -> bool:
 
 
 def exit_location(trace: Trace, place: LoopPlace) -> Location | None:
-    """Return the loop's own statement by which a rank left it, if it was one."""
+    """Return the statement in the loop by which a rank left it, if any."""
     left_at = trace.last.left_at
     if left_at:
         own = (at for at in left_at if at.path == place.path)
@@ -279,7 +279,7 @@ def skip_location(rank: Rank, place: LoopPlace, forward: bool) -> Location:
     skips = place.source.skips(place.loop)
     only = place.source.only([each for each in skips if after < each.lineno < until])
     if only is None and not forward and len(skips) == 1:
-        # It is after a forward that failed: in an `except`.
+        # It follows a failed forward, in an `except`.
         only = skips[0]
     if only is not None:
         return Location(place.path, only.lineno)
@@ -318,7 +318,7 @@ def stop_location(rank: Rank, place: LoopPlace) -> Location | None:
     ways: list[ast.stmt] = source.exits(outer)
     if isinstance(outer, ast.While) and not endless(outer):
         ways.append(outer)
-    # A `for` may also end by itself, after another number of epochs.
+    # A `for` may also end by itself after a different number of epochs.
     conditional = [each for each in ways if not source.counts(each)]
     if isinstance(outer, ast.While):
         conditional = conditional or ways
@@ -328,7 +328,7 @@ def stop_location(rank: Rank, place: LoopPlace) -> Location | None:
 
 
 def call_to_exit(rank: Rank) -> ExitRecord | None:
-    """Return the call by which a rank ended itself."""
+    """Return the call by which a rank ended its process."""
     return next((call for call in rank.records.of(ExitRecord) if call.path), None)
 
 
@@ -347,7 +347,7 @@ SOON = 3
 
 @dataclass(frozen=True)
 class LocalDecision:
-    """A decision that some ranks took alone."""
+    """A decision that only some ranks took."""
 
     kind: Literal["skipped", "left", "stopped", "ended"]
     traces: tuple[Trace, ...]
@@ -357,7 +357,7 @@ class LocalDecision:
     location: Location
     step: int
     batch: int | None
-    """The batch that was skipped; else the number of batches taken, if known."""
+    """The skipped batch, or else the number of batches taken, if known."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -366,9 +366,10 @@ class LocalDecision:
 
 
 def local_decisions(run: Run, *, suspected: bool = False) -> list[LocalDecision]:
-    """Return the first such decision in each DDP group. What follows it is a consequence.
+    """Return the first local decision in each DDP group.
 
-    Include those that may do no harm yet only if they are to be ``suspected``.
+    Later ones are consequences. Include decisions that may be harmless so far only if
+    ``suspected``.
     """
     found = (
         next(case.skipped_or_left(), None) or case.stopped() for case in _cases(run, suspected)
@@ -379,7 +380,7 @@ def local_decisions(run: Run, *, suspected: bool = False) -> list[LocalDecision]
 def loops_ended_early(run: Run) -> list[LocalDecision]:
     """Return the first loop in each DDP group whose loader had fewer batches on some ranks.
 
-    The others still train in it, or failed there, and nothing else explains that.
+    The others still train in it or failed there without another reason.
     """
     found = (next(case.ended(), None) for case in _cases(run, False))
     return [each for each in found if each is not None]
@@ -411,9 +412,9 @@ class _Case:
     ends: dict[int | None, Ending]
     """The failed ranks."""
     limit: int
-    """Unix nanoseconds; what happened later has another cause."""
+    """Unix nanoseconds. Later events have another cause."""
     suspected: bool
-    """Whether harm need not be shown."""
+    """Whether a decision counts without proven harm."""
 
     @cached_property
     def traces(self) -> dict[int, list[Trace]]:
@@ -421,14 +422,14 @@ class _Case:
         return {rank.rank: list(traces_of(rank, self.run)) for rank in self.group}
 
     def skipped_or_left(self) -> Iterator[LocalDecision]:
-        """Yield decisions within a loop that ranks of the group began after as many steps."""
+        """Yield decisions within a loop that ranks of the group began after equally many steps."""
         for members, place in self._loops():
             decision = self._skipped(members, place) or self._left(members, place)
             if decision is not None:
                 yield decision
 
     def ended(self) -> Iterator[LocalDecision]:
-        """Yield loops that ended by themselves after fewer batches than other ranks trained on."""
+        """Yield loops that ended regularly after fewer batches than other ranks trained on."""
         for members, place in self._loops():
             top = max(each.reached or 0 for each in members)
             few = [
@@ -447,7 +448,7 @@ class _Case:
                 yield LocalDecision("ended", ranks, tuple(more), place, at, step, first.fetched)
 
     def _loops(self) -> Iterator[tuple[list[Trace], LoopPlace]]:
-        """Yield the loops that ranks began after as many steps and in which they differ."""
+        """Yield differing loops that ranks began after equally many steps."""
         shared: dict[tuple[object, ...], list[Trace]] = {}
         for traces in self.traces.values():
             for each in traces:
@@ -468,7 +469,7 @@ class _Case:
             alone = [batch for batch in trace.idle if trained_on(batch, others)]
             if not alone or not self._lacks(trace, alone, members):
                 continue
-            # The ranks that made more steps than this one, or failed as it did.
+            # The ranks that made more steps than this one, or failed like it.
             wanting = [
                 each
                 for each in others
@@ -531,7 +532,7 @@ class _Case:
         )
 
     def stopped(self) -> LocalDecision | None:
-        """Return ranks that began no further loop where others did."""
+        """Return ranks that began no further loop although others did."""
         over = [
             traces[-1]
             for traces in self.traces.values()
@@ -580,7 +581,7 @@ class _Case:
         )
 
     def _ended_itself(self, trace: Trace) -> bool:
-        """Return whether the rank left the loop by ending its process, or by its own error."""
+        """Return whether the rank left the loop by ending its process or by an error."""
         ending = self.ends.get(trace.rank.rank)
         if ending is not None and not ending.victim and ending.kind != "abort-at-exit":
             return not mispaired(self.run, ending)
@@ -590,13 +591,13 @@ class _Case:
     def _harms(
         self, alone: Sequence[Trace], wanting: Sequence[Trace], place: LoopPlace, location: Location
     ) -> bool:
-        """Return whether the ranks' steps will differ for certain, or do already."""
-        # A loop that counts its steps may make up for one that was skipped.
+        """Return whether the ranks' steps certainly differ, now or later."""
+        # A loop that counts its steps may make up for a skipped one.
         bound = place.counts_on(location) and all(each.state == "ended" for each in wanting)
         return self.suspected or bound or self._collapsed(alone, wanting)
 
     def _collapsed(self, alone: Sequence[Trace], wanting: Sequence[Trace]) -> bool:
-        """Return whether some ranks wait, or failed waiting, while those do something else."""
+        """Return whether some ranks wait, or failed waiting, while these do something else."""
         return any(map(self._waits, wanting)) and all(
             self._waits(each) or self._ended_regularly(each) for each in alone
         )
@@ -606,13 +607,13 @@ class _Case:
         if ending is not None and (ending.victim or mispaired(self.run, ending)):
             # A rank that was stopped from outside may have been anywhere.
             known = not ending.stopped or trace.stuck or self._any_mispaired
-            # After a failure with another cause every rank is a victim of that one.
+            # After a failure with another cause, every rank is its victim.
             return known and ending.time <= self.limit
         return ending is None and trace.rank.ended is None and trace.stuck
 
     @cached_property
     def _any_mispaired(self) -> bool:
-        """Whether a collective of one of the ranks met another one."""
+        """Return whether a collective of one of the ranks met a different one."""
         return any(
             mispaired(self.run, ending)
             for rank in self.group
@@ -626,5 +627,5 @@ class _Case:
 
 
 def _same_loop(one: Trace, other: Trace) -> bool:
-    """Return whether two ranks began a loop after as many steps, and made as many in it."""
+    """Return whether two ranks have equally many steps before and in a loop."""
     return (one.frames, one.before, one.reached) == (other.frames, other.before, other.reached)

@@ -1,4 +1,4 @@
-"""Find out since when, where and how far replicas differ, and what changed them."""
+"""Find since when, where and how much replicas differ, and what changed them."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from ddpdoctor.run.records.supervisor import SuspicionRecord
 from ddpdoctor.run.snapshot import Rank, Run
 
 FINGERPRINT_PATIENCE = 2.5
-"""Seconds that a finding waits for what ranks were asked for. They are asked twice at most."""
+"""Seconds that a finding waits for requested records. Ranks are asked at most twice."""
 LOCAL_STEPS = 1000
-"""Steps without an all-reduce that a local SGD may take until its first averaging."""
+"""Maximum steps without an all-reduce before the first averaging of local SGD."""
 
 AVERAGED = "post_localSGD"
 """The communication hook under which replicas differ by design between two averagings."""
@@ -49,7 +49,7 @@ _Loaded = TypeVar("_Loaded", LoadRecord, ResumeRecord)
 def common_records(
     ranks: Sequence[Rank], declared: type[_AtStep], module: int
 ) -> dict[tuple[int, int], list[_AtStep]]:
-    """Return what all ranks wrote about a module at the same time, oldest first.
+    """Return the records of all ranks about a module at the same time, oldest first.
 
     The key is the step and the number of synchronized forwards.
     """
@@ -67,19 +67,19 @@ def common_records(
 
 @dataclass(frozen=True)
 class Difference:
-    """Something that differs between ranks from one step on."""
+    """A value that differs between ranks from one step on."""
 
     equal: int | None  # The last fingerprinted step after which it was equal; None if it never was
     first: int  # The first fingerprinted step after which it differs
     seen: int  # The number of fingerprinted steps that show it
 
     def within(self, step: int) -> bool:
-        """Return whether something that happened in a step may be the cause."""
+        """Return whether an event in a step may be the cause."""
         return (self.equal is None or step > self.equal) and step <= self.first
 
     @property
     def since(self) -> str:
-        """When it began, in words."""
+        """The begin of the difference, in words."""
         if self.equal is None or self.first == self.equal + 1:
             return f"since step {self.first}"
         return f"since a step from {self.equal + 1} to {self.first}"
@@ -87,7 +87,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Distance:
-    """How far a tensor differs between ranks."""
+    """The difference of a tensor between ranks."""
 
     name: str
     step: int
@@ -105,8 +105,8 @@ class Replica:
     type: str
     ranks: tuple[Rank, ...]
     names: tuple[str, ...]
-    over: bool  # Whether the ranks will write nothing more
-    asked: bool = False  # Whether ranks were just asked for elements of tensors that differ
+    over: bool  # Whether the ranks have ended
+    asked: bool = False  # Whether elements of differing tensors were just requested
 
     @cached_property
     def prints(self) -> dict[int, dict[int, FingerprintRecord]]:
@@ -122,7 +122,7 @@ class Replica:
 
     @cached_property
     def steps(self) -> tuple[int, ...]:
-        """Steps with a fingerprint of every rank after as many synchronized forwards."""
+        """Steps with a fingerprint of every rank after equally many synchronized forwards."""
         prints = list(self.prints.values())
         common = set.intersection(*map(set, prints))
         return tuple(
@@ -130,15 +130,15 @@ class Replica:
         )
 
     def values(self, step: int, key: str) -> dict[int, object]:
-        """Return what the ranks wrote in a field; nothing unless all of them did."""
+        """Return a field of the ranks' records. Empty unless all ranks have it."""
         found = {rank: getattr(each[step], key) for rank, each in self.prints.items()}
         return {} if any(value is None for value in found.values()) else found
 
     def difference(self, key: str, heals: bool = True) -> Difference | None:
         """Return since when a value differs, if it still does and a second fingerprint shows it.
 
-        If it ``heals``, replicas that become equal again, even between two steps, are taken to be
-        averaged on purpose.
+        With ``heals``, replicas that become equal again, even between two steps, count as averaged
+        on purpose.
         """
         compared = [
             (step, len({repr(value) for value in values.values()}) > 1)
@@ -156,9 +156,9 @@ class Replica:
         return Difference(compared[first - 1][0] if first else None, compared[first][0], sum(later))
 
     def lasts(self, difference: Difference) -> bool:
-        """Return whether a difference is more than a time between two averagings.
+        """Return whether a difference lasts longer than the time between two averagings.
 
-        Without an all-reduce replicas differ at once. A job that wants this averages them later.
+        Without an all-reduce replicas differ at once, and a job may average them later on purpose.
         """
         before = -1 if difference.equal is None else difference.equal
         armed = [
@@ -180,7 +180,7 @@ class Replica:
 
     @cached_property
     def distances(self) -> tuple[Distance, ...]:
-        """How far tensors differ, by the elements that all ranks wrote of the same step."""
+        """The differences of tensors, by elements that all ranks recorded in the same step."""
         found: list[Distance] = []
         for (step, _), records in common_records(self.ranks, ElementsRecord, self.module).items():
             written = [{each.place: each for each in record.tensors} for record in records]
@@ -208,7 +208,7 @@ class Replica:
 
 
 def together(ranks: Sequence[Rank], module: int, since: int) -> bool:
-    """Return whether collectives made a module's replicas equal after a step, or may have."""
+    """Return whether collectives made, or may have made, replicas equal after a step."""
     if not all(rank.watched(TogetherRecord) for rank in ranks):
         return True
     hashes = (
@@ -221,7 +221,7 @@ def together(ranks: Sequence[Rank], module: int, since: int) -> bool:
 
 
 def elements(packed: PackedTensor | IndexedTensor) -> tuple[float, ...]:
-    """Unpack the elements that a rank wrote. Return none if they are damaged."""
+    """Unpack the elements that a rank recorded. Empty if they are damaged."""
     size = {"f": 4, "d": 8}.get(packed.format)
     try:
         data = base64.b64decode(packed.data)
@@ -239,7 +239,7 @@ def odd(values: Mapping[int, object]) -> tuple[int, ...]:
 
 
 def unpacked(text: str) -> list[tuple[int, float]]:
-    """Unpack the hashes and norms of a rich fingerprint. Return none if they are damaged."""
+    """Unpack the hashes and norms of a rich fingerprint. Empty if they are damaged."""
     try:
         return list(struct.iter_unpack("<If", base64.b64decode(text)))
     except (ValueError, struct.error):
@@ -278,12 +278,15 @@ def is_between(record: OutsideRecord, replica: Replica, difference: Difference) 
 
 
 def awaits_distances(replica: Replica) -> bool:
-    """Return whether ranks are about to report how far they differ. A finding waits for that."""
+    """Return whether ranks will soon report their differences, which a finding waits for."""
     return replica.asked and not replica.distances
 
 
 def lasting_difference(run: Run, replica: Replica) -> Difference | None:
-    """Return since when parameters differ; None while that may be on purpose or is looked into."""
+    """Return since when parameters differ.
+
+    None while that may be on purpose or is being examined.
+    """
     difference = replica.difference("parameters")
     if difference is None or awaits_distances(replica):
         return None
@@ -311,7 +314,7 @@ def rank_only_changes(
         for record in rank.records.of(OutsideRecord)
         if is_between(record, replica, difference)
     }
-    # A rank notices such a change only after a fingerprint, and ranks differ in their pace.
+    # A rank notices such a change only after a fingerprint, and ranks have different intervals.
     looked = all(
         step < 0 or step in prints
         for step in {record.step for record in changed.values()}
@@ -321,7 +324,7 @@ def rank_only_changes(
 
 
 def resumed_alone(replica: Replica) -> tuple[Difference, dict[int, ResumeRecord]] | None:
-    """Return since when the optimizer's state differs, and the only ranks that loaded one."""
+    """Return since when the optimizer's state differs, and the ranks that alone loaded one."""
     difference = replica.difference("state")
     if difference is None:
         return None
@@ -340,18 +343,18 @@ def _watched(replica: Replica, *declared: type[Record]) -> bool:
 
 
 def _alone(replica: Replica, declared: type[Record], who: Mapping[int, object]) -> bool:
-    """Return whether some ranks did something, and the others are known not to have done it."""
+    """Return whether some ranks did something that the others certainly did not do."""
     return 0 < len(who) < len(replica.ranks) and _watched(replica, declared)
 
 
 def _loaded_most(loads: Mapping[int, Sequence[_Loaded]]) -> dict[int, _Loaded]:
-    """Return the ranks that loaded most often, with their last load; none if no rank loaded."""
+    """Return the ranks that loaded most often, with their last load. Empty if no rank loaded."""
     most = max(len(each) for each in loads.values())
     return {rank: each[-1] for rank, each in loads.items() if each and len(each) == most}
 
 
 def hyper_values(replica: Replica, step: int, place: HyperPlace) -> dict[int, object]:
-    """Return one hyper-parameter after a step, by rank; None where a rank has no such one."""
+    """Return one hyper-parameter after a step, by rank. None for ranks without it."""
     return {rank: _flat(value).get(place) for rank, value in replica.values(step, "hyper").items()}
 
 
@@ -377,7 +380,7 @@ def hyper_difference(replica: Replica) -> tuple[Difference, HyperPlace] | None:
 
 
 def who_changed(replica: Replica, difference: Difference, place: HyperPlace) -> tuple[int, ...]:
-    """Return the ranks whose hyper-parameter is not what it was on all ranks."""
+    """Return the ranks whose hyper-parameter changed from the common value."""
     if difference.equal is None:
         return ()
     before = hyper_values(replica, difference.equal, place)
@@ -393,3 +396,12 @@ def cuts(replica: Replica, difference: Difference) -> list[tuple[int, CutRecord]
         for record in rank.records.of(CutRecord)
         if difference.within(record.step)
     ]
+
+
+_REFUSALS = ("DDP expects same model across all ranks", "appears not to match")
+"""DDP's messages about different numbers or shapes of parameters, raised on some ranks."""
+
+
+def is_refusal(error: str) -> bool:
+    """Return whether an exception is DDP's refusal of models that differ."""
+    return any(each in error for each in _REFUSALS)

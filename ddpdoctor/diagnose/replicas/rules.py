@@ -37,7 +37,7 @@ from ddpdoctor.run.snapshot import Run
 
 
 def _optimizer_line(replica: Replica, guilty: tuple[int, ...]) -> Location | None:
-    """Return the line of the optimizer's step on a guilty rank, or on any rank if none is."""
+    """Return the line of the optimizer's step on a guilty rank, or on any rank without one."""
     member = next((rank for rank in replica.ranks if rank.rank in guilty), replica.ranks[0])
     return member.site("optimizer")
 
@@ -52,7 +52,7 @@ def _when_differed(replica: Replica, difference: Difference) -> Iterator[str]:
 
 
 def _tensor_evidence(replica: Replica, difference: Difference) -> Iterator[str]:
-    """Yield which tensors differ, and how far their elements differ, or else their norms."""
+    """Yield which tensors differ, with the differences of their elements or their norms."""
     found = next(replica.rich(difference.first), None)
     if found is None:
         return
@@ -166,7 +166,7 @@ def parameters_differ(run: Run) -> Iterator[Finding]:
 
 
 def _cause(replica: Replica, difference: Difference) -> tuple[str, tuple[str, ...]]:
-    """Return the cause by gradients and changes outside of steps, and the evidence for it."""
+    """Return the cause, judged by gradients and changes outside of steps, and its evidence."""
     rich = _gradients_since(replica, difference)
     differing = [step for step, values in rich.items() if len(set(values.values())) > 1]
     if differing and differing[0] == next(iter(rich)):
@@ -296,7 +296,7 @@ def rank_only_weight_change(run: Run) -> Iterator[Finding]:
 
 
 def _likely_change(run: Run, replica: Replica, difference: Difference) -> Location | None:
-    """Return the only line of the job that can have changed weights despite equal gradients.
+    """Return the only line of the job that may have changed weights despite equal gradients.
 
     Only the effect of a write through `.data` can be observed.
     """
@@ -309,7 +309,7 @@ def _likely_change(run: Run, replica: Replica, difference: Difference) -> Locati
         for record in rank.records.of(OutsideRecord)
     )
     lines = [] if seen else written_on_some_ranks(run, "weights")
-    # It is likely only if no other cause is known, reported or not.
+    # It is likely only without any other known cause.
     if len(lines) != 1 or any(hyper_difference(each) for each in replicas(run)):
         return None
     state = replica.difference("state")
@@ -327,7 +327,7 @@ _HYPER_NAMES = {
 
 
 def _parameters_since(run: Run, step: int) -> frozenset[str]:
-    """Return the subjects of parameters that differ from a step on, or a later one."""
+    """Return the subjects of parameters that differ from this step or a later one on."""
     return frozenset(
         f"{PARAMETERS}{replica.module}"
         for replica in replicas(run)
@@ -336,7 +336,7 @@ def _parameters_since(run: Run, step: int) -> frozenset[str]:
 
 
 def _parameters_too(replica: Replica) -> tuple[str, ...]:
-    """Return that the parameters differ as well, as evidence."""
+    """Return the evidence that the parameters differ as well."""
     parameters = replica.difference("parameters")
     return (f"the parameters differ {parameters.since}",) if parameters else ()
 
@@ -386,7 +386,7 @@ def hyper_parameters_differ(run: Run) -> Iterator[Finding]:
         written_at = written_on_some_ranks(run, "hyper-parameters")
         guilty = odd(values) or who_changed(replica, difference, place)
         if guilty in ((), everyone) and not all_cuts:
-            # A scheduler changes it on all ranks. The line shows which ranks did more.
+            # A scheduler changes the rate on all ranks. The line shows which ranks did more.
             guilty = ranks_that_write(run, written_at)
         cut = next(
             (record for rank, record in reversed(all_cuts) if rank in (guilty or everyone)), None
@@ -509,8 +509,8 @@ def scale_differs(run: Run) -> Iterator[Finding]:
             continue
         parameters = replica.difference("parameters")
         if parameters and parameters.first < difference.first:
-            # Replicas that differ overflow at different steps. This cannot be a relation of rules,
-            # because replicas that are averaged differ without a finding.
+            # Different replicas overflow at different steps. A relation of rules cannot express
+            # this, because averaged replicas differ without a finding.
             continue
         values = replica.values(difference.first, "scale")
         guilty = odd(values)

@@ -14,14 +14,6 @@ from ddpdoctor.diagnose.replicas.differences import Replica, common_records, ele
 from ddpdoctor.run.records.model import BuffersRecord, ModelRecord
 from ddpdoctor.run.snapshot import Run
 
-_REFUSALS = ("DDP expects same model across all ranks", "appears not to match")
-"""DDP's messages about models with different counts or shapes, on some of the ranks."""
-
-
-def is_refusal(error: str) -> bool:
-    """Return whether an exception is DDP's refusal of models that differ."""
-    return any(each in error for each in _REFUSALS)
-
 
 @rule("DDP707", "models-differ", Severity.ERROR)
 def models_differ(run: Run) -> Iterator[Finding]:
@@ -56,7 +48,7 @@ def models_differ(run: Run) -> Iterator[Finding]:
     for (number, group), models in sorted(shared.items()):
         missing = any(rank.rank in group and rank.rank not in models for rank in run.last)
         if missing and run.exit_status is None:
-            # The missing rank may change which ranks are the majority.
+            # The missing rank may change the majority.
             continue
         if not _differ(models):
             continue
@@ -86,13 +78,13 @@ def models_differ(run: Run) -> Iterator[Finding]:
         )
 
 
-_SHOWN = 4  # Groups of ranks that a message names
+_SHOWN = 4  # Maximum number of groups of ranks in a message
 
 
 def _message(
     models: dict[int, ModelRecord], usual: list[int], odd: list[list[int]], majority: bool
 ) -> str:
-    """Say how the model of each group of ranks differs from the usual one."""
+    """Describe how the model of each group of ranks differs from the usual one."""
     first = models[usual[0]]
     if majority and len(odd) == 1:
         verb = "give" if len(odd[0]) > 1 else "gives"
@@ -111,7 +103,10 @@ def _message(
 
 
 def _kind(record: ModelRecord, models: dict[int, ModelRecord]) -> tuple[object, ...]:
-    """Return what must be equal. Names count only if all ranks have the same ones."""
+    """Return the properties that must be equal.
+
+    Names count only if all ranks have the same names.
+    """
     named_alike = {frozenset(each[0] for each in one.parameters) for one in models.values()}
     parameters = record.parameters
     if len(named_alike) > 1:
@@ -149,14 +144,14 @@ def _first_difference(here: ModelRecord, there: ModelRecord) -> str:
 
 # -- buffers
 
-MIN_SAMPLES = 3  # Consecutive samples that must show a difference
+MIN_SAMPLES = 3  # Minimum number of consecutive samples with a difference
 NEAR = 0.5
-"""How far the values of two ranks may differ to be versions of one, as a part of the norm."""
+"""Maximum difference of two ranks' versions of one buffer, relative to the norm."""
 SLOW = 0.75
-"""How far a buffer that gathers may move in a step, as a part of the distance between ranks."""
+"""Maximum change of an accumulating buffer per step, relative to the distance between ranks."""
 
 _Sample = tuple[int, list[BuffersRecord], list[int]]
-"""A step, what the ranks wrote, and the buffer's index in each record."""
+"""A step, the ranks' records, and the buffer's index in each record."""
 
 
 @rule("DDP704", "buffers-differ", Severity.WARNING)
@@ -237,14 +232,14 @@ class _BufferDifference:
     name: str
     step: int
     broadcast: bool
-    single: bool  # Whether it is a single number, like a meter of the rank's own losses
+    single: bool  # Whether it is a single number, such as a meter of the rank's losses
     text: str
 
 
 def _buffer_difference(
     replica: Replica, written: dict[tuple[int, int], list[BuffersRecord]], name: str
 ) -> _BufferDifference | None:
-    """Return since when a buffer differs, if it became different and stayed so."""
+    """Return since when a buffer differs, if it became different and remained so."""
     samples: list[_Sample] = [
         (step, records, [record.names.index(name) for record in records])
         for (step, _), records in written.items()
@@ -284,9 +279,9 @@ def _values(record: BuffersRecord, at: int) -> tuple[float, ...]:
 
 
 def _gathers(samples: list[_Sample]) -> bool:
-    """Return whether ranks hold versions of one thing: similar, and changing little in a step.
+    """Return whether ranks hold versions of one buffer: similar, and changing little per step.
 
-    A buffer that is computed from each batch moves as far in a step as ranks differ.
+    A buffer computed from each batch changes per step as much as ranks differ.
     """
     values = {
         step: [_values(record, at) for record, at in zip(records, places, strict=True)]
@@ -305,5 +300,5 @@ def _gathers(samples: list[_Sample]) -> bool:
 
 
 def _distance(one: tuple[float, ...], other: tuple[float, ...]) -> float:
-    """Return the distance of two lists of values; infinity if they cannot be compared."""
+    """Return the distance of two lists of values. Infinity if they cannot be compared."""
     return math.dist(one, other) if len(one) == len(other) else math.inf

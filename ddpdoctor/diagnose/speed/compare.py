@@ -1,4 +1,4 @@
-"""Compare two runs: what got slower, in which phase, on which ranks, and what was changed."""
+"""Compare two runs: what got slower, in which phase and on which ranks, and what changed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ddpdoctor.run.snapshot import Run
 from ddpdoctor.run.status import PHASES
 from ddpdoctor.run.step_series import PARTS, RankSeries, Series, series
 
-WARM_UP = 10  # Steps at the beginning of a run that are not compared, if there are more
+WARM_UP = 10  # First steps of a run, which are not compared if there are more
 NOTABLE = 0.03
-"""The difference of a rank's own time from which on the rank is named, as a part of the step."""
-MAX_LINES = 60  # Lines of the difference between two scripts
+"""Minimum difference of a named rank's own time, relative to the step."""
+MAX_LINES = 60  # Maximum number of lines of the difference between two scripts
 
 _COLUMNS = 400
 
@@ -34,13 +34,13 @@ class Change:
 
     @property
     def difference(self) -> float:
-        """How much longer it is now; 0 if unknown."""
+        """The increase. 0 if unknown."""
         return 0.0 if self.before is None or self.after is None else self.after - self.before
 
 
 @dataclass(frozen=True)
 class Fact:
-    """Something that differs: as text in both runs, empty where a run lacks it."""
+    """A differing fact as text in both runs. Empty if a run lacks it."""
 
     name: str
     before: str
@@ -49,7 +49,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two runs, compared."""
+    """The comparison of two runs."""
 
     names: tuple[str, str]
     total: Change  # The whole step

@@ -15,7 +15,7 @@ _SHRINKS = ("pop", "popleft", "popitem", "clear", "remove", "discard", "get_nowa
 _HEAP = ("heappop", "heapreplace", "heappushpop")
 _BUILDS = ("__init__", "__post_init__", "setup", "build", "configure", "<module>")
 _ITEMS = ("__getitem__", "__getitems__", "__iter__")
-MAX_WORDS = 3  # Last words of a dotted name that are searched for in the source
+MAX_WORDS = 3  # Number of last words of a dotted name that are searched for in the source
 _HOOK = re.compile(r"register_\w*hook$")
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 
@@ -30,7 +30,7 @@ class Change(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """All such statements of a file, by their effect."""
+    """The changing statements of a file, by effect."""
 
     grows: tuple[Change, ...]
     shrinks: tuple[Change, ...]  # Also length checks, and writes that overwrite old elements

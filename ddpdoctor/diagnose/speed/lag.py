@@ -160,7 +160,7 @@ def lag_of(
     few: bool = False,
     stretches: bool = False,
 ) -> Lag | None:
-    """Return how a rank holds the others up; None if it does not.
+    """Return a rank's lag behind the others. None without one.
 
     Args:
         rank: The rank.
@@ -168,7 +168,7 @@ def lag_of(
         others: Those of the others.
         common: The numbers of the steps to compare.
         gpu: Whether they were timed on a GPU.
-        lasting: Nanoseconds that they must span to show that others use the rank's core.
+        lasting: Minimum span in nanoseconds to show that others use the rank's core.
         few: Whether the steps are few.
         stretches: Whether they are means over stretches of steps.
     """
@@ -188,7 +188,7 @@ def lag_of(
         ]
 
     def outstanding(surplus: Sequence[float], total: float) -> bool:
-        """Return whether most steps have it, and the others wait for it."""
+        """Return whether most steps have the surplus and the others wait for it."""
         gap = median(surplus)
         part = PRESENT_IN_STRETCH if stretches else PRESENT
         seen = sum(value > gap * part for value in surplus)
@@ -198,7 +198,7 @@ def lag_of(
     total = here(lambda step: max(step.total - waited(step), cpu(step)))
     wall = here(lambda step: step.total)
     relief = there(lambda step: step.wait) - here(lambda step: step.wait)
-    # A host without a core may have given its GPU enough work before, and may spin for it.
+    # A host without a core may have queued enough work on its GPU, and may spin for it.
     mine_of = (lambda step: max(step.own - waited(step), 0)) if gpu else net
     rest: Callable[[StepRecord], float] = (lambda step: step.own) if gpu else net
     working = surplus(mine_of, rest)
@@ -248,7 +248,7 @@ def lag_of(
 
 
 def _is_plain(surplus: Sequence[float], total: float) -> bool:
-    """Return whether few steps show a surplus: it is large, and in each of them but one."""
+    """Return whether few steps show a surplus: a large one in all of them but one."""
     gap = median(surplus)
     small = sum(value <= gap / 2 for value in surplus)
     return gap >= max(PLAIN_SHARE * total, PLAIN_NS) and small <= 1
@@ -265,7 +265,7 @@ def net(step: StepRecord) -> float:
 
 
 def waited(step: StepRecord) -> float:
-    """Return how long the training thread had no core; 0 if unknown."""
+    """Return how long the training thread waited for a core. 0 if unknown."""
     return step.waited or 0
 
 
@@ -276,28 +276,28 @@ def cpu(step: StepRecord) -> float:
 
 # -- comparing ranks step by step
 
-ENOUGH_SAMPLED = 6  # Steps that a verdict needs on a GPU, where DDP times only every hundredth step
+ENOUGH_SAMPLED = 6  # Minimum number of steps on a GPU, where DDP times only every hundredth step
 FEW = 8  # Steps that are enough for a job too short for that, if they show a large surplus
-BEGINNING = 2  # First steps that say nothing: loaders start, buckets are built, caches are filled
+BEGINNING = 2  # Warm-up steps: loaders start, buckets are built, caches are filled
 LASTING = 5_000_000_000
-"""Nanoseconds that steps must span to show that others use a rank's core. In less time the kernel
-may just not have balanced its load."""
-MANY = 16  # Ranks from which on only the slowest are compared with all the others
-MAX_OTHERS = 64  # Ranks that a rank is compared with at most
-MIN_STRETCHES = 16  # Stretches of equal length that a verdict needs
+"""Minimum span of steps in nanoseconds to show that others use a rank's core. In less time the
+kernel may not have balanced its load yet."""
+MANY = 16  # Number of ranks above which only the slowest are compared with all others
+MAX_OTHERS = 64  # Maximum number of ranks that a rank is compared with
+MIN_STRETCHES = 16  # Minimum number of stretches of equal length
 MIN_PASSES = 8
-"""Passes over the data that a verdict needs, if most of the surplus is in their first steps."""
-MOSTLY = 0.75  # The part of a surplus that is in the steps which are said to have it
-SPREAD = 0.6  # The part of the steps from which on they are too many to be named
+"""Minimum number of passes over the data, if most of the surplus is in their first steps."""
+MOSTLY = 0.75  # Minimum ratio of a surplus that the named steps contain
+SPREAD = 0.6  # Maximum ratio of steps that are named
 
 
 def lags(run: Run, enough: int = ENOUGH, few: int = FEW) -> Iterator[Lag]:
-    """Yield the ranks of the last attempt that hold up others which do the same work.
+    """Yield the ranks of the last attempt that hold up others with the same work.
 
     Args:
         run: The run.
         enough: Steps after the warm-up that a verdict needs.
-        few: Steps, warm-up included, that are enough for a large surplus.
+        few: Steps, including warm-up, that are enough for a large surplus.
     """
     for ranks in alike(run):
         yield from _lags(run, ranks, enough, few)
@@ -338,7 +338,7 @@ def _lags(
     if not found:
         usable = {rank.rank: _chosen(run, rank.steps) for rank in ranks}
         if joined and any(not step.split or step.steps > 1 for r in ranks for step in r.steps):
-            # DDP timed some steps of a journal line. Of the others only sums are known.
+            # DDP timed some steps of a journal line. Only sums of the others are known.
             inferred = _inferred(run, ranks)
             usable = {
                 rank: {
@@ -351,7 +351,7 @@ def _lags(
 
 
 def _timed(usable: Mapping[int, Steps]) -> dict[int, Steps]:
-    """Keep one step of each line of the first rank: DDP timed one of those it stands for."""
+    """Keep one step of each line of the first rank: the one that DDP timed."""
     first = next(iter(usable.values()))
     # The steps of a line begin as far apart as they are long.
     lines = {step.start - number * step.total: number for number, step in first.items()}
@@ -400,9 +400,9 @@ def _but(ranks: Mapping[int, Steps], rank: Rank) -> list[Steps]:
 
 
 def still_slower(run: Run, number: int) -> bool:
-    """Return whether a reported rank is still slower by half of what is needed to report it.
+    """Return whether a reported rank is still slower by half of the threshold for a report.
 
-    On a crowded machine some steps do not show what those before and after them do.
+    On a crowded machine some steps do not show a lag that the steps around them show.
     """
     ranks = next((each for each in alike(run) if any(n.rank == number for n in each)), ())
     if len(ranks) < 2:
@@ -419,7 +419,7 @@ def _is_slower(usable: dict[int, Steps], number: int) -> bool:
     if not common:
         return False
     gaps = [net(mine[step]) - median(net(steps[step]) for steps in others) for step in common]
-    # The mean shows what is not in every step.
+    # The mean also shows a surplus that is not in every step.
     gap = max(median(gaps), fmean(gaps))
     total = median(max(step.total - waited(step), cpu(step)) for step in mine.values())
     return stands_out(2 * gap, total, 2 * gap)
@@ -441,7 +441,7 @@ def _chosen(run: Run, steps: Iterable[StepRecord]) -> dict[int, StepRecord]:
 def _inferred(run: Run, ranks: Sequence[Rank]) -> dict[int, Steps]:
     """Return steps whose waits are inferred from the shortest backward among the ranks.
 
-    DDP's timers run where nothing was reduced, too, and then say nothing about waits.
+    DDP's timers also run if nothing is reduced, and then do not show waits.
     """
     merged = {
         rank.rank: [
@@ -461,7 +461,7 @@ def _inferred(run: Run, ranks: Sequence[Rank]) -> dict[int, Steps]:
 def _by_stretches(
     ranks: Sequence[Rank], usable: Mapping[int, Steps], enough: int, *, gpu: bool
 ) -> Iterator[Lag]:
-    """Yield the ranks that hold others up in some steps only, which medians do not show.
+    """Yield the ranks that hold others up only in some steps, which medians do not show.
 
     Args:
         ranks: The ranks.
@@ -515,7 +515,7 @@ def _by_stretches(
 def _outstanding(
     usable: Mapping[int, Steps], common: Sequence[int]
 ) -> tuple[Mapping[int, Steps], set[int]]:
-    """Return some of the ranks to compare, and those that stand out by their sums."""
+    """Return some ranks to compare with, and the ranks whose sums stand out."""
     total = median(sum(steps[number].total for number in common) for steps in usable.values())
     slow: set[int] = set()
     for of in (whole, net):

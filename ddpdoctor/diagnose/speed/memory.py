@@ -1,4 +1,4 @@
-"""Evidence of growing memory: how steadily it grows, when it is full, and what holds it."""
+"""Find evidence of growing memory: its rate, when memory will be full, and the holder."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from ddpdoctor.run.records.memory import (
 from ddpdoctor.run.records.training import LoopRecord, PassRecord
 from ddpdoctor.run.snapshot import Rank, Run
 
-MIN_GROWTH = 32 << 20  # Bytes that a rank has to gain
-MIN_UNEXPLAINED = 192 << 20  # The same if no object is found that holds them
+MIN_GROWTH = 32 << 20  # Minimum growth of a rank in bytes
+MIN_UNEXPLAINED = 192 << 20  # The same without a known holder
 MIN_UNEXPLAINED_SHARE = 0.25  # Growth that this needs, relative to the memory before
-MIN_LOOKS = 3  # Samples in a row in which an object has to grow
-MIN_SHARE = 0.2  # Share of the growth that an object has to explain
-MIN_WORKER = 48 << 20  # Bytes that a worker process has to gain
-MIN_COPIES = 4  # Samples that show that a worker copies pages
-NEW_SHARE = 0.25  # Growth of its memory meanwhile, as a share of what it copies, at most
-HEAVIER = 1.25  # Factor by which CPU time or samples of a step grow if batches get larger
+MIN_LOOKS = 3  # Minimum number of consecutive samples in which an object grows
+MIN_SHARE = 0.2  # Minimum ratio of the growth that an object explains
+MIN_WORKER = 48 << 20  # Minimum growth of a worker process in bytes
+MIN_COPIES = 4  # Minimum number of samples that show copied pages
+NEW_SHARE = 0.25  # Maximum growth of its memory meanwhile, relative to the copies
+HEAVIER = 1.25  # Minimum factor of CPU time or samples per step if batches get larger
 
 
 def points_of(rank: Rank) -> tuple[MemoryPoint, ...]:
@@ -92,7 +92,7 @@ def allocated_by(found: Grows) -> Allocated | None:
 
 
 def looked(rank: Rank, fewest: int) -> bool:
-    """Return whether a rank has sampled what holds its memory at least that often."""
+    """Return whether a rank has searched for holders of its memory at least this often."""
     return any(each.looks >= fewest for each in rank.records.of(HoldersRecord))
 
 
@@ -111,7 +111,7 @@ def _plausible(run: Run, found: Grows, record: HoldersRecord) -> Iterator[Held]:
         files = [each for each in files_of(run) if user_file(each)]
         source = source_of(files, at.path, at.function, holder.name, holder.sort)
         full = source.per_item and not _passed(found)
-        # An object that keeps graphs is at fault even if it is re-created after thousands of steps.
+        # An object that keeps graphs is a fault even if it is re-created after thousands of steps.
         again = source.bounded and not holder.graph
         yield Held(holder, source.line, rate, holder.bound is not None or again or full)
 
@@ -197,9 +197,9 @@ class WorkerGrows(NamedTuple):
 
 
 def _copied(readings: Sequence[tuple[int, WorkerMemory]]) -> Growth | None:
-    """Return how many pages of a worker became its own while its memory stayed as it was.
+    """Return the pages that a worker copied while its memory did not grow.
 
-    There are ever fewer pages left to copy, so this growth slows down from its beginning.
+    Fewer and fewer pages are left to copy, so this growth slows down from the beginning.
     """
     own = [(time, each.private) for time, each in readings if each.private is not None]
     if len(own) < MIN_COPIES:

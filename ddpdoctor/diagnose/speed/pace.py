@@ -1,16 +1,16 @@
-"""From when on a rank is slow: thresholds that the rules share with the live monitor."""
+"""Thresholds of slow ranks, shared by the rules and the live monitor."""
 
 from __future__ import annotations
 
-WARM_UP = 10  # Steps at the beginning that say nothing about the steady state
-ENOUGH = 20  # Steps after the warm-up that a verdict needs
-SLOWER = 0.15  # A straggler's surplus, as a part of the median step
-BORNE_OUT = 0.5  # The part of the surplus that must show as the others' wait
+WARM_UP = 10  # Warm-up steps, which do not show the steady state
+ENOUGH = 20  # Minimum number of steps after the warm-up
+SLOWER = 0.15  # Minimum surplus of a straggler, relative to the median step
+BORNE_OUT = 0.5  # Minimum ratio of the surplus that the others wait
 UNEVEN = 2.0
-"""How many times as long as the others a stage of a pipeline takes. Layers cannot be cut: with few
-layers, the best cut may well give one stage 1.7 times the work."""
-DATA_SHARE = 0.20  # The data wait above which a rank is data-bound, as a part of the step
-NOTICEABLE = 1_000_000  # The shortest wait in a step that is reported, in nanoseconds
+"""Minimum factor of a slow stage of a pipeline. Layers cannot be cut: with few layers, the best cut
+may give one stage 1.7 times the work."""
+DATA_SHARE = 0.20  # Minimum data wait of a data-bound rank, relative to the step
+NOTICEABLE = 1_000_000  # Minimum reported wait in a step, in nanoseconds
 
 PHASE_NAMES = {
     "data": "data loading",
@@ -23,9 +23,9 @@ PHASE_NAMES = {
 
 
 def own_time(own: float, cpu: float, waited: float) -> float:
-    """Return a step's own time without waits for a core, but at least what the thread ran.
+    """Return a step's own time without waits for a core, but at least the thread's CPU time.
 
-    Some of these waits were in the all-reduce, so it may be a little more.
+    Some of these waits are in the all-reduce, so the real value may be a little larger.
 
     Args:
         own: All of the step but the wait for others, in the same unit of time as the rest.

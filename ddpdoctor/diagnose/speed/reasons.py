@@ -1,4 +1,4 @@
-"""Find out why a rank is slow: its line, its data, its GPU, or what keeps it waiting."""
+"""Find why a rank is slow: its line, its data, its GPU, or its waits."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ class Reason:
 # -- loader workers
 
 HEAVIER = 1.5
-"""How many times the others' CPU time a rank's loader workers take if they have more work. With
-less, the machine may be crowded."""
+"""Minimum factor of the others' CPU time for loader workers with more work. Below it, the machine
+may be crowded."""
 
 PERSISTENT = "Keep the workers from pass to pass: DataLoader(..., persistent_workers=True)."
 
 
 def loader_workers(rank: Rank) -> int:
-    """Return the number of worker processes of the loader that a rank trained on last."""
+    """Return the number of worker processes of the last loader that a rank trained on."""
     passes = reversed(rank.records.of(PassRecord))
     return next((each.workers for each in passes if each.marks), 0)
 
 
 def restarted(workers: int) -> str:
-    """Say that workers do not stay."""
+    """Explain that workers are restarted."""
     return f"the loader's {formatting.count(workers, 'worker')} start again in each pass"
 
 
@@ -99,9 +99,9 @@ def _workers_crowded(lag: Lag, mine: Profile | None, others: Sequence[Profile]) 
 # -- GPUs, as the driver reports them
 
 SLOW_GPU_CLOCK = 0.9
-"""The part of the others' clock, or power limit, below which that of a GPU counts as lower."""
+"""Maximum ratio to the others' clock or power limit that counts as lower."""
 
-ON_DEVICE = ("forward", "backward", "optimizer")  # The phases that a slow GPU makes longer
+ON_DEVICE = ("forward", "backward", "optimizer")  # The phases that a slow GPU prolongs
 
 
 def _gpu_states(run: Run) -> dict[int, GpuState]:
@@ -122,7 +122,7 @@ def _gpu_states(run: Run) -> dict[int, GpuState]:
 def _may_be_sharing(run: Run, lag: Lag) -> bool:
     """Return whether all GPUs are shared with processes that may cause the surplus.
 
-    They take turns there, as processes do on too few cores.
+    Processes take turns on a GPU, as they do on too few cores.
     """
     known = _gpu_states(run)
     mine = known.get(lag.rank.rank)
@@ -166,7 +166,7 @@ def _for_gpu(run: Run, lag: Lag, usual: Sequence[Rank]) -> Reason | None:
 
 
 def _gpus(run: Run, lag: Lag, usual: Sequence[Rank]) -> tuple[GpuState, list[GpuState]] | None:
-    """Return the states of the rank's GPU and of the others'; None unless those are other GPUs."""
+    """Return the states of the rank's GPU and of the others' GPUs. None if they share one."""
     known = _gpu_states(run)
     mine = known.get(lag.rank.rank)
     if mine is None:
@@ -177,7 +177,7 @@ def _gpus(run: Run, lag: Lag, usual: Sequence[Rank]) -> tuple[GpuState, list[Gpu
 
 
 def _gpu_evidence(mine: GpuState, theirs: Sequence[GpuState]) -> Iterator[str]:
-    """Yield a sentence for everything in which a GPU is worse than each of the others."""
+    """Yield a sentence for each property in which a GPU is worse than all others."""
     gpu = f"GPU {mine.gpu}"
     most = max(each.others for each in theirs)
     if mine.others > most:
@@ -217,17 +217,17 @@ def _throttled_alone(mine: GpuState, theirs: Sequence[GpuState]) -> str:
 # -- samples of stacks, and the counters of Python and of the kernel
 
 PATIENCE = 90.0
-"""Seconds to wait for samples: 48 of them, a second apart at most, on a machine on which each may
-have to wait for a core. A rank that ends writes those that it has."""
+"""Seconds to wait for samples: 48 of them, at most a second apart, each of which may have to wait
+for a core. A rank that ends writes those that it has."""
 FAULT, SLOW_FAULT = 250, 2_500
-"""Nanoseconds of a page fault: the least, and the most if the kernel is seen to spend them, as in a
+"""Nanoseconds of a page fault: the minimum, and the maximum if kernel time shows it, as in a
 virtual machine."""
 BLOCKED = 0.5
-"""The part of the samples in which a thread must sleep for its line to be one that waits."""
-AT_DISK = 0.25  # The same for waits for the disk. Not each sample of such a wait shows it.
-SLOW_CORE_CLOCK = 0.85  # The part of the others' clock below which a rank's core counts as slow
-TAKES_CORE = 0.25  # The part of a core that a process must use to be one that takes it from a rank
-MIN_READINGS = 3  # How often the clock of a core must have been read
+"""Minimum ratio of samples in which a thread sleeps at a waiting line."""
+AT_DISK = 0.25  # The same for waits for the disk, which not every sample shows.
+SLOW_CORE_CLOCK = 0.85  # Maximum ratio to the others' clock of a slow core
+TAKES_CORE = 0.25  # Minimum use of a core by a process that takes it from a rank
+MIN_READINGS = 3  # Minimum number of readings of a core's clock
 
 
 _SHARE = "Do this on the one rank less often, in a thread, or share it out among the ranks."
@@ -237,7 +237,7 @@ _LONGER = (
 
 
 def asked_lately(run: Run) -> bool:
-    """Return whether samples are on their way. All ranks take them, whichever seems slow."""
+    """Return whether samples will arrive. All ranks take them, whichever seems slow."""
     asked = _requests(run)
     if not asked or run.exit_status is not None:
         return False
@@ -254,7 +254,7 @@ def explain(run: Run, lag: Lag, usual: Sequence[Rank]) -> Reason | None:
     Args:
         run: The run.
         lag: The rank.
-        usual: Ranks that do not.
+        usual: Ranks that hold no others up.
 
     Returns:
         None if it may be only a crowded machine.
@@ -268,7 +268,7 @@ def explain(run: Run, lag: Lag, usual: Sequence[Rank]) -> Reason | None:
     if lag.crowded:
         return _for_crowded_core(run, lag, mine, others)
     # CPU time is certain. But a thread that slept on a crowded machine may have waited for others,
-    # and loader workers wait for cores, too, which the rank's own waits do not show.
+    # and loader workers also wait for cores, which the rank's own waits do not show.
     works = lag.cpu >= BORNE_OUT * lag.gap
     sure = lag.calm or (lag.sure and lag.phase != "data")
     if not (works or sure or (place is not None and place.blocked("SD") >= BLOCKED)):
@@ -290,9 +290,9 @@ def _sampled(
     """Return samples of a rank, those of the others, and the line that only the rank spends on."""
     mine: Profile | None = None
     others: list[Profile] = []
-    # Samples that were taken because of this rank come first.
+    # Prefer samples that were taken because of this rank.
     for request in sorted(_requests(run), key=lambda each: each.rank != lag.rank.rank):
-        # Samples without a step, between two epochs, say nothing about steps.
+        # Samples between two epochs, without a step, do not describe steps.
         found = {
             rank: each
             for rank, each in profiles(run.last, request.asked).items()
@@ -332,7 +332,7 @@ def _reason(
         return _placed(place, words, fix="" if lag.phase == "data" else fix)
     if mine is None or not others or not works:
         return Reason()
-    # No line stands out: everything takes longer, or something that is not Python does.
+    # No line stands out: everything takes longer, or code outside of Python does.
     fact = (
         f"its training thread runs {shown_ms(lag.cpu)} a step longer, at the same lines "
         "as the others: heavier data, or a slower core"
@@ -384,7 +384,7 @@ def _allocators_differ(
     """Return whether page faults of code that all ranks run explain a surplus.
 
     One allocator returns its memory to the kernel, the others keep theirs. On a crowded machine,
-    that comes and goes.
+    this varies.
     """
     alone = place is not None and not place.others
     return not (lag.calm or alone) and _allocates(lag, mine, others)
@@ -400,7 +400,7 @@ def _allocates(lag: Lag, mine: Profile | None, others: Sequence[Profile]) -> boo
 
 
 def _for_wait(mine: Profile | None, others: Sequence[Profile], place: Spot) -> Reason:
-    """Explain a surplus by what its line waits for."""
+    """Explain a surplus by the wait of its line."""
     what = awaited(place)
     if mine is not None and place.blocked("D") >= AT_DISK:
         what = "the disk"
@@ -418,7 +418,7 @@ def _for_wait(mine: Profile | None, others: Sequence[Profile], place: Spot) -> R
 
 def _for_slow_core(run: Run, lag: Lag, mine: Profile, others: Sequence[Profile]) -> Reason | None:
     """Explain most of a surplus by a lower clock of the core; None if it does not."""
-    # By rank, in kHz: the highest clock that was read of its core, and the highest possible.
+    # By rank, in kHz: the highest clock that was read from its core, and the highest possible one.
     clocks = {
         each.rank: (each.clock, each.most)
         for record in run.supervisor.of(ProfileRequestRecord)
@@ -458,7 +458,7 @@ def _for_crowded_core(
 ) -> Reason | None:
     """Explain a surplus by other processes that use the rank's core, and only this core.
 
-    Return None if no process is known that does: many may share all cores, and the rank is unlucky.
+    Return None if no such process is known: many may share all cores by chance.
     """
     evidence = [
         f"it waits {shown_ms(lag.cores[0])} a step for a core to run on; the others "

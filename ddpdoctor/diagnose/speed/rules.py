@@ -93,7 +93,7 @@ def straggler(run: Run) -> Iterator[Finding]:
     usual = [rank for rank in run.last if rank.rank not in slow]
     for lag in found:
         if asked_lately(run) or (lag.few and not _over(run)):
-            # Stacks are being sampled, or there will be more steps to judge by.
+            # Stacks are being sampled, or more steps will follow.
             continue
         reason = explain(run, lag, usual)
         if reason is None:
@@ -136,11 +136,11 @@ def _over(run: Run) -> bool:
 
 
 WAITS_FOR_CORE = 0.05
-"""The part of a step for which a training thread lacks a core on a machine that is too full."""
+"""Minimum ratio of a step without a core that shows an overloaded machine."""
 STRETCHES = 8
-"""Stretches that steps are divided into, so that one long wait says nothing about the rest."""
+"""Number of parts into which the steps are divided, so that one long wait affects only one."""
 STARTING = 5_000_000_000
-"""Nanoseconds of waits at the beginning of passes that are reported. A short job has few."""
+"""Minimum total of waits at the beginning of passes, in nanoseconds. A short job has few passes."""
 
 
 class DataWait(NamedTuple):
@@ -153,9 +153,9 @@ class DataWait(NamedTuple):
 
 
 def _data_wait(run: Run, rank: Rank) -> DataWait | None:
-    """Return how long a rank waits for data; None if that says nothing about the loader."""
+    """Return a rank's wait for data. None if it is no evidence about the loader."""
     if rank.opened.backend.startswith("nccl") and not on_gpu(rank):
-        # Without a DDP module no device times are known, and the host's say nothing about it.
+        # Without a DDP module the device's times are unknown, and the host's do not show them.
         return None
     steps = [
         step
@@ -169,7 +169,7 @@ def _data_wait(run: Run, rank: Rank) -> DataWait | None:
     if found.share > DATA_SHARE:
         return found
     edges = [len(steps) * each // STRETCHES for each in range(STRETCHES + 1)]
-    # Time between passes does not count: evaluations say nothing about the loader.
+    # Time between passes does not count, because it includes evaluations.
     means = [mean_step(steps[begin:end], between=False) for begin, end in itertools.pairwise(edges)]
     data = sum(step.data for step in steps)
     first = sum(step.data for step in steps if step.outside > 0)
@@ -257,8 +257,8 @@ def data_bound(run: Run) -> Iterator[Finding]:
 
 
 CROWDED_STAGE = 1.5
-"""How much slower still a stage must be if it waits longer for a core than it works. Its time
-without these waits is not exact."""
+"""Additional factor for a stage that waits longer for a core than it works. Its time without these
+waits is not exact."""
 
 
 @rule("DDP612", "uneven-stages", Severity.WARNING, lapses=pace)
@@ -327,7 +327,7 @@ def uneven_stages(run: Run) -> Iterator[Finding]:
 
 
 def _counts(lag: Lag, over: bool) -> bool:
-    """Return whether it is the stage's own time, and not a crowded machine."""
+    """Return whether the stage's own time explains it, rather than a crowded machine."""
     works = lag.cpu >= BORNE_OUT * lag.gap
     sure = lag.calm or (lag.sure and lag.phase != "data")
     enough = UNEVEN * (CROWDED_STAGE if lag.cores[0] > lag.own[0] else 1)

@@ -29,8 +29,8 @@ from ddpdoctor.diagnose.speed.memory import (
 from ddpdoctor.run.records.memory import Holder, HoldersRecord
 from ddpdoctor.run.snapshot import Run
 
-LATE_LOOKS = 5  # Samples after which an object that was not found will not be
-MAX_STEPS_LEFT = 10_000_000  # Steps until memory is full up to which a finding names them
+LATE_LOOKS = 5  # Number of samples after which the search for an object ends
+MAX_STEPS_LEFT = 10_000_000  # Maximum number of steps until full memory that a finding names
 
 
 class Words(NamedTuple):
@@ -41,7 +41,7 @@ class Words(NamedTuple):
 
 
 def words_for(holder: Holder) -> Words:
-    """Describe an object that holds the memory of a rank, and how to fix that."""
+    """Describe an object that holds a rank's memory, and the fix."""
     name, short = f"`{holder.name}`", holder.name.rpartition(".")[2]
     if holder.sort == "hooks":
         return Words(
@@ -94,7 +94,7 @@ def _entries(holder: Holder) -> str:
 
 
 def _same_rank(cause: Finding, effect: Finding) -> bool:
-    """Return whether a rank that ran out of memory is one whose memory grew."""
+    """Return whether the rank that ran out of memory is one with growing memory."""
     return bool({*cause.ranks} & {*effect.ranks})
 
 

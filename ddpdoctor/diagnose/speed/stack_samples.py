@@ -1,7 +1,7 @@
 """Find the line where a rank spends its surplus of time, by samples of the ranks' stacks.
 
-A line at which all ranks are seen equally often is no surplus. From the outermost function inwards
-the search follows the line at which the slow rank is seen more often than the others.
+A line that all ranks are sampled at equally often is no surplus. From the outermost function
+inwards, the search follows the line at which the slow rank is sampled more often than the others.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from ddpdoctor.run.records.training import ProfileRecord
 from ddpdoctor.run.snapshot import Rank
 from ddpdoctor.stacks.frames import code_of
 
-MIN_SAMPLES = 12  # Samples that a verdict needs
-MIN_EXCESS = 4  # Samples by which a line must exceed what the others show
-MOSTLY = 0.6  # The part of a surplus that must be within one function to look for the line in there
+MIN_SAMPLES = 12  # Minimum number of samples
+MIN_EXCESS = 4  # Minimum number of samples at a line beyond those of the others
+MOSTLY = 0.6  # Minimum ratio of a surplus within one function to search for the line there
 
 _BY_RANK = re.compile(r"rank|main_process|is_main|master|chief", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Stack:
-    """A stack that was seen, and how often."""
+    """A sampled stack, and its count."""
 
     count: int
     frames: tuple[Frame, ...]  # Frames of the user's code, outermost first
     waits: tuple[str, str]  # File name and function of the innermost frame of all
     letter: str
-    """The state of the thread: R runs or wants to, S sleeps, D waits for a disk or device."""
+    """The state of the thread: R runs or is ready to, S sleeps, D waits for a disk or device."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """The samples of one rank, with what the kernel counted meanwhile."""
+    """The samples of one rank, with the kernel's counters."""
 
     rank: int
     record: ProfileRecord
 
     @cached_property
     def stacks(self) -> tuple[Stack, ...]:
-        """The stacks that were seen."""
+        """The sampled stacks."""
         return tuple(
             Stack(
                 seen.times,
@@ -60,7 +60,7 @@ class Profile:
 
     @property
     def working(self) -> list[Stack]:
-        """The stacks outside collectives. Those wait for other ranks."""
+        """The stacks outside of collectives, which wait for other ranks."""
         return [stack for stack in self.stacks if stack.waits[0] != "distributed_c10d.py"]
 
     @property
@@ -73,7 +73,7 @@ class Profile:
         return float(getattr(self.record, name)) / max(self.record.steps, 1)
 
     def share(self, name: str) -> float:
-        """Return counted nanoseconds as a part of the time."""
+        """Return counted nanoseconds as a ratio of the time."""
         return float(getattr(self.record, name)) / max(self.record.wall, 1)
 
     def calls(self, name: str) -> Frame | None:
@@ -95,12 +95,13 @@ class Spot:
     chain: tuple[Frame, ...]  # The calls that lead there, outermost first, and the line itself
     at: int  # Samples of the slow rank at the line
     count: int
-    """Samples of the slow rank in the function if only it was seen there, else at the line."""
+    """Samples of the slow rank in the function if only this rank was sampled there, else at the
+    line."""
     of: int
     others: int  # Samples of the other ranks there
     of_others: int
     stacks: tuple[Stack, ...]  # Stacks of the slow rank there
-    taken: int  # When they were sampled, in Unix nanoseconds
+    taken: int  # Time of the samples in Unix nanoseconds
 
     @property
     def frame(self) -> Frame:
@@ -114,7 +115,7 @@ class Spot:
         return names[-1] if names and self.frame.function != "<module>" else ""
 
     def blocked(self, letters: str) -> float:
-        """Return the part of the samples in which the thread was in one of these states."""
+        """Return the ratio of samples in which the thread was in one of these states."""
         seen = sum(stack.count for stack in self.stacks if stack.letter in letters)
         return seen / max(self.count, 1)
 
@@ -146,7 +147,7 @@ def spot(mine: Profile, others: Sequence[Profile], least: float) -> Spot | None:
     Args:
         mine: The profile of the slow rank.
         others: Profiles of ranks that are not slow.
-        least: The part of its time that must be there.
+        least: Minimum ratio of its time at the line.
     """
     theirs = [stack for each in others for stack in each.working]
     total, rest = mine.samples, sum(each.samples for each in others)
@@ -174,7 +175,7 @@ def spot(mine: Profile, others: Sequence[Profile], least: float) -> Spot | None:
             return found
         at, at_others = (_only(each, _line_at(depth), line) for each in (here, there))
         chain.append(line)
-        # A line that all ranks reach is no surplus, but one of those that it leads to may be.
+        # A line that all ranks reach is no surplus, but a line that it leads to may be.
         if excess(at, at_others) >= MOSTLY * lines[line]:
             whole = bool(depth) and not there
             found = Spot(
@@ -214,13 +215,13 @@ def _surpluses(
     key_at: Callable[[int], Callable[[Stack], Any]],
     excess: _Excess,
 ) -> dict[Any, float]:
-    """Return the surplus of each function or line at a depth, with that of what it calls."""
+    """Return the surplus of each function or line at a depth, including its callees."""
     here, there = _deeper_than(depth, here), _deeper_than(depth, there)
     key = key_at(depth)
     found: dict[Any, float] = {}
     for value in dict.fromkeys(key(stack) for stack in here):
         mine, theirs = _only(here, key, value), _only(there, key, value)
-        # First the lines of a function, then the functions that each line calls.
+        # Compare the lines of a function first, then the functions that each line calls.
         if key_at is _function_at:
             deeper = _surpluses(mine, theirs, depth, _line_at, excess)
         else:
@@ -254,7 +255,7 @@ _FILES = {
     "connection.py": "a queue",
     "threading.py": "a lock or another thread",
 }
-"""What a function of these files of the standard library waits for."""
+"""The waits of functions in these files of the standard library."""
 
 _CODE = (
     (re.compile(r"\bsleep\("), "sleep"),
@@ -268,10 +269,10 @@ _CODE = (
     (re.compile(r"queue", re.IGNORECASE), "a queue"),
     (re.compile(r"\.?read(?:line|lines|into)?\(|\bopen\(|\bload\("), "a file"),
 )
-"""What a line with such code waits for."""
+"""The waits of lines with such code."""
 
 _SOCKET = re.compile(r"\.(?:recv(?:from|msg)?(?:_into)?|sendall|accept|connect)\(|urlopen\(")
-"""Calls that wait in native code, so that no file of the standard library is seen."""
+"""Calls that wait in native code, which show no file of the standard library."""
 
 ADVICE = {
     "sleep": "Take the pause out of the training loop: retry in a thread, or before training.",
@@ -286,11 +287,11 @@ ADVICE = {
     "the disk": "Read and write less in the loop: every hundredth step, in a thread, or on a "
     "faster disk.",
 }
-"""How to fix such a wait."""
+"""The fixes of such waits."""
 
 
 def awaited(place: Spot) -> str:
-    """Return what a line waits for, by its code and the innermost frames; empty if unknown."""
+    """Return the wait of a line, by its code and the innermost frames. Empty if unknown."""
     text = code_of([place.frame], place.taken).get(place.frame, "")
     for pattern, what in _CODE:
         if pattern.search(text):

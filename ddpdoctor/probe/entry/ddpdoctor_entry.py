@@ -1,4 +1,4 @@
-"""Load the probe in a process that may become a rank, and nothing in any other.
+"""Load the probe in a process that may become a rank. Load nothing in other processes.
 
 A worker of torchrun loads it at once, another process when it imports torch. An audit hook
 (PEP 578) notices that, and an exception that ends the process. ``sys.excepthook`` and
@@ -24,7 +24,7 @@ _LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch")
 
 
 def start() -> None:
-    """Load the probe if this process is a worker, else watch for what makes it one."""
+    """Load the probe if this process is a worker. Otherwise wait until it may become a rank."""
     if "DDPDOCTOR_RUN_DIR" not in os.environ:
         return
     _safely(_start)
@@ -42,8 +42,8 @@ def _start() -> None:
 def _audit_hook(loaded: bool) -> "Callable[[str, tuple[Any, ...]], None]":
     """Return the audit hook of this process.
 
-    It binds what it needs here, since it stays until the interpreter has cleared its modules. An
-    error in it would be raised by the operation that Python is auditing.
+    It binds all names here, because it is called until after the interpreter has cleared its
+    modules. An error in it would be raised by the audited operation.
     """
     modules, safely, load, fails = sys.modules, _safely, _load, _fails
     audited, files = _AUDITED, _FILES
@@ -53,14 +53,14 @@ def _audit_hook(loaded: bool) -> "Callable[[str, tuple[Any, ...]], None]":
         if event not in audited:
             return
         if event == "import":
-            # `importlib.import_module` is not audited, but what torch imports in turn is.
+            # `importlib.import_module` is not audited, but the imports within torch are.
             if not loaded and (args[0] == "torch" or "torch" in modules):
                 loaded = True
                 safely(load)
         elif event == "sys.excepthook":
             fails(args, loaded)
         elif loaded:
-            # While the module is being imported it is there without this.
+            # While torch is being imported, it lacks this attribute.
             touched = getattr(modules.get(files), "touched", None)
             if touched is not None:
                 touched(event, args)
@@ -87,7 +87,7 @@ def _fails(args: "tuple[Any, ...]", loaded: bool) -> None:
 
 
 def _load_failures() -> None:
-    """Load what describes an exception."""
+    """Load the module that describes exceptions."""
     with _FromLibrary():
         _load_package()
         from ddpdoctor.probe.observers import failures  # noqa: F401
@@ -102,7 +102,7 @@ def _load() -> None:
 
 
 class _FromLibrary:
-    """Find modules of Python's library there, even if the job has files of their names.
+    """Find modules of Python's library even if the job has files with these names.
 
     A script's folder comes before the library in ``sys.path``. Other threads import as usual.
     """
@@ -130,7 +130,7 @@ class _FromLibrary:
 
 
 def _load_package() -> None:
-    """Make ``ddpdoctor`` importable, which may not be installed for this interpreter."""
+    """Make ``ddpdoctor`` importable. It may not be installed for this interpreter."""
     if "ddpdoctor" in sys.modules:
         return
     import importlib.util
@@ -149,8 +149,8 @@ def _load_package() -> None:
 def _is_worker() -> bool:
     """Return whether torchrun has started this process as a rank.
 
-    It makes each a session leader. What a rank starts inherits the environment, but leads no
-    session. With options of the debugger, a rank that was started otherwise counts, too.
+    It makes each rank a session leader. Children of a rank inherit the environment but lead no
+    session. With options of the debugger, a rank started by another launcher counts as well.
     """
     if os.environ.get("DDPDOCTOR_DEBUG", "attach") not in ("", "attach"):
         return True

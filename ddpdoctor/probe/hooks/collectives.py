@@ -1,8 +1,8 @@
-"""Wrap what makes process groups, and the collectives called from Python.
+"""Wrap the functions that make process groups, and the collectives called from Python.
 
-``init_process_group`` is the moment a process becomes a rank. Of a collective we record its name,
-its arguments and how long the rank waits. DDP's own all-reduces run in C++. DDP's logger (see
-``hooks.ddp``) and torch's Flight Recorder have them. A collective that consists of others
+A process becomes a rank in ``init_process_group``. For each collective we record its name, its
+arguments and the rank's wait. DDP's own all-reduces run in C++. DDP's logger (see ``hooks.ddp``)
+and torch's Flight Recorder contain them. A collective that consists of others
 (``all_gather_object``) counts as one.
 """
 
@@ -40,7 +40,7 @@ def install_groups(c10d: ModuleType) -> None:
 
 @shield.shielded
 def _declare(kwargs: dict[str, Any]) -> None:
-    """Declare that ``init_process_group`` is called, and for how many ranks if that is plain."""
+    """Declare that ``init_process_group`` is called, with the number of ranks if known."""
     stacks.declare()
     asked = kwargs.get("world_size", -1)
     elsewhere = kwargs.get("init_method") not in (None, "env://") or "store" in kwargs
@@ -70,7 +70,7 @@ def _offer(distributed: Any) -> None:
 
 @shield.shielded
 def _note_store(arguments: dict[str, Any]) -> None:
-    """Record the address of a store that no process will open, as the call may never return."""
+    """Record the address of a store that no process will open, since the call may never return."""
     record = job_launch.unopened_store(arguments, caller()) if rank.current() is None else None
     if record is not None:
         failures.write_stray(record)
@@ -93,7 +93,7 @@ def _wrap_constructor(c10d: ModuleType, name: str, joins: bool) -> None:
             _note_store(arguments)
         asked = bound.arguments.get("timeout") if bound is not None else None
         if bound is not None and isinstance(asked, timedelta) and torch_groups.least_timeout():
-            # A rank that is stopped in the debugger comes late.
+            # A rank that stops in the debugger arrives late.
             bound.arguments["timeout"] = max(asked, torch_groups.least_timeout())
             args, kwargs = bound.args, bound.kwargs
         try:
@@ -124,7 +124,7 @@ _HOOK = "collectives"
 _RING = "collectives.ring"
 _cached_page_name = functools.cache(page_name)
 
-Noted = tuple[Ledger, int]  # a recorded call: its ledger, and its order there
+Noted = tuple[Ledger, int]  # a recorded call: its ledger and its order
 
 
 def install_collectives(c10d: ModuleType) -> None:
@@ -138,7 +138,7 @@ def install_collectives(c10d: ModuleType) -> None:
 
 
 def _install_compiled(c10d: ModuleType, name: str) -> bool:
-    """Wrap a collective in compiled code. Returns False if there is none for it.
+    """Wrap a collective with compiled code. Return False if there is none for it.
 
     The outer function is Python, since Dynamo replaces the collectives that it knows by functions.
     """
@@ -169,7 +169,7 @@ def _install_compiled(c10d: ModuleType, name: str) -> bool:
 
 
 def enter(name: str) -> bool:
-    """Begin to wait. Return False if the call is not followed (nested, other thread, no rank)."""
+    """Begin a wait. Return False if the call is not followed (nested, other thread, no rank)."""
     tracker = rank.active
     if tracker is None or tracker.phase == _WAIT or not tracker.enter(_WAIT, caller()):
         return False
@@ -242,7 +242,7 @@ def _ledger() -> Ledger | None:
 def _note_call(
     name: str, bind: Callable[..., Call], chain: tuple[Site, ...], args: Any, kwargs: Any
 ) -> Noted | None:
-    """Record a call. Return where, or None if nothing was written."""
+    """Record a call. Return its ledger and order, or None if nothing was recorded."""
     ledger = _ledger()
     if ledger is None:
         return None
@@ -259,7 +259,7 @@ def _note_call(
 
 
 def _note_elsewhere(bind: Callable[..., Call], args: Any, kwargs: Any) -> None:
-    """Record that another thread calls a collective, whose place in the order is unknown."""
+    """Record that another thread calls a collective. Its position in the order is unknown."""
     ledger = _ledger()
     try:
         if ledger is not None:

@@ -5,8 +5,8 @@ The split of a backward into compute and exposed all-reduce comes from DDP's log
 around ``backward()`` cannot split it: the all-reduce makes every rank as slow as the slowest.
 
 Forwards without DDP are those of ``fully_shard`` (FSDP2) and of pipeline stages. The outermost one
-counts: blocks that are sharded on their own, and what activation checkpointing runs again in
-backward, are part of it.
+counts: separately sharded blocks, and forwards repeated by activation checkpointing in backward,
+are part of it.
 """
 
 from __future__ import annotations
@@ -51,16 +51,17 @@ from ddpdoctor.run.status import Phase
 _FORWARD = int(Phase.FORWARD)
 _DDP_HOOK = "ddp.forward"
 FINALIZE = "DDP's finalize_backward"
-"""Name of the wait at the end of a backward that the job finalizes itself (2.15)."""
+"""The name of the wait at the end of a backward that the job finalizes (2.15)."""
 
 SHORT_STEP = 5_000_000  # nanoseconds below which a step is too short to ask DDP's logger (10 us)
 SHORT_STRIDE = 4
-"""One in so many short steps is split, chosen by number, so that all ranks split the same ones."""
+"""Interval of split steps among short ones, counted by number so that all ranks split the same
+ones."""
 
 
 @dataclass(eq=False)
 class _Timed:
-    """What was read of the logger of one DDP module, and the step that its next iteration is in."""
+    """The values read from the logger of one DDP module, and the step of its next iteration."""
 
     sampled: bool  # we choose which iterations are timed: those of full steps
     sparse: int = 0
@@ -132,7 +133,6 @@ def _built(ddp: Any, static_graph: bool) -> None:
             device_ids=None if ddp.device_ids is None else tuple(ddp.device_ids),
             group_ranks=tuple(torch_groups.group_ranks(ddp)),
             bucket_cap_bytes=numbers.get("bucket_cap_bytes"),
-            bucket_sizes=torch_private.logging_strings(ddp).get("bucket_sizes", ""),
             find_unused_parameters=bool(ddp.find_unused_parameters),
             static_graph=static_graph,
             gradient_as_bucket_view=bool(ddp.gradient_as_bucket_view),
@@ -148,7 +148,7 @@ def _built(ddp: Any, static_graph: bool) -> None:
 
 
 def _uuids(torch: Any, module: Any) -> tuple[str, ...]:
-    """Return the GPUs of a module. There are several if it is model-parallel itself."""
+    """Return the GPUs of a module. There are several if the module is model-parallel."""
     devices = {each.device for each in (*module.parameters(), *module.buffers())}
     uuids = (torch_private.device_uuid(torch, each) for each in devices if each.type == "cuda")
     return tuple(sorted(uuid for uuid in uuids if uuid))
@@ -168,7 +168,7 @@ class _Forward:
         ddp: The module.
         context: DDP's own.
         before: Called first, with the module and the frame of the forward. Returns the tracker
-            whose phase has to be left.
+            whose phase must be left.
     """
 
     __slots__ = ("_before", "_context", "_ddp", "_entered")
@@ -207,11 +207,11 @@ def _wrap_inside(torch: Any, ddp_class: Any) -> None:
     here = sys.modules[__name__]
     ours = (collectives, events, phases, recorder, sample_contents, sites, status, steps)
     torch_private.skip_frames(torch, (here, torch_private, *ours))
-    # Unwrapped: torch has disabled Dynamo for it, and we do that outside.
+    # Call the unwrapped function: torch has disabled Dynamo for it, and we do that outside.
     bare = contextmanager(inspect.unwrap(original))
     forward: Any = _Forward if hot.core is None else hot.core.Forward
 
-    # Without its attributes: Dynamo would find the original by them.
+    # Leave out its attributes, by which Dynamo would find the original.
     @functools.wraps(original, updated=())
     def _inside_ddp_forward(self: Any) -> Any:
         context = bare(self)
@@ -255,7 +255,7 @@ def _before(ddp: Any, frame: FrameType) -> StepTracker | None:
 
 
 def _listen(ddp: Any, tracker: StepTracker) -> None:
-    """Add the times of DDP's logger to the step of the iteration that they are of: the last one."""
+    """Add the times of DDP's logger to the step of their iteration, which is the last one."""
     timed = _modules.get(ddp)
     if timed is None:
         return
@@ -268,7 +268,7 @@ def _listen(ddp: Any, tracker: StepTracker) -> None:
             torch_private.sample(ddp, sparse + 1)
     if 0 < tracker.last_total < SHORT_STEP:
         sparse |= SHORT_STRIDE - 1
-    # Light steps may have passed in between.
+    # Light steps may have passed since.
     if step is None or (number + 1) & sparse or now > number + 1:
         return
     numbers = torch_private.logging_ints(ddp)
@@ -278,7 +278,7 @@ def _listen(ddp: Any, tracker: StepTracker) -> None:
     if iteration != timed.iteration:
         timed.iteration = iteration
         step.timed += 1
-        # The wait of an iteration that the job finalizes is outside of its backward.
+        # If the job finalizes an iteration, the wait is outside of its backward.
         if not getattr(ddp, "require_manual_backward_finalization", False):
             hidden = numbers.get("backward_compute_comm_overlap_time", 0)
             step.exposed += max(0, numbers.get("backward_comm_time", 0) - hidden)
@@ -291,9 +291,9 @@ _ordering: Any = None
 
 
 def _order_begins(ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
-    """Wait if a forward may broadcast the order in which gradients became ready, once in a job.
+    """Begin a wait if a forward may broadcast the order of ready gradients, once in a job.
 
-    A forward within ``no_sync`` does so, too.
+    A forward within ``no_sync`` does so as well.
     """
     global _ordering
     if not _grad_enabled():
@@ -347,7 +347,7 @@ def _micro_batch_begins(stage: Any, *args: Any, **kwargs: Any) -> bool | None:
 
 
 def install_sharded(module: ModuleType) -> None:
-    """Wrap ``FSDPModule.__call__``, the class that ``fully_shard`` makes a module's first base.
+    """Wrap ``FSDPModule.__call__``. ``fully_shard`` makes this class a module's first base.
 
     A hook in the module would be pickled with it, and one around FSDP's own hooks would not notice
     that a forward raised.

@@ -26,14 +26,14 @@ from ddpdoctor.run.journal import move_up
 from ddpdoctor.run.records.process import ErrorRecord, ExitRecord
 
 _SAID = 300
-_NEAR = 8  # frames above ``sys.exit`` that are searched for its reason
+_NEAR = 8  # maximum number of frames above ``sys.exit`` that are searched for its reason
 
 _last: tuple[ExitRecord, ErrorRecord | None] | None = None
 """The last call of ``sys.exit``, and the exception behind it."""
 
 
 def install() -> None:
-    """Hook this process, and modules that it has not imported yet when it does."""
+    """Hook this process, and modules when they are imported."""
     _watch_threads()
     # `print_exc`, `format_exc` and `logging` all end in these two.
     for name in ("print_exception", "format_exception"):
@@ -46,7 +46,7 @@ def install() -> None:
 
 
 def _watch_threads() -> None:
-    """Record what ends a thread of the job, and leave ``threading.excepthook`` as it is.
+    """Record exceptions that end a thread of the job. Leave ``threading.excepthook`` as it is.
 
     Each thread keeps a function that calls the hook (Python 3.8 to 3.14).
     """
@@ -84,7 +84,7 @@ def _wrap_exits() -> None:
 
     @functools.wraps(os_exit)
     def _exit(status: int) -> NoReturn:
-        # Forked children, as those of multiprocessing, always end this way, whether ranks or not.
+        # Forked children, such as those of multiprocessing, always end this way.
         own = os.getpid() == failures.owner
         if own or rank.current() is not None:
             _hard_exit(status, own)
@@ -111,7 +111,7 @@ def _note_exit(status: Any) -> None:
 
 
 def _refusal() -> str:
-    """Return the message of ``ArgumentParser.error`` if that makes the process exit."""
+    """Return the message of ``ArgumentParser.error`` if it makes the process exit."""
     frame: FrameType | None = sys._getframe()
     for _ in range(_NEAR):
         if frame is None:
@@ -148,16 +148,16 @@ class Exits(Observer):
     """The end of a rank's interpreter."""
 
     def rank_ends(self) -> None:
-        """Record what the hooks did not see."""
+        """Record an end that the hooks missed."""
         state = self.state
         failures.unseen()
         if state.has_error:
             return
-        # If a step ended after the call, it was caught.
+        # If a step ended after the call, the exit was caught.
         if _last is not None and _last[0].time > state.tracker.last_change:
             state.recorder.add(failures.with_reason(*_last))
             return
-        # The exit status shows whether it mattered.
+        # The exit status shows whether it had an effect.
         shown = failures.shown_last()
         if shown is not None:
             state.recorder.add(shown)
@@ -191,14 +191,14 @@ def _recording(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @shield.shielded
 def _leaves(error: SystemExit) -> None:
-    """Record what ends a process of multiprocessing, which exits again by itself afterwards."""
+    """Record the exception that ends a process of multiprocessing."""
     state, frames = rank.current(), failures.frames_of(error)
     if state is None or state.has_error or not frames:
         return
     path, line, _ = frames[-1]
     last = _last
     if last is None or (last[0].path, last[0].line) != (path, line):
-        # It was raised without a call of `sys.exit`.
+        # SystemExit was raised without `sys.exit`.
         status = failures.status_of(error.code)
         last = failures.exit_record("SystemExit", status, Site(path, line)), None
     state.has_error = True
@@ -212,7 +212,7 @@ def _wrap_process_run(module: ModuleType) -> None:
 
 
 def install_spawn(module: ModuleType) -> None:
-    """Wrap ``torch.multiprocessing.spawn``, whose errors travel to the parent as text."""
+    """Wrap ``torch.multiprocessing.spawn``, whose errors reach the parent as text."""
     original = getattr(module, "_wrap", None)
     if original is None:
         return
@@ -230,7 +230,7 @@ def install_spawn(module: ModuleType) -> None:
 def watch_fatal_signals(path: str) -> None:
     """Let ``faulthandler`` write to ``path``, unless the job uses it itself.
 
-    Its handlers call those that were there before. A job that enables it later gets it.
+    Its handlers call the earlier ones. A job that enables it later gets it.
     """
     if faulthandler.is_enabled():
         return

@@ -1,4 +1,4 @@
-"""Override arguments of the job, only if `ddpdoctor scale` was asked to try others.
+"""Override arguments of the job. Used only if `ddpdoctor scale` tries other values.
 
 This hook alone changes what a job does. Without the environment variable it installs nothing. Each
 override is recorded with the line of the script. An override that fails is recorded as a fault, and
@@ -77,7 +77,7 @@ def _override(owner: Any, wanted: dict[str, Value]) -> None:
             _change(owner, bound.arguments, wanted)
             args, kwargs = bound.args[1:], bound.kwargs
         except Exception as error:
-            # torch itself reports what is wrong with the script's own arguments.
+            # torch reports errors in the script's arguments.
             shield.fault(f"override of {owner.__name__}", error)
         try:
             original(self, *args, **kwargs)
@@ -102,7 +102,7 @@ def _change(owner: Any, arguments: dict[str, Any], wanted: dict[str, Value]) -> 
 
 
 def _register(ddp_class: Any, name: str) -> None:
-    """Register a communication hook of torch. One that the script registers has no effect."""
+    """Register a communication hook of torch. A hook registered by the script has no effect."""
     build, register = ddp_class.__init__, ddp_class.register_comm_hook
 
     @functools.wraps(build)
@@ -117,7 +117,7 @@ def _register(ddp_class: Any, name: str) -> None:
 
 
 def _ignored(*args: object, **kwargs: object) -> None:
-    """Ignore the script's call that would register another one."""
+    """Ignore the script's call to register a hook."""
 
 
 def _accumulate(ddp_class: Any, every: int) -> None:

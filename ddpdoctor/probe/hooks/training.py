@@ -1,4 +1,4 @@
-"""Wrap the training loop, and what scripts call around it.
+"""Wrap the training loop and the functions that scripts call around it.
 
 The loop is batches, backward passes, steps of optimizers and GradScaler. Around it are options,
 models, samplers, schedulers and files. `WRAPPED` lists the functions where an observer is called
@@ -69,7 +69,7 @@ def _batch_wanted(iterator: Any) -> Any:
     began = clock() if first or tracker.clocked else 0
     if first:
         epoch = getattr(torch_private.sampler_of(iterator), "epoch", None)
-        # Some jobs store a seed there: a number of more than eight bytes is no epoch.
+        # Some jobs store a seed as the epoch: a number of more than eight bytes is no epoch.
         known = type(epoch) is int and abs(epoch) < 1 << 63
         iterator._ddpdoctor_epoch = epoch if known else NO_EPOCH
         debugger.note_worker_code(iterator)
@@ -83,7 +83,7 @@ def _batch_wanted(iterator: Any) -> Any:
 
 
 def _charge(tracker: StepTracker, began: int, of_pass: bool) -> None:
-    """Charge the hooks of a loader: as part of the clocked step, or once per pass."""
+    """Charge the hooks of a loader as part of the measured step, or once per pass."""
     if began:
         if tracker.clocked:
             tracker.spent += clock() - began
@@ -145,7 +145,7 @@ def install_subset(module: ModuleType) -> None:
 def _notice_built(made: Any, first: str, book: loaders.Book) -> None:
     """Note objects of a class when their ``__init__`` sets the attribute ``first``.
 
-    So no frame of ours is around any part of theirs, and the class looks as it did before.
+    So no frame of ours is on their stack, and the class looks unchanged.
     """
     if "__setattr__" in vars(made):
         return
@@ -227,18 +227,18 @@ def install_optimizer(module: ModuleType) -> None:
     """Register torch's public global step hooks (2.0 on), and notice optimizers that are made."""
     module.register_optimizer_step_pre_hook(_step_begins)
     module.register_optimizer_step_post_hook(_step_ended)
-    # Without it we assume that every job has an optimizer.
+    # Without the hook we assume that every job has an optimizer.
     optimizers.any_made = not hasattr(module.Optimizer, torch_private.PATCH_STEP)
     before(module.Optimizer, torch_private.PATCH_STEP, optimizers.made)
     after(module.Optimizer, "load_state_dict", _optimizer_loaded)
 
 
 _initializing = 0
-"""Calls of torch under way that step an optimizer only to create its state."""
+"""Number of running calls of torch that step an optimizer only to create its state."""
 
 
 def install_state_dict(module: ModuleType) -> None:
-    """Ignore the step that ``get_state_dict`` and others make with an optimizer without state."""
+    """Ignore optimizer steps of ``get_state_dict`` and others, which only create state."""
     around(module, torch_private.INIT_OPTIMIZER, "optimizer", _initializes, _initialized)
 
 
@@ -292,7 +292,7 @@ def _end_step(optimizer: Any) -> None:
     light = tracker.light
     try:
         tracker.leave()
-        # A subclass whose step calls its parent's makes one step.
+        # A step of a subclass that calls its parent's step counts once.
         if tracker.phase != _OPTIMIZER:
             number = tracker.steps
             tracker.stepped(optimizer)
@@ -442,13 +442,13 @@ def _clipped(tracker: Any, result: Any, error: BaseException | None) -> None:
     """Keep the norm that was returned."""
     if tracker.light:
         return
-    # A tensor of another class may be spread over ranks: to read it would be a collective.
+    # A tensor of another class may be spread over ranks. Reading it would be a collective.
     if type(result) is sys.modules["torch"].Tensor and result.numel() == 1:
         tracker.step.norm = readback.loss_reader(result)
 
 
 def install_serialization(serialization: ModuleType) -> None:
-    """Notice where loaded storages go.
+    """Record the devices of loaded storages.
 
     That is below ``torch.load``, whose warnings point to its caller.
     """

@@ -1,12 +1,12 @@
 """Hash buffers that DDP leaves to each rank, where a broadcast would have made them equal.
 
-Before a forward DDP broadcasts all buffers of rank 0, those that were replaced since included. Then
-there is nothing to compare, but all ranks have to take part: without gradients DDP broadcasts only
-before the first forward after a training step. It does not broadcast if the user turned that off,
-or if the module had no buffers when DDP was built.
+Before a forward, DDP broadcasts all buffers of rank 0, including replaced ones. Then there is
+nothing to compare, but all ranks have to take part. Without gradients, DDP broadcasts only before
+the first forward after a training step. It does not broadcast if the user turned that off, or if
+the module had no buffers when DDP was built.
 
 Integers (counters, positions, states of generators) and buffers outside the state dict are never
-hashed. Running statistics of normalizing layers are, in evaluations, which normalize with them.
+hashed. Running statistics of normalization layers are hashed in evaluations, which use them.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from ddpdoctor.probe.runtime.rank import RankState
 from ddpdoctor.run.records.model import BuffersRecord, OtherModelRecord, StatisticsRecord
 from ddpdoctor.run.records.training import EvaluationRecord
 
-DENSE = 8  # steps at the beginning that are hashed; later powers of two, each with the next step
-EVERY = 1024  # once powers of two are further apart, every so many steps, with the next
+DENSE = 8  # first steps, which are all hashed; later powers of two, each with the next step
+EVERY = 1024  # maximum interval of hashed steps, instead of larger powers of two
 MOST = 8  # buffers in a record
-MAX_EVALUATIONS = 64  # evaluations that a rank records
-AHEAD = 2  # evaluations that are hashed ahead of the budget: short jobs have spent it by then
-MAX_OTHERS = 8  # models beside DDP that are followed
-MAX_TRIES = 2  # batches of an evaluation at which models are checked for evaluation mode
+MAX_EVALUATIONS = 64  # maximum number of evaluations that a rank records
+AHEAD = 2  # first evaluations, hashed regardless of the budget, which short jobs have spent by then
+MAX_OTHERS = 8  # maximum number of followed models outside DDP
+MAX_TRIES = 2  # batches of an evaluation at which evaluation mode is checked
 LAYERS = 64  # layers whose statistics are hashed
-NAMED = 4  # layers of which elements are written
+NAMED = 4  # maximum number of layers whose elements are written
 SAMPLE = 32  # elements of a buffer that are written
-STATISTICS = ("running_", "moving_")  # prefixes of the names of statistics of any class of layer
+STATISTICS = ("running_", "moving_")  # prefixes of the names of running statistics
 
 
 class Buffers(Observer):
@@ -60,7 +60,7 @@ class Buffers(Observer):
         self._cost = 0
 
     def forward_begins(self, ddp: Any, armed: bool) -> None:
-        """Hash a module's buffers in a step that all ranks choose."""
+        """Hash a module's buffers. All ranks choose the same steps."""
         step = self.state.tracker.steps
         # Two steps in a row show how fast a buffer changes.
         before = step & ~1
@@ -97,10 +97,10 @@ class Buffers(Observer):
 
 
 class Evaluations(Observer):
-    """Broadcasts of buffers that an evaluation through the DDP wrapper begins."""
+    """Broadcasts of buffers in evaluations through the DDP wrapper."""
 
     def buffers_begin(self, ddp: Any) -> None:
-        """Record them in the first evaluations."""
+        """Record the broadcast in the first evaluations."""
         torch: Any = sys.modules["torch"]
         if not torch.is_grad_enabled():
             record = EvaluationRecord(
@@ -115,7 +115,7 @@ class Evaluations(Observer):
 
 
 class Statistics(Observer):
-    """Running statistics that an evaluation normalizes with, where each rank keeps its own.
+    """Running statistics used in evaluations, if each rank keeps its own.
 
     They are hashed once per evaluation: at a forward of the DDP module without gradients, or when a
     loader returns a batch without gradients while the model is in evaluation mode.
@@ -125,9 +125,9 @@ class Statistics(Observer):
         super().__init__(state)
         self._replicas = replicas
         self._hashed: dict[int, int] = {}
-        """By module, the synchronized forwards before the last evaluation that was hashed."""
+        """By module, the synchronized forwards before the last hashed evaluation."""
         self._tried = (-1, 0)
-        """Synchronized forwards before the evaluation under way, and its batches so far."""
+        """Synchronized forwards before the current evaluation, and its batches so far."""
         self._count = 0
 
     def evaluation_begins(self, ddp: Any) -> None:
@@ -188,7 +188,7 @@ class Statistics(Observer):
 
 
 class OtherModels(Observer):
-    """Models beside DDP that are evaluated, such as an average of the weights."""
+    """Models outside DDP that are evaluated, such as an average of the weights."""
 
     def __init__(self, state: RankState, replicas: Replicas) -> None:
         super().__init__(state)
@@ -203,7 +203,7 @@ class OtherModels(Observer):
             self._known.append(weakref.ref(module))
 
     def batch_evaluated(self, iterator: Any) -> None:
-        """Record norms of its parameters as an evaluation begins."""
+        """Record norms of the models' parameters as an evaluation begins."""
         armed = self.state.tracker.armed
         if not self._known or self._count >= MAX_EVALUATIONS or armed == self._last:
             return
@@ -240,7 +240,7 @@ def _write(
     tensors: Sequence[Any],
     sampled: int,
 ) -> None:
-    """Write a record with the hashes of tensors and elements of the first of them."""
+    """Write a record with hashes of tensors, and elements of the first ones."""
     with sys.modules["torch"].no_grad():
         hashes = Readback([hash_of(each) for each in tensors])
         samples = [Elements(each, SAMPLE) for each in tensors[:sampled]]
@@ -253,7 +253,7 @@ def _write(
 
 
 def _unnormalized(ddp: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the first buffers, with names, that are in the state dict and are no statistics."""
+    """Yield the names and first buffers of the state dict, without running statistics."""
     ignored: set[str] = getattr(ddp, "parameters_to_ignore", None) or set()
     found = 0
     for prefix, module in ddp.module.named_modules():

@@ -1,15 +1,15 @@
-"""Record the rank's collectives: calls from Python in its ring, DDP's own by the Flight Recorder.
+"""Record the rank's collectives: Python calls in its ring, and DDP's own from the Flight Recorder.
 
-All ranks of a group call its collectives in the same order, so the same number has to be the same
-call on each of them. For each function of ``torch.distributed`` we make a small one with the same
-parameters, so that Python itself binds the arguments. ``Signature.bind`` would take several times
-as long at every call.
+All ranks of a group call its collectives in the same order, so calls with the same number must be
+equal on all ranks. For each function of ``torch.distributed`` we generate a small function with the
+same parameters, so that Python itself binds the arguments. ``Signature.bind`` would take several
+times as long for every call.
 
-The writing thread reads torch's Flight Recorder when the supervisor asks. It needs the GIL and
-nothing of the training thread: 15 ms for a full recorder of 2,000 calls. A rank whose GIL is held
-by native code does not answer. It is read without its stack traces. To name their functions torch
-imports its compiler, 822 modules (73 MB) in torch 2.13, and a job that imports these at the same
-moment crashes. The rank's own ring and its backward passes show which line called what.
+The writing thread reads torch's Flight Recorder when the supervisor requests it. It needs only the
+GIL: 15 ms for a full recorder of 2,000 calls. A rank whose GIL is held by native code does not
+answer. Stack traces are left out: to name their functions torch imports its compiler, 822 modules
+(73 MB) in torch 2.13, and a job that imports these at the same moment crashes. The rank's ring and
+its backward passes show which line called what.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 # -- the arguments of a call: tensor, reduce operation, root and group
 
 Call: TypeAlias = "tuple[Any, Any, int | None, int | None, Any, int]"
-"""What all ranks have to agree on, a plain tuple, since each call makes one.
+"""The properties that must be equal on all ranks. A plain tuple, since each call creates one.
 
 The tensor (None if there is none, or if ranks may differ in it), the reduce operation, the
 root as a global rank, the root as a rank of the group, the group, and flags as in the ring.
@@ -68,7 +68,7 @@ TENSORS: dict[str, str] = {
     "all_gather_single": "input_tensor",
     "all_reduce": "tensor",
     "all_reduce_coalesced": "tensors[0]",
-    # Ranks may send different numbers of elements.
+    # The numbers of elements may differ between ranks.
     "all_to_all": "None",
     "all_to_all_single": "None",
     "barrier": "None",
@@ -88,15 +88,15 @@ TENSORS: dict[str, str] = {
     "scatter_object_list": "None",
     "send": "tensor",
 }
-"""Functions of ``torch.distributed`` that wait for other ranks, in any version, with the tensor
-whose shape and dtype all ranks share.
+"""Functions of ``torch.distributed`` of any version that wait for other ranks, each with the tensor
+whose shape and dtype are equal on all ranks.
 
 From 2.13 on ``all_gather_into_tensor`` and ``reduce_scatter_tensor`` call ``all_gather_single`` and
 ``reduce_scatter_single``. 2.15 has ``gather_single``.
 """
 
 PARAMETERS = (("op",), ("src", "dst"), ("group_src", "group_dst"), ("group",), ("async_op",))
-"""Names that functions have for the other arguments."""
+"""The functions' names for the other arguments."""
 
 
 def parameter_places(
@@ -104,8 +104,8 @@ def parameter_places(
 ) -> tuple[tuple[str, ...], tuple[int, ...]] | None:
     """Return names and positions of the tensor's parameter and those of `PARAMETERS`.
 
-    A parameter that the function lacks has the name "" and the position -1. None if a tensor does
-    not tell calls of the function apart.
+    A missing parameter has the name "" and the position -1. None if no tensor distinguishes calls
+    of the function.
     """
     tensor = TENSORS[name].removesuffix("[0]")
     if tensor == "None" and not name.endswith("barrier"):
@@ -117,9 +117,9 @@ def parameter_places(
 
 
 def binder(name: str, function: Callable[..., Any]) -> Callable[..., Call]:
-    """Return what makes a `Call` of the arguments of a call of ``function``, one of `TENSORS`.
+    """Return a function that makes a `Call` from the arguments of ``function``, one of `TENSORS`.
 
-    For wrong arguments it raises TypeError, as the function does, and IndexError for an empty list.
+    It raises TypeError for wrong arguments, as the function does, and IndexError for an empty list.
     """
     parameters = inspect.signature(function).parameters.values()
     bare = [
@@ -145,9 +145,9 @@ def binder(name: str, function: Callable[..., Any]) -> Callable[..., Call]:
 # -- calls from Python
 
 DEFAULT_GROUP = ""
-OBJECT_ELEMENTS = 1 << 50  # elements that an object of unknown size counts as
-_MAX_WORKS = 256  # asynchronous calls that were not waited for yet
-NARROW_TENSOR = 64  # elements up to which a tensor is a number or a metric, and no gradient
+OBJECT_ELEMENTS = 1 << 50  # assumed number of elements of an object of unknown size
+_MAX_WORKS = 256  # maximum number of pending asynchronous calls
+NARROW_TENSOR = 64  # maximum number of elements of a metric; larger tensors may be gradients
 
 _now = time.time_ns
 
@@ -160,7 +160,7 @@ class _GroupCalls:
 
 
 class _Alike(NamedTuple):
-    """What equal calls have in common, and how that is stored."""
+    """The properties of equal calls, and how they are stored."""
 
     chain: tuple[Site, ...]
     group: Any
@@ -173,7 +173,7 @@ class _Alike(NamedTuple):
 
 
 class Ledger(Calls):
-    """The calls of one rank. ``steps`` returns how many training steps have ended."""
+    """The calls of one rank. ``steps`` returns the number of ended training steps."""
 
     def __init__(self, ring: RingWriter, steps: Callable[[], int]) -> None:
         super().__init__(ring.memory)
@@ -183,18 +183,18 @@ class Ledger(Calls):
         self._sum = ring.text("SUM")
         self._groups: dict[str, _GroupCalls] = {}
         self._names: dict[str, int] = {}
-        self._last: dict[str, _Alike] = {}  # by name, the last call, which a loop often repeats
+        self._last: dict[str, _Alike] = {}  # the last call by name, which a loop often repeats
         self._dtypes: dict[Any, int] = {None: 0}
         self._ops: dict[Any, int] = {}
         self._sites: dict[Site, int] = {}
         self._chains: dict[tuple[Site, ...], int] = {}
         self._works: dict[int, int] = {}
-        self._elsewhere: set[str] = set()  # groups in which other threads call collectives, too
+        self._elsewhere: set[str] = set()  # groups in which other threads call collectives as well
         self._waited = 0
         self._when_carried: Callable[[int], None] | None = None
 
     def watch(self, elements: int, moved: Callable[[int], None]) -> None:
-        """Call ``moved`` once collectives carried so many elements in a step, or never if 0."""
+        """Call ``moved`` once collectives carried this many elements in a step. Never if 0."""
         self.enough, self._when_carried = elements, moved
 
     def _carry(self, elements: int) -> None:
@@ -208,7 +208,7 @@ class Ledger(Calls):
             self.carried_enough()
 
     def carried_enough(self) -> None:
-        """Call the function of `watch`, as collectives have carried enough."""
+        """Call the function passed to `watch`."""
         self.enough = 0
         if self._when_carried is not None:
             self._when_carried(self.carried)
@@ -245,7 +245,7 @@ class Ledger(Calls):
             if self._elsewhere and known.name in self._elsewhere:
                 self.set_partial()
             sequence = known.calls = known.calls + 1
-            # An object may contain a whole model.
+            # The object may contain a whole model.
             if numel > 0:
                 self._carry(numel)
             elif numel < 0 and "object" in name:
@@ -257,13 +257,13 @@ class Ledger(Calls):
     def like(
         self, name: str, tensor: Any, op: Any, root: Any, group_root: Any, group: Any, later: Any
     ) -> tuple[_GroupCalls, bytes, Any, tuple[int, ...], int] | None:
-        """Return how the last call is stored, so that compiled code can store equal ones.
+        """Return how the last call is stored, so that compiled code can store equal calls.
 
-        The arguments are those of the call, None if left out.
+        The arguments are those of the call. Missing ones are None.
 
         Returns:
             Its group, the end of its entry, dtype, shape and number of elements. None if the last
-            call of that name was another one.
+            call of that name was different.
         """
         last = self._last.get(name)
         if last is None or last.group is not group or last.op is not op:
@@ -280,7 +280,7 @@ class Ledger(Calls):
     def _met(
         self, name: str, call: Call, chain: tuple[Site, ...], shape: tuple[int, ...], dtype: Any
     ) -> _Alike | None:
-        """Store what equal calls have in common. Return None if this rank is not in their group."""
+        """Store the properties of equal calls. Return None if this rank is not in their group."""
         tensor, op, root, group_root, group, flags = call
         if getattr(tensor, "grad_fn", None) is not None:
             _note_graph(name, tensor, chain[0], self._steps())
@@ -308,11 +308,11 @@ class Ledger(Calls):
         return made
 
     def begin_elsewhere(self, call: Call) -> None:
-        """Note that another thread than the training thread calls a collective.
+        """Note a collective that is called outside the training thread.
 
-        A communication hook may call its next collective in the thread that ended the one before,
-        or in the training thread if that was quick. So the numbers of the calls that we see differ
-        between ranks, unless only the other thread uses that group.
+        A communication hook may call its next collective in the thread that ended the last one, or
+        in the training thread if that was fast. So the numbers of the observed calls differ between
+        ranks, unless only the other thread uses the group.
         """
         group = self._distributed.group.WORLD if call[4] is None else call[4]
         name = getattr(group, "group_name", None)
@@ -324,7 +324,7 @@ class Ledger(Calls):
             self.set_partial()
 
     def _place(self, chain: tuple[Site, ...]) -> int:
-        """Store the text of lines that are new. Return its number."""
+        """Store the text of new lines. Return its number."""
         numbers = []
         for site in chain:
             number = self._sites.get(site)
@@ -334,7 +334,7 @@ class Ledger(Calls):
         place = self._ring.text(chain_text(numbers)) if len(numbers) > 1 else numbers[0]
         if place:
             self._chains[chain] = place
-        # If there is no room left for the callers, the line itself may be stored.
+        # Without room for the callers, the line itself may still fit.
         return place or numbers[0]
 
     def _reduce(self, name: str, op: Any) -> int:
@@ -343,7 +343,7 @@ class Ledger(Calls):
         try:
             return self._ops[op]
         except (KeyError, TypeError):
-            # Operations with a factor are not hashable.
+            # A reduce operation with a factor is not hashable.
             text = str(op)
         number = self._ops.get(text)
         if number is None:
@@ -353,7 +353,7 @@ class Ledger(Calls):
         return number
 
     def _meet(self, group: Any) -> _GroupCalls | None:
-        """Store a group that is used for the first time. Return None if this rank is not in it."""
+        """Store a group at its first use. Return None if this rank is not in it."""
         world = self._distributed.group.WORLD
         actual = world if group is None else group
         name = getattr(actual, "group_name", None)
@@ -364,12 +364,12 @@ class Ledger(Calls):
         if made is None:
             made = self._groups[name] = _GroupCalls(name, self._ring.text(f"{name}|{ranks}"))
         if actual is world:
-            # Both names mean one group.
+            # Both names refer to one group.
             self._groups[DEFAULT_GROUP] = made
         return made
 
     def returned(self, order: int, result: object) -> None:
-        """Record that a call returned. An asynchronous one goes on."""
+        """Record that a call returned. An asynchronous call continues."""
         if result is None or not hasattr(result, "is_completed"):
             self._end(order, _now())
             return
@@ -400,15 +400,18 @@ class Ledger(Calls):
         self._ring.set_partial()
 
     def look(self) -> None:
-        """Note calls of compiled code, which are not seen. Called by the writing thread."""
+        """Note that compiled code called collectives, which are not observed.
+
+        Called by the writing thread.
+        """
         if torch_private.has_compiled():
             self._ring.set_partial()
 
 
 # -- collectives that autograd does not know
 
-MAX_CUTS = 8  # lines that are recorded
-MAX_REDUCED = 4  # reduced tensors that the next backward may begin with
+MAX_CUTS = 8  # maximum number of recorded lines
+MAX_REDUCED = 4  # maximum number of reduced tensors that are remembered
 
 reduced_graphs: list[tuple[Any, str, Site]] = []
 """The ``grad_fn`` of tensors that were reduced in place, until the next backward begins."""
@@ -417,7 +420,7 @@ reduced_graphs: list[tuple[Any, str, Site]] = []
 def _note_graph(name: str, tensor: Any, site: Site, step: int) -> None:
     """Note a call in whose output the tensor's graph is lost.
 
-    Those of ``torch.distributed.nn.functional`` call it with gradients off.
+    ``torch.distributed.nn.functional`` calls collectives with gradients off.
     """
     torch: Any = sys.modules["torch"]
     if not torch.is_grad_enabled():
@@ -431,20 +434,20 @@ def _note_graph(name: str, tensor: Any, site: Site, step: int) -> None:
 
 # -- the Flight Recorder
 
-MAX_GROUPS = 16  # groups that are reported, those used last
-RECORDED_CALLS = 2000  # collectives that it keeps, as later versions do by default
+MAX_GROUPS = 16  # maximum number of reported groups, the last used ones
+RECORDED_CALLS = 2000  # size of the recorder, the default of later versions
 
 LOOK_SECONDS, RAN_SECONDS = 0.25, 0.01
-"""Seconds in which the training thread may move on, and seconds that it has to run in this time
+"""Seconds during which the training thread is watched, and the minimum CPU seconds in this time
 unless it sleeps: a thread without a core does not move either."""
 
 Caller = Callable[["int | None"], tuple[str, ...]]
-"""Returns the user's lines, ``path:line``, that called the collective of a Unix time in
+"""Returns the user's lines, ``path:line``, that called the collective at a Unix time in
 nanoseconds, innermost first. Empty if unknown."""
 
 
 def install_flight_recorder(distributed: ModuleType) -> None:
-    """Turn the Flight Recorder on, unless the job has set it. torch reads the variable later."""
+    """Turn the Flight Recorder on unless the job configured it. torch reads the variable later."""
     if not {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"} & os.environ.keys():
         torch: Any = sys.modules["torch"]
         c10d = torch._C._distributed_c10d
@@ -454,10 +457,10 @@ def install_flight_recorder(distributed: ModuleType) -> None:
 
 
 class Flight:
-    """Answer the supervisor with the Flight Recorder's entries, in a file of the run directory.
+    """Write the Flight Recorder's entries for the supervisor into a file of the run directory.
 
-    All of them: only a comparison with other ranks shows which one matters, and this rank may be
-    many calls ahead of it.
+    Write all entries: only a comparison with other ranks shows which one matters, and this rank may
+    be many calls ahead of it.
 
     Args:
         directory: The run directory.
@@ -466,8 +469,8 @@ class Flight:
         tracker: The rank's steps: its newest backward passes, and its device's clock.
 
     Raises:
-        OSError: Nothing asks in that run directory.
-        ValueError: Nothing asks in that run directory.
+        OSError: The run directory has no file of requests.
+        ValueError: The file of requests is invalid.
     """
 
     def __init__(self, directory: str, path: str, ring: str, tracker: StepTracker) -> None:
@@ -477,13 +480,13 @@ class Flight:
         self._tracker = tracker
 
     def look(self) -> None:
-        """Answer a new request, in the writing thread."""
+        """Answer a new request. Called in the writing thread."""
         number = self._asked.news()
         if number:
             answer = {"asked": number, "time": time.time_ns(), **self._entries()}
             fresh = f"{self._path}.new"
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-            # `dump` would encode in Python.
+            # `dump` would use the slower encoder in Python.
             text = json.dumps(answer, separators=(",", ":"), default=str)
             with open(os.open(fresh, flags, 0o600), "w") as file:
                 file.write(text)
@@ -495,7 +498,7 @@ class Flight:
             return {"trouble": "this torch has no Flight Recorder"}
         entries = [entry for dump in dumps for entry in _read_dump(dump())]
         if not entries:
-            # It is off, or only NCCL's, and gloo may be stuck.
+            # It is off, or records only NCCL while gloo may be stuck.
             return {"trouble": "the Flight Recorder recorded nothing"}
         answer: dict[str, Any] = {"entries": reported_calls(entries, self._place())}
         clock = self._tracker.device
@@ -506,7 +509,7 @@ class Flight:
     def _stands(self) -> bool:
         """Return whether the training thread stays in one native call.
 
-        It then captures no graph, which a query from this thread could break.
+        Then it captures no CUDA graph, which a query from this thread could break.
         """
 
         def at() -> tuple[FrameType | None, int]:
@@ -517,7 +520,7 @@ class Flight:
         before = at()
         if before[0] is None:
             return False
-        # The thread has a frame, so it has not ended, which would crash this call.
+        # This call would crash for an ended thread. A thread with a frame has not ended.
         clock = time.pthread_getcpuclockid(thread)
         ran = time.clock_gettime(clock)
         time.sleep(LOOK_SECONDS)
@@ -534,14 +537,14 @@ class Flight:
 
 
 def _sleeps(thread: int) -> bool:
-    """Return whether a thread of this process, by native id, waits for something but a core."""
+    """Return whether a thread, given by its native id, sleeps instead of waiting for a core."""
     with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/stat") as file:
         return file.read().rpartition(")")[2].split()[0] == "S"
     return False
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Read only Python's own types, of which a dump consists. Import nothing else."""
+    """Unpickle only built-in types, of which a dump consists. Import nothing else."""
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         raise pickle.UnpicklingError(f"{module_name}.{global_name} in a Flight Recorder's dump")
@@ -553,9 +556,9 @@ def _read_dump(dump: bytes) -> list[dict[str, Any]]:
 
 
 def callers_of(collectives: Sequence[Collective], backwards: Sequence[Backward]) -> Caller:
-    """Return what finds the callers of recorded collectives, by the time of the calls.
+    """Return a function that finds the callers of a recorded collective by its time.
 
-    They were called from Python, oldest first, or by DDP in backward passes.
+    Collectives are called from Python, oldest first, or by DDP in backward passes.
     """
     begins = [each.began for each in collectives]
     begun: set[int] = set()
@@ -566,7 +569,8 @@ def callers_of(collectives: Sequence[Collective], backwards: Sequence[Backward])
         at = bisect.bisect_right(begins, created) - 1
         if at >= 0:
             call = collectives[at]
-            # A blocking call may consist of several. An asynchronous one is a single one.
+            # A blocking call may consist of several collectives. An asynchronous call is a single
+            # one.
             if at not in begun if call.asynchronous else created <= (call.ended or created):
                 begun.add(at)
                 return call.site, *call.callers
@@ -580,9 +584,9 @@ def callers_of(collectives: Sequence[Collective], backwards: Sequence[Backward])
 
 
 def reported_calls(entries: list[dict[str, Any]], place: Caller) -> list[dict[str, Any]]:
-    """Return the collectives of the groups used last, of all recorders, in the order of calls."""
+    """Return the collectives of the last used groups, of all recorders, in call order."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    # Recorders count separately.
+    # Each recorder has its own numbers.
     in_order = sorted(entries, key=lambda entry: entry.get("time_created_ns") or 0)
     for order, entry in enumerate(in_order[-RECORDED_CALLS:]):
         each = _reported_call(order, entry, place)
@@ -608,7 +612,7 @@ def _reported_call(order: int, entry: dict[str, Any], place: Caller) -> dict[str
         "created": entry.get("time_created_ns"),
         "retired": bool(entry.get("retired")),
         "state": entry.get("state"),
-        # Only known if the starts of collectives are recorded, too.
+        # Only known if the starts of collectives are recorded as well.
         "duration": entry.get("duration_ms"),
         "lines": list(place(entry.get("time_created_ns"))),
     }

@@ -1,11 +1,11 @@
 """Keep track of the rank's DDP modules and pipeline stages, and of what is loaded into them.
 
-``load_state_dict(strict=False)`` ignores names that do not fit. If it ignored most of a checkpoint,
-that is recorded, even before the process is a rank.
+``load_state_dict(strict=False)`` ignores names that do not match. A load that ignored most of a
+checkpoint is recorded, even before the process is a rank.
 
 A pipeline's schedule (``torch.distributed.pipelining``) runs every forward of a DDP module in
-``no_sync`` and reduces only with the last backward of a step, of which DDP's logger has no times.
-The time that this backward takes beyond the others is the wait for the replicas.
+``no_sync`` and reduces only in the last backward of a step, for which DDP's logger has no times.
+The extra time of this backward is the wait for the replicas.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from ddpdoctor.run.records.training import AppliedRecord, NotAppliedRecord
 
 # -- DDP modules
 
-MAX_SPREAD = 48  # parameters of a module that show whether a backward changed its gradients
-MAX_GUARDS = 16  # frozen parameters that show whether a module was unfrozen
-MAX_MODELS = 16  # models that a rank records
-MAX_PARAMETERS = 4096  # parameters of a model that are recorded
-Mark = tuple[int, int]  # identifies a state of a parameter's gradient
+MAX_SPREAD = 48  # number of parameters checked for whether a backward changed their gradients
+MAX_GUARDS = 16  # number of frozen parameters checked for whether a module was unfrozen
+MAX_MODELS = 16  # maximum number of recorded models
+MAX_PARAMETERS = 4096  # maximum number of recorded parameters of a model
+Mark = tuple[int, int]  # the identity of a gradient's state
 
 
 def mark_of(parameter: Any) -> Mark:
@@ -48,7 +48,7 @@ def mark_of(parameter: Any) -> Mark:
 
 
 class Unreduced(NamedTuple):
-    """Gradients that were accumulated without being reduced and wait for an optimizer."""
+    """Accumulated gradients that were not reduced and that no optimizer has used yet."""
 
     cause: str
     site: Site
@@ -56,7 +56,7 @@ class Unreduced(NamedTuple):
 
 
 class Replica:
-    """What is known of one DDP module."""
+    """The state of one DDP module."""
 
     def __init__(self, ddp: Any, number: int) -> None:
         self.ddp = weakref.ref(ddp)
@@ -72,40 +72,41 @@ class Replica:
         self.guards = [weakref.ref(parameter) for parameter in frozen[::every]]
         count = len(reduced)
         self.spread = list(range(0, count, max(1, -(-count // MAX_SPREAD))))
-        """Indices of some parameters all over the module."""
+        """Indices of some parameters spread over the module."""
         self.middle = [count // 2] if count else []
         self.armed = 0  # armed forwards since the last backward that changed the module's gradients
         self.unarmed = 0  # the same for forwards within ``no_sync()``
         self.forwards = 0  # forwards since the last step of an optimizer
         self.site = NOWHERE  # the line of the last forward, in the first iterations
         self.reduced = 0  # backwards that were reduced
-        self.due = False  # a reduced backward has not been checked yet
+        self.due = False  # a reduced backward is still to be checked
         self.ready: Sequence[int] = [0] * count
-        self.sure = False  # the backward under way is known to be this module's, and reduced
+        self.sure = False  # the current backward is certainly this module's, and reduced
         self.marks: list[tuple[int, Mark]] | None = None
         self.cause = ""
         self.unreduced: Unreduced | None = None
         self.unreduced_counts: dict[str, int] = {}
         self.recorded: set[str] = set()
-        self.searches = 0  # how often its parameters were looked up in optimizers
+        self.searches = 0  # number of searches for its parameters in optimizers
         self.least: Any = None
-        """The least number of ranks that used a parameter so far, on the module's device."""
-        self.most: Any = None  # the largest magnitude that each gradient had in `looks` backwards
+        """By parameter, the smallest number of ranks that used it so far, on the module's
+        device."""
+        self.most: Any = None  # the largest magnitude of each gradient in `looks` backwards
         self.looks = 0
-        self.every: tuple[GradientlessParameter, ...] = ()  # all parameters as a record has them
+        self.every: tuple[GradientlessParameter, ...] = ()  # all parameters in the form of a record
         self.sizes: list[int] = []
         self.versions: dict[int, int] = {}
-        """Versions of the parameters that had no gradient when they were looked at first."""
+        """Versions of the parameters that had no gradient at the first check."""
         self.added: list[tuple[str, weakref.ref[Any], str]] = []
-        """Parameters that need a gradient and are not reduced, with the reason."""
+        """Parameters that require a gradient and are not reduced, with the reason."""
 
     def parameter(self, index: int) -> Any:
-        """Return a reduced parameter, or None if it is gone."""
+        """Return a reduced parameter, or None if it was freed."""
         return self.parameters[index]()
 
     @property
     def thawed(self) -> bool:
-        """Return whether frozen parameters were unfrozen since DDP was built."""
+        """Return whether frozen parameters have been unfrozen since DDP was built."""
         return any(p.requires_grad for each in self.guards if (p := each()) is not None)
 
     def take_marks(self, indices: Iterable[int]) -> list[tuple[int, Mark]]:
@@ -117,7 +118,7 @@ class Replica:
         ]
 
     def changed(self, marks: list[tuple[int, Mark]]) -> list[int]:
-        """Return the parameters whose gradients have changed since."""
+        """Return the parameters whose gradients have changed since `take_marks`."""
         return [
             index
             for index, mark in marks
@@ -130,11 +131,11 @@ class Replicas(Observer):
 
     def __init__(self, state: RankState) -> None:
         super().__init__(state)
-        self.alive: list[Replica] = []  # in the order in which they were built
+        self.alive: list[Replica] = []  # in the order of construction
         self._built = 0
 
     def ddp_built(self, ddp: Any) -> None:
-        """Number it. A job may wrap its model again and again."""
+        """Number the module. A job may wrap its model repeatedly."""
         each = Replica(ddp, self._built)
         self._built += 1
         self.alive[:] = [*(other for other in self.alive if other.ddp() is not None), each]
@@ -151,8 +152,8 @@ class Replicas(Observer):
 class Models(Observer):
     """The model that a rank gives to DDP, recorded before DDP compares and broadcasts it.
 
-    If the models differ, DDP's constructor raises on some ranks and hangs on others, or mixes up
-    bytes silently. Afterwards it is too late.
+    If the models differ, DDP's constructor raises on some ranks and hangs on others, or silently
+    mixes up bytes.
     """
 
     def __init__(self, state: RankState) -> None:
@@ -182,19 +183,19 @@ class Models(Observer):
         )
         if self.state.add(record, MAX_MODELS):
             self._count += 1
-            # The constructor may not return.
+            # Write at once, because the constructor may hang.
             self.state.recorder.flush(0.2)
 
 
 # -- loaded weights and optimizers
 
-MAX_CHANGES = 64  # records of each kind that a rank writes
-MATCHED_SHARE = 0.5  # more than this part of the names matches if only a head is new
+MAX_CHANGES = 64  # maximum number of records of each kind
+MATCHED_SHARE = 0.5  # maximum ratio of matching names that is reported; a new head leaves more
 _SHOWN_NAMES = 3
 
 _load_numbers = itertools.count()
 _partial_loads: dict[int, int] = {}
-"""By ``id``, modules whose last load ignored most of it, with the number of its record."""
+"""By ``id``, modules whose last load ignored most names, with the number of the record."""
 
 
 def state_dict_loaded(module: Any, given: Any, result: Any) -> None:
@@ -215,9 +216,9 @@ def state_dict_loaded(module: Any, given: Any, result: Any) -> None:
 def not_applied(
     given: Mapping[Any, Any], missing: list[str], unexpected: list[str]
 ) -> NotAppliedRecord | None:
-    """Return a record if most names did not fit. Return None if one side has none left over.
+    """Return a record if most names did not match. Return None if one side has no unmatched names.
 
-    A part of a checkpoint for a part of a model leaves none over on the side of the smaller one.
+    A part of a checkpoint, or a part of a model, leaves no unmatched names on the smaller side.
     """
     if not missing or not unexpected:
         return None
@@ -240,7 +241,7 @@ def not_applied(
 
 
 def _prefix(missing: Sequence[str], unexpected: Sequence[str]) -> tuple[str, str]:
-    """Return the prefix that most names have on one side only, and that side."""
+    """Return the prefix that most names have on one side only, and the side."""
     for of, short, long in (
         ("checkpoint", missing, unexpected),
         ("model", unexpected, missing),
@@ -254,7 +255,7 @@ def _prefix(missing: Sequence[str], unexpected: Sequence[str]) -> tuple[str, str
 
 
 class _Change(sites.Place):
-    """The fields that the records of all changes have."""
+    """The common fields of the records of changes."""
 
     time: int
     step: int
@@ -262,14 +263,14 @@ class _Change(sites.Place):
 
 
 class Changes(Observer):
-    """Changes of a rank's DDP modules from outside a step."""
+    """Changes of a rank's DDP modules outside of steps."""
 
     def __init__(self, state: rank.RankState, replicas: Replicas) -> None:
         super().__init__(state)
         self._replicas = replicas
 
     def weights_loaded(self, module: Any) -> None:
-        """Record the DDP modules that the module contains, or is a part of."""
+        """Record the DDP modules that contain the module or are part of it."""
         for each in self._replicas.alive:
             ddp = each.ddp()
             if ddp is not None and any(part is module for part in ddp.modules()):
@@ -277,11 +278,11 @@ class Changes(Observer):
                 self.state.add(LoadRecord(module=each.number, **change), MAX_CHANGES)
 
     def optimizer_loaded(self, optimizer: Any) -> None:
-        """Record that training is resumed."""
+        """Record that training resumes from a checkpoint."""
         self.state.add(ResumeRecord(**self._change(type(optimizer).__name__)), MAX_CHANGES)
 
     def rate_cut(self) -> None:
-        """Record the step, which may differ between ranks."""
+        """Record the step of the change, which may differ between ranks."""
         self.state.add(CutRecord(**self._change("ReduceLROnPlateau")), MAX_CHANGES)
 
     def _change(self, what: str) -> _Change:
@@ -296,7 +297,7 @@ def forget_loads() -> None:
 
 # -- pipeline stages
 
-MAX_STAGES = 64  # stages that are recorded
+MAX_STAGES = 64  # maximum number of recorded stages
 
 
 class Stages(Observer):
@@ -308,30 +309,30 @@ class Stages(Observer):
         self._reduces = False
 
     def stage_built(self, stage: Any) -> None:
-        """Record it. Measure its waits from now on if it has any."""
+        """Record the stage. Measure its waits from now on if it has replicas."""
         number, of = stage.stage_index, stage.num_stages
         group = tuple(torch_groups.pipeline_ranks(stage))
         record = StageRecord(stage=number, stages=of, group=group, **sites.caller().place)
         self.state.add(record, MAX_STAGES, ("stage", number, of))
         self._numbers.add(number)
         self.state.tracker.page.set_stage(sorted(self._numbers))
-        # On a GPU the host's times do not show waits.
+        # On a GPU, the host's times do not include waits.
         if not self._reduces and str(stage.device) == "cpu" and torch_groups.is_reduced(stage):
             self._reduces = True
             subscribe(Waits(self.state))
 
 
 class Waits(Observer):
-    """The wait for other replicas of a stage, as opposed to the backwards of its micro-batches."""
+    """The wait for other replicas of a stage, separate from the backwards of its micro-batches."""
 
     def step_begins(self, optimizer: Any) -> None:
-        """Compare the last backward of the step with the others."""
+        """Compare the last backward of the step with its other backwards."""
         tracker = self.state.tracker
         count = tracker.step_backwards
         passes = tracker.backwards[-count:] if count > 1 else []
         if passes and not tracker.step_armed:
             *others, last = (ended - began for began, ended, _ in passes)
-            # `statistics` may be shadowed by a file of the job.
+            # A file of the job may shadow the module `statistics`.
             ordered, middle = sorted(others), len(others) // 2
             median = (ordered[middle] + ordered[-1 - middle]) / 2
             tracker.step.exposed = max(0, int(last - median))

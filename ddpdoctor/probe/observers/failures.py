@@ -35,7 +35,7 @@ from ddpdoctor.run.status import Phase
 
 # -- files that ``torch.save`` writes, and GPUs that ``torch.load`` puts tensors on
 
-MAX_FILES = 50  # paths, and loads, that a rank records: a job may give each file a new name
+MAX_FILES = 50  # maximum number of recorded paths and of loads: a job may give each file a new name
 
 _CONTENT_DEPTH = 3
 _WRAPPER_PREFIX = "module."
@@ -58,7 +58,7 @@ class Checkpoints(Observer):
     """The checkpoints that a rank saves."""
 
     def saves(self, content: Any, file: Any) -> None:
-        """Record the file once per kind of content."""
+        """Record a saved file once per kind of content."""
         path = regular_file(file)
         if path:
             kind = _content(content)
@@ -73,7 +73,7 @@ class Checkpoints(Observer):
 
 
 def path_of(file: Any) -> str:
-    """Return the resolved path of what was given to ``torch.save`` or ``torch.load``, or ""."""
+    """Return the resolved path of an argument of ``torch.save`` or ``torch.load``, or ""."""
     name = file if isinstance(file, (str, os.PathLike)) else getattr(file, "name", None)
     path = os.fspath(name) if isinstance(name, (str, os.PathLike)) else ""
     return os.path.realpath(path) if isinstance(path, str) and path else ""
@@ -117,15 +117,15 @@ _DOWNLOADERS = (
     (os.path.join("urllib", "request.py"), "urlopen", "url"),
     (os.path.join("requests", "sessions.py"), "request", "url"),
 )
-"""Functions that download, and the argument that names the address."""
+"""Functions that download, each with the argument that holds the address."""
 
 _ACCESS = {"save": "write", "load": "read"}
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_MAX_CHAINED = 8  # exceptions of a chain that are examined
+_MAX_CHAINED = 8  # maximum number of examined exceptions in a chain
 
 
 def file_facts(error: BaseException) -> ResourceFacts | None:
-    """Describe the file that ``torch.save`` or ``torch.load`` failed on, or the download.
+    """Describe the file that ``torch.save`` or ``torch.load`` failed on, or the failed download.
 
     Return None if the exception is about neither.
     """
@@ -151,7 +151,7 @@ def file_facts(error: BaseException) -> ResourceFacts | None:
 
 
 def _address(url: Any) -> str:
-    """Return server and path of a URL or of a request for it."""
+    """Return server and path of a URL or a request."""
     # Imported only here, since it would delay the start.
     from urllib.parse import urlsplit
 
@@ -197,10 +197,10 @@ class Raised(NamedTuple):
 
 
 def unwrapped(error: BaseException) -> tuple[Raised, Raised | None]:
-    """Return the exception to report, and the one that it was wrapped in, if any.
+    """Return the exception to report, and the exception that wraps it, if any.
 
-    An inner exception counts if it came through the user's own code and has a message. What a
-    library catches and raises as another exception is better explained by the library's message.
+    Report an inner exception if it passed through the user's code and has a message. If a library
+    catches an exception and raises another one, the library's message explains more.
     """
     outer = _raised(error)
     current = error
@@ -210,7 +210,7 @@ def unwrapped(error: BaseException) -> tuple[Raised, Raised | None]:
             break
         current = part
     inner = _of_worker(current) or _raised(current)
-    # The traceback of a process of a pool travels as text.
+    # The traceback from a process of a pool arrives as text.
     cause = current.__cause__
     if cause is not None and type(cause).__name__ in ("_RemoteTraceback", "RemoteTraceback"):
         remote = _last_user_line(text_of(cause))
@@ -220,7 +220,7 @@ def unwrapped(error: BaseException) -> tuple[Raised, Raised | None]:
 
 
 def text_of(error: object) -> str:
-    """Return a message, mostly that of an exception. Never raises."""
+    """Return the text of an object, mostly of an exception. Never raises."""
     try:
         return str(error)
     except Exception:
@@ -287,8 +287,8 @@ _MESSAGE = 4_000
 _LINE = 1_500
 _TRACEBACK = 60_000
 
-_SAME = 1_000_000_000  # nanoseconds within which an exception of the same id is the same one
-_FRESH = 60_000_000_000  # nanoseconds after which a printed exception does not explain an exit
+_SAME = 1_000_000_000  # nanoseconds within which an equal id means the same exception
+_FRESH = 60_000_000_000  # maximum nanoseconds from a printed exception to the exit that it explains
 _NO_FAILURE = ("SystemExit", "GeneratorExit", "Exit", "Abort")
 """Exceptions by which a script, or click, exits on purpose."""
 
@@ -297,7 +297,7 @@ owner = os.getpid()
 """The process that loaded the probe. Forked children (of multiprocessing, say) end otherwise."""
 
 _shown: tuple[int, ErrorRecord] | None = None
-"""The exception that was printed last, with its id: the process may exit because of it."""
+"""The last printed exception, with its id. It may be the reason for an exit."""
 
 
 @shield.shielded
@@ -326,7 +326,7 @@ def unseen() -> None:
 
 @shield.shielded
 def thread_failed(thread: Thread, error: BaseException | None) -> None:
-    """Record an exception in a thread, which the main thread does not see."""
+    """Record an exception of another thread, which the main thread does not see."""
     state = rank.current()
     if state is not None and error is not None and not isinstance(error, SystemExit):
         record = _placed(_in_words(error), error)
@@ -334,7 +334,7 @@ def thread_failed(thread: Thread, error: BaseException | None) -> None:
 
 
 def _placed(record: ErrorRecord, error: BaseException) -> ErrorRecord:
-    """Add what this process was doing as a rank, if it is one."""
+    """Add the activity of this process, if it is a rank."""
     state = rank.current()
     if state is None:
         return record
@@ -350,7 +350,7 @@ def _placed(record: ErrorRecord, error: BaseException) -> ErrorRecord:
 
 
 def describe(error: BaseException) -> ErrorRecord:
-    """Make the record of an exception, with what the system knows of its file or port."""
+    """Make the record of an exception, with the system's facts about its file or port."""
     record = _in_words(error)
     try:
         file = file_facts(error) or job_launch.port_facts(text_of(error))
@@ -361,7 +361,7 @@ def describe(error: BaseException) -> ErrorRecord:
 
 
 def _in_words(error: BaseException) -> ErrorRecord:
-    # Printing a traceback opens the sources.
+    # Printing a traceback opens source files.
     read = files.read_last()
     raised, outer = unwrapped(error)
     formatted = "".join(_format_exception(type(error), error, error.__traceback__))
@@ -398,14 +398,14 @@ def _values(record: ErrorRecord) -> dict[str, Any]:
 
 
 def write_stray(record: EndOfProcess) -> None:
-    """Write a record of a process that is not a rank (yet) into its own file."""
+    """Write a record of a process that is not, or not yet, a rank into a separate file."""
     path = os.path.join(rank.run_directory(), f"process-{os.getpid()}.jsonl")
     record = replace(
         record,
         rank=rank.environment_int("RANK"),
         restart=rank.environment_int("TORCHELASTIC_RESTART_COUNT") or 0,
-        # torchrun makes its workers session leaders. A helper program of a worker is none. The
-        # job's own command leads no session if it keeps its terminal.
+        # torchrun makes its workers session leaders. A helper program of a worker is not one. The
+        # job's own command is not one if it keeps its terminal.
         leads_session=os.getsid(0) == os.getpid() or watch.is_command(),
         argv=tuple(getattr(sys, "argv", [])),
     )
@@ -422,7 +422,10 @@ def write_stray(record: EndOfProcess) -> None:
 
 @shield.shielded
 def printed(*args: Any, **kwargs: Any) -> None:
-    """Remember a printed exception as a record. The exception would keep its frames alive."""
+    """Remember a printed exception as a record.
+
+    The exception itself would keep its frames alive.
+    """
     global _shown
     error = kwargs.get("value", args[1] if len(args) > 1 else args[0] if args else None)
     if not isinstance(error, BaseException) or not _is_failure(error):
@@ -433,12 +436,12 @@ def printed(*args: Any, **kwargs: Any) -> None:
         _shown = id(error), _placed(_in_words(error), error)
 
 
-MAX_PENDING = 16  # kinds of exceptions, and lines, at which a rank calls collectives meanwhile
+MAX_PENDING = 16  # maximum number of recorded exceptions during which collectives are called
 
 
 @shield.shielded
 def collective_called(name: str) -> None:
-    """Record the exception that is being handled while a collective is called."""
+    """Record the exception that is being handled when a collective is called."""
     error, state = sys.exc_info()[1], rank.current()
     if state is None or error is None or not _is_failure(error) or not state.tracker.is_here():
         return
@@ -447,7 +450,7 @@ def collective_called(name: str) -> None:
     if isinstance(error, StopIteration) or not state.may_add(PendingErrorRecord, MAX_PENDING, once):
         return
     values = {**_values(_placed(_in_words(error), error)), "collective": name}
-    # Native code may end the process in that call.
+    # Native code may end the process during that call.
     state.recorder.add_now(PendingErrorRecord(**values, called_at=site.location))
 
 
@@ -456,9 +459,9 @@ def _is_failure(error: BaseException) -> bool:
 
 
 def behind() -> ErrorRecord | None:
-    """Return the exception because of which the process exits: being handled, or just printed.
+    """Return the exception that causes an exit: one being handled, or just printed.
 
-    An exception after which a step went on does not count.
+    An exception after which a step continued does not count.
     """
     error = sys.exc_info()[1]
     if error is not None and _is_failure(error):

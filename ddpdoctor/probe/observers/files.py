@@ -1,7 +1,7 @@
-"""Record which files a rank writes, makes, moves and removes, since other ranks may read them.
+"""Record which files a rank writes, creates, moves and removes, since other ranks may read them.
 
-The audit hook of the entry calls this. Files of ddpdoctor, of caches of code and of devices do not
-count. Which files were read last is kept for the record of an exception.
+The audit hook of the entry calls this. Files of ddpdoctor, code caches and devices do not count.
+The last files that were read are kept for the record of an exception.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from ddpdoctor.probe.runtime import rank, shield
 from ddpdoctor.probe.runtime.sites import caller
 from ddpdoctor.run.records.process import FileRecord, ReadFile
 
-MAX_TOUCHED = 64  # paths that a rank records
-MAX_READ = 4  # files read last that are kept
+MAX_TOUCHED = 64  # maximum number of recorded paths
+MAX_READ = 4  # number of last read files that are kept
 _WRITES = os.O_WRONLY | os.O_RDWR
 _CODE = (".py", ".pyc", ".so", ".pth")
 _CACHES = ("__pycache__", "torchinductor", "triton", "/dev/", "/proc/", "/sys/")
@@ -28,13 +28,13 @@ _off = False  # in a forked child, which is no rank
 
 
 def forget() -> None:
-    """Leave the files of a forked child alone."""
+    """Ignore the files of a forked child."""
     global _off
     _off = True
 
 
 def read_last() -> tuple[ReadFile, ...]:
-    """Return the files that were opened last for reading, the newest first."""
+    """Return the last files opened for reading, newest first."""
     return tuple(reversed(_read))
 
 
@@ -43,7 +43,7 @@ def _add(what: str, path: str) -> None:
     if key in _known or len(_known) > MAX_TOUCHED or any(each in path for each in _CACHES):
         return
     _known.add(key)
-    # A link is kept, since it may be what is moved.
+    # Do not resolve links: the link itself may be moved.
     path = os.path.abspath(path)
     if not path.startswith(rank.run_directory()):
         record = FileRecord(time=time.time_ns(), what=what, file=path, **caller().place)
@@ -52,7 +52,7 @@ def _add(what: str, path: str) -> None:
 
 @shield.shielded
 def touched(event: str, args: tuple[Any, ...]) -> None:
-    """Note what an audited operation does to a file. It has not been done yet."""
+    """Note what an audited operation is about to do to a file."""
     path = args[0]
     if _off or type(path) is not str:
         return

@@ -1,12 +1,12 @@
-"""Fingerprint models after a training step: what differs between ranks, and since when.
+"""Fingerprint models after training steps, to show what differs between ranks, and since when.
 
-Ranks compare nothing among themselves: each writes its own hashes, and a rule compares the files.
-Some fingerprints are *rich*: one hash and norm per tensor, and hashes of the gradients and of the
-optimizer's state, at several times the cost. At steps that the supervisor suspects all are. After
-the first of these, elements of the tensors that differ are written.
+Ranks do not communicate: each writes its own hashes, and a rule compares the files. Some
+fingerprints are *rich*: one hash and norm per tensor, and hashes of the gradients and of the
+optimizer's state, at several times the cost. All fingerprints of suspected steps are rich. After
+the first of them, elements of the differing tensors are written.
 
 Without DDP (`Independent`) the norms of a few gradients and of their parameters are recorded before
-some steps of the optimizer. By comparing the ranks a rule sees whether anything was exchanged.
+some optimizer steps. A rule compares the ranks to find whether anything was exchanged.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ from ddpdoctor.run.records.model import (
 
 # -- hashes of a module's tensors
 
-MAX_TENSORS = 4096  # tensors of a module of which a rich fingerprint has a hash each
-LARGEST_NORM = 3.4e38  # from here on norms are written as infinite, as in single precision
+MAX_TENSORS = 4096  # maximum number of tensors with their own hash in a rich fingerprint
+LARGEST_NORM = 3.4e38  # larger norms are written as infinite, as in single precision
 
 
 class ModuleHashes:
-    """The hashes of one module, while a device computes them. Made with gradients off.
+    """The hashes of one module, which a device computes. Create it with gradients off.
 
     Args:
-        number: The module's.
+        number: The module's number.
         parameters: Those that DDP keeps equal.
         rich: Whether to hash gradients, too, and to give each tensor its own hash and norm.
     """
@@ -80,7 +80,7 @@ class ModuleHashes:
             self._norms = tensor_norms(parameters[:MAX_TENSORS])
 
     def reads(self) -> list[Readback]:
-        """Return what the record waits for."""
+        """Return the results that the record waits for."""
         reads = (self._parameters, self._gradients, self._norms)
         return [each for each in reads if each is not None]
 
@@ -108,9 +108,9 @@ def hashes_of(tensors: Iterable[Any]) -> Readback:
 
 
 def packed(hashes: Iterable[int], norms: Iterable[float]) -> str:
-    """Encode four bytes of its hash and the norm of each tensor as text."""
+    """Encode as text four bytes of each tensor's hash, and its norm."""
     data = b"".join(
-        # The upper half: it depends on all bits.
+        # Take the upper half, which depends on all bits.
         struct.pack(
             "<If", hash_ >> 32 & 0xFFFFFFFF, norm if norm < LARGEST_NORM else norm * math.inf
         )
@@ -120,13 +120,13 @@ def packed(hashes: Iterable[int], norms: Iterable[float]) -> str:
 
 
 def combined(hashes: Sequence[int]) -> str:
-    """Return one hash of many. There may be none."""
+    """Combine any number of hashes into one."""
     data = struct.pack(f"<{len(hashes)}q", *hashes)
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 def tensor_norms(tensors: Sequence[Any]) -> Readback:
-    """Compute each tensor's norm in double precision, which fits all. Without a norm it is 0."""
+    """Compute each tensor's norm in double precision. It is 0 for tensors without a norm."""
     torch: Any = sys.modules["torch"]
     found = [
         torch.linalg.vector_norm(each.detach(), dtype=torch.float64)
@@ -154,11 +154,11 @@ def state_hashes(optimizers: Iterable[Any]) -> Readback | None:
 
 # -- changes of parameters between steps
 
-NAMED_CHANGED = 8  # parameters that a record names, while it counts all of them
+NAMED_CHANGED = 8  # maximum number of parameters that a record names; it counts all
 
 
 class Versions:
-    """How often parameters had been written after a step, and their addresses then.
+    """The version counters and addresses of parameters after a step.
 
     Args:
         step: The step's number, or -1 before the first one.
@@ -179,7 +179,7 @@ class Versions:
         ]
 
     def changed(self) -> Iterator[OutsideRecord]:
-        """Return what has changed since, by module, and forget all."""
+        """Return the changes since the note by module, and forget it."""
         noted, self._noted = self._noted, []
         changed: dict[int, list[str]] = {}
         for module, name, ref, *before in noted:
@@ -194,20 +194,20 @@ class Versions:
 
 # -- fingerprints
 
-RICH_STEPS = 16  # steps at the beginning whose fingerprints are rich
-RICH_PRICE = 4  # a rich fingerprint costs so many plain ones, as long as only one cost is known
-KERNEL_COST = 20_000  # nanoseconds to launch the hash of a tensor, or on a GPU of a piece of one
+RICH_STEPS = 16  # first steps, whose fingerprints are rich
+RICH_PRICE = 4  # assumed cost of a rich fingerprint in plain ones, while only one cost is known
+KERNEL_COST = 20_000  # nanoseconds to launch the hash of a tensor, or of a piece of it on a GPU
 NEXT_STEP_COST = 100_000
-"""Nanoseconds that a fingerprint slows down the next step by evicting its data from the caches.
+"""Nanoseconds by which a fingerprint slows the next step down, since it evicts data from caches.
 
-Charged if not every step has a fingerprint. At the beginning a credit pays.
+Charged unless every step has a fingerprint. In the first steps a credit pays.
 """
 
-RICH_EVERY = 8  # one in so many later fingerprints is rich
-RICH_BYTES = 1 << 18  # bytes of rich fingerprints after which they are taken half as often
-MAX_OPTIMIZERS = 8  # optimizers of a rank whose state is hashed
-MAX_PENDING = 8  # fingerprints that wait for a device, after which no more are taken
-DENSE_AVERAGES = 8  # times that parameters may have been averaged that all are compared
+RICH_EVERY = 8  # interval of rich fingerprints among later ones
+RICH_BYTES = 1 << 18  # bytes of rich fingerprints after which the interval doubles
+MAX_OPTIMIZERS = 8  # maximum number of optimizers whose state is hashed
+MAX_PENDING = 8  # maximum number of fingerprints that wait for a device
+DENSE_AVERAGES = 8  # first possible averagings of parameters, which are all compared
 
 
 @dataclass
@@ -236,14 +236,14 @@ class Fingerprints(Observer):
         self._rich_bytes = 0
         self._pending: deque[_Pending] = deque()
         self._versions = Versions()
-        self._moved = 0  # elements of collectives that may have carried all parameters
+        self._moved = 0  # number of elements in collectives that may carry all parameters
         self._together = 0
-        self._alarm = -1  # the step for which an alarm is set to wake this observer
+        self._alarm = -1  # the step at which this observer is woken
         self._suspected = Suspected(state)
         self._suspected.watch(lambda: self.wake("step_ended"))
 
     def ddp_built(self, ddp: Any) -> None:
-        """Note the new module's parameters."""
+        """Note the parameters of a new module."""
         number = self._replicas.number_of(ddp)
         if number is None:
             return
@@ -256,7 +256,7 @@ class Fingerprints(Observer):
         self.wake("step_begins", "step_ended")
 
     def optimizer_made(self) -> None:
-        """Watch for its first step."""
+        """Watch for the optimizer's first step."""
         self.wake("step_ended")
 
     def step_begins(self, optimizer: Any) -> None:
@@ -286,7 +286,7 @@ class Fingerprints(Observer):
             self._drain()
         if self.state.tracker.steps == number:
             return
-        # After join() a rank may have taken fewer steps than others: their numbers do not match.
+        # After join() ranks may have taken different numbers of steps.
         if not steps.uneven_inputs:
             self._look_at(number)
         if self._pending or self._suspected.active:
@@ -347,7 +347,7 @@ class Fingerprints(Observer):
     # -- averaging
 
     def _await_together(self, ledger: Ledger) -> None:
-        """Be woken by collectives that may carry all parameters of some module in one step."""
+        """Request a call once a step's collectives may have carried all parameters of a module."""
         sizes = [self._trained.get(each.number, 0) for each in self._replicas.alive]
 
         def moved(elements: int) -> None:
@@ -357,9 +357,9 @@ class Fingerprints(Observer):
         ledger.watch(min((size for size in sizes if size), default=0), moved)
 
     def _look_together(self, step: int) -> None:
-        """Hash all parameters after collectives that may have carried them, to compare ranks.
+        """Hash all parameters after collectives that may have averaged them.
 
-        Replicas of a local SGD are equal after their averaging and never after a step.
+        Replicas of local SGD are equal after averaging, and never after a step.
         """
         moved, self._moved = self._moved, 0
         if self.state.ledger is not None:
@@ -400,7 +400,7 @@ class Fingerprints(Observer):
     # -- parts
 
     def _write_elements(self, suspicion: Suspicion) -> None:
-        """Write elements of the tensors that a suspicion names."""
+        """Write elements of the suspected tensors."""
         alive = self._replicas.alive
         module = next((each for each in alive if each.number == suspicion.module), None)
         ddp = module.ddp() if module is not None else None
@@ -473,7 +473,7 @@ class Fingerprints(Observer):
 
         def make() -> list[FingerprintRecord]:
             found = [each.record(number, armed) for each in modules]
-            # Optimizers and scaler do not belong to a module: the first record has them.
+            # Optimizers and scaler belong to no module. Put them into the first record.
             found[0] = replace(
                 found[0],
                 hyper=hyper,
@@ -511,26 +511,26 @@ def _scale() -> Readback | None:
 
 # -- training without DDP: whether the ranks of a group still train one model
 
-DENSE_STEPS = 8  # steps at the beginning that are all measured; later the powers of two
-SURE_STEPS = 4  # first steps that are measured whatever the budget: short jobs have no more
-SOLO_PARAMETERS = 3  # parameters that are measured
-MAX_SOLO_ELEMENTS = 1 << 20  # elements of a measured parameter, unless all are larger
+DENSE_STEPS = 8  # first steps, which are all measured; later the powers of two
+SURE_STEPS = 4  # first steps, measured regardless of the budget: short jobs have no more
+SOLO_PARAMETERS = 3  # maximum number of measured parameters
+MAX_SOLO_ELEMENTS = 1 << 20  # maximum size of a measured parameter, unless all are larger
 
 
 class Independent(Observer):
-    """What a rank trains without DDP."""
+    """The training of a rank without DDP."""
 
     def __init__(self, state: RankState) -> None:
         super().__init__(state)
         self._begun = False
-        self._last = -1  # the last training step that was measured
-        self._before = 0  # calls before the first step that may have moved parameters
+        self._last = -1  # the last measured training step
+        self._before = 0  # collectives before the first step that may have carried parameters
         self._outside = False  # parameters were changed between steps of the optimizer
         self._versions: list[tuple[weakref.ref[Any], int]] = []
         self._wrapped = False
 
     def ddp_built(self, ddp: Any) -> None:
-        """Leave the rest to the observers of DDP modules."""
+        """Stop, because other observers follow DDP modules."""
         self._wrapped = True
         self.rest("step_begins", "step_ended")
 
@@ -574,7 +574,7 @@ class Independent(Observer):
             shapes=tuple(tuple(each.shape) for each in measured),
             parameters=len(parameters),
             elements=sum(each.numel() for each in parameters),
-            # Ranks whose options differ are meant to differ.
+            # Ranks with different options are meant to differ.
             hyper=options_of(optimizer),
             calls=ledger.count if ledger is not None else None,
             before=self._before,
@@ -588,7 +588,7 @@ class Independent(Observer):
         self.state.recorder.add(when_ready([read], with_norms))
 
     def step_ended(self, optimizer: Any, number: int) -> None:
-        """Note the first parameter as the step left it."""
+        """Note the state of the first parameter after the step."""
         if not self._begun or self._outside or self._wrapped:
             return
         first = next(iter(parameters_of(optimizer)), None)
@@ -596,7 +596,7 @@ class Independent(Observer):
             self._versions.append((weakref.ref(first), first._version))
 
     def rank_ends(self) -> None:
-        """Record what was exchanged in all."""
+        """Record the total that was exchanged."""
         if self._last < 0:
             return
         ledger = self.state.ledger

@@ -1,14 +1,14 @@
-"""Follow gradients between backward and step: missing, not reduced, changed by the job.
+"""Follow gradients between backward and step: missing, unreduced, or changed by the job.
 
 The parameters whose gradients changed show what DDP reduced. A forward through DDP arms its next
-backward. Only an armed backward is reduced. Parameters whose gradients came otherwise are measured
-when an optimizer steps them (`Unreduced`): the norms of gradient and parameter are recorded, and by
-comparing the ranks a rule finds whether it did any harm.
+backward. Only an armed backward is reduced. Parameters with other gradients are measured when an
+optimizer steps them (`Unreduced`): the norms of gradient and parameter are recorded, and a rule
+compares the ranks to find whether it did any harm.
 
-Changes of gradients that all ranks make alike are no fault: a rank only records when it begins or
-stops to make them, and a rule compares. Calls of torch's clipping are noticed in every step. That
-they have stopped is noticed later, but recorded with the right step. Other changes of a gradient
-show in its version counter, in the steps that all ranks check.
+Changes of gradients are no fault if all ranks make them. A rank records when it starts or stops
+changing them, and a rule compares. Calls of torch's clipping are observed in every step. Their end
+is noticed later, but recorded with the right step. Other changes of a gradient show in its version
+counter, in the steps that all ranks check.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ from ddpdoctor.run.records.model import (
 )
 
 MAX_CHECKED = 10  # synchronized backwards of a DDP module that are checked for missing gradients
-MAX_NAMED = 8  # parameters or layers that a record names, while it counts all of them
-UNFINISHED = "Expected to have finished reduction"  # what DDP says when gradients are missing
-USED_FOR = 50  # synchronized backwards after which it is recorded that all parameters were used
-USED_IN_ALL = 5  # the same at the end of a rank that had fewer
-DENSE_LOOKS = 8  # first synchronized backwards after which gradients are searched for zeros
-RECORDED_AT = 64  # the one after which a running job records which were always zero
-PART = 1 << 12  # elements of a gradient on the CPU that are looked at first
+MAX_NAMED = 8  # maximum number of parameters or layers that a record names; it counts all
+UNFINISHED = "Expected to have finished reduction"  # DDP's message about missing gradients
+USED_FOR = 50  # synchronized backwards after which full use of the parameters is recorded
+USED_IN_ALL = 5  # the same if the rank ends earlier
+DENSE_LOOKS = 8  # first synchronized backwards; zeros are searched for after each
+RECORDED_AT = 64  # synchronized backwards after which a running job records zeros
+PART = 1 << 12  # elements of a gradient on the CPU that are checked first
 NORMALIZING_AT = 3  # the synchronized backward after which BatchNorm layers are recorded
 
 STEP_IN_NO_SYNC = "step in no_sync"
@@ -67,13 +67,13 @@ NO_BACKWARD = "no backward"
 OUTSIDE = "outside"
 """The cause if parameters belong to no DDP module."""
 
-MAX_CONSTANT_LOSSES = 16  # backwards with a loss that depends on no parameter
-MEASURED = 4  # parameters whose norms are recorded at a time
-DENSE_UNREDUCED = 10  # times that each kind of unreduced gradient is measured; then powers of two
-MAX_UNREDUCED = 256  # the last of these
+MAX_CONSTANT_LOSSES = 16  # maximum number of records
+MEASURED = 4  # maximum number of parameters whose norms are in a record
+DENSE_UNREDUCED = 10  # first measurements of each kind of unreduced gradient; then powers of two
+MAX_UNREDUCED = 256  # the last measurement
 SEARCH_EVERY = 512
-"""Synchronized backwards between two searches of a module for new parameters, once powers of two
-are further apart."""
+"""Maximum interval, in synchronized backwards, of searches for new parameters. The first searches
+are at powers of two."""
 
 
 class Gradients(Observer):
@@ -86,7 +86,7 @@ class Gradients(Observer):
         self._enabled = state.budget.enabled
 
     def forward_begins(self, ddp: Any, armed: bool) -> None:
-        """Count it. Note its line in the first iterations."""
+        """Count the forward. Note its line in the first iterations."""
         for each in self._replicas.alive:
             if each.ddp() is ddp:
                 each.forwards += 1
@@ -99,7 +99,7 @@ class Gradients(Observer):
                 return
 
     def backward_begins(self) -> None:
-        """Note the state of gradients that this backward may change without reducing them."""
+        """Note the state of gradients that this backward may change without a reduction."""
         if not self._enabled:
             return
         alive = self._replicas.alive
@@ -107,14 +107,14 @@ class Gradients(Observer):
             ddp = each.ddp()
             if ddp is None:
                 continue
-            # The backward before this one may have raised.
+            # The previous backward may have raised.
             each.sure, each.marks = False, None
             each.cause = _cause(each, bool(ddp.require_backward_grad_sync))
             if each.cause == STEP_IN_NO_SYNC:
-                # Harmless, unless a step comes before a backward that is reduced.
+                # Harmless unless a step precedes the next reduced backward.
                 each.marks = each.take_marks(each.middle)
             elif not each.cause:
-                # The backward of a single known module needs no proof that it is its own.
+                # With a single module, the backward is certainly its own.
                 if each.reduced >= MAX_CHECKED and len(alive) == 1:
                     each.sure = each.armed > 0
                 else:
@@ -125,7 +125,7 @@ class Gradients(Observer):
                 self.state.budget.spend(2 * (clock() - began))
 
     def backward_ended(self) -> None:
-        """Find the modules whose gradients the backward changed, and whether it reduced them."""
+        """Find the modules whose gradients the backward changed, and whether it was reduced."""
         for each in self._replicas.alive:
             if each.sure:
                 each.sure, each.due, each.unreduced = False, True, None
@@ -138,15 +138,15 @@ class Gradients(Observer):
                 self._settle(each, ddp, each.changed(marks))
 
     def _settle(self, each: Replica, ddp: Any, changed: list[int]) -> None:
-        """Note whether a backward that may have changed some of a module's gradients did."""
+        """Note whether a backward changed some of a module's gradients."""
         if each.armed and each.reduced < MAX_CHECKED and not changed:
-            # DDP knows which parameters it reached. The one that we compared may be unused.
+            # DDP knows which parameters the backward reached. The compared one may be unused.
             times = torch_private.gradient_ready_times(ddp) or []
             changed = [index for index, when in enumerate(times) if when != each.ready[index]][:1]
         if not changed:
             return
         if each.armed and each.reduced < MAX_CHECKED:
-            # The one compared until now may be unused.
+            # The parameter compared until now may be unused.
             each.middle = changed[:1]
         vain = each.cause == "backward in no_sync" and not each.unarmed
         if vain and not self._pacing.settling and "vain" not in each.recorded:
@@ -160,12 +160,12 @@ class Gradients(Observer):
             each.due = True
             each.unreduced = None
         elif each.cause and (each.unreduced is None or each.unreduced.cause == STEP_IN_NO_SYNC):
-            # What was accumulated within no_sync() is no fault while more backwards come.
+            # Accumulation within no_sync() is no fault while more backwards follow.
             each.unreduced = Unreduced(each.cause, sites.caller(), changed[:MEASURED])
         each.armed = each.unarmed = 0
 
     def step_begins(self, optimizer: Any) -> None:
-        """Record missing and unreduced gradients, which an optimizer is about to use."""
+        """Record missing and unreduced gradients before an optimizer uses them."""
         if not self._enabled:
             return
         for each in self._replicas.alive:
@@ -176,11 +176,11 @@ class Gradients(Observer):
                 each.due = False
                 self._check(each, ddp)
             elif each.armed and each.forwards and each.unreduced is None:
-                # No backward has come to its parameters. They may have gradients all the same.
+                # No backward has reached its parameters. They may still have gradients.
                 each.unreduced = Unreduced(NO_BACKWARD, each.site, each.spread[:MEASURED])
             each.forwards = 0
             if self._pacing.settling:
-                # Its forward may have come while nothing was counted.
+                # Its forward may have run while nothing was counted.
                 each.unreduced = None
             if each.unreduced is not None or each.added:
                 self._find_unreduced(each, owned(optimizer))
@@ -190,7 +190,7 @@ class Gradients(Observer):
         budget = self.state.budget
         if each.reduced == NORMALIZING_AT:
             self._record_normalizing(each, ddp)
-        # DDP's constructor sets a static graph after its events.
+        # DDP's constructor sets the static graph after our events.
         unused = ddp.find_unused_parameters
         most = USED_FOR if unused else MAX_CHECKED
         if each.reduced <= most and not getattr(ddp, "static_graph", False):
@@ -212,7 +212,7 @@ class Gradients(Observer):
                 ]
 
     def _record_normalizing(self, each: Replica, ddp: Any) -> None:
-        """Record the layers that take statistics of this rank's batch alone."""
+        """Record the layers that compute statistics of this rank's batch alone."""
         layers = [
             name
             for name, module in ddp.module.named_modules()
@@ -235,7 +235,7 @@ class Gradients(Observer):
                     self._record_missing(each, ddp, gone)
 
     def rank_ends(self) -> None:
-        """Record that all parameters were used in a short job, too, or which never were."""
+        """Record for short jobs that all parameters were used, or which were not."""
         for each in self._replicas.alive:
             if each.looks >= USED_IN_ALL:
                 self._record_never(each)
@@ -245,7 +245,7 @@ class Gradients(Observer):
     # -- missing gradients
 
     def _find_missing(self, each: Replica, ddp: Any) -> None:
-        """Record parameters that got no gradient in the synchronized backward that just ended."""
+        """Record parameters without a gradient after a synchronized backward."""
         times = torch_private.gradient_ready_times(ddp)
         if times is None:
             now = time.perf_counter_ns()
@@ -263,7 +263,7 @@ class Gradients(Observer):
     def _look_for_zeros(self, each: Replica, ddp: Any) -> None:
         """Keep the largest magnitude of each gradient.
 
-        With these options DDP gives outputs that the loss does not use a gradient of zeros.
+        With these options, DDP gives a gradient of zeros to outputs that the loss does not use.
         """
         torch: Any = sys.modules["torch"]
         budget = self.state.budget
@@ -277,7 +277,7 @@ class Gradients(Observer):
     def _keep_largest(self, torch: Any, each: Replica, ddp: Any) -> None:
         parameters = [each.parameter(index) for index in range(len(each.names))]
         gradients = [None if one is None else one.grad for one in parameters]
-        # What an optimizer has stepped in between had a gradient in a step that was not looked at.
+        # Parameters stepped in between had a gradient in an unchecked step.
         stepped = [
             one is not None
             and gradient is None
@@ -286,7 +286,7 @@ class Gradients(Observer):
         ]
         device = next((one.device for one in gradients if one is not None), None)
         with torch.no_grad():
-            # Filled on the device: a copy would wait for it.
+            # Fill it on the device, because a copy would wait.
             zero, other = torch.zeros((), device=device), torch.ones((), device=device)
             largest = torch.stack(
                 [
@@ -300,7 +300,7 @@ class Gradients(Observer):
             )
             each.most = largest if each.most is None else torch.maximum(each.most, largest)
         if not each.looks:
-            # At the end of the rank the module is gone.
+            # The module may be freed when the rank ends.
             each.every = _gradientless(each, ddp, range(len(each.names)))
             each.sizes = [0 if one is None else one.numel() for one in parameters]
         each.looks += 1
@@ -338,7 +338,7 @@ class Gradients(Observer):
         )
 
     def _count_use(self, each: Replica, ddp: Any) -> None:
-        """Keep the least use of any parameter. After enough backwards, record it."""
+        """Track the smallest use of any parameter. Record it after enough backwards."""
         used = torch_private.used_map(ddp)
         if used is None:
             return
@@ -417,15 +417,15 @@ def _with_norms(record: UnreducedRecord, shown: dict[str, Any]) -> Lazy | None:
     return when_ready([read], with_norms)
 
 
-JOINT_LOOKS = 4  # backwards in which it is looked at what else they give gradients to
+JOINT_LOOKS = 4  # first backwards, which are checked for gradients of other parameters
 FACTOR_ERROR = 1e-3
-LOOKED_AT = 8  # backwards whose graph is looked at from the loss on
-MAX_NODES = 64  # nodes of it
-SCALED_STEPS = 3  # backwards with a loss divided by the number of ranks after which it is recorded
+LOOKED_AT = 8  # first backwards, whose graph is read from the loss on
+MAX_NODES = 64  # maximum number of nodes read
+SCALED_STEPS = 3  # backwards with a loss divided by the number of ranks until it is recorded
 
 
 class LossScale(Observer):
-    """What the losses of the first backwards were multiplied by, and whether they were reduced."""
+    """The factors of the first losses, and whether the losses were reduced."""
 
     def __init__(self, state: RankState, replicas: Replicas) -> None:
         super().__init__(state)
@@ -435,7 +435,7 @@ class LossScale(Observer):
         self._divided = 0
 
     def graph_begins(self, loss: Any) -> None:
-        """Follow the graph from the loss to tensors that were reduced."""
+        """Follow the graph from the loss to reduced tensors."""
         if not self._replicas.alive:
             return
         reduced = collective_calls.reduced_graphs
@@ -449,7 +449,7 @@ class LossScale(Observer):
     def _follow(self, root: Any, reduced: list[tuple[Any, str, Site]]) -> None:
         step = self.state.tracker.steps
         queue, seen = [(root, 1.0)], {root}
-        leading, only = 1.0, True  # the product of the factors before anything else in the graph
+        leading, only = 1.0, True  # the product of the factors nearest to the loss
         for place, (node, before) in enumerate(queue):
             for graph, call, site in reduced:
                 if node is graph:
@@ -479,19 +479,19 @@ class LossScale(Observer):
 
 @dataclass(eq=False)
 class _Beside:
-    """What an optimizer steps that belongs to no DDP module."""
+    """The parameters of an optimizer that belong to no DDP module."""
 
-    ddp: int  # as in its records
+    ddp: int  # as in the records
     parameters: dict[str, weakref.ref[Any]]  # the first of them
-    joint: bool = False  # a backward that DDP reduced has given them gradients
+    joint: bool = False  # a reduced backward gave them gradients
     steps: int = 0
-    first: Lazy | None = None  # the record of the first step, which is written if they are joint
+    first: Lazy | None = None  # the record of the first step, written once they are joint
 
 
 class Outside(Observer):
-    """Parameters that are trained with a DDP module, and that DDP does not know.
+    """Parameters that are trained together with a DDP module but are not part of it.
 
-    Those that get their gradients in another backward are a model that each rank keeps for itself.
+    Parameters with gradients from other backwards are a model that each rank keeps for itself.
     """
 
     def __init__(self, state: RankState, replicas: Replicas) -> None:
@@ -503,12 +503,12 @@ class Outside(Observer):
         self._looked = 0
 
     def optimizer_made(self) -> None:
-        """Look for its parameters in the next backwards."""
+        """Look for the optimizer's parameters in the next backwards."""
         self._looked = 0
         self.wake("backward_begins", "backward_ended", "step_begins")
 
     def backward_begins(self) -> None:
-        """Note their gradients."""
+        """Note the state of the parameters' gradients."""
         self._looked += 1
         if self._looked > JOINT_LOOKS:
             self.rest("backward_begins", "backward_ended")
@@ -535,7 +535,7 @@ class Outside(Observer):
         return _Beside(-1 - len(self._known), dict(list(outside.items())[:MEASURED]))
 
     def backward_ended(self) -> None:
-        """Note whether the backward was one that DDP reduced."""
+        """Note whether the backward was reduced."""
         marks, self._marks = self._marks, []
         if sum(each.reduced for each in self._replicas.alive) > self._reduced:
             for each, parameter, mark in marks:
@@ -565,7 +565,7 @@ class Outside(Observer):
             each.first = None
 
     def _seen(self, optimizer: Any, each: _Beside) -> Lazy | None:
-        """Return the record of a step, None if no parameter of them has a gradient."""
+        """Return the record of a step. None if no parameter has a gradient."""
         shown = {
             name: parameter
             for name, reference in each.parameters.items()
@@ -578,7 +578,7 @@ class Outside(Observer):
 
 
 def _largest(gradient: Any) -> Any:
-    """Return the largest magnitude in a gradient, or in a part of it that is not zero."""
+    """Return the largest magnitude in a gradient, or in a nonzero part of it."""
     if gradient.numel() > PART and gradient.device.type == "cpu":
         some = readback.flattened(gradient)[:: gradient.numel() // PART].abs().max()
         if some:
@@ -589,7 +589,7 @@ def _largest(gradient: Any) -> Any:
 def _gradientless(
     each: Replica, ddp: Any, indices: Sequence[int]
 ) -> tuple[GradientlessParameter, ...]:
-    """Return what is recorded of some parameters."""
+    """Return the recorded facts about some parameters."""
     owners = {
         name: type(module).__name__
         for name, module in ddp.module.named_modules(remove_duplicate=False)
@@ -608,7 +608,7 @@ def _has_none(each: Replica, index: int) -> bool:
 
 
 def _reasons(each: Replica, ddp: Any) -> Callable[[int], str]:
-    """Return what tells why a parameter has no gradient, as far as it shows now."""
+    """Return a function that gives the reason why a parameter has no gradient, if known by now."""
     present = {id(parameter) for parameter in ddp.module.parameters()}
 
     def why(index: int) -> str:
@@ -621,14 +621,14 @@ def _reasons(each: Replica, ddp: Any) -> Callable[[int], str]:
 
 
 def _why_added(each: Replica, name: str, parameter: Any) -> str:
-    """Tell why a parameter that needs a gradient is not one that DDP reduces."""
+    """Return why DDP does not reduce a parameter that requires a gradient."""
     if id(parameter) in each.frozen:
         return "unfrozen"
     return "replaced" if name in each.names else "added"
 
 
 def _cause(each: Replica, syncs: bool) -> str:
-    """Tell why the gradients of a backward that begins now will not be reduced, or return ""."""
+    """Return why the gradients of the next backward will not be reduced, or ""."""
     if each.armed:
         return "" if syncs else "backward in no_sync"
     if each.unarmed:
@@ -638,12 +638,12 @@ def _cause(each: Replica, syncs: bool) -> str:
 
 # -- gradients that the job changes between backward and the optimizer's step
 
-EDITS_EVERY = 64  # steps at the beginning that are all checked; later one in so many
-MAX_EDITS = 128  # records of each kind that a rank writes
-NAMED_EDITED = 4  # parameters that a record names
-FACTOR_STEPS = 8  # first steps in which a gradient is measured before and after the job's changes
-FACTORS = 4  # changes of it that are measured
-MISPLACED = 3  # calls in a row that clip too early, after which it is recorded
+EDITS_EVERY = 64  # first steps, which are all checked; then the interval of checks
+MAX_EDITS = 128  # maximum number of records of each kind
+NAMED_EDITED = 4  # maximum number of parameters that a record names
+FACTOR_STEPS = 8  # first steps with measurements of a gradient before and after the job's changes
+FACTORS = 4  # maximum number of measured changes
+MISPLACED = 3  # number of consecutive early calls of clipping until it is recorded
 _NO_CALL = ("", NOWHERE)
 
 
@@ -653,20 +653,20 @@ class Edits(Observer):
     def __init__(self, state: RankState, replicas: Replicas) -> None:
         super().__init__(state)
         self._replicas = replicas
-        self._call: tuple[str, Site] = _NO_CALL  # what clipped last, if it has not stopped
-        self._clipped = -1  # the step in which it did
+        self._call: tuple[str, Site] = _NO_CALL  # the last clipping, unless it has stopped
+        self._clipped = -1  # the step of that call
         self._from: tuple[str, CodeType | None, int] = ("", None, 0)
-        """The name of what clipped last, and the instruction that called it."""
+        """The name of the last clipping function, and the instruction that called it."""
         self._last_count: dict[int, int] = {}
-        """By DDP module, how many gradients were changed in the last step that was checked."""
+        """By DDP module, the number of gradients changed in the last checked step."""
         self._marks: list[tuple[Replica, list[tuple[int, Mark]]]] = []
-        self._scaled = False  # a GradScaler has scaled a loss and not yet unscaled its gradients
+        self._scaled = False  # a GradScaler has scaled a loss, and has not unscaled yet
         self._fresh = False  # a backward has ended since the last step of an optimizer
         self._early: tuple[str, Site] | None = None  # a call before any backward of the step
-        self._misplaced: dict[str, int] = {}  # how often in a row, by what is wrong
+        self._misplaced: dict[str, int] = {}  # consecutive occurrences by fault
         self._passes = 0  # backwards since the last step
         self._measured: tuple[Replica, int, Readback] | None = None
-        """The parameter whose gradient was measured behind the last backward."""
+        """The parameter whose gradient was measured after the last backward."""
         self._pairs: list[Readback] = []
 
     def loss_scaled(self) -> None:
@@ -674,11 +674,11 @@ class Edits(Observer):
         self._scaled = True
 
     def unscales(self) -> None:
-        """Note that they are."""
+        """Note that the gradients are unscaled."""
         self._scaled = False
 
     def clips(self, name: str, frame: FrameType) -> None:
-        """Note the outermost call of a step. Functions of torch call each other."""
+        """Note the outermost clipping call of a step. torch's functions call each other."""
         step = self.state.tracker.steps
         if self._clipped == step:
             return
@@ -695,7 +695,7 @@ class Edits(Observer):
             self._judge(name)
 
     def _judge(self, name: str) -> None:
-        """Count calls that come too early, in the steps in which all events are seen."""
+        """Count calls that come too early, in steps whose events are all observed."""
         if not self._fresh:
             self._early = name, sites.caller()
             return
@@ -714,13 +714,13 @@ class Edits(Observer):
             self.state.recorder.add(record)
 
     def _note_stop(self, last: int) -> None:
-        """Record the first step without clipping, if there was none up to a last one."""
+        """Record the first step without clipping, unless clipping continues."""
         if self._call is not _NO_CALL and self._clipped < last:
             self._call = _NO_CALL
             self.state.add(ClipRecord(step=self._clipped + 1, **NOWHERE.place), MAX_EDITS)
 
     def backward_ended(self) -> None:
-        """Note the gradients as the backward left them."""
+        """Note the gradients after the backward."""
         step = self.state.tracker.steps
         if self._early is not None:
             self._count("early", *self._early)
@@ -737,7 +737,7 @@ class Edits(Observer):
         before_step(step - step % EDITS_EVERY + EDITS_EVERY, lambda: self.wake("backward_ended"))
 
     def _measure(self) -> None:
-        """Measure a gradient as DDP left it."""
+        """Measure a gradient after DDP's reduction."""
         self._measured = None
         budget = self.state.budget
         if self._passes > 1 or len(self._pairs) >= 2 * FACTORS or budget.left() < 0:
@@ -751,7 +751,7 @@ class Edits(Observer):
                         self._measured = (each, index, read) if read is not None else None
 
     def _compare(self) -> None:
-        """Measure it again. A change through `.data` shows in nothing else."""
+        """Measure the gradient again. Only this shows a change through `.data`."""
         measured, self._measured = self._measured, None
         if measured is None or self._passes != 1:
             return
@@ -780,10 +780,10 @@ class Edits(Observer):
             self.state.recorder.add(when_ready(self._pairs, with_factors))
 
     def step_begins(self, optimizer: Any) -> None:
-        """Record how many have changed since."""
+        """Record how many gradients have changed since the backward."""
         step = self.state.tracker.steps
         self._note_stop(step)
-        # With several optimizers a call may follow the step of another one.
+        # With several optimizers, a call may follow the step of another optimizer.
         self._fresh, self._early = False, None
         if not self._marks:
             self._passes = 0
@@ -810,7 +810,7 @@ class Edits(Observer):
 
 
 class ConstantLosses(Observer):
-    """Backwards of one rank that DDP was to reduce and that reach no parameter."""
+    """Backwards that DDP should reduce and that reach no parameter."""
 
     def constant_backward(self) -> None:
         """Record the step."""

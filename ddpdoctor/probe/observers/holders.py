@@ -1,9 +1,9 @@
 """Find the objects that grow on a rank, and the names that hold them.
 
 A look walks from the frames of the training thread and the user's modules through containers,
-objects, closures and tensors, nearest first, and notes how large each is. A second look some steps
-later shows what grew. A look takes a few milliseconds at most and keeps names and numbers alone. It
-calls no code of the job, changes no object, and asks neither the collector nor a device.
+objects, closures and tensors, nearest first, and notes the size of each. A second look some steps
+later shows what grew. A look takes a few milliseconds at most and keeps only names and numbers. It
+calls no code of the job, changes no object, and uses neither the garbage collector nor a device.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from ddpdoctor.probe.runtime import torch_memory
 from ddpdoctor.run.records.base import CodeFrame
 from ddpdoctor.run.records.memory import Holder
 
-LONGEST = 8_000_000  # nanoseconds of CPU time that a look takes at most
-DEEPEST = 9  # references from a frame or module to what is noted
-WIDEST = 256  # elements of a container that are followed. Of a larger one follow the newest.
+LONGEST = 8_000_000  # maximum CPU time of a look, in nanoseconds
+DEEPEST = 9  # maximum number of references from a frame or module to a noted object
+WIDEST = 256  # maximum number of elements followed in a container, newest first
 MAX_FRAMES = 64
 MAX_MODULES = 128  # modules of the user
 MIN_ELEMENTS, MIN_BYTES = 2, 1 << 14  # of what is noted
-MAX_FOUND = 8  # holders in a record
-MAX_DESCRIBED = 64  # objects of an element whose bytes are counted
-MIN_WEIGHT = 1 << 20  # bytes that are much
-MAX_GRAPHS = 8  # tensors whose graph is counted
+MAX_FOUND = 8  # maximum number of holders in a record
+MAX_DESCRIBED = 64  # maximum number of objects weighed in one element
+MIN_WEIGHT = 1 << 20  # minimum growth in bytes that is worth reporting
+MAX_GRAPHS = 8  # maximum number of tensors whose graph is counted
 _CHECKED_EVERY = 32  # objects between two readings of the clock
-_OPTIMIZED = 1  # the flag of a function's code
+_OPTIMIZED = 1  # `inspect.CO_OPTIMIZED`, the flag of a function's code
 
 _PLAIN = (int, float, bool, complex, type(None), type(...), slice, range, ModuleType, CodeType)
 _PLAIN_TYPES = frozenset((*_PLAIN, BuiltinFunctionType, object, FrameType))
 _TEXTS = (str, bytes, bytearray)
 _EMPTY = (list, tuple, dict, OrderedDict, set, frozenset)
 _SHORTEST: dict[type, int] = {**dict.fromkeys(_EMPTY, 1), **dict.fromkeys(_TEXTS, MIN_BYTES)}
-"""Lengths from which on values of these classes are followed."""
+"""Minimum length at which values of these classes are followed."""
 _CLOSED = (
     *("logging", "threading", "_thread", "multiprocessing", "concurrent", "asyncio", "importlib"),
     *("ddpdoctor", "socket", "ctypes", "ast", "inspect", "typing", "enum", "re", "pathlib"),
 )
-"""Modules whose objects lead to all others, and hold nothing of the job."""
+"""Modules that refer to all other objects and hold nothing of the job."""
 _CLOSED_TORCH = ("torch._dynamo", "torch._inductor", "torch.fx", "torch.distributed", "torch._C")
 _FLAT = ("_modules", "_parameters", "_buffers")  # dictionaries of a module that read as attributes
 _BOUNDS = ("maxlen", "maxsize", "max_size", "capacity", "buffer_size", "max_len", "limit")
@@ -60,7 +60,7 @@ _MODULE = "<module>"
 
 
 class Noted(NamedTuple):
-    """The size of something, and how it is found again."""
+    """The size of an object, and how to find it again."""
 
     sort: str
     size: int
@@ -88,7 +88,7 @@ class Look:
         self.grown: dict[Place, Holder] = {}
         self.complete = True
         self._earlier = earlier
-        # Parallel lists, since tuples would be counted by the collector.
+        # Parallel lists, since the garbage collector would track tuples.
         self._objects: list[Any] = []
         self._parents: list[int] = []
         self._labels: list[Any] = []
@@ -104,11 +104,11 @@ class Look:
             self._modules(mine)
             self._until = time.thread_time_ns() + LONGEST
             self._walk()
-            # Trainers of libraries lead to much that is not the job's.
+            # Trainers of libraries lead to many objects that are not the job's.
             self._frames([each for each in frames if each not in mine])
             self._walk()
         finally:
-            # Nothing of the job may live longer for this.
+            # This must not keep any object of the job alive.
             del self._objects, self._seen
 
     # -- where it begins
@@ -124,9 +124,9 @@ class Look:
                 self._children(root, each.f_globals)
 
     def _modules(self, frames: list[FrameType]) -> None:
-        """Begin at the user's modules, those that run first.
+        """Begin at the user's modules, running ones first.
 
-        A package is the user's or a library's as a whole.
+        A package belongs as a whole to the user or to a library.
         """
         packages: dict[str, bool] = {}
         count = 0
@@ -157,7 +157,7 @@ class Look:
 
     def _add(self, parent: int, label: Any, value: Any) -> None:
         kind = type(value)
-        # A module has a dozen empty dictionaries. What is short is not noted, and leads nowhere.
+        # A module has a dozen empty dictionaries. Skip short containers, which lead nowhere.
         least = _SHORTEST.get(kind)
         if kind not in _PLAIN_TYPES and (least is None or len(value) >= least):
             self._objects.append(value)
@@ -201,7 +201,7 @@ class Look:
 
     def _container(self, at: int, value: Any, kind: type, deeper: bool) -> None:
         size = _length(value)
-        # A tuple of a class is made once. Others are replaced by longer ones.
+        # A class creates its tuples once. Other tuples are replaced by longer ones.
         if size >= MIN_ELEMENTS:
             hooks = isinstance(self._labels[at], str) and self._labels[at].endswith("_hooks")
             self._note(at, "hooks" if hooks else _base_of(kind).__name__, size, value)
@@ -261,7 +261,7 @@ class Look:
             try:
                 self._add(at, name, cell.cell_contents)
             except ValueError:
-                # It is empty yet.
+                # The cell is still empty.
                 continue
         code = value.__code__
         defaults = value.__defaults__ or ()
@@ -313,7 +313,7 @@ class Look:
         )
 
     def _place(self, at: int) -> Place | None:
-        """Return how something is found: frame or module, and its dotted name."""
+        """Return the frame or module that holds an object, and its dotted name."""
         words: list[str] = []
         while at >= 0 and self._parents[at] >= 0:
             label = self._labels[at]
@@ -347,7 +347,7 @@ def words_open(text: str) -> bool:
 
 
 def _label(key: Any) -> str:
-    """Return the part of a name that a key of a dictionary makes."""
+    """Return the part of a dotted name for a dictionary key."""
     if type(key) is str and key.isidentifier():
         return key
     return f"[{key!r}]" if type(key) is int or (type(key) is str and len(key) < 40) else "[]"
@@ -374,8 +374,8 @@ def _file_of(module: Any) -> str:
 def _locals_of(frame: FrameType) -> dict[str, Any]:
     """Return the variables of a function's frame.
 
-    Up to Python 3.12 the frame keeps the dictionary, and with it all its values. It is emptied
-    unless the job holds it, too.
+    Up to Python 3.12 the frame keeps the dictionary and all its values alive. Empty it unless the
+    job holds it as well.
     """
     found = frame.f_locals
     values = dict(found)
@@ -426,10 +426,9 @@ def _element(value: Any, sort: str) -> tuple[str, int | None, bool]:
 
 
 def _weigh(value: Any) -> tuple[int | None, bool]:
-    """Return the bytes of an object with what only it refers to, and whether it has a graph.
+    """Return the bytes of an object and of all that only it refers to, and whether it has a graph.
 
-    None for bytes that cannot be known: those of a graph, of an object without a dictionary, and of
-    more than a few objects.
+    The bytes are None if unknown: for a graph, an object without a dictionary, or many objects.
     """
     total, known, graph = 0, True, False
     waiting, seen = [value], set[int]()
@@ -481,7 +480,7 @@ def attributes_of(value: Any) -> dict[Any, Any]:
 
 
 def worth(value: Any) -> tuple[int, int | None]:
-    """Return the number of elements of a container of Python objects, and the bytes of one."""
+    """Return the length of a container of Python objects, and the bytes of one element."""
     if type(value) not in (list, tuple, dict):
         return 0, None
     size = _length(value)
@@ -495,11 +494,11 @@ def words_of(container: Any) -> str:
 
 
 def merged(before: dict[Place, Holder], look: Look) -> dict[Place, Holder]:
-    """Return what grew over several looks, the newest of which is ``look``."""
+    """Return what grew over several looks. ``look`` is the newest."""
     kept: dict[Place, Holder] = {}
     for place, older in before.items():
         noted = look.sizes.get(place)
-        # What has shrunk was bounded, or is made again in each pass.
+        # A container that shrinks is bounded, or is rebuilt in each pass.
         if noted is not None and noted.size >= older.size:
             newest = look.grown.get(place, older)
             kept[place] = newest._replace(grew=newest.size - older.size + older.grew)
@@ -514,7 +513,7 @@ def weighs(holder: Holder) -> bool:
 
 
 def weightiest(found: dict[Place, Holder]) -> tuple[Holder, ...]:
-    """Return the holders that may hold most, for a record."""
+    """Return the holders with the most memory, for a record."""
 
     def weight(holder: Holder) -> tuple[bool, int]:
         return holder.graph or holder.each is None, holder.grew * (holder.each or 1)

@@ -1,8 +1,8 @@
 """Observe how a script uses the launch: local rank, ``nn.DataParallel``, ports of the store.
 
-torchrun gives each worker its local rank in ``LOCAL_RANK``, never on the command line. A script
-that reads it from an option has the option's default on every rank. For the ports of the job's
-store we find the process that holds one already, and the port that no rank will open.
+torchrun passes the local rank to each worker in ``LOCAL_RANK``, never on the command line. A script
+that reads it from an option gets the option's default on every rank. For the store's port we find
+the process that already holds it, and detect a port that no rank will open.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _parallel: Site | None = None
 
 
 def argument_added(parser: Any, *names: Any, **kwargs: Any) -> None:
-    """Note the option of a call of ``ArgumentParser.add_argument``."""
+    """Note the option that ``ArgumentParser.add_argument`` adds."""
     global _option
     if any(isinstance(name, str) and _LOCAL_RANK_OPTION.match(name) for name in names):
         _option = caller()
@@ -69,7 +69,7 @@ class LaunchOptions(Observer):
         events.before_step(DATA_PARALLEL_AFTER, self._parallel_trains)
 
     def ddp_built(self, ddp: Any) -> None:
-        """Compare the option with the environment, which the script could have copied by now."""
+        """Compare the option with the environment. By now the script had time to copy it."""
         global _parsed_options
         if _parsed_options is None:
             return
@@ -77,7 +77,7 @@ class LaunchOptions(Observer):
         number, here = getattr(reference(), "local_rank", None), rank.environment_int("LOCAL_RANK")
         if here is None or not isinstance(number, int) or number == here:
             return
-        # Find the first line of that file that does anything with the option.
+        # Find the first line of that file that uses the option.
         use = 0
         with (
             contextlib.suppress(OSError),
@@ -93,7 +93,7 @@ class LaunchOptions(Observer):
             )
 
     def rank_ends(self) -> None:
-        """Record an ``nn.DataParallel`` of a short job, too."""
+        """Record an ``nn.DataParallel`` also for short jobs."""
         self._parallel_trains()
 
     def _parallel_trains(self) -> None:
@@ -108,11 +108,11 @@ _LISTEN_FAILED = re.compile(
     r"server socket has failed to (?:listen|bind)[^\n]*?(?:port: |\]:)(?P<port>\d+)"
 )
 _TCP_LISTEN = "0A"
-_SEARCH_SECONDS = 0.3  # for a search of all processes for the holder
+_SEARCH_SECONDS = 0.3  # for the search of all processes
 
 
 def port_facts(message: str) -> ResourceFacts | None:
-    """Return the holder of the port that torch's store could not listen on, as it is now.
+    """Return the current holder of the port that torch's store could not listen on.
 
     Return None for other messages.
     """
@@ -124,15 +124,15 @@ def port_facts(message: str) -> ResourceFacts | None:
 
 
 def is_spawned() -> bool:
-    """Return whether a worker of torchrun has started this process."""
+    """Return whether a worker of torchrun started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ and os.getsid(0) != os.getpid()
 
 
 def unopened_store(arguments: dict[str, Any], site: Site) -> OwnStoreRecord | None:
-    """Return the address that ``init_process_group`` is given, if no rank will open its port.
+    """Return the address passed to ``init_process_group`` if no rank will open its port.
 
-    Under torchrun every rank, rank 0 included, connects to the store of its agent. At another
-    address no process listens.
+    Under torchrun every rank, including rank 0, connects to the store of its agent. No process
+    listens at another address.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or arguments.get("store"):
         return None
@@ -184,7 +184,7 @@ def _port_holder(port: int) -> PortHolder | None:
     others = (int(name) for name in os.listdir("/proc") if name.isdigit())
     for pid in (os.getpid(), *sorted(others, reverse=True)):
         folder = f"/proc/{pid}/fd"
-        # A process that has ended, or is another user's, cannot be read.
+        # The process has ended or belongs to another user.
         with contextlib.suppress(OSError):
             if any(os.readlink(f"{folder}/{name}") in inodes for name in os.listdir(folder)):
                 return _describe_holder(pid)
@@ -194,7 +194,7 @@ def _port_holder(port: int) -> PortHolder | None:
 
 
 def _listening_sockets(port: int) -> Iterator[str]:
-    """Yield the sockets that listen on a port, as links in ``/proc`` name them."""
+    """Yield the sockets that listen on a port, named as links in ``/proc`` name them."""
     for name in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
         try:
             with open(name) as file:

@@ -1,9 +1,9 @@
 """Follow loaders and the loops over them: who built them, and what happens to their batches.
 
-Loaders, samplers and subsets are remembered with the lines that built them. A loop is one pass
-over a loader. It is recorded when it begins to train, if a batch had no backward, and at its end. A
-rule compares the ranks. When the loop drops its iterator, the current frame shows the statement at
-which it was left before its loader's end.
+Loaders, samplers and subsets are remembered with the lines that built them. A loop is one pass over
+a loader. It is recorded when it begins to train, if a batch had no backward, and at its end. A rule
+compares the ranks. When a loop drops its iterator early, the current frame shows the statement that
+left it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ddpdoctor.run.records.training import IdleBatch, LoopRecord, SamplerFacts
 
 # -- loaders, samplers and subsets
 
-MAX_BUILT = 64  # objects of a class that are remembered with the line that built them
+MAX_BUILT = 64  # maximum number of remembered objects of a class
 _SAMPLER_FACTS = ("rank", "num_replicas", "seed", "epoch", "shuffle", "drop_last", "replacement")
 
 
@@ -49,7 +49,7 @@ class Book:
         self._count = 0
 
     def add(self, thing: Any, site: Site) -> Built:
-        """Remember an object that was just built."""
+        """Remember a new object."""
         if len(self._entries) >= MAX_BUILT:
             self._entries = [each for each in self._entries if each.thing() is not None][
                 -MAX_BUILT:
@@ -84,7 +84,7 @@ def loader_of(dataset: Any, index_sampler: Any) -> Built | None:
 
 
 def sampler_facts(mine: list[Any]) -> SamplerFacts:
-    """Describe the sampler of a pass and its batch sampler, without running any code of theirs."""
+    """Describe the sampler and batch sampler of a pass without running their code."""
     known: dict[str, Any] = {}
     for sampler in mine:
         attributes = getattr(sampler, "__dict__", {})
@@ -104,11 +104,11 @@ def sampler_facts(mine: list[Any]) -> SamplerFacts:
 
 
 def use_sampler(mine: list[Any]) -> Built | None:
-    """Note that a loader uses a sampler, whether the pass is recorded or not."""
+    """Note that a loader uses a sampler, even if the pass is not recorded."""
     inner = mine[0] if mine else None
     built = built_samplers.find(inner)
     if built is None and inner is not None:
-        # Some objects have no weak references.
+        # Some objects do not support weak references.
         with contextlib.suppress(TypeError):
             built = built_samplers.add(inner, NOWHERE)
     if built is not None:
@@ -117,7 +117,7 @@ def use_sampler(mine: list[Any]) -> Built | None:
 
 
 def idle_samplers(dataset: Any) -> tuple[Location, ...]:
-    """Return lines that built samplers of a data set that no loader uses, the newest two."""
+    """Return the lines of the newest two samplers of a data set that no loader uses."""
     idle = [
         each.site.location
         for thing, each in built_samplers.living()
@@ -127,7 +127,7 @@ def idle_samplers(dataset: Any) -> tuple[Location, ...]:
 
 
 def batch_count(mine: list[Any]) -> int | None:
-    """Return how many batches a pass will have. None if only code of the job can tell."""
+    """Return the number of batches of a pass. None if only code of the job can compute it."""
     if not mine:
         return None
     lengths = (getattr(type(each), "__len__", None) for each in mine)
@@ -141,7 +141,7 @@ def batch_count(mine: list[Any]) -> int | None:
 
 # -- whether a loop takes all batches, by its source
 
-LARGEST_SOURCE = 300_000  # bytes of a source file that is read
+LARGEST_SOURCE = 300_000  # maximum size of a source file in bytes
 _PLAIN_ITERABLES = (ast.Name, ast.Attribute, ast.Subscript)
 _WRAPPERS = ("enumerate", "tqdm")
 
@@ -173,7 +173,7 @@ def runs_to_end(path: str, line: int) -> bool:
 
 
 def _leaves_loop(node: ast.AST, inner: bool = False) -> bool:
-    """Return whether a statement of the loop's body may leave it, or yield to a caller."""
+    """Return whether a statement of the loop's body may leave the loop or yield."""
     if isinstance(node, (ast.Return, ast.Yield, ast.YieldFrom)):
         return True
     if isinstance(node, ast.Break):
@@ -186,9 +186,9 @@ def _leaves_loop(node: ast.AST, inner: bool = False) -> bool:
 
 # -- loops
 
-MAX_LOOPS = 2048  # loops that a rank records
-MAX_IDLE = 8  # batches without a backward that a loop records one by one
-MAX_FRAMES = 6  # user's lines that are recorded, outwards: the loop may be that of a caller
+MAX_LOOPS = 2048  # maximum number of recorded loops
+MAX_IDLE = 8  # maximum number of separately recorded batches without a backward
+MAX_FRAMES = 6  # maximum number of recorded user lines, outwards: the loop may be in a caller
 
 
 class _Loop:
@@ -196,9 +196,9 @@ class _Loop:
 
     def __init__(self, sites: list[Site], reduced: int) -> None:
         self.sites = sites
-        self.number = -1  # among the recorded loops, or -1
+        self.number = -1  # index among the recorded loops, or -1
         self.before = self.after = reduced
-        """Reduced backwards begun before the loop, and by now, without those of other loops."""
+        """Reduced backwards begun before the loop and up to now, without those of other loops."""
         self.fetched = 0
         self.forwards = 0  # before the last fetch, as ``backwards``
         self.backwards = 0
@@ -220,11 +220,11 @@ class Loops(Observer):
         self._open: set[_Loop] = set()
 
     def loop_turns(self, iterator: Any) -> None:
-        """Begin a loop, or go on with it."""
+        """Begin a loop or continue it."""
         self._catch_up()
         loop: _Loop | None = getattr(iterator, "_ddpdoctor_loop", None)
         if loop is None or torch_private.is_first_batch(iterator):
-            # Persistent workers use the same iterator again.
+            # Persistent workers reuse the iterator.
             if loop is not None:
                 self._close(loop, "left")
             loop = iterator._ddpdoctor_loop = self._begin(iterator)
@@ -241,7 +241,7 @@ class Loops(Observer):
             self._tracker.loop_backwards = loop.backwards
 
     def _catch_up(self) -> None:
-        """Count the batches by which the current loop went on since the last call."""
+        """Count the batches of the current loop since the last call."""
         tracker, loop = self._tracker, self._current
         if loop is not None and tracker.loop_batches:
             loop.fetched += tracker.loop_batches
@@ -263,14 +263,14 @@ class Loops(Observer):
         return loop
 
     def _go_on(self, loop: _Loop | None) -> None:
-        """Count backwards for this loop from now on."""
+        """Attribute backwards to this loop from now on."""
         reduced = self._tracker.reduced
         if self._current is not None and reduced != self._reduced:
             self._current.after = reduced
         self._current, self._reduced = loop, reduced
 
     def _count_idle(self, loop: _Loop) -> None:
-        """Note the last batch if there was no backward since, as another one is taken."""
+        """Note the last batch if no backward followed it before the next batch."""
         if loop.backwards != self._tracker.backward_count:
             return
         loop.idled += 1
@@ -282,7 +282,7 @@ class Loops(Observer):
             self._record(loop, "skips")
 
     def loader_exhausted(self, iterator: Any) -> None:
-        """End its loop."""
+        """End the loop of an exhausted loader."""
         loop: _Loop | None = getattr(iterator, "_ddpdoctor_loop", None)
         if loop is None or loop not in self._open:
             return
@@ -296,12 +296,12 @@ class Loops(Observer):
             self._close(partner, "ended")
 
     def buffers_begin(self, ddp: Any) -> None:
-        """Record a loop at DDP's broadcast before a forward, where ranks that left are missing."""
+        """Record the loop before DDP's broadcast, which waits for ranks that left the loop."""
         if sys.modules["torch"].is_grad_enabled():
             self._trains(ddp)
 
     def forward_begins(self, ddp: Any, armed: bool) -> None:
-        """Record that a loop trains: one of its forwards is to be reduced."""
+        """Record that a loop trains, at its first forward whose backward will be reduced."""
         if armed:
             self._trains(ddp)
             self.rest("forward_begins", "buffers_begin")
@@ -332,7 +332,8 @@ class Loops(Observer):
         if self.state.closed:
             return
         begins, over = how == "trains", how not in ("trains", "skips")
-        # The next collective may find another rank's, and gloo then aborts the process at once.
+        # The next collective may meet a different one of another rank, and gloo then aborts at
+        # once.
         self.state.recorder.add_now(
             LoopRecord(
                 time=time.time_ns(),

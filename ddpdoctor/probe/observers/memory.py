@@ -1,10 +1,10 @@
-"""Follow the memory of a rank, and look for what holds it once it grows steadily.
+"""Follow the memory of a rank. Once it grows steadily, find the objects that hold it.
 
-Between two steps the allocator's counters and the process's pages are read, 20 to 40 us. That
-happens in each of the first steps and then ever more rarely: doubling the number of steps adds 33
-readings. If they grow steadily, several looks compare what the job's
-names reach (`ddpdoctor.probe.observers.holders`). The writing thread reads the memory of child
-processes, and that of the machine.
+Between two steps the allocator's counters and the process's pages are read in 20 to 40 us. This
+happens in each of the first steps, then at growing intervals: doubling the number of steps adds 33
+readings. If they grow steadily, several looks compare what the job's names refer to
+(`ddpdoctor.probe.observers.holders`). The writing thread reads the memory of child processes, and
+that of the machine.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from ddpdoctor.run.records.memory import (
 # -- readings between two steps
 
 READINGS = 48  # readings while the number of steps grows by a factor of 2.7
-JUDGED_EVERY = 4  # readings after which they are judged
-SUSPECT = 24 << 20  # bytes by which memory has to grow for a look at what holds it
-MAX_POINTS = 4096  # of which every second one is dropped
+JUDGED_EVERY = 4  # number of readings between two judgements
+SUSPECT = 24 << 20  # minimum growth in bytes that starts a series of looks
+MAX_POINTS = 4096  # maximum number of readings; then every second one is dropped
 
-LOOKS = (0, 2, 4, 8, 16)  # steps between a suspicion, or a look, and the next look
+LOOKS = (0, 2, 4, 8, 16)  # steps from a suspicion or a look to the next look
 MAX_SITES = 3  # lines that are recorded
-SITES_UNTIL = 4  # looks during which torch records who allocates
-WRITTEN_AFTER = 2  # looks after which what grew is recorded if the rank ends
-MAX_SERIES = 3  # series of looks. A later one needs twice the memory, and nothing found before.
+SITES_UNTIL = 4  # looks during which torch records allocations
+WRITTEN_AFTER = 2  # minimum number of looks for a record if the rank ends early
+MAX_SERIES = 3  # a later series requires twice the memory, and no earlier result
 
 
 class Memory(Observer):
@@ -56,7 +56,7 @@ class Memory(Observer):
     def __init__(self, state: RankState) -> None:
         super().__init__(state)
         self._points: list[MemoryPoint] = []
-        self._written = 0  # number of points that were recorded
+        self._written = 0  # number of recorded points
         self._host: tuple[int, int] | None = None  # private and virtual bytes at first
         self._first: int | None = None  # the first step that was read
         self._device: Any = None
@@ -96,7 +96,10 @@ class Memory(Observer):
             self._note_datasets()
 
     def _private(self) -> int | None:
-        """Return private memory of the process, without pages that it reserved before."""
+        """Return the private memory.
+
+        Growth within the initially reserved address space is left out.
+        """
         found = statm()
         if found is None:
             return None
@@ -118,7 +121,7 @@ class Memory(Observer):
                         self.state.recorder.add(record)
 
     def batch_fetched(self, iterator: Any, data: Any) -> None:
-        """Remember the shape of the largest tensor in a batch, and that of all before."""
+        """Remember the shapes of the largest tensor in this batch and in all batches so far."""
         if _elements(self._shape) > _elements(self._largest):
             self._largest = self._shape
         self._shape = max(_shapes(data), key=_elements, default=())
@@ -145,7 +148,7 @@ class Memory(Observer):
         self._looks.write()
 
     def rank_fails(self, error: BaseException) -> None:
-        """Record what the rank held if an exception says that the GPU's memory ran out."""
+        """Record what the rank holds if an exception reports that the GPU is out of memory."""
         self.write()
         self._looks.write()
         if not torch_memory.is_out_of_memory(error) or self._device is None:
@@ -153,8 +156,7 @@ class Memory(Observer):
         facts = torch_memory.allocator_facts(self._device)
         found = torch_memory.snapshot(self._device)
         if facts is not None and found is not None:
-            blocks, free, expandable = torch_memory.blocks_of(found)
-            facts = torch_memory.with_blocks(facts, blocks, free, expandable)
+            facts = torch_memory.with_snapshot(facts, found)
         name = f"{rank_stem(self._number(), self.state.restart)}.memory.pickle"
         kept = False
         with contextlib.suppress(OSError, ValueError, TypeError):
@@ -195,7 +197,7 @@ def _shapes(data: Any) -> Iterator[tuple[int, ...]]:
 
 
 class Looks:
-    """The looks of one rank at what it holds more of."""
+    """The looks of one rank at the objects that grow."""
 
     def __init__(self, state: RankState) -> None:
         self._state = state
@@ -211,7 +213,7 @@ class Looks:
         self._allocated: tuple[Allocated, ...] = ()
         self._at = 0  # the step of the last look
         self._complete = True
-        self._fresh = False  # something was found that is not recorded
+        self._fresh = False  # a result is not recorded yet
 
     def consider(self, points: list[MemoryPoint], device: Any) -> None:
         """Begin a series of looks if memory grows steadily."""
@@ -224,7 +226,7 @@ class Looks:
         if grown:
             self._series += 1
             self._least = 2 * max(each.size for each in grown)
-            # Memory that grows so fast may be full before the usual looks are done.
+            # Fast growth may fill the memory before the usual looks are done.
             self._soon = any(each.size >= each.low for each in grown)
             self._sizes, self._grown, self._cost = None, {}, 0
             self._allocated = ()
@@ -249,7 +251,7 @@ class Looks:
         self._look_at_sites()
         cost = time.thread_time_ns() - began
         self._cost += cost
-        # Other diagnoses have their own suspicions to follow.
+        # A suspicion has an extra allowance, so that other diagnoses keep their budget.
         budget.grant(cost)
         self._fresh = self._count >= WRITTEN_AFTER
         if self._count < len(LOOKS):
@@ -263,13 +265,13 @@ class Looks:
             self._series = MAX_SERIES
 
     def _look_at_sites(self) -> None:
-        """Find the lines whose allocations since the last look were not freed."""
+        """Find the lines with allocations since the last look that were not freed."""
         at, self._at = self._at, self._state.tracker.steps
         if self._sites is None:
             return
         steps = self._at - at
         found = [Allocated(*each, steps) for each in self._sites.look().most_common(MAX_SITES)]
-        # Blocks that are freed a few steps later appear in one look only.
+        # Blocks that live for a few steps appear in one look only.
         lines = {each.line for each in self._allocated}
         kept = [each for each in found if not lines or each.line in lines]
         self._allocated = tuple(kept)
@@ -278,7 +280,7 @@ class Looks:
             self._sites = None
 
     def write(self) -> None:
-        """Record what has grown in all looks so far."""
+        """Record the objects that have grown in all looks so far."""
         if not self._fresh:
             return
         self._fresh = False
@@ -301,36 +303,36 @@ class Looks:
 WORKERS_EVERY = 2_000_000_000  # nanoseconds between two readings of workers at first
 WORKERS_LATER = 10_000_000_000  # nanoseconds between later ones
 EARLY_READINGS = 12
-EARLY_PRICE, LATE_PRICE = 50, 1000  # times that a reading took, which pass until the next one
-MIN_COPIED = 16 << 20  # bytes of a container from which on its copies matter
+EARLY_PRICE, LATE_PRICE = 50, 1000  # durations of a reading until the next one
+MIN_COPIED = 16 << 20  # minimum size in bytes of a container whose copies matter
 MAX_DATASETS = 8
-MAX_WRAPPED = 4  # data sets around another that are opened
+MAX_WRAPPED = 4  # maximum number of nested data sets that are opened
 _ROLLUP = b"Private_"
 
 
 class Workers:
     """The memory of a rank's child process, read in the writing thread.
 
-    Copies of pages that a parent had written are seen in the kernel's list of pages alone, which
-    takes it 5 to 50 ms for each GB. It is read only if the data set has much to copy.
+    Only the kernel's list of pages shows copies of pages that the parent had written. It takes 5 to
+    50 ms per GB, so it is read only if the data set has much to copy.
     """
 
     def __init__(self) -> None:
         self.present = False  # a loader has workers
-        self.copies = False  # they may copy much of its data set
+        self.copies = False  # the workers may copy much of the loader's data set
         self._pid = 0
         self._due = 0
         self._readings = 0
 
     def look(self) -> WorkerMemory | None:
-        """Read the memory of one child process if that is due."""
+        """Read the memory of one child process if a reading is due."""
         now = time.perf_counter_ns()
         if not self.present or now < self._due:
             return None
         began = time.thread_time_ns()
         pids = child_pids()
         if self._pid not in pids:
-            # The oldest one: workers are made in the order of their numbers.
+            # Choose the oldest one: workers start in the order of their numbers.
             self._pid = min(pids, default=0)
             self._readings = 0
         found = statm(self._pid) if self._pid else None
@@ -346,7 +348,7 @@ class Workers:
 
 
 def _private_of(pid: int) -> int | None:
-    """Return the bytes of pages that a process shares with no other one."""
+    """Return the bytes of a process's unshared pages."""
     try:
         with open(f"/proc/{pid}/smaps_rollup", "rb", buffering=0) as file:
             lines = file.read(8192).splitlines()

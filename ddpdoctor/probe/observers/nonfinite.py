@@ -1,14 +1,14 @@
-"""Find losses and gradients that are NaN or infinite and yet were stepped with, the first few.
+"""Find the first losses and gradients that are NaN or infinite and that an optimizer used.
 
 A step that a GradScaler skipped does no harm and is ignored. A loss on a GPU is read some steps
-later, when it has arrived in pinned memory. The sizes of what it was computed from are requested
-before, as often as the budget allows (`origins`).
+later, when it has arrived in pinned memory. The magnitudes of its inputs are requested before that,
+as often as the budget allows (`origins`).
 
-A rank's own gradients are checked before the all-reduce spreads them. One small parameter of each
-DDP module is watched, the first one: its gradient depends on nearly all of the backward pass, so
-non-finite values anywhere in it reach it. Its sum is checked just before autograd accumulates it,
-and only if it is not finite the other parameters are searched. On a GPU the sum arrives later, so
-the others are requested at once, as often as the budget allows.
+A rank's own gradients are checked before the all-reduce spreads them. The first small parameter of
+each DDP module is watched: its gradient depends on nearly all of the backward pass, so any
+non-finite value there reaches it. Its sum is checked just before autograd accumulates it. Only if
+it is not finite, the other parameters are searched. On a GPU the sum arrives later, so the others
+are requested at once, as often as the budget allows.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from ddpdoctor.run.records.model import NonfiniteGradientRecord, NonfiniteRecord
 
 # -- losses
 
-MAX_RECORDS = 8  # records that a rank writes
-LARGEST_STEPPED = 1 << 16  # elements of a parameter that is checked after the step
-MAX_ORIGINS = 2  # losses whose origin is searched: the step of the first one may be skipped
-READ_LATER = 16  # steps after which a GPU's loss is read; its memory is used again after 64
-MAX_TRACES = 4  # traces that are not ready, or whose sizes are not finite
-TRACES_SHARE = 4  # one part in so many of the budget goes into traces, which are mostly fine
-FIRST_TRACE = 5_000_000  # nanoseconds that the first one may cost
+MAX_RECORDS = 8  # maximum number of records
+LARGEST_STEPPED = 1 << 16  # maximum size of a parameter that is checked after the step
+MAX_ORIGINS = 2  # maximum number of searches for an origin: the first loss's step may be skipped
+READ_LATER = 16  # steps after which a GPU's loss is read; its memory is reused after 64
+MAX_TRACES = 4  # maximum number of traces that are not ready, or whose sizes are not finite
+TRACES_SHARE = 4  # divisor: this part of the budget goes into traces, most of which find nothing
+FIRST_TRACE = 5_000_000  # nanoseconds that the first trace may cost
 GPU_BANDWIDTH = 1_000  # bytes that a busy GPU reads in a nanosecond
 
 Names = Callable[[], "list[str]"]
 _Waiting = deque[tuple[int, Any, "Names | None"]]
-"""A step, a number or what reads it, and the names of a gradient's parameters."""
+"""A step, a number or its reader, and the names of a gradient's parameters."""
 
 
 class Losses(Observer):
-    """The losses of one rank, and sums of its gradients, that are not read yet."""
+    """The pending losses of one rank, and sums of its gradients."""
 
     def __init__(self, state: RankState, replicas: Replicas) -> None:
         super().__init__(state)
@@ -58,7 +58,7 @@ class Losses(Observer):
         self._origins: dict[int, Origin | None] = {}  # by step
         self._traces: dict[int, origins.Trace] = {}
         self._traced = 0  # nanoseconds spent on traces
-        # It handles graphs of any kind. If that fails, losses are still recorded.
+        # Graphs may have any shape. If tracing fails, losses are still recorded.
         self._look_safely = shield.shielded(self._look_into)
 
     def loss_began(self, loss: Any, value: Loss | float) -> None:
@@ -68,7 +68,7 @@ class Losses(Observer):
             self._look_safely(loss, value)
 
     def _look_into(self, loss: Any, value: Loss | float) -> None:
-        """Search the origin of such a loss before backward frees its graph."""
+        """Search the origin of a non-finite loss before backward frees its graph."""
         step, budget = self.state.tracker.steps, self.state.budget
         if not callable(value):
             if step not in self._origins and len(self._origins) < MAX_ORIGINS:
@@ -95,7 +95,7 @@ class Losses(Observer):
         self._traced += cost
 
     def gradient(self, value: Any, names: Names) -> None:
-        """Keep the sum of a gradient, or what reads it, if it may not be finite."""
+        """Keep the sum of a gradient, or its reader, if it may not be finite."""
         self._take(self.state.tracker.steps, value, names)
 
     def _take(self, step: int, value: Any, names: Names | None) -> None:
@@ -121,7 +121,7 @@ class Losses(Observer):
                     del self._traces[step_number]
 
     def rank_ends(self) -> None:
-        """Read the rest: the job has waited for its devices, or does not care any more."""
+        """Read the rest. The job has waited for its devices, or no longer needs them."""
         while self.waiting:
             self._look(*self.waiting.popleft())
 
@@ -154,9 +154,10 @@ class Losses(Observer):
         self.state.recorder.add(record)
 
     def _spread(self, names: Sequence[str]) -> bool:
-        """Return whether small parameters, or those of these names, are not finite now.
+        """Return whether small parameters, or the named ones, are not finite now.
 
-        A GPU is asked only if it is idle, as at the end of a job: we do not wait for it.
+        Read from a GPU only if it is idle, such as at the end of a job, because we never wait for
+        it.
         """
         torch: Any = sys.modules["torch"]
         small = [
@@ -179,10 +180,10 @@ class Losses(Observer):
 
 # -- a rank's own gradients, before the all-reduce spreads what is not finite
 
-LARGEST_WATCHED = 1 << 16  # elements of a parameter that is watched
-MAX_SEARCHES = 8  # searches for gradients: a job that goes on with NaN has them in every step
-GRADIENTS_SHARE = 4  # one part in so many of the budget goes here
-NAMED_GRADIENTS = 4  # parameters that are named, those that backward reached first
+LARGEST_WATCHED = 1 << 16  # maximum size of a watched parameter
+MAX_SEARCHES = 8  # maximum number: a job that continues with NaN has one in every step
+GRADIENTS_SHARE = 4  # divisor: this part of the budget is spent here
+NAMED_GRADIENTS = 4  # maximum number of named parameters, in the order of the backward
 
 _SEARCH = "local_gradients.search"
 
@@ -190,7 +191,7 @@ _SEARCH = "local_gradients.search"
 class _Watched:
     """Call a function before the gradient of a parameter is accumulated.
 
-    The parameter is not kept alive, as its node of autograd would.
+    Do not keep the parameter alive, as its autograd node would.
     """
 
     def __init__(self, parameter: Any, call: Callable[[Any], None]) -> None:
@@ -214,7 +215,7 @@ class _Watched:
                 self._watching = True
 
     def let_go(self) -> None:
-        """Stop calling it."""
+        """Stop calling the function."""
         if self._watching:
             self._handle.remove()
             self._watching = False
@@ -231,7 +232,7 @@ class LocalGradients(Observer):
         self._watched: list[_Watched] = []
 
     def ddp_built(self, ddp: Any) -> None:
-        """Watch a parameter of the module."""
+        """Watch a parameter of a new module."""
         for name, parameter in torch_private.reduced_parameters(ddp):
             if readback.is_plain(parameter) and 0 < parameter.numel() <= LARGEST_WATCHED:
                 self._watched.append(_Watched(parameter, self._watcher(weakref.ref(ddp), name)))
@@ -249,7 +250,7 @@ class LocalGradients(Observer):
         return hot.deferring(before_accumulation)
 
     def backward_begins(self) -> None:
-        """Watch in full steps only. In light ones autograd has nothing to call."""
+        """Watch in full steps only. In light steps autograd has nothing to call."""
         for each in self._watched:
             each.watch()
         self.rest("backward_begins")
@@ -276,7 +277,7 @@ class LocalGradients(Observer):
         with torch.no_grad():
             value = readback.loss_reader(gradient.sum(dtype=torch.float32))
             if callable(value):
-                # A search costs more than a sum: it is made half as often.
+                # A search costs more than a sum, so search half as often.
                 search = 2 * GRADIENTS_SHARE * self._spent <= budget.earned()
                 self._losses.gradient(value, _ask(module, name, search))
             elif value is not None and not math.isfinite(value):
@@ -291,7 +292,10 @@ class LocalGradients(Observer):
 
 
 def _ask(module: weakref.ref[Any], name: str, search: bool) -> Names:
-    """Ask the devices which gradients so far are not finite. Return what names them later."""
+    """Request from the devices which gradients are not finite.
+
+    Return a function that names them later.
+    """
     found, names = None, []
     if search and _SEARCH not in shield.off:
         try:
@@ -311,16 +315,16 @@ def _ask(module: weakref.ref[Any], name: str, search: bool) -> Names:
 
 
 def _named(sizes: list[tuple[str, float]], name: str) -> list[str]:
-    """Return the parameters whose gradients are not finite, those that backward reached first."""
+    """Return the parameters with non-finite gradients, in the order of the backward."""
     return [each for each, size in sizes if not math.isfinite(size)][
         : -NAMED_GRADIENTS - 1 : -1
     ] or [name]
 
 
 def _arrived(module: weakref.ref[Any]) -> list[tuple[str, Any]]:
-    """Return the gradients that this rank has accumulated so far, with their parameters' names."""
+    """Return the gradients accumulated so far by this rank, with the names of their parameters."""
     ddp = module()
-    # A view of a bucket may already hold what the all-reduce wrote.
+    # A view of a bucket may already hold the result of the all-reduce.
     if ddp is None or ddp.gradient_as_bucket_view:
         return []
     return [

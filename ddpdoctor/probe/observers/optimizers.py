@@ -1,14 +1,14 @@
-"""Follow optimizers and schedulers: their parameters, re-created ones, gradients never zeroed.
+"""Follow optimizers and schedulers: their parameters, re-creation, and gradients never zeroed.
 
-Parameters that no optimizer steps do not learn. Whether something else trains them (an update by
-hand, an optimizer that is not torch's) shows in their values, which are compared over some steps.
+Parameters without an optimizer do not learn, unless something else trains them (an update by hand,
+an optimizer that is not torch's). Their values, compared over some steps, show that.
 
-A scheduler's position in its schedule is read at the steps of optimizers: a wrapper around
+A scheduler's position in its schedule is read at optimizer steps: a wrapper around
 ``scheduler.step`` would prevent the job from compiling that step.
 
-If gradients are never zeroed, a backward adds to those of the last one. One parameter of each
-optimizer is watched until its gradient was zeroed or set to None once: in most jobs that is the
-first step. Its norm shows changes that the version counter misses, as through `.data`.
+If gradients are never zeroed, each backward adds to the previous gradients. One parameter of each
+optimizer is watched until its gradient was zeroed or set to None once, which is the first step in
+most jobs. Its norm shows changes that the version counter misses, such as those through `.data`.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ from ddpdoctor.run.records.model import (
 # -- optimizers: which parameters each steps, and where it was made
 
 COMPARED_FROM, COMPARED_TO = 2, 12
-"""Synchronized backwards after which a parameter without optimizer is measured, and compared."""
+"""Synchronized backwards after which a parameter without optimizer is measured, then compared."""
 
-REMADE = 5  # optimizers in a row, each made at the same line and stepped once, that are reported
-REMADE_BY_EPOCH = 3  # the same for optimizers that stepped for one epoch each
-MAX_DECAY = 5  # factor by which the learning rate changes between two epochs of one phase at most
-COMPARED_PARAMETERS = 4  # parameters whose values are compared
+REMADE = 5  # reported number of consecutive optimizers made at one line and stepped once
+REMADE_BY_EPOCH = 3  # the same for optimizers stepped for one epoch each
+MAX_DECAY = 5  # maximum factor of the learning rate between two epochs of one phase
+COMPARED_PARAMETERS = 4  # maximum number of compared parameters
 NAMED_PARAMETERS = 8  # parameters that a record names, while it counts all of them
-MAX_OPTIMIZERS = 256  # optimizers that are remembered, far more than it takes to report a habit
+MAX_OPTIMIZERS = 256  # maximum number of remembered optimizers, far more than a report needs
 HYPERPARAMETERS = ("lr", "momentum", "betas", "weight_decay")
-"""Options of a parameter group that are recorded, in this order."""
+"""Recorded options of a parameter group, in this order."""
 
-MAX_GROUPS = 4  # parameter groups of an optimizer whose options are recorded
-any_made = False  # this process ever made an optimizer, or we cannot know
+MAX_GROUPS = 4  # maximum number of recorded parameter groups of an optimizer
+any_made = False  # this process has made an optimizer, or that is unknown
 
 
 @dataclass(eq=False)
 class MadeOptimizer:
-    """An optimizer as it was made."""
+    """An optimizer at its creation."""
 
     name: str
     site: Site
@@ -70,7 +70,7 @@ _made: weakref.WeakKeyDictionary[Any, MadeOptimizer] = weakref.WeakKeyDictionary
 
 
 def made(optimizer: Any) -> None:
-    """Note an optimizer that is being made. The process may not be a rank yet."""
+    """Note a new optimizer. The process may not be a rank yet."""
     global any_made
     any_made = True
     if len(_made) < MAX_OPTIMIZERS and optimizer not in _made:
@@ -79,12 +79,12 @@ def made(optimizer: Any) -> None:
 
 
 def count() -> int:
-    """Return how many optimizers are remembered."""
+    """Return the number of remembered optimizers."""
     return len(_made)
 
 
 def were_made() -> bool:
-    """Return whether this process ever made an optimizer."""
+    """Return whether this process has made an optimizer."""
     return any_made
 
 
@@ -101,7 +101,7 @@ def owned(optimizer: Any) -> frozenset[int]:
 
 
 def all_made() -> list[Any]:
-    """Return the optimizers that are remembered and alive."""
+    """Return the remembered optimizers that still exist."""
     return list(_made)
 
 
@@ -121,7 +121,7 @@ def parameters_of(optimizer: Any) -> list[Any]:
 
 
 def options_of(optimizer: Any) -> tuple[tuple[Hyper, ...], ...]:
-    """Return the `HYPERPARAMETERS` of each parameter group, if they are on the CPU."""
+    """Return the `HYPERPARAMETERS` of each parameter group that are on the CPU."""
     return tuple(
         tuple(_plain_option(group.get(name)) for name in HYPERPARAMETERS)
         for group in optimizer.param_groups[:MAX_GROUPS]
@@ -133,7 +133,7 @@ def _plain_option(value: Any) -> Any:
         return value
     if isinstance(value, (tuple, list)):
         return tuple(_plain_option(each) for each in value)
-    # We would have to wait for a tensor on a GPU.
+    # Reading a tensor from a GPU would wait.
     device = getattr(value, "device", None)
     if device is not None and device.type == "cpu" and value.numel() == 1:
         return float(value)
@@ -142,7 +142,7 @@ def _plain_option(value: Any) -> Any:
 
 @dataclass
 class _Habit:
-    """The optimizers that one line has made for one parameter."""
+    """The optimizers that one line made for one parameter."""
 
     last: MadeOptimizer
     began: int  # the first step of the last one
@@ -151,12 +151,12 @@ class _Habit:
     shape: object
     rate: Any
     row: int = 0
-    epochs: int = 0  # optimizers in a row before the last one that stepped for one epoch each
+    epochs: int = 0  # consecutive optimizers before the last one, each stepped for one epoch
 
 
 @dataclass
 class _Unowned:
-    """Parameters of a DDP module that were in no optimizer, and their norms then."""
+    """Parameters of a DDP module without an optimizer, and their norms at that time."""
 
     indices: list[int]
     orphans: int
@@ -172,20 +172,20 @@ class Optimizers(Observer):
         self._replicas = replicas
         self._habits: dict[tuple[Site, int], _Habit] = {}
         self._unowned: dict[int, _Unowned] = {}
-        self._settled: weakref.ref[Any] | None = None  # the last optimizer that stepped twice
+        self._settled: weakref.ref[Any] | None = None  # the last optimizer that was stepped twice
 
     def ddp_built(self, ddp: Any) -> None:
-        """Search for its parameters."""
+        """Search for the module's parameters in optimizers from now on."""
         self.wake("step_begins")
 
     def optimizer_made(self) -> None:
-        """Count its steps."""
+        """Count the optimizer's steps from now on."""
         self.wake("step_ended")
 
     # -- parameters without an optimizer
 
     def step_begins(self, optimizer: Any) -> None:
-        """Search twice in its training for parameters of a module that are in no optimizer."""
+        """Search twice during training for parameters of a module that are in no optimizer."""
         alive = self._replicas.alive
         if not self.state.budget.enabled or all(each.searches > 1 for each in alive):
             self.rest("step_begins")
@@ -194,7 +194,7 @@ class Optimizers(Observer):
             searches = each.searches
             if searches > 1 or each.reduced < (COMPARED_FROM, COMPARED_TO)[searches]:
                 continue
-            # Wait for an optimizer of the module, if there is one.
+            # Wait until the module has an optimizer, if there is one.
             mine = [other for other in list(_made) if not each.ids.isdisjoint(owned(other))]
             if mine and each.ids.isdisjoint(owned(optimizer)):
                 continue
@@ -262,7 +262,7 @@ class Optimizers(Observer):
     # -- optimizers that are re-created
 
     def step_ended(self, optimizer: Any, number: int) -> None:
-        """Count an optimizer's steps. Record one that is re-created again and again."""
+        """Count an optimizer's steps. Record a line that repeatedly re-creates one."""
         if self._settled is not None and self._settled() is optimizer:
             if len(_made) == 1:
                 self.rest("step_ended")
@@ -281,8 +281,8 @@ class Optimizers(Observer):
         if first is None:
             return
         epoch = self.state.tracker.epoch
-        # With other parameters or options it is the next phase of the training. A learning rate
-        # that changes a little is a schedule made by hand.
+        # Other parameters or options mean the next phase of the training. A learning rate that
+        # changes a little is a schedule by hand.
         options = {name: value for name, value in optimizer.defaults.items() if name != "lr"}
         shape = (len(owned(optimizer)), repr(options))
         rate = _plain_option(optimizer.defaults.get("lr"))
@@ -315,7 +315,7 @@ class Optimizers(Observer):
 
 
 def _remembers(optimizer: Any, parameter: Any) -> bool:
-    """Return whether an optimizer has state of a parameter that its next step would need."""
+    """Return whether an optimizer has state of a parameter that its next step needs."""
     kept = optimizer.state.get(parameter)
     return isinstance(kept, dict) and any(
         isinstance(value, sys.modules["torch"].Tensor) and value.shape == parameter.shape
@@ -324,7 +324,7 @@ def _remembers(optimizer: Any, parameter: Any) -> bool:
 
 
 def _is_near(rate: Any, before: Any) -> bool:
-    """Return whether two learning rates may be of one schedule, not of two phases of training."""
+    """Return whether two learning rates may belong to one schedule rather than to two phases."""
     if not isinstance(rate, (int, float)) or not isinstance(before, (int, float)):
         return bool(rate == before)
     low, high = sorted((abs(rate), abs(before)))
@@ -359,17 +359,17 @@ _SCHEDULE_ENDS = {
     "PolynomialLR": "total_iters",
     "StepLR": "step_size",
 }
-"""Attributes with the number of positions after which a schedule ends, restarts or first cuts."""
+"""Attributes that hold the position at which a schedule ends, restarts or first cuts."""
 
-NEARLY_COMPLETE = 0.9  # the part of a schedule after which it counts as complete
-MAX_NUMBERS = 32  # numbers that are recorded of a scheduler, the largest
-MIN_FOLLOWED = 20  # training steps that a recorded schedule had
-MAX_SCHEDULERS = 16  # lines that make schedulers
+NEARLY_COMPLETE = 0.9  # the ratio of a schedule after which it counts as complete
+MAX_NUMBERS = 32  # maximum number of recorded numbers of a scheduler, the largest ones
+MIN_FOLLOWED = 20  # minimum number of training steps of a recorded schedule
+MAX_SCHEDULERS = 16  # maximum number of lines that make schedulers
 _VARIES = ("last_epoch", "_step_count", "_last_lr")
 
 
 class MadeScheduler:
-    """The newest scheduler that a line made, and how many in a row before it were cut short."""
+    """The newest scheduler of a line, and how many consecutive ones before it were cut short."""
 
     def __init__(self, scheduler: Any, end: float, step: int, epoch: int) -> None:
         self.scheduler = weakref.ref(scheduler)
@@ -379,10 +379,10 @@ class MadeScheduler:
         kept = {name: value for name, value in vars(scheduler).items() if name not in _VARIES}
         self.shape = repr({name: _plain_value(value) for name, value in kept.items()})
         self.position = 0
-        self.gone = False  # its last step may have come after its position was read
-        self.restored = False  # it does not begin at the beginning
+        self.gone = False  # it may have been stepped after its position was read
+        self.restored = False  # it does not start at position 0
         self.row = 0
-        self.since = step  # the step at which the first one of the row was made
+        self.since = step  # the step at which the first of these was made
 
     def read(self) -> None:
         """Read the position."""
@@ -394,12 +394,12 @@ class MadeScheduler:
 
     @property
     def cut_short(self) -> bool:
-        """Return whether it ends before its schedule does."""
+        """Return whether the scheduler ends before its schedule."""
         return not self.restored and self.position + self.gone < NEARLY_COMPLETE * self.end
 
 
 class _FollowedSchedule:
-    """A scheduler that was made, and how far it has come."""
+    """A scheduler and its progress."""
 
     def __init__(self, scheduler: Any, step: int) -> None:
         self.scheduler = weakref.ref(scheduler)
@@ -415,13 +415,13 @@ class _FollowedSchedule:
         if scheduler is None:
             return
         if not self.steps:
-            # A subclass may set its options behind the base class's constructor.
+            # A subclass may set its options after the base class's constructor.
             self.numbers = tuple(sorted(set(_numbers_of(scheduler))))[-MAX_NUMBERS:]
         self.position, self.steps = scheduler.last_epoch, step - self.began
 
 
 def _numbers_of(scheduler: Any) -> Iterator[int]:
-    """Yield the whole numbers among the options of a scheduler, and those of its functions."""
+    """Yield the whole numbers among the options of a scheduler and of its functions."""
     for name, value in vars(scheduler).items():
         if name in (*_VARIES, "optimizer"):
             continue
@@ -473,11 +473,11 @@ class Schedulers(Observer):
         for each in self._made.values():
             each.read()
             if each.position and self.state.tracker.steps == each.step:
-                # A loaded state set the position, or steps to catch up.
+                # The position was set by a loaded state or by steps that catch up.
                 each.restored = True
 
     def scheduler_made(self, scheduler: Any) -> None:
-        """Follow it. Check whether it replaces one whose schedule was not complete."""
+        """Follow a new scheduler. Check whether it replaces one with an incomplete schedule."""
         if len(self._followed) < MAX_SCHEDULERS and hasattr(scheduler, "last_epoch"):
             self._followed.append(_FollowedSchedule(scheduler, self.state.tracker.steps))
             self.wake("step_begins")
@@ -499,7 +499,7 @@ class Schedulers(Observer):
         before.read()
         steps = now.step - before.step
         by_epoch = now.epoch == before.epoch + 1 and steps > 1
-        # With other options it is the next phase of the training.
+        # Other options mean the next phase of the training.
         if before.cut_short and now.shape == before.shape and (by_epoch or steps == 1):
             now.row, now.since = before.row + 1, before.since
         enough = REMADE_BY_EPOCH - 1 if by_epoch else REMADE
@@ -519,7 +519,7 @@ class Schedulers(Observer):
             )
 
     def rank_ends(self) -> None:
-        """Record how far the schedules came."""
+        """Record the progress of the schedules."""
         for each in self._followed:
             if each.steps >= MIN_FOLLOWED and each.numbers:
                 record = ScheduleRecord(
@@ -535,15 +535,16 @@ def _schedule_end(scheduler: Any) -> float | None:
     if type(scheduler).__module__ != _SCHEDULERS:
         return None
     if name == "ReduceLROnPlateau":
-        # The first value is the best one so far.
+        # The first value is the best so far.
         return float(scheduler.patience + 2)
     if name == "LambdaLR":
-        # A function often depends on the epoch. It ends only if it is stepped more than once.
+        # A function often depends on the epoch. Its schedule ends only if it is stepped more than
+        # once.
         return 2.0
     if name == "MultiStepLR":
         return float(max(scheduler.milestones, default=0))
     end = getattr(scheduler, _SCHEDULE_ENDS.get(name, ""), None)
-    # StepLR of one step multiplies at each.
+    # With a step size of 1, StepLR multiplies at each step.
     return float(end) if isinstance(end, (int, float)) and end > 1 else None
 
 
@@ -551,7 +552,7 @@ def _plain_value(value: Any) -> object:
     if isinstance(value, (int, float, str)):
         return value
     if isinstance(value, FunctionType):
-        # It may read the epoch.
+        # The function may read the epoch.
         read = [value.__globals__.get(name) for name in value.__code__.co_names]
         read += [getattr(cell, "cell_contents", None) for cell in value.__closure__ or ()]
         return [each for each in read if isinstance(each, (int, float, str))]
@@ -560,52 +561,52 @@ def _plain_value(value: Any) -> object:
 
 # -- gradients that are never zeroed
 
-LARGEST_WATCHED = 1 << 16  # elements of a parameter that is watched
-MAX_WATCHED = 8  # optimizers that are watched
-COMPARED_STEPS = 3  # steps after which the norm is taken, and again before the next backward
+LARGEST_WATCHED = 1 << 16  # maximum size of a watched parameter
+MAX_WATCHED = 8  # maximum number of watched optimizers
+COMPARED_STEPS = 3  # steps after which the norm is read, and again before the next backward
 MAX_EDITS = 4
-"""Changes of a gradient between two steps that are measured, as by a GradScaler that skips one.
+"""Tolerated changes of a gradient between two measured steps, as by a GradScaler that skips one.
 
-An optimizer whose gradients are changed more often is no longer watched.
+An optimizer with more changes is no longer watched.
 """
 
-MIN_UNZEROED = 5  # steps with gradients of the step before that are recorded at the end of a rank
-ENOUGH_UNZEROED = 100  # the same before the end: gradients may be zeroed rarely on purpose
+MIN_UNZEROED = 5  # minimum number of steps with old gradients for a record when the rank ends
+ENOUGH_UNZEROED = 100  # the same earlier: gradients may be zeroed rarely on purpose
 
 
 class _WatchedOptimizer:
-    """One optimizer, and the parameter whose gradient is watched."""
+    """An optimizer, and the parameter whose gradient is watched."""
 
     def __init__(self, optimizer: Any, parameter: Any) -> None:
         self.optimizer = weakref.ref(optimizer)
         self.name = type(optimizer).__name__
         self.parameter = weakref.ref(parameter)
-        self.mark: Mark | None = None  # the last state of the gradient, None before a step ended
-        self.grew = False  # a backward has added to it since the last step
-        self.kept = False  # that backward began with what the last step had left
-        self.carried = 0  # steps whose gradient contained that of the step before
+        self.mark: Mark | None = None  # the last state of the gradient; None before the first step
+        self.grew = False  # a backward has added to the gradient since the last step
+        self.kept = False  # that backward began with the gradient of the last step
+        self.carried = 0  # number of steps whose gradient contained that of the step before
         self.pairs: list[Readback] = []
         self.edits: list[Readback] = []
         self.site: Site = NOWHERE
 
 
 class Zeroing(Observer):
-    """The optimizers of a rank that keep their gradients."""
+    """The optimizers of a rank that never zero their gradients."""
 
     def __init__(self, state: RankState) -> None:
         super().__init__(state)
         self._watches: list[_WatchedOptimizer] = []
-        self._known: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that are or were watched
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()  # number of optimizers watched so far
 
     def step_begins(self, optimizer: Any) -> None:
-        """Count a step, or begin to watch an optimizer."""
+        """Count a step, or start watching an optimizer."""
         if optimizer not in self._known:
             self._meet(optimizer)
             return
         each = self._of(optimizer)
         if each is None:
             if not self._watches and len(self._known) >= min(MAX_WATCHED, count()):
-                # Most jobs come here in their second step.
+                # Most jobs get here in their second step.
                 self.rest("step_begins", "step_ended", "backward_begins", "backward_ended")
             return
         each.carried += each.grew and each.kept
@@ -615,7 +616,7 @@ class Zeroing(Observer):
             self._record(each)
 
     def optimizer_made(self) -> None:
-        """Watch for its first step."""
+        """Watch for the optimizer's first step."""
         self.wake("step_begins", "step_ended", "backward_begins", "backward_ended")
 
     def _of(self, optimizer: Any) -> _WatchedOptimizer | None:
@@ -637,19 +638,19 @@ class Zeroing(Observer):
                     return
 
     def step_ended(self, optimizer: Any, number: int) -> None:
-        """Note the gradient that a step leaves."""
+        """Note the gradient after a step."""
         each = self._of(optimizer) if self._watches else None
         parameter = each.parameter() if each is not None else None
         if each is None or parameter is None:
             return
         each.mark = mark_of(parameter)
         if len(each.pairs) < 2 * COMPARED_STEPS:
-            # Drop a norm that had no backward after it.
+            # Drop a norm that no backward followed.
             del each.pairs[len(each.pairs) // 2 * 2 :]
             _measure_gradient(each.pairs, parameter)
 
     def backward_begins(self) -> None:
-        """Check whether the gradient is still there."""
+        """Check whether the gradient still exists."""
         for each in tuple(self._watches):
             parameter = each.parameter()
             if parameter is None or parameter.grad is None or each.optimizer() is None:
@@ -662,14 +663,14 @@ class Zeroing(Observer):
                     if not each.carried:
                         each.site = sites.caller()
             elif len(each.edits) < MAX_EDITS:
-                # From now on backwards do not add to what the step has left.
+                # Later backwards do not add to the gradient of the last step.
                 each.kept, each.grew = False, True
                 _measure_gradient(each.edits, parameter)
             else:
                 self._watches.remove(each)
 
     def backward_ended(self) -> None:
-        """Check whether a backward has added to it."""
+        """Check whether a backward added to the gradient."""
         for each in self._watches:
             parameter = each.parameter()
             if each.mark is not None and parameter is not None:

@@ -1,10 +1,10 @@
 """Find where in the forward pass a loss stopped being finite, in the graph of its backward.
 
-The search follows results that are not finite from the loss down to the first one. Autograd keeps
-what an operation needs for its backward, mostly its inputs or its result. We read that before
-backward frees it, keep only numbers and names, and compute nothing again. A loss on the CPU is
-traced when it is not finite. The loss of a GPU is read some steps later, when its graph is gone, so
-all sizes are requested beforehand. No hook of the job is called.
+The search follows non-finite results from the loss down to the first one. Autograd keeps what an
+operation needs for its backward, mostly its inputs or its result. We read that before backward
+frees it, keep only numbers and names, and recompute nothing. A loss on the CPU is traced when it is
+not finite. A loss on a GPU is read some steps later, when its graph is freed, so all sizes are
+requested beforehand. No hook of the job is called.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ddpdoctor.run.records.model import Origin
 
 # -- the operations behind a loss, and the magnitudes of what they keep for backward
 
-UNKNOWN = -1  # in place of a number: no such operation, or no size
+UNKNOWN = -1  # placeholder for a missing operation or size
 
 Sizes = Callable[[int], float]
-"""By place, the greatest magnitude in a tensor: NaN if any element is, and 0 if unknown."""
+"""By place, the largest magnitude in a tensor. NaN if any element is NaN, and 0 if unknown."""
 
 _Key = tuple[int, Any, tuple[tuple[int, int], ...]]
 
@@ -39,30 +39,30 @@ class Kept(NamedTuple):
     own: bool  # the operation's own result
     maker: int  # the operation that computed it, or `UNKNOWN`
     trained: bool  # gradients flow into it
-    size: int  # the place of its size, or `UNKNOWN` if it has none
+    size: int  # the place of its size, or `UNKNOWN`
 
 
 class Operation(NamedTuple):
-    """One operation of the forward, as its backward knows it."""
+    """An operation of the forward, read from its backward node."""
 
     name: str
-    below: tuple[int, ...]  # the operations whose results were its inputs
+    below: tuple[int, ...]  # the operations that computed its inputs
     kept: tuple[Kept, ...]
-    complete: bool  # all that it keeps could be read
-    parameter: str | None  # the name of the parameter that is here, if it has a name
-    size: int  # the place of that parameter's size, with or without a name
-    ran: int  # greater for operations that ran later, -1 if unknown
+    complete: bool  # all kept tensors could be read
+    parameter: str | None  # the parameter's name, if this is a named parameter
+    size: int  # the place of the parameter's size
+    ran: int  # order of execution, -1 if unknown
 
 
 def read_graph(
     loss: Any, names: dict[int, str], most: int
 ) -> tuple[list[Operation], list[Any]] | None:
-    """Return the operations behind a loss, and the tensors whose sizes they refer to.
+    """Return the operations that computed a loss, and the tensors whose sizes they refer to.
 
     Args:
-        loss: The tensor that backward begins with.
+        loss: The tensor that backward starts from.
         names: The parameters' names by ``id``.
-        most: Operations of a graph that is not too large.
+        most: Maximum number of operations.
 
     Returns:
         None for a graph that is too large.
@@ -91,7 +91,7 @@ def read_graph(
     def place(tensor: Any) -> int:
         if not measurable(tensor):
             return UNKNOWN
-        # The result of one operation is the input of another, transposed perhaps: measure it once.
+        # The result of one operation is an input of another, perhaps transposed. Measure it once.
         laid = tuple(sorted(zip(tensor.stride(), tensor.shape, strict=True)))
         key = (tensor.data_ptr(), tensor.dtype, laid)
         found = places.get(key)
@@ -127,7 +127,7 @@ def read_graph(
 
 
 def measurable(tensor: Any) -> bool:
-    """Return whether a tensor has a magnitude that its device can compute."""
+    """Return whether the device can compute the magnitude of a tensor."""
     return bool(
         readback.is_plain(tensor)
         and tensor.layout is sys.modules["torch"].strided
@@ -137,7 +137,7 @@ def measurable(tensor: Any) -> bool:
 
 
 def sizes_at_once(tensors: Sequence[Any]) -> Sizes:
-    """Return the sizes of tensors on the CPU. Each is computed when it is needed."""
+    """Return the sizes of tensors on the CPU, computed on demand."""
     known: dict[int, float] = {UNKNOWN: 0.0}
 
     def size(place: int) -> float:
@@ -145,7 +145,7 @@ def sizes_at_once(tensors: Sequence[Any]) -> Sizes:
         if found is None:
             tensor = tensors[place].detach()
             found = 0.0
-            # We would have to wait for any other device.
+            # Any other device would make us wait.
             if tensor.device.type == "cpu":
                 least, most = (each.item() for each in tensor.aminmax())
                 found = math.nan if math.isnan(most) else max(-least, most)
@@ -157,15 +157,15 @@ def sizes_at_once(tensors: Sequence[Any]) -> Sizes:
 
 # -- the search
 
-MAX_OPERATIONS = 20_000  # operations of a graph, after which the search is given up
-MAX_TRACED = 4096  # the same for a loss that may turn out to be finite
-NAMED_OPERATIONS = 4  # operations that are named if their results were not kept
+MAX_OPERATIONS = 20_000  # maximum number of operations in a searched graph
+MAX_TRACED = 4096  # the same for a loss that may be finite
+NAMED_OPERATIONS = 4  # maximum number of named operations whose results were not kept
 SINGULAR = frozenset(
     {"acos", "acosh", "asin", "atanh", "digamma", "div", "erfinv", "exp", "lgamma"}
     | {"linalg_vector_norm", "log", "log10", "log1p", "log2", "logsumexp", "norm", "pow"}
     | {"reciprocal", "rsqrt", "sqrt", "std", "tan", "var", "xlogy"}
 )
-"""Operations that turn small numbers into NaN or infinity. Others have to overflow."""
+"""Operations that can turn small numbers into NaN or infinity. Others must overflow."""
 
 _WORD_BREAK = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
@@ -181,7 +181,7 @@ def origin(loss: Any, value: float, replicas: Sequence[Replica]) -> Origin | Non
 
 
 class Trace:
-    """The sizes of everything that a loss was computed from, while a device computes them.
+    """The sizes of all tensors that a loss was computed from, which a device computes.
 
     Holds only names and numbers of the graph.
     """
@@ -211,10 +211,11 @@ class Trace:
 
 
 def trace(loss: Any, replicas: Sequence[Replica]) -> tuple[Trace, int] | None:
-    """Ask the device for the sizes of what a loss was computed from.
+    """Request from the device the sizes of all tensors that a loss was computed from.
 
     Returns:
-        The trace, and how many bytes the device reads for it. None if the graph shows nothing.
+        The trace, and the number of bytes that the device reads for it. None if the graph shows
+        nothing.
     """
     with sys.modules["torch"].no_grad():
         found = read_graph(loss, _names(replicas), MAX_TRACED)
@@ -240,9 +241,9 @@ class _Search:
     """One walk from a loss downwards.
 
     Args:
-        operations: The operations behind the loss, its own one first.
-        sizes: The magnitudes of what they keep.
-        nan: Search for NaN only. Else for infinite values, too, which may be meant as a mask.
+        operations: The operations that computed the loss, the last one first.
+        sizes: The magnitudes of their kept tensors.
+        nan: Search for NaN only. Infinite values may be an intended mask.
     """
 
     def __init__(self, operations: Sequence[Operation], sizes: Sizes, nan: bool) -> None:
@@ -259,9 +260,9 @@ class _Search:
         return None
 
     def _region(self, bad: int) -> tuple[int | None, Origin | None]:
-        """Go from a bad result to the next one below it, or return what was found instead.
+        """Go from a bad result to the next one below it, or return the origin.
 
-        Operations that do not keep their result form one region with those below them.
+        Operations without a kept result form one region with those below them.
         """
         queue, known = [bad], {bad}
         tellers: list[int] = []
@@ -282,7 +283,7 @@ class _Search:
             further = self._judge_results(number, children)
             if further is not None:
                 return further
-            # Go on below what is no parameter and does not keep its result: it is unknown.
+            # Continue below an operation without a kept result: its result is unknown.
             for child in children:
                 operation = self._operations[child]
                 if operation.size == UNKNOWN and not any(each.own for each in operation.kept):
@@ -296,7 +297,7 @@ class _Search:
     def _judge_results(
         self, number: int, children: list[int]
     ) -> tuple[int | None, Origin | None] | None:
-        """Judge the results of the operations below one. Return None if they are fine."""
+        """Judge the results of the operations below one. Return None if they are finite."""
         for child in children:
             below = self._operations[child]
             if below.size != UNKNOWN:
@@ -307,7 +308,7 @@ class _Search:
         return None
 
     def _judge_inputs(self, number: int) -> tuple[int | None, Origin | None] | None:
-        """Judge the inputs that an operation keeps. Return None if all of them are fine."""
+        """Judge the kept inputs of an operation. Return None if all of them are finite."""
         operation = self._operations[number]
         inputs = [kept for kept in operation.kept if not kept.own]
         for kept in inputs:
@@ -321,7 +322,7 @@ class _Search:
         )
         if infinite is None:
             return None
-        # An infinite input made this operation's result NaN. Find where that began.
+        # An infinite input made this result NaN. Find the origin of the input.
         before: Origin | None = None
         if infinite.maker != UNKNOWN:
             before = _Search(self._operations, self._sizes, nan=False).run(infinite.maker)
@@ -340,13 +341,13 @@ class _Search:
             what=what,
             operations=tuple(self._word(each) for each in numbers),
             module=names[0].rpartition(".")[0] if names else None,
-            # Between a layer's operation and its weight there is at most a transposition.
+            # At most a transposition is between a layer's operation and its weight.
             within=bool(names) and distance <= 2,
             order=self._order(numbers[0]) if len(numbers) == 1 else None,
         )
 
     def _order(self, number: int) -> tuple[int, int] | None:
-        """Rank an operation among those of its name that ran after the model's layers."""
+        """Return the position of an operation among those of its name after the model's layers."""
         operations = self._operations
         if any(each.ran < 0 for each in operations):
             return None

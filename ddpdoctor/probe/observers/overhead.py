@@ -1,21 +1,20 @@
-"""Keep the probe's overhead within its budget: which steps are followed, and how closely.
+"""Keep the probe's overhead within its budget: choose which steps to follow, and how closely.
 
-Of every step we record that it happened, its phase, how often gradients were reduced and which
-collectives were called. Hangs and divergence need that, and it is cheap. The rest is sampled if
-steps are short:
+For every step we record that it happened, its phases, the number of reductions and the collectives.
+Diagnoses of hangs and divergence need that, and it is cheap. The rest is sampled if steps are
+short:
 
-- `Detail`: losses, batch sizes and DDP's timers are read in one of so many steps ("full" steps, as
-  opposed to "light" ones), and one line of the journal stands for several.
-- `Pacing`: gradients are followed in all steps, or in some windows of steps if that costs more than
-  its share.
-- `Pace`: fingerprints are taken at the multiples of an interval, and at each step that the
-  supervisor suspects (`Suspected`), which a separate credit pays for.
+- `Detail`: losses, batch sizes and DDP's timers are read only in some steps ("full" steps, the
+  others are "light"), and one line of the journal stands for several steps.
+- `Pacing`: gradients are followed in all steps, or in windows of steps if that exceeds its share.
+- `Pace`: fingerprints are taken at the multiples of an interval, and at each suspected step
+  (`Suspected`), which a separate credit pays for.
 
-Ranks compare nothing among themselves. All these numbers are powers of two and count from step 0,
-so two ranks always share the steps of the one that samples less.
+Ranks do not communicate. All these numbers are powers of two and count from step 0, so two ranks
+always share the steps of the rank that samples less.
 
-The cost is clocked in a step now and then, full and light ones in turn, and separately in steps
-whose gradients are followed.
+The cost is measured in single steps, alternately full and light ones, and separately in steps whose
+gradients are followed.
 """
 
 from __future__ import annotations
@@ -35,52 +34,54 @@ from ddpdoctor.run.mapped import SUSPICION, Suspicion, SuspicionReader, Unreadab
 if TYPE_CHECKING:
     from ddpdoctor.probe.runtime.budget import Budget
 
-DENSE_STEPS = 256  # steps at the beginning that are all full, each with its own line
+DENSE_STEPS = 256  # first steps, which are all full, each with its own line
 LEAST_DENSE, DENSE_COST = 128, 16_000_000
-"""So many of them, and later ones until following took so many nanoseconds."""
+"""At least this many of them, and more until following took this many nanoseconds."""
 
-BEGINNING = 1024  # steps at the beginning with more lines, full steps and windows than later ones
+BEGINNING = 1024  # first steps, with more lines, full steps and windows than later
 
 # -- how closely a step is followed
 
 EARLY_LINE, LATE_LINE, LONGEST_LINE = 8_000_000, 300_000_000, 600_000_000
-"""Nanoseconds that a line of the journal stands for at least: at the beginning, later (50 KB a
-minute), and where steps are so short that no more of them can be light."""
+"""Minimum nanoseconds per line of the journal: at the beginning, later (50 KB a minute), and if
+steps are so short that no more of them can be light."""
 
-MAX_STEPS = 1024  # steps that a line stands for at most
+MAX_STEPS = 1024  # maximum number of steps per line
 EARLY_FULL, LATE_FULL = 64, 128
-"""At least one in so many steps is full: at the beginning or if steps take 9 ms, and otherwise."""
+"""Maximum interval of full steps: at the beginning or if steps take 9 ms, and otherwise."""
 
 STEPS_SHARE, MIN_STEPS_SHARE = 2, 4
-"""Of the budget, a half at most and a quarter at least goes here. The thread that writes takes its
-part of that."""
+"""Divisors: between a quarter and a half of the budget goes here, including the writing thread."""
 
-WINDOW = 16  # steps whose gradients are followed, or not, together
+WINDOW = 16  # number of steps in a window
 CLOCKED_EVERY, CLOCKED_AT_FIRST = 500_000_000, 10_000_000
-"""Nanoseconds between two steps that are clocked: later, and at the beginning."""
+"""Nanoseconds between two measured steps: later, and at the beginning."""
 
 _SMOOTH = 8
 _now = time.perf_counter_ns
 
 
 class Clocked(Protocol):
-    """The hooks that are clocked (`ddpdoctor.probe.runtime.phases.Phases`)."""
+    """The measured hooks (`ddpdoctor.probe.runtime.phases.Phases`)."""
 
     clocked: bool
     spent: int
 
 
 class Detail:
-    """Choose how closely the steps of one rank are followed. ``hooks`` clocks the rank's hooks."""
+    """Choose how closely the steps of one rank are followed.
+
+    ``hooks`` measures the rank's hooks.
+    """
 
     def __init__(self, hooks: Clocked) -> None:
         self._hooks = hooks
         self.line = 0  # a journal line ends before a step whose number has none of these bits
         self.sparse = 0  # a step is full if the number of the next one has none of these bits
         self.most = MAX_STEPS
-        self.full = self.light = 0.0  # nanoseconds of the hooks of a full step, and of a light one
-        self.paced = 0.0  # nanoseconds that they take in a light step whose gradients are followed
-        self.pacing = False  # the gradients of the step under way are followed
+        self.full = self.light = 0.0  # nanoseconds of the hooks in a full and in a light step
+        self.paced = 0.0  # the same in a light step with followed gradients
+        self.pacing = False  # the gradients of the current step are followed
         self.dense = True  # all steps are full
         self._budget: Budget | None = None
         self._step = 0.0
@@ -90,14 +91,13 @@ class Detail:
         self._charged = 0
 
     def follow(self, budget: Budget) -> None:
-        """Keep to a budget from now on."""
+        """Respect a budget from now on."""
         self._budget = budget
 
     def _usual(self, number: int) -> int:
-        """Return the next step of the kind that is to be clocked.
+        """Return the next step of the kind to measure.
 
-        It is not the first light one: diagnoses choose the multiples of powers of two, and windows
-        of steps whose gradients are followed begin there.
+        Skip the first light step: diagnoses choose multiples of powers of two, where windows begin.
         """
         if not self._clocks_light:
             return number | self.sparse
@@ -105,17 +105,17 @@ class Detail:
         return number if (number + 1) & self.sparse else number + 1
 
     def clock_next(self) -> None:
-        """Clock the hooks of the step that begins."""
+        """Measure the hooks of the step that begins."""
         if self._hooks.clocked:
-            # The hook that ends the clocked step before it is still running.
+            # The hook that ends the last measured step is still running.
             return
         self._hooks.clocked, self._hooks.spent = True, 0
         self._before = self._diagnosed
 
     def charge(self, began: int) -> None:
-        """Charge what is not part of every step, such as the begin of a pass, since that time.
+        """Charge work since a time that is not part of every step, such as the begin of a pass.
 
-        It would distort the cost of the step that is clocked.
+        It would distort the cost of the measured step.
         """
         took = clock() - began
         if self._hooks.clocked:
@@ -124,8 +124,8 @@ class Detail:
             self._budget.follow(took, granted=self.dense)
 
     def clock(self, was_light: bool) -> None:
-        """Note the cost of the clocked step, which has ended."""
-        # Diagnoses charge their own cost.
+        """Note the cost of the measured step at its end."""
+        # Diagnoses charge their cost themselves.
         diagnosed = self._diagnosed - self._before
         spent = self._hooks.spent - diagnosed
         self._hooks.clocked = False
@@ -134,18 +134,18 @@ class Detail:
             return
         name = "full" if not was_light else "paced" if self.pacing else "light"
         before = getattr(self, name)
-        # A step may cost much by accident, but hardly little.
+        # A high cost may be an accident, a low cost hardly.
         less = spent < before / 2 and not diagnosed
         setattr(self, name, spent if less else _mean(before, spent))
 
     @property
     def surplus(self) -> float:
-        """Nanoseconds that it takes to follow the gradients of a light step."""
+        """The extra nanoseconds of a light step with followed gradients."""
         return max(self.paced - self.light, 0.0) if self.sparse else 0.0
 
     @property
     def taken(self) -> float:
-        """Nanoseconds that the hooks of a step take on average, without following gradients."""
+        """The average nanoseconds of a step's hooks, without following gradients."""
         light = min(self.light, self.full)
         return light + (self.full - light) / (self.sparse + 1)
 
@@ -154,9 +154,9 @@ class Detail:
         return self._budget.spent if self._budget is not None else 0
 
     def choose(self, number: int, total: int) -> None:
-        """Choose how closely to follow the steps of the next line, which begins with that number.
+        """Choose how closely to follow the steps of the next line, given its first step.
 
-        ``total`` are the nanoseconds of the last step.
+        ``total`` is the duration of the last step in nanoseconds.
         """
         now = _now()
         if now >= self._clock_at:
@@ -181,7 +181,7 @@ class Detail:
         self.dense = False
         allowed = max(share / STEPS_SHARE - written, share / MIN_STEPS_SHARE) * self._step
         every, most, period = 1, EARLY_FULL, EARLY_LINE if number < BEGINNING else LATE_LINE
-        # A small budget makes long steps no sparser than that.
+        # Keep this density for long steps even with a small budget.
         if number >= BEGINNING and EARLY_FULL * self._step < LONGEST_LINE:
             most = LATE_FULL
         light = min(light, self.full)
@@ -196,31 +196,30 @@ class Detail:
 
 
 def _mean(before: float, value: float) -> float:
-    """Return a running mean, which begins with the first value."""
+    """Return a running mean that starts with the first value."""
     return value if not before else before + (value - before) / _SMOOTH
 
 
 # -- in which steps gradients are followed
 
 SETTLING_STEPS = 2
-"""Steps at the beginning of a window that are counted, but not judged: their forward may have been
-before it."""
+"""First steps of a window that count but are not judged, because their forward may precede it."""
 
 EARLY_WINDOW, LATE_WINDOW = 4, 64
-"""At least one in so many windows is followed: at the beginning, and later."""
+"""Maximum interval of followed windows: at the beginning, and later."""
 
 GRADIENTS_SHARE, MIN_GRADIENTS_SHARE = 2, 16
-"""Of the budget, a half at most goes here, but no more than the hooks leave, and a sixteenth at
-least."""
+"""Divisors: at most half of the budget goes here, limited to what the hooks leave, and at least a
+sixteenth."""
 
-RECHECKS = 4  # checks between two followed windows of whether more can be followed
-CLOCKED_WINDOWS = 4  # in one of so many followed windows a step is clocked
+RECHECKS = 4  # number of checks between two followed windows for whether to follow more
+CLOCKED_WINDOWS = 4  # interval of followed windows with a measured step
 LEFT_OUT = 64
-"""If all windows are followed, one in so many is not, to measure the difference."""
+"""If all windows are followed, the interval of unfollowed ones that measure the difference."""
 
 
 class Pacing(Observer):
-    """Choose the windows of steps in which some observers are called."""
+    """Choose the windows of steps in which costly observers are called."""
 
     def __init__(self, state: RankState) -> None:
         super().__init__(state)
@@ -228,7 +227,7 @@ class Pacing(Observer):
         self._detail = state.tracker.detail
         self._detail.pacing = True
         self._settled_at = 0
-        self._turned: tuple[int, int] | None = None  # when windows were last chosen, and the step
+        self._turned: tuple[int, int] | None = None  # time and step of the last choice
         self._rarity = 1
         self._paced: list[Observer] = []
         events.before_step(1, self._go_on)
@@ -239,7 +238,7 @@ class Pacing(Observer):
         events.subscribe(observer)
 
     def _go_on(self) -> None:
-        """Turn to the next window, or judge from now on. Called between two training steps."""
+        """Start the next window, or start judging. Called between two training steps."""
         number = self.state.tracker.steps
         if self.settling and number >= self._settled_at:
             self.settling = False
@@ -259,7 +258,7 @@ class Pacing(Observer):
             budget.follow(int(cost), granted=number <= BEGINNING)
         if last is None:
             return
-        # What a window may cost: the hooks of all steps, and what is reserved, come first.
+        # The budget of a window, after the hooks of all steps and the reserve.
         elapsed = (now - last[0]) * WINDOW / max(number - last[1], 1)
         share = budget.share * elapsed
         reserved = budget.share / RESERVED + budget.share / UNSEEN + budget.written
@@ -285,9 +284,9 @@ class Pacing(Observer):
 
 # -- at which steps fingerprints are taken
 
-DENSE_SAMPLES = 64  # steps at the beginning with a fingerprint each, and fingerprints per doubling
-MAX_SUSPICIONS = 2  # suspicions that are paid for: the first may not know which tensors to write
-GRANT = 50_000_000  # nanoseconds that a suspicion may cost, unless two rich fingerprints cost more
+DENSE_SAMPLES = 64  # first steps with a fingerprint each, and fingerprints per doubling
+MAX_SUSPICIONS = 2  # paid suspicions: the first may not know which tensors to write
+GRANT = 50_000_000  # nanoseconds per suspicion, unless two rich fingerprints cost more
 MAX_GRANTED = 1_000_000_000  # nanoseconds that a suspicion may cost at most
 LONGEST_INTERVAL = 1 << 20
 
@@ -306,11 +305,11 @@ class Pace:
         return not step & (self.interval - 1)
 
     def spare(self) -> None:
-        """Take fewer, since the one that was due was too expensive."""
+        """Double the interval, because the due fingerprint was too expensive."""
         self.interval = min(self.interval * 2, LONGEST_INTERVAL)
 
     def took(self, surplus: bool) -> None:
-        """Note that one was taken. ``surplus``: the budget has enough left for several more."""
+        """Note that a fingerprint was taken. ``surplus``: the budget is enough for several more."""
         self._taken += 1
         if self._taken >= self._dense:
             self._taken = 0
@@ -321,20 +320,20 @@ class Pace:
 
 
 class Suspected:
-    """The steps whose fingerprints the supervisor wants."""
+    """The steps whose fingerprints the supervisor requests."""
 
     def __init__(self, state: RankState) -> None:
         self._state = state
         self._suspicion: Suspicion | None = None
         self._count = 0
         self._reader: SuspicionReader | None = None
-        # There may be no supervisor, or one of a newer version.
+        # There may be no supervisor, or one of another version.
         with contextlib.suppress(KeyError, OSError, ValueError, UnreadableError):
             self._reader = SuspicionReader(os.path.join(rank.run_directory(), SUSPICION))
 
     @property
     def active(self) -> bool:
-        """Return whether a suspicion is not done yet."""
+        """Return whether a suspicion is unfinished."""
         return self._suspicion is not None
 
     def watch(self, noticing: Callable[[], None]) -> None:
@@ -344,9 +343,9 @@ class Suspected:
             self._state.tracker.noticing = noticing
 
     def at(self, step: int, cost: int) -> Suspicion | None:
-        """Return the suspicion that wants the fingerprint of a step that has ended.
+        """Return the suspicion that requests the fingerprint of an ended step.
 
-        ``cost`` are the nanoseconds that a rich fingerprint takes.
+        ``cost`` is the cost of a rich fingerprint in nanoseconds.
         """
         news = self._reader.news() if self._reader is not None else None
         if (

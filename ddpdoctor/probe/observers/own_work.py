@@ -1,7 +1,7 @@
-"""Record where a rank is that has been outside of the training loop for long.
+"""Record the line of a rank that has been outside of the training loop for long.
 
-No hook sees work between two phases, such as the preparation of data, so that a rank that is ended
-there has left no line. The writing thread records one at intervals that double.
+No hook observes work between two phases, such as the preparation of data, so a rank that is ended
+there leaves no line. The writing thread records one at doubling intervals.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Read random number generators, to show whether ranks and workers draw the same numbers.
+"""Read random number generators to show whether ranks and workers draw the same numbers.
 
-States are read and hashed, and nothing is drawn. torch, numpy and Python have one generator each
+States are read and hashed, and nothing is drawn. torch, numpy and Python each have one generator
 that all code of a process shares. The Mersenne Twister of all three holds a block of 624 numbers
-and replaces it when all are used. So the block and the position in it show about how many were
-drawn in between. A rank reads them at each forward and backward of a few steps in a row, and when a
-batch comes. A worker of a loader reads them at its first batches, and writes into a separate file.
+and replaces it when all are used. So the block and the position in it show approximately how many
+numbers were drawn. A rank reads them at each forward and backward of a few consecutive steps, and
+when a batch arrives. A worker of a loader reads them at its first batches and writes into a
+separate file.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from ddpdoctor.probe.runtime.rank import RankState
 from ddpdoctor.run.records.base import encode
 from ddpdoctor.run.records.training import GeneratorState, RandomRecord
 
-FIRST, LAST = 3, 8  # forwards of a rank at which generators are read
-WORKER_BATCHES = 3  # batches of a worker after which it writes
-MAX_WORKERS = 2  # workers of a loader that write
-MAX_RANKS = 8  # ranks whose workers write
-MAX_GENERATIONS = 2  # workers of the same number that write
+FIRST, LAST = 3, 8  # first forwards, at which generators are read
+WORKER_BATCHES = 3  # number of a worker's first batches
+MAX_WORKERS = 2  # maximum number of workers of a loader that write
+MAX_RANKS = 8  # maximum number of ranks whose workers write
+MAX_GENERATIONS = 2  # maximum number of workers with the same number that write
 _BLOCK = 624
 
 
 def states(place: str) -> list[GeneratorState]:
-    """Read the generators that the process has loaded."""
+    """Read the generators of the loaded libraries."""
     found: list[GeneratorState] = []
     torch = sys.modules["torch"]
     state = torch.default_generator.get_state()
@@ -59,14 +60,14 @@ class RandomNumbers(Observer):
 
     def __init__(self, state: RankState) -> None:
         super().__init__(state)
-        # At the end the job may have destroyed its process group.
+        # Read it now, because the job may have destroyed its process group at the end.
         self._rank = sys.modules["torch"].distributed.get_rank()
         self._forwards = 0
         self._drops = False
         self._states: list[GeneratorState] = []
 
     def batch_fetched(self, iterator: Any, data: Any) -> None:
-        """Read the states that the data set left."""
+        """Read the states after the data set's draws."""
         if self._forwards >= FIRST:
             self._read("batch")
 
@@ -87,14 +88,14 @@ class RandomNumbers(Observer):
             self._end()
 
     def rank_ends(self) -> None:
-        """Record the states that a rank read in a job of few steps."""
+        """Record the states also for a job of few steps."""
         if self._states:
             self._end()
 
     def _read(self, place: str) -> None:
         budget = self.state.budget
         if budget.left() <= 0 or len(self._states) > 9 * (LAST - FIRST + 1):
-            # A missing state in between would look like more draws.
+            # A missing state would look like more draws.
             self._states.clear()
             self._rest()
             return
@@ -114,7 +115,7 @@ class RandomNumbers(Observer):
         self.rest("batch_fetched", "forward_begins", "backward_begins")
 
 
-_batches = 0  # of this process, if it is a loader's worker
+_batches = 0  # state of this process if it is a loader's worker
 _seen: list[GeneratorState] = []
 
 

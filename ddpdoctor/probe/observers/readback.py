@@ -1,8 +1,8 @@
 """Compute hashes and norms of tensors on their device, and read them without waiting for it.
 
-Hashes are sums of a tensor's bits, weighted by position, modulo 2**64. ``torch.hash_tensor`` (2.9
-on) is an exclusive or, which stays the same if elements change places or an even number of signs
-changes. This hash shows both, on every version of torch, at the same cost. Integer sums are exact,
+Hashes are sums of a tensor's bits, weighted by position, modulo 2**64. ``torch.hash_tensor`` (from
+2.9) is an exclusive or, which does not change if elements are swapped or an even number of signs
+changes. Our hash detects both, on every version of torch, at the same cost. Integer sums are exact
 in any order and on any device. No random number generator is used.
 """
 
@@ -22,16 +22,16 @@ from ddpdoctor.run.records.model import PackedTensor
 
 # -- bitwise hashes of tensors
 
-PIECE = 1 << 20  # elements hashed at once: a hash takes less than 17 MiB of memory
+PIECE = 1 << 20  # elements hashed at once, which takes less than 17 MiB of memory
 GPU_PIECE = 1 << 18  # the same on a GPU, whose memory may be nearly full: less than 5 MiB
-MANY_PIECES = 64  # pieces from which on a GPU uses larger ones, as each launches kernels
+MANY_PIECES = 64  # number of pieces above which a GPU uses larger ones
 
 _SMALL_TENSOR = 1 << 12
 _hash_weights: dict[Any, Any] = {}
 
 
 def hashable(tensor: Any) -> bool:
-    """Return whether a tensor's bits are in one plain block of memory, not those of a subclass."""
+    """Return whether a tensor is of no subclass and its bits are in one block of memory."""
     torch: Any = sys.modules["torch"]
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
@@ -69,14 +69,14 @@ def hash_of(tensor: Any) -> Any:
             found = _hash_words(torch, piece, weights)
         else:
             found = (piece * weights[: piece.numel()]).sum()
-        # Each piece has the same weights. Another odd factor for each tells them apart.
+        # All pieces have the same weights. A different odd factor for each distinguishes them.
         found = found * (2 * index + 1)
         total = found if total is None else total + found
     return total
 
 
 def hash_pieces(tensor: Any) -> int:
-    """Return in how many pieces a tensor on a GPU is hashed."""
+    """Return the number of pieces in which a tensor on a GPU is hashed."""
     count = tensor.numel()
     return -(-count // _piece_size(count, False)) or 1
 
@@ -96,7 +96,7 @@ def flattened(tensor: Any) -> Any:
 
 
 def _hash_words(torch: Any, piece: Any, weights: Any) -> Any:
-    """Hash eight bytes at a time on the CPU, and what the weights miss of them."""
+    """Hash eight bytes at a time on the CPU, and separately the bits that the weights miss."""
     each = 8 // piece.element_size()
     if piece.storage_offset() % each:
         piece = piece.clone()
@@ -104,7 +104,7 @@ def _hash_words(torch: Any, piece: Any, weights: Any) -> Any:
     words = piece[:whole].view(torch.int64)
     count = words.numel()
     found = torch.dot(words, weights[:count])
-    # A word's sign bit counts the same under each odd weight: hash these bits separately.
+    # A word's sign bit contributes the same with each odd weight, so hash these bits separately.
     signs = words < 0
     eighths = count // 8
     if eighths:
@@ -117,13 +117,13 @@ def _hash_words(torch: Any, piece: Any, weights: Any) -> Any:
 
 
 def hash_weights(count: int) -> Any:
-    """Return a few of the weights, on the CPU."""
+    """Return the first few weights, on the CPU."""
     torch: Any = sys.modules["torch"]
     return _weights_for(torch, count, torch.device("cpu"))[:count]
 
 
 def _weights_for(torch: Any, count: int, device: Any) -> Any:
-    """Return at least that many weights, up to a piece's. They are kept."""
+    """Return at least this many weights, at most those of a piece. They are cached."""
     weights = _hash_weights.get(device)
     if weights is None or len(weights) < count:
         size = next((each for each in (_SMALL_TENSOR, GPU_PIECE) if count <= each), PIECE)
@@ -135,7 +135,7 @@ def _weights_for(torch: Any, count: int, device: Any) -> Any:
             weights.bitwise_xor_(high).mul_(factor - (1 << 64) if factor >> 63 else factor)
         weights.bitwise_or_(1)
         if device.type == "cuda":
-            # Computing them there would load half a dozen kernels.
+            # Computing them on the GPU would load half a dozen kernels.
             weights = weights.pin_memory().to(device, non_blocking=True)
         elif device.type != "cpu":
             weights = weights.to(device)
@@ -145,14 +145,14 @@ def _weights_for(torch: Any, count: int, device: Any) -> Any:
 
 # -- numbers that were computed on a device, without waiting for it
 
-MAX_ELEMENTS = 4096  # elements of a tensor that are written
+MAX_ELEMENTS = 4096  # maximum number of written elements of a tensor
 
 
 class Readback:
     """Read 0-dimensional tensors of one dtype once their devices have computed them.
 
-    Only the numbers are kept, not the tensors that they were computed from. On the CPU they are
-    read at once. From a GPU they are copied into pinned memory, and an event shows when.
+    Only the numbers are kept, not the source tensors. On the CPU they are read at once. From a GPU
+    they are copied into pinned memory, and an event shows when they have arrived.
     """
 
     def __init__(self, scalars: Sequence[Any]) -> None:
@@ -198,7 +198,7 @@ class Readback:
         return all(passed is None or passed.query() for _, _, passed in self._parts)
 
     def numbers(self) -> list[Any]:
-        """Return the numbers in the order of the tensors, once they are ready."""
+        """Return the numbers in the order of the tensors. Call it once they are ready."""
         found: list[Any] = [None] * self._count
         for indices, values, passed in self._parts:
             listed = values if passed is None else values.tolist()
@@ -211,8 +211,8 @@ class Elements:
     """Some elements of one tensor, evenly spaced. Made with gradients off.
 
     Args:
-        tensor: A tensor whose bits are in one plain block of memory.
-        most: How many elements. All, if it has no more.
+        tensor: A `hashable` tensor.
+        most: Maximum number of elements.
     """
 
     def __init__(self, tensor: Any, most: int = MAX_ELEMENTS) -> None:
@@ -221,7 +221,7 @@ class Elements:
         every = max(1, -(-self.count // most))
         some = flattened(tensor.detach())[::every]
         if some.is_complex():
-            # Real and imaginary parts are an element each.
+            # Real and imaginary parts are separate elements.
             some = torch.view_as_real(some.resolve_conj()).reshape(-1)
             self.count *= 2
         # Single precision holds all shorter types exactly.
@@ -230,21 +230,24 @@ class Elements:
         self.read = Readback.of(some.to(torch.float32 if short else torch.float64))
 
     def packed(self) -> PackedTensor:
-        """Return the tensor's number of elements, and the read ones, once they are ready."""
+        """Return the tensor's number of elements, and the read elements.
+
+        Call it once they are ready.
+        """
         numbers = self.read.numbers()
         data = struct.pack(f"<{len(numbers)}{self.format}", *numbers)
         return PackedTensor(self.count, self.format, base64.b64encode(data).decode())
 
 
 def when_ready(reads: Sequence[Readback], record: Callable[[list[Any]], Record]) -> Lazy:
-    """Return what the writing thread makes a record of, once all numbers are ready."""
+    """Return a function for the writing thread that makes a record once all numbers are ready."""
 
     def make(last: bool) -> bytes | Record:
         if all(each.ready for each in reads):
             return record([number for each in reads for number in each.numbers()])
         if not last:
             raise NotYet
-        # The device never came so far.
+        # The device never got there.
         return b""
 
     return make
@@ -252,7 +255,7 @@ def when_ready(reads: Sequence[Readback], record: Callable[[list[Any]], Record])
 
 def capturing(torch: Any) -> bool:
     """Return whether a CUDA graph is being captured on this thread."""
-    # is_available() would initialize the driver before the job forks its workers.
+    # is_available() would initialize the driver before the job forks workers.
     return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
@@ -265,10 +268,10 @@ _loss_rings: dict[Any, Iterator[Any]] = {}  # by dtype, slots of pinned memory t
 
 
 def loss_reader(loss: Any) -> Loss | float | None:
-    """Return the loss, or for one on a GPU a function that reads it after the step's events passed.
+    """Return the loss, or for a GPU a function that reads it once the step's events have passed.
 
-    A GPU's loss is copied into a slot of pinned memory without blocking. Slots are reused, so a
-    reading that comes more than a few dozen steps late sees a later loss, and never waits.
+    A GPU's loss is copied into a slot of pinned memory without blocking. Slots are reused, so
+    reading it more than a few dozen steps later returns a later loss, but never waits.
     """
     if loss.device.type == "cpu":
         value = loss.item()
@@ -280,7 +283,7 @@ def loss_reader(loss: Any) -> Loss | float | None:
         return None
     ring = _loss_rings.get(loss.dtype)
     if ring is None:
-        # With the same dtype no kernel has to convert it first.
+        # With the same dtype, no kernel has to convert it first.
         slots = torch.empty(_LOSS_SLOTS, dtype=loss.dtype, device="cpu", pin_memory=True)
         ring = _loss_rings[loss.dtype] = itertools.cycle(slots.unbind())
     slot = next(ring)
@@ -293,11 +296,11 @@ def loss_reader(loss: Any) -> Loss | float | None:
 
 
 def is_plain(tensor: Any) -> bool:
-    """Return whether this rank alone can read a tensor. A DTensor may be spread over ranks."""
+    """Return whether this rank can read a tensor alone. A DTensor may be spread over ranks."""
     torch: Any = sys.modules["torch"]
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        # For a sparse tensor we would have to wait for the GPU.
+        # Reading a sparse tensor would wait for the GPU.
         and (tensor.device.type == "cpu" or (tensor.is_cuda and tensor.layout is torch.strided))
         and tensor.is_floating_point()
     )
@@ -317,7 +320,7 @@ def norms_of(tensors: Sequence[Any]) -> Readback | None:
 
 
 def gradients_and_values(parameters: Sequence[Any]) -> Readback | None:
-    """Return the norms of gradient and value of each parameter in turn, as `norms_of` does."""
+    """Return the norms of each parameter's gradient and value alternately, as `norms_of` does."""
     return norms_of([tensor for each in parameters for tensor in (each.grad, each)])
 
 
@@ -327,9 +330,9 @@ def has_plain_gradient(parameter: Any) -> bool:
 
 
 def largest_magnitudes(tensors: Sequence[Any]) -> Readback | None:
-    """Return the greatest magnitude in each of some strided, plain tensors that are not empty.
+    """Return the largest magnitude in each of some plain, strided, nonempty tensors.
 
-    It is in double precision, and NaN if an element is. None while a graph is captured.
+    It is in double precision, and NaN if an element is NaN. None while a graph is captured.
     """
     torch: Any = sys.modules["torch"]
     if not tensors or capturing(torch):

@@ -1,11 +1,11 @@
-"""Tell samples apart: by hashes of their elements, by sketches of a pass, by the data set below.
+"""Identify samples by hashes of their elements, by sketches of a pass, and by the base data set.
 
 A few elements of a few samples of a batch are copied at once, since the job may change the batch.
-The copies are a few bytes and are hashed later. Tensors on a device are skipped.
+The copies are small and are hashed later. Tensors on a device are skipped.
 
-Equal samples have equal hashes, whatever their index and order: the smallest hashes of two ranks
+Equal samples have equal hashes, independent of index and order: the smallest hashes of two ranks
 (`Sketch`) show how much of their data is the same. Two ranks that draw index 7 from different
-subsets draw different samples, so draws are compared by the index in the data set at the bottom
+subsets draw different samples, so draws are compared by the index in the innermost data set
 (`bottom_of`).
 """
 
@@ -22,9 +22,9 @@ from ddpdoctor.run.records import training as records
 
 # -- the size of a batch, and hashes of a few elements of a few of its samples
 
-MAX_LEAVES = 3  # tensors, or lists of strings, of a batch that are hashed
-WIDE = 16  # elements spread over a sample that are hashed
-NARROW = 8  # elements at a sample's beginning, which do not depend on how its batch is padded
+MAX_LEAVES = 3  # maximum number of hashed tensors or lists of strings of a batch
+WIDE = 16  # hashed elements spread over a sample
+NARROW = 8  # hashed elements at a sample's beginning, which padding does not change
 _BATCH_DEPTH = 3
 _PLAIN_TYPES = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
@@ -32,11 +32,11 @@ Hashes = Callable[[], list[list[int]]]
 
 
 def batch_size(batch: Any, depth: int = _BATCH_DEPTH) -> int:
-    """Return the first dimension of the first tensor in a batch, or 0 if none is found."""
+    """Return the first dimension of the first tensor in a batch, or 0 without a tensor."""
     try:
         return _size(batch, depth)
     except Exception:
-        # A batch may be anything, lazy and broken mappings included.
+        # A batch may be any object, including lazy and broken mappings.
         return 0
 
 
@@ -81,7 +81,7 @@ def sample_hashes(data: Any, places: list[int], size: int | None) -> Hashes | No
     Args:
         data: The batch.
         places: Positions in the batch.
-        size: How many samples it has. None if the batch is one sample as a whole.
+        size: The number of samples. None if the batch is a single sample.
     """
     copies = [
         copy
@@ -134,8 +134,8 @@ def _hash_rows(copy: Any) -> list[int]:
 
 # -- sketches
 
-SKETCH_SIZE = 256  # hashes that are kept
-MAX_SKETCHED = 1024  # samples of a batch that are hashed
+SKETCH_SIZE = 256  # number of kept hashes
+MAX_SKETCHED = 1024  # maximum number of hashed samples of a batch
 _SKETCH_MASK = (1 << 48) - 1
 
 Rows = Callable[[], list[int]]
@@ -145,7 +145,7 @@ class Sketch:
     """The smallest hashes of the samples of one pass, for the writing thread."""
 
     def __init__(self) -> None:
-        self.count = 0  # samples that were hashed
+        self.count = 0  # number of hashed samples
         self._times: dict[int, int] = {}
         self._limit = _SKETCH_MASK + 1
 
@@ -167,9 +167,9 @@ class Sketch:
 
 
 def sketch_rows(data: Any) -> Rows | None:
-    """Return a function that hashes each sample of a batch later, by copies of a few elements.
+    """Return a function that hashes each sample of a batch later, from copies of a few elements.
 
-    Return None if the batch's widest part does not consist of samples, or is on a device.
+    Return None if the batch's widest part does not consist of samples or is on a device.
     """
     torch: Any = sys.modules["torch"]
     found = leaves(data)
@@ -185,7 +185,7 @@ def sketch_rows(data: Any) -> Rows | None:
     with torch.no_grad():
         flat = leaf.detach().view(leaf.shape[0], -1)[:MAX_SKETCHED]
         width = flat.shape[1]
-        # Tokens are padded at the end, as far as their batch needs it.
+        # Tokens are padded at the end, up to the longest sample of the batch.
         words = leaf.dtype in (torch.int64, torch.int32)
         stride = 1 if words else max(1, width // WIDE)
         copy = flat[:, : stride * WIDE : stride].clone()
@@ -193,7 +193,7 @@ def sketch_rows(data: Any) -> Rows | None:
     def hashes() -> list[int]:
         numbers = copy.view(getattr(torch, _PLAIN_TYPES[copy.element_size()])).to(torch.int64)
         weights = readback.hash_weights(numbers.shape[1])
-        # The upper bits depend on all of the lower ones, and not the other way round.
+        # The upper bits depend on all lower bits, but not vice versa.
         found: list[int] = ((numbers * weights).sum(1) >> 16).bitwise_and_(_SKETCH_MASK).tolist()
         return found
 
@@ -202,14 +202,14 @@ def sketch_rows(data: Any) -> Rows | None:
 
 # -- what an iterable data set orders its samples by
 
-MAX_PARTS = 64  # objects below a data set that are looked at
+MAX_PARTS = 64  # maximum number of inspected objects below a data set
 _EPOCHS = ("epoch", "_epoch", "current_epoch", "cur_epoch")
 
 
 def order_of(dataset: Any) -> tuple[int | None, bool]:
-    """Return the epoch that a data set has, and whether it has a part named after shuffling.
+    """Return a data set's epoch, and whether the name of one of its parts mentions shuffling.
 
-    The attributes of a data set and of what it wraps tell, and no code of theirs runs.
+    Read only attributes of the data set and of the objects that it wraps. Run no code of theirs.
     """
     epoch: int | None = None
     shuffles = False
@@ -232,16 +232,16 @@ def order_of(dataset: Any) -> tuple[int | None, bool]:
 
 # -- the data under a data set: subsets, concatenations and wrappers, down to the bottom
 
-MAX_NESTED = 6  # data sets within data sets that are followed
-INDEX_COST = 150  # nanoseconds that it takes to follow an index
+MAX_NESTED = 6  # maximum number of nested data sets
+INDEX_COST = 150  # nanoseconds to follow an index
 
 
 class Bottom(NamedTuple):
-    """The data set under subsets, and what each index is there."""
+    """The innermost data set below subsets, and the index of each sample in it."""
 
     lookup: list[int] | None
-    """By index, the index at the bottom. None if it would take too long to know."""
-    length: int  # samples at the bottom
+    """By index, the index in the innermost data set. None if the mapping would take too long."""
+    length: int  # number of samples of the innermost data set
     subset: Any  # the outermost subset
 
 
@@ -250,7 +250,7 @@ class _TooDear(Exception):
 
 
 class _Walk:
-    """One way down through nested data sets."""
+    """A path down through nested data sets."""
 
     def __init__(self, left: int) -> None:
         self.subset: Any = None
@@ -259,7 +259,7 @@ class _Walk:
         self._spaces: dict[int, range] = {}
 
     def numbers(self, dataset: Any, depth: int) -> Sequence[int]:
-        """Return for each index the index at the bottom."""
+        """Return for each index the index in the innermost data set."""
         if depth:
             if is_subset(dataset):
                 if self.subset is None:
@@ -273,7 +273,7 @@ class _Walk:
                 return list(chain.from_iterable(each))
             inner = _attribute(dataset, "dataset")
             if inner is not None and len(inner) == len(dataset):
-                # A wrapper that maps each sample to one, such as a transform.
+                # A wrapper that maps samples one to one, such as a transform.
                 return self.numbers(inner, depth - 1)
         space = self._spaces.get(id(dataset))
         if space is None:
@@ -296,7 +296,7 @@ class _Walk:
 
 
 def is_subset(dataset: Any) -> bool:
-    """Return whether it is torch's own Subset, or one that looks like it."""
+    """Return whether a data set is torch's Subset or a similar class."""
     return hasattr(dataset, "indices") and hasattr(dataset, "dataset")
 
 
@@ -306,9 +306,9 @@ def _attribute(dataset: Any, name: str) -> Any:
 
 
 def bottom_of(dataset: Any, left: int) -> Bottom | None:
-    """Return what is under a map-style data set, or None if it contains no subset.
+    """Return the innermost data set of a map-style data set, or None if it contains no subset.
 
-    This may take ``left`` nanoseconds.
+    Take at most ``left`` nanoseconds.
     """
     if not _holds_subset(dataset, MAX_NESTED):
         return None

@@ -1,11 +1,11 @@
-"""Record what each rank draws from its data: indices of map-style data sets, content of others.
+"""Record the samples that each rank draws: indices of map-style data sets, content of others.
 
-A pass over a loader is recorded when it has begun to train, when it has drawn more than its share,
-and when it is over. When the budget is spent, the rest of it is not followed. Of a first pass the
-content of a few samples is still hashed, since that alone shows whether ranks have the same data.
-The first few passes of a loader are followed, later ones now and then. Indices are hashed and
-counted in the writing thread. Of every index space all ranks follow the same small pseudo-random
-part, so that what two ranks drew of it tells exactly whether they overlap.
+A pass over a loader is recorded when it begins to train, when it has drawn more than its share, and
+when it is over. When the budget is spent, the rest of the pass is not followed. In a first pass the
+content of a few samples is still hashed, since only that shows whether ranks have the same data.
+The first few passes of a loader are followed, later ones at intervals. Indices are hashed and
+counted in the writing thread. All ranks follow the same small pseudo-random part of every index
+space, so the draws of two ranks from this part show exactly whether they overlap.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from ddpdoctor.run.records.training import Head, PassRecord
 
 # -- one pass over a data loader: which samples it drew, and the content of some of them
 
-FOLLOWED_INDICES = 128  # indices of an index space that are followed one by one
-HASHED_CONTENTS = 64  # those of them whose content is hashed, too
-CLOSED = ("ended", "left")  # states of a pass that draws no more
-HEAD_DRAWS = 64  # draws at the beginning whose order has its own hash
-EVALUATED_ROWS = 16  # samples of an evaluation that are recorded by content
-FIRST_CONTENTS = 16  # samples of the first batch whose content is always hashed
+FOLLOWED_INDICES = 128  # number of individually followed indices of an index space
+HASHED_CONTENTS = 64  # number of these whose content is also hashed
+CLOSED = ("ended", "left")  # states of a finished pass
+HEAD_DRAWS = 64  # first draws, whose order has a separate hash
+EVALUATED_ROWS = 16  # maximum number of samples of an evaluation that are recorded by content
+FIRST_CONTENTS = 16  # samples of the first batch, whose content is always hashed
 
 _UINT64 = (1 << 64) - 1
 _JSON_BITS = (1 << 53) - 1
@@ -64,12 +64,12 @@ def sample_of(length: int) -> tuple[int, ...]:
 
 
 def digest_of(numbers: Iterable[Any]) -> int:
-    """Return a hash of whole numbers in their order. It is the same in every process."""
+    """Return a hash of a sequence of integers, equal in every process."""
     return hash(tuple(map(operator.index, numbers))) & _JSON_BITS
 
 
 def _whole_numbers(indices: Draw) -> tuple[int, ...]:
-    """Return indices as whole numbers, whatever their type."""
+    """Return indices of any type as integers."""
     try:
         return tuple(map(operator.index, indices))
     except Exception:
@@ -78,16 +78,16 @@ def _whole_numbers(indices: Draw) -> tuple[int, ...]:
 
 
 class Pass:
-    """What one pass over a loader drew.
+    """The draws of one pass over a loader.
 
     The training thread calls :meth:`draw` and :meth:`see`. The function that :meth:`as_it_is`
     returns does the rest in the writing thread.
 
     Args:
-        record: What is known when the pass begins.
-        followed: By index as it is drawn, the index in the space that all ranks share.
-        share_at: Draws at which the pass has drawn more than its share.
-        lookup: By index as it is drawn, the index in that space. None if they are the same.
+        record: The facts known when the pass begins.
+        followed: By drawn index, the index in the space that all ranks share.
+        share_at: Number of draws that exceeds the pass's share.
+        lookup: By drawn index, the index in that space. None if they are equal.
     """
 
     def __init__(
@@ -102,16 +102,17 @@ class Pass:
         self.share_at = share_at
         self.lookup = lookup
         self.collectives = 0, 0, 0
-        """Collectives of the rank when the pass began, reductions and gathers among them."""
-        self.batches = 0  # batches of indices drawn so far
-        self.draws = 0  # samples drawn so far, prefetched ones included
-        self.fetched = 0  # batches that the training loop received
-        self.marks = 0  # batches that were followed by a backward pass
+        """Number of the rank's collectives when the pass began, and of reductions and gathers among
+        them."""
+        self.batches = 0  # number of batches of indices drawn so far
+        self.draws = 0  # number of samples drawn so far, including prefetched ones
+        self.fetched = 0  # number of batches that the training loop received
+        self.marks = 0  # number of batches with a backward
         self.joins = False
         self.over = False
-        self.ahead = False  # it is followed whatever is left of the budget
-        self.rows_later = 0  # batches of which samples were hashed since, and are not recorded
-        self.gone = False  # nothing more is looked at
+        self.ahead = False  # it is followed regardless of the budget
+        self.rows_later = 0  # number of batches with hashed samples that are not recorded yet
+        self.gone = False  # the pass is no longer followed
         self._keys = frozenset(self.followed)
         length = record.length or 0
         every = 1 if length <= HASHED_CONTENTS else FOLLOWED_INDICES // HASHED_CONTENTS
@@ -147,7 +148,7 @@ class Pass:
         return before < self.share_at <= self.draws
 
     def _await(self, indices: Draw, first: bool = False) -> None:
-        """Note the samples of a batch whose content is to be hashed once it arrives."""
+        """Note the samples of a batch to hash by content when it arrives."""
         wanted = self._keys if self.over else self._contents
         chosen: list[tuple[int, int, int]] = []
         try:
@@ -187,7 +188,7 @@ class Pass:
         self._drawn += 1
 
     def as_it_is(self, state: str) -> Lazy:
-        """Return what makes the record of the pass as it is now."""
+        """Return a function that makes the record of the pass in its current state."""
         upto = self._drawn
         head = tuple(self._head)
         record = replace(
@@ -201,7 +202,7 @@ class Pass:
         return made
 
     def digested(self) -> Lazy:
-        """Return what hashes and frees the draws up to now, and makes no record."""
+        """Return a function that hashes and frees the draws so far without making a record."""
         upto = self._drawn
 
         def nothing(last: bool) -> bytes:
@@ -273,20 +274,20 @@ class Pass:
 
 # -- all passes of a rank
 
-MAX_PASSES = 32  # passes that are followed, of all loaders together
-MAX_BATCHES = 24  # batches that are hashed of a pass over an iterable-style data set
-MAX_ROWS = 8  # samples of such a batch that are hashed
-CHUNK_BATCHES = 32  # batches of indices that wait for the writing thread at most
-AHEAD_PASSES = 2  # first evaluations of a loader that are followed ahead of the budget
-SKETCHED_PASSES = 2  # first passes over a loader of which all samples are sketched
-IDLE_FORWARDS = 16  # forwards without a batch after which we stop following forwards
+MAX_PASSES = 32  # maximum number of followed passes of all loaders
+MAX_BATCHES = 24  # maximum number of hashed batches of a pass over an iterable-style data set
+MAX_ROWS = 8  # maximum number of hashed samples of such a batch
+CHUNK_BATCHES = 32  # maximum number of batches of indices that wait for the writing thread
+AHEAD_PASSES = 2  # first evaluations of a loader, followed regardless of the budget
+SKETCHED_PASSES = 2  # first passes over a loader, whose samples are all sketched
+IDLE_FORWARDS = 16  # number of forwards without a batch after which we stop following forwards
 CONTENT, NEXT_PASS = 8_000_000, 3_000_000
-"""Nanoseconds of the budget that the first pass leaves for the content of its later samples, and
-that these leave for the next pass."""
+"""Nanoseconds of the budget that the first pass reserves for the content of its later samples, and
+that these reserve for the next pass."""
 
-CONTENT_COST = 6_000  # nanoseconds that it takes to look through the indices of a batch for these
+CONTENT_COST = 6_000  # nanoseconds to search the indices of a batch for these
 
-SECOND_PASS = 10_000_000  # nanoseconds by which the second pass over a stream may exceed the budget
+SECOND_PASS = 10_000_000  # nanoseconds that the second pass over a stream may exceed the budget
 SKETCH_AHEAD = 10_000_000  # nanoseconds that sketches may use before an eighth of the budget
 
 
@@ -297,8 +298,8 @@ class Samples(Observer):
         super().__init__(state)
         self._passes: dict[tuple[Site, Site | None], int] = {}
         self._open: dict[tuple[Site, Site | None], Pass] = {}
-        self._waiting: list[Pass] = []  # passes whose batch had no backward yet
-        self._idle = 0  # forwards in a row before which no batch was fetched
+        self._waiting: list[Pass] = []  # passes whose batch had no backward so far
+        self._idle = 0  # consecutive forwards without a fetched batch
         self._evaluated: list[Pass] = []
         self._followed = 0
         self._sketched = 0  # nanoseconds that sketches took
@@ -327,14 +328,14 @@ class Samples(Observer):
         budget.spend(clock() - began, samples=True)
         first = drawn.record.number == 0
         if budget.left(samples=True) < (CONTENT if first else 0) and not drawn.ahead:
-            # Keep what was recorded of the pass, and stop following it.
+            # Keep the records of the pass, and stop following it.
             drawn.over = True
             recorder.add(drawn.as_it_is("unfollowed"))
             if not first:
                 self._give_up(drawn, iterator)
 
     def _follow_content(self, drawn: Pass, index: Any, iterator: Any) -> None:
-        """Note the samples of a batch whose content is to be hashed, in a pass that is over."""
+        """Note the samples to hash by content in a pass that is no longer followed."""
         drawn.draw(index)
         drawn.batches += 1
         if drawn.batches % CHUNK_BATCHES == 0:
@@ -353,7 +354,7 @@ class Samples(Observer):
             self.state.recorder.add(drawn.as_it_is("unfollowed"))
 
     def _begin(self, iterator: Any) -> Pass | None:
-        """Begin a pass. Return None if it is not to be followed."""
+        """Begin a pass. Return None if it is not followed."""
         if self.state.closed:
             return None
         site = caller()
@@ -399,16 +400,16 @@ class Samples(Observer):
         return drawn
 
     def _evaluates(self, number: int) -> bool:
-        """Return whether a pass is one of a loader's first evaluations, as far as it shows now.
+        """Return whether a pass appears to be one of a loader's first evaluations.
 
-        Short jobs evaluate when their budget is spent. To count what two passes draw takes a few
-        microseconds a batch.
+        Short jobs have spent their budget when they evaluate. Counting the draws of two passes
+        takes a few microseconds per batch.
         """
         later = self.state.tracker.armed > 0 and self.state.budget.enabled
         return later and number < AHEAD_PASSES and not sys.modules["torch"].is_grad_enabled()
 
     def batch_fetched(self, iterator: Any, data: Any) -> None:
-        """Hash some samples of the batch."""
+        """Hash some samples of a fetched batch."""
         known = getattr(iterator, "_ddpdoctor_pass", None)
         drawn: Pass | None = known[1] if known is not None else None
         if drawn is None:
@@ -420,7 +421,7 @@ class Samples(Observer):
         drawn.fetched += not drawn.over
         record = drawn.record
         if not drawn.over and sys.modules["torch"].is_grad_enabled():
-            # A pass that begins replaces those that were left before their end.
+            # A new pass replaces passes that were left early.
             if first:
                 self._waiting.clear()
             elif drawn in self._waiting:
@@ -447,7 +448,7 @@ class Samples(Observer):
                     drawn.rows_later += drawn.over
 
     def _look(self, drawn: Pass, data: Any) -> None:
-        """Hash samples of a batch that has no indices."""
+        """Hash samples of a batch without indices."""
         with self.state.budget.spending(samples=True):
             leaves = sample_contents.leaves(data)
             if leaves:
@@ -458,7 +459,7 @@ class Samples(Observer):
                     drawn.see([drawn.fetched - 1] * len(places), hashes)
 
     def _sketch(self, drawn: Pass, data: Any) -> None:
-        """Hash all samples of a batch, whatever their indices."""
+        """Hash all samples of a batch."""
         budget = self.state.budget
         if self._sketched > SKETCH_AHEAD + budget.earned() // 8:
             return
@@ -483,12 +484,12 @@ class Samples(Observer):
                 drawn.joins = torch_private.joins(ddp)
 
     def backward_ended(self) -> None:
-        """Count the waiting batches as trained on."""
+        """Count the pending batches as trained on."""
         if not self._waiting:
             return
         last = self._waiting[-1]
         for drawn in self._waiting:
-            # Loaders that train together are read in step. One that evaluates in between is not.
+            # Loaders that train together are read alternately. A loader of an evaluation is not.
             if drawn.fetched == last.fetched:
                 drawn.marks += 1
                 if drawn.marks == 2:
@@ -497,7 +498,7 @@ class Samples(Observer):
         self._judge_evaluations()
 
     def _judge_evaluations(self) -> None:
-        """Record evaluations at the next step, when ranks have exchanged their results."""
+        """Record evaluations at the next step, when ranks have combined their results."""
         tracker = self.state.tracker
         for drawn in self._evaluated:
             every, reductions, gathers = drawn.collectives
@@ -542,7 +543,7 @@ class Samples(Observer):
 def _opened(iterator: Any, dataset: Any, record: PassRecord, left: int) -> Pass:
     """Begin the pass of an iterator, with the facts about its samplers and data set.
 
-    This may take ``left`` nanoseconds.
+    Take at most ``left`` nanoseconds.
     """
     if record.iterable:
         epoch, shuffles = sample_contents.order_of(dataset)

@@ -1,10 +1,10 @@
 """Sample the training thread's stack when the supervisor asks for it.
 
-It asks all ranks of its node once one of them is slow, and a rule compares the samples. A thread of
-ours takes a few dozen samples by ``sys._current_frames()``, without signals, and ends. A sample
-walks up the stack, 10 to 40 us with the GIL held. It keeps code and line but no frame, so no tensor
-lives longer for it. The kernel's counters of the thread are recorded with the samples: lines show
-where time is spent, counters why.
+It asks all ranks of its node when one of them is slow, and a rule compares the samples. A thread of
+ours takes a few dozen samples with ``sys._current_frames()``, without signals, and ends. A sample
+walks up the stack in 10 to 40 us with the GIL held. It keeps code and line but no frame, so it
+keeps no tensor alive. The kernel's counters of the thread are recorded with the samples: lines show
+where time is spent, counters show why.
 
 If native code holds the GIL, a sample waits until it is released, at the line that called the code.
 """
@@ -32,13 +32,13 @@ from ddpdoctor.run.records.base import CodeFrame
 from ddpdoctor.run.records.training import ProfileRecord, SampledStack
 
 SAMPLES = 48  # of a profile
-QUICKEST, SLOWEST = 0.03, 1.0  # limits of the average time between two samples, in seconds
+QUICKEST, SLOWEST = 0.03, 1.0  # limits of the mean time between samples, in seconds
 SPAN = 6  # steps that a profile should span
-ATTEMPTS = 3  # series of samples that are taken until a step ends within one
-PAUSE = 60.0  # seconds without the end of a step, as between two epochs, that sampling waits
-MAX_FRAMES = 32  # innermost frames of the user's code that are kept of a sample
-DEEPEST = 400  # frames that are walked
-MAX_CHILDREN = 64  # child processes that are counted
+ATTEMPTS = 3  # maximum number of series until a step ends during one
+PAUSE = 60.0  # seconds that sampling waits for the end of a step, such as between two epochs
+MAX_FRAMES = 32  # maximum number of the user's innermost frames in a sample
+DEEPEST = 400  # maximum number of frames walked
+MAX_CHILDREN = 64  # maximum number of child processes measured
 _GOLDEN = 0.6180339887498949
 
 _TICK = 1_000_000_000 // os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 10_000_000
@@ -71,12 +71,11 @@ class Sampler:
         self._collects = hot.deferring(self._on_collection)
         self._collecting = 0
         self._collected = 0
-        self._collections = 0
         self.over = False
-        self.threads = 0  # that torch uses for one operation, or 0 if not known yet
+        self.threads = 0  # number of threads that torch uses for one operation; 0 if unknown
 
     def run(self) -> None:
-        """Take and record the samples, in a thread of ours."""
+        """Take and record the samples in a separate thread."""
         interval = SPAN * self._state.tracker.last_total / 1e9 / SAMPLES
         interval = min(max(interval, QUICKEST), SLOWEST)
         status = -1
@@ -85,7 +84,7 @@ class Sampler:
         gc.callbacks.append(self._collects)
         try:
             for _ in range(ATTEMPTS):
-                # Wait until a step ends, since samples of a pause do not explain the steps.
+                # Wait for the end of a step, since samples of a pause do not explain the steps.
                 tracker = self._state.tracker
                 steps, until = tracker.steps, time.monotonic() + PAUSE
                 while tracker.steps == steps and time.monotonic() < until:
@@ -102,15 +101,15 @@ class Sampler:
         """Take all samples. Return False if no step ended meanwhile."""
         self._before, self._children = self._counters(), _children()
         self._samples = []
-        self._collected = self._collections = 0
+        self._collected = 0
         for number in range(SAMPLES):
-            # Between a half and one and a half, without a random number, nor in step with training.
+            # A factor of 0.5 to 1.5 that uses no random number and does not align with steps.
             if self._stop.wait(interval * (0.5 + number * _GOLDEN % 1.0)) or self._sample(status):
                 return True
         return self._state.tracker.steps > self._before["steps"] + 1
 
     def finish(self) -> None:
-        """Record the samples, once, in whichever thread comes first."""
+        """Record the samples once, in the thread that gets here first."""
         self._stop.set()
         if not self._writing.acquire(blocking=False):
             return
@@ -131,7 +130,7 @@ class Sampler:
         lines = self._lines(frame)
         # A reference to the frame would keep tensors alive.
         del frame
-        # Reading the file releases the GIL, so a thread that only waits for it is seen running.
+        # Reading the file releases the GIL, so a thread that waits only for the GIL appears to run.
         self._samples.append((lines, innermost, _letter(status), phase))
         self._cost += clock() - began
         return False
@@ -162,7 +161,6 @@ class Sampler:
             self._collecting = now
         elif self._collecting:
             self._collected += now - self._collecting
-            self._collections += 1
             self._collecting = 0
 
     def _counters(self) -> dict[str, int]:
@@ -191,7 +189,7 @@ class Sampler:
             for name, before in self._before.items()
             if name in after
         }
-        # Workers of a new epoch are other processes, so each is counted on its own.
+        # Workers of a new epoch are new processes, so count each separately.
         ran, waited = (
             sum(each[at] - self._children.get(pid, (0, 0))[at] for pid, each in children.items())
             for at in (0, 1)
@@ -217,7 +215,6 @@ class Sampler:
             children_ran=max(ran, 0),
             children_waited=max(waited, 0),
             gc=self._collected,
-            collections=self._collections,
             affinity=affinity,
             threads=self.threads,
             cost=self._cost,
@@ -226,9 +223,9 @@ class Sampler:
 
 
 def _letter(status: int) -> str:
-    """Return the state of a thread as in its ``stat``, or "" if that cannot be read."""
+    """Return the state of a thread from its ``stat``, or "" if that cannot be read."""
     try:
-        # The thread's name before it may contain a parenthesis. It is short.
+        # The thread's name before the state may contain a parenthesis.
         return os.pread(status, 128, 0).rpartition(b") ")[2][:1].decode("ascii", "replace")
     except OSError:
         return ""
@@ -266,8 +263,8 @@ class Profiles(Observer):
     """Take a profile whenever the supervisor asks for one.
 
     Raises:
-        OSError: Nothing asks in the run directory.
-        ValueError: Nothing asks in the run directory.
+        OSError: The run directory has no file of requests.
+        ValueError: The file of requests is invalid.
     """
 
     def __init__(self, state: RankState, directory: str) -> None:
@@ -277,7 +274,7 @@ class Profiles(Observer):
         self._running: Sampler | None = None
 
     def look(self) -> None:
-        """Begin a profile if the supervisor has asked, in the writing thread."""
+        """Begin a profile if the supervisor requested one. Called in the writing thread."""
         number = self._asked.news()
         idle = self._running is None or self._running.over
         if number and idle and self._taken < MOST_PROFILES and self.state.budget.enabled:
@@ -287,7 +284,7 @@ class Profiles(Observer):
             background("profile", self._running.run).start()
 
     def step_ended(self, optimizer: Any, number: int) -> None:
-        """Ask for the number of torch's threads, which differs by calling thread."""
+        """Read the number of torch's threads, which depends on the calling thread."""
         self.rest("step_ended")
         if self._running is not None and not self._running.threads:
             self._running.threads = int(sys.modules["torch"].get_num_threads())

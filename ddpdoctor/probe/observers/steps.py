@@ -1,4 +1,4 @@
-"""Follow the steps of training: where they begin and end, their phases, their journal line.
+"""Follow the training steps: their begin and end, their phases, and their journal line.
 
 A step ends with the first optimizer's ``step()``. Several backwards before it are accumulation. A
 second optimizer belongs to the same step. Without optimizers, DDP's forward counts. What happens
@@ -30,14 +30,14 @@ from ddpdoctor.run.status import NO_EPOCH, Parts, Phase
 # -- what the job has switched on that changes how its steps are read; hooks set it
 
 uneven_inputs = False
-"""Whether this process ever was within an enabled ``join()``: since then ranks may have taken
-different numbers of steps."""
+"""Whether this process has entered an enabled ``join()``. Since then ranks may have taken different
+numbers of steps."""
 
 last_scaler: weakref.ref[Any] | None = None  # the GradScaler whose ``step`` was called last
 
 
 def current_scaler() -> Any:
-    """Return the GradScaler whose ``step`` was called last, if it still exists."""
+    """Return the last GradScaler whose ``step`` was called, if it still exists."""
     return None if last_scaler is None else last_scaler()
 
 
@@ -49,24 +49,24 @@ def join_entered(join: Any) -> None:
 
 # -- a line of the journal: one step, or several short ones
 
-MAX_RUNS = 32  # runs of steps with equal numbers of backwards that a line lists
+MAX_RUNS = 32  # maximum number of runs of steps with equal numbers of backwards in a line
 ZERO: Times = [0] * len(Phase)
 
 
 class OpenStep:
-    """The steps of one line, until the step after them, when DDP has their waits.
+    """The steps of one journal line. It stays open until the next step, when DDP knows its waits.
 
-    There are several if steps are short (`ddpdoctor.probe.observers.overhead`).
+    A line has several if steps are short (`ddpdoctor.probe.observers.overhead`).
     """
 
-    # Defaults are not stored in the instance: there is one for each step, and these are a dozen.
+    # A dozen defaults in the class make the instance, one per step, cheaper.
     epoch = NO_EPOCH
     armed = 0  # forwards whose backward is all-reduced
     timed = 0  # armed iterations whose times DDP's logger gave
-    exposed = 0  # nanoseconds of all-reduce that did not overlap compute, by DDP's logger
-    full = 0  # full steps, whose batches and losses were read
-    fetched = 0  # samples that loaders returned
-    fed = 0  # samples that entered forwards, counted if no loader returned any
+    exposed = 0  # nanoseconds of all-reduce without overlap, by DDP's logger
+    full = 0  # number of full steps, whose batches and losses were read
+    fetched = 0  # number of samples that loaders returned
+    fed = 0  # number of samples passed to forwards, if no loader returned any
     loss: Any = None
     norm: Any = None
     skipped = False
@@ -74,19 +74,19 @@ class OpenStep:
     last = 0  # the number of the last of its steps
     times = ZERO
     measured: Measured | None = None
-    cores: tuple[int, int] | None = None  # nanoseconds that the thread ran, and waited for a core
+    cores: tuple[int, int] | None = None  # nanoseconds that the thread ran and waited for a core
 
     def __init__(self, number: int, start: int, vitals: Vitals, passes: list[int]) -> None:
         self.number = number
         self.vitals = vitals
         self.start = start
-        self.passes = passes  # for each step that has ended, all backwards until then
+        self.passes = passes  # for each ended step, the number of backwards so far
 
     def line(self, last: bool = False) -> bytes:
         """Return the line of its `ddpdoctor.run.records.training.StepRecord`.
 
-        The writing thread calls it for every step. To encode a record would take three times as
-        long, while the training thread may wait for the GIL.
+        The writing thread calls this for every step. Encoding a record would take three times as
+        long, during which the training thread may wait for the GIL.
 
         Raises:
             NotYet: The device is still busy with the step, and this is not the ``last`` call.
@@ -100,11 +100,11 @@ class OpenStep:
         elif self.passes[0] != 1:
             backwards = f',"backwards":{self.passes[0]}'
         _, other, data, forward, backward, optimizer, wait, _ = times
-        # DDP has timed some of the reduced backwards.
+        # DDP timed only some of the reduced backwards.
         exposed = self.exposed * self.armed // (self.timed * count) if self.timed else 0
         exposed = min(exposed, backward)
         split = self.timed >= self.armed or (count > 1 and self.timed > 0)
-        # The host's waits for a core do not explain times on a device.
+        # Waits of the host for a core do not explain times on a device.
         cores = ran if ran is not None and self.measured is None else (0, 0)
         backward, wait = backward - exposed, wait + exposed
         self.vitals.wrote(
@@ -141,8 +141,8 @@ class OpenStep:
     def _timed(self, last: bool) -> Timed:
         """Return the times on the device, or on the host if the device did not finish the step.
 
-        Light steps are assumed to have the phases of full ones. But a device waits no longer for
-        data than the host does, whose times cover all steps.
+        Light steps are assumed to have the phases of full ones. But a device does not wait longer
+        for data than the host, whose times cover all steps.
         """
         found = None if self.measured is None else self.measured()
         if found is None:
@@ -165,7 +165,7 @@ class OpenStep:
 
 
 def _backwards_of_each(passes: Sequence[int]) -> str:
-    """Return the field with the number of backwards, unless each of several steps has one."""
+    """Return the field with the numbers of backwards. Empty if each of several steps has one."""
     counts = [b - a for a, b in itertools.pairwise((0, *passes))]
     if min(counts) == max(counts):
         return f',"backwards":{counts[0]}' if counts[0] != 1 else ""
@@ -179,13 +179,13 @@ def _means(sums: Sequence[int], count: int) -> list[int]:
 
 # -- steps and phases
 
-SKIPPED = 24  # newest skipped steps that are remembered
+SKIPPED = 24  # number of newest skipped steps that are remembered
 
 
 class StepTracker(Phases):
     """Follow the training thread of one rank through its steps.
 
-    ``optimizers`` returns whether there ever was an optimizer: then only optimizers end a step.
+    ``optimizers`` returns whether there has been an optimizer: then only optimizers end a step.
     """
 
     def __init__(self, recorder: Recorder, optimizers: Callable[[], bool]) -> None:
@@ -203,13 +203,13 @@ class StepTracker(Phases):
         self._vitals = Vitals(recorder.page)
         recorder.each_round.append(self._vitals.store)
         self.step = OpenStep(0, self.began + self.unix, self._vitals, self.passes)
-        self.noticing: Callable[[], None] | None = None  # called if watched memory has changed
+        self.noticing: Callable[[], None] | None = None  # called when watched memory has changed
         self._fresh = True
 
     # -- phases
 
     def site_met(self, phase: int, site: Site) -> None:
-        """Record a line at which a phase is entered for the first time."""
+        """Record a new line at which a phase is entered."""
         super().site_met(phase, site)
         if site.path:
             self._recorder.add(SiteRecord(phase=Phase(phase).label, **site.place))
@@ -224,13 +224,13 @@ class StepTracker(Phases):
         return changed
 
     def use_device(self, clock: CudaClock) -> None:
-        """Measure by the device's events from now on."""
+        """Use the device's events for times from now on."""
         self.device = clock
         self._vitals.use_device(clock.device)
         self._restart()
 
     def _cut_device(self) -> Measured | None:
-        """End the times of a line on the device, if there is one. Return what reads them."""
+        """End the times of a line on the device, if any. Return a function that reads them."""
         if self.device is None:
             return None
         self.device.charge(Phase.STARTING if self.light else self.phase)
@@ -249,7 +249,7 @@ class StepTracker(Phases):
             if not self._optimizers():
                 self.close()
         elif self._fresh:
-            # What came before the very first step (building the model, say) belongs to none.
+            # Time before the first step, such as building the model, belongs to no step.
             self.outside()
             self._fresh = False
         self.forward_begins(armed)
@@ -268,12 +268,15 @@ class StepTracker(Phases):
             self.outside()
 
     def fetch(self, iterator: int, first: bool) -> None:
-        """Ask the loader's iterator with that id for a batch. ``first``: of a pass over it."""
+        """Begin to fetch a batch from the iterator with this id.
+
+        ``first``: it is the first of a pass.
+        """
         self._fresh = False
         if not self.begun:
             known = iterator in self.trained
             if first or (known and self.aside):
-                # The job is back from another loader, which it may have left before its end.
+                # The job returns from another loader, which it may have left early.
                 self.outside()
             self.aside = not known
         elif not self._optimizers():
@@ -281,7 +284,7 @@ class StepTracker(Phases):
         self.iterators.add(iterator)
 
     def outside(self) -> None:
-        """Charge the time since the last step to no step, unless one has begun."""
+        """Assign the time since the last step to no step, unless one has begun."""
         if self.begun:
             return
         if self.step.passes:
@@ -294,13 +297,13 @@ class StepTracker(Phases):
         self.step.start = self.began + self.unix
 
     def _restart(self) -> None:
-        """Begin to measure again."""
+        """Restart measuring."""
         self.began = self.start()
         self._cores.cut()
         self._cut_device()
 
     def stepped(self, optimizer: object, skipped: bool = False) -> None:
-        """End an optimizer's step, or one that a GradScaler ``skipped`` after an overflow."""
+        """End an optimizer's step, or a step ``skipped`` by a GradScaler after an overflow."""
         self.optimizer_steps += 1
         closer = self._closer() if self._closer is not None else None
         if closer is optimizer:
@@ -308,7 +311,7 @@ class StepTracker(Phases):
         elif closer is None:
             self._closer = weakref.ref(optimizer)
         else:
-            # A second step of another optimizer, while the first rests: that one counts now.
+            # Another optimizer steps twice while the first one rests, so it counts from now on.
             if id(optimizer) not in self._resting:
                 self._resting.add(id(optimizer))
                 self.closer = 0
@@ -321,7 +324,7 @@ class StepTracker(Phases):
         self.close(skipped)
 
     def close(self, skipped: bool = False) -> None:
-        """End the step. Its line is written when the next one ends, once DDP has its waits."""
+        """End the step. Its line is written when the next step ends and DDP knows the waits."""
         step = self.step
         now = self.charge()
         self.last_total = total = now - self.began
@@ -354,9 +357,9 @@ class StepTracker(Phases):
             events.ring(number)
 
     def _end_line(self, number: int, whole: bool = True) -> None:
-        """Begin another line of the journal with the step of that number.
+        """Begin a new line of the journal with a step.
 
-        ``whole``: all that was measured since the last line belongs to steps.
+        ``whole``: all time since the last line belongs to steps.
         """
         step, now = self.step, self.began
         step.times = self.take(kept=not whole)

@@ -23,22 +23,22 @@ from ddpdoctor.run.names import BUDGET
 
 DEFAULT = 0.5
 AHEAD = 8_000_000_000
-"""Nanoseconds of training whose earnings may be spent in advance: 40 ms with the default budget."""
+"""Nanoseconds of training whose budget may be spent in advance: 40 ms with the default budget."""
 
-MIN_AHEAD = 40_000_000  # nanoseconds that may be spent in advance, however small the budget
-KEPT = 20_000_000  # nanoseconds of these that are kept for samples
-SETTLED_EVERY = 1_000_000_000  # nanoseconds after which what diagnoses have earned is fixed
-LOADING = 200_000_000  # nanoseconds that a GPU may take once to load the kernels of a diagnosis
-RESERVED = 5  # one part in so many is for diagnoses
+MIN_AHEAD = 40_000_000  # minimum nanoseconds that may be spent in advance
+KEPT = 20_000_000  # nanoseconds of these that are reserved for samples
+SETTLED_EVERY = 1_000_000_000  # nanoseconds after which the budget earned by diagnoses is fixed
+LOADING = 200_000_000  # nanoseconds that loading the kernels of a diagnosis may take once
+RESERVED = 5  # divisor: this part is for diagnoses
 UNSEEN = 4
-"""One part in so many is left for costs that no clock here shows, such as evicted caches: a step
-after a fingerprint takes 0.1 ms more. What is reported contains them."""
+"""Divisor: this part is reserved for costs that cannot be measured here, such as evicted caches: a
+step after a fingerprint takes 0.1 ms more. The reported costs include them."""
 
 _now = time.perf_counter_ns
 
 clock = time.thread_time_ns
-"""Measures diagnoses: CPU time, since on a crowded machine a thread waits for a core, which would
-take minutes to earn. On a GPU it is the time to launch the work."""
+"""Measures diagnoses by CPU time. On a crowded machine a thread waits for a core, which would cost
+minutes of budget. On a GPU it is the time to launch the work."""
 
 
 class Budget:
@@ -51,26 +51,26 @@ class Budget:
         self._kept = min(KEPT, self._credit)
         self.spent = 0  # by diagnoses
         self._behind = 0
-        self.followed = 0  # by following the steps, as far as is known
+        self.followed = 0  # known cost of following the steps
         self.writing = 0  # CPU time of the writing thread, which sets it
         self.written = 0.0  # the part of all time that the writing thread takes
         self._written_before = 0
         self._settled_at = self._start
-        self._settled = 0  # earned until then, whatever following takes later
-        self._charged = 0  # by following since then, without what was granted
+        self._settled = 0  # earned until then, independent of the later cost of following
+        self._charged = 0  # by following since then, without grants
 
     @property
     def enabled(self) -> bool:
-        """Return whether anything may be spent at all."""
+        """Return whether there is a budget."""
         return self._share > 0
 
     @property
     def share(self) -> float:
-        """Return what may be spent, as a part of the time."""
+        """Return the budget as a ratio of the time."""
         return self._share
 
     def left(self, samples: bool = False) -> int:
-        """Return what may be spent now, for ``samples`` with what is kept for them.
+        """Return the available nanoseconds, for ``samples`` including their reserve.
 
         It is negative after a diagnosis that cost too much.
         """
@@ -86,26 +86,26 @@ class Budget:
             self._kept = max(self._kept - nanoseconds, 0)
 
     def spend_behind(self, nanoseconds: int) -> None:
-        """Charge for what a diagnosis costs the next step, which no clock shows."""
+        """Charge for the unmeasured cost of a diagnosis in the next step."""
         self._behind += nanoseconds
 
     def spend_first(self, nanoseconds: int, usual: int) -> None:
         """Charge for the first diagnosis of its kind on a GPU, which loaded its kernels.
 
-        What it took beyond the usual is counted, but need not be earned.
+        The cost beyond the usual one is counted but does not reduce the budget.
         """
         self.spend(nanoseconds)
         self.grant(min(max(nanoseconds - usual, 0), LOADING))
 
     @contextlib.contextmanager
     def spending(self, samples: bool = False) -> Iterator[None]:
-        """Charge for what runs within, except for what it charges itself. Do not catch errors."""
+        """Charge for the block, except for its own charges. Do not catch errors."""
         began, before = clock(), self.spent
         yield
         self.spend(max(before + clock() - began - self.spent, 0), samples)
 
     def follow(self, nanoseconds: int, granted: bool = False) -> None:
-        """Charge for following some steps, and if ``granted``, not at the cost of diagnoses."""
+        """Charge for following some steps. If ``granted``, the budget of diagnoses stays."""
         self.followed += nanoseconds
         if not granted:
             self._charged += nanoseconds
@@ -119,7 +119,7 @@ class Budget:
             self._settled, self._settled_at, self._charged = self._earned(now), now, 0
 
     def earned(self) -> int:
-        """Return what the time so far allows diagnoses, without the credit."""
+        """Return the nanoseconds earned so far by diagnoses, without the credit."""
         return self._earned(_now())
 
     def _earned(self, now: int) -> int:
@@ -132,9 +132,9 @@ class Budget:
         self._credit += nanoseconds
 
     def account(self) -> tuple[int, int, int]:
-        """Return what diagnoses took, what following took, and over how much time.
+        """Return the cost of diagnoses, the cost of following, and the time so far.
 
-        Both contain what no clock shows.
+        Both costs include estimates of unmeasured costs.
         """
         spent, followed = (
             each * UNSEEN // (UNSEEN - 1) for each in (self.spent + self._behind, self.followed)

@@ -20,13 +20,13 @@ from ddpdoctor.run.journal import move_up
 from ddpdoctor.run.names import CONTROL, namespace, short_path
 
 _CLAIM = "DDPDOCTOR_RANK_PID"
-"""Environment variable with the process that is the rank, so that its children know better."""
+"""Environment variable with the pid of the rank, so that its children know that they are none."""
 
 Message = dict[str, Any]
 Action = Callable[[Message], Message | None]
 
 actions: dict[str, Action] = {}
-"""The supervisor's requests by name. What an action returns is the answer."""
+"""The supervisor's requests by name. An action returns the response."""
 
 _socket: socket.socket | None = None
 _path = ""
@@ -46,15 +46,15 @@ def is_worker() -> bool:
 
 
 def claim() -> None:
-    """Note that this process, and not its children, is the rank that the environment names."""
+    """Note in the environment that this process, not its children, is the rank."""
     os.environ[_CLAIM] = str(os.getpid())
 
 
 def join(hello: Message) -> None:
-    """Introduce this process to the supervisor, or tell it more once more is known.
+    """Introduce this process to the supervisor, or send it new facts.
 
     Raises:
-        OSError: The supervisor cannot be reached, as from a container or another machine.
+        OSError: The supervisor cannot be reached, for example from a container or another machine.
     """
     if _socket is None:
         _, _, place = os.environ.get("DDPDOCTOR_SUPERVISOR", "").partition("@")
@@ -109,7 +109,7 @@ def _connect(path: str) -> socket.socket:
         with short_path(path) as short:
             connection.connect(short)
         if hasattr(socket, "SO_PEERCRED"):
-            # Its listener may run code in this process: it has to be this user, or root.
+            # Its listener may run code in this process, so it must be this user or root.
             size = struct.calcsize("3i")
             credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
             uid = struct.unpack("3i", credentials)[1]
@@ -155,7 +155,7 @@ def forget() -> None:
     """Drop the parent's connection in a forked child."""
     global _socket, _sending
     if _socket is not None:
-        # `close` would leave it open for the thread that is not in this process.
+        # `close` would keep it open for a thread that does not exist in this process.
         os.close(_socket.detach())
     _socket = None
     _sending = threading.Lock()

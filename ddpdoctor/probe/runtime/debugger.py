@@ -1,4 +1,4 @@
-"""Run the debugger in a rank: started when a client attaches, silent again after it left.
+"""Run the debugger in a rank, from the first client on, silent while no client is attached.
 
 debugpy is imported at the first client's request, on the control thread. It does not listen: each
 session is a connection that the rank makes to the supervisor, which passes the client's bytes. A
@@ -50,7 +50,7 @@ _in_workers: set[CodeType] = set()
 _in_this_process: set[CodeType] = set()  # for a loader without workers
 
 worker_code_found: list[Callable[[], None]] = []
-"""Called when more code is known that workers run."""
+"""Called when new code of workers is known."""
 
 
 def note_worker_code(iterator: Any) -> None:
@@ -87,7 +87,7 @@ def _codes(iterator: Any) -> Iterator[CodeType]:
 
 
 def _parts(roots: list[Any]) -> list[Any]:
-    """Return what workers call: ``roots``, and their attributes, such as transforms.
+    """Return the objects that workers call: ``roots``, and their attributes, such as transforms.
 
     Attributes are read from ``__dict__``, so that no code of the user runs.
     """
@@ -186,9 +186,9 @@ _MAIN_PROGRAM = frozenset({"cpython.run_file", "cpython.run_module", "cpython.ru
 _MAX_SOURCE = 1 << 20
 
 PATIENCE = datetime.timedelta(hours=1)
-"""The least timeout in a job whose code calls ``breakpoint()``, so that a person can get there."""
+"""Minimum timeout in a job whose code calls ``breakpoint()``, so that a person has time."""
 
-_CHECK = 1.0  # seconds between two checks, while waiting for a client, that the supervisor is there
+_CHECK = 1.0  # seconds between two checks for the supervisor while waiting for a client
 
 _attached = False  # a client is attached and has set its breakpoints
 _held = False  # an exception of this process was held once
@@ -197,7 +197,7 @@ _go = threading.Event()  # the gate is open
 
 
 def options() -> frozenset[str]:
-    """Return what this run wants of the debugger, or nothing."""
+    """Return the options of this run for the debugger. Empty without any."""
     return frozenset(filter(None, os.environ.get(DEBUG, "").split(",")))
 
 
@@ -207,7 +207,7 @@ def install() -> None:
     if not wanted:
         return
     control.actions.update(
-        # The answer alone shows that Python runs here.
+        # A response shows that Python runs here.
         answer=lambda _: None,
         debug=_debug,
         attached=_client_came,
@@ -232,7 +232,7 @@ def install() -> None:
 
 
 def joined(hello: Message) -> None:
-    """Get a port for this process if it has none, and wait at the gate: it has become a rank."""
+    """Get a port for this new rank if it has none, and wait at the gate."""
     wanted = options()
     if not wanted:
         return
@@ -243,7 +243,7 @@ def joined(hello: Message) -> None:
 
 
 def _join(hello: Message) -> None:
-    # In another container, say, it cannot be debugged.
+    # For example in another container, it cannot be debugged.
     with contextlib.suppress(OSError):
         control.join(hello)
     # A job may have its own hook.
@@ -256,7 +256,10 @@ def _join(hello: Message) -> None:
 
 
 def _debug(message: Message) -> Message:
-    """Start debugpy, or wake it, and connect it to the supervisor. The answer may have an error."""
+    """Start or wake debugpy, and connect it to the supervisor.
+
+    The response may contain an error.
+    """
     error = debugpy_private.serve_safely(str(message["key"]))
     return {"compiled": torch_private.has_compiled()} if error is None else {"error": error}
 
@@ -279,7 +282,7 @@ def _client_left(message: Message) -> None:
 
 
 def forget() -> None:
-    """Leave a forked child alone. It cannot be debugged, and must not stop at breakpoints."""
+    """Disable the debugger in a forked child, which must not stop at breakpoints."""
     global _attached
     if control.is_joined():
         control.forget()
@@ -350,10 +353,10 @@ _stop_at = shield.shielded(debugpy_private.stop_at)
 
 @shield.shielded
 def _expect_breakpoint() -> None:
-    """Lengthen the timeouts at once in a job whose code calls ``breakpoint()``.
+    """Extend the timeouts at once in a job whose code calls ``breakpoint()``.
 
-    When the first rank gets there it is too late: its peers may already be waiting for it, and a
-    collective keeps the timeout it began with.
+    At the first breakpoint it is too late: peers may already wait, and a collective keeps its
+    initial timeout.
     """
     if sys.breakpointhook is not breakpointhook:
         return
@@ -411,7 +414,7 @@ def excepthook_runs(
 
 def _hold_unseen() -> None:
     """Hold the rank at its end for an exception that an excepthook of the job hid."""
-    # The interpreter stores it here before it calls any hook.
+    # The interpreter stores the exception here before it calls any hook.
     last = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if isinstance(last, BaseException):
         hold(last)

@@ -33,7 +33,7 @@ from ddpdoctor.run.status import NO_EPOCH, Phase, StatusPage
 
 
 def waited_for_core(descriptor: int) -> int:
-    """Return from a thread's ``schedstat`` for how many nanoseconds it was ready and had to wait.
+    """Parse ``schedstat``. Return the nanoseconds that a thread was ready and waited for a core.
 
     Raises:
         OSError: It is gone.
@@ -44,7 +44,7 @@ def waited_for_core(descriptor: int) -> int:
 
 
 class CoreClock:
-    """The CPU time and the core waits of the thread that makes it, between two calls of `cut`."""
+    """The CPU time and core waits of the creating thread between two calls of `cut`."""
 
     def __init__(self) -> None:
         self._descriptor = -1
@@ -63,13 +63,13 @@ class CoreClock:
         try:
             waited = waited_for_core(self._descriptor)
         except (OSError, ValueError, IndexError):
-            # The job has closed our file. The number may belong to one of its files now.
+            # The job has closed our file, and its descriptor may now belong to a file of the job.
             self._descriptor = -1
             return None
         ran = time.thread_time_ns()
         counted = ran - self._ran, waited - self._waited
         self._ran, self._waited = ran, waited
-        # Another thread, which closes a last step, has other counts.
+        # The last step may be closed by another thread, whose counts differ.
         return counted if min(counted) >= 0 else None
 
     def close(self) -> None:
@@ -77,7 +77,7 @@ class CoreClock:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             with contextlib.suppress(OSError, ValueError, IndexError):
-                # It raises if the number belongs to another file.
+                # This raises if the descriptor belongs to another file.
                 waited_for_core(descriptor)
                 os.close(descriptor)
 
@@ -85,7 +85,7 @@ class CoreClock:
 # -- the phases on a GPU, by events that are read later
 
 Times = list[int]
-"""Nanoseconds by `Phase`. The first is not part of a step: it counts the time in light steps."""
+"""Nanoseconds by `Phase`. The first item counts the time in light steps, not a phase."""
 
 
 class Timed(NamedTuple):
@@ -97,15 +97,15 @@ class Timed(NamedTuple):
 
 
 Measured = Callable[[], "Timed | None"]
-"""The phases of a closed step, or None while the device is still busy with it."""
+"""Returns the phases of a closed step, or None while the device is still busy with it."""
 
 Mark = tuple[int, Any, int]
-"""The phase that a marker ends, its event, and when the host put it there (Unix nanoseconds)."""
+"""The phase that a marker ends, its event, and when the host enqueued it (Unix nanoseconds)."""
 
-MAX_MARKS = 256  # phase boundaries of a step that are marked, after which the rest is one stretch
-SETTLED = 3  # steps after which the host takes its usual time to fill the GPU's queue
-MAX_PENDING = 64  # steps that wait for the device, after which the oldest is given up
-SETTLE_TIME = 50_000_000  # nanoseconds that a device has at the end of a rank to finish its work
+MAX_MARKS = 256  # maximum number of marked phase boundaries in a step; the rest counts as one phase
+SETTLED = 3  # steps until the host takes its usual time to fill the GPU's queue
+MAX_PENDING = 64  # maximum number of steps that wait for the device; more drop the oldest
+SETTLE_TIME = 50_000_000  # nanoseconds that a device gets to finish its work when the rank ends
 
 _now = time.perf_counter_ns
 
@@ -126,11 +126,11 @@ class _Pending:
 class HostWork:
     """Measure the host's own work in steps in which it runs ahead of the GPU.
 
-    A GPU that waits in an all-reduce delays nothing while its host has its own work to do. That
-    is certain where the GPU has not passed the end of a backward when the host begins the next
-    forward: nothing between them waited for the GPU. What follows counts as long as that holds. The
-    host's time in forward, backward and optimizer may include waits for a full queue of the GPU. So
-    at most the least of them counts.
+    A GPU that waits in an all-reduce delays nothing while its host has its own work to do. This is
+    certain if the GPU has not passed the end of a backward when the host begins the next forward:
+    nothing between them waited for the GPU. Time counts only while this holds. The host's time in
+    forward, backward and optimizer may include waits for the GPU's full queue. So at most the
+    shortest of the three counts.
     """
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ class HostWork:
         self._steps = 0
 
     def boundary(self, phase: int, mark: Mark) -> None:
-        """Note a marker that ends a phase."""
+        """Note the marker at the end of a phase."""
         _, event, now = mark
         took, self._since = now - self._since, now
         if phase == Phase.STARTING:
@@ -178,7 +178,7 @@ class HostWork:
         return found
 
     def passed(self, events: list[Any]) -> None:
-        """Forget the event of a backward that the GPU has passed. It will be used again."""
+        """Forget the event of a backward that the GPU has passed. The event is reused."""
         if any(event is self._backward for event in events):
             self._backward = None
 
@@ -214,7 +214,7 @@ class CudaClock:
         return event
 
     def charge(self, phase: int) -> None:
-        """Put a marker into the device's stream. What came before it belongs to ``phase``."""
+        """Enqueue a marker on the device's stream. The work before it belongs to ``phase``."""
         self.captures = self._cuda.is_current_stream_capturing()
         if len(self._marks) < MAX_MARKS and not self.captures:
             self._marks.append((phase, self._record(), time.time_ns()))
@@ -225,7 +225,10 @@ class CudaClock:
         self._host.step_ended()
 
     def cut(self) -> Measured:
-        """End a line. Return what reads its times, once the device has passed its last marker."""
+        """End a line.
+
+        Return a function that reads its times once the device has passed its last marker.
+        """
         whole = len(self._marks) < MAX_MARKS
         pending = _Pending(self._last, self._marks, self._host.cut() if whole else 0)
         if self._marks:
@@ -244,11 +247,11 @@ class CudaClock:
     def standing(self) -> list[tuple[str, int, bool]]:
         """Return the last marker that the device has passed, and the three after it.
 
-        The writing thread calls it in a rank that makes no progress.
+        The writing thread calls this in a rank that makes no progress.
 
         Returns:
-            For each the phase that it ends, when it was put there (Unix nanoseconds), and whether
-            the device has passed it.
+            For each marker: the phase that it ends, when it was enqueued (Unix nanoseconds), and
+            whether the device has passed it.
         """
         steps = [self._passed, *(step.marks for step in list(self._pending)), self._marks]
         marks = list(itertools.chain.from_iterable(steps))
@@ -261,8 +264,8 @@ class CudaClock:
     def settle(self) -> None:
         """Give the device a moment to finish before the rank ends.
 
-        Otherwise its last results are unknown: losses, NaN, hashes. A device that has more to do
-        is not waited for.
+        Otherwise its last results are unknown: losses, NaN, hashes. Do not wait longer for a device
+        with more work.
         """
         if self._cuda.is_current_stream_capturing():
             return
@@ -280,7 +283,7 @@ class CudaClock:
             times[phase] += int(previous.elapsed_time(event) * 1e6)
             previous = event
         self._passed = pending.marks[-1:]
-        # The last event begins the next step and must not be used again before its end.
+        # The last event begins the next step and must not be reused before that step ends.
         self._free.append(pending.first)
         self._free.extend(event for _, event, _ in pending.marks[:-1])
         pending.times = times
@@ -298,8 +301,8 @@ class Calls:
         self.wide = 0  # calls that may have moved gradients or parameters, or that are unknown
         self.carried = 0  # elements of collectives since the step `carried_in`, not point to point
         self.carried_in = 0
-        self.enough = 0  # call `carried_enough` after so many of them, or never if 0
-        self.elsewhere = False  # other threads than the training thread call collectives, too
+        self.enough = 0  # number of elements after which `carried_enough` is called; 0 means never
+        self.elsewhere = False  # other threads call collectives as well
 
 
 # -- phases
@@ -314,8 +317,8 @@ _PHASES = len(Phase)
 BACKWARDS = 64  # backward passes that are remembered
 
 Backward = tuple[int, int, Site]
-"""Begin and end of a backward pass of the training thread in Unix nanoseconds, the end 0 while it
-runs, and the line that called it."""
+"""A backward pass of the training thread: begin and end in Unix nanoseconds, and the line that
+called it. The end is 0 while it runs."""
 
 
 class Phases:
@@ -341,13 +344,13 @@ class Phases:
         self.device: CudaClock | None = None
         self.began = self._mark  # of the step under way, on the clock of the steps
         self.passes: list[int] = []  # backwards until the end of each step since the last line
-        self.closer = 0  # `id` of the only optimizer that ends steps, 0 if there may be others
+        self.closer = 0  # `id` of the only optimizer that ends steps; 0 if there may be several
         self.optimizer_steps = 0  # of any optimizer, skipped ones included
-        self.iterators: set[int] = set()  # loaders that were asked for a batch in this step
-        self.trained: set[int] = set()  # the same of the last step that asked one
-        self.aside = False  # the last batch came from another loader than those
-        self.looped = 0  # `id` of the iterator whose loop may go on, 0 if it is not recorded
-        self.loop_batches = 0  # by which it went on since `Loops` was called last
+        self.iterators: set[int] = set()  # loaders asked for a batch in this step
+        self.trained: set[int] = set()  # the same for the last step with such a loader
+        self.aside = False  # the last batch came from none of those loaders
+        self.looped = 0  # `id` of the iterator whose loop may continue; 0 if it is not recorded
+        self.loop_batches = 0  # its batches since `Loops` was last called
         self.loop_forwards = self.loop_backwards = 0  # before the last batch
         self.phase = int(Phase.STARTING)
         self.steps = 0  # closed so far
@@ -369,12 +372,13 @@ class Phases:
         self.collectives = self.reductions = self.gathers = 0  # all calls, and those of two kinds
         self.collective = ""  # the one that the rank waits in
         self.failed: tuple[int, int, str] | None = None
-        """``id`` of the exception that last passed through a hook, with phase and collective.
+        """``id`` of the last exception that passed through a hook, with phase and collective.
 
-        The exception itself would keep its frames alive, and with them the step's tensors.
+        Storing the exception would keep its frames and the step's tensors alive.
         """
         self.optimizer_code: CodeType | None = None
-        """The code of torch's wrapper around an optimizer's step, once there was one."""
+        """The code object of torch's wrapper around ``Optimizer.step``. None before the first
+        step."""
 
     # -- phases
 
@@ -383,7 +387,10 @@ class Phases:
         return _thread() == self._thread
 
     def here(self) -> bool:
-        """Make the calling thread the training thread. Return whether another one was it before."""
+        """Make the calling thread the training thread.
+
+        Return whether another thread was it before.
+        """
         if _thread() == self._thread:
             return False
         self._thread = _thread()
@@ -395,7 +402,7 @@ class Phases:
         """Begin a phase. On any other thread than the training thread return False."""
         if _thread() != self._thread:
             return False
-        # Now the rank is no longer starting, which is phase 0.
+        # The rank leaves phase 0, which is starting.
         current = self.phase or _OTHER
         if current == _OPTIMIZER and phase != _WAIT and not self._optimizer_runs():
             self.reset()
@@ -419,7 +426,7 @@ class Phases:
         return True
 
     def leave(self, error: BaseException | None = None) -> None:
-        """End the phase begun last. Remember the exception that ended it, if one did."""
+        """End the innermost phase. Remember the exception that ended it, if any."""
         phase, stack = self.phase, self._stack
         now = self.charge()
         if self.device is not None and not self.light:
@@ -437,7 +444,7 @@ class Phases:
         return now
 
     def reset(self) -> None:
-        """Forget all phases after a fault of ours."""
+        """Drop all open phases after an error of the probe."""
         self._stack.clear()
         self.phase = _OTHER
 
@@ -459,7 +466,7 @@ class Phases:
         return False
 
     def site_met(self, phase: int, site: Site) -> None:
-        """Note that a phase is entered at a line for the first time."""
+        """Note the first time that a phase is entered at a line."""
         site.recorded |= 1 << phase
 
     # -- passes
@@ -474,7 +481,7 @@ class Phases:
             self._reduces = True
 
     def backward_begins(self, site: Site) -> None:
-        """Note a backward whose phase has begun at that line."""
+        """Note a backward that begins at a line."""
         self._backwards.append((self._mark + self._unix, 0, site))
         self.step_backwards += 1
         self.backward_count += 1
@@ -484,13 +491,13 @@ class Phases:
             self.page.reduced(self.reduced)
 
     def backward_ended(self) -> None:
-        """Note the end of that backward, whose phase has ended."""
+        """Note the end of that backward."""
         if self._backwards:
             began, _, site = self._backwards[-1]
             self._backwards[-1] = began, self._mark + self._unix, site
 
     def goes_on(self, iterator: int) -> bool:
-        """Return whether a batch of the iterator with that id only continues its loop."""
+        """Return whether a batch of the iterator with this id only continues the current loop."""
         if iterator != self.looped or self.backward_count == self.loop_backwards:
             return False
         self.loop_batches += 1
@@ -521,11 +528,11 @@ class Phases:
 
     @property
     def unix(self) -> int:
-        """Return what to add to the clock of the steps to get Unix nanoseconds."""
+        """Return the offset from the clock of the steps to Unix nanoseconds."""
         return self._unix
 
     def keep(self) -> None:
-        """Keep the times of the steps so far, all of which have ended."""
+        """Save the times so far, which belong to ended steps."""
         self._kept = self._times.copy()
 
     def take(self, kept: bool = False) -> Times:
@@ -535,7 +542,7 @@ class Phases:
         return times
 
     def start(self) -> int:
-        """Begin to measure now. Return the time on the clock of the steps."""
+        """Start measuring. Return the current time on the clock of the steps."""
         self._mark = _now()
         self._times = [0] * _PHASES
         return self._mark
@@ -546,7 +553,7 @@ class Phases:
         self._watched = view, view[0]
 
     def noticed(self) -> bool:
-        """Return whether they have changed since the last call."""
+        """Return whether the watched bytes have changed since the last call."""
         if self._watched is None:
             return False
         view, before = self._watched

@@ -1,12 +1,12 @@
-"""Write what the hooks saw: the status page at once, the journal from another thread.
+"""Write what the hooks record: the status page at once, the journal from another thread.
 
 A hook appends to a bounded queue and returns. A full queue drops records and counts them. The
 thread drains it a few times a second, so a slow or full disk costs the job only records. It also
-puts vital signs on the status page: the last step, the memory.
+updates the vital signs on the status page: the last step, the memory.
 
-torch's allocator is asked on the training thread, between two steps. A lock guards it, which a
-thread may hold while it waits for the GPU. Another thread that waits for that lock would hold the
-GIL, in the very hang that is being examined.
+The training thread reads torch's allocator between two steps. A thread may hold the allocator's
+lock while it waits for the GPU. If another thread waited for that lock, it would hold the GIL
+during the hang that is being examined.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Vitals:
         self._allocator: tuple[int, int, int] | None = None
         self._device: Any = None
         self._looked = 0
-        self.due = _NEVER  # when to call `ask`, on the clock of the steps; never without a GPU
+        self.due = _NEVER  # time of the next `ask`, on the clock of the steps; never without a GPU
 
     # -- in the training thread
 
@@ -62,7 +62,7 @@ class Vitals:
             given, taken = counters["allocated_bytes"]["all"], counters["reserved_bytes"]["all"]
             self._allocator = (int(given["current"]), int(taken["current"]), int(given["peak"]))
         except Exception:
-            # Another allocator was plugged in, which has no counters.
+            # A custom allocator has no counters.
             self._allocator, self.due = None, _NEVER
 
     # -- in the writing thread
@@ -72,7 +72,7 @@ class Vitals:
         self._parts = parts
 
     def store(self) -> None:
-        """Put news on the page."""
+        """Write what has changed to the page."""
         now = time.time_ns()
         self._page.set_beat(now)
         if self._parts is not None and self._parts is not self._shown:
@@ -98,17 +98,18 @@ def statm(pid: int | str = "self") -> tuple[int, int, int] | None:
 
 FLUSH_EVERY = 0.25  # seconds between two writes of the journal
 ROUNDS_PER_SECOND = round(1 / FLUSH_EVERY)
-QUEUE_SIZE = 20_000  # records that wait at most; a step every 12.5 microseconds would fill it
+QUEUE_SIZE = 20_000  # maximum number of queued records, those of 0.25 s at 12.5 us per step
 AT_ONCE = 32  # records (half a millisecond) after which other threads are offered the GIL
 
 Lazy = Callable[[bool], "bytes | Record"]
-"""Makes a line or a record in the writing thread. Its argument is True for the last chance."""
+"""Makes a line or a record in the writing thread. Its argument is True if it is not called
+again."""
 
 
 class NotYet(Exception):
-    """A lazy record cannot be made yet. It and the lazy ones after it wait for the next round.
+    """A lazy record cannot be made yet. It and later lazy records wait for the next round.
 
-    Other records do not wait, since a GPU that hangs may never finish.
+    Other records do not wait, since a hanging GPU may never finish.
     """
 
 
@@ -142,10 +143,10 @@ class Recorder:
             self._queue.append(record)
 
     def add_now(self, record: Record, flush: bool = True) -> None:
-        """Write a record now. With ``flush`` write the queue, too, unless the thread is writing it.
+        """Write a record now. With ``flush``, also write the queue unless the thread is writing it.
 
-        For the reasons of an end, as native code may end the process the next moment. It takes a
-        system call, too much for every step.
+        Used for the reason of an exit, because native code may end the process at any moment. The
+        system call is too expensive for every step.
         """
         line = encode(record)
         try:
@@ -221,7 +222,7 @@ class Recorder:
                 except Exception as error:
                     batch.append(FaultRecord(hook="journal", error=type(error).__name__))
         finally:
-            # Even if Ctrl-C comes now.
+            # A Ctrl-C may arrive at this point.
             self._queue.extendleft(reversed(held))
         if not batch:
             return

@@ -40,8 +40,8 @@ def fault(hook: str, error: BaseException) -> None:
     """Note a fault of ours in ``hook`` and switch it off.
 
     Raises:
-        Exception: ``error``, if a signal handler of the job raised it, as that of a DataLoader
-            whose worker died, or of a time limit. Python runs it in any code of the main thread.
+        Exception: ``error``, if a signal handler of the job raised it, such as for a dead
+        DataLoader worker or a time limit. Python runs handlers in any code of the main thread.
     """
     if _is_of_handler(error):
         raise error

@@ -1,6 +1,6 @@
 """Read what tensors, graphs and torch's CUDA allocator hold, without touching a device.
 
-What is private in torch is taken by feature. Without it, that is not known.
+Private APIs of torch are used only if they exist. Without them the value is unknown.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 from ddpdoctor.core.user_code import Location, user_file
 from ddpdoctor.run.records.memory import AllocatorFacts, Block
 
-MAX_LINKS = 512  # operations of a chain that are counted
-_NEAR = 12  # operations among which the next link of a chain is searched
+MAX_LINKS = 512  # maximum length of a chain that is counted
+_NEAR = 12  # maximum number of operations searched for the next link of a chain
 _PLAIN = ("torch", "torch.nn.parameter")
 
 
@@ -25,7 +25,7 @@ def counters(device: Any) -> tuple[int, int]:
     """Return allocated and reserved bytes of torch's CUDA allocator on a device.
 
     Raises:
-        Exception: Another allocator was plugged in, which has no counters.
+        Exception: A custom allocator is in use, which has no counters.
     """
     found = sys.modules["torch"].cuda.memory_stats_as_nested_dict(device)
     bytes_of = (found[f"{each}_bytes"]["all"]["current"] for each in ("allocated", "reserved"))
@@ -37,13 +37,16 @@ def counters(device: Any) -> tuple[int, int]:
 
 
 def is_plain(kind: type) -> bool:
-    """Return whether it is a tensor's class of torch itself, which runs no code of the job."""
+    """Return whether a class is one of torch's own tensor classes, which run no code of the job."""
     tensor: Any = getattr(sys.modules.get("torch"), "Tensor", None)
     return tensor is not None and issubclass(kind, tensor) and kind.__module__ in _PLAIN
 
 
 def storage_bytes(value: Any) -> int | None:
-    """Return the bytes of a tensor's storage. None if it is no plain tensor, or has none."""
+    """Return the bytes of a plain tensor's storage.
+
+    None for other objects and without a storage.
+    """
     if not is_plain(type(value)):
         return None
     try:
@@ -53,12 +56,12 @@ def storage_bytes(value: Any) -> int | None:
 
 
 def is_array(kind: type) -> bool:
-    """Return whether it is the class of NumPy's arrays."""
+    """Return whether a class is NumPy's array class."""
     return kind.__name__ == "ndarray" and kind.__module__ == "numpy"
 
 
 def has_graph(value: Any) -> bool:
-    """Return whether a tensor was computed by operations that autograd keeps."""
+    """Return whether a tensor has an autograd graph."""
     return is_plain(type(value)) and value.grad_fn is not None
 
 
@@ -72,9 +75,9 @@ def hooks_of(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def links_of(value: Any) -> int:
-    """Return the length of a tensor's chain of equal operations, ``total + loss`` for example.
+    """Return the length of a tensor's chain of equal operations, such as ``total + loss``.
 
-    A chain that grows by a link in each step keeps the graph of each step.
+    A chain that grows in each step keeps the graphs of all steps alive.
     """
     node, name, count = value.grad_fn, value.grad_fn.name(), 0
     while node is not None and count < MAX_LINKS:
@@ -100,7 +103,7 @@ def _next_link(node: Any, name: str) -> Any:
 # -- what a GPU held when its memory ran out
 
 MAX_BLOCKS = 8
-MAX_SNAPSHOT = 64 << 20  # bytes of a snapshot that is kept
+MAX_SNAPSHOT = 64 << 20  # maximum size of a stored snapshot in bytes
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -122,7 +125,6 @@ def allocator_facts(device: Any) -> AllocatorFacts | None:
         reserved=int(taken["current"]),
         peak=int(given["peak"]),
         total=total_memory(device),
-        retries=int(found.get("num_alloc_retries", 0)),
     )
 
 
@@ -132,13 +134,6 @@ def total_memory(device: Any) -> int | None:
         return int(sys.modules["torch"].cuda.get_device_properties(device).total_memory)
     except Exception:
         return None
-
-
-def with_blocks(
-    facts: AllocatorFacts, blocks: tuple[Block, ...], free: int | None, expandable: bool
-) -> AllocatorFacts:
-    """Add what a snapshot shows."""
-    return replace(facts, blocks=blocks, largest_free=free, expandable=expandable)
 
 
 def snapshot(device: Any) -> Any:
@@ -151,7 +146,7 @@ def snapshot(device: Any) -> Any:
 
 
 def keep(found: Any, path: str) -> bool:
-    """Write a snapshot to a new file. Return whether it is there."""
+    """Write a snapshot to a new file. Return whether it was written."""
     data = pickle.dumps(found)
     if len(data) > MAX_SNAPSHOT:
         return False
@@ -161,19 +156,23 @@ def keep(found: Any, path: str) -> bool:
     return True
 
 
-def blocks_of(found: Any) -> tuple[tuple[Block, ...], int | None, bool]:
-    """Return the blocks that take most memory, the largest free one, and if segments expand."""
+def with_snapshot(facts: AllocatorFacts, found: Any) -> AllocatorFacts:
+    """Add the largest used blocks, the largest free one, and whether segments expand."""
     sizes: Counter[tuple[int, Location | None]] = Counter(_active(found))
-    free = 0
-    expandable = False
-    for segment in (found or {}).get("segments", ()):
-        expandable = expandable or bool(segment.get("is_expandable"))
-        for block in segment.get("blocks", ()):
-            if not str(block.get("state", "")).startswith("active"):
-                free = max(free, int(block.get("size", 0)))
     most = sorted(sizes.items(), key=lambda each: each[0][0] * each[1], reverse=True)[:MAX_BLOCKS]
-    blocks = tuple(Block(size, count, line) for (size, line), count in most)
-    return blocks, (free if found else None), expandable
+    segments = found.get("segments", ())
+    free = (
+        int(block.get("size", 0))
+        for segment in segments
+        for block in segment.get("blocks", ())
+        if not str(block.get("state", "")).startswith("active")
+    )
+    return replace(
+        facts,
+        blocks=tuple(Block(size, count, line) for (size, line), count in most),
+        largest_free=max(free, default=0),
+        expandable=any(segment.get("is_expandable") for segment in segments),
+    )
 
 
 # -- which lines allocate what stays
@@ -182,8 +181,8 @@ def blocks_of(found: Any) -> tuple[tuple[Block, ...], int | None, bool]:
 class AllocationSites:
     """Find the lines whose allocations are not freed, by torch's memory history (2.1 to 2.15).
 
-    Torch notes the Python stack of each allocation while it records, which takes it 10 to 20 us.
-    If the job records allocations itself, or torch cannot, nothing is known.
+    While torch records, it stores the Python stack of each allocation, which takes 10 to 20 us.
+    Nothing is known if the job records allocations itself, or if torch cannot.
 
     Args:
         device: The GPU.
@@ -195,13 +194,13 @@ class AllocationSites:
         self._recording = _record_history("state")
 
     def look(self) -> Counter[Location]:
-        """Return the bytes that each line allocated since the last look and that were not freed."""
+        """Return the bytes by line that were allocated since the last look and not freed."""
         if not self._recording:
             return Counter()
         found = snapshot(self._device) or {}
-        # A history that was begun here has one event at most.
+        # A history that we have just started has at most one event.
         if any(len(each) > 1 for each in found.get("device_traces") or ()):
-            self._recording = False  # the job has begun its own, which must go on
+            self._recording = False  # the job records its own history, which must continue
         now: Counter[Location] = Counter()
         for size, line in _active(found):
             if line is not None:

@@ -101,7 +101,7 @@ def inside_forward(ddp_class: Any) -> Any:
 
 
 def sample(ddp: Any, every: int) -> None:
-    """Let DDP's logger time one in so many iterations: ``_set_ddp_runtime_logging_sample_rate``.
+    """Set the interval of DDP's timed iterations: ``_set_ddp_runtime_logging_sample_rate``.
 
     For ranks on the CPU only. On CUDA the sampled iterations read events, so torch's own rate (the
     first ten, then every hundredth) stays. Without it only those iterations are split.
@@ -111,22 +111,13 @@ def sample(ddp: Any, every: int) -> None:
         setter(every)
 
 
-def _logging_data(ddp: Any) -> Any:
-    """Return the data of DDP's logger: ``Logger._get_ddp_logging_data`` (2.4 to 2.15), or None."""
-    getter = getattr(getattr(ddp, "logger", None), "_get_ddp_logging_data", None)
-    return None if getter is None else getter()
-
-
 def logging_ints(ddp: Any) -> dict[str, int] | None:
-    """Return the numbers of DDP's logger, times in nanoseconds. None without it."""
-    data = _logging_data(ddp)
-    return None if data is None else data.ints_map
+    """Return the numbers of DDP's logger, times in nanoseconds. None without it.
 
-
-def logging_strings(ddp: Any) -> dict[str, str]:
-    """Return the texts of DDP's logger (bucket sizes, dtypes). Empty without it."""
-    data = _logging_data(ddp)
-    return {} if data is None else dict(data.strs_map)
+    ``Logger._get_ddp_logging_data`` (2.4 to 2.15).
+    """
+    getter = getattr(getattr(ddp, "logger", None), "_get_ddp_logging_data", None)
+    return None if getter is None else getter().ints_map
 
 
 def synced_parameters(ddp: Any) -> Iterator[tuple[str, Any]]:

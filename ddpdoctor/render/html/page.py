@@ -135,7 +135,7 @@ def _finding(finding: Finding, written: float) -> dict[str, Any]:
 
 
 def measurement_gaps(run: Run, steps: Series) -> Iterator[str]:
-    """Yield what is unknown of a run and why, each as a sentence without a full stop."""
+    """Yield the gaps of a run's records with their reasons, as sentences without a full stop."""
     for unwatched in run.supervisor.of(UnwatchedRecord):
         yield f"ranks were not watched: {unwatched.why}"
     seen = {rank.rank for rank in run.last}

@@ -121,7 +121,6 @@ class AllocatorFacts(Part):
     peak: int = 0
     total: int | None = None  # Memory of the GPU
     largest_free: int | None = None  # Largest free block within what is reserved
-    retries: int = 0  # Allocations that succeeded only after cached blocks were freed
     expandable: bool = False  # Segments are expandable
     blocks: tuple[Block, ...] = ()  # That take most memory together
 

@@ -38,7 +38,6 @@ class DdpRecord(PlacedRecord):
     device_ids: tuple[int, ...] | None = None
     group_ranks: tuple[int, ...] = ()  # The ranks that share the module
     bucket_cap_bytes: int | None = None
-    bucket_sizes: str = ""
     find_unused_parameters: bool = False
     static_graph: bool = False
     gradient_as_bucket_view: bool = False

@@ -118,7 +118,6 @@ class ProfileRecord(Record):
     children_ran: int = 0
     children_waited: int = 0
     gc: int = 0  # Time of Python's garbage collections
-    collections: int = 0
     affinity: tuple[int, ...] = ()  # The cores on which the thread may run
     threads: int = 0  # Compute threads of torch
     cost: int = 0  # Time that the samples took

@@ -12,13 +12,13 @@ from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.core.formatting import duration
 from ddpdoctor.core.relations import ABORT, END, LOST, MISPAIRED, MODELS
 from ddpdoctor.core.user_code import Location
-from ddpdoctor.diagnose.checkpoints.rules import refused_for_prefix
+from ddpdoctor.diagnose.checkpoints.prefixes import refused_for_prefix
 from ddpdoctor.diagnose.crashes.out_of_memory import GPU_MEMORY, gpu_facts
 from ddpdoctor.diagnose.crashes.paths import path_fault
 from ddpdoctor.diagnose.crashes.rank_endings import Ending, endings, first_failure, mispaired
 from ddpdoctor.diagnose.crashes.resource_errors import UNREADABLE, file_facts, port_facts, torn
 from ddpdoctor.diagnose.gradients.reducer import is_explained
-from ddpdoctor.diagnose.replicas.rules_models import is_refusal
+from ddpdoctor.diagnose.replicas.differences import is_refusal
 from ddpdoctor.failures import matching_line, recognise
 from ddpdoctor.failures.entry import Failure, Weight
 from ddpdoctor.failures.lines import shortened
@@ -31,12 +31,12 @@ from ddpdoctor.run.snapshot import Run
 OF_ENDINGS = frozenset(
     {"DDP900", "DDP902", "DDP903", "DDP904", "DDP905", "DDP906", "DDP907", "DDP908"}
 )
-"""Codes of the ways in which a process ends. In a run they are known without any text."""
+"""Codes of the ways in which a process ends. A run shows them without any text."""
 
 _REFUSED = 2  # The exit status of argparse
 
 _OF_PEERS = re.compile(r"\bpeers?\b|\b(?:other|another) (?:node|rank)")
-"""What a failure says that takes two ranks."""
+"""Messages of failures that need two ranks."""
 
 _NATIVE = re.compile(r"what\(\)|NCCL WARN|: error: unrecognized")
 
@@ -59,12 +59,12 @@ class Attempt:
 
     @property
     def last(self) -> bool:
-        """Whether no other attempt followed it."""
+        """Whether it is the last attempt."""
         return self.restart == self.run.restarts[-1]
 
     @property
     def explained(self) -> bool:
-        """Whether a rule that knows more than the exception's text names its cause."""
+        """Whether another rule names the cause with more than the exception's text."""
         cause = self.cause
         if cause is None or cause.kind != "exception" or not self.last:
             return False
@@ -82,7 +82,7 @@ class Attempt:
         traceback: str = "",
         lost: bool = False,
     ) -> Finding:
-        """Make a finding about its end; a warning if another attempt followed it.
+        """Make a finding about the attempt's end. It is a warning if another attempt followed.
 
         Args:
             code: The code.
@@ -90,8 +90,8 @@ class Attempt:
             message: The message.
             fix: The fix.
             evidence: Facts besides its consequences.
-            location: The line, if it is not that of the cause.
-            traceback: The stack, if it is not that of the cause.
+            location: The line. By default that of the cause.
+            traceback: The stack. By default that of the cause.
             lost: The rank lost a peer. The cause is elsewhere, and another finding may name it.
         """
         severity = Severity.ERROR
@@ -131,13 +131,13 @@ class Attempt:
 
     @cached_property
     def _clock_errors(self) -> dict[int | None, int]:
-        """Nanoseconds by which times of ranks of other nodes may be wrong."""
+        """Maximum error of other nodes' times, in nanoseconds."""
         return {
             rank.rank: node.error for node in self.run.nodes for rank in self.run.ranks_on(node)
         }
 
     def _consequences(self, cause: Ending) -> Iterator[str]:
-        # A victim may report its end before the end of the rank that it lost was seen.
+        # A victim may report its end before the end of the lost rank is noticed.
         later = [
             each
             for each in self.endings
@@ -163,12 +163,12 @@ def attempts(run: Run) -> Iterator[Attempt]:
 
 
 def truncated(text: str, width: int = 120) -> str:
-    """Cut a text to so many characters."""
+    """Cut a text to a maximum number of characters."""
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
 def moment(cause: Ending) -> str:
-    """Say what a process did when it ended, as the end of a sentence."""
+    """Describe what a process did when it ended, as the end of a sentence."""
     place = f" in {cause.where}" if cause.where else ""
     return place if cause.initialized else f"{place} before it joined the process group"
 
@@ -183,10 +183,10 @@ class KnownFailure:
     Attributes:
         cause: The end that it explains.
         failure: The entry.
-        groups: What its pattern's groups matched.
-        line: The line by which it is known.
-        likely: It follows from what other ranks say.
-        lost: No rank failed by itself: what kept ranks waiting, if that is known, is the cause.
+        groups: The matches of its pattern's groups.
+        line: The matched line.
+        likely: It is inferred from messages of other ranks.
+        lost: No rank failed by itself. If known, the reason of their wait is the cause.
     """
 
     cause: Ending
@@ -208,7 +208,7 @@ def known_failure(attempt: Attempt) -> KnownFailure | None:
             return None
         if attempt.explained or (run.world_size == 1 and _OF_PEERS.search(failure.says)):
             return None
-        # NCCL's own warnings say what its exception leaves open.
+        # NCCL's warnings contain details that its exception lacks.
         warned = (
             _in_stderr(run, cause, Weight.GENERIC) if failure.weight == Weight.GENERIC else None
         )
@@ -235,7 +235,7 @@ def _known(ending: Ending) -> tuple[Failure | None, Mapping[str, str]]:
 
 
 def _of_victims(attempt: Attempt) -> KnownFailure | None:
-    """Return what all ranks complain about, if none of them names a cause."""
+    """Return the failure that all ranks report if none of them names a cause."""
     if not attempt.run.exit_status or not attempt.last:
         return None
     victims = [each for each in attempt.endings if each.victim and each.kind == "exception"]
@@ -250,7 +250,7 @@ def _of_victims(attempt: Attempt) -> KnownFailure | None:
 
 
 def _without_rank(run: Run) -> KnownFailure | None:
-    """Return what stderr shows if no rank recorded anything, such as the launcher's own failure."""
+    """Return the failure in stderr if no rank recorded any, such as one of the launcher."""
     for each in causes(_occurrences(run)):
         failure = each.failure
         if failure is None or failure.weight < Weight.SYMPTOM or failure.code in OF_ENDINGS:
@@ -271,7 +271,7 @@ def _without_rank(run: Run) -> KnownFailure | None:
 
 
 def _in_stderr(run: Run, cause: Ending, least: Weight) -> KnownFailure | None:
-    """Return what native code, or argparse, printed for the rank that ended, or for no rank."""
+    """Return the failure that native code or argparse printed for the rank, or for no rank."""
     for each in _occurrences(run):
         failure = each.failure
         if failure is None or failure.weight < least or failure.code in OF_ENDINGS:
@@ -284,7 +284,7 @@ def _in_stderr(run: Run, cause: Ending, least: Weight) -> KnownFailure | None:
 
 
 def _occurrences(run: Run) -> list[Occurrence]:
-    """Return the known failures in the job's stderr, which belong to its last attempt."""
+    """Return the known failures in the job's stderr, which is that of the last attempt."""
     return read("stderr", [run.every_stderr.encode("utf-8", "replace")])
 
 

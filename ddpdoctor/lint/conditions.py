@@ -1,0 +1,175 @@
+"""Find the conditions that decide whether a rank runs a node, and blocks without gradients."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ddpdoctor.diagnose.source_files import FUNCTIONS, by_rank_alone, last_name, runs_on_one_rank
+from ddpdoctor.lint.calls import calls_in
+from ddpdoctor.lint.program import Code
+
+_COMPARISONS = frozenset(("main", "master", "chief", "primary", "verbose", "gpu", "device", "root"))
+
+
+def guards(code: Code, node: ast.AST) -> list[tuple[ast.AST, bool]]:
+    """Return the conditions on the rank that decide whether a node runs, innermost first.
+
+    Each comes with whether the node runs if the condition is true. Conditions above the node that
+    leave its block count as well.
+    """
+    found: list[tuple[ast.AST, bool]] = []
+    if not code.rank_conditions:
+        return found
+    inner = node
+    for each in code.above(node):
+        if isinstance(each, (ast.If, ast.IfExp)) and inner is not each.test:
+            body = each.body if isinstance(each.body, list) else [each.body]
+            if code.discerns(each.test):
+                found.append((each, inner in body))
+        elif isinstance(each, ast.BoolOp) and inner in each.values:
+            before = each.values[: each.values.index(inner)]
+            for test in before:
+                if code.discerns(test):
+                    found.append((each, isinstance(each.op, ast.And)))
+        elif any(map(code.discerns, _other_tests(code, each, inner))):
+            found.append((each, True))
+        elif isinstance(each, FUNCTIONS):
+            found += [(each, True) for one in each.decorator_list if runs_on_one_rank(one)]
+        if isinstance(inner, ast.stmt):
+            found += _left_above(code, each, inner)
+        if isinstance(each, (*FUNCTIONS, ast.Lambda)):
+            break
+        inner = each
+    return found
+
+
+def _other_tests(code: Code, node: ast.AST, inner: ast.AST) -> list[ast.expr]:
+    """Return the conditions on a part of a ``match``, a ``while``, or a comprehension."""
+    if isinstance(node, ast.match_case):
+        above = code.parents[node]
+        return [above.subject] if isinstance(above, ast.Match) else []
+    if isinstance(node, ast.While) and inner in node.body:
+        return [node.test] if by_rank_alone(node.test, code.words) else []
+    if isinstance(node, (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)):
+        generators: list[ast.comprehension] = node.generators
+        return [] if inner in generators else [one for each in generators for one in each.ifs]
+    return []
+
+
+_LEAVING = (ast.Return, ast.Continue, ast.Break, ast.Raise)
+
+
+def _left_above(code: Code, parent: ast.AST, inner: ast.stmt) -> list[tuple[ast.AST, bool]]:
+    """Return the conditions on the rank that leave a block before a statement."""
+    for name in ("body", "orelse", "finalbody"):
+        block = getattr(parent, name, None)
+        if isinstance(block, list) and inner in block:
+            return [
+                (each, False)
+                for each in block[: block.index(inner)]
+                if isinstance(each, ast.If)
+                and isinstance(each.body[-1], _LEAVING)
+                and code.discerns(each.test)
+                # A `continue` that depends on more than the rank may let a later round reach it.
+                and (
+                    isinstance(each.body[-1], (ast.Return, ast.Raise))
+                    or by_rank_alone(each.test, code.words)
+                )
+            ]
+    return []
+
+
+def is_guarded(code: Code, node: ast.AST, depth: int = 4) -> bool:
+    """Return whether some ranks may not run a node, by its own conditions or those of its callers.
+
+    Conditions that only look like conditions on the rank count as well, to avoid false alarms.
+    """
+    if guards(code, node) or _seems_guarded(code, node):
+        return True
+    function = code.function(node)
+    if function is None or depth <= 0:
+        return False
+    callers = code.program.callers(code, function)
+    return bool(callers) and all(is_guarded(each, call, depth - 1) for each, call in callers)
+
+
+def _seems_guarded(code: Code, node: ast.AST) -> bool:
+    inner = node
+    for each in code.above(node):
+        if isinstance(each, ast.If) and inner is not each.test:
+            words = {last_name(one).lower() for one in ast.walk(each.test)}
+            parts = {part for word in words for part in word.split("_")}
+            if parts & _COMPARISONS or any("rank" in word for word in words):
+                return True
+        if isinstance(each, FUNCTIONS):
+            name = each.name.lower()
+            return any(
+                word in name for word in ("master", "main_process", "rank0", "rank_zero", "rank_0")
+            )
+        inner = each
+    return False
+
+
+def under(code: Code, node: ast.AST, *words: str) -> bool:
+    """Return whether a condition around a node has one of these words in a name."""
+    inner = node
+    for each in code.above(node):
+        if isinstance(each, (ast.If, ast.IfExp, ast.While)) and inner is not each.test:
+            names = [last_name(one).lower() for one in ast.walk(each.test)]
+            names += [
+                one.value.lower()
+                for one in ast.walk(each.test)
+                if isinstance(one, ast.Constant) and isinstance(one.value, str)
+            ]
+            if any(word in name for name in names for word in words):
+                return True
+        inner = each
+    return False
+
+
+def exclusive(code: Code, one: ast.AST, other: ast.AST) -> bool:
+    """Return whether two nodes are in different branches of a condition."""
+    branches = dict(_branches(code, one))
+    return any(branches.get(node, name) != name for node, name in _branches(code, other))
+
+
+def _branches(code: Code, node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
+    inner = node
+    for each in code.above(node):
+        if isinstance(each, (ast.If, ast.IfExp)):
+            for name in ("body", "orelse"):
+                part = getattr(each, name)
+                if inner is part or (isinstance(part, list) and inner in part):
+                    yield each, name
+        inner = each
+
+
+def in_both_branches(condition: ast.AST, name: str) -> bool:
+    """Return whether both branches of an ``if`` call a function of a name."""
+    return isinstance(condition, ast.If) and all(
+        calls_in(part, name) for part in (condition.body, condition.orelse)
+    )
+
+
+_QUIET = frozenset(("no_grad", "inference_mode", "set_grad_enabled"))
+
+
+def is_quiet(node: ast.With | ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Return whether a block or a function runs under ``no_grad`` or ``inference_mode``."""
+    marks = (
+        [each.context_expr for each in node.items]
+        if isinstance(node, ast.With)
+        else node.decorator_list
+    )
+    return any(last_name(one) in _QUIET for mark in marks for one in ast.walk(mark))
+
+
+def without_gradients(code: Code, node: ast.AST) -> bool:
+    """Return whether a block or function around a node switches gradients off."""
+    for each in code.above(node):
+        if isinstance(each, ast.With) and is_quiet(each):
+            return True
+        if isinstance(each, FUNCTIONS):
+            return is_quiet(each)
+    return False

@@ -1,0 +1,569 @@
+"""Rules on samplers: which samples each rank reads, and in which order."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ddpdoctor.core.finding import Severity
+from ddpdoctor.diagnose.source_files import Loop, last_name
+from ddpdoctor.lint.calls import has_unpacked, keyword, targets_of
+from ddpdoctor.lint.conditions import is_quiet, under, without_gradients
+from ddpdoctor.lint.loops import repeats, runs_backward, runs_often
+from ddpdoctor.lint.program import Code, Origin
+from ddpdoctor.lint.ranks import depends_on_rank, is_local_rank, is_world_size, mentions_rank
+from ddpdoctor.lint.rules import LOADERS, TRAINERS, Hit, rule
+
+_ALL = TRAINERS | LOADERS
+
+
+def _is_sampler(origin: Origin) -> bool:
+    return origin.code.is_torch(origin.node, "DistributedSampler")
+
+
+def _is_loader(origin: Origin) -> bool:
+    return origin.code.is_torch(origin.node, "DataLoader")
+
+
+def _is_none(origin: Origin) -> bool:
+    return isinstance(origin.node, ast.Constant) and origin.node.value is None
+
+
+def _sampler_of(code: Code, loader: ast.Call) -> ast.expr | None:
+    return keyword(loader, "sampler", 3) or keyword(loader, "batch_sampler", 4)
+
+
+def _samplers_of(code: Code, loader: ast.Call) -> list[Origin]:
+    """Return what the sampler of a loader may be, also inside of a batch sampler."""
+    given = _sampler_of(code, loader)
+    if given is None:
+        return []
+    found: list[Origin] = []
+    for each in code.origins(given):
+        node = each.node
+        if isinstance(node, ast.Call) and last_name(node.func) == "BatchSampler" and node.args:
+            found += each.code.origins(keyword(node, "sampler", 0) or node.args[0])
+        else:
+            found.append(each)
+    return found
+
+
+def _shuffles(code: Code, sampler: ast.Call) -> bool:
+    shuffle = keyword(sampler, "shuffle", 3)
+    if shuffle is None:
+        return not has_unpacked(sampler)
+    values = [each.node for each in code.origins(shuffle)]
+    return all(isinstance(each, ast.Constant) and each.value is True for each in values)
+
+
+@rule("DDP101", Severity.ERROR, moot=_ALL)
+def sampler_not_used(code: Code) -> Iterator[Hit]:
+    """Find samplers that reach no loader."""
+    if not code.program.wraps or not any(
+        each.calls_of("DataLoader") for each in code.program.codes
+    ):
+        return
+    for call in code.calls_of("DistributedSampler"):
+        if _is_dropped(code, call):
+            yield Hit(
+                call,
+                "this DistributedSampler is never passed to a DataLoader, so every rank loads the "
+                "whole data set",
+                "Pass sampler=... to the training DataLoader, and drop its shuffle=True.",
+            )
+
+
+def _is_dropped(code: Code, call: ast.Call) -> bool:
+    parent: ast.AST = code.parents[call]
+    while isinstance(parent, (ast.IfExp, ast.BoolOp)):
+        parent = code.parents[parent]
+    if isinstance(parent, ast.Expr):
+        # If a loader has another sampler, this one is only an experiment.
+        loaders = code.calls_of("DataLoader")
+        return code.program.uses("backward") and not any(
+            _sampler_of(code, each) for each in loaders
+        )
+    if not isinstance(parent, (ast.Assign, ast.AnnAssign)):
+        return False
+    targets = parent.targets if isinstance(parent, ast.Assign) else [parent.target]
+    if len(targets) != 1 or not isinstance(targets[0], (ast.Name, ast.Attribute)):
+        return False
+    target = targets[0]
+    name = last_name(target)
+    codes = [code] if isinstance(target, ast.Name) else code.program.codes
+    scope = code.scope(target) if isinstance(target, ast.Name) else None
+    if isinstance(scope, ast.Module) or name in _outer_names(code, target):
+        # Other files may import it.
+        codes = code.program.codes
+        scope = None
+    for each in codes:
+        for load in each.loads.get(name, ()):
+            if (
+                scope is not None
+                and scope is not each.scope(load)
+                and scope not in each.above(load)
+            ):
+                continue
+            if not _only_asks(each, load):
+                return False
+    # If this file creates no loader, another file uses the sampler.
+    return bool(code.calls_of("DataLoader"))
+
+
+def _outer_names(code: Code, target: ast.AST) -> set[str]:
+    function = code.function(target)
+    inside = code.within(function) if function is not None else ()
+    return {
+        name
+        for each in inside
+        if isinstance(each, (ast.Global, ast.Nonlocal))
+        for name in each.names
+    }
+
+
+def _only_asks(code: Code, load: ast.AST) -> bool:
+    """Return whether a use of a sampler passes it to nothing: ``set_epoch``, ``is None``."""
+    parent = code.parents[load]
+    if isinstance(parent, (ast.Attribute, ast.Compare)):
+        return True
+    if isinstance(parent, (ast.If, ast.While)) or (
+        isinstance(parent, ast.IfExp) and parent.test is load
+    ):
+        return True
+    if isinstance(parent, ast.UnaryOp) and isinstance(parent.op, ast.Not):
+        return True
+    asks = ("len", "isinstance", "hasattr", "print")
+    return isinstance(parent, ast.Call) and last_name(parent.func) in asks
+
+
+@rule("DDP102", Severity.ERROR, moot=_ALL)
+def unsharded_loader(code: Code) -> Iterator[Hit]:
+    """Find training loops over a loader that gives every rank the whole data set."""
+    if not code.program.wraps or _divides_by_hand(code):
+        return
+    if any(
+        _is_dropped(each, call)
+        for each in code.program.codes
+        for call in each.calls_of("DistributedSampler")
+    ):
+        # DDP101 is the cause.
+        return
+    for loop in (node for node in code.nodes if isinstance(node, (ast.For, ast.AsyncFor))):
+        if not runs_backward(code, loop):
+            continue
+        made = [each for each in code.origins(loop.iter) if isinstance(each.node, ast.Call)]
+        loaders = [each for each in made if _is_loader(each)]
+        if not loaders or len(loaders) != len(made):
+            continue
+        if all(_is_unsharded(each) for each in loaders):
+            call = loaders[0]
+            if call.code is code or call.code not in code.program.codes:
+                yield Hit(
+                    call.node,
+                    "this DataLoader feeds the training loop and has no DistributedSampler, so "
+                    "every rank trains on the whole data set",
+                    "Pass sampler=DistributedSampler(dataset), drop shuffle=True, and call "
+                    "sampler.set_epoch(epoch) in each epoch.",
+                )
+
+
+def _divides_by_hand(code: Code) -> bool:
+    """Return whether the program may divide the data itself, by slices, splits or streams."""
+    for each in code.program.codes:
+        if {"IterableDataset", "random_split", "split_dataset_by_node", "shard", "chunk"} & {
+            *each.imports,
+            *each.calls_by_name,
+            *each.loads,
+        }:
+            return True
+        for node in each.nodes:
+            if isinstance(node, ast.Subscript) and mentions_rank(each, node.slice):
+                if not isinstance(node.ctx, ast.Load) or last_name(node.value) != "environ":
+                    return True
+            elif isinstance(node, ast.Call) and last_name(node.func) == "range":
+                if any(mentions_rank(each, arg) for arg in node.args):
+                    return True
+            elif (
+                isinstance(node, ast.BinOp)
+                and isinstance(node.op, ast.Mod)
+                and (mentions_rank(each, node.right) or is_world_size(each, node.right))
+            ):
+                return True
+    return False
+
+
+_SYNTHETIC = ("randn", "rand", "randint", "zeros", "ones", "full", "arange", "empty")
+
+
+_ABOUT_RANKS = (
+    "distrib", "ddp", "world", "gpu", "rank", "parallel", "sampler", "single", "multi", "debug",
+)  # fmt: skip
+"""Words of conditions that separate jobs of several ranks from others."""
+
+
+def _is_unsharded(origin: Origin) -> bool:
+    code, call = origin.code, origin.node
+    assert isinstance(call, ast.Call)
+    if has_unpacked(call) or _sampler_of(code, call) is not None:
+        return False
+    if under(code, call, *_ABOUT_RANKS):
+        return False
+    data = keyword(call, "dataset", 0)
+    if data is None or depends_on_rank(code, data):
+        return False
+    for each in code.origins(data):
+        node = each.node
+        if isinstance(node, ast.Call):
+            names = {last_name(one) for one in ast.walk(node)}
+            if names & set(_SYNTHETIC) or "Fake" in last_name(node.func):
+                return False
+            if last_name(node.func) in each.code.classes and not node.args and not node.keywords:
+                # Synthetic data.
+                return False
+        elif isinstance(node, (ast.Subscript, ast.ListComp)):
+            return False
+    return True
+
+
+_OWN_LOADERS = frozenset(("deepspeed", "horovod", "colossalai", "megatron", "fairseq"))
+"""Frameworks that use the program's own loaders unchanged."""
+
+
+@rule("DDP103", Severity.WARNING, moot=_ALL - _OWN_LOADERS)
+def missing_set_epoch(code: Code) -> Iterator[Hit]:
+    """Find samplers that shuffle without ``set_epoch``."""
+    for call in code.calls_of("DistributedSampler"):
+        if not _shuffles(code, call) or _has_epoch(code, call):
+            continue
+        if any(_feeds_epochs(other, call) for other in code.program.codes):
+            yield Hit(
+                call,
+                "set_epoch() is never called on this DistributedSampler, so every epoch has the "
+                "same order",
+                "Call sampler.set_epoch(epoch) at the top of the epoch loop.",
+            )
+
+
+def _feeds_epochs(code: Code, sampler: ast.Call) -> bool:
+    """Return whether a file trains for several epochs over a loader with a sampler."""
+    for node in code.nodes:
+        if isinstance(node, (ast.For, ast.AsyncFor)):
+            if _is_over(code, node.iter, sampler) and repeats(code, node):
+                yields = any(isinstance(each, ast.Yield) for each in code.within(node))
+                if runs_backward(code, node) or (yields and code.program.uses("backward")):
+                    return True
+        elif isinstance(node, ast.Call) and last_name(node.func) == "iter" and node.args:
+            # An inner loop takes the batches with `next`.
+            loops = code.loops(node)
+            trains = bool(loops) and runs_often(code, loops[-1]) and runs_backward(code, loops[-1])
+            if trains and _is_over(code, node.args[0], sampler):
+                return True
+    return False
+
+
+def _is_over(code: Code, node: ast.expr, sampler: ast.Call) -> bool:
+    """Return whether an expression is a loader with a sampler."""
+    return any(
+        _is_loader(made)
+        and isinstance(made.node, ast.Call)
+        and any(each.node is sampler for each in _samplers_of(made.code, made.node))
+        for made in code.origins(node)
+    )
+
+
+def _has_epoch(code: Code, sampler: ast.Call) -> bool:
+    """Return whether a ``set_epoch`` of the program may be this sampler's."""
+    for each in code.program.codes:
+        calls = each.calls_by_name.get("set_epoch", ())
+        if any(_tells(each, call, sampler) for call in calls):
+            return True
+        named = "set_epoch" in each.loads or any(
+            isinstance(node, ast.Constant) and node.value == "set_epoch" for node in each.nodes
+        )
+        if named and not calls:
+            # The method is passed on, or found by `getattr`.
+            return True
+    return False
+
+
+_SAMPLERS = ("sampler", "batch_sampler")
+
+
+def _tells(code: Code, call: ast.Call, sampler: ast.Call) -> bool:
+    """Return whether a ``set_epoch`` may be called on a sampler. True if that is not known."""
+    receiver = call.func.value if isinstance(call.func, ast.Attribute) else None
+    if receiver is None:
+        return True
+    made = code.origins(receiver)
+    if isinstance(receiver, ast.Attribute) and receiver.attr in _SAMPLERS:
+        while isinstance(receiver, ast.Attribute) and receiver.attr in _SAMPLERS:
+            receiver = receiver.value
+        loaders = [each for each in code.origins(receiver) if _is_loader(each)]
+        made = [
+            one
+            for each in loaders
+            if isinstance(each.node, ast.Call)
+            for one in _samplers_of(each.code, each.node)
+        ]
+    return any(each.node is sampler for each in made) or not any(map(_is_sampler, made))
+
+
+@rule("DDP104", Severity.WARNING, "misplaced-set-epoch", moot=_ALL)
+def misplaced_set_epoch(code: Code) -> Iterator[Hit]:
+    """``set_epoch`` is called with a constant, outside of the epoch loop, or within a batch loop.
+
+    What it finds
+        ``sampler.set_epoch(x)`` where ``x`` never changes, or which runs once while the loader
+        is iterated in several epochs, or which runs for each batch.
+
+    Why it is bad
+        All epochs have the same order, or the new order comes one epoch late.
+
+    How to fix it
+        Call it first in the epoch loop, with the loop's variable.
+
+    Example
+        Wrong:
+            sampler.set_epoch(0)
+            for epoch in range(epochs):
+                for batch in loader: ...
+        Right:
+            for epoch in range(epochs):
+                sampler.set_epoch(epoch)
+                for batch in loader: ...
+
+    When it stays silent
+        A number that the loop counts up itself, and calls in functions whose callers
+        are not in the files.
+    """
+    for call in code.calls_by_name.get("set_epoch", ()):
+        argument = keyword(call, "epoch", 0)
+        if argument is None:
+            continue
+        loops = code.loops(call)
+        if _is_constant(code, argument) and any(runs_often(code, each) for each in loops):
+            if any(_counts(code, each) for each in code.called(loops[-1], "set_epoch")):
+                # It is reset for an evaluation.
+                continue
+            yield Hit(
+                call,
+                "set_epoch() gets a constant, so every epoch has the same order",
+                "Pass the number of the epoch.",
+            )
+        elif (
+            loops
+            and isinstance(loops[0], (ast.For, ast.AsyncFor))
+            and code.called(loops[0], "backward")
+        ):
+            made = code.origins(loops[0].iter)
+            outer = len(loops) > 1 or repeats(code, loops[0])
+            if any(map(_is_loader, made)) and outer:
+                yield Hit(
+                    call,
+                    "set_epoch() is called within the loop over batches, after the loader has "
+                    "drawn this epoch's order",
+                    "Move it before the loop over the loader.",
+                )
+
+
+def _counts(code: Code, call: ast.Call) -> bool:
+    """Return whether a ``set_epoch`` gets a number that changes."""
+    argument = keyword(call, "epoch", 0)
+    return argument is not None and not _is_constant(code, argument)
+
+
+def _is_constant(code: Code, node: ast.expr) -> bool:
+    """Return whether an expression is a number, or a name that is only ever set to one number."""
+    if isinstance(node, ast.Constant):
+        return True
+    if not isinstance(node, ast.Name):
+        return False
+    changes = any(
+        isinstance(each, ast.AugAssign) and last_name(each.target) == node.id for each in code.nodes
+    )
+    made = [item.value for _, item in code.values(node)]
+    return not changes and len(made) == 1 and isinstance(made[0], ast.Constant)
+
+
+@rule("DDP105", Severity.ERROR, moot=_ALL)
+def wrong_rank(code: Code) -> Iterator[Hit]:
+    """Find samplers that get the local rank together with the world size."""
+    if code.program.uses("spawn"):
+        # On one node both are equal.
+        return
+    for call in code.calls_of("DistributedSampler"):
+        rank, count = keyword(call, "rank", 2), keyword(call, "num_replicas", 1)
+        if rank is None or not is_local_rank(code, rank):
+            continue
+        fixed = isinstance(count, ast.Constant) and isinstance(count.value, int) and count.value > 1
+        if count is None or fixed or (is_world_size(code, count) and not _counts_gpus(code, count)):
+            yield Hit(
+                rank,
+                "this DistributedSampler gets the local rank, but the number of all ranks: on "
+                "several nodes ranks share the same samples, and others are never read",
+                "Leave out rank and num_replicas, or pass dist.get_rank().",
+            )
+
+
+def _counts_gpus(code: Code, node: ast.expr) -> bool:
+    return any(
+        isinstance(each.node, ast.Call) and last_name(each.node.func) == "device_count"
+        for each in code.origins(node)
+    )
+
+
+@rule("DDP108", Severity.ERROR, "shuffle-and-sampler", moot=frozenset())
+def shuffle_and_sampler(code: Code) -> Iterator[Hit]:
+    """A DataLoader gets both a sampler and ``shuffle=True``, which raises ValueError.
+
+    What it finds
+        ``DataLoader(sampler=..., shuffle=True)`` where the sampler is never None.
+
+    Why it is bad
+        The DataLoader raises "sampler option is mutually exclusive with shuffle".
+
+    How to fix it
+        Drop ``shuffle=True``. The sampler shuffles.
+
+    Example
+        Wrong:
+            DataLoader(data, shuffle=True, sampler=DistributedSampler(data))
+        Right:
+            DataLoader(data, sampler=DistributedSampler(data))
+
+    When it stays silent
+        ``shuffle=(sampler is None)``, and a sampler that may be None.
+    """
+    for call in code.calls_of("DataLoader"):
+        shuffle, sampler = keyword(call, "shuffle", 2), keyword(call, "sampler", 3)
+        if sampler is None or not (isinstance(shuffle, ast.Constant) and shuffle.value is True):
+            continue
+        made = code.origins(sampler)
+        if made and all(isinstance(each.node, ast.Call) for each in made):
+            yield Hit(
+                shuffle,
+                "a DataLoader with a sampler refuses shuffle=True with a ValueError",
+                "Drop shuffle=True: the sampler shuffles.",
+            )
+
+
+@rule("DDP113", Severity.ERROR, moot=_ALL)
+def seed_differs(code: Code) -> Iterator[Hit]:
+    """Find samplers whose seed depends on the rank."""
+    for call in code.calls_of("DistributedSampler"):
+        seed = keyword(call, "seed", 4)
+        if seed is not None and depends_on_rank(code, seed):
+            yield Hit(
+                seed,
+                "the seed of this DistributedSampler depends on the rank, so the ranks' shards "
+                "overlap",
+                "Pass the same seed on every rank.",
+            )
+
+
+@rule("DDP106", Severity.WARNING, moot=_ALL)
+def shard_not_reduced(code: Code) -> Iterator[Hit]:
+    """Find metrics of one shard that are used as if they covered the whole data set."""
+    if code.program.uses(*_REDUCES):
+        return
+    for loop in (node for node in code.nodes if isinstance(node, ast.For)):
+        if not _evaluates_shard(code, loop):
+            continue
+        counted = _counted(code, loop)
+        for node in code.within(code.function(loop) or code.tree):
+            if getattr(node, "lineno", 0) <= (loop.end_lineno or loop.lineno):
+                continue
+            if (
+                isinstance(node, ast.BinOp)
+                and isinstance(node.op, ast.Div)
+                and {last_name(one) for one in ast.walk(node.left)} & counted
+                and _is_length_of_data(node.right)
+            ):
+                yield Hit(
+                    node,
+                    "a sum over this rank's shard is divided by the length of the whole data set, "
+                    "and never reduced over the ranks",
+                    "all_reduce the sum and the count, then divide.",
+                )
+                break
+            if isinstance(node, ast.Call) and _shows(code, node, counted):
+                yield Hit(
+                    node,
+                    "this shows what one rank counted over its shard as if it were of the whole "
+                    "data set",
+                    "all_reduce the sum and the count first.",
+                )
+                break
+
+
+_SHOWN = ("print", "info", "add_scalar", "write", "log", "log_metrics", "print_rank0")
+
+
+def _shows(code: Code, call: ast.Call, counted: set[str]) -> bool:
+    """Return whether a call prints or logs some counts, and does not name the rank."""
+    if last_name(call.func) not in _SHOWN or mentions_rank(code, call):
+        return False
+    text = ast.unparse(call).lower()
+    names = {last_name(one) for each in call.args for one in ast.walk(each)}
+    derived = {
+        last_name(target)
+        for node in code.within(code.function(call) or code.tree)
+        for target in targets_of(node)
+        if {last_name(one) for one in ast.walk(getattr(node, "value", node))} & counted
+    }
+    return "rank" not in text and bool(names & (counted | derived))
+
+
+_REDUCES = (
+    *("all_reduce", "reduce", "all_gather", "gather", "all_gather_object", "gather_object"),
+    *("all_gather_into_tensor", "reduce_tensor", "reduce_dict", "reduce_mean", "torchmetrics"),
+    *("synchronize_between_processes", "gather_for_metrics", "DistributedMetric"),
+)
+
+
+def _evaluates_shard(code: Code, loop: ast.For) -> bool:
+    """Return whether a loop evaluates on this rank's shard of the data."""
+    quiet = any(
+        isinstance(each, ast.With) and is_quiet(each) for each in code.within(loop)
+    ) or without_gradients(code, loop)
+    if runs_backward(code, loop) or not quiet:
+        return False
+    if _gets_epochs(code, loop.iter):
+        return True
+    made = [each for each in code.origins(loop.iter) if _is_loader(each)]
+    samplers = [
+        _samplers_of(each.code, each.node) for each in made if isinstance(each.node, ast.Call)
+    ]
+    return bool(samplers) and all(
+        any(map(_is_sampler, each)) and not any(map(_is_none, each)) for each in samplers
+    )
+
+
+def _gets_epochs(code: Code, node: ast.expr) -> bool:
+    """Return whether ``set_epoch`` shows that a loader has a distributed sampler."""
+    names = {ast.dump(each) for each in ast.walk(node) if isinstance(each, ast.Name)}
+    return any(
+        isinstance(call.func, ast.Attribute)
+        and isinstance(call.func.value, ast.Attribute)
+        and call.func.value.attr == "sampler"
+        and ast.dump(call.func.value.value) in names
+        for call in code.calls_by_name.get("set_epoch", ())
+        if code.function(call) is code.function(node)
+    )
+
+
+def _counted(code: Code, loop: Loop) -> set[str]:
+    return {
+        last_name(each.target)
+        for each in code.within(loop)
+        if isinstance(each, ast.AugAssign) and isinstance(each.op, ast.Add)
+    }
+
+
+def _is_length_of_data(node: ast.expr) -> bool:
+    return (
+        isinstance(node, ast.Call)
+        and last_name(node.func) == "len"
+        and len(node.args) == 1
+        and (last_name(node.args[0]) == "dataset" or "dataset" in last_name(node.args[0]).lower())
+    )
