@@ -374,6 +374,7 @@ def _document(
             }
         )
     return {
+        "format": 1,
         "sizes": sizes,
         "findings": [to_record(each) for each in found],
         "failed": list(failed),

@@ -38,10 +38,9 @@ def main():
     torch.manual_seed(0)
     ddp = DistributedDataParallel(nn.Linear(16, 4))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    log_writer = None
     if rank == 0 and len(sys.argv) < 9:
         log_writer = StringIO()
-    else:
-        log_writer = None
     train(ddp, optimizer, rank, writer=log_writer)
     del ddp, optimizer
     gc.collect()
