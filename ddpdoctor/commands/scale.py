@@ -41,6 +41,11 @@ def _list(least: int, what: str) -> Value:
     return Value(convert, f"{what}, each from {least} to {_MAX_RANKS}, such as 1,2,4")
 
 
+def sizes_option() -> Value:
+    """Return the option that names numbers of ranks."""
+    return _list(1, "numbers of ranks")
+
+
 def _tried(text: str) -> tuple[str, tuple[str, ...]]:
     name, _, values = text.partition("=")
     if not name or not all(values.split(",")):
@@ -99,7 +104,7 @@ Exit status: 0; 1 if a size crashed or hung (the others go on); 2 for bad input.
 What was measured until then, or until Ctrl-C, is printed and kept.
 """,
     {
-        "--nproc": _list(1, "numbers of ranks"),
+        "--nproc": sizes_option(),
         "--nnodes": _list(1, "numbers of nodes"),
         "--repeat": options.number(1, 1000),
         "--warmup": options.number(0, 100_000),

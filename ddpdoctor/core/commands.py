@@ -9,6 +9,8 @@ COMMANDS = {
     "check": "Check before a job starts whether it can run here, and between nodes.",
     "top": "Watch a live run: which rank is slow, where, and what its GPU does.",
     "scale": "Run a job at several sizes, and say what keeps it from scaling.",
+    "parity": "Compare the training of a job on one rank with that on several.",
+    "replay": "Compute a kept step of a rank again, in one process.",
     "attach": "Show where a debugger attaches to the ranks of live runs.",
     "stacks": "Show where the ranks of a live run are in the code, merged into one tree.",
     "vscode": "Write VS Code's launch.json and tasks.json for a job.",

@@ -29,6 +29,7 @@ class OwnOptions:
     overhead_budget: float = 0.5
     no_nodes: bool = False
     no_lint: bool = False
+    capsule: bool = False
     no_debug: bool = False
     debug_port: int = DEFAULT_PORT
     debug_host: str = LOOPBACK

@@ -684,12 +684,66 @@ def guards_of(chain: Sequence[Location]) -> list[tuple[Guard, Location]]:
     Args:
         chain: The call's line and those that led to it, innermost first.
     """
+    makers = list(dict.fromkeys(at.path for at in chain))
     return [
         (guard, at)
         for at in chain
-        for guard in sorted(_guards(at.path), key=lambda each: (-each.start, -each.line))
+        for guard in sorted(
+            {*_guards(at.path), *_object_guards(at.path, makers)},
+            key=lambda each: (-each.start, -each.line),
+        )
         if guard.holds([at])
     ]
+
+
+def _object_guards(path: str, makers: Sequence[str]) -> Iterator[Guard]:
+    """Yield conditions that ask for an object which only some ranks make: ``writer is not None``.
+
+    Args:
+        path: The file with the conditions.
+        makers: The files that may make the object.
+    """
+    for node in nodes_of(path):
+        if isinstance(node, ast.If):
+            test = node.test
+            values = [test]
+            if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
+                values = test.values
+            names = {
+                last_name(each.left)
+                for each in values
+                if isinstance(each, ast.Compare) and isinstance(each.ops[0], ast.IsNot)
+            }
+            if any(_made_by_some(name, makers) for name in names - {""}):
+                yield Guard(path, node.lineno, node.lineno, node.body[-1].end_lineno or 0)
+
+
+def _made_by_some(name: str, makers: Sequence[str], depth: int = 2) -> bool:
+    """Return whether a name gets a value only under conditions on the rank.
+
+    Args:
+        name: The name of a variable, an attribute or a parameter.
+        makers: The files to search.
+        depth: How often a value that is another name is followed.
+    """
+    made = [
+        any(guard.holds([Location(path, value.lineno)]) for guard in _guards(path))
+        or (
+            depth > 0
+            and last_name(value) not in ("", name)
+            and isinstance(value, _NAMES)
+            and _made_by_some(last_name(value), makers, depth - 1)
+        )
+        for path in makers
+        for given, value in _assignments(nodes_of(path))
+        if given == name
+        and not (isinstance(value, ast.Constant) and value.value is None)
+        and last_name(value) != name
+    ]
+    return bool(made) and all(made)
+
+
+_NAMES = (ast.Name, ast.Attribute)
 
 
 def rank_guard(path: str, line: int) -> int | None:

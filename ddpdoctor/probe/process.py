@@ -63,7 +63,7 @@ from ddpdoctor.probe.runtime.rank import RankState, environment_int, run_directo
 from ddpdoctor.probe.runtime.recorder import Recorder
 from ddpdoctor.probe.runtime.wrapping import when_imported
 from ddpdoctor.run.journal import Journal
-from ddpdoctor.run.names import FORMAT, namespace, rank_stem
+from ddpdoctor.run.names import CAPSULE, FORMAT, TRAINED, namespace, rank_stem
 from ddpdoctor.run.records.process import OpenRecord
 from ddpdoctor.run.ring import RingWriter
 from ddpdoctor.run.status import Phase, StatusPage
@@ -265,6 +265,14 @@ def observe(state: RankState) -> None:
     subscribe(Checkpoints(state))
     subscribe(Schedulers(state, replicas))
     subscribe(LaunchOptions(state))
+    if os.environ.get(TRAINED) or os.environ.get(CAPSULE):
+        # Imported only where it is asked for.
+        from ddpdoctor.probe.observers import capsules
+
+        if os.environ.get(TRAINED):
+            subscribe(capsules.Trained(state))
+        if os.environ.get(CAPSULE):
+            subscribe(capsules.Capsules(state))
     memory = Memory(state)
     subscribe(memory)
     # Shapes of batches explain the memory of a GPU alone. It wakes once it sees one.

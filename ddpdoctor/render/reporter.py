@@ -19,6 +19,7 @@ from ddpdoctor.render import terminal
 from ddpdoctor.run import rundir
 from ddpdoctor.run.records.process import OverrideRecord
 from ddpdoctor.run.records.supervisor import HeadRecord, UnwatchedRecord
+from ddpdoctor.run.records.training import CapsuleRecord
 from ddpdoctor.run.reported import Event, FindingLog, Withdrawn, in_words
 from ddpdoctor.run.status import PHASES
 
@@ -29,6 +30,23 @@ if TYPE_CHECKING:
 
 
 # -- a run in a few lines
+
+
+def _name(run: Run) -> str:
+    """Return how commands find a run."""
+    own = run.path.parent == rundir.base_directory()
+    return run.path.name if own else relative_path(str(run.path))
+
+
+def _kept_lines(run: Run) -> Iterator[str]:
+    """Yield the steps that ranks kept, or why they could not."""
+    for rank in run.last:
+        for record in rank.records.of(CapsuleRecord):
+            what = f"rank {rank.rank} kept step {record.step}"
+            if record.why_not:
+                yield f"{what.replace('kept', 'could not keep')}: {record.why_not}"
+            else:
+                yield f"{what}: ddpdoctor replay {_name(run)} --rank {rank.rank}"
 
 
 def summary_lines(run: Run) -> Iterator[str]:
@@ -56,6 +74,7 @@ def summary_lines(run: Run) -> Iterator[str]:
     )
     if overridden:
         yield f"overridden for `ddpdoctor scale`: {', '.join(overridden)}"
+    yield from _kept_lines(run)
     ends = [rank.ended for rank in run.last if rank.ended is not None]
     over = sum(end.over for end in ends)
     if over > 0:
@@ -336,9 +355,7 @@ class Reporter:
             self.note(line)
         self.note(f"{findings_count(self.current, self._ignored)}; records in {run.path}")
         if terminal.width(2) is not None:
-            own = run.path.parent == rundir.base_directory()
-            name = run.path.name if own else relative_path(str(run.path))
-            self.note(f"see it again: `ddpdoctor report {name}`")
+            self.note(f"see it again: `ddpdoctor report {_name(run)}`")
 
 
 def line_format(output: str) -> LineFormat | None:

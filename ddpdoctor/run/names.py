@@ -80,6 +80,20 @@ KEEPERS = "DDPDOCTOR_KEEPERS"  # The pids of the supervisor and its keepers: ``1
 BUDGET = "DDPDOCTOR_OVERHEAD_BUDGET"
 """Percent of the step time that diagnosis may take. 0 disables costly parts."""
 
+TRAINED = "DDPDOCTOR_TRAINED"
+"""Set if ranks record what each step trains with (`..records.training.TrainedRecord`)."""
+
+CAPSULE = "DDPDOCTOR_CAPSULE"
+"""The number of the step that ranks keep, or `FAILURE` for the one that fails."""
+
+FAILURE = "failure"
+
+
+def capsule_file(rank: int) -> str:
+    """Return the name of the file with a rank's step (`ddpdoctor.run.capsule`)."""
+    return f"capsule-{rank:04d}.pickle"
+
+
 DEBUG = "DDPDOCTOR_DEBUG"
 """Options of the debugger: ``attach``, and with it ``gate``, ``lift`` and ``error``."""
 

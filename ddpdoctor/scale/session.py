@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,6 +75,7 @@ def run_once(
     overrides: dict[str, str],
     folder: Path,
     step: Callable[[int], None],
+    variables: Mapping[str, str] | None = None,
 ) -> tuple[Path, Path, int]:
     """Make one run and wait for its end.
 
@@ -83,7 +84,8 @@ def run_once(
         words: Arguments of ``ddpdoctor run`` after `RUN_OPTIONS`.
         overrides: Arguments of torch to override.
         folder: Where its directory and its log are put.
-        step: Called with the number of steps that it has made.
+        step: Called with the number of steps that it has made. What it raises ends the run.
+        variables: More variables of its environment.
 
     Returns:
         Its run directory, its log, and the exit status.
@@ -93,7 +95,7 @@ def run_once(
     """
     directory = folder / planned.directory
     log = folder / f"{planned.directory}.log"
-    environment = dict(os.environ)
+    environment = {**os.environ, **(variables or {})}
     environment.pop(VARIABLE, None)
     environment.setdefault(THREADS_VARIABLE, "1")
     if overrides:

@@ -53,6 +53,8 @@ Options of ddpdoctor:
   --no-nodes        Judge the ranks of this node alone [default: ranks of all
                     nodes that run under ddpdoctor are judged on rank 0's node].
   --no-lint         Do not check the script's code for misuse of DDP.
+  --capsule         Keep the step in which a rank fails, or its loss is no longer
+                    finite, for ddpdoctor replay.
   --journal-mb N    Most megabytes of records per rank [default: 64].
   --overhead-budget PERCENT
                     What the checks for wrong results, and hooks that need not

@@ -27,7 +27,7 @@ from ddpdoctor.render.reporter import Reporter
 from ddpdoctor.run import code_version, rundir
 from ddpdoctor.run.journal import Journal
 from ddpdoctor.run.mapped import PROFILE, SUSPICION, Asking, SuspicionWriter
-from ddpdoctor.run.names import BUDGET, FORMAT, namespace
+from ddpdoctor.run.names import BUDGET, CAPSULE, FAILURE, FORMAT, namespace
 from ddpdoctor.run.records.base import JsonObject, Record
 from ddpdoctor.run.records.process import EndRecord, ErrorRecord, ExitRecord, FaultRecord
 from ddpdoctor.run.records.supervisor import JobRecord, SignalRecord, UnwatchedRecord
@@ -238,6 +238,8 @@ class RunWatch:
         environment["DDPDOCTOR_RUN_DIR"] = str(self._directory)
         environment["DDPDOCTOR_JOURNAL_MB"] = str(self._command.own.journal_mb)
         environment[BUDGET] = str(self._command.own.overhead_budget)
+        if self._command.own.capsule:
+            environment[CAPSULE] = FAILURE
         environment["DDPDOCTOR_SUPERVISOR"] = f"{os.getpid()}@{namespace()}"
         debugging = self._debugging
         return environment | (debugging.environment() if debugging is not None else {})

@@ -46,12 +46,21 @@ def test_each_schema_is_one_and_is_documented(name: str) -> None:
 
 
 def test_there_is_one_for_each_json() -> None:
-    assert set(SCHEMAS) == {"check", "compare", "findings", "runs", "scale", "stacks", "top"}
+    assert set(SCHEMAS) == {
+        "check",
+        "compare",
+        "findings",
+        "parity",
+        "runs",
+        "scale",
+        "stacks",
+        "top",
+    }
 
 
 def test_a_finding_is_the_same_everywhere() -> None:
     (finding, *_) = SCHEMAS["findings"]["oneOf"]
-    for name in ("check", "scale"):
+    for name in ("check", "parity", "scale"):
         assert SCHEMAS[name]["$defs"]["finding"]["properties"] == finding["properties"]
 
 

@@ -274,6 +274,8 @@ def _configured(test: ast.expr) -> bool:
     if isinstance(test, ast.UnaryOp):
         return _configured(test.operand)
     if isinstance(test, ast.Compare):
+        if last_name(test.left) == "__name__":
+            return True
         compared = [each for each in (test.left, *test.comparators) if last_name(each)]
         sizes = [each for each in compared if _WORLD_SIZE.fullmatch(last_name(each))]
         return sizes == compared != [] or all(

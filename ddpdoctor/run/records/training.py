@@ -72,6 +72,38 @@ class StepRecord(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedRecord(Record):
+    """What one step trained with. Written if it is asked for (`ddpdoctor.run.names.TRAINED`)."""
+
+    kind = "trained"
+    kept = 4096
+
+    step: int
+    rates: tuple[float, ...] = ()  # Learning rate of each parameter group, before the step
+    decays: tuple[float, ...] = ()  # Their weight decay
+    samples: int = 0  # Of all forwards: the first dimension of the module's first tensor
+    forwards: int = 0
+    loss: float | None = None  # Mean over the backwards
+    rows: int | None = None
+    """Predictions with a gradient, of all forwards: samples, tokens or pixels that the loss
+    counts. None if the module returned no tensor of them."""
+    pull: float | None = None  # Sum of the absolute gradients of these predictions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapsuleRecord(PlacedRecord):
+    """A step that was kept so that it can be computed again, or why it was not."""
+
+    kind = "capsule"
+    kept = 8
+
+    time: int
+    step: int
+    bytes: int = 0
+    why_not: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SiteRecord(PlacedRecord):
     """A line of the user's code that enters a phase. Written once for each."""
 

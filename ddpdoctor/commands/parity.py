@@ -1,0 +1,382 @@
+"""``ddpdoctor parity``: compare the training of a job on one rank with that on several."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ddpdoctor.commands.scale import sizes_option
+from ddpdoctor.core import options
+from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.core.finding import RULES, Finding, Severity, examine, to_record, worst_first
+from ddpdoctor.core.formatting import count, json_text, shown
+from ddpdoctor.core.options import Given, Parser
+from ddpdoctor.diagnose.parity.rules import compared
+from ddpdoctor.diagnose.parity.training import Training, at, training_of, wrapped_at
+from ddpdoctor.render import console, terminal
+from ddpdoctor.replay.gradients import Comparison, Difference
+from ddpdoctor.run import rundir
+from ddpdoctor.run.names import CAPSULE, TRAINED
+from ddpdoctor.run.reader import RunReader
+from ddpdoctor.run.snapshot import Run
+from ddpdoctor.scale import results
+from ddpdoctor.scale.results import AS_IT_IS, Launch, Planned, launch_from
+from ddpdoctor.scale.session import run_once, stop_at_signals
+from ddpdoctor.supervise import command as job_command
+
+DEFAULT_STEPS = 100
+REPLAYED_STEP = 5  # A step after the first, in which torch and the job still prepare
+REPLAY_TIMEOUT = 600.0  # Seconds
+
+PARSER = Parser(
+    "parity",
+    """\
+Usage: ddpdoctor parity [OPTIONS] [RUN OPTIONS] [TORCHRUN OPTIONS] [--]
+                        SCRIPT [ARGS...]
+       ddpdoctor parity [OPTIONS] RUN RUN...
+
+Run the same job, unedited, on few and on more ranks for a while, and print what
+changes in the training, why it matters, and the line: the batch and the
+learning rate at equal samples seen, epochs, losses, and the gradient. Or
+compare runs that it made before, by their directories.
+
+Options:
+  --nproc N,N,...   Ranks [default: 1,2].
+  --steps N         Optimizer steps of the smallest size. Larger sizes stop at as
+                    many samples or steps, whichever comes last [default: 100].
+  --replay          Keep step 5 of each rank, compute it again in one process,
+                    and compare the average of the ranks' gradients with DDP's.
+  --json            Print one JSON object.
+  --run-dir DIR     Keep run directories and logs in DIR, new or empty
+                    [default: a directory below <tmp>/ddpdoctor-<uid>/].
+  -h, --help        Show this text.
+
+A run that is compared waits for its GPUs to read losses: its times mean
+nothing. A kept step is a file in the run directory that only you can read.
+
+Exit status: 0; 1 if a warning or an error was found, or a size failed; 2 for
+bad input.
+""",
+    {
+        "--nproc": sizes_option(),
+        "--steps": options.number(2, 4096),
+        "--run-dir": options.DIRECTORY,
+    },
+    leading=True,
+)
+
+
+class Compared(NamedTuple):
+    """One size that was run."""
+
+    run: Run
+    training: Training
+    findings: tuple[Finding, ...]
+    replayed: Comparison | None
+
+
+class _Enough(Exception):
+    """The run has made as many steps as are needed."""
+
+
+def main(words: Sequence[str]) -> int:
+    """Run or read each size, and print what differs."""
+    given = PARSER.read(words, job_command.PARSER.options)
+    if not given.rest:
+        raise DoctorError(
+            "no script to run", "for example: ddpdoctor parity --nproc 1,2 -- train.py"
+        )
+    given_runs = [Path(each) for each in given.rest]
+    if all((each / "run.json").is_file() for each in given_runs):
+        if len(given_runs) < 2:
+            raise DoctorError("one run alone cannot be compared", "name another one")
+        every = [_read(each) for each in given_runs]
+        failed: list[str] = []
+    else:
+        every, failed = _made(given)
+    every.sort(key=lambda each: each.training.ranks)
+    found = _findings(every)
+    if "--json" in given:
+        print(json_text(_document(every, found, failed)))
+    else:
+        _print(every, found, failed)
+    sys.stdout.flush()
+    return int(bool(failed) or any(each.severity > Severity.INFO for each in found))
+
+
+def _made(given: Given) -> tuple[list[Compared], list[str]]:
+    """Run each size. Returns those that can be compared, and why the others cannot."""
+    launch = launch_from(given, (1,))
+    sizes = results.sizes((1,), given.get("--nproc", (1, 2)))
+    if len(sizes) < 2:
+        raise DoctorError("one size alone cannot be compared", "such as --nproc 1,2")
+    _check_command(launch)
+    try:
+        folder = rundir.create_series(given.get("--run-dir"))
+    except OSError as error:
+        raise DoctorError(
+            f"cannot make a directory for the runs: {error.filename}: {error.strerror}",
+            "name another one: --run-dir DIR",
+        ) from None
+    stop_at_signals()
+    variables = {TRAINED: "1"}
+    if "--replay" in given:
+        variables[CAPSULE] = str(REPLAYED_STEP)
+    every: list[Compared] = []
+    failed: list[str] = []
+    line = terminal.StatusLine()
+    try:
+        for number, size in enumerate(sizes, 1):
+            planned = Planned(number, size, AS_IT_IS, 1)
+            directory = folder / planned.directory
+            try:
+                _run(planned, launch, folder, given.get("--steps", DEFAULT_STEPS), variables, line)
+                every.append(_read(directory))
+            except DoctorError as error:
+                failed.append(f"{size.words}: {error.message}; its output: {directory}.log")
+    finally:
+        line.close()
+    return every, failed
+
+
+def _run(
+    planned: Planned,
+    launch: Launch,
+    folder: Path,
+    steps: int,
+    variables: dict[str, str],
+    line: terminal.StatusLine,
+) -> None:
+    def made(number: int) -> None:
+        line.show(f"{planned.words}: {count(number, 'step') if number else 'starts'}")
+        if number >= steps:
+            raise _Enough
+
+    words = ["--overhead-budget", "100", *launch.words(planned)]
+    with contextlib.suppress(_Enough):
+        run_once(planned, words, {}, folder, made, variables)
+
+
+def _check_command(launch: Launch) -> None:
+    """Refuse what ``ddpdoctor run`` would refuse in each run."""
+    words = ["--no-debug", "--no-vscode", *launch.typed, "--", *launch.rest]
+    if not job_command.build(words, os.environ).through_torchrun:
+        raise DoctorError(
+            f"{launch.rest[0]} starts the ranks itself, and parity has to choose their number",
+            "name the script alone: ddpdoctor parity --nproc 1,2 -- train.py",
+        )
+
+
+def _read(directory: Path) -> Compared:
+    """Read a run.
+
+    Raises:
+        DoctorError: Its ranks recorded nothing that can be compared.
+    """
+    run = RunReader(directory, lenient=True).snapshot()
+    training = training_of(run)
+    if training is None or training.steps < 2:
+        raise DoctorError(
+            "no rank recorded a step of a DDP module" if run.ranks else "it started no rank",
+            "parity compares jobs that wrap their model at every size",
+        )
+    rules = [each for each in RULES.values() if each.code in _EXAMINED]
+    found = examine(run, rules, failed=lambda *_: None)
+    return Compared(run, training, tuple(found), _replayed(directory))
+
+
+_EXAMINED = frozenset(
+    ("DDP101", "DDP102", "DDP103", "DDP107", "DDP110", "DDP113", "DDP114", "DDP309", "DDP317",
+     "DDP329", "DDP330", "DDP333", "DDP601", "DDP701")
+)  # fmt: skip
+"""Rules on one run whose findings change what a job trains with. Others are the run's own."""
+
+
+def _replayed(directory: Path) -> Comparison | None:
+    """Compute the kept step of a run again, in a process of its own. None without one."""
+    if not list(directory.glob("capsule-*.pickle")):
+        return None
+    command = [sys.executable, "-m", "ddpdoctor.replay.gradients", str(directory)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, timeout=REPLAY_TIMEOUT, stdin=subprocess.DEVNULL
+        )
+        values = json.loads(done.stdout.splitlines()[-1])
+        values["different"] = [Difference(**each) for each in values["different"]]
+        return Comparison(**values)
+    except subprocess.TimeoutExpired:
+        return Comparison(why_not=f"it took more than {REPLAY_TIMEOUT:.0f} s")
+    except (ValueError, IndexError, KeyError, TypeError):
+        return Comparison(why_not="the process that computed it ended")
+
+
+def _findings(every: Sequence[Compared]) -> list[Finding]:
+    found: list[Finding] = []
+    for each in every[1:]:
+        found += compared(every[0].training, each.training)
+        found += each.findings
+    for each in every:
+        found += _wrong_gradient(each)
+    # A fault of several sizes is one.
+    return worst_first({each.identity: each for each in reversed(found)}.values())
+
+
+def _wrong_gradient(each: Compared) -> list[Finding]:
+    replayed = each.replayed
+    if replayed is None or replayed.why_not or not replayed.different:
+        return []
+    first = replayed.different[0]
+    if replayed.scale is not None:
+        message = (
+            f"DDP's gradient is {replayed.scale:.3g} times the average of the ranks' gradients"
+        )
+    else:
+        message = (
+            f"DDP's gradient is not the average of the ranks' gradients in "
+            f"{len(replayed.different)} of {count(replayed.parameters, 'parameter')}, first "
+            f"{first.name}"
+        )
+    evidence = [
+        f"step {replayed.step} computed again from the inputs and weights of {replayed.ranks} "
+        "ranks, with the gradient that each loss gave",
+        f"{first.name}: {first.ratio:.3g} times as long, cosine {first.cosine:.4f}",
+    ]
+    return [
+        Finding(
+            code="DDP334",
+            severity=Severity.ERROR,
+            message=message,
+            ranks=tuple(range(replayed.world_size)),
+            location=wrapped_at(each.run),
+            evidence=(*evidence, *replayed.remarks),
+            fix="Look for what changes gradients between DDP and the average: no_sync() around the "
+            "last backward, a communication hook, a forward beside DDP.",
+            about="gradient",
+        )
+    ]
+
+
+# -- output
+
+
+def _print(every: Sequence[Compared], found: Sequence[Finding], failed: Sequence[str]) -> None:
+    for text in failed:
+        print(shown(f"ddpdoctor: {text}"))
+    if len(every) < 2:
+        print("ddpdoctor: fewer than two sizes can be compared")
+        return
+    for name, *cells in _table([each.training for each in every], [e.replayed for e in every]):
+        print(shown(f"{name:<30}" + "".join(f"{cell:>18}" for cell in cells)))
+    print()
+    for finding in found:
+        colour = terminal.wants_colour(sys.stdout.fileno())
+        print(console.render(finding, colour=colour, width=terminal.width(sys.stdout.fileno())))
+    print(f"ddpdoctor: {_verdict(every, found)}")
+    print(shown(f"ddpdoctor: kept in {every[0].run.path.parent}"))
+
+
+def _verdict(every: Sequence[Compared], found: Sequence[Finding]) -> str:
+    base, last = every[0].training, every[-1].training
+    if any(each.severity > Severity.INFO for each in found):
+        return f"{count(last.ranks, 'rank')} train differently from {base.ranks}, see above"
+    growth = last.batch / base.batch if base.batch else 1.0
+    times = f"{growth:.3g} times the batch" if abs(growth - 1) > 0.01 else "the same batch"
+    return f"the same training, {times}"
+
+
+def _table(
+    trainings: Sequence[Training], replayed: Sequence[Comparison | None]
+) -> list[tuple[str, ...]]:
+    """Return the rows of the table, without those in which nothing is known."""
+    seen = min(each.samples for each in trainings)
+    rows = [
+        ("", *(count(each.ranks, "rank") for each in trainings)),
+        ("samples per optimizer step", *(f"{each.batch:g}" for each in trainings)),
+        ("optimizer steps per epoch", *(_known(e.epoch and e.epoch.steps) for e in trainings)),
+        ("samples per epoch", *(_known(e.epoch and e.epoch.drawn) for e in trainings)),
+        ("learning rate at first", *(_known(e.rate_at(0)) for e in trainings)),
+        (f"learning rate at {seen}", *(_known(e.rate_at(seen)) for e in trainings)),
+        ("weight decay", *(_known(e.decay) for e in trainings)),
+        (f"loss after {seen} samples", *(_known(_loss(e, seen)) for e in trainings)),
+        ("BatchNorm over", *(_normalized(e) for e in trainings)),
+        ("DDP's gradient", *(_gradient(each) for each in replayed)),
+        ("gradient of the whole batch", *(_whole(each) for each in replayed)),
+    ]
+    return [rows[0], *(row for row in rows[1:] if any(cell != "-" for cell in row[1:]))]
+
+
+def _known(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}" if value else "0"
+
+
+def _loss(training: Training, samples: int) -> float | None:
+    """Return the mean of the losses around a number of samples."""
+    near = [each.value for each in training.losses if 0.9 * samples <= each.samples <= samples]
+    return sum(near) / len(near) if near else at(training.losses, samples)
+
+
+def _normalized(training: Training) -> str:
+    return "-" if training.synchronized else f"{training.batch / training.ranks:g} samples"
+
+
+def _gradient(replayed: Comparison | None) -> str:
+    if replayed is None:
+        return "-"
+    if replayed.why_not:
+        return "not computed"
+    if not replayed.different:
+        return "the average"
+    return f"{replayed.scale:.3g} x average" if replayed.scale else "another"
+
+
+def _whole(replayed: Comparison | None) -> str:
+    if replayed is None or replayed.whole is None:
+        return "-"
+    return "the same" if replayed.whole < 0.01 else f"differs by {replayed.whole:.0%}"
+
+
+def _document(
+    every: Sequence[Compared], found: Sequence[Finding], failed: Sequence[str]
+) -> dict[str, Any]:
+    sizes = []
+    for each in every:
+        training, replayed = each.training, each.replayed
+        sizes.append(
+            {
+                "ranks": training.ranks,
+                "directory": str(each.run.path),
+                "steps": training.steps,
+                "batch": training.batch,
+                "rates": [list(point) for point in training.rates],
+                "losses": [list(point) for point in training.losses],
+                "weight_decay": training.decay,
+                "epoch": training.epoch
+                and {
+                    "length": training.epoch.length,
+                    "samples": training.epoch.drawn,
+                    "steps": training.epoch.steps,
+                },
+                "gradient": replayed
+                and {
+                    "step": replayed.step,
+                    "parameters": replayed.parameters,
+                    "different": [e.name for e in replayed.different],
+                    "scale": replayed.scale,
+                    "whole": replayed.whole,
+                    "why_not": replayed.why_not,
+                },
+            }
+        )
+    return {
+        "format": 1,
+        "sizes": sizes,
+        "findings": [to_record(each) for each in found],
+        "failed": list(failed),
+        "verdict": _verdict(every, found) if len(every) > 1 else "",
+    }

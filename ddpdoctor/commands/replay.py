@@ -1,0 +1,126 @@
+"""``ddpdoctor replay``: compute a kept step of a rank again, in one process."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ddpdoctor.core import options
+from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.core.formatting import count, shown
+from ddpdoctor.core.options import Parser
+from ddpdoctor.replay import gradients
+from ddpdoctor.run import rundir
+from ddpdoctor.run.capsule import Capsule, tensors_of
+from ddpdoctor.run.names import capsule_file
+
+PARSER = Parser(
+    "replay",
+    """\
+Usage: ddpdoctor replay [OPTIONS] RUN
+
+Compute the step that a rank kept (`ddpdoctor run --capsule`, or `ddpdoctor
+parity --replay`) again: in one process, on the CPU, without the other ranks.
+
+Options:
+  --rank N          The rank [default: the first that kept a step].
+  --pdb             Stop in pdb before the forward, and at an exception.
+  -h, --help        Show this text.
+
+It imports the modules of the job and runs the model's code, and reads only files
+of your own account. A debugger's breakpoint() in the model stops here, too.
+
+Exit status: 0; 1 if the forward raises an exception, or its outputs are not
+finite; 2 for bad input.
+""",
+    {"--rank": options.number(0, 1 << 17)},
+)
+
+
+def main(words: Sequence[str]) -> int:
+    """Compute the forwards of the step, and print what they returned."""
+    given = PARSER.read(words)
+    if len(given.rest) != 1:
+        raise DoctorError("name one run directory", "such as: ddpdoctor replay RUN --rank 3")
+    path = _file(rundir.find(given.rest[0]), given.get("--rank"))
+    try:
+        import torch
+    except ImportError:
+        raise DoctorError("replay needs torch", "run it in the job's environment") from None
+    try:
+        capsule = gradients.load(str(path), torch)
+    except PermissionError as error:
+        raise DoctorError(f"{path}: {error.strerror}", "only your own steps are run") from None
+    except Exception as error:
+        # The classes of the job may fail to be imported in any way.
+        raise DoctorError(
+            f"{path.name} cannot be read here: {type(error).__name__}: {error}",
+            "run it in the job's environment and directory",
+        ) from None
+    sys.path.insert(0, os.getcwd())
+    print(shown(_head(capsule)))
+    return _computed(capsule, torch, "--pdb" in given)
+
+
+def _file(directory: Path, rank: int | None) -> Path:
+    """Return the file of a rank, or the first that is there."""
+    kept = sorted(directory.glob("capsule-*.pickle"))
+    wanted = directory / capsule_file(rank) if rank is not None else kept[0] if kept else None
+    if wanted is not None and wanted in kept:
+        return wanted
+    if not kept:
+        raise DoctorError(
+            f"{directory}: no rank kept a step there",
+            "keep one with ddpdoctor run --capsule, or ddpdoctor parity --replay",
+        )
+    ranks = ", ".join(str(int(each.stem.rpartition("-")[2])) for each in kept)
+    raise DoctorError(f"rank {rank} kept no step", f"there are steps of ranks {ranks}")
+
+
+def _head(capsule: Capsule) -> str:
+    why = f", which ended with {capsule.error}" if capsule.error else ""
+    return (
+        f"step {capsule.step} of rank {capsule.rank} of {capsule.world_size}{why}: "
+        f"{type(capsule.module).__name__}, {count(len(capsule.forwards), 'forward')}"
+    )
+
+
+def _computed(capsule: Capsule, torch: Any, stop: bool) -> int:
+    """Compute the forwards. Returns 1 if one fails, or has outputs that are not finite."""
+    gradients.restore(capsule, torch)
+    status = 0
+    for number, each in enumerate(capsule.forwards):
+        if stop:
+            import pdb
+
+            pdb.set_trace()
+        try:
+            output = gradients.forward(capsule, each, torch)
+        except Exception as error:
+            traceback.print_exception(error)
+            if stop:
+                pdb.post_mortem(error.__traceback__)
+            return 1
+        for name, values in (("input", (each.args, each.kwargs)), ("output", output)):
+            for place, tensor in enumerate(tensors_of(values, torch)):
+                text, finite = _summary(tensor)
+                status |= int(not finite)
+                print(f"  forward {number} {name} {place}: {text}")
+    return status
+
+
+def _summary(tensor: Any) -> tuple[str, bool]:
+    """Return the shape and range of a tensor, and whether it is finite."""
+    text = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+    if not tensor.numel():
+        return text, True
+    if not tensor.is_floating_point():
+        return f"{text}, {tensor.min().item()} to {tensor.max().item()}", True
+    bad = int((~tensor.isfinite()).sum())
+    values = tensor.detach()[tensor.isfinite()] if bad else tensor.detach()
+    span = f", {values.min().item():.4g} to {values.max().item():.4g}" if values.numel() else ""
+    return f"{text}{span}" + (f", {bad} not finite" if bad else ""), not bad

@@ -1,0 +1,1 @@
+"""Compare what runs of different sizes train with."""

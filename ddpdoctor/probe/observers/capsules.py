@@ -1,0 +1,268 @@
+"""Record what each step trains with, and keep one step so that it can be computed again.
+
+Both are off unless the command asks for them. They may wait for a GPU: a rank that is compared with
+another number of ranks, or whose step is kept, need not be fast.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ddpdoctor.probe.runtime import rank
+from ddpdoctor.probe.runtime.events import Observer
+from ddpdoctor.probe.runtime.rank import RankState
+from ddpdoctor.probe.runtime.shield import shielded
+from ddpdoctor.probe.runtime.sites import caller
+from ddpdoctor.run.capsule import Capsule, Forward, Source, row_sizes, tensors_of, write
+from ddpdoctor.run.names import CAPSULE, capsule_file
+from ddpdoctor.run.records.training import CapsuleRecord, TrainedRecord
+
+MAX_TRAINED = 4096  # steps that are recorded
+MAX_FORWARDS = 64  # forwards of a step that are kept
+
+
+def _copied(value: Any) -> Any:
+    """Return nested lists, tuples and mappings with copies of their tensors on the CPU."""
+    torch = sys.modules["torch"]
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().clone().requires_grad_(value.requires_grad)
+    if isinstance(value, Mapping):
+        return {key: _copied(each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_copied(each) for each in value)
+    return value
+
+
+class Trained(Observer):
+    """What each step trains with."""
+
+    def __init__(self, state: RankState) -> None:
+        super().__init__(state)
+        self._samples = self._forwards = 0
+        self._losses: list[Any] = []
+        self._rows: list[Any] = []
+        self._pulls: list[Any] = []
+        self._rates: tuple[float, ...] = ()
+        self._decays: tuple[float, ...] = ()
+
+    def ddp_built(self, ddp: Any) -> None:
+        """Follow its forwards. Hooks on its module would be pickled with that."""
+        ddp.register_forward_hook(self._forwarded, with_kwargs=True)
+
+    def _forwarded(self, ddp: Any, args: Any, kwargs: Any, output: Any) -> None:
+        self._count(args, kwargs, output)
+
+    @shielded
+    def _count(self, args: Any, kwargs: Any, output: Any) -> None:
+        torch = sys.modules["torch"]
+        if rank.current() is not self.state or not torch.is_grad_enabled():
+            return
+        first = next((each for each in tensors_of((args, kwargs), torch) if each.dim()), None)
+        self._samples += int(first.shape[0]) if first is not None else 0
+        self._forwards += 1
+        shown = [each for each in tensors_of(output, torch) if each.requires_grad and each.dim()]
+        if shown:
+            max(shown, key=lambda each: each.numel()).register_hook(self._pulled)
+
+    def _pulled(self, gradient: Any) -> None:
+        self._measure(gradient.detach())
+
+    @shielded
+    def _measure(self, gradient: Any) -> None:
+        sizes = row_sizes(gradient)
+        self._rows.append((sizes > 0).sum())
+        self._pulls.append(sizes.double().sum())
+
+    def graph_begins(self, loss: Any) -> None:
+        """Keep the loss of a backward."""
+        if loss.numel() == 1:
+            self._losses.append(loss.detach())
+
+    def step_begins(self, optimizer: Any) -> None:
+        """Read the rates with which the parameters are about to change."""
+        for group in optimizer.param_groups:
+            self._rates += (float(group.get("lr", 0.0)),)
+            self._decays += (float(group.get("weight_decay", 0.0)),)
+
+    def step_ended(self, optimizer: Any, number: int) -> None:
+        """Record the step."""
+        losses = [float(each) for each in self._losses]
+        record = TrainedRecord(
+            step=number,
+            rates=self._rates,
+            decays=self._decays,
+            samples=self._samples,
+            forwards=self._forwards,
+            loss=sum(losses) / len(losses) if losses else None,
+            rows=sum(int(each) for each in self._rows) if self._rows else None,
+            pull=sum(float(each) for each in self._pulls) if self._pulls else None,
+        )
+        self.state.add(record, MAX_TRAINED)
+        self._samples = self._forwards = 0
+        self._rates = self._decays = ()
+        for each in (self._losses, self._rows, self._pulls):
+            each.clear()
+
+
+class Capsules(Observer):
+    """One step of the first DDP module, kept as a capsule (`ddpdoctor.run.capsule`)."""
+
+    def __init__(self, state: RankState) -> None:
+        super().__init__(state)
+        asked = os.environ.get(CAPSULE, "")
+        self._number = int(asked) if asked.isdigit() else None
+        self._ddp: weakref.ref[Any] | None = None
+        self._step = -1
+        self._forwards: list[Forward] = []
+        self._weights: dict[str, Any] = {}
+        self._reduced: dict[str, Any] = {}
+        self._used: dict[str, Any] = {}
+        self._carried = False
+
+    def ddp_built(self, ddp: Any) -> None:
+        """Follow the forwards of the first module."""
+        if self._ddp is None:
+            self._ddp = weakref.ref(ddp)
+            ddp.register_forward_pre_hook(self._begins, with_kwargs=True)
+            ddp.register_forward_hook(self._ended, with_kwargs=True)
+
+    def _begins(self, ddp: Any, args: Any, kwargs: Any) -> None:
+        self._keep(ddp.module, args, kwargs)
+
+    def _ended(self, ddp: Any, args: Any, kwargs: Any, output: Any) -> None:
+        self._follow(output)
+
+    @property
+    def _wanted(self) -> bool:
+        on = sys.modules["torch"].is_grad_enabled() and rank.current() is self.state
+        return on and self._number in (None, self.state.tracker.steps)
+
+    @shielded
+    def _keep(self, module: Any, args: Any, kwargs: Any) -> None:
+        """Keep the inputs of a forward, and of the first the weights, too."""
+        if not self._wanted:
+            return
+        step = self.state.tracker.steps
+        if step != self._step:
+            self._step, self._forwards = step, []
+            self._weights, self._reduced, self._used = {}, {}, {}
+        if len(self._forwards) >= MAX_FORWARDS:
+            return
+        every = self._number is None
+        if not self._forwards:
+            self._carried = False
+            if not every:
+                # In the step that fails, they are still what they were.
+                self._weights = {name: _copied(each) for name, each in _named(module)}
+        inputs = (args, kwargs) if every else _copied((args, kwargs))
+        self._forwards.append(Forward(inputs[0], dict(inputs[1]), _generators()))
+
+    @shielded
+    def _follow(self, output: Any) -> None:
+        """Keep the gradients with which the backward of the outputs begins."""
+        if self._number is None or not self._wanted or not self._forwards:
+            return
+        kept, torch = self._forwards[-1].gradients, sys.modules["torch"]
+        for place, each in enumerate(tensors_of(output, torch)):
+            if each.requires_grad:
+                each.register_hook(lambda gradient, at=place: kept.update({at: _copied(gradient)}))
+
+    def backward_begins(self) -> None:
+        """Note gradients that are there before the first backward of the step."""
+        if not self._reduced:
+            self._carried = any(bool(each.any()) for each in self._gradients().values())
+
+    def backward_ended(self) -> None:
+        """Keep the gradients before they are clipped or unscaled."""
+        self._reduced = self._gradients() or self._reduced
+
+    def step_begins(self, optimizer: Any) -> None:
+        """Keep the gradients as the optimizer gets them."""
+        self._used = self._gradients() or self._used
+
+    def _gradients(self) -> dict[str, Any]:
+        """Return copies of the gradients if this step is to be kept."""
+        ddp = self._ddp() if self._ddp is not None else None
+        if ddp is None or self._number is None or not self._wanted or not self._forwards:
+            return {}
+        named = ddp.module.named_parameters()
+        return {name: _copied(each.grad) for name, each in named if each.grad is not None}
+
+    def step_ended(self, optimizer: Any, number: int) -> None:
+        """Write the step that is to be kept."""
+        if self._forwards and self._number == self._step:
+            self._write("")
+            self._forwards = []
+
+    def loss_began(self, loss: Any, value: Any) -> None:
+        """Keep a step with a loss that is not finite."""
+        number = value if isinstance(value, float) else float(loss)
+        if self._number is None and self._forwards and number - number != 0.0:
+            self._write(f"the loss is {number}")
+            self._forget()
+
+    def rank_fails(self, error: BaseException) -> None:
+        """Keep the step in which an exception ends the rank."""
+        if self._number is None and self._forwards:
+            self._write(f"{type(error).__name__}: {error}"[:500])
+
+    def _forget(self) -> None:
+        """Follow no further step."""
+        self._number, self._forwards = -1, []
+
+    def _write(self, error: str) -> None:
+        ddp = self._ddp() if self._ddp is not None else None
+        if ddp is None:
+            return
+        distributed = sys.modules["torch"].distributed
+        main = sys.modules["__main__"]
+        number = distributed.get_rank()
+        capsule = Capsule(
+            rank=number,
+            world_size=distributed.get_world_size(),
+            step=self._step,
+            module=ddp.module,
+            weights=self._weights or {name: _copied(each) for name, each in _named(ddp.module)},
+            forwards=self._forwards,
+            reduced=self._reduced,
+            used=self._used,
+            carried=self._carried,
+            error=error,
+        )
+        size, why = 0, ""
+        try:
+            path = os.path.join(rank.run_directory(), capsule_file(number))
+            script = os.path.abspath(getattr(main, "__file__", None) or "")
+            size = write(path, capsule, Source(script, list(sys.path)), sys.modules["torch"])
+        except Exception as broken:
+            # A module of the job may refuse to be pickled in any way.
+            why = f"{type(broken).__name__}: {broken}"[:300]
+        self.state.add(
+            CapsuleRecord(
+                time=time.time_ns(), step=self._step, bytes=size, why_not=why, **caller().place
+            ),
+            1,
+        )
+
+
+def _named(module: Any) -> Iterator[tuple[str, Any]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _generators() -> dict[str, Any]:
+    """Return the states of the random number generators, without drawing from them."""
+    torch = sys.modules["torch"]
+    found = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        found["cuda"] = torch.cuda.get_rng_state()
+    if "numpy.random" in sys.modules:
+        found["numpy"] = sys.modules["numpy.random"].get_state()
+    if "random" in sys.modules:
+        found["random"] = sys.modules["random"].getstate()
+    return found

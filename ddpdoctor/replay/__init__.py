@@ -1,0 +1,1 @@
+"""Compute a kept step of a rank again, in one process and without the other ranks."""

@@ -1,0 +1,89 @@
+"""``ddpdoctor parity`` and ``replay`` from their command lines, with real ranks."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.conftest import JOBS, Doctor
+from tests.support.schemas import check_schema
+
+JOB = str(JOBS / "parity.py")
+
+
+def compared(doctor: Doctor, *words: str) -> Any:
+    result = doctor.cli("parity", "--json", "--run-dir", "sizes", "--replay", *words)
+    document = json.loads(result.stdout)
+    check_schema("parity", document)
+    assert document["failed"] == [], result.stderr
+    return document, result.status
+
+
+def codes(document: Any, least: str = "warning") -> set[str]:
+    wanted = ("warning", "error") if least == "warning" else ("info",)
+    return {each["code"] for each in document["findings"] if each["severity"] in wanted}
+
+
+@pytest.mark.slow
+def test_the_same_training(doctor: Doctor) -> None:
+    document, status = compared(doctor, "--nproc", "1,2,4", "--", JOB, "whole")
+    assert (codes(document), codes(document, "info"), status) == (set(), set(), 0)
+    assert document["verdict"] == "the same training, 4 times the batch"
+    assert [each["batch"] for each in document["sizes"]] == [4, 8, 16]
+    assert [each["epoch"]["samples"] for each in document["sizes"]] == [320, 320, 320]
+    for each in document["sizes"]:
+        assert each["gradient"]["why_not"] == "" and each["gradient"]["different"] == []
+        assert each["gradient"]["parameters"] == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("word", "code"), [("own", "DDP333"), ("all", "DDP336"), ("hook", "DDP334")]
+)
+def test_what_differs_is_named(doctor: Doctor, word: str, code: str) -> None:
+    document, status = compared(doctor, "--nproc", "1,2", "--", JOB, word)
+    assert code in codes(document) and status == 1
+    assert document["verdict"] == "2 ranks train differently from 1, see above"
+    gradient = document["sizes"][1]["gradient"]
+    assert gradient["scale"] == (pytest.approx(2.0, rel=0.01) if word == "hook" else None)
+    if word == "own":
+        assert gradient["whole"] > 0.01
+
+
+@pytest.mark.slow
+def test_runs_are_compared_again(doctor: Doctor) -> None:
+    document, _ = compared(doctor, "--nproc", "1,2", "--steps", "20", "--", JOB, "own")
+    again = doctor.cli("parity", *(each["directory"] for each in document["sizes"]))
+    assert "samples per optimizer step" in again.stdout and "DDP333" in again.stdout
+    assert again.status == 1
+
+
+@pytest.mark.slow
+def test_a_failed_step_is_computed_alone(doctor: Doctor) -> None:
+    run = doctor.run("--capsule", "--nproc-per-node", "2", "--no-vscode", JOB, "fails")
+    assert run.status == 1 and "rank 1 kept step 7: ddpdoctor replay" in run.stderr
+    again = doctor.cli("replay", str(run.run_dir), "--rank", "1")
+    assert again.status == 1
+    assert "step 7 of rank 1 of 2, which ended with IndexError" in again.stdout
+    assert "IndexError: index out of range in self" in again.stderr
+    other = doctor.cli("replay", str(run.run_dir), "--rank", "0")
+    assert other.status == 0 and "float32 [4, 12, 50]" in other.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["parity"], "no script to run"),
+        (["parity", "--nproc", "2", JOB], "one size alone cannot be compared"),
+        (["parity", "--nproc", "1,2", "nothere.py"], "nothere.py: no such file"),
+        (["parity", "--nproc", "1,2", "--", "bash", "x.sh"], "starts the ranks itself"),
+        (["replay"], "name one run directory"),
+        (["replay", "nothere"], "no run named nothere"),
+        (["replay", "."], ". is not a run directory"),
+    ],
+)
+def test_bad_input(doctor: Doctor, words: list[str], message: str) -> None:
+    result = doctor.cli(*words)
+    assert result.status == 2 and message in result.stderr, result.stderr
