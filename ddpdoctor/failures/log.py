@@ -25,7 +25,8 @@ import zipfile
 import zlib
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import takewhile
+from dataclasses import replace
+from itertools import pairwise, takewhile
 from pathlib import Path, PurePath
 from typing import IO, Any, cast
 
@@ -47,6 +48,7 @@ from ddpdoctor.failures.lines import (
 from ddpdoctor.failures.occurrences import (
     ALIKE,
     ENDED,
+    LAST_WORDS,
     LAUNCHER,
     STATUS,
     Occurrence,
@@ -344,10 +346,16 @@ _FEW = 50  # Maximum number of new shapes in a block of a log that repeats itsel
 _NUMBERS = b"0123456789."
 
 
+_AT_THE_END = ("left-behind", "store-barrier-waits", "lightning-member")
+"""Entries of little weight that count only if nothing follows."""
+
+
 def _anchors() -> tuple[bytes, ...]:
     """Return the common texts, and a text for each entry of the table that has none of them."""
     found = dict.fromkeys(COMMON)
     for failure in TABLE:
+        if failure.known.name in _AT_THE_END:
+            continue
         for example in failure.examples:
             if not any(text in example for text in found):
                 found[max((each for each in failure.literals if each in example), key=len)] = None
@@ -486,6 +494,24 @@ COMPLAINT = re.compile(
 )
 """Lines that are typical for the end of a job."""
 
+_LAST_WORDS = re.compile(
+    r"(?i)(?<![\w/.=-])(?:\w*error(?:s|ed)?|\w*exception|fail(?:ed|ure|s)?|fatal|abort(?:ed|ing)?"
+    r"|crash(?:ed)?|killed|refused|denied|unreachable|unhealthy|evicted|exhausted|timed? ?out"
+    r"|fallen off|unable to|cannot|could not|couldn't|can't|not found|no such|unrecognized"
+    r"|usage(?=: \S+ (?:\[-|<)))(?![\w/.-]|[^\w\n]{0,4}(?:rate|loss)?[^\w\n]{0,4}[\d.]+(?:\W|$))"
+)
+"""Words for a failure in any line. A number after them is a measure of a working job."""
+
+_HARMLESS = re.compile(
+    r"(?i)\b(?:no|without|any|0|ignor\w+|skip\w*) (?:\w+ )?(?:error|exception|fail)|warn|deprecat"
+    r"|NCCL INFO |^-\w*sh: |cgroup|/proc/\d"
+)
+_DONE = re.compile(
+    r"(?i)\b(?:train(?:ing)?|job|run|experiment|fine-?tuning)\b[^\n]{0,40}\b"
+    r"(?:done|finished|completed?|succeeded|success\w*)\b|^done\W*$|\"success\""
+)
+"""The normal end of a job, after which only its clean-up may complain."""
+
 PROGRESS = re.compile(r"(?i)step|epoch|iter|loss|\bit/s|\bs/it|\d/\d+ ")
 _STEP = re.compile(r"(?i)\b(?:step|epoch|iter\w*)\W{1,3}\d|\d/\d+ .*\d\s?(?:it/s|s/it)")
 _VARYING = re.compile(r"[\d.,:]+|[ █▏▎▍▌▋▊▉#\ufffd]{2,}")
@@ -523,6 +549,30 @@ def beginning_of(data: bytes) -> frozenset[str]:
     return frozenset(shape_of(text) for text in start if WORDS.search(text))
 
 
+_SAMPLED = 400  # Lines of a log's beginning whose order is looked at
+_MIN_FALLING = 4  # Minimum pairs of lines whose times fall
+
+
+def is_newest_first(data: bytes) -> bool:
+    """Return whether the lines of a log stand upside down, as some viewers export them."""
+    lines = [split_line(clean(raw)).text for raw in data.split(b"\n", _SAMPLED)[:_SAMPLED]]
+    heads = [at for at, text in enumerate(lines) if HEAD in text]
+    if heads:
+        return all(_is_above(lines[:at]) for at in heads)
+    times = [time_of(clean(raw)) for raw in data.split(b"\n", _SAMPLED)[:_SAMPLED]]
+    pairs = [(one, other) for one, other in pairwise(times) if one and other and one != other]
+    falling = sum(one > other for one, other in pairs)
+    return falling >= _MIN_FALLING and falling == len(pairs)
+
+
+def _is_above(lines: Sequence[str]) -> bool:
+    """Return whether an exception and its frames end with the first of these lines' successor."""
+    frames = [*takewhile(lambda text: kind_of(text) in (Kind.FRAME, Kind.SOURCE), reversed(lines))]
+    above = lines[len(lines) - len(frames) - 1 :][:1]
+    raised = bool(above) and kind_of(above[0]) is Kind.EXCEPTION
+    return raised and kind_of(frames[0]) is Kind.FRAME if frames else False
+
+
 # -- The reader
 
 
@@ -536,6 +586,7 @@ _HELD_BACK = 1 << 14
 """Bytes that Python's stdout may buffer until its process ends, if it is no terminal."""
 
 _BLOCK = 1 << 18
+_MAX_TURNED = 1 << 28  # Maximum bytes of a log whose lines are put into the opposite order
 _LONGEST = 1 << 22  # Maximum bytes of a line. A longer one is cut.
 _ENDS = 16_000  # Bytes at both ends of a log that are searched for all failures
 _EARLIER = 4_000  # Bytes before a line that are searched for its time and rank
@@ -546,6 +597,14 @@ _UNSTARTED = re.compile(r", in (?:_initialize_workers|_find_and_load)$", re.MULT
 
 _NOTICED = next(each for each in TABLE if each.known.name == "child-failed")
 """What a launcher's traceback says whose end is missing."""
+
+_ERROR_LINE = next(each for each in TABLE if each.known.name == "error-line")
+_ENDS_WITH = replace(
+    _ERROR_LINE,
+    known=_ERROR_LINE.known._replace(name=LAST_WORDS),
+    says="printed a line that tells of a failure",
+)
+"""What is said of a log that shows no known failure, but ends with words for one."""
 
 _LOCAL_RANK = re.compile(r"local_rank: (\d+)")
 
@@ -577,9 +636,16 @@ class LogReader:
         self._rest = b""
         self._offset = 0
         self._number = 1
+        self._newest_first: list[bytes] = []
+        """The pieces of a log whose newest line comes first, which is read when it is complete."""
 
     def feed(self, data: bytes) -> None:
         """Read a piece of any size."""
+        if self._newest_first or (not self.size and is_newest_first(data)):
+            self._newest_first.append(data)
+            if self.size < _MAX_TURNED:
+                return
+            data, self._newest_first = b"".join(self._newest_first), []
         data = self._rest + data
         end = data.rfind(b"\n", 0, max(0, len(data) - _ENDS)) + 1
         if not end and len(data) > _LONGEST:
@@ -597,10 +663,15 @@ class LogReader:
     @property
     def size(self) -> int:
         """Number of bytes that were read."""
-        return self._offset + len(self._rest)
+        return self._offset + len(self._rest) + sum(map(len, self._newest_first))
 
     def close(self) -> list[Occurrence]:
         """Finish the log. Return everything that was found, in the order of the lines."""
+        if self._newest_first:
+            lines = b"".join(self._newest_first).removesuffix(b"\n").split(b"\n")
+            found = read(self.source, [b"\n".join(reversed(lines))], self._place)
+            end = len(lines) + 1
+            return [replace(each, line=end - each.line, last=end - each.last) for each in found]
         if self._rest:
             self._head = self._head or beginning_of(self._rest[:_ENDS])
             self._block(self._rest.removesuffix(b"\n") + b"\n", is_end=True)
@@ -616,8 +687,65 @@ class LogReader:
             after = self._number - printed.last - 1
             for text in list(self._past)[-after:] if after > 0 else ():
                 self._went_on(split_line(text))
+        self._cut_report()
         found = corrected(sorted(self._occurrences, key=lambda each: each.order))
         self._count_behind(found)
+        reported = any(e.weight >= Weight.REMARK and (e.final or e.uncaught) for e in found)
+        known = max((each.last for each in found if each.traceback), default=0)
+        return found if reported else [*found, *self._last_words(known)]
+
+    def _cut_report(self) -> None:
+        """Add the first failure of torchrun's report if the log is cut off before its status."""
+        last = [split_line(each).text for each in list(self._past)[-5:]]
+        roots = [at for at, text in enumerate(last) if _ROOT in text]
+        named = [*filter(None, map(SUMMARY_RANK.match, last[roots[-1] :]))] if roots else []
+        if named and not any(map(STATUS.search, last)):
+            number = self._number - 1
+            self._add(
+                Occurrence(
+                    failure=_NOTICED,
+                    groups={},
+                    text=named[-1][0].strip(),
+                    source=self.source,
+                    line=number,
+                    last=number,
+                    order=(self._place, self._offset),
+                    rank=whole(named[-1][1]),
+                    root=True,
+                )
+            )
+
+    def _last_words(self, after: int) -> list[Occurrence]:
+        """Return the last lines that tell of a failure, unless the job goes on or was done.
+
+        Args:
+            after: The last line of the exceptions, which are known.
+        """
+        found: list[Occurrence] = []
+        plain = 0
+        for back, text in enumerate(reversed(list(self._past))):
+            line, number = split_line(text), self._number - back - 1
+            if number <= after or plain >= WENT_ON:
+                break
+            if _DONE.search(line.text):
+                return []
+            plain += is_plain(line.text) and WORDS.search(line.text) is not None
+            if _tells_of_failure(line.text):
+                plain = 0
+                found.append(
+                    Occurrence(
+                        failure=_ENDS_WITH,
+                        groups={},
+                        text=line.text.strip(),
+                        source=self.source,
+                        line=number,
+                        last=number,
+                        order=(self._place, self._offset - back),
+                        rank=self._rank if line.rank is None else line.rank,
+                        time=self._time(text),
+                        who=line.who,
+                    )
+                )
         return found
 
     def _count_behind(self, found: Sequence[Occurrence]) -> None:
@@ -831,10 +959,7 @@ class LogReader:
                 occurrence.weight >= Weight.BARE
                 or occurrence.weight == Weight.REMARK
                 or occurrence.traceback
-                or (
-                    occurrence.failure is not None
-                    and occurrence.failure.known.name in ("left-behind", "store-barrier-waits")
-                )
+                or (occurrence.failure is not None and occurrence.failure.known.name in _AT_THE_END)
             )
             and not STATUS.search(occurrence.text)
         ):
@@ -882,6 +1007,12 @@ def _named_later(found: Sequence[Occurrence]) -> set[int]:
         elif each.failure is not None and each.failure.known.name == "launch":
             ranks.clear()
     return later
+
+
+def _tells_of_failure(text: str) -> bool:
+    """Return whether a line has words for a failure, but none that is known."""
+    harmless = _HARMLESS.search(text) or re.search(_ERROR_LINE.unless, text)
+    return bool(_LAST_WORDS.search(text) and not harmless) and recognise(text) is None
 
 
 def _may_hold_back(occurrence: Occurrence) -> bool:
