@@ -504,7 +504,7 @@ _LAST_WORDS = re.compile(
 
 _HARMLESS = re.compile(
     r"(?i)\b(?:no|without|any|0|ignor\w+|skip\w*) (?:\w+ )?(?:error|exception|fail)|warn|deprecat"
-    r"|NCCL INFO |^-\w*sh: |cgroup|/proc/\d"
+    r"|NCCL INFO |^-\w*sh: |cgroup|/proc/\d|^Exception raised from|^frame #"
 )
 _DONE = re.compile(
     r"(?i)\b(?:train(?:ing)?|job|run|experiment|fine-?tuning)\b[^\n]{0,40}\b"
@@ -690,7 +690,12 @@ class LogReader:
         self._cut_report()
         found = corrected(sorted(self._occurrences, key=lambda each: each.order))
         self._count_behind(found)
-        reported = any(e.weight >= Weight.REMARK and (e.final or e.uncaught) for e in found)
+        # What follows from another failure says less than a line that tells of one.
+        reported = any(
+            (each.final or each.uncaught)
+            and (each.weight > Weight.CONSEQUENCE or each.weight == Weight.REMARK)
+            for each in found
+        )
         known = max((each.last for each in found if each.traceback), default=0)
         return found if reported else [*found, *self._last_words(known)]
 
@@ -722,9 +727,10 @@ class LogReader:
             after: The last line of the exceptions, which are known.
         """
         found: list[Occurrence] = []
-        plain = 0
+        plain, offset = 0, self._offset
         for back, text in enumerate(reversed(list(self._past))):
             line, number = split_line(text), self._number - back - 1
+            offset -= len(text.encode()) + 1
             if number <= after or plain >= WENT_ON:
                 break
             if _DONE.search(line.text):
@@ -740,7 +746,7 @@ class LogReader:
                         source=self.source,
                         line=number,
                         last=number,
-                        order=(self._place, self._offset - back),
+                        order=(self._place, offset),
                         rank=self._rank if line.rank is None else line.rank,
                         time=self._time(text),
                         who=line.who,

@@ -200,8 +200,8 @@ def causes(occurrences: Sequence[Occurrence]) -> list[Occurrence]:
 def found_in(occurrences: Sequence[Occurrence]) -> tuple[list[Occurrence], bool]:
     """Return the possible causes, the earliest first, and whether it is certain."""
     occurrences = _without_later_ends(_without_limits(_without_yielding(occurrences)))
-    if not any(map(_may_have_ended_it, occurrences)):
-        return [], False
+    if not any(_may_have_ended_it(e) and name_of(e) != LAST_WORDS for e in occurrences):
+        return [each for each in occurrences if name_of(each) == LAST_WORDS], False
     causes = _ending(occurrences, Weight.DECISIVE, Weight.CAUSE, Weight.GENERIC, Weight.SYMPTOM)
     if causes := _without_warnings(causes):
         before = _raised_before(causes[0], occurrences)
@@ -686,7 +686,7 @@ def _facts(first: Occurrence, all_: Sequence[Occurrence]) -> Iterator[str]:
 def _warned(first: Occurrence, before: Sequence[Occurrence]) -> Iterator[str]:
     """Return earlier warnings that may explain it: the first ones of NCCL, or the last of any."""
     shown = []
-    if not first.text:
+    if not first.text or name_of(first) in _STATUSES:
         shown = [each for each in before if each.weight == Weight.REMARK][-_SHOWN:]
     elif first.weight != Weight.CAUSE or "nccl" in first.text.lower():
         shown = [each for each in before if name_of(each) == "nccl-warn"][:_SHOWN]

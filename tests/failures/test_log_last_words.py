@@ -141,6 +141,10 @@ def test_a_log_whose_newest_line_comes_first_is_turned() -> None:
         ("RuntimeError: oneCCL: fd.cpp:2 open: EXCEPTION: no device\n", "DDP924", "fd.cpp:2"),
         ("ncclInternalError: Internal check failed.\nLast error:\nNet : Connection closed by remote"
          " peer n1<50260>\n", "DDP907", "a peer"),
+        ("RuntimeError: DataLoader worker exited unexpectedly with exit code 1. Details are lost\n",
+         "DDP931", "with exit code 1"),
+        ("Memory access fault by GPU **node-2** on address 0x4.\n*** Aborted at 15 (unix time)\n",
+         "DDP930", "memory"),
         ("LAUNCH ERROR 2026-01-01 10:00:00,067 Container failed\nContainer rank 3 status failed cmd"
          " ['python'] code -6\n", "DDP900", "rank 3"),
     ],
@@ -149,3 +153,28 @@ def test_other_libraries_and_launchers_are_understood(text: str, code: str, said
     found = one(text)
     assert found.code == code
     assert said in found.message
+
+
+def test_what_stands_above_an_abort_is_shown_with_it() -> None:
+    aborted = "run.sh: line 3:    14 Aborted                 (core dumped) python3 train.py\n"
+    known = "2026-01-01 10:00:00.87: F ./core/launch.h:17] Check failed: err == success (98)\n"
+    for above in (known, "the device refused the kernel\n"):
+        found = one(STEPS + above + aborted)
+        assert found.code == "DDP904"
+        assert any(above[-20:].strip() in line for line in found.evidence), found.evidence
+
+
+def test_words_at_the_end_make_no_failure_of_a_warning() -> None:
+    warned = (
+        "[rank1]:[W901 2:1:0.2 P.cpp:1783] [PG ID 0 PG GUID 0(default_pg) Rank 1] Failed to check "
+        'the "should dump" flag on TCPStore, (maybe TCPStore server has shut down too early)\n'
+    )
+    raised = "Exception raised from sendBytes at Utils.hpp:653\nframe #0: failed\n"
+    (found,) = findings(read("job.log", [(STEPS + warned + raised).encode()]))
+    assert found.severity == Severity.INFO
+
+
+def test_a_launcher_whose_ssh_is_refused_names_host_and_port() -> None:
+    message = one("ssh: connect to host gpu7 port 2222: Connection refused\n").message
+    assert "on gpu7" in message
+    assert "port 2222: Connection refused" in message
