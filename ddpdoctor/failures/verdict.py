@@ -206,6 +206,11 @@ def found_in(occurrences: Sequence[Occurrence]) -> tuple[list[Occurrence], bool]
     if causes := _without_warnings(causes):
         before = _raised_before(causes[0], occurrences)
         return _undefined_last(_ordered(before or causes)), not before
+    return _lesser(occurrences)
+
+
+def _lesser(occurrences: Sequence[Occurrence]) -> tuple[list[Occurrence], bool]:
+    """Return what a run without a cause says of its end, as `found_in` does."""
     lost = _lost(occurrences)
     unsure = [each for each in occurrences if _is_unsure(each) and not (each.mention and lost)]
     if unsure:

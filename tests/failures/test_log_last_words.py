@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from ddpdoctor.core.finding import Severity
-from ddpdoctor.failures.log import is_newest_first, read
+from ddpdoctor.failures.log import read
 from ddpdoctor.failures.verdict import findings
+from ddpdoctor.failures.work import is_newest_first
 from tests.support.log_lines import RAISED, STEPS, one, timeouts
 
 DONE = "Training of 3 epochs finished in 80 s\n"
