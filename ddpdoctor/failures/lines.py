@@ -25,7 +25,7 @@ _WHO = "|".join(
         r"(?P<service>(?=\S*[\d_-])\w[\w.@-]*) +\| ?",  # docker compose
         r"(?:[A-Z][a-z]{2} [ \d]\d [\d:]{8}(?:\.\d+)? )?"
         r"(?P<host>[\w.-]+) (?P<unit>[\w./@-]+\[\d+\]): ",  # journald, syslog
-        r"\((?P<actor>[\w.:-]+ (?:\w+=\d+, )?pid=\d+(?:, ip=[\d.a-f:]+)?)\) ",  # Ray
+        r"\((?P<actor>[\w.:-]+ (?:\w+=\d+, )?pid=\d+(?:, ip=[\w.:-]+)?)\) ",  # Ray
         # pdsh; urllib3.exceptions.MaxRetryError is no host, and train_2d.py neither.
         r"(?P<node>(?=[\w.-]*\d)(?![\w.-]*\.(?:[A-Z]|error: |py: ))[a-z][\w.-]*"
         r"|\d+\.\d+\.\d+\.\d+): ",

@@ -25,7 +25,7 @@ import zipfile
 import zlib
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import takewhile
+from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import IO, Any, cast
 
@@ -45,8 +45,8 @@ from ddpdoctor.failures.lines import (
     time_of,
 )
 from ddpdoctor.failures.occurrences import (
-    ALIKE,
     ENDED,
+    LAST_WORDS,
     LAUNCHER,
     STATUS,
     Occurrence,
@@ -56,12 +56,23 @@ from ddpdoctor.failures.occurrences import (
 from ddpdoctor.failures.table import TABLE
 from ddpdoctor.failures.tracebacks import (
     SUMMARY_RANK,
-    Kind,
     Printed,
     Tracebacks,
     cut_off,
-    kind_of,
     says_more,
+)
+from ddpdoctor.failures.work import (
+    COMPLAINT,
+    DONE,
+    ERROR_LINE,
+    PROGRESS,
+    WORDS,
+    beginning_of,
+    is_newest_first,
+    is_plain,
+    is_step,
+    shape_of,
+    tells_of_failure,
 )
 
 # -- read logs from files, archives, directories of launchers and standard input
@@ -344,10 +355,16 @@ _FEW = 50  # Maximum number of new shapes in a block of a log that repeats itsel
 _NUMBERS = b"0123456789."
 
 
+_AT_THE_END = ("left-behind", "store-barrier-waits", "lightning-member")
+"""Entries of little weight that count only if nothing follows."""
+
+
 def _anchors() -> tuple[bytes, ...]:
     """Return the common texts, and a text for each entry of the table that has none of them."""
     found = dict.fromkeys(COMMON)
     for failure in TABLE:
+        if failure.known.name in _AT_THE_END:
+            continue
         for example in failure.examples:
             if not any(text in example for text in found):
                 found[max((each for each in failure.literals if each in example), key=len)] = None
@@ -465,64 +482,6 @@ def _ends(shape: bytes) -> bytes:
 # -- search a plain log for known failures and tracebacks, at tens of megabytes a second
 
 
-# -- Lines of a working job, and lines of one that ends
-
-
-_BEGINNING = 20  # Lines at the beginning of a log that are compared with those after an end
-
-_NEUTRAL = re.compile(
-    r"\s|$|[=\-]{3}|[|+*│╭╰]|\.\.\.|\[\d+\]:$"
-    r"|<ipython-input|(?:~?/|[A-Z]:\\)\S+ in |(?:File|Cell) \S+(?::\d+, |\[\d+\], )"
-)
-"""Lines of tables, frames and NCCL, which a working job prints as well as one that ends."""
-
-COMPLAINT = re.compile(
-    r"[Ee]rror|[Ww]arn|[Ff]ailed|[Ff]ailure|Traceback|Exception|terminate called|srun|slurm"
-    r"|destroy_process_group|resource_tracker|[Kk]illed|[Aa]bort|core dumped"
-    r"|Root Cause|FAILED|^\[?[IWEF](?:\d{3,4} | \S+\.cpp)|SIG[A-Z]{3}"
-    r"|^wandb: |HYDRA_FULL_ERROR"
-    r"|exited|Current thread|^Thread 0x|\(most recent call first\)|no Python frame"
-    r"|frame #|leaked|^<NO_OTHER|^Failures:|^terminate"
-)
-"""Lines that are typical for the end of a job."""
-
-PROGRESS = re.compile(r"(?i)step|epoch|iter|loss|\bit/s|\bs/it|\d/\d+ ")
-_STEP = re.compile(r"(?i)\b(?:step|epoch|iter\w*)\W{1,3}\d|\d/\d+ .*\d\s?(?:it/s|s/it)")
-_VARYING = re.compile(r"[\d.,:]+|[ █▏▎▍▌▋▊▉#\ufffd]{2,}")
-WORDS = re.compile(r"[A-Za-z]{3}")
-
-
-def is_plain(text: str) -> bool:
-    """Return whether a line reports no failure, and is not part of a frame or table."""
-    neutral = _NEUTRAL.match(text) is not None or "NCCL INFO " in text
-    return not neutral and COMPLAINT.search(text) is None
-
-
-def is_step(text: str) -> bool:
-    """Return whether a line reports progress."""
-    return _STEP.search(text) is not None and COMPLAINT.search(text) is None
-
-
-def shape_of(text: str) -> str:
-    """Return the beginning of a line without numbers and bars, which is equal for all steps."""
-    return _VARYING.sub("", text)[:ALIKE]
-
-
-def beginning_of(data: bytes) -> frozenset[str]:
-    """Return the shapes of a log's first lines, up to its first step or exception.
-
-    If it begins with an exception, those after that.
-    """
-    most = 3 * _BEGINNING
-    lines = [split_line(clean(raw)).text for raw in data.split(b"\n", most)[:most]]
-    if HEAD in lines[0]:
-        ends = (number for number, text in enumerate(lines, 1) if kind_of(text) is Kind.EXCEPTION)
-        lines = lines[next(ends, most) :]
-    begin = lines[:_BEGINNING]
-    start = takewhile(lambda text: HEAD not in text and not _STEP.search(text), begin)
-    return frozenset(shape_of(text) for text in start if WORDS.search(text))
-
-
 # -- The reader
 
 
@@ -536,6 +495,7 @@ _HELD_BACK = 1 << 14
 """Bytes that Python's stdout may buffer until its process ends, if it is no terminal."""
 
 _BLOCK = 1 << 18
+_MAX_TURNED = 1 << 28  # Maximum bytes of a log whose lines are put into the opposite order
 _LONGEST = 1 << 22  # Maximum bytes of a line. A longer one is cut.
 _ENDS = 16_000  # Bytes at both ends of a log that are searched for all failures
 _EARLIER = 4_000  # Bytes before a line that are searched for its time and rank
@@ -546,6 +506,13 @@ _UNSTARTED = re.compile(r", in (?:_initialize_workers|_find_and_load)$", re.MULT
 
 _NOTICED = next(each for each in TABLE if each.known.name == "child-failed")
 """What a launcher's traceback says whose end is missing."""
+
+_ENDS_WITH = replace(
+    ERROR_LINE,
+    known=ERROR_LINE.known._replace(name=LAST_WORDS),
+    says="printed a line that tells of a failure",
+)
+"""What is said of a log that shows no known failure, but ends with words for one."""
 
 _LOCAL_RANK = re.compile(r"local_rank: (\d+)")
 
@@ -577,9 +544,16 @@ class LogReader:
         self._rest = b""
         self._offset = 0
         self._number = 1
+        self._newest_first: list[bytes] = []
+        """The pieces of a log whose newest line comes first, which is read when it is complete."""
 
     def feed(self, data: bytes) -> None:
         """Read a piece of any size."""
+        if self._newest_first or (not self.size and is_newest_first(data)):
+            self._newest_first.append(data)
+            if self.size < _MAX_TURNED:
+                return
+            data, self._newest_first = b"".join(self._newest_first), []
         data = self._rest + data
         end = data.rfind(b"\n", 0, max(0, len(data) - _ENDS)) + 1
         if not end and len(data) > _LONGEST:
@@ -597,10 +571,15 @@ class LogReader:
     @property
     def size(self) -> int:
         """Number of bytes that were read."""
-        return self._offset + len(self._rest)
+        return self._offset + len(self._rest) + sum(map(len, self._newest_first))
 
     def close(self) -> list[Occurrence]:
         """Finish the log. Return everything that was found, in the order of the lines."""
+        if self._newest_first:
+            lines = b"".join(self._newest_first).removesuffix(b"\n").split(b"\n")
+            found = read(self.source, [b"\n".join(reversed(lines))], self._place)
+            end = len(lines) + 1
+            return [replace(each, line=end - each.line, last=end - each.last) for each in found]
         if self._rest:
             self._head = self._head or beginning_of(self._rest[:_ENDS])
             self._block(self._rest.removesuffix(b"\n") + b"\n", is_end=True)
@@ -616,8 +595,71 @@ class LogReader:
             after = self._number - printed.last - 1
             for text in list(self._past)[-after:] if after > 0 else ():
                 self._went_on(split_line(text))
+        self._cut_report()
         found = corrected(sorted(self._occurrences, key=lambda each: each.order))
         self._count_behind(found)
+        # What follows from another failure says less than a line that tells of one.
+        reported = any(
+            (each.final or each.uncaught)
+            and (each.weight > Weight.CONSEQUENCE or each.weight == Weight.REMARK)
+            for each in found
+        )
+        known = max((each.last for each in found if each.traceback), default=0)
+        return found if reported else [*found, *self._last_words(known)]
+
+    def _cut_report(self) -> None:
+        """Add the first failure of torchrun's report if the log is cut off before its status."""
+        last = [split_line(each).text for each in list(self._past)[-5:]]
+        roots = [at for at, text in enumerate(last) if _ROOT in text]
+        named = [*filter(None, map(SUMMARY_RANK.match, last[roots[-1] :]))] if roots else []
+        if named and not any(map(STATUS.search, last)):
+            number = self._number - 1
+            self._add(
+                Occurrence(
+                    failure=_NOTICED,
+                    groups={},
+                    text=named[-1][0].strip(),
+                    source=self.source,
+                    line=number,
+                    last=number,
+                    order=(self._place, self._offset),
+                    rank=whole(named[-1][1]),
+                    root=True,
+                )
+            )
+
+    def _last_words(self, after: int) -> list[Occurrence]:
+        """Return the last lines that tell of a failure, unless the job goes on or was done.
+
+        Args:
+            after: The last line of the exceptions, which are known.
+        """
+        found: list[Occurrence] = []
+        plain, offset = 0, self._offset
+        for back, text in enumerate(reversed(list(self._past))):
+            line, number = split_line(text), self._number - back - 1
+            offset -= len(text.encode()) + 1
+            if number <= after or plain >= WENT_ON:
+                break
+            if DONE.search(line.text):
+                return []
+            plain += is_plain(line.text) and WORDS.search(line.text) is not None
+            if tells_of_failure(line.text):
+                plain = 0
+                found.append(
+                    Occurrence(
+                        failure=_ENDS_WITH,
+                        groups={},
+                        text=line.text.strip(),
+                        source=self.source,
+                        line=number,
+                        last=number,
+                        order=(self._place, offset),
+                        rank=self._rank if line.rank is None else line.rank,
+                        time=self._time(text),
+                        who=line.who,
+                    )
+                )
         return found
 
     def _count_behind(self, found: Sequence[Occurrence]) -> None:
@@ -831,10 +873,7 @@ class LogReader:
                 occurrence.weight >= Weight.BARE
                 or occurrence.weight == Weight.REMARK
                 or occurrence.traceback
-                or (
-                    occurrence.failure is not None
-                    and occurrence.failure.known.name in ("left-behind", "store-barrier-waits")
-                )
+                or (occurrence.failure is not None and occurrence.failure.known.name in _AT_THE_END)
             )
             and not STATUS.search(occurrence.text)
         ):

@@ -34,6 +34,9 @@ _REPORTED = re.compile(
 )
 """How a failure reports itself. Other lines that mention one are the job's own remarks."""
 
+LAST_WORDS = "last-words"
+"""Name of what is said of a log that only ends with words for a failure."""
+
 NUMBER = re.compile(r"[\d.,:]+")
 ALIKE = 60  # Letters of two lines, without numbers, that are compared for similarity
 

@@ -25,7 +25,8 @@ _BEHIND = 8  # The same if its name may be any word before a colon
 FRAME = re.compile(r'^\s*File "(?P<path>[^"\n]+)", line (?P<line>\d+)(?:, in (?P<name>.*))?$')
 _EXCEPTION = re.compile(
     r"^(?!(?:Failures|Epoch|Step|Loss|Iter|INFO|WARNING|DEBUG|ERROR)\b)(?:[A-Za-z_]\w*\.)*"
-    r"(?:(?:_?[A-Z]\w*|error|gaierror|herror|timeout)(?:\([\w.]+\))?(?:: |:$)|(?<=\.)\w+$"
+    r"(?:(?:_?[A-Z]\w*|nccl[A-Z]\w+Error|error|gaierror|herror|timeout)(?:\([\w.]+\))?(?:: |:$)"
+    r"|(?<=\.)\w+$"
     r"|\w*(?:Error|Exception|Interrupt|Exit|Iteration)$|\w*(?:Error|Exception):(?=[A-Z]))"
 )
 _NAMED = re.compile(r"[\w.]*(?:Error|Exception|Interrupt|Exit|Iteration)\b|(?:\w+\.)+\w+")
@@ -49,6 +50,7 @@ _CONTINUED = re.compile(
     r"|Parameter indices which|Parameters which did|making sure all|In addition, you can|NCCL WARN"
     r"|If you already have done the above|Since `find_unused|You can (?:also )?make|Hint:"
     r"|size mismatch|Missing key|Unexpected key|(?:\[[^\]]+\] )?\*\*\* "
+    r"|\[ERROR\] \d{4}-|E[A-Z]\d{4}: "  # HCCL
     r"|cuda failed with error|MPI\w*\(\d+\)|\[cli_\d+\]: |system msg for |:$)"
 )
 """Unindented lines of torch's and MPI's messages."""
@@ -176,7 +178,7 @@ class Printed:
         if self.uncaught:
             return True
         if self.complete:
-            said = kind is Kind.OTHER and self._says_more(text)
+            said = kind in (Kind.OTHER, Kind.EXCEPTION) and self._says_more(text)
             frame = FRAME.match(text)
             if frame is not None:
                 # Without a function it is a SyntaxError in another process's file.
@@ -345,7 +347,8 @@ _MAX_OPEN = 64  # Maximum number of open tracebacks with equal prefixes
 _STALE = 200  # Lines of others after which a traceback is closed
 
 _RAISED = re.compile(
-    r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt)(?:: |:?$|:(?=[A-Z]))"
+    r"^(?:(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt)(?:: |:?$|:(?=[A-Z]))"
+    r"|nccl[A-Z]\w+Error: )"
 )
 """The line of an exception without its traceback."""
 
@@ -393,6 +396,8 @@ def cut_off(lines: Sequence[Line], number: int) -> Printed | None:
         lines: The last lines of the log.
         number: The number of the line after them.
     """
+    while lines and not lines[-1].text.strip():
+        lines, number = lines[:-1], number - 1
     texts = [line.text for line in lines]
     # Terminals break lines, so the last part may have a single frame.
     if sum(FRAME.match(text) is not None for text in texts) < _CUT_FRAMES:

@@ -14,7 +14,7 @@ from ddpdoctor.core.opening import whole
 from ddpdoctor.failures import matching_line
 from ddpdoctor.failures.entry import Failure, Weight
 from ddpdoctor.failures.lines import shortened
-from ddpdoctor.failures.occurrences import LATER, STATUS, Occurrence, Runs, split
+from ddpdoctor.failures.occurrences import LAST_WORDS, LATER, STATUS, Occurrence, Runs, split
 
 # -- Ranks of torchrun's report, for exceptions without a rank
 
@@ -118,8 +118,9 @@ def awaited(occurrences: Sequence[Occurrence]) -> Awaited | None:
         (known,) = places.values()
         known.update({rank: unnamed[rank] for rank in unnamed.keys() - known.keys()})
     group = max(places, key=lambda name: len(places[name]))
+    last = max((e for e in occurrences if "seq" in e.groups), key=lambda each: each.order)
     only = next(iter(enqueued)) if not group and len(enqueued) == 1 else group
-    return _compared(places[group], enqueued[only])
+    return _compared(places[group], enqueued[only], cut="ms" not in last.groups)
 
 
 def _group_of(each: Occurrence) -> str:
@@ -142,7 +143,7 @@ def together(occurrences: Sequence[Occurrence]) -> tuple[int, ...]:
     return ranks if alike and ranks == tuple(range(len(ranks))) else ()
 
 
-def _compared(places: dict[int, Place], enqueued: dict[int, int]) -> Awaited | None:
+def _compared(places: dict[int, Place], enqueued: dict[int, int], *, cut: bool) -> Awaited | None:
     highest = max(place.number for place in places.values())
     lowest = min(place.number for place in places.values())
     at_highest = Counter(place for place in places.values() if place.number == highest)
@@ -163,7 +164,8 @@ def _compared(places: dict[int, Place], enqueued: dict[int, int]) -> Awaited | N
     if odd:
         where = f"{_was(odd)} in {places[odd[0]]}, where the others were in {others}"
         return Awaited(odd, where, True)
-    return _missing(places, others)
+    # A log that ends among the timeouts shows nothing about the other ranks.
+    return None if cut else _missing(places, others)
 
 
 def _missing(places: dict[int, Place], others: Place) -> Awaited | None:
@@ -197,13 +199,18 @@ def causes(occurrences: Sequence[Occurrence]) -> list[Occurrence]:
 
 def found_in(occurrences: Sequence[Occurrence]) -> tuple[list[Occurrence], bool]:
     """Return the possible causes, the earliest first, and whether it is certain."""
-    occurrences = _without_limits(_without_yielding(occurrences))
-    if not any(map(_may_have_ended_it, occurrences)):
-        return [], False
+    occurrences = _without_later_ends(_without_limits(_without_yielding(occurrences)))
+    if not any(_may_have_ended_it(e) and name_of(e) != LAST_WORDS for e in occurrences):
+        return [each for each in occurrences if name_of(each) == LAST_WORDS], False
     causes = _ending(occurrences, Weight.DECISIVE, Weight.CAUSE, Weight.GENERIC, Weight.SYMPTOM)
     if causes := _without_warnings(causes):
         before = _raised_before(causes[0], occurrences)
-        return _ordered(before or causes), not before
+        return _undefined_last(_ordered(before or causes)), not before
+    return _lesser(occurrences)
+
+
+def _lesser(occurrences: Sequence[Occurrence]) -> tuple[list[Occurrence], bool]:
+    """Return what a run without a cause says of its end, as `found_in` does."""
     lost = _lost(occurrences)
     unsure = [each for each in occurrences if _is_unsure(each) and not (each.mention and lost)]
     if unsure:
@@ -257,6 +264,26 @@ def _raised_before(first: Occurrence, all_: Sequence[Occurrence]) -> list[Occurr
     return [e for e in all_ if e.uncaught and e.weight == Weight.CAUSE and e.order < first.order]
 
 
+_UNDEFINED = re.compile(r"(?:NameError|UnboundLocalError): ")
+_AT_LINE = re.compile(r'^\s*File "([^"\n]+)", line (\d+), in <module>$', re.MULTILINE)
+
+
+def _undefined_last(causes: list[Occurrence]) -> list[Occurrence]:
+    """Move a name that is not defined behind an exception on an earlier line of the script.
+
+    Code for cleaning up uses what the failed line should have defined.
+    """
+    place = _AT_LINE.search(causes[0].traceback)
+    if place is None or not _UNDEFINED.match(causes[0].text):
+        return causes
+
+    def is_later(each: Occurrence) -> bool:
+        own = _AT_LINE.search(each.traceback)
+        return own is None or own[1] != place[1] or int(own[2]) >= int(place[2])
+
+    return sorted(causes, key=is_later)
+
+
 def _without_yielding(occurrences: Sequence[Occurrence]) -> list[Occurrence]:
     """Drop occurrences that another failure in the log explains."""
     # Failures that the job survived explain no end.
@@ -297,6 +324,25 @@ def _without_limits(occurrences: list[Occurrence]) -> list[Occurrence]:
         for each in occurrences
         if name_of(each) != "time-limit" or not any(order < each.order for order in failed)
     ]
+
+
+def _without_later_ends(occurrences: list[Occurrence]) -> list[Occurrence]:
+    """Drop ends of processes that torchrun's report dates after the first, as it stops the rest."""
+    first: dict[str, float] = {}
+    for each in occurrences:
+        if _is_dated(each) and each.time is not None:
+            first[each.source] = min(each.time, first.get(each.source, each.time))
+    return [
+        each
+        for each in occurrences
+        if not _is_dated(each)
+        or name_of(each) not in ("killed-status", *_STATUSES)
+        or (each.time or 0.0) < first.get(each.source, 0.0) + _TOGETHER
+    ]
+
+
+def _is_dated(each: Occurrence) -> bool:
+    return _SUMMARY.match(each.text) is not None and each.time is not None
 
 
 def name_of(each: Occurrence) -> str:
@@ -348,6 +394,8 @@ _SHOWN = 3
 _WAITS, _REPEATED = "store-barrier-waits", 2
 """A rank's line, every 10 s while it waits, and how many show more than a slow start."""
 
+_MEMBER = "lightning-member"  # A process that joins the process group of a Trainer
+
 _MAX_RANKS = 100_000  # Maximum ranks of a job whose missing ranks are listed
 
 _TOGETHER = 1.0
@@ -384,6 +432,9 @@ def findings(occurrences: Sequence[Occurrence]) -> list[Finding]:
 
 def _waiting(occurrences: Sequence[Occurrence]) -> Finding | None:
     """Return the finding of a rank that waits in a barrier of the store until the log's end."""
+    members = [each for each in occurrences if name_of(each) == _MEMBER]
+    if members:
+        return _absent_members(members)
     waits = [each for each in occurrences if name_of(each) == _WAITS]
     last = waits[-1] if waits else None
     if last is None or last.failure is None or last.plain_after:
@@ -403,6 +454,17 @@ def _waiting(occurrences: Sequence[Occurrence]) -> Finding | None:
         fix="Start as many processes as the world size says. If they are as many: the store, or "
         "the file of file://, is that of an earlier start, so take a new port or file.",
     )
+
+
+def _absent_members(members: Sequence[Occurrence]) -> Finding | None:
+    """Return the finding of a Trainer that waits until the log's end for other processes."""
+    last = members[-1]
+    came = {int(each.groups["member"]) for each in members}
+    size = int(last.groups["size"])
+    if last.failure is None or last.plain_after or not last.final or len(came) >= size:
+        return None
+    message = f"{_subject(last)} {last.failure.said({})}: the log ends with {len(came)} of {size}"
+    return replace(_note(last, last.failure), message=message)
 
 
 def _of_run(occurrences: Sequence[Occurrence]) -> list[Finding]:
@@ -477,6 +539,8 @@ def _verdict(candidates: list[Occurrence], certain: bool, all_: Sequence[Occurre
     if late is not None and first.failure is not None:
         return _of_late(late, first, first.failure, all_)
     remarks = [each for each in all_ if each.weight == Weight.REMARK]
+    if first.weight == Weight.WRAPPER:
+        remarks = [each for each in remarks if name_of(each) != LAST_WORDS]
     if first.weight in (Weight.WRAPPER, Weight.REMARK) and remarks:
         return _not_understood(first, remarks)
     return _of_first(first, candidates, certain, all_)
@@ -546,7 +610,7 @@ def _not_understood(first: Occurrence, remarks: Sequence[Occurrence]) -> Finding
     """Return the finding of a failure that is not known."""
     failure = remarks[0].failure
     lines = dict.fromkeys(_printed(each) for each in (*remarks[:_SHOWN], *remarks[-_SHOWN:], first))
-    alone = all(name_of(each) == "nccl-warn" for each in (first, *remarks))
+    alone = all(name_of(each) in ("nccl-warn", LAST_WORDS) for each in (first, *remarks))
     said = (
         f"{first.failure.said(first.groups)}, and the log ends" if alone and first.failure else ""
     )
@@ -627,7 +691,7 @@ def _facts(first: Occurrence, all_: Sequence[Occurrence]) -> Iterator[str]:
 def _warned(first: Occurrence, before: Sequence[Occurrence]) -> Iterator[str]:
     """Return earlier warnings that may explain it: the first ones of NCCL, or the last of any."""
     shown = []
-    if not first.text:
+    if not first.text or name_of(first) in _STATUSES:
         shown = [each for each in before if each.weight == Weight.REMARK][-_SHOWN:]
     elif first.weight != Weight.CAUSE or "nccl" in first.text.lower():
         shown = [each for each in before if name_of(each) == "nccl-warn"][:_SHOWN]

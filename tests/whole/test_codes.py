@@ -36,7 +36,13 @@ RULES_AND_LOGS = {
     "DDP808": ("a rank waits for input", {"pdb-quit"}),
     "DDP813": (
         "ranks or nodes never came to the rendezvous",
-        {"peers-missing", "rendezvous-timeout", "store-barrier", "store-barrier-waits"},
+        {
+            "lightning-member",
+            "peers-missing",
+            "rendezvous-timeout",
+            "store-barrier",
+            "store-barrier-waits",
+        },
     ),
 }
 """The codes of rules that run on records and of messages in logs, with the fault that both mean."""

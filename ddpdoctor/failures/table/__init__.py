@@ -1,10 +1,10 @@
 """The table of known failures: one file for each family, one entry for each failure.
 
 To add one, write an entry into the file of its family: the text in the log (``pattern``), its
-meaning (``says``), the fix (``fix``), and printed lines that show it, as short as possible
-(``examples``). An entry of a new code brings the code's page. The keys are those of `Failure` and
-`Known`. Parts of a pattern are joined. The tests check that each example is recognised as its own
-entry, and as no other.
+meaning (``says``), the fix (``fix``, or "as" with the name of an earlier entry), and printed lines
+that show it, as short as possible (``examples``). An entry of a new code brings the code's page.
+The keys are those of `Failure` and `Known`. Parts of a pattern are joined. The tests check that
+each example is recognised as its own entry, and as no other.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ _FILES = (
 
 
 def _own() -> Iterator[Failure]:
+    fixes: dict[str, str] = {}
     for name in _FILES:
         text = Path(__file__).with_name(f"{name}.toml").read_text(encoding="utf-8")
         for entry in tomllib.loads(text)["failure"]:
@@ -41,6 +42,8 @@ def _own() -> Iterator[Failure]:
                 entry[key] = "".join(entry.get(key, ""))
             for key in ("says", "fix"):
                 entry[key] = " ".join(entry[key].split())
+            name = entry["fix"].removeprefix("as ")
+            fixes[known.name] = entry["fix"] = fixes.get(name, entry["fix"])
             for key in ("examples", "yields_to", "follows"):
                 entry[key] = tuple(entry.get(key, ()))
             yield Failure(known, severity=severity, **entry)
