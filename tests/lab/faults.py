@@ -184,9 +184,8 @@ def until_listening(host: Host, port: int) -> None:
     )  # fmt: skip
 
 
-def second_network(lab: Lab, megabits: int) -> str:
-    """Give every host a slow interface on a network of its own; its name."""
-    name = "eth1"
+def second_network(lab: Lab, megabits: int, name: str = "eth1") -> str:
+    """Give every host an interface on a second network, with a limit if not 0; its name."""
     lab.at_switch("ip", "-batch", "-", text="link add br1 type bridge\nlink set br1 up\n")
     for host in lab.hosts:
         port = f"slow{host.rank}"
@@ -195,10 +194,11 @@ def second_network(lab: Lab, megabits: int) -> str:
             text=f"link add {port} type veth peer name {name} netns {host.namespace.pid}\n"
             f"link set {port} master br1 up\n",
         )  # fmt: skip
-        lab.at_switch(
-            "tc", "qdisc", "replace", "dev", port, "root", "tbf",
-            "rate", f"{megabits}mbit", "burst", "32kb", "latency", "50ms",
-        )  # fmt: skip
+        if megabits:
+            lab.at_switch(
+                "tc", "qdisc", "replace", "dev", port, "root", "tbf",
+                "rate", f"{megabits}mbit", "burst", "32kb", "latency", "50ms",
+            )  # fmt: skip
         host.run("ip", "address", "add", f"10.88.0.{host.rank + 1}/24", "dev", name)
         host.run("ip", "link", "set", name, "up")
     return name

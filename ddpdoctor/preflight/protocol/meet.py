@@ -32,6 +32,7 @@ from ddpdoctor.preflight.check import Outcome, Status
 from ddpdoctor.preflight.machine import network
 from ddpdoctor.preflight.machine.gpus import chosen, no_gpu
 from ddpdoctor.preflight.machine.network import interfaces, is_local, is_own_address, resolve
+from ddpdoctor.preflight.machine.own_address import shared_address
 from ddpdoctor.preflight.machine.software import versions
 from ddpdoctor.preflight.protocol import coordinator, joining, pairs, wire
 from ddpdoctor.preflight.protocol.coordinator import Coordinator, Phases
@@ -191,6 +192,17 @@ def gather_facts(situation: Situation, place: NodePlace, pair_port: int, *, redu
             each.name
             for each in situation.shared(network.interfaces)
             if not each.running and not each.loopback and wire.fits(each.name, wire.Interface)
+        ),
+        unplugged=tuple(
+            each.name
+            for each in situation.shared(network.interfaces)
+            if each.unplugged and wire.fits(each.name, wire.Interface)
+        ),
+        networks=tuple(
+            (each.name, its)
+            for each in situation.shared(network.interfaces)
+            if not each.loopback and wire.fits(each.name, wire.Interface)
+            for its in each.networks or ("",)
         ),
         pair_port=pair_port,
         reduces=reduces,
@@ -543,6 +555,8 @@ ELSEWHERE: frozenset[Kind] = frozenset({"refused", "no host", "silent", "other s
 """What node rank 0 sees at an endpoint that does not lead to it. Lost packets prove nothing: many
 routers do not let a machine reach itself from outside."""
 
+DOUBLE_ADDRESS = "double address"  # What a node tells of itself whose address another one has
+
 REDUCING = frozenset({"gloo-nodes", "nccl-nodes"})  # The checks that need ranks with torch
 
 
@@ -838,10 +852,16 @@ class Participant:
         appears = situation.appears_when_started(self.situation)
         say = self.situation.say
         try:
-            call = await joining.join(self.goal, self.gather_until, say, appears=appears)
+            call = await joining.join(
+                self.goal, self.gather_until, say, appears=appears, trouble=self._trouble
+            )
         except CallError as error:
             return Meeting(self.place, problem=error.problem)
         return await self._work(call)
+
+    async def _trouble(self) -> str:
+        other = await asyncio.to_thread(shared_address, self.situation)
+        return "" if other is None else DOUBLE_ADDRESS
 
     async def _work(self, call: Call) -> Meeting:
         """Carry out the coordinator's orders, until it sends its report."""
