@@ -29,6 +29,7 @@ def firewall(
     ports: int | str | None = None,
     reject: bool = False,
     connections_only: bool = True,
+    datagrams: bool = False,
 ) -> None:
     """A firewall in front of ``target``, inside the switch.
 
@@ -41,16 +42,17 @@ def firewall(
             dropping silently.
         connections_only: Stop the first packet of new connections only, as a stateful firewall
             does; else all of TCP.
+        datagrams: Stop all of UDP, and nothing else.
     """
     lane = _lane(lab, target, reject)
-    match = ["match", "ip", "protocol", "6", "0xff"]
+    match = ["match", "ip", "protocol", "17" if datagrams else "6", "0xff"]
     if source is not None:
         match += ["match", "ip", "src", f"{source.address}/32"]
     if isinstance(ports, int):
         match += ["match", "ip", "dport", str(ports), "0xffff"]
     elif ports == EPHEMERAL:
         match += ["match", "ip", "dport", "0x8000", "0x8000"]
-    if connections_only:
+    if connections_only and not datagrams:
         # SYN without ACK; byte 33 holds the flags, behind an IP header without options.
         match += ["match", "u8", "0x02", "0x12", "at", "33"]
     redirect = ["action", "mirred", "egress", "redirect", "dev", lane]

@@ -454,12 +454,15 @@ def best(among: Iterable[Interface], address: str = "") -> Interface | None:
     return next((each for each in here if each.outward), None)
 
 
+UP = "sudo ip link set dev {} up"
+
+
 def bring_up(interface: Interface) -> tuple[str, str]:
     """Return what to do about an interface that is down or has no carrier, and the line to type."""
     if interface.unplugged:
         fix = "Check its cable and its switch port. Once it has a carrier, this shows LOWER_UP:"
         return fix, typed("ip link show dev {}", interface.name)
-    return "Bring it up.", typed("sudo ip link set dev {} up", interface.name)
+    return "Bring it up.", typed(UP, interface.name)
 
 
 EXPORT = "export GLOO_SOCKET_IFNAME={0} NCCL_SOCKET_IFNAME={0}"
@@ -525,7 +528,7 @@ def _findings(
             f"the loopback interface {down.name} is down: the ranks of this machine cannot connect "
             "to each other",
             fix="Bring it up.",
-            paste=typed("sudo ip link set dev {} up", down.name),
+            paste=typed(UP, down.name),
             about="loopback",
         )
     endpoint = endpoint_address(situation)

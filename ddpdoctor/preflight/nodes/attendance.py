@@ -184,9 +184,11 @@ def _closed_port(meeting: Meeting, problem: Problem, situation: Situation) -> Fi
     down = _own_link_down(situation, problem)
     if down is not None:
         state = "has no carrier" if down.unplugged else "is down"
+        fix, paste = bring_up(down)
         return _unreached(
             f"{at} cannot be reached: the interface {down.name} of this machine {state}",
-            *bring_up(down),
+            fix,
+            paste,
         )
     opened = open_port(port, problem.address or host)
     door = f"the check runs there: it answers at port {problem.door}" if problem.door else ""

@@ -21,8 +21,7 @@ from ddpdoctor.preflight.command_lines import check_line, let_through
 from ddpdoctor.preflight.machine import own_address
 from ddpdoctor.preflight.machine.network import (
     EXPORT,
-    Interface,
-    bring_up,
+    UP,
     dialled_at,
     gloo_dials,
     hosts_line,
@@ -613,7 +612,7 @@ def _at_fault(meeting: Meeting, network: Network, fault: Fault) -> Finding:
         return failure(
             f"{end.name} is down on {node}: it does not reach {there} there",
             fix=f"Bring it up, or name another interface on all nodes. On {host}:",
-            paste=bring_up(Interface(end.name))[1],
+            paste=typed(UP, end.name),
             about=f"node {fault.node} {end.name}",
             nodes=(host,),
         )
@@ -758,7 +757,7 @@ def link_speed(meeting: Meeting) -> Outcome:
         An all_reduce is as fast as its slowest link: one cable at 1 Gbit/s slows down all nodes.
 
     How to fix it
-        Check the link's speed (`ethtool eth0 | grep Speed`), its cable and switch port, limits on
+        Check the speed (`cat /sys/class/net/eth0/speed`), the cable and switch port, limits on
         outgoing traffic (`tc qdisc`), and whether the node uses another interface than the others.
 
     Example
@@ -847,7 +846,11 @@ def _speed_findings(meeting: Meeting, speed: Speeds) -> Iterator[Finding]:
             ),
             fix=f"Check the cable, the switch port, the chosen interface and limits on traffic of "
             f"{ends}. There:",
-            paste=typed("ethtool {0} | grep -E 'Speed|Duplex'; tc qdisc show dev {0}", name),
+            # ethtool prints the same, and is not installed everywhere.
+            paste=typed(
+                "grep . /sys/class/net/{0}/speed /sys/class/net/{0}/duplex; tc qdisc show dev {0}",
+                name,
+            ),
             about=f"slow {each.about}",
             nodes=each.nodes(meeting),
             subjects=frozenset(f"slow {pair}" for pair in each.losses),
