@@ -102,7 +102,7 @@ def _unknown_or_foreign(situation: Situation, found: network.Lookup, wanted: str
             fix="Correct the name in /etc/hosts or in the name server.",
             paste=network.hosts_line(wanted, found.name) if wanted else network.ADDRESSES,
             # The name may be right, and the address another machine's.
-            subjects=frozenset(f"address {address}" for address in mine),
+            subjects=frozenset(f"name of {address}" for address in mine),
         )
     name = full if found.addresses else found
     # Older versions of torchrun use 127.0.0.1 on one machine, unless --standalone is given.
@@ -179,7 +179,7 @@ def own_address(situation: Situation) -> Outcome:
                 fix=SHARED_ADDRESS_FIX,
                 paste=typed(SHARED_ADDRESS_PASTE, each.interface),
                 about=each.interface,
-                subjects=frozenset({f"address {each.address}"}),
+                subjects=frozenset({f"address {each.address}", f"name of {each.address}"}),
             )
             for each in found
             if each.card

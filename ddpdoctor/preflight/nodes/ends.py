@@ -125,11 +125,12 @@ def faults(meeting: Meeting, network: Network) -> Iterator[Fault]:
         own, far = (end_of(meeting, index, address, name) for index in (j, i))
         if name.startswith(VIRTUAL) or i in with_address(meeting, j, address):
             found.setdefault(("choice", j, own), []).append((i, j))
-        elif own.state == "down":
-            found.setdefault(("down", j, own), []).append((i, j))
-        elif far.state in ("down", "bare"):
-            kind: Literal["down", "bare"] = "down" if far.state == "down" else "bare"
-            found.setdefault((kind, i, far), []).append((i, j))
+        else:
+            # An own end without an address is one that has a link-local address alone.
+            for node, end in ((j, own), (i, far)):
+                if end.state == "down" or end.state == "bare":
+                    found.setdefault((end.state, node, end), []).append((i, j))
+                    break
     explained = {way for ways in found.values() for way in ways}
     for (kind_, node, end), ways in sorted(found.items(), key=lambda each: each[0][1]):
         if network.used & {*ways}:

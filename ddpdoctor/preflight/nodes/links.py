@@ -208,7 +208,9 @@ def _closed_link(
         elsewhere = {(i, j): address for i, j, address in meeting.report.open}
         other = elsewhere.get(each.ways[0], "")
         name = interface(meeting, each.ways[0][1], other)[0] if other else ""
-        if name and elsewhere.keys() >= {*each.ways}:
+        if name not in ("", interface(meeting, each.ways[0][1])[0]) and (
+            elsewhere.keys() >= {*each.ways}
+        ):
             evidence = (*evidence, f"it is open at {other} ({name}), which gloo does not take")
             fix = f"{fix.partition(' On ')[0]} Or let gloo and NCCL take {name}, which is open, in "
             fix += "the job's environment on every node (its name may differ):"

@@ -798,12 +798,16 @@ class Participant:
 
     async def _work_here(self) -> Meeting:
         """Take part like any other node."""
+        problem = Problem("time")
         for _ in range(OWN_CALLS):
             # Callers without the id may hold all places for a moment.
-            with contextlib.suppress(CallError):
+            try:
                 return await self._work(await self._call_here())
+            except CallError as error:
+                problem = error.problem
             await asyncio.sleep(SCOUT_INTERVAL)
-        return Meeting(self.place, problem=Problem("time"))
+        closed = problem.kind in ("dropped", "prohibited")  # Even for this machine itself
+        return Meeting(self.place, problem=problem if closed else Problem("time"))
 
     async def _say_who_is_missing(self, here: Coordinator) -> None:
         """Tell a person after a while who is waited for."""
