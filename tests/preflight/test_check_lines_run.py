@@ -6,6 +6,7 @@ import json
 import shlex
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -31,18 +32,18 @@ def test_the_line_repairs(doctor: Doctor, before: str, check: str, line: str) ->
     words = [sys.executable, "-m", "ddpdoctor", "check", "--json", "--only", check]
     typed = shlex.join([*words, "--nproc-per-node", "1"])
 
-    def outcome(script: str) -> dict[str, object]:
+    def outcome(script: str) -> dict[str, Any]:
         done = subprocess.run(
             ["sh", "-c", script],
             env=doctor.environment(),
             capture_output=True,
             text=True,
         )
-        found: dict[str, object] = json.loads(done.stdout)
+        found: dict[str, Any] = json.loads(done.stdout)
         return found
 
     sick = outcome(f"{before}; {typed}")
-    (row,) = sick["checks"]  # type: ignore[misc]
+    (row,) = sick["checks"]
     pasted = row["findings"][0]["paste"]
     assert pasted.startswith(line), sick
     healthy = outcome(f"{before}; {pasted}; {typed}")

@@ -339,7 +339,7 @@ def attendance(situation: Situation) -> Outcome:
         seconds, unless node 0 may simply start later. An endpoint that is not set or is on
         localhost. A node rank 0 that is not where the endpoint points. A node with a different
         rendezvous id, one node too many, or a node that left in the middle, with what it or node 0
-        knows of the reason.
+        knows of the reason. A node that does not get through by TCP tells node 0 why by UDP.
 
     Why it is bad
         torchrun waits silently for 10 minutes or more, on the nodes that did everything right.

@@ -449,14 +449,15 @@ def gloo_addresses(meeting: Meeting) -> Outcome:
     """The address that torchrun, gloo or NCCL gives to the other nodes does not lead to this node.
 
     What it finds
-        The address that torch's gloo will listen on, for every node: that of `GLOO_SOCKET_IFNAME`,
-        or else what the node's host name resolves to. Reported if it is a loopback address while
-        there are other nodes (Debian's `127.0.1.1` line), the same on several nodes (a container
-        bridge), closed for the others while another address of the node is open, or missing because
-        the interface does not exist. IPv6 on some nodes and IPv4 on others. Where all nodes have
-        GPUs, also the address of NCCL's first interface, if it is closed for the others. With
-        `--rdzv-backend c10d`, the name that torchrun gives to all ranks as MASTER_ADDR, if a node
-        does not find the first one by it.
+        The address that torch's gloo will listen on, for every node: that of
+        `GLOO_SOCKET_IFNAME`, or else what the node's host name resolves to. Reported if it
+        is a loopback address while there are other nodes (Debian's `127.0.1.1` line), the
+        same on several nodes (a container bridge), closed for the others while another
+        address of the node is open, or missing. The end at fault is named: an interface
+        that is down, without carrier or address, or in another network. IPv6 on some nodes
+        and IPv4 on others. Where all nodes have GPUs, also the addresses of NCCL's
+        interfaces. With `--rdzv-backend c10d`, the name that torchrun gives to all ranks as
+        MASTER_ADDR, if a node does not find the first one by it.
 
     Why it is bad
         The other nodes connect to themselves or to no machine at all, time out after minutes, and
@@ -579,6 +580,12 @@ def _mixed_families(meeting: Meeting) -> Iterator[Finding]:
     """Report nodes with an IPv6 address where others have IPv4: gloo connects no such pair."""
     six = [index for index, node in enumerate(meeting.nodes) if ":" in node.facts.gloo_address]
     if not six or len(six) == sum(bool(node.facts.gloo_address) for node in meeting.nodes):
+        return
+    if any(
+        kind.startswith("gloo") and ":" not in result.address and ":" in meeting.nodes[j].address
+        for _, j, kind, result in meeting.report.bad
+    ):
+        # IPv4 is not open here. That is reported, with the IPv6 address to take.
         return
     index = six[0]
     facts = meeting.nodes[index].facts
@@ -752,6 +759,7 @@ def link_speed(meeting: Meeting) -> Outcome:
         A link with less than half the median bandwidth, or with more than twice the median round
         trip plus 1 ms, where there are three links or more; any link below 80 Mbit/s. A link on
         which 2 % of the small messages, and 3 at least, had to be sent again (the kernel's count).
+        A slow network (below 2.5 Gbit/s) if another one between all nodes is three times as fast.
         It is measured again, alone and several times, before it is reported. Up to eight nodes,
         every path is measured; with more, log2(n) paths from each node.
 
