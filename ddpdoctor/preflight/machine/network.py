@@ -531,35 +531,44 @@ def _findings(
             paste=typed(UP, down.name),
             about="loopback",
         )
-    endpoint = endpoint_address(situation)
-    interface = best(here, endpoint)
     both = [("gloo", "GLOO_SOCKET_IFNAME", gloo)]
     if situation.shared(visible_gpus):
         both.append(("NCCL", "NCCL_SOCKET_IFNAME", nccl))
     for library, variable, choice in both:
         problem = _problem(library, variable, choice, many)
-        if problem is None:
-            continue
-        severity, message = problem
-        listed = ", ".join(each.name for each in here if each.outward) or "none"
-        # Without the variable the library chooses itself, and may find one.
-        otherwise = typed("unset {}", variable) if choice.reason == variable else ADDRESSES
+        if problem is not None:
+            wrong = _wrong_choice(situation, here, variable, choice, problem)
+            yield replace(wrong, about=library)
+
+
+def _wrong_choice(
+    situation: Situation,
+    here: tuple[Interface, ...],
+    variable: str,
+    choice: Choice,
+    problem: tuple[Severity, str],
+) -> Finding:
+    endpoint, first = endpoint_address(situation), next(iter(choice.interfaces), None)
+    interface = best(here, endpoint)
+    outward = ", ".join(each.name for each in here if each.outward)
+    lost = first is not None and not first.running and first.is_towards(endpoint)
+    if first is not None and (lost or not (outward or choice.reason == variable)):
+        fix, paste = bring_up(first)
+    elif interface is not None:
+        fix, paste = "Name the interface that leads to the other nodes.", export_line(interface)
+    else:
         fix = "Name the interface that leads to the other nodes."
-        first = next(iter(choice.interfaces), None)
-        lost = first is not None and not first.running and first.is_towards(endpoint)
-        lost = lost or (listed == "none" and choice.reason != variable)
-        if lost and first is not None:
-            fix, otherwise = bring_up(first)
-        yield finding(
-            severity,
-            message,
-            evidence=(f"running, with an address, and no bridge: {listed}",),
-            fix=fix if many else "Name an interface of this machine, or none.",
-            paste=export_line(interface) if interface and not lost else otherwise,
-            about=library,
-            # Without another interface, no other node is reached.
-            subjects=frozenset({NO_NETWORK} if lost or listed == "none" else ()),
-        )
+        # Without the variable the library chooses itself, and may find one.
+        paste = typed("unset {}", variable) if choice.reason == variable else ADDRESSES
+    return finding(
+        problem[0],
+        problem[1],
+        evidence=(f"running, with an address, and no bridge: {outward or 'none'}",),
+        fix=fix if situation.options.nnodes > 1 else "Name an interface of this machine, or none.",
+        paste=paste,
+        # Without another interface, no other node is reached.
+        subjects=frozenset({NO_NETWORK} if lost or not outward else ()),
+    )
 
 
 def _problem(

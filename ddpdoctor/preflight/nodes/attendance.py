@@ -116,7 +116,8 @@ def own_problem(meeting: Meeting, problem: Problem, situation: Situation) -> Fin
                 nothing,
             )
             return replace(not_here, subjects=shared)
-        closed = _closed_port(meeting, problem, situation)
+        closed = _on_this_side(meeting, problem, situation)
+        closed = closed or _closed_port(meeting, problem, situation)
         return replace(closed, subjects=shared | {relations.NO_NETWORK})
     if problem.kind == "unresolved":
         return _unreached(
@@ -177,10 +178,15 @@ def own_problem(meeting: Meeting, problem: Problem, situation: Situation) -> Fin
     )
 
 
-def _closed_port(meeting: Meeting, problem: Problem, situation: Situation) -> Finding:
-    """Return the finding that there is no connection to the endpoint."""
-    host, port = meeting.place.host, meeting.place.port
-    at = _at(meeting, problem)
+def _door(meeting: Meeting, problem: Problem) -> str:
+    if problem.by_udp:
+        return f"the check runs there: it answers at port {meeting.place.port} by UDP"
+    return f"the check runs there: it answers at port {problem.door}" if problem.door else ""
+
+
+def _on_this_side(meeting: Meeting, problem: Problem, situation: Situation) -> Finding | None:
+    """Return the finding that node 0 and its firewall are not what is in the way."""
+    at, port, door = _at(meeting, problem), meeting.place.port, _door(meeting, problem)
     down = _own_link_down(situation, problem)
     if down is not None:
         state = "has no carrier" if down.unplugged else "is down"
@@ -190,10 +196,6 @@ def _closed_port(meeting: Meeting, problem: Problem, situation: Situation) -> Fi
             fix,
             paste,
         )
-    opened = open_port(port, problem.address or host)
-    door = f"the check runs there: it answers at port {problem.door}" if problem.door else ""
-    if problem.by_udp:
-        door = f"the check runs there: it answers at port {port} by UDP"
     if problem.unheard:
         return _unreached(
             f"{at} hears this machine, but what it sends back does not arrive here",
@@ -210,6 +212,15 @@ def _closed_port(meeting: Meeting, problem: Problem, situation: Situation) -> Fi
             check_line(meeting.place, situation.nproc, host=problem.behind),
             door,
         )
+    return None
+
+
+def _closed_port(meeting: Meeting, problem: Problem, situation: Situation) -> Finding:
+    """Return the finding that there is no connection to the endpoint."""
+    host, port = meeting.place.host, meeting.place.port
+    at = _at(meeting, problem)
+    opened = open_port(port, problem.address or host)
+    door = _door(meeting, problem)
     sender = f"{problem.sender} rejects it by ICMP" if problem.sender else ""
     in_firewall = f"Open TCP port {port} in the firewall of {host}, or of the network (a security "
     in_firewall += f"group). On {host}:"
@@ -437,25 +448,9 @@ def _absent(meeting: Meeting, situation: Situation) -> Iterator[Finding]:
             about="absent",
         )
         return
-    shared = [
-        index
-        for index, each in enumerate(meeting.report.verdicts)
-        if any(said.code == "DDP018" for said in each.findings)
-    ]
-    if shared:
-        # The answers to one of them arrive at the other.
-        other = own_address.shared_address(situation) if meeting.own in shared else None
-        addresses = {meeting.nodes[index].address for index in shared}
-        addresses |= set() if other is None else {other.address}
-        yield failure(
-            f"{absence}; another machine has the address of {meeting.hosts(shared)} as well",
-            evidence=seen,
-            fix="Give each machine its own address, then start the check again. What that one has:",
-            paste=ADDRESSES,
-            about="absent",
-            nodes=tuple(map(meeting.host, shared)),
-            subjects=frozenset(f"address {each}" for each in addresses),
-        )
+    doubled = _doubled(meeting, situation, absence, seen)
+    if doubled is not None:
+        yield doubled
         return
     numbers = sorted({node.facts.nnodes for node in meeting.nodes})
     severity = Severity.ERROR
@@ -483,6 +478,33 @@ def _absent(meeting: Meeting, situation: Situation) -> Iterator[Finding]:
         nodes=tuple(meeting.place.names[rank] for rank in absent or () if meeting.place.names),
         # Without a network here, no node can come.
         subjects=frozenset({relations.NO_NETWORK} if len(meeting.nodes) == 1 else ()),
+    )
+
+
+def _doubled(
+    meeting: Meeting, situation: Situation, absence: str, seen: tuple[str, ...]
+) -> Finding | None:
+    """Return the finding that a node is absent while another one shares its address."""
+    shared = [
+        index
+        for index, each in enumerate(meeting.report.verdicts)
+        if any(said.code == "DDP018" for said in each.findings)
+    ]
+    if not shared:
+        return None
+    # What is sent to one of them arrives at the other.
+    other = own_address.shared_address(situation) if meeting.own in shared else None
+    addresses = {meeting.nodes[index].address for index in shared}
+    addresses |= set() if other is None else {other.address}
+    return failure(
+        f"{absence}; another machine has the address of {meeting.hosts(shared)} as well",
+        evidence=seen,
+        fix="Give each machine its own address, and start the check on all nodes. What that one "
+        "has:",
+        paste=ADDRESSES,
+        about="absent",
+        nodes=tuple(map(meeting.host, shared)),
+        subjects=frozenset(f"address {each}" for each in addresses),
     )
 
 

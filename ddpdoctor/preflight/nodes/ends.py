@@ -94,7 +94,7 @@ def end_of(meeting: Meeting, index: int, address: str, name: str) -> End:
         return End(own, "down", network)
     if not network or (":" in network) != (":" in address):
         return End(own, "bare")
-    # Clouds give every machine a network of its own, and route between them.
+    # Clouds give every machine a separate network, and route between them.
     return End(own, "up" if network.endswith(("/32", "/128")) else "apart", network)
 
 
@@ -118,29 +118,37 @@ class Fault:
 
 def faults(meeting: Meeting, network: Network) -> Iterator[Fault]:
     """Explain the failed connections of a network, each once."""
-    found: dict[tuple[Literal["choice", "down", "bare"], int, End], list[Way]] = {}
-    for (i, j), result in network.failed.items():
-        address = result.address
-        name = interface(meeting, j, address)[0]
-        own, far = (end_of(meeting, index, address, name) for index in (j, i))
-        if name.startswith(VIRTUAL) or i in with_address(meeting, j, address):
-            found.setdefault(("choice", j, own), []).append((i, j))
-        else:
-            # An own end without an address is one that has a link-local address alone.
-            for node, end in ((j, own), (i, far)):
-                if end.state == "down" or end.state == "bare":
-                    found.setdefault((end.state, node, end), []).append((i, j))
-                    break
+    found: dict[Seen, list[Way]] = {}
+    for way, result in network.failed.items():
+        seen = _seen(meeting, way, result.address)
+        if seen is not None:
+            found.setdefault(seen, []).append(way)
     explained = {way for ways in found.values() for way in ways}
-    for (kind_, node, end), ways in sorted(found.items(), key=lambda each: each[0][1]):
+    for (kind, node, end), ways in sorted(found.items(), key=lambda each: each[0][1]):
         if network.used & {*ways}:
-            yield Fault(kind_, node, end, Blame("way", node, tuple(sorted(ways))))
+            yield Fault(kind, node, end, Blame("way", node, tuple(sorted(ways))))
     left = [way for way in network.failed if way not in explained]
     for each in blame(left, [way for way in network.tested if way not in explained]):
         if network.used & {*each.ways}:
             i, j = next((way for way in each.ways if way[0] == each.node), each.ways[0])
             address = network.failed[i, j].address
-            name = interface(meeting, j, address)[0]
             at = each.node if each.kind in ("both", "out of") else i
-            end = end_of(meeting, at, address, name)
+            end = end_of(meeting, at, address, interface(meeting, j, address)[0])
             yield Fault("link", at if end.state == "none" else each.node, end, each)
+
+
+Seen = tuple[Literal["choice", "down", "bare"], int, End]
+
+
+def _seen(meeting: Meeting, way: Way, address: str) -> Seen | None:
+    """Return the fault of a connection that shows at one of its ends; None if neither shows it."""
+    i, j = way
+    name = interface(meeting, j, address)[0]
+    own, far = (end_of(meeting, index, address, name) for index in (j, i))
+    if name.startswith(VIRTUAL) or i in with_address(meeting, j, address):
+        return "choice", j, own
+    # An own end without an address is one that has a link-local address alone.
+    for node, end in ((j, own), (i, far)):
+        if end.state == "down" or end.state == "bare":
+            return end.state, node, end
+    return None

@@ -449,15 +449,14 @@ def gloo_addresses(meeting: Meeting) -> Outcome:
     """The address that torchrun, gloo or NCCL gives to the other nodes does not lead to this node.
 
     What it finds
-        The address that torch's gloo will listen on, for every node: that of
-        `GLOO_SOCKET_IFNAME`, or else what the node's host name resolves to. Reported if it
-        is a loopback address while there are other nodes (Debian's `127.0.1.1` line), the
-        same on several nodes (a container bridge), closed for the others while another
-        address of the node is open, or missing. The end at fault is named: an interface
-        that is down, without carrier or address, or in another network. IPv6 on some nodes
-        and IPv4 on others. Where all nodes have GPUs, also the addresses of NCCL's
-        interfaces. With `--rdzv-backend c10d`, the name that torchrun gives to all ranks as
-        MASTER_ADDR, if a node does not find the first one by it.
+        The address that torch's gloo will listen on, for every node: that of `GLOO_SOCKET_IFNAME`,
+        or else what the node's host name resolves to. Reported if it is a loopback address while
+        there are other nodes (Debian's `127.0.1.1` line), the same on several nodes (a container
+        bridge), closed for the others while another address of the node is open, or missing. The
+        end at fault is named: an interface that is down, without carrier or address, or in another
+        network. IPv6 on some nodes and IPv4 on others. Where all nodes have GPUs, also the
+        addresses of NCCL's interfaces. With `--rdzv-backend c10d`, the name that torchrun gives to
+        all ranks as MASTER_ADDR, if a node does not find the first one by it.
 
     Why it is bad
         The other nodes connect to themselves or to no machine at all, time out after minutes, and

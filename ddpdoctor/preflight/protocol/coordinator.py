@@ -496,19 +496,7 @@ class Phases:
         }
         failed = await self._dial(wanted)
         again = await self._dial({cell: wanted[cell] for cell in failed})
-        partly = {cell[:2] for cell in again}
-        elsewhere = {cell: target for cell, target in wanted.items() if cell[:2] in partly}
-        idle = {
-            (i, j, f"idle {number}"): target
-            for i, j in partly
-            for number, target in enumerate(self._idle(i, j))
-        }
-        closed = again.keys() | (await self._dial(idle) if idle else {}).keys()
-        self.open = tuple(
-            (*cell[:2], target.address)
-            for cell, target in sorted({**elsewhere, **idle}.items())
-            if cell not in closed
-        )
+        self.open = await self._open_elsewhere(wanted, {cell[:2] for cell in again}, set(again))
         stalled = {cell: wanted[cell] for cell in again if again[cell].outcome in STALLS}
         # Which packet sizes still pass where 64 KiB stalled?
         for mss in SMALL_SEGMENTS if stalled else ():
@@ -519,6 +507,23 @@ class Phases:
             for cell in stalled.keys() - left.keys():
                 again[cell] = replace(again[cell], passes=mss + 40)
         return {cell: replace(each, address=wanted[cell].address) for cell, each in again.items()}
+
+    async def _open_elsewhere(
+        self, wanted: Mapping[DialCell, Target], partly: set[NodePair], closed: set[DialCell]
+    ) -> tuple[tuple[int, int, str], ...]:
+        """Return other addresses that are open between nodes, where a connection failed."""
+        elsewhere = {cell: target for cell, target in wanted.items() if cell[:2] in partly}
+        idle = {
+            (i, j, f"idle {number}"): target
+            for i, j in partly
+            for number, target in enumerate(self._idle(i, j))
+        }
+        closed |= (await self._dial(idle) if idle else {}).keys()
+        return tuple(
+            (*cell[:2], target.address)
+            for cell, target in sorted({**elsewhere, **idle}.items())
+            if cell not in closed
+        )
 
     async def _dial(self, wanted: Mapping[DialCell, Target]) -> dict[DialCell, Dialled]:
         """Let all nodes dial at once. Return the connections that failed."""

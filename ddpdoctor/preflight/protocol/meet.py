@@ -181,29 +181,7 @@ def gather_facts(situation: Situation, place: NodePlace, pair_port: int, *, redu
         others=network.further_addresses(situation),
         lookup=situation.shared(network.own_name).seconds,
         master=_announced(situation, place),
-        interfaces=tuple(
-            (each.name, each.mtu, each.addresses)
-            for each in situation.shared(network.interfaces)
-            if each.running
-            and wire.fits(each.name, wire.Interface)
-            and any(not network.is_loopback(address) for address in each.addresses)
-        ),
-        down=tuple(
-            each.name
-            for each in situation.shared(network.interfaces)
-            if not each.running and not each.loopback and wire.fits(each.name, wire.Interface)
-        ),
-        unplugged=tuple(
-            each.name
-            for each in situation.shared(network.interfaces)
-            if each.unplugged and wire.fits(each.name, wire.Interface)
-        ),
-        networks=tuple(
-            (each.name, its)
-            for each in situation.shared(network.interfaces)
-            if not each.loopback and wire.fits(each.name, wire.Interface)
-            for its in each.networks or ("",)
-        ),
+        **_interface_facts(situation),
         pair_port=pair_port,
         reduces=reduces,
         gpus=gpus,
@@ -226,6 +204,23 @@ def gather_facts(situation: Situation, place: NodePlace, pair_port: int, *, redu
         changes=changes,
         folder=str(folder) if folder and str(folder).isprintable() else "",
     )
+
+
+def _interface_facts(situation: Situation) -> dict[str, Any]:
+    """Return what the facts hold of this machine's interfaces."""
+    found = situation.shared(network.interfaces)
+    known = [each for each in found if wire.fits(each.name, wire.Interface)]
+    here = [each for each in known if not each.loopback]
+    return {
+        "interfaces": tuple(
+            (each.name, each.mtu, each.addresses)
+            for each in here
+            if each.running and any(not network.is_loopback(address) for address in each.addresses)
+        ),
+        "down": tuple(each.name for each in here if not each.running),
+        "unplugged": tuple(each.name for each in here if each.unplugged),
+        "networks": tuple((each.name, its) for each in here for its in each.networks or ("",)),
+    }
 
 
 def _announced(situation: Situation, place: NodePlace) -> str:
