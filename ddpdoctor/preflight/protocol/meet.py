@@ -214,7 +214,7 @@ def _interface_facts(situation: Situation) -> dict[str, Any]:
     return {
         "interfaces": tuple(
             (each.name, each.mtu, each.addresses)
-            for each in here
+            for each in known
             if each.running and any(not network.is_loopback(address) for address in each.addresses)
         ),
         "down": tuple(each.name for each in here if not each.running),
