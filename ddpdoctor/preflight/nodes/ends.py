@@ -116,6 +116,10 @@ class Fault:
     blame: Blame
 
 
+Seen = tuple[Literal["choice", "down", "bare"], int, End]
+"""A fault that shows at one end of a connection: its kind, the node, and the interface."""
+
+
 def faults(meeting: Meeting, network: Network) -> Iterator[Fault]:
     """Explain the failed connections of a network, each once."""
     found: dict[Seen, list[Way]] = {}
@@ -135,9 +139,6 @@ def faults(meeting: Meeting, network: Network) -> Iterator[Fault]:
             at = each.node if each.kind in ("both", "out of") else i
             end = end_of(meeting, at, address, interface(meeting, j, address)[0])
             yield Fault("link", at if end.state == "none" else each.node, end, each)
-
-
-Seen = tuple[Literal["choice", "down", "bare"], int, End]
 
 
 def _seen(meeting: Meeting, way: Way, address: str) -> Seen | None:
