@@ -131,13 +131,15 @@ def test_a_closed_network_beside_one_that_is_open(nodes: Make) -> None:
     set_there = checks.paste_everywhere(said, "links")
     said = checks.run(env=set_there)
     for each in said:
-        assert each.outcome("gloo-nodes")["detail"].startswith("2 of 2 nodes, 2 of 2 ranks")
-        assert each.status == 1, "the closed network is still one that a job might take"
+        # The closed network is still one that a job might take. Nothing else is wrong, and for
+        # lack of CPU the reduction may not have been tried.
+        assert each.codes == ["DDP053"]
+        assert each.status & 3 == 1
     # The same where the rendezvous is in the open network.
     said = checks.run(*WITHOUT_TORCH, "--rdzv-endpoint", f"10.88.0.1:{PORT}")
     set_there = checks.paste_everywhere(said, "gloo-addresses")
     said = checks.run("--rdzv-endpoint", f"10.88.0.1:{PORT}", env=set_there)
-    assert {each.status for each in said} == {0}
+    assert all(each.codes == [] for each in said)
 
 
 @pytest.mark.slow
