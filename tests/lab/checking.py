@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -174,6 +175,25 @@ class Checks:
     def paste(self, host: Host, finding: dict[str, Any]) -> None:
         """Do on a host what a finding says, as its user would; root needs no sudo."""
         host.run("sh", "-ec", finding["paste"].replace("sudo ", ""))
+
+    def paste_everywhere(self, said: Sequence[Said], check: str) -> dict[int, dict[str, str]]:
+        """Do on every host what it says of itself.
+
+        Returns:
+            The variables that were exported, by node rank, for the checks and jobs started there.
+        """
+        exported: dict[int, dict[str, str]] = {}
+        for each in said:
+            for finding in each.findings(check):
+                if each.host.name not in finding.get("nodes", ()):
+                    continue
+                if finding["paste"].startswith("export "):
+                    words = shlex.split(finding["paste"])[1:]
+                    for name, _, value in (word.partition("=") for word in words):
+                        exported.setdefault(each.host.rank, {})[name] = value
+                else:
+                    self.paste(each.host, finding)
+        return exported
 
     def close(self) -> None:
         """End what still runs."""

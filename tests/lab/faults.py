@@ -29,6 +29,7 @@ def firewall(
     ports: int | str | None = None,
     reject: bool = False,
     connections_only: bool = True,
+    datagrams: bool = False,
 ) -> None:
     """A firewall in front of ``target``, inside the switch.
 
@@ -41,16 +42,17 @@ def firewall(
             dropping silently.
         connections_only: Stop the first packet of new connections only, as a stateful firewall
             does; else all of TCP.
+        datagrams: Stop all of UDP, and nothing else.
     """
     lane = _lane(lab, target, reject)
-    match = ["match", "ip", "protocol", "6", "0xff"]
+    match = ["match", "ip", "protocol", "17" if datagrams else "6", "0xff"]
     if source is not None:
         match += ["match", "ip", "src", f"{source.address}/32"]
     if isinstance(ports, int):
         match += ["match", "ip", "dport", str(ports), "0xffff"]
     elif ports == EPHEMERAL:
         match += ["match", "ip", "dport", "0x8000", "0x8000"]
-    if connections_only:
+    if connections_only and not datagrams:
         # SYN without ACK; byte 33 holds the flags, behind an IP header without options.
         match += ["match", "u8", "0x02", "0x12", "at", "33"]
     redirect = ["action", "mirred", "egress", "redirect", "dev", lane]
@@ -184,9 +186,8 @@ def until_listening(host: Host, port: int) -> None:
     )  # fmt: skip
 
 
-def second_network(lab: Lab, megabits: int) -> str:
-    """Give every host a slow interface on a network of its own; its name."""
-    name = "eth1"
+def second_network(lab: Lab, megabits: int, name: str = "eth1") -> str:
+    """Give every host an interface on a second network, with a limit if not 0; its name."""
     lab.at_switch("ip", "-batch", "-", text="link add br1 type bridge\nlink set br1 up\n")
     for host in lab.hosts:
         port = f"slow{host.rank}"
@@ -195,10 +196,11 @@ def second_network(lab: Lab, megabits: int) -> str:
             text=f"link add {port} type veth peer name {name} netns {host.namespace.pid}\n"
             f"link set {port} master br1 up\n",
         )  # fmt: skip
-        lab.at_switch(
-            "tc", "qdisc", "replace", "dev", port, "root", "tbf",
-            "rate", f"{megabits}mbit", "burst", "32kb", "latency", "50ms",
-        )  # fmt: skip
+        if megabits:
+            lab.at_switch(
+                "tc", "qdisc", "replace", "dev", port, "root", "tbf",
+                "rate", f"{megabits}mbit", "burst", "32kb", "latency", "50ms",
+            )  # fmt: skip
         host.run("ip", "address", "add", f"10.88.0.{host.rank + 1}/24", "dev", name)
         host.run("ip", "link", "set", name, "up")
     return name

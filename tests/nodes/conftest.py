@@ -12,6 +12,8 @@ import pytest
 from tests.conftest import Doctor
 from tests.lab.checking import Checks, Make
 from tests.lab.network import NETWORK, Lab, lab, why_not
+from tests.nvml_stub import build
+from tests.support.gpu_stub import HEALTHY
 
 
 @pytest.fixture
@@ -35,3 +37,11 @@ def nodes(tmp_path: Path, doctor: Doctor) -> Iterator[Make]:
     for holder in labs:
         holder.__exit__(None, None, None)
     assert set(psutil.net_if_addrs()) == before
+
+
+@pytest.fixture
+def one_gpu(tmp_path: Path) -> dict[str, str]:
+    """The environment of a machine with a GPU, by the stub of the driver's library."""
+    control = tmp_path / "control"
+    control.write_text("\n".join(("gpus 1", *HEALTHY)))
+    return {"LD_LIBRARY_PATH": str(build(tmp_path)), "NVML_STUB": str(control)}

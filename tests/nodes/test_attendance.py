@@ -87,7 +87,7 @@ def test_an_endpoint_that_cannot_be_reached_is_told_where_it_is_not(nodes: Make)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("closed", ["and high ports", "alone"])
+@pytest.mark.parametrize("closed", ["and all others", "and high ports", "alone"])
 def test_a_blocked_endpoint_is_told_by_its_cause_while_node_0_still_waits(
     nodes: Make, closed: str
 ) -> None:
@@ -95,8 +95,10 @@ def test_a_blocked_endpoint_is_told_by_its_cause_while_node_0_still_waits(
     checks = nodes(2)
     first, second = checks.lab.hosts
     faults.firewall(checks.lab, first, ports=PORT)
-    if closed == "and high ports":
+    if closed != "alone":
         faults.firewall(checks.lab, first, ports=faults.EPHEMERAL)
+    if closed == "and all others":
+        faults.firewall(checks.lab, first, datagrams=True)
     waiting, out, err = checks.start(first, checks.words(first, "--json", *WITHOUT_TORCH))
     (said,) = checks.run(*WITHOUT_TORCH, hosts=[second])
     (finding,) = said.findings("nodes")
@@ -104,7 +106,7 @@ def test_a_blocked_endpoint_is_told_by_its_cause_while_node_0_still_waits(
         "node0:29500 (10.77.0.1) does not answer: packets to that port are silently dropped"
     )
     up = "the machine is up: it answers at port 22"
-    if closed == "and high ports":
+    if closed == "and all others":
         assert finding["evidence"] == [up]
         assert waiting.poll() is None
         assert waiting.wait(LIMIT) == 2
@@ -134,6 +136,7 @@ def test_a_machine_that_answers_only_a_ping_has_a_firewall(nodes: Make, node_0_r
     checks = nodes(2)
     first, second = checks.lab.hosts
     faults.firewall(checks.lab, first)
+    faults.firewall(checks.lab, first, datagrams=True)
     if node_0_runs:
         waiting, _, _ = checks.start(first, checks.words(first, "--json", *WITHOUT_TORCH))
     (said,) = checks.run(*WITHOUT_TORCH, hosts=[second])
@@ -177,7 +180,7 @@ def test_something_else_at_the_endpoint_is_named(nodes: Make) -> None:
     )
     process, _, _ = checks.start(first, [sys.executable, "-c", served])
     said = checks.run("--timeout", "6", *WITHOUT_TORCH)
-    assert "port 29500 cannot be listened on here: Address already in use" in said[0].messages
+    assert "port 29500, on which rank 0 will listen, is taken" in said[0].messages
     assert "another program answers at node0:29500 (10.77.0.1)" in said[1].messages
     process.kill()
 
@@ -239,7 +242,7 @@ def test_a_node_that_is_out_of_files_is_no_firewall(nodes: Make) -> None:
 @pytest.mark.slow
 def test_node_0_that_is_out_of_files_is_named_and_nothing_else(nodes: Make) -> None:
     checks = nodes(4)
-    said = checks.run("--timeout", "20", *WITHOUT_TORCH, before={0: ["prlimit", "--nofile=14:14"]})
+    said = checks.run("--timeout", "20", *WITHOUT_TORCH, before={0: ["prlimit", "--nofile=15:15"]})
     assert "ulimit -n" in said[0].stderr
     assert said[0].document["exclude"] == ["node0"]
     for each in said:
@@ -260,11 +263,14 @@ def test_a_node_whose_own_link_is_down_hears_that(nodes: Make, pulled: bool) -> 
     else:
         host.run("ip", "link", "set", "eth0", "down")
     (said,) = checks.run(*WITHOUT_TORCH, "--timeout", "30", hosts=[host])
-    (finding,) = said.findings("nodes")
-    assert finding["message"].endswith(
-        "cannot be reached: the interface eth0 of this machine is down, or has no carrier"
+    (finding,) = said.findings()
+    assert finding["message"] == "gloo will use eth0, which is down (the host name is 10.77.0.2)"
+    state = "has no carrier" if pulled else "is down"
+    assert finding["evidence"][-1].endswith(
+        f"cannot be reached: the interface eth0 of this machine {state}"
     )
-    assert finding["paste"].startswith("sudo ip link set dev eth0 up")
+    line = "ip link show dev eth0" if pulled else "sudo ip link set dev eth0 up"
+    assert finding["paste"] == line
 
 
 @pytest.mark.slow

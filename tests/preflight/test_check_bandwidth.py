@@ -114,10 +114,10 @@ def node(index: int, inside: tuple[str, float], outside: tuple[str, float]) -> N
         host=f"node{index}", rank=index, nnodes=2, nproc=8,
         machine=str(index), gloo_address=f"10.0.1.{index + 1}", nccl_address="",
         gloo_why="node resolves to it", interfaces=(("eth0", 1500, (f"10.0.0.{index + 1}",)),),
-        lookup=0.0, master="", others=(), down=(), pair_port=4000, reduces=True, gpus=8, no_nccl="",
-        inside=inside, outside=outside, torch="", nccl="",
-        driver="", python="", ddpdoctor="", variables={}, script="", script_hash="", commit="",
-        changes="", folder="",
+        lookup=0.0, master="", others=(), down=(), networks=(), unplugged=(),
+        pair_port=4000, reduces=True, gpus=8, no_nccl="", inside=inside, outside=outside,
+        torch="", nccl="", driver="", python="", ddpdoctor="", variables={}, script="",
+        script_hash="", commit="", changes="", folder="",
     )  # fmt: skip
     return Node(facts, f"10.0.0.{index + 1}")
 

@@ -58,7 +58,7 @@ def facts(rank: int, text: str) -> Facts:
         FACTS, rank=rank, nproc=8 + rank, host=text, gloo_address=text, gloo_why=text, master=text,
         torch=text, nccl=text, driver=text, python=text, ddpdoctor=text, script=text,
         variables={f"NCCL_{text}": text}, script_hash=text, commit=text, changes=text, folder=text,
-        interfaces=((text, 1400, (text, f"10.0.0.{rank + 1}")),),
+        interfaces=((text, 1400, (text, f"10.0.0.{rank + 1}")),), networks=((text, text),),
     )  # fmt: skip
 
 

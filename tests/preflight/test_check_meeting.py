@@ -158,7 +158,7 @@ def test_damaged_facts_are_refused_and_do_not_break_anything(told: dict[str, Any
 FACTS = Facts(
     host="node0", rank=0, nnodes=2, nproc=8, machine="m", gloo_address="10.0.0.1", gloo_why="w",
     nccl_address="", lookup=0.1, master="node0.cluster", others=("10.0.1.1",),
-    down=("ib0",),
+    down=("ib0",), unplugged=("ib0",), networks=(("eth0", "10.0.0.0/24"), ("ib0", "")),
     interfaces=(("eth0", 1500, ("10.0.0.1",)),), pair_port=4000, reduces=True, gpus=8,
     no_nccl="", inside=("18 NVLinks", 4e11), outside=("eth0, 100 Gbit/s", 1.25e10),
     torch="2.13.0", nccl="2.27.3", driver="550.54.15", python="3.11.7", ddpdoctor="0.1.0",

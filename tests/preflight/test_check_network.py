@@ -232,7 +232,7 @@ def test_a_network_without_anything(doctor: Doctor) -> None:
     result = doctor.run(*unshared("-n"), *CHECK, names, watch=False)
     (finding,) = told(result)["network-interface"]["findings"]
     assert finding["message"].startswith("the loopback interface lo is down")
-    assert finding["paste"] == "sudo ip link set lo up"
+    assert finding["paste"] == "sudo ip link set dev lo up"
     assert result.status == 2
 
 

@@ -1,8 +1,12 @@
-"""Whatever a check warns of ends in a line that can be typed: read from the sources of them all."""
+"""Whatever a check warns of ends in a line that can be typed: read from the sources of them all.
+
+A line that changes something is run by a test, which then finds the check green.
+"""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +23,69 @@ SOURCES = sorted(
     for source in Path(ddpdoctor.preflight.__file__).parent.rglob("*.py")
     if any(f"{maker}(" in source.read_text() for maker in MAKERS) and source.name != "check.py"
 )
+
+SHOWS = re.compile(
+    r"(sudo )?(ls|df|cat|ss|getent|find|findmnt|ps|sha256sum|grep|mount \\||dmesg|git diff|pip list"
+    r"|ip (-s|-brief|route get|(link|address) show)|nvidia-smi (-q|--query|nvlink)"
+    r"|python(3)? (-m (py_compile|\\{\\} --help)|-c)|mount$|line$|paste$|ADDRESSES|DRIVER"
+    r"|SHARED_ADDRESS_PASTE)"
+)
+"""Lines that show what is wrong, where only the user knows what to change."""
+
+RUN = {
+    "EXPORT": "test_the_end_at_fault_is_named_and_its_line_repairs",
+    "check_line()": "test_options_that_differ",
+    'echo "$(hostname -I | cut -d " " -f 1)" {}': "test_a_name_that_a_node_does_not_know",
+    "export GLOO_SOCKET_IFNAME={}": "test_ipv6_on_one_node_alone",
+    "export {}={}": "test_a_variable_that_differs",
+    "export_line()": "test_an_old_line_of_the_own_name",
+    "export MASTER_ADDR={}": "test_the_line_repairs",
+    "export MASTER_PORT={}": "test_the_line_repairs",
+    "git checkout {}": "test_another_commit",
+    "hosts_line()": "test_an_old_line_of_the_own_name",
+    "let_through()": "test_a_firewall_of_the_machine",
+    "mkdir -p {}": "test_a_checkpoint_folder_that_is_not_there",
+    "open_port()": "test_a_firewall_of_the_machine",
+    "sudo ip link set dev {} mtu {}": "test_packets_that_are_too_large",
+    "sudo ip link set dev {} up": "test_a_chosen_interface_that_is_down_at_the_other_end",
+    "UP": "test_a_chosen_interface_that_is_down_at_the_other_end",
+    "ulimit -n 65536": "test_the_line_repairs",
+    "ulimit -n {}": "test_the_line_repairs",
+    "unset {}": "test_a_variable_that_differs",
+    "unset RANK": "test_the_line_repairs",
+    "NUMBERS[name]": "test_the_line_repairs",
+    "NUMBERS['MASTER_PORT']": "test_the_line_repairs",
+    "NUMBERS['RANK']": "test_the_line_repairs",
+    "unset {} {}": "test_the_line_repairs",
+}
+"""The lines that repair, and the test that types each."""
+
+NOT_RUN = {
+    "it changes the machine that runs the tests": (
+        "sudo timedatectl set-ntp true || sudo chronyc makestep", "sudo reboot",
+        "sudo sysctl -w net.ipv4.neigh.default.gc_thresh1={} "
+        "net.ipv4.neigh.default.gc_thresh2={} net.ipv4.neigh.default.gc_thresh3={}",
+        "sudo tee -a /etc/security/limits.conf", "ulimit -l unlimited", "ulimit -u unlimited",
+        "ulimit {} unlimited", "sudo mount -", "sed -i {{}} {{}}", "export OMP_NUM_THREADS={}",
+    ),
+    "a package index": (
+        "pip install", "python{} -m venv venv", "pip uninstall",
+    ),
+    "a GPU": (
+        "nvidia-smi -i", "nvidia-smi --gpu-reset", "modprobe nvidia", "nvidia-fabricmanager",
+        "CUDA_VISIBLE_DEVICES", "NCCL_P2P_DISABLE", "run --gpus all",
+    ),
+    "a container or a launcher starts anew": (
+        "#SBATCH", "{} run --", "mpirun", "volumes: [", "container_run_line()",
+    ),
+    "it makes torch or the check say more": (
+        "NCCL_DEBUG", "TORCH_CPP_LOG_LEVEL", "OWN_WORDS", "GLOO_MESSAGES", "check --soak",
+    ),
+    "its own test runs it": (
+        "--kill-orphans", "PYTHONPATH={}", "corrected_line()", "line_on_node_0()",
+    ),
+}  # fmt: skip
+"""The lines that no test types as they are, by what that would need; each by a part of it."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -48,32 +115,64 @@ class Module:
                 around = [each for each in self.functions if node in ast.walk(each)]
                 yield (max(around, key=lambda each: each.lineno) if around else None), node
 
+    def lines(self) -> set[str]:
+        """The lines of all findings, with places for values; ``name()`` of other modules' ones."""
+        return {
+            line
+            for maker in MAKERS
+            for function, call in self.calls(maker)
+            for leaf in self._leaves(_given(call, "paste", None), function)
+            for line in self._texts(leaf)
+        }
+
+    def _texts(self, leaf: ast.expr | None) -> Iterator[str]:
+        if isinstance(leaf, ast.Constant) and isinstance(leaf.value, str):
+            yield leaf.value
+        elif isinstance(leaf, ast.Call) and _name(leaf.func) == "typed":
+            yield from self._texts(leaf.args[0])
+        elif isinstance(leaf, ast.Call):
+            yield f"{ast.unparse(leaf.func).rpartition('.')[2]}()"
+        elif leaf is not None:
+            yield ast.unparse(leaf).rpartition(".")[2]
+
     def _lacks(self, value: ast.expr | None, function: Function | None) -> Iterator[str]:
         """Why an expression may be no line; nothing where it always is one."""
-        if value is None:
-            yield "no paste"
-        elif isinstance(value, ast.Constant):
-            if not isinstance(value.value, str) or not value.value.strip():
-                yield f"an empty line, from line {value.lineno}"
-            elif _is_comment(value.value):
-                yield "a comment alone"
-        elif isinstance(value, ast.JoinedStr):
-            yield "an f-string, whose values are not quoted: typed() does that"
-        elif isinstance(value, ast.IfExp):
-            yield from self._lacks(value.body, function)
-            yield from self._lacks(value.orelse, function)
+        for leaf in self._leaves(value, function):
+            if leaf is None:
+                yield "no paste"
+            elif isinstance(leaf, ast.Constant):
+                if not isinstance(leaf.value, str) or not leaf.value.strip():
+                    yield f"an empty line, from line {leaf.lineno}"
+                elif _is_comment(leaf.value):
+                    yield "a comment alone"
+            elif isinstance(leaf, ast.JoinedStr):
+                yield "an f-string, whose values are not quoted: typed() does that"
+
+    def _leaves(
+        self, value: ast.expr | None, function: Function | None
+    ) -> Iterator[ast.expr | None]:
+        """What an expression may be: each constant, and each call of another module."""
+        if isinstance(value, ast.IfExp):
+            yield from self._leaves(value.body, function)
+            yield from self._leaves(value.orelse, function)
         elif isinstance(value, ast.BoolOp):
-            yield from self._lacks(value.values[-1], function)
+            yield from self._leaves(value.values[-1], function)
         elif isinstance(value, ast.Name) and function is not None:
-            yield from self._named(value.id, function)
-        elif isinstance(value, ast.Call):
+            found = list(self._named(value.id, function))
+            yield from found or [value]
+        elif isinstance(value, ast.Call) and self._defines(_name(value.func)):
             for called in self.functions:
                 if called.name == _name(value.func):
                     for node in ast.walk(called):
                         if isinstance(node, ast.Return):
-                            yield from self._lacks(node.value, called)
+                            yield from self._leaves(node.value, called)
+        else:
+            yield value
 
-    def _named(self, name: str, function: Function) -> Iterator[str]:
+    def _defines(self, name: str) -> bool:
+        return any(called.name == name for called in self.functions)
+
+    def _named(self, name: str, function: Function) -> Iterator[ast.expr | None]:
         """The same of a variable: what it is assigned, or what the function is called with."""
         if (name, function.lineno) in self._asked:
             return
@@ -81,7 +180,7 @@ class Module:
         yield from self._values(name, function)
         self._asked.pop()
 
-    def _values(self, name: str, function: Function) -> Iterator[str]:
+    def _values(self, name: str, function: Function) -> Iterator[ast.expr | None]:
         for node in ast.walk(function):
             if isinstance(node, ast.Assign):
                 for target in node.targets:
@@ -95,13 +194,13 @@ class Module:
             default = defaults[-behind] if behind <= len(defaults) else None
             for caller, call in self.calls(function.name):
                 given = _given(call, name, place)
-                yield from self._lacks(default if given is None else given, caller)
+                yield from self._leaves(default if given is None else given, caller)
 
     def _assigned(
         self, name: str, target: ast.expr, value: ast.expr, function: Function
-    ) -> Iterator[str]:
+    ) -> Iterator[ast.expr | None]:
         if isinstance(target, ast.Name) and target.id == name:
-            yield from self._lacks(value, function)
+            yield from self._leaves(value, function)
         elif isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
             for each, part in zip(target.elts, value.elts, strict=True):
                 yield from self._assigned(name, each, part, function)
@@ -128,6 +227,20 @@ def _is_comment(line: str) -> bool:
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: str(source.relative_to(ROOT)))
 def test_every_warning_and_every_error_ends_in_a_line_to_type(source: Path) -> None:
     assert Module(source.read_text()).faults() == []
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: str(source.relative_to(ROOT)))
+def test_every_line_that_repairs_is_run_by_a_test(source: Path) -> None:
+    parts = [part for parts in NOT_RUN.values() for part in parts]
+    for line in Module(source.read_text()).lines():
+        known = line in RUN or SHOWS.match(line) or any(part in line for part in parts)
+        assert known, f"{line!r}: run it in the lab, and see the check green after it"
+
+
+def test_those_tests_are_there() -> None:
+    tests = (ROOT / "tests").rglob("test_*.py")
+    there = {name for test in tests for name in re.findall(r"def (test_\w+)", test.read_text())}
+    assert not set(RUN.values()) - there
 
 
 @pytest.mark.parametrize(

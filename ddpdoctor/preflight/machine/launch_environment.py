@@ -108,13 +108,21 @@ def _wrong(
     return finding(severity, message, fix=fix, paste=paste, about=about)
 
 
+NUMBERS = {
+    **dict.fromkeys(("RANK", "WORLD_SIZE"), "unset RANK WORLD_SIZE"),  # One alone is incomplete
+    "LOCAL_RANK": "unset LOCAL_RANK",
+    "MASTER_PORT": "export MASTER_PORT=29500",
+}
+"""Variables that hold a number, and the line that repairs each."""
+
+
 def _numbers(environ: Mapping[str, str]) -> Iterator[Finding]:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
+    for name in NUMBERS:
         if environ.get(name) and environment_number(environ, name) is None:
             yield _wrong(
                 f"{name} is {environ[name]!r}, which is not a number",
                 "Leave it to the launcher.",
-                typed("unset {}", name),
+                NUMBERS[name],
                 about=name,
             )
     for name, of in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
@@ -131,7 +139,7 @@ def _numbers(environ: Mapping[str, str]) -> Iterator[Finding]:
         yield _wrong(
             f"MASTER_PORT is {port}, which is not a port",
             "Choose a port from 1024 to 65535.",
-            "export MASTER_PORT=29500",
+            NUMBERS["MASTER_PORT"],
             about="MASTER_PORT",
         )
     address = environ.get("MASTER_ADDR", "")
@@ -161,7 +169,7 @@ def _incomplete(environ: Mapping[str, str]) -> Iterator[Finding]:
             f"{', '.join(missing)}",
             "init_process_group wants all of them. torchrun sets them itself; if a job is started "
             "without it, set the others as well.",
-            "unset RANK WORLD_SIZE",
+            NUMBERS["RANK"],
             about="incomplete",
             severity=Severity.WARNING,
         )

@@ -287,6 +287,12 @@ class Interface:
     running: bool = True  # Whether it is up and has a carrier (IFF_RUNNING)
     loopback: bool = False
     mtu: int = 1500
+    networks: tuple[str, ...] = ()  # Those of its addresses, such as 10.0.0.0/24
+    unplugged: bool = False  # Whether it is up and has no carrier
+
+    def is_towards(self, address: str) -> bool:
+        """Return whether an address is in one of its networks."""
+        return any(is_within(address, network) for network in self.networks)
 
     @property
     def virtual(self) -> bool:
@@ -312,10 +318,34 @@ def interfaces(situation: Situation) -> tuple[Interface, ...]:
             for each in addresses
             if each.family in (socket.AF_INET, socket.AF_INET6)
         )
-        loopback = name == "lo" or "loopback" in getattr(facts, "flags", "").split(",")
+        flags = getattr(facts, "flags", "").split(",")
+        loopback = name == "lo" or "loopback" in flags
         running, mtu = (facts.isup, facts.mtu) if facts is not None else (False, 0)
-        found.append(Interface(name, usable, running, loopback, mtu))
+        networks = (_network(each.address, each.netmask) for each in addresses)
+        known = tuple(dict.fromkeys(filter(None, networks)))
+        unplugged = "up" in flags and not running
+        found.append(Interface(name, usable, running, loopback, mtu, known, unplugged))
     return tuple(found)
+
+
+def _network(address: str, netmask: str | None) -> str:
+    """Return the network of an address; empty if it has none that other machines could be in."""
+    try:
+        own = ipaddress.ip_address(address.partition("%")[0])
+        ones = bin(int(ipaddress.ip_address(netmask or ""))).count("1")
+    except ValueError:
+        return ""
+    if own.is_link_local or own.is_loopback:
+        return ""
+    return str(ipaddress.ip_network(f"{own}/{ones}", strict=False))
+
+
+def is_within(address: str, network: str) -> bool:
+    """Return whether an address belongs to a network."""
+    try:
+        return ipaddress.ip_address(address) in ipaddress.ip_network(network)
+    except ValueError:
+        return False
 
 
 def owner(address: str, among: Iterable[Interface]) -> Interface | None:
@@ -424,9 +454,23 @@ def best(among: Iterable[Interface], address: str = "") -> Interface | None:
     return next((each for each in here if each.outward), None)
 
 
+UP = "sudo ip link set dev {} up"
+
+
+def bring_up(interface: Interface) -> tuple[str, str]:
+    """Return what to do about an interface that is down or has no carrier, and the line to type."""
+    if interface.unplugged:
+        fix = "Check its cable and its switch port. Once it has a carrier, this shows LOWER_UP:"
+        return fix, typed("ip link show dev {}", interface.name)
+    return "Bring it up.", typed(UP, interface.name)
+
+
+EXPORT = "export GLOO_SOCKET_IFNAME={0} NCCL_SOCKET_IFNAME={0}"
+
+
 def export_line(interface: Interface) -> str:
     """Return the line that makes gloo and NCCL use an interface."""
-    return typed("export GLOO_SOCKET_IFNAME={0} NCCL_SOCKET_IFNAME={0}", interface.name)
+    return typed(EXPORT, interface.name)
 
 
 def hosts_line(address: str, name: str) -> str:
@@ -484,36 +528,47 @@ def _findings(
             f"the loopback interface {down.name} is down: the ranks of this machine cannot connect "
             "to each other",
             fix="Bring it up.",
-            paste=typed("sudo ip link set {} up", down.name),
+            paste=typed(UP, down.name),
             about="loopback",
         )
-    interface = best(here, endpoint_address(situation))
     both = [("gloo", "GLOO_SOCKET_IFNAME", gloo)]
     if situation.shared(visible_gpus):
         both.append(("NCCL", "NCCL_SOCKET_IFNAME", nccl))
     for library, variable, choice in both:
         problem = _problem(library, variable, choice, many)
-        if problem is None:
-            continue
-        severity, message = problem
-        listed = ", ".join(each.name for each in here if each.outward) or "none"
-        # Without the variable the library chooses itself, and may find one.
-        otherwise = typed("unset {}", variable) if choice.reason == variable else ADDRESSES
+        if problem is not None:
+            wrong = _wrong_choice(situation, here, variable, choice, problem)
+            yield replace(wrong, about=library)
+
+
+def _wrong_choice(
+    situation: Situation,
+    here: tuple[Interface, ...],
+    variable: str,
+    choice: Choice,
+    problem: tuple[Severity, str],
+) -> Finding:
+    endpoint, first = endpoint_address(situation), next(iter(choice.interfaces), None)
+    interface = best(here, endpoint)
+    outward = ", ".join(each.name for each in here if each.outward)
+    lost = first is not None and not first.running and first.is_towards(endpoint)
+    if first is not None and (lost or not (outward or choice.reason == variable)):
+        fix, paste = bring_up(first)
+    elif interface is not None:
+        fix, paste = "Name the interface that leads to the other nodes.", export_line(interface)
+    else:
         fix = "Name the interface that leads to the other nodes."
-        if listed == "none" and choice.interfaces and choice.reason != variable:
-            fix = "Bring it up, and check its cable."
-            up = "sudo ip link set dev {0} up; ip -brief address show dev {0}"
-            otherwise = typed(up, choice.interfaces[0].name)
-        yield finding(
-            severity,
-            message,
-            evidence=(f"running, with an address, and no bridge: {listed}",),
-            fix=fix if many else "Name an interface of this machine, or none.",
-            paste=export_line(interface) if interface else otherwise,
-            about=library,
-            # Without another interface, no other node is reached.
-            subjects=frozenset() if listed != "none" else frozenset({NO_NETWORK}),
-        )
+        # Without the variable the library chooses itself, and may find one.
+        paste = typed("unset {}", variable) if choice.reason == variable else ADDRESSES
+    return finding(
+        problem[0],
+        problem[1],
+        evidence=(f"running, with an address, and no bridge: {outward or 'none'}",),
+        fix=fix if situation.options.nnodes > 1 else "Name an interface of this machine, or none.",
+        paste=paste,
+        # Without another interface, no other node is reached.
+        subjects=frozenset({NO_NETWORK} if lost or not outward else ()),
+    )
 
 
 def _problem(
@@ -627,21 +682,38 @@ def gloo_dials(here: Facts, there: Facts) -> bool:
 def dialled_at(here: Facts, there: Facts, route: str) -> dict[str, str]:
     """Return the addresses of ``there`` that ``here`` dials: others, the route's, gloo's, NCCL's.
 
-    The one that carries most of a job's traffic comes last.
+    The one that carries most of a job's traffic comes last. gloo's is dialled in both directions,
+    though gloo uses one: the other one (``gloo back``) shows which of the two ends is dead.
     """
+    gloo = there.gloo_address
     found = {
         f"other {number}": address
-        for number, address in enumerate(there.others if here.others else ())
-        if address not in (route, there.gloo_address, there.nccl_address)
+        for number, address in enumerate(there.others if here.others or here.nccl_address else ())
+        if address not in (route, gloo, there.nccl_address)
     }
+    dials = gloo_dials(here, there)
+    if gloo and gloo != route and not dials and not is_loopback(gloo):
+        found["gloo back"] = gloo
     found["route"] = route
-    gloo = there.gloo_address
-    if gloo and gloo != route and gloo_dials(here, there):
+    if gloo and gloo != route and dials:
         found["gloo"] = gloo
     nccl = there.nccl_address
     if nccl and here.nccl_address and nccl not in found.values():
         found["nccl"] = nccl
     return found
+
+
+def idle_addresses(here: Facts, there: Facts, route: str) -> list[str]:
+    """Return the addresses of ``there`` in networks that both are in and that a job leaves idle."""
+    dialled = {*dialled_at(here, there, route).values(), there.gloo_address, there.nccl_address}
+    shared = {network for name, network in here.networks if name not in here.down}
+    return [
+        address
+        for name, _, addresses in there.interfaces
+        for address in addresses
+        if address not in dialled and not name.startswith(VIRTUAL)
+        if any(is_within(address, network) for network in shared)
+    ][:MAX_FURTHER]
 
 
 def may_be_node(address: str, coordinator: str) -> bool:

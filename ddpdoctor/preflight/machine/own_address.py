@@ -31,7 +31,7 @@ from ddpdoctor.preflight.situation import Situation
     "host-name",
     "DDP003",
     limit=network.LOOKUPS_LIMIT,
-    yields_to={"DDP055": relations.same_subject},
+    yields_to={"DDP018": relations.same_subject, "DDP055": relations.same_subject},
 )
 def host_name(situation: Situation) -> Outcome:
     """This machine's host name does not resolve to an address that other machines can reach.
@@ -101,6 +101,8 @@ def _unknown_or_foreign(situation: Situation, found: network.Lookup, wanted: str
             evidence=(f"it has {', '.join(mine) or 'no address'}",),
             fix="Correct the name in /etc/hosts or in the name server.",
             paste=network.hosts_line(wanted, found.name) if wanted else network.ADDRESSES,
+            # The name may be right, and the address another machine's.
+            subjects=frozenset(f"name of {address}" for address in mine),
         )
     name = full if found.addresses else found
     # Older versions of torchrun use 127.0.0.1 on one machine, unless --standalone is given.
@@ -177,7 +179,7 @@ def own_address(situation: Situation) -> Outcome:
                 fix=SHARED_ADDRESS_FIX,
                 paste=typed(SHARED_ADDRESS_PASTE, each.interface),
                 about=each.interface,
-                subjects=frozenset({f"address {each.address}"}),
+                subjects=frozenset({f"address {each.address}", f"name of {each.address}"}),
             )
             for each in found
             if each.card

@@ -204,7 +204,7 @@ def clocks(meeting: Meeting) -> Outcome:
                 if len(ahead) == 2
                 else (),
                 fix="Let a time service run on every node (chrony, systemd-timesyncd).",
-                paste="sudo timedatectl set-ntp true",
+                paste="sudo timedatectl set-ntp true || sudo chronyc makestep",
                 about=about,
                 nodes=nodes,
             )

@@ -26,6 +26,7 @@ from ddpdoctor.preflight.check import (
 from ddpdoctor.preflight.command_lines import (
     NO_ID,
     check_line,
+    let_through,
     line_on_node_0,
     meeting_point,
     open_port,
@@ -33,11 +34,26 @@ from ddpdoctor.preflight.command_lines import (
     words,
 )
 from ddpdoctor.preflight.machine import own_address
-from ddpdoctor.preflight.machine.network import interfaces, is_local, own_host, towards
+from ddpdoctor.preflight.machine.network import (
+    ADDRESSES,
+    Interface,
+    best,
+    bring_up,
+    interfaces,
+    is_local,
+    is_loopback,
+    own_host,
+    towards,
+)
 from ddpdoctor.preflight.nodes.reductions import LIMIT, across_nodes
 from ddpdoctor.preflight.protocol.joining import Problem
-from ddpdoctor.preflight.protocol.meet import LOCAL_TIMEOUT, Meeting, meeting_of
-from ddpdoctor.preflight.protocol.messages import Said, Verdict
+from ddpdoctor.preflight.protocol.meet import (
+    DOUBLE_ADDRESS,
+    LOCAL_TIMEOUT,
+    Meeting,
+    meeting_of,
+)
+from ddpdoctor.preflight.protocol.messages import Caller, Said, Verdict
 from ddpdoctor.preflight.situation import ATTENDANCE, Situation, node_place
 
 # -- why this node did not meet the others
@@ -88,8 +104,10 @@ def own_problem(meeting: Meeting, problem: Problem, situation: Situation) -> Fin
                 paste,
                 nothing,
             )
+        other = own_address.shared_address(situation)
+        shared = frozenset() if other is None else frozenset({f"address {other.address}"})
         if meeting.own_endpoint:
-            return _unreached(
+            not_here = _unreached(
                 f"the endpoint {where} is this machine, which is node rank {place.rank}: node rank "
                 "0 is not here",
                 "Name the machine of node rank 0 in --rdzv-endpoint, on every node. There, this "
@@ -97,11 +115,10 @@ def own_problem(meeting: Meeting, problem: Problem, situation: Situation) -> Fin
                 line_on_node_0(place, nproc),
                 nothing,
             )
-        closed = _closed_port(meeting, problem, situation)
-        dropped = problem.kind == "dropped"
-        other = own_address.shared_address(situation) if dropped else None
-        shared = () if other is None else (f"address {other.address}",)
-        return replace(closed, subjects=frozenset({relations.NO_NETWORK, *shared}))
+            return replace(not_here, subjects=shared)
+        closed = _on_this_side(meeting, problem, situation)
+        closed = closed or _closed_port(meeting, problem, situation)
+        return replace(closed, subjects=shared | {relations.NO_NETWORK})
     if problem.kind == "unresolved":
         return _unreached(
             f"the name {host} does not resolve on this node",
@@ -161,20 +178,31 @@ def own_problem(meeting: Meeting, problem: Problem, situation: Situation) -> Fin
     )
 
 
-def _closed_port(meeting: Meeting, problem: Problem, situation: Situation) -> Finding:
-    """Return the finding that there is no connection to the endpoint."""
-    host, port = meeting.place.host, meeting.place.port
-    at = _at(meeting, problem)
+def _door(meeting: Meeting, problem: Problem) -> str:
+    if problem.by_udp:
+        return f"the check runs there: it answers at port {meeting.place.port} by UDP"
+    return f"the check runs there: it answers at port {problem.door}" if problem.door else ""
+
+
+def _on_this_side(meeting: Meeting, problem: Problem, situation: Situation) -> Finding | None:
+    """Return the finding that node 0 and its firewall are not what is in the way."""
+    at, port, door = _at(meeting, problem), meeting.place.port, _door(meeting, problem)
     down = _own_link_down(situation, problem)
-    if down:
+    if down is not None:
+        state = "has no carrier" if down.unplugged else "is down"
+        fix, paste = bring_up(down)
         return _unreached(
-            f"{at} cannot be reached: the interface {down} of this machine is down, or has no "
-            "carrier",
-            "Bring it up, and check its cable.",
-            typed("sudo ip link set dev {0} up; ip -brief address show dev {0}", down),
+            f"{at} cannot be reached: the interface {down.name} of this machine {state}",
+            fix,
+            paste,
         )
-    opened = open_port(port, problem.address or host)
-    door = f"the check runs there: it answers at port {problem.door}" if problem.door else ""
+    if problem.unheard:
+        return _unreached(
+            f"{at} hears this machine, but what it sends back does not arrive here",
+            "A firewall of this machine, or on the way to it, drops it. Let in TCP from there:",
+            let_through("INPUT", "-s", [problem.address]),
+            door,
+        )
     if problem.behind:
         return _unreached(
             f"{at} is not the machine of node 0, but leads to it for other ports: {problem.behind}",
@@ -184,6 +212,15 @@ def _closed_port(meeting: Meeting, problem: Problem, situation: Situation) -> Fi
             check_line(meeting.place, situation.nproc, host=problem.behind),
             door,
         )
+    return None
+
+
+def _closed_port(meeting: Meeting, problem: Problem, situation: Situation) -> Finding:
+    """Return the finding that there is no connection to the endpoint."""
+    host, port = meeting.place.host, meeting.place.port
+    at = _at(meeting, problem)
+    opened = open_port(port, problem.address or host)
+    door = _door(meeting, problem)
     sender = f"{problem.sender} rejects it by ICMP" if problem.sender else ""
     in_firewall = f"Open TCP port {port} in the firewall of {host}, or of the network (a security "
     in_firewall += f"group). On {host}:"
@@ -233,7 +270,7 @@ def _closed_port(meeting: Meeting, problem: Problem, situation: Situation) -> Fi
         return _unreached(
             f"no machine answers at {problem.address}"
             + (f", the address of {host} on this node" if problem.address != host else ""),
-            "Check the address: an old line in /etc/hosts, or a machine that is down.",
+            "Check the address: an old line in /etc/hosts, or a machine that is down or unplugged.",
             typed("getent ahosts {}", host),
         )
     if problem.kind == "no route":
@@ -261,13 +298,18 @@ def _closed_port(meeting: Meeting, problem: Problem, situation: Situation) -> Fi
     )
 
 
-def _own_link_down(situation: Situation, problem: Problem) -> str:
+def _own_link_down(situation: Situation, problem: Problem) -> Interface | None:
     """Return an interface that is down, if this machine has no other one to reach node 0 by."""
+    if problem.kind == "refused":
+        return None
     here = [each for each in situation.shared(interfaces) if not each.loopback and not each.virtual]
-    down = next((each.name for each in here if each.addresses and not each.running), "")
+    near = [each for each in here if each.is_towards(problem.address)]
     by = towards(problem.address, here)
-    up = any(each.outward for each in here) if by is None else by.running
-    return "" if up or problem.kind == "refused" else down or (by.name if by else "")
+    if near:
+        return None if any(each.running for each in near) else near[0]
+    if by is None and not any(each.outward for each in here):
+        by = next((each for each in here if each.addresses and not each.running), None)
+    return None if by is None or by.running else by
 
 
 def _at(meeting: Meeting, problem: Problem) -> str:
@@ -294,6 +336,7 @@ def _unreached(message: str, fix: str, paste: str, *evidence: str) -> Finding:
         "DDP002": relations.same_subject,
         "DDP004": relations.same_subject,
         "DDP018": relations.same_subject,
+        "DDP053": relations.same_subject,
         "DDP051": relations.of_these("nnodes", ("absent", "surplus")),
     },
 )
@@ -307,7 +350,7 @@ def attendance(situation: Situation) -> Outcome:
         seconds, unless node 0 may simply start later. An endpoint that is not set or is on
         localhost. A node rank 0 that is not where the endpoint points. A node with a different
         rendezvous id, one node too many, or a node that left in the middle, with what it or node 0
-        knows of the reason.
+        knows of the reason. A node that does not get through by TCP tells node 0 why by UDP.
 
     Why it is bad
         torchrun waits silently for 10 minutes or more, on the nodes that did everything right.
@@ -405,6 +448,10 @@ def _absent(meeting: Meeting, situation: Situation) -> Iterator[Finding]:
             about="absent",
         )
         return
+    doubled = _doubled(meeting, situation, absence, seen)
+    if doubled is not None:
+        yield doubled
+        return
     numbers = sorted({node.facts.nnodes for node in meeting.nodes})
     severity = Severity.ERROR
     if len(numbers) > 1:
@@ -429,6 +476,35 @@ def _absent(meeting: Meeting, situation: Situation) -> Iterator[Finding]:
         ),
         about="absent",
         nodes=tuple(meeting.place.names[rank] for rank in absent or () if meeting.place.names),
+        # Without a network here, no node can come.
+        subjects=frozenset({relations.NO_NETWORK} if len(meeting.nodes) == 1 else ()),
+    )
+
+
+def _doubled(
+    meeting: Meeting, situation: Situation, absence: str, seen: tuple[str, ...]
+) -> Finding | None:
+    """Return the finding that a node is absent while another one shares its address."""
+    shared = [
+        index
+        for index, each in enumerate(meeting.report.verdicts)
+        if any(said.code == "DDP018" for said in each.findings)
+    ]
+    if not shared:
+        return None
+    # What is sent to one of them arrives at the other.
+    other = own_address.shared_address(situation) if meeting.own in shared else None
+    addresses = {meeting.nodes[index].address for index in shared}
+    addresses |= set() if other is None else {other.address}
+    return failure(
+        f"{absence}; another machine has the address of {meeting.hosts(shared)} as well",
+        evidence=seen,
+        fix="Give each machine its own address, and start the check on all nodes. What that one "
+        "has:",
+        paste=ADDRESSES,
+        about="absent",
+        nodes=tuple(map(meeting.host, shared)),
+        subjects=frozenset(f"address {each}" for each in addresses),
     )
 
 
@@ -458,23 +534,15 @@ def _absent_ranks(meeting: Meeting) -> list[int] | None:
 
 
 def _caller_findings(meeting: Meeting, situation: Situation) -> Iterator[Finding]:
-    blocked, port = meeting.report.blocked, meeting.place.port
+    blocked = meeting.report.blocked
     for kind in dict.fromkeys(each.kind for each in blocked):
         alike = [each for each in blocked if each.kind == kind]
-        ranks = ["" if each.rank is None else f"node {each.rank}, " for each in alike]
-        who = [
-            f"{each.host} ({rank}{each.address})" for each, rank in zip(alike, ranks, strict=True)
-        ]
-        yield failure(
-            f"{listed(who)} cannot connect to port {port} of node 0: "
-            f"{CLOSED.get(kind, 'it is closed')}",
-            evidence=("the check runs there, and reaches node 0 at another port",),
-            fix=f"Open TCP port {port} in the firewall of node 0, or of the network (a security "
-            "group). On node 0:",
-            paste=open_port(port, alike[0].address),
-            about=f"blocked {kind}",
-            nodes=(meeting.host(0),),
-        )
+        own = meeting.nodes[0].address
+        if is_loopback(own):
+            # No other node came, which would have said where it reaches this one.
+            towards_it = best(situation.shared(interfaces), alike[0].address)
+            own = towards_it.addresses[0] if towards_it else alike[0].address
+        yield _blocked(meeting, kind, alike, own)
     lost = {node.facts.host for node in meeting.nodes if node.lost}
     for extra in meeting.report.surplus:
         if extra.host in lost:
@@ -498,7 +566,39 @@ def _caller_findings(meeting: Meeting, situation: Situation) -> Iterator[Finding
                 paste=check_line(meeting.place, situation.nproc),
                 about=f"lost {index}",
                 nodes=(node.facts.host,),
+                subjects=frozenset({f"address {node.address}"}),
             )
+
+
+def _blocked(meeting: Meeting, kind: str, callers: Sequence[Caller], node_0: str) -> Finding:
+    """Return the finding that nodes reported why they cannot connect to node 0, at an address."""
+    ranks = ["" if each.rank is None else f"node {each.rank}, " for each in callers]
+    who = listed(
+        [f"{each.host} ({rank}{each.address})" for each, rank in zip(callers, ranks, strict=True)]
+    )
+    port, nodes = meeting.place.port, tuple(each.host for each in callers)
+    if kind == DOUBLE_ADDRESS:
+        message = f"another machine has the address of {who} as well: it cannot connect to node 0"
+        fix, paste = own_address.SHARED_ADDRESS_FIX.replace("this one", "it"), ADDRESSES
+    elif kind == "unanswered":
+        message = f"{who} calls port {port} of node 0, and gets no answer: a firewall on its side, "
+        message += "or on the way to it, drops what node 0 sends"
+        fix = f"Let in TCP from node 0 there. On {callers[0].host}:"
+        paste = let_through("INPUT", "-s", [node_0])
+    else:
+        message = f"{who} cannot connect to port {port} of node 0: "
+        message += CLOSED.get(kind, "it is closed")
+        fix = f"Open TCP port {port} in the firewall of node 0, or of the network (a security "
+        fix += "group). On node 0:"
+        paste, nodes = open_port(port, callers[0].address), (meeting.host(0),)
+    return failure(
+        message,
+        evidence=("the check runs there, and reaches node 0 at another port",),
+        fix=fix,
+        paste=paste,
+        about=f"blocked {kind}",
+        nodes=nodes,
+    )
 
 
 def open_words(situation: Situation, outcomes: Sequence[Outcome]) -> str:
@@ -534,7 +634,11 @@ def next_line(situation: Situation, outcomes: Sequence[Outcome]) -> str:
 # -- the findings of the other machines, and the nodes to exclude
 
 
-@across_nodes("verdicts", "DDP062", {"DDP055": relations.same_subject})
+@across_nodes(
+    "verdicts",
+    "DDP062",
+    dict.fromkeys(("DDP050", "DDP053", "DDP055"), relations.same_subject),
+)
 def verdicts(meeting: Meeting) -> Outcome:
     """What the checks of the other machines found, shown on every node.
 
@@ -586,12 +690,19 @@ def _of_others(meeting: Meeting) -> Iterator[Finding]:
     for (code, _), nodes in groups.items():
         said, hosts = next(iter(nodes.values())), tuple(map(meeting.host, nodes))
         named = hosts if code == "DDP003" else ()
+        shared = [meeting.nodes[index].address for index in nodes] if code == "DDP018" else []
         yield note(
             f"{meeting.hosts(list(nodes))}: {said.message}",
             evidence=(f"its check {said.check} ({code}): {said.severity}",),
             about=f"{min(nodes)} {code} {said.message}",
             nodes=hosts,
-            subjects=frozenset({said.severity, *(f"gloo on {host}" for host in named)}),
+            subjects=frozenset(
+                {
+                    said.severity,
+                    *(f"gloo on {host}" for host in named),
+                    *(f"address {address}" for address in shared),
+                }
+            ),
         )
 
 

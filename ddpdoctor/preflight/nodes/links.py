@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 
 from ddpdoctor.core import relations
 from ddpdoctor.core.finding import Finding, Severity
-from ddpdoctor.core.formatting import count
+from ddpdoctor.core.formatting import count, listed
 from ddpdoctor.preflight.check import (
     Outcome,
     could_not_run,
@@ -19,7 +19,15 @@ from ddpdoctor.preflight.check import (
 )
 from ddpdoctor.preflight.command_lines import check_line, let_through
 from ddpdoctor.preflight.machine import own_address
-from ddpdoctor.preflight.machine.network import dialled_at, gloo_dials, hosts_line, is_loopback
+from ddpdoctor.preflight.machine.network import (
+    EXPORT,
+    UP,
+    dialled_at,
+    gloo_dials,
+    hosts_line,
+    is_loopback,
+)
+from ddpdoctor.preflight.nodes.ends import Fault, Network, faults, networks
 from ddpdoctor.preflight.nodes.reductions import (
     Blame,
     Way,
@@ -197,6 +205,16 @@ def _closed_link(
         fix, paste = TRANSLATED_FIX.format(meeting.host(hidden[0])), "ip -brief address"
     elif closed:
         fix, paste = _fix(meeting, each), _paste(meeting, each)
+        elsewhere = {(i, j): address for i, j, address in meeting.report.open}
+        other = elsewhere.get(each.ways[0], "")
+        name = interface(meeting, each.ways[0][1], other)[0] if other else ""
+        if name not in ("", interface(meeting, each.ways[0][1])[0]) and (
+            elsewhere.keys() >= {*each.ways}
+        ):
+            evidence = (*evidence, f"it is open at {other} ({name}), which gloo does not take")
+            fix = f"{fix.partition(' On ')[0]} Or let gloo and NCCL take {name}, which is open, in "
+            fix += "the job's environment on every node (its name may differ):"
+            paste = typed(EXPORT, name)
     return finding(
         Severity.ERROR if used else Severity.WARNING,
         f"{message}: {TRANSLATED if hidden else _DIAL_WORDS.get(outcome, 'it fails')}",
@@ -422,7 +440,11 @@ LUCK = (
 )
 
 
-@across_nodes("gloo-addresses", "DDP055")
+@across_nodes(
+    "gloo-addresses",
+    "DDP055",
+    dict.fromkeys(("DDP018", "DDP050", "DDP053"), relations.same_subject),
+)
 def gloo_addresses(meeting: Meeting) -> Outcome:
     """The address that torchrun, gloo or NCCL gives to the other nodes does not lead to this node.
 
@@ -430,11 +452,11 @@ def gloo_addresses(meeting: Meeting) -> Outcome:
         The address that torch's gloo will listen on, for every node: that of `GLOO_SOCKET_IFNAME`,
         or else what the node's host name resolves to. Reported if it is a loopback address while
         there are other nodes (Debian's `127.0.1.1` line), the same on several nodes (a container
-        bridge), closed for the others while another address of the node is open, or missing because
-        the interface does not exist. IPv6 on some nodes and IPv4 on others. Where all nodes have
-        GPUs, also the address of NCCL's first interface, if it is closed for the others. With
-        `--rdzv-backend c10d`, the name that torchrun gives to all ranks as MASTER_ADDR, if a node
-        does not find the first one by it.
+        bridge), closed for the others while another address of the node is open, or missing. The
+        end at fault is named: an interface that is down, without carrier or address, or in another
+        network. IPv6 on some nodes and IPv4 on others. Where all nodes have GPUs, also the
+        addresses of NCCL's interfaces. With `--rdzv-backend c10d`, the name that torchrun gives to
+        all ranks as MASTER_ADDR, if a node does not find the first one by it.
 
     Why it is bad
         The other nodes connect to themselves or to no machine at all, time out after minutes, and
@@ -468,15 +490,41 @@ def gloo_addresses(meeting: Meeting) -> Outcome:
     }
     if not findings and (closed or not nodes):
         return skipped("not all nodes reach each other at all: links")
-    good = len(nodes - closed - {int(each.about.split()[-1]) for each in findings})
-    wrong = {each.about for each in findings if each.severity is Severity.ERROR}
+    touched = {int(index) for each in findings for index in each.about.split()[1].split(",")}
+    good = len(nodes - closed - touched)
     both = all(node.facts.nccl_address for node in meeting.nodes)
     return judged(
         f"{good} of {len(nodes)} nodes can be reached at the address at which gloo "
-        f"{'and NCCL listen' if both else 'listens'}",
+        f"{'and NCCL listen' if both else 'listens'}: {_taken(meeting)}",
         findings,
-        exclude=[meeting.host(i) for i in range(len(meeting.nodes)) if f"node {i}" in wrong],
+        exclude=[
+            meeting.host(int(index))
+            for each in findings
+            for what, index in [each.about.split()[:2]]
+            if what == "node" and each.severity is Severity.ERROR
+        ],
     )
+
+
+def _taken(meeting: Meeting) -> str:
+    """Say which interface gloo and NCCL take on each node."""
+    said = []
+    for library, of in (("gloo", "gloo_address"), ("NCCL", "nccl_address")):
+        by_name: dict[str, list[int]] = {}
+        for index, node in enumerate(meeting.nodes):
+            address = getattr(node.facts, of)
+            if address:
+                by_name.setdefault(interface(meeting, index, address)[0] or address, []).append(
+                    index
+                )
+        alike = len(by_name) == 1
+        each = [
+            name if alike else f"{name} on {meeting.hosts(indices)}"
+            for name, indices in by_name.items()
+        ]
+        if each:
+            said.append(f"{library} takes {listed(each, 4)}")
+    return "; ".join(said)
 
 
 def _name_findings(meeting: Meeting) -> Iterator[Finding]:
@@ -503,22 +551,13 @@ def _name_findings(meeting: Meeting) -> Iterator[Finding]:
 
 def _gloo_findings(meeting: Meeting) -> Iterator[Finding]:
     """Yield what is wrong with the addresses, at most one finding of each node at fault."""
-    unreached = list(_unreached(meeting))
     seen: set[str] = set()
-    for down in (True, False):
-        for index, library, address, why, by in unreached:
-            name = interface(meeting, index, address)[0]
-            if all(name in meeting.nodes[other].facts.down for other in by) is not down:
-                continue
-            found = (
-                [_down(meeting, each, name, index) for each in by]
-                if down
-                else [_not_reached(meeting, index, library, address, why, by)]
-            )
-            for each in found:
-                if each.about not in seen:
-                    seen.add(each.about)
-                    yield each
+    for network in networks(meeting):
+        for fault in faults(meeting, network):
+            found = _at_fault(meeting, network, fault)
+            if found.about not in seen:
+                seen.add(found.about)
+                yield found
     for index, node in enumerate(meeting.nodes):
         address, why = node.facts.gloo_address, node.facts.gloo_why
         name = meeting.name(index)
@@ -540,6 +579,12 @@ def _mixed_families(meeting: Meeting) -> Iterator[Finding]:
     """Report nodes with an IPv6 address where others have IPv4: gloo connects no such pair."""
     six = [index for index, node in enumerate(meeting.nodes) if ":" in node.facts.gloo_address]
     if not six or len(six) == sum(bool(node.facts.gloo_address) for node in meeting.nodes):
+        return
+    if any(
+        kind.startswith("gloo") and ":" not in result.address and ":" in meeting.nodes[j].address
+        for _, j, kind, result in meeting.report.bad
+    ):
+        # IPv4 is not open here. That is reported, with the IPv6 address to take.
         return
     index = six[0]
     facts = meeting.nodes[index].facts
@@ -563,52 +608,97 @@ def _mixed_families(meeting: Meeting) -> Iterator[Finding]:
     )
 
 
-Unreached = tuple[int, str, str, str, list[int]]
-"""A node, the library, its address there, what that was chosen by, and who does not reach it."""
-
-
-def _unreached(meeting: Meeting) -> Iterator[Unreached]:
-    """Yield the addresses at which nodes are not reached, though they are at another one.
-
-    Leave out nodes that may open no more files.
-    """
-    closed, short = bad_ways(meeting, "route"), short_of_files(meeting)
-    cells: dict[tuple[int, str, str], list[int]] = {}
-    for i, j, kind, result in meeting.report.bad:
-        nccl = kind != "gloo" and meeting.nodes[j].facts.nccl_address
-        library = "NCCL" if nccl else "gloo"
-        if kind != "route" and (i, j) not in closed and not short & {i, j}:
-            cells.setdefault((j, library, result.address), []).append(i)
-    for (index, library, address), by in sorted(cells.items()):
-        facts = meeting.nodes[index].facts
-        chosen = facts.variables.get("NCCL_SOCKET_IFNAME", "")
-        why = f"NCCL_SOCKET_IFNAME={chosen}" if chosen else "NCCL's own order of interfaces"
-        if not is_loopback(address):
-            yield index, library, address, facts.gloo_why if library == "gloo" else why, by
-
-
-def _down(meeting: Meeting, index: int, name: str, other: int) -> Finding:
+def _at_fault(meeting: Meeting, network: Network, fault: Fault) -> Finding:
+    each, end, library = fault.blame, fault.end, network.library
+    if fault.kind == "choice" or (
+        fault.kind == "link" and each.node == fault.node and each.kind in ("way", "into")
+    ):
+        return _not_reached(meeting, network, fault)
+    host, node = meeting.host(fault.node), meeting.name(fault.node)
+    there = meeting.hosts(sorted({index for way in each.ways for index in way} - {fault.node}))
+    if fault.kind == "down" and end.name not in meeting.nodes[fault.node].facts.unplugged:
+        return failure(
+            f"{end.name} is down on {node}: it does not reach {there} there",
+            fix=f"Bring it up, or name another interface on all nodes. On {host}:",
+            paste=typed(UP, end.name),
+            about=f"node {fault.node} {end.name}",
+            nodes=(host,),
+        )
+    result = network.failed[each.ways[0]]
+    words = _DIAL_WORDS.get(result.outcome, "it fails")
+    message, fix = {
+        "down": (
+            f"{end.name} has no carrier on {node}: it does not reach {there} there",
+            f"Check its cable and its switch port on {host}.",
+        ),
+        "bare": (
+            f"{end.name} has no address on {node}: it does not reach {there} there",
+            f"Give it an address in the network of the other nodes, on {host}.",
+        ),
+        "apart": (
+            f"{end.name} of {node} is in another network, {end.network}, than that of {there}",
+            f"Give it an address in the network of the other nodes, on {host}.",
+        ),
+        "none": (
+            f"{node} has no interface in the network that {library} takes on {there}",
+            f"Connect {host} to that network.",
+        ),
+        "up": (
+            f"{end.name} of {node} is up, but reaches no other node there: {words}",
+            f"Check its cable, its switch port and its VLAN, and the firewall of {host}.",
+        ),
+    }[end.state]
+    pair = fault.kind == "link" and each.kind in ("way", "between")
+    if each.kind == "between":
+        back, forth = (network.failed[way].address for way in each.ways[::-1])
+        i, j = each.ways[0]
+        message = (
+            f"{library} takes {_side(meeting, i, back)} and {_side(meeting, j, forth)}, which "
+        )
+        message += f"do not reach each other: {words}"
+        fix = "Check both ends: the address, the cable, the switch port, the VLAN, the firewall."
     return failure(
-        f"{name} is down on {meeting.name(index)}, or has no carrier: it does not reach "
-        f"{meeting.name(other)} there",
-        fix=f"Bring it up, or name another interface on all nodes. On {meeting.host(index)}:",
-        paste=typed("sudo ip link set dev {} up", name),
-        about=f"node {index}",
-        nodes=(meeting.host(index),),
+        message,
+        evidence=(
+            f"dialled {result.address} from {meeting.host(each.ways[0][0])}, twice: "
+            f"{result.outcome} after {result.seconds:.1f} s",
+            f"{library} takes it there by {_chosen_by(meeting, library, each.ways[0][1])}",
+        ),
+        fix=f"{fix} Until then, name the interface by which all nodes do reach each other, in the "
+        "job's environment on every node (its name may differ):",
+        paste=typed(EXPORT, interface(meeting, max(meeting.own, 0))[0] or "eth0"),
+        about=f"nodes {each.ways[0][0]},{each.ways[0][1]} {end.name}"
+        if pair
+        else f"node {fault.node} {end.name}",
+        nodes=tuple(node.facts.host for node in meeting.nodes),
     )
 
 
-def _not_reached(
-    meeting: Meeting, index: int, library: str, address: str, why: str, by: list[int]
-) -> Finding:
+def _side(meeting: Meeting, index: int, address: str) -> str:
+    name = interface(meeting, index, address)[0]
+    return f"{address}{f' ({name})' if name else ''} on {meeting.name(index)}"
+
+
+def _chosen_by(meeting: Meeting, library: str, index: int) -> str:
+    facts = meeting.nodes[index].facts
+    chosen = facts.variables.get("NCCL_SOCKET_IFNAME", "")
+    if library == "gloo":
+        return facts.gloo_why
+    return f"NCCL_SOCKET_IFNAME={chosen}" if chosen else "NCCL's own order of interfaces"
+
+
+def _not_reached(meeting: Meeting, network: Network, fault: Fault) -> Finding:
+    index, library = fault.blame.node, network.library
+    address = network.failed[fault.blame.ways[0]].address
     same = with_address(meeting, index, address)
-    called = interface(meeting, index, address)[0]
+    by = [way[0] for way in fault.blame.ways]
     return _wrong_address(
         meeting,
         index,
-        f"{library} on {meeting.name(index)} listens on {address}{f' ({called})' if called else ''}"
+        f"{library} on {meeting.name(index)} listens on {address}"
+        f"{f' ({called})' if (called := interface(meeting, index, address)[0]) else ''}"
         ", where other nodes do not reach it",
-        why,
+        _chosen_by(meeting, library, index),
         f"dialled from {meeting.hosts(by)}, twice",
         *([f"{meeting.hosts(same)} has the same address"] if same else ()),
         bad=address,
@@ -634,12 +724,10 @@ def _wrong_address(
         evidence=(*evidence, at),
         fix=f"Name the interface, or correct the line of {host} in /etc/hosts. On {host}, in the "
         "job's environment:",
-        paste=typed("export GLOO_SOCKET_IFNAME={0} NCCL_SOCKET_IFNAME={0}", name)
-        if name and name != taken
-        else hosts_line(reached, host),
+        paste=typed(EXPORT, name) if name and name != taken else hosts_line(reached, host),
         about=f"node {index}",
         nodes=(host,),
-        subjects=frozenset({f"gloo on {host}"}),
+        subjects=frozenset({f"gloo on {host}", f"address {reached}"}),
     )
 
 
@@ -670,6 +758,7 @@ def link_speed(meeting: Meeting) -> Outcome:
         A link with less than half the median bandwidth, or with more than twice the median round
         trip plus 1 ms, where there are three links or more; any link below 80 Mbit/s. A link on
         which 2 % of the small messages, and 3 at least, had to be sent again (the kernel's count).
+        A slow network (below 2.5 Gbit/s) if another one between all nodes is three times as fast.
         It is measured again, alone and several times, before it is reported. Up to eight nodes,
         every path is measured; with more, log2(n) paths from each node.
 
@@ -677,7 +766,7 @@ def link_speed(meeting: Meeting) -> Outcome:
         An all_reduce is as fast as its slowest link: one cable at 1 Gbit/s slows down all nodes.
 
     How to fix it
-        Check the link's speed (`ethtool eth0 | grep Speed`), its cable and switch port, limits on
+        Check the speed (`cat /sys/class/net/eth0/speed`), the cable and switch port, limits on
         outgoing traffic (`tc qdisc`), and whether the node uses another interface than the others.
 
     Example
@@ -700,6 +789,7 @@ def link_speed(meeting: Meeting) -> Outcome:
         f"{1e3 * speed.rtt:.2f} ms"
     )
     findings = [*_loss_findings(meeting, speed), *_speed_findings(meeting, speed)][:MAX_SLOW_LINKS]
+    findings += _idle_findings(meeting, speed)
     if speed.starved and not findings:
         return could_not_run(
             f"{detail}; for lack of CPU, {count(speed.starved, 'link')} could not be judged"
@@ -765,11 +855,39 @@ def _speed_findings(meeting: Meeting, speed: Speeds) -> Iterator[Finding]:
             ),
             fix=f"Check the cable, the switch port, the chosen interface and limits on traffic of "
             f"{ends}. There:",
-            paste=typed("ethtool {0} | grep -E 'Speed|Duplex'; tc qdisc show dev {0}", name),
+            # ethtool prints the same, and is not installed everywhere.
+            paste=typed(
+                "grep . /sys/class/net/{0}/speed /sys/class/net/{0}/duplex; tc qdisc show dev {0}",
+                name,
+            ),
             about=f"slow {each.about}",
             nodes=each.nodes(meeting),
             subjects=frozenset(f"slow {pair}" for pair in each.losses),
         )
+
+
+def _idle_findings(meeting: Meeting, speed: Speeds) -> Iterator[Finding]:
+    if not speed.idle:
+        return
+    own = next((each for each in speed.idle if each[1] == meeting.own), speed.idle[0])
+    name, taken = interface(meeting, own[1], own[2])[0], _taken(meeting)
+    yield warning(
+        f"the job would use a slow network ({bandwidth_shown(speed.bandwidth)}), while another one "
+        f"between all nodes carries {bandwidth_shown(min(each[3] for each in speed.idle))}",
+        evidence=(
+            taken,
+            *(
+                f"{meeting.host(i)} to {meeting.host(j)} at {address} "
+                f"({interface(meeting, j, address)[0]}): {bandwidth_shown(idle)}"
+                for i, j, address, idle in speed.idle[:4]
+            ),
+        ),
+        fix="Name the fast interface in the job's environment, on every node (its name may "
+        "differ):",
+        paste=typed(EXPORT, name),
+        about="idle",
+        nodes=tuple(node.facts.host for node in meeting.nodes),
+    )
 
 
 def bandwidth_shown(bandwidth: float) -> str:

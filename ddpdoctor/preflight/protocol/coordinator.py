@@ -12,7 +12,12 @@ from dataclasses import dataclass, replace
 from statistics import median_high
 from typing import Any
 
-from ddpdoctor.preflight.machine.network import dialled_at, gloo_dials, is_loopback
+from ddpdoctor.preflight.machine.network import (
+    dialled_at,
+    gloo_dials,
+    idle_addresses,
+    is_loopback,
+)
 from ddpdoctor.preflight.protocol import pairs, wire
 from ddpdoctor.preflight.protocol.joining import side_doors
 from ddpdoctor.preflight.protocol.messages import (
@@ -32,6 +37,7 @@ from ddpdoctor.preflight.protocol.messages import (
     Welcome,
     unpack_facts,
 )
+from ddpdoctor.preflight.protocol.notices import HALF_OPEN, half_open, hear_notices
 from ddpdoctor.preflight.protocol.pairs import STALLS, Dialled, NodePair, Speed, Target
 from ddpdoctor.preflight.protocol.wire import Late, Link, WireError, unpacked
 from ddpdoctor.preflight.selftest.collectives import LATE
@@ -110,14 +116,26 @@ class Coordinator:
         self._last_arrival = 0.0
         self._servers: list[asyncio.Server] = []
         self._watches: list[asyncio.Task[None]] = []
+        self._notices: asyncio.BaseTransport | None = None
 
     async def open(self) -> None:
         """Begin to listen, at a side door as well if one is free."""
         await self._serve(self._listening)
-        for door in side_doors(self._key, self._listening.getsockname()[1]):
+        self._port = self._listening.getsockname()[1]
+        self._notices = await hear_notices(self._port, self._key, self._notice)
+        for door in side_doors(self._key, self._port):
             with contextlib.suppress(OSError):
                 await self._serve(listen(door))
                 break
+
+    def _notice(self, hello: Hello, address: str) -> str:
+        """Remember why a node does not get through. Return whether its calls do arrive."""
+        unheard = address in half_open(self._port)
+        if hello.blocked and self.gathering:
+            kind = "unanswered" if unheard and hello.blocked == "dropped" else hello.blocked
+            caller = Caller(hello.host, address, hello.rank, kind)
+            self.blocked = [*_without(self.blocked, caller), caller][-MAX_REJECTED:]
+        return HALF_OPEN if unheard else ""
 
     async def _serve(self, listening: socket.socket) -> None:
         server = await asyncio.start_server(self._arrive, sock=listening, backlog=1024)
@@ -169,6 +187,8 @@ class Coordinator:
     async def close(self) -> None:
         """Stop listening and disconnect all nodes."""
         self.free_port()
+        if self._notices is not None:
+            self._notices.close()
         for member in self.members:
             await member.link.close()
 
@@ -354,6 +374,7 @@ SMALL_SEGMENTS = (536, 1160, 1240, 1360, 1410)
 """Bytes of payload per packet that are tried if 64 KiB stalled. Packets have 40 bytes more."""
 
 TIMES_ALONE = 5
+TIMES_IDLE = 2  # How often a slow link is measured again before others are called faster
 
 MAX_SUSPECTS = 16  # Slow links that are measured again, alone
 REDUCTION_TIMEOUT = 20.0  # Seconds for gloo to connect all ranks and reduce
@@ -392,6 +413,7 @@ class Phases:
     scale: float = 1.0
     soak: float = 0.0
     lost_names: tuple[tuple[int, tuple[str, ...], str], ...] = ()
+    open: tuple[tuple[int, int, str], ...] = ()
 
     @property
     def _members(self) -> list[Member]:
@@ -437,6 +459,7 @@ class Phases:
             surplus=tuple(here.surplus[:32]),
             blocked=tuple(here.blocked[:256]),
             bad=tuple((*cell, dials[cell]) for cell in sorted(dials)),
+            open=self.open,
             speed=speed,
             folder=folder,
             reduction=reduction,
@@ -473,6 +496,7 @@ class Phases:
         }
         failed = await self._dial(wanted)
         again = await self._dial({cell: wanted[cell] for cell in failed})
+        self.open = await self._open_elsewhere(wanted, {cell[:2] for cell in again}, set(again))
         stalled = {cell: wanted[cell] for cell in again if again[cell].outcome in STALLS}
         # Which packet sizes still pass where 64 KiB stalled?
         for mss in SMALL_SEGMENTS if stalled else ():
@@ -483,6 +507,23 @@ class Phases:
             for cell in stalled.keys() - left.keys():
                 again[cell] = replace(again[cell], passes=mss + 40)
         return {cell: replace(each, address=wanted[cell].address) for cell, each in again.items()}
+
+    async def _open_elsewhere(
+        self, wanted: Mapping[DialCell, Target], partly: set[NodePair], closed: set[DialCell]
+    ) -> tuple[tuple[int, int, str], ...]:
+        """Return other addresses that are open between nodes, where a connection failed."""
+        elsewhere = {cell: target for cell, target in wanted.items() if cell[:2] in partly}
+        idle = {
+            (i, j, f"idle {number}"): target
+            for i, j in partly
+            for number, target in enumerate(self._idle(i, j))
+        }
+        closed |= (await self._dial(idle) if idle else {}).keys()
+        return tuple(
+            (*cell[:2], target.address)
+            for cell, target in sorted({**elsewhere, **idle}.items())
+            if cell not in closed
+        )
 
     async def _dial(self, wanted: Mapping[DialCell, Target]) -> dict[DialCell, Dialled]:
         """Let all nodes dial at once. Return the connections that failed."""
@@ -528,7 +569,46 @@ class Phases:
             measured |= await self._measure(cell for cell in cells if cell not in bad)
         suspects = pairs.links_to_repeat(measured)[:MAX_SUSPECTS]
         confirmed = {cell for cell in suspects if await self._stays_bad(cell, measured)}
-        return _judged(measured, confirmed) if measured else Speeds()
+        if not measured:
+            return Speeds()
+        return replace(_judged(measured, confirmed), idle=await self._idle_speeds(measured))
+
+    async def _idle_speeds(
+        self, measured: Mapping[NodePair, Speed]
+    ) -> tuple[tuple[int, int, str, float], ...]:
+        """Measure the networks that no library takes, where the one that is taken is slow.
+
+        Return them if every node has one that is far faster.
+        """
+        nodes = len(self._members)
+        ring = [(i, (i + 1) % nodes) for i in range(nodes)]
+        found = []
+        for cell in ring:
+            used, idle = measured.get(cell), self._idle(*cell)
+            if used is None or used.bandwidth > pairs.SLOW_NETWORK or not idle:
+                return ()
+            for _ in range(TIMES_IDLE):
+                again = (await self._measure([cell])).get(cell)
+                used = pairs.better_speed(used, again) if again else used
+            fast = [(target.address, await self._speed_at(cell[0], target)) for target in idle]
+            address, speed = max(fast, key=lambda each: each[1])
+            if used.waited >= pairs.STARVED_SHARE or speed < pairs.FAR_FASTER * used.bandwidth:
+                return ()
+            found.append((*cell, address, speed))
+        return tuple(found)
+
+    async def _speed_at(self, source: int, target: Target) -> float:
+        """Return the bandwidth from a node to an address; 0 if it is not reached there."""
+        limit = 3 * pairs.MEASURE_TIMEOUT * self.scale
+        order = {source: Order("speed", targets=(target,))}
+        speed = (await self.coordinator.ask(order, "measuring", limit)).get(source, Answer()).speed
+        return speed.bandwidth if speed else 0.0
+
+    def _idle(self, source: int, target: int) -> list[Target]:
+        here, there = self._members[source].facts, self._members[target].facts
+        route = self._targets(source, target)["route"]
+        found = idle_addresses(here, there, route.address)
+        return [replace(route, address=address) for address in found]
 
     async def _stays_bad(self, cell: NodePair, measured: dict[NodePair, Speed]) -> bool:
         """Return whether a link is slow or lossy even while the other nodes are idle.

@@ -21,7 +21,7 @@ import contextlib
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -29,6 +29,7 @@ from ddpdoctor.core.formatting import shown
 from ddpdoctor.preflight.machine.network import resolve
 from ddpdoctor.preflight.protocol import wire
 from ddpdoctor.preflight.protocol.messages import Hello, Welcome
+from ddpdoctor.preflight.protocol.notices import HALF_OPEN, notice, send_notice
 from ddpdoctor.preflight.protocol.wire import (
     Closed,
     ConnectError,
@@ -74,6 +75,8 @@ class Problem:
         echoes: Whether the machine answers a ping.
         here: The host names of the nodes that are there already.
         door: The side door at which the coordinator answers; 0 if it does not.
+        by_udp: Whether it answers by UDP.
+        unheard: Whether it hears this node's calls, and its answers do not arrive.
         behind: The coordinator's own address, if the call ended at another one.
         waited: Seconds until this was clear.
     """
@@ -86,6 +89,8 @@ class Problem:
     echoes: bool = False
     here: tuple[str, ...] = ()
     door: int = 0
+    by_udp: bool = False
+    unheard: bool = False
     behind: str = ""
     waited: float = 0.0
 
@@ -280,31 +285,47 @@ async def call_any(goal: Goal) -> Call:
     raise CallError(min(problems, key=lambda problem: _FAR.get(problem.kind, len(_FAR))))
 
 
+async def _no_trouble() -> str:
+    return ""
+
+
 async def join(
-    goal: Goal, until: float, say: Callable[[str], None], *, appears: bool = False
+    goal: Goal,
+    until: float,
+    say: Callable[[str], None],
+    *,
+    appears: bool = False,
+    trouble: Callable[[], Awaitable[str]] = _no_trouble,
 ) -> Call:
     """Reach the coordinator. Try until it is there, or until it is clear why it is not.
 
     ``say`` is called once, with a line about what is waited for. ``appears`` is whether name and
-    address may come with the coordinator, as a container's do.
+    address may come with the coordinator, as a container's do. ``trouble`` returns what is wrong
+    with this machine's own network, for node 0 to hear.
 
     Raises:
         CallError: It was not reached. The most frequent problem counts.
     """
     lasting = _LASTING if appears else _LASTING | _NOT_THERE
-    return await _Attempts(goal, until, say, lasting).run()
+    return await _Attempts(goal, until, say, lasting, trouble).run()
 
 
 class _Attempts:
     """The attempts of one node, and what they reveal."""
 
     def __init__(
-        self, goal: Goal, until: float, say: Callable[[str], None], lasting: frozenset[Kind]
+        self,
+        goal: Goal,
+        until: float,
+        say: Callable[[str], None],
+        lasting: frozenset[Kind],
+        trouble: Callable[[], Awaitable[str]],
     ) -> None:
         self._goal = goal
         self._until = until
         self._say = say
         self._lasting = lasting
+        self._trouble = trouble
         self._began = time.monotonic()
         self._said = False
         self._tried_doors = float("-inf")
@@ -412,7 +433,39 @@ class _Attempts:
             finally:
                 if side is not None:
                     await side.link.close()
-        return None
+        return await self._by_udp(address)
+
+    async def _by_udp(self, address: str) -> Call | None:
+        """Ask the coordinator by UDP whether it is there, and tell it why this node is not.
+
+        Returns:
+            The coordinator, if it came to the endpoint in the meantime.
+
+        Raises:
+            CallError: It is there, and the endpoint is closed.
+        """
+        goal = self._goal
+        if await self._tell(address, "") is None:
+            alike = len({each.kind for each in self._problems}) == 1 and len(self._problems) > 1
+            if alike and time.monotonic() - self._began > SETTLED_AFTER:
+                await self._tell(address, await self._trouble() or self._problems[-1].kind)
+            return None
+        try:
+            return await call_once(address, goal.port, goal.key, goal.hostname)
+        except CallError as error:
+            again = error.problem
+            if again.kind in FINAL_KINDS:
+                raise
+            if again.kind not in _BEHIND:
+                return None
+            unheard = await self._tell(address, await self._trouble() or again.kind) == HALF_OPEN
+            waited = time.monotonic() - self._began
+            raise CallError(replace(again, by_udp=True, unheard=unheard, waited=waited)) from None
+
+    async def _tell(self, address: str, why: str) -> str | None:
+        goal = self._goal
+        hello = notice(goal.key, goal.hostname, goal.rank, why)
+        return await send_notice(address, goal.port, goal.key, hello)
 
     async def _ping(self, problem: Problem) -> None:
         address = problem.address

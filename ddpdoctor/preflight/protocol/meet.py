@@ -32,6 +32,7 @@ from ddpdoctor.preflight.check import Outcome, Status
 from ddpdoctor.preflight.machine import network
 from ddpdoctor.preflight.machine.gpus import chosen, no_gpu
 from ddpdoctor.preflight.machine.network import interfaces, is_local, is_own_address, resolve
+from ddpdoctor.preflight.machine.own_address import shared_address
 from ddpdoctor.preflight.machine.software import versions
 from ddpdoctor.preflight.protocol import coordinator, joining, pairs, wire
 from ddpdoctor.preflight.protocol.coordinator import Coordinator, Phases
@@ -180,18 +181,7 @@ def gather_facts(situation: Situation, place: NodePlace, pair_port: int, *, redu
         others=network.further_addresses(situation),
         lookup=situation.shared(network.own_name).seconds,
         master=_announced(situation, place),
-        interfaces=tuple(
-            (each.name, each.mtu, each.addresses)
-            for each in situation.shared(network.interfaces)
-            if each.running
-            and wire.fits(each.name, wire.Interface)
-            and any(not network.is_loopback(address) for address in each.addresses)
-        ),
-        down=tuple(
-            each.name
-            for each in situation.shared(network.interfaces)
-            if not each.running and not each.loopback and wire.fits(each.name, wire.Interface)
-        ),
+        **_interface_facts(situation),
         pair_port=pair_port,
         reduces=reduces,
         gpus=gpus,
@@ -214,6 +204,23 @@ def gather_facts(situation: Situation, place: NodePlace, pair_port: int, *, redu
         changes=changes,
         folder=str(folder) if folder and str(folder).isprintable() else "",
     )
+
+
+def _interface_facts(situation: Situation) -> dict[str, Any]:
+    """Return what the facts hold of this machine's interfaces."""
+    found = situation.shared(network.interfaces)
+    known = [each for each in found if wire.fits(each.name, wire.Interface)]
+    here = [each for each in known if not each.loopback]
+    return {
+        "interfaces": tuple(
+            (each.name, each.mtu, each.addresses)
+            for each in known
+            if each.running and any(not network.is_loopback(address) for address in each.addresses)
+        ),
+        "down": tuple(each.name for each in here if not each.running),
+        "unplugged": tuple(each.name for each in here if each.unplugged),
+        "networks": tuple((each.name, its) for each in here for its in each.networks or ("",)),
+    }
 
 
 def _announced(situation: Situation, place: NodePlace) -> str:
@@ -543,6 +550,8 @@ ELSEWHERE: frozenset[Kind] = frozenset({"refused", "no host", "silent", "other s
 """What node rank 0 sees at an endpoint that does not lead to it. Lost packets prove nothing: many
 routers do not let a machine reach itself from outside."""
 
+DOUBLE_ADDRESS = "double address"  # What a node tells of itself whose address another one has
+
 REDUCING = frozenset({"gloo-nodes", "nccl-nodes"})  # The checks that need ranks with torch
 
 
@@ -784,12 +793,16 @@ class Participant:
 
     async def _work_here(self) -> Meeting:
         """Take part like any other node."""
+        problem = Problem("time")
         for _ in range(OWN_CALLS):
             # Callers without the id may hold all places for a moment.
-            with contextlib.suppress(CallError):
+            try:
                 return await self._work(await self._call_here())
+            except CallError as error:
+                problem = error.problem
             await asyncio.sleep(SCOUT_INTERVAL)
-        return Meeting(self.place, problem=Problem("time"))
+        closed = problem.kind in ("dropped", "prohibited")  # Even for this machine itself
+        return Meeting(self.place, problem=problem if closed else Problem("time"))
 
     async def _say_who_is_missing(self, here: Coordinator) -> None:
         """Tell a person after a while who is waited for."""
@@ -838,10 +851,16 @@ class Participant:
         appears = situation.appears_when_started(self.situation)
         say = self.situation.say
         try:
-            call = await joining.join(self.goal, self.gather_until, say, appears=appears)
+            call = await joining.join(
+                self.goal, self.gather_until, say, appears=appears, trouble=self._trouble
+            )
         except CallError as error:
             return Meeting(self.place, problem=error.problem)
         return await self._work(call)
+
+    async def _trouble(self) -> str:
+        other = await asyncio.to_thread(shared_address, self.situation)
+        return "" if other is None else DOUBLE_ADDRESS
 
     async def _work(self, call: Call) -> Meeting:
         """Carry out the coordinator's orders, until it sends its report."""

@@ -34,6 +34,9 @@ class Facts(Part):
         others: More addresses that gloo or NCCL will use, of further interfaces.
         interfaces: Its interfaces except loopback: name, MTU, addresses.
         down: Its interfaces that are down or have no carrier.
+        unplugged: Those of them that are up and have no carrier.
+        networks: Of each interface, up or down, the networks of its addresses; one that is empty if
+            it has no address.
         pair_port: The port of its listener.
         reduces: Whether it takes part in the collective test.
         no_nccl: Why NCCL cannot be tested on it.
@@ -58,6 +61,8 @@ class Facts(Part):
     master: wire.Printable
     interfaces: tuple[tuple[wire.Interface, int, tuple[wire.Address, ...]], ...]
     down: tuple[wire.Interface, ...]
+    unplugged: tuple[wire.Interface, ...]
+    networks: tuple[tuple[wire.Interface, wire.Network], ...]
     pair_port: wire.Port
     reduces: bool
     gpus: wire.Count
@@ -193,6 +198,8 @@ class Speeds(Part):
         lossy: From, to, small messages, and how many of them were sent again.
         cells: From and to of all measured links, if some are slow or lossy.
         starved: Links that looked slow while an end waited for a core most of the time.
+        idle: From, to, an address that no library takes, and the bandwidth there, of links that are
+            far slower where the job uses them.
         untested: Why no link was measured.
     """
 
@@ -204,6 +211,7 @@ class Speeds(Part):
     lossy: tuple[tuple[wire.Index, wire.Index, int, int], ...] = ()
     cells: tuple[tuple[wire.Index, wire.Index], ...] = ()
     starved: wire.Count = 0
+    idle: tuple[tuple[wire.Index, wire.Index, wire.Address, float], ...] = ()
     untested: str = ""
 
 
@@ -295,8 +303,10 @@ class Report(Part):
         rejected_calls: How many calls came from them.
         surplus: Callers that came when all nodes were there.
         blocked: Callers for which the rendezvous port is closed.
-        bad: From, to, at which address (``route``, ``gloo``, ``nccl``, ``other 0``), and the
-            result, of connections that failed twice.
+        bad: From, to, at which address (``route``, ``gloo``, ``gloo back``, ``nccl``, ``other 0``),
+            and the result, of connections that failed twice.
+        open: From, to, and another address at which the node is reached, though a connection above
+            failed.
         lost_names: Nodes that do not find the first one by the name that torchrun gives them,
             the addresses of that name there, and why there are none.
         verdicts: By node.
@@ -310,6 +320,7 @@ class Report(Part):
     surplus: tuple[Caller, ...] = ()
     blocked: tuple[Caller, ...] = ()
     bad: tuple[tuple[wire.Index, wire.Index, wire.Word, Dialled], ...] = ()
+    open: tuple[tuple[wire.Index, wire.Index, wire.Address], ...] = ()
     speed: Speeds = field(default_factory=Speeds)
     folder: Folder = field(default_factory=Folder)
     reduction: Reduction = field(default_factory=Reduction)

@@ -87,6 +87,11 @@ MIN_TO_COMPARE = 3  # Links that have a median. Of two links neither is the usua
 MIN_BANDWIDTH = 100e6 / 8 * 0.8
 """Bytes per second below which any link is slow: less than 100 Mbit/s carries."""
 
+SLOW_NETWORK = 2.5e9 / 8
+"""Bytes per second up to which a link may be a management network's, of 1 Gbit/s."""
+
+FAR_FASTER = 3  # How many times faster a network that no library takes is worth a warning
+
 CPU_BOUND = 10e9 / 8
 """Bytes per second from which one connection in Python shows the cores and the memory, and not the
 network. They vary by more than half from one measurement to the next."""

@@ -67,6 +67,13 @@ def _is_address(value: str) -> bool:
         return False
 
 
+def _is_network(value: str) -> bool:
+    try:
+        return not value or ("%" not in value and bool(ipaddress.ip_network(value)))
+    except ValueError:
+        return False
+
+
 def _within(least: int, most: int) -> Callable[[Any], bool]:
     return lambda value: value is None or least <= value <= most
 
@@ -75,6 +82,7 @@ def _within(least: int, most: int) -> Callable[[Any], bool]:
 Host = Annotated[str, _matches(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,252}|")]
 Interface = Annotated[str, _matches(r"[A-Za-z0-9_][A-Za-z0-9_.:@-]{0,14}|")]
 Address = Annotated[str, _is_address]
+Network = Annotated[str, _is_network]
 Version = Annotated[str, _matches(r"[A-Za-z0-9][A-Za-z0-9.+_-]{0,63}|")]
 Variable = Annotated[str, _matches(r"[A-Za-z_][A-Za-z0-9_]{0,127}")]
 Hexadecimal = Annotated[str, _matches(r"[0-9a-f]{0,64}")]
@@ -195,6 +203,7 @@ _EXPANSION = 12
 """How many times its bytes a message may take in memory. Lists of empty lists take 25 times."""
 
 _HEAD = struct.Struct("!I")
+HEAD_BYTES = _HEAD.size
 
 Message = Part | Mapping[str, Any]
 
