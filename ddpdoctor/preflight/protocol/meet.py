@@ -51,6 +51,7 @@ from ddpdoctor.preflight.protocol.pairs import Dialled, Listener, Target
 from ddpdoctor.preflight.protocol.wire import NO_FILES, WireError, key_of, words_of
 from ddpdoctor.preflight.selftest.collectives import Ranks, why_no_nccl
 from ddpdoctor.preflight.situation import (
+    Deadline,
     NodePlace,
     Situation,
     Verdicts,
@@ -405,17 +406,17 @@ class Worker:
                 await asyncio.sleep(POLL_INTERVAL)
             return Answer(verdict=verdict_of(*self.verdicts.so_far()))
         elif order.do == "settle" and order.needed:
-            return Answer(unready=await self.ranks.ready(order.limit))
+            return Answer(unready=await self.ranks.ready(Deadline(order.limit)))
         elif order.do == "settle":
-            await self.ranks.stop()
+            self.ranks.stop()
         elif order.do == "speed" and order.targets and self._allows(order.targets[0]):
             return Answer(speed=await pairs.dial_speed(order.targets[0], self.listener.token))
         elif order.do == "folder" and self.facts.folder:
             return await asyncio.to_thread(self._in_folder, Path(self.facts.folder), order)
         elif order.do == "reduce":
             # A rank that waits in vain ends at its own limits. `patience` is for hung ones.
-            orders = [self._of_rank(order, local) for local in range(self.facts.nproc)]
-            return Answer(ranks=tuple(await self.ranks.reduce(orders, order.patience)))
+            results = await self.ranks.reduce(self._for_ranks(order), Deadline(order.patience))
+            return Answer(ranks=tuple(results))
         return Answer()
 
     async def _dial(self, targets: Sequence[Target]) -> tuple[Dialled, ...]:
@@ -424,12 +425,14 @@ class Worker:
         not_dialled = Dialled("unreachable", error="no address of another node: not dialled")
         return tuple(next(results) if self._allows(each) else not_dialled for each in targets)
 
-    def _of_rank(self, order: Order, local: int) -> dict[str, Any]:
-        same = ("port", "world", "limit", "stage_limit", "patience", "node_of", "soak")
+    def _for_ranks(self, order: Order) -> dict[str, Any]:
+        same = ("port", "world", "first", "limit", "stage_limit", "patience", "node_of", "soak")
         return {
+            "backend": "gloo",
+            "tests": ["all_reduce", "broadcast"],
+            "measure": True,
             "host": self.master or self.place.host,
-            "rank": order.first + local,
-            "local_rank": local,
+            "ranks": self.facts.nproc,
             "stages": "nccl" if order.nccl else "",
             **{name: getattr(order, name) for name in same},
         }
@@ -684,7 +687,7 @@ async def _meet(situation: Situation, stages: Stages) -> Meeting:
     try:
         port = await listener.open()
         if reduces:
-            await ranks.start(situation.nproc)
+            ranks.start()
         stages.begin(NAMES)
         facts = await asyncio.to_thread(gather_facts, situation, place, port, reduces=reduces)
         goal = Goal(place.host, place.port, key_of(place.rdzv_id), host_of(situation), place.rank)
@@ -697,7 +700,7 @@ async def _meet(situation: Situation, stages: Stages) -> Meeting:
         return await node.meet()
     finally:
         await listener.close()
-        await ranks.stop()
+        ranks.stop()
 
 
 @dataclass
