@@ -47,8 +47,14 @@ from ddpdoctor.preflight.protocol.messages import (
     Verdict,
     Welcome,
 )
-from ddpdoctor.preflight.protocol.pairs import Dialled, Listener, Target
-from ddpdoctor.preflight.protocol.wire import NO_FILES, WireError, key_of, words_of
+from ddpdoctor.preflight.protocol.pairs import STARVED_SHARE, Dialled, Listener, Target
+from ddpdoctor.preflight.protocol.wire import (
+    NO_FILES,
+    ProcessClock,
+    WireError,
+    key_of,
+    words_of,
+)
 from ddpdoctor.preflight.selftest.collectives import Ranks, why_no_nccl
 from ddpdoctor.preflight.situation import (
     Deadline,
@@ -546,6 +552,9 @@ ELSEWHERE: frozenset[Kind] = frozenset({"refused", "no host", "silent", "other s
 """What node rank 0 sees at an endpoint that does not lead to it. Lost packets prove nothing: many
 routers do not let a machine reach itself from outside."""
 
+WITH_TIME: frozenset[Kind] = frozenset({"refused", "dropped", "silent", "late", "gone", "time"})
+"""What a node without CPU sees for that reason: it calls too late, or is given up on."""
+
 REDUCING = frozenset({"gloo-nodes", "nccl-nodes"})  # The checks that need ranks with torch
 
 
@@ -572,6 +581,18 @@ class Meeting:
     own_endpoint: bool = False
     report: Report = field(default_factory=Report)
     took: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def timed_out(self) -> bool:
+        """Whether this node's time was over."""
+        return self.problem is not None and self.problem.kind == "time"
+
+    @property
+    def undecided(self) -> bool:
+        """Whether nodes that have CPU time might have met."""
+        if self.problem is None:
+            return len(self.nodes) < self.expected
+        return self.problem.kind in WITH_TIME and not self.holder
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -647,21 +668,24 @@ async def _until_cancelled(situation: Situation) -> Meeting:
             situation.say(words)
 
     asyncio.get_running_loop().set_exception_handler(fault)
-    stages = Stages()
+    stages, began = Stages(), time.monotonic()
     meeting = asyncio.ensure_future(_meet(situation, stages))
-    try:
-        while not meeting.done() and situation.deadline.left() > 0:
-            await asyncio.wait({meeting}, timeout=POLL_INTERVAL)
-    finally:
-        if not meeting.done():
-            meeting.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await meeting
+    with ProcessClock() as clock:
+        try:
+            while not meeting.done() and situation.deadline.left() > 0:
+                await asyncio.wait({meeting}, timeout=POLL_INTERVAL)
+        finally:
+            if not meeting.done():
+                meeting.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await meeting
     met = None if meeting.cancelled() else meeting.result()
     stages.begin("")
-    if met is None or (met.problem is not None and met.problem.kind == "time"):
-        return Meeting(node_place(situation), problem=Problem("time"), took=stages.took)
-    return met
+    starved = clock.lost > STARVED_SHARE * (time.monotonic() - began)
+    if met is not None and not (met.undecided if starved else met.timed_out):
+        return met
+    took = {**stages.took, "waiting for a core": clock.lost}
+    return Meeting(node_place(situation), problem=Problem("time"), took=took)
 
 
 async def _end(*tasks: asyncio.Future[Any]) -> None:
