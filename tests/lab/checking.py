@@ -183,15 +183,15 @@ class Checks:
             process.wait()
 
 
-def interrupt(process: subprocess.Popen[bytes]) -> None:
-    """Send Ctrl-C to a command on a host.
+def interrupt(process: subprocess.Popen[bytes], number: int = signal.SIGINT) -> None:
+    """Send Ctrl-C, or another signal, to a command on a host.
 
     The program that entered the host's namespaces is spared. It ends when the command does.
     """
     for child in psutil.Process(process.pid).children(recursive=True):
         with contextlib.suppress(ProcessLookupError):
             if os.getpgid(child.pid) == process.pid:
-                os.kill(child.pid, signal.SIGINT)
+                os.kill(child.pid, number)
 
 
 class Make(Protocol):
