@@ -291,31 +291,31 @@ def run_ranks(situation: Situation, backend: str, ranks: int, soak: float = 0.0)
     return Answers(backend, ranks, unready, found, time.monotonic() - began, stderr)
 
 
+def _failure(answers: Answers, name: str) -> tuple[str, list[str], list[RankResult]]:
+    """Return what went wrong, the evidence, and the ranks that it is seen on."""
+    failed = [each for each in answers.results if not each.ok]
+    wrong = [each for each in failed if each.wrong]
+    errors = [each for each in failed if each.error and not each.error.startswith(UNFINISHED)]
+    if answers.unready:
+        return "torch cannot be imported", [], failed
+    if wrong:
+        message = f"{name} gives wrong results: rank {wrong[0].rank}, {wrong[0].error}"
+        return message, [f"rank {each.rank}: {each.error}" for each in wrong[:4]], wrong
+    if errors:
+        # What other ranks report of a rank that was ended is a consequence.
+        first = min(errors, key=lambda each: ENDED_BY not in each.error)
+        message = f"{name} fails between ranks of this machine: rank {first.rank}: {first.error}"
+        return message, [], errors
+    message = f"{name} hangs: {len(failed)} of {answers.ranks} ranks did not finish"
+    last = [f"the last step of rank {each.rank}: {each.did or 'it started'}" for each in failed[:4]]
+    return message, last, failed
+
+
 def _findings(answers: Answers) -> Iterator[Finding]:
     if answers.right == answers.ranks:
         return
     nccl = answers.backend == "nccl"
-    name = "NCCL" if nccl else answers.backend
-    failed = [each for each in answers.results if not each.ok]
-    wrong = [each for each in failed if each.wrong]
-    errors = [each for each in failed if each.error and not each.error.startswith(UNFINISHED)]
-    evidence = []
-    if answers.unready:
-        message = "torch cannot be imported"
-    elif wrong:
-        message = f"{name} gives wrong results: rank {wrong[0].rank}, {wrong[0].error}"
-        evidence = [f"rank {each.rank}: {each.error}" for each in wrong[:4]]
-        failed = wrong
-    elif errors:
-        # What other ranks report of a rank that was ended is a consequence.
-        first = min(errors, key=lambda each: ENDED_BY not in each.error)
-        message = f"{name} fails between ranks of this machine: rank {first.rank}: {first.error}"
-        failed = errors
-    else:
-        message = f"{name} hangs: {len(failed)} of {answers.ranks} ranks did not finish"
-        evidence = [
-            f"the last step of rank {each.rank}: {each.did or 'it started'}" for each in failed[:4]
-        ]
+    message, evidence, failed = _failure(answers, "NCCL" if nccl else answers.backend)
     # The last lines that the ranks wrote, but no C++ stacks of torch. NCCL's warnings come first.
     lines = [line[:200] for line in answers.stderr.splitlines() if line.strip()]
     warnings = [line for line in lines if "NCCL WARN" in line]
