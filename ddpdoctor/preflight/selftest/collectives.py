@@ -324,7 +324,9 @@ def _findings(answers: Answers) -> Iterator[Finding]:
         "Fix what the message names; the other checks may have found the cause. For gloo's own "
     )
     fix, paste = advice + "messages:", GLOO_MESSAGES
-    if nccl:
+    if answers.unready:
+        fix, paste = "See what Python says:", "python -c 'import torch.distributed'"
+    elif nccl:
         fix, paste = nccl_advice(" ".join([message, *evidence]), WITHOUT_PEERS)
     yield failure(
         message,
