@@ -80,7 +80,7 @@ def require_honesty(document: dict[str, Any]) -> None:
     """Fail unless a check of nodes says what it tested, whatever it found.
 
     A warning or an error comes with a line to type. A row that counts "3 of 4" does not pass. What
-    was skipped has the reason among the findings, or what could not run, and an exit status above 0.
+    was skipped has the reason among the findings, or in what could not run, and a status above 0.
     """
     found = [each for row in document["checks"] for each in row["findings"]]
     worse = [each for each in found if each["severity"] != "info"]
