@@ -275,7 +275,7 @@ def test_a_fault_between_gpus_is_named(doctor: Doctor, source: str, said: str) -
 def reduced(orders: list[dict[str, Any]], token: str) -> list[dict[str, Any]]:
     running = [
         subprocess.Popen(
-            [sys.executable, str(PROGRAM)],
+            [sys.executable, str(PROGRAM), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -292,9 +292,9 @@ def reduced(orders: list[dict[str, Any]], token: str) -> list[dict[str, Any]]:
         for process in running:
             assert process.stdout is not None
             assert json.loads(process.stdout.readline()) == {"ready": True}
-            answer: dict[str, Any] = {"more": True}
-            while answer["more"]:
-                answer = json.loads(process.stdout.readline())
+            answer: dict[str, Any] = {}
+            while not {"done", "ended"} & answer.keys():
+                answer |= json.loads(process.stdout.readline())
             answers.append(answer)
     finally:
         for process in running:
@@ -307,7 +307,8 @@ def orders(node_of: list[int]) -> list[dict[str, Any]]:
     port = free_port()
     return [
         {
-            "host": "127.0.0.1", "port": port, "rank": rank, "local_rank": rank,
+            "backend": "gloo", "tests": ["all_reduce"], "measure": True, "soak": 0.0,
+            "host": "127.0.0.1", "port": port, "first": rank, "ranks": 1, "local_rank": rank,
             "world": len(node_of), "limit": 60, "stage_limit": 60, "patience": 200,
             "stages": "nccl", "node_of": node_of,
         }

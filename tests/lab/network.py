@@ -90,6 +90,7 @@ class Host:
     hosts_file: Path
     environment: dict[str, str]
     wrapper: list[str] = field(default_factory=list)  # Start of every command
+    outside: list[str] = field(default_factory=list)  # Start of what enters the namespaces
 
     @property
     def port(self) -> str:
@@ -115,7 +116,7 @@ class Host:
         """Start a command on the host, in a process group of its own."""
         with out.open("wb") as stdout, err.open("wb") as stderr:
             return subprocess.Popen(
-                self.namespace.enter(*self.wrapper, *words),
+                [*self.outside, *self.namespace.enter(*self.wrapper, *words)],
                 cwd=cwd,
                 env={**env, **self.environment},
                 stdin=subprocess.DEVNULL,

@@ -6,13 +6,15 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import LIMIT
 from tests.lab import faults
-from tests.lab.checking import WITHOUT_TORCH, Make, interrupt
+from tests.lab.checking import PORT, WITHOUT_TORCH, Make, interrupt
 from tests.lab.network import Host
 
 
@@ -21,25 +23,60 @@ def running_on(host: Host) -> list[str]:
     return [line for line in host.run("ps", "-eo", "args").splitlines() if "ddpdoctor" in line]
 
 
+def wait_for(holds: Callable[[], object]) -> None:
+    """Wait until something holds."""
+    deadline = time.monotonic() + LIMIT
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert holds()
+
+
+def ended(host: Host) -> bool:
+    """Whether nothing of ddpdoctor runs on a host."""
+    return running_on(host) == []
+
+
+def listens(host: Host) -> bool:
+    """Whether the rendezvous port is open on a host."""
+    return f":{PORT} " in host.run("ss", "-Hltn")
+
+
+def dials_in_vain(host: Host) -> bool:
+    """Whether a host is connected to node 0, and dials a port that does not answer."""
+    connections = host.run("ss", "-Htan").splitlines()
+    met = any("ESTAB" in line and f":{PORT}" in line for line in connections)
+    return met and any("SYN-SENT" in line for line in connections)
+
+
+def forked(host: Host) -> bool:
+    """Whether the ranks of the self-test run on a host."""
+    return sum("ranks.py" in line for line in running_on(host)) > 1
+
+
 @pytest.mark.parametrize(
-    "after",
+    ("number", "stage"),
     [
-        pytest.param(0.4, marks=pytest.mark.slow),
-        1.2,
-        pytest.param(2.5, marks=pytest.mark.slow),
+        (signal.SIGINT, listens),
+        pytest.param(signal.SIGINT, forked, marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, running_on, marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, listens, marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, forked, marks=pytest.mark.slow),
     ],
 )
-def test_ctrl_c_leaves_nothing_behind(nodes: Make, after: float) -> None:
+def test_an_interrupt_leaves_nothing_behind(
+    nodes: Make, number: signal.Signals, stage: Callable[[Host], object]
+) -> None:
     checks = nodes(2)
-    running = [checks.start(host, checks.words(host)) for host in checks.lab.hosts]
-    time.sleep(after)
+    # With a burn-in the ranks are there long enough to be seen.
+    running = [checks.start(host, checks.words(host, "--soak", "0.5")) for host in checks.lab.hosts]
+    wait_for(partial(stage, checks.lab.hosts[0]))
     for process, _, _ in running:
-        interrupt(process)
+        interrupt(process, number)
     for process, _, err in running:
         process.wait(LIMIT)
         assert "Traceback" not in err.read_text()
     for host in checks.lab.hosts:
-        assert running_on(host) == []
+        wait_for(partial(ended, host))
 
 
 @pytest.mark.slow
@@ -50,7 +87,8 @@ def test_a_node_that_goes_away_in_the_middle_is_named(nodes: Make) -> None:
         checks.start(host, checks.words(host, "--json", *WITHOUT_TORCH))
         for host in checks.lab.hosts
     ]
-    time.sleep(3)
+    # It dials the closed ports of node 0 for some seconds.
+    wait_for(partial(dials_in_vain, checks.lab.hosts[2]))
     os.killpg(running[2][0].pid, signal.SIGKILL)
     for process, out, err in running[:2]:
         assert process.wait(LIMIT) == 2, err.read_text()
@@ -64,7 +102,10 @@ def test_whoever_does_not_know_the_id_learns_nothing(nodes: Make, tmp_path: Path
     first, second = checks.lab.hosts
     knock = (
         "import socket, struct, json, time\n"
-        "time.sleep(1)\n"
+        "def open():\n"
+        "    try: socket.create_connection(('node0', 29500), 5).close(); return True\n"
+        "    except OSError: time.sleep(0.1)\n"
+        "while not open(): pass\n"
         "for data in (b'GET / HTTP/1.1\\r\\n\\r\\n', struct.pack('!I', 2**31), b''):\n"
         "    s = socket.create_connection(('node0', 29500), 5)\n"
         "    s.recv(100); s.sendall(data)\n"
@@ -75,11 +116,10 @@ def test_whoever_does_not_know_the_id_learns_nothing(nodes: Make, tmp_path: Path
     )
     process, out, err = checks.start(first, [sys.executable, "-c", knock])
     began, _, _ = checks.start(first, checks.words(first, *WITHOUT_TORCH))
-    time.sleep(3)
-    ended, table, _ = checks.start(second, checks.words(second, *WITHOUT_TORCH))
     assert process.wait(LIMIT) == 0, err.read_text()
+    other, table, _ = checks.start(second, checks.words(second, *WITHOUT_TORCH))
     assert b'"refused":"id"' in out.read_bytes()
     # Strangers change no verdict.
     assert began.wait(LIMIT) == 0
-    assert ended.wait(LIMIT) == 0
-    assert "2 of 2 nodes are here" in table.read_text()
+    assert other.wait(LIMIT) == 0
+    assert table.read_text().startswith("no fault found: node1 (node 1 of 2)")

@@ -345,6 +345,7 @@ def test_a_host_that_vanishes_is_the_cause(nodes: Make, what: str) -> None:
     found = [(each["code"], each["severity"], each["ranks"]) for each in running.found()]
     assert found == [("DDP215", "error", [1])], running.told(0)
     assert "node1 does not respond" in running.told(0)
+    assert "ddpdoctor check --nnodes 2 --node-rank 0 --nproc-per-node 1 " in running.told(0)
 
 
 def test_a_supervisor_that_is_killed_on_the_first_host(nodes: Make) -> None:

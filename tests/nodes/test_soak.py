@@ -53,6 +53,6 @@ def test_a_node_that_computes_wrong_once_it_is_warm_is_found(nodes: Make, tmp_pa
     env = {1: {"PYTHONPATH": str(tmp_path / "warm")}}
     silent(checks.run("--skip", "collectives", env=env))
     said = checks.run(*SOAK, env=env)
-    told = "all_reduce gave a wrong sum on node0 (node 0), node1 (node 1)"
+    told = "all_reduce gave a wrong result on node0 (node 0), node1 (node 1)"
     assert agreeing(said, "DDP060") == told
     assert all(each.status & 2 for each in said)

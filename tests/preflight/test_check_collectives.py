@@ -32,7 +32,7 @@ WRONG = """
     real = dist.all_reduce
     def all_reduce(tensor, *args, **kwargs):
         work = real(tensor, *args, **kwargs)
-        if dist.get_rank() == 1:
+        if dist.get_rank() == 1 and len(tensor) > 7:
             tensor[7] += 1
         return work
     dist.all_reduce = all_reduce
@@ -195,25 +195,27 @@ def test_ranks_that_hang_are_named_and_ended(doctor: Doctor) -> None:
 
 
 @pytest.mark.parametrize(
-    "number",
+    ("number", "processes"),
     [
-        signal.SIGINT,
-        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
+        (signal.SIGINT, 3),
+        (signal.SIGKILL, 1),
+        pytest.param(signal.SIGTERM, 3, marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, 2, marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, 3, marks=pytest.mark.slow),
     ],
 )
 def test_an_interrupt_leaves_nothing_behind(
-    doctor: Doctor, token: str, number: signal.Signals
+    doctor: Doctor, token: str, number: signal.Signals, processes: int
 ) -> None:
-    """The fixture of all tests asserts that no process is left; here, that it is soon."""
+    """Whether the ranks are being started, forked, or hang."""
     env = doctor.environment(fault(doctor, SILENT))
     with subprocess.Popen(
         CHECK, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
     ) as process:
         deadline = time.monotonic() + LIMIT
-        while len(ranks(token)) < 2 and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert len(ranks(token)) == 2
+        while len(ranks(token)) < processes and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert len(ranks(token)) >= processes
         process.send_signal(number)
         process.wait(LIMIT)
         deadline = time.monotonic() + LIMIT

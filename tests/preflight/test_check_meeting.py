@@ -303,7 +303,7 @@ def test_a_node_does_not_wait_for_its_ranks_when_node_0_is_gone() -> None:
         port = here._listening.getsockname()[1]
         await here.open()
         own = Ranks(os.environ)
-        await own.start(1)
+        own.start()
         (rank,) = psutil.Process().children()
         # It never gets as far as to have torch.
         rank.suspend()
@@ -328,7 +328,7 @@ def test_a_node_does_not_wait_for_its_ranks_when_node_0_is_gone() -> None:
             await call.link.close()
         finally:
             await listener.close()
-            await own.stop()
+            own.stop()
 
     asyncio.run(meet())
 

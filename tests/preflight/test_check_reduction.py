@@ -19,6 +19,7 @@ from ddpdoctor.preflight.protocol.messages import RankResult
 from ddpdoctor.preflight.selftest import collectives
 from ddpdoctor.preflight.selftest.collectives import PROGRAM
 from ddpdoctor.preflight.selftest.ranks import _with_others
+from ddpdoctor.preflight.situation import Deadline
 from ddpdoctor.run.records.typed_json import decoder
 from tests.conftest import TOKEN
 
@@ -50,7 +51,7 @@ def reduced(
     programs = {rank: ["-c", BROKEN.format(again=again)] for rank, again in (broken or {}).items()}
     processes = [
         subprocess.Popen(
-            [sys.executable, *programs.get(order["rank"], [str(PROGRAM)])],
+            [sys.executable, *programs.get(order["first"], [str(PROGRAM)]), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -58,7 +59,7 @@ def reduced(
         )
         for order in orders
     ]
-    answers = []
+    answers: list[dict[str, Any]] = []
     try:
         for process in processes:
             assert process.stdout is not None
@@ -69,10 +70,9 @@ def reduced(
             process.stdin.flush()
         for process in processes:
             assert process.stdout is not None
-            answer = {"more": True}
-            while answer["more"]:
-                answer = json.loads(process.stdout.readline())
-            answers.append(answer)
+            answers.append({})
+            while not {"done", "ended"} & answers[-1].keys():
+                answers[-1].update(json.loads(process.stdout.readline()))
     finally:
         for process in processes:
             process.kill()
@@ -82,7 +82,8 @@ def reduced(
 
 def order(rank: int, node_of: list[int], port: int, **more: Any) -> dict[str, Any]:
     return {
-        "host": "127.0.0.1", "port": port, "rank": rank, "local_rank": 0, "world": len(node_of),
+        "backend": "gloo", "tests": ["all_reduce", "broadcast"], "measure": True, "soak": 0.0,
+        "host": "127.0.0.1", "port": port, "first": rank, "ranks": 1, "world": len(node_of),
         "limit": 20, "stage_limit": more.get("limit", 20), "patience": 60,
         "stages": "", "node_of": node_of, **more,
     }  # fmt: skip
@@ -194,18 +195,17 @@ def test_what_a_rank_knew_before_it_was_lost_counts(
     monkeypatch.setattr(collectives, "PROGRAM", program)
     port = free_port()
     more = {"stages": "gloo", "stage_limit": 2, "patience": patience}
-    orders = [order(rank, [0, 1], port, **more) for rank in (0, 1)]
 
     async def answers() -> list[RankResult]:
-        here = collectives.Ranks({**os.environ, TOKEN: token})
-        try:
-            await here.start(2)
-            await here.ready(60)
-            return await here.reduce(orders, patience)
-        finally:
-            await here.stop()
+        await here.ready(Deadline(60))
+        return await here.reduce({**order(0, [0, 1], port, **more), "ranks": 2}, Deadline(patience))
 
-    told = asyncio.run(answers())
+    here = collectives.Ranks({**os.environ, TOKEN: token})
+    try:
+        here.start()
+        told = asyncio.run(answers())
+    finally:
+        here.stop()
     assert all(each.ok for each in told), told
     assert told[1].stages is not None
     inside, between = told[1].stages.stages
@@ -226,5 +226,5 @@ def test_no_stage_begins_without_time_for_it(token: str) -> None:
 @pytest.mark.slow
 def test_a_rank_that_waits_in_vain_says_so_at_its_limit(token: str) -> None:
     answers = reduced([order(0, [0, 1], free_port(), limit=3)], token)
-    assert answers[0]["ok"] is False
-    assert answers[0]["error"]
+    assert "ok" not in answers[0]
+    assert answers[0]["error"] and answers[0]["late"]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.formatting import duration, named
 from ddpdoctor.core.relations import Lapsed, certain
+from ddpdoctor.diagnose.hangs.job_nodes import job_nodes
 from ddpdoctor.run import code_version
 from ddpdoctor.run.records.model import DdpRecord
 from ddpdoctor.run.records.supervisor import NodeRecord
@@ -203,7 +204,8 @@ def node_lost(run: Run) -> Iterator[Finding]:
         wait for its ranks until a timeout ends the job.
 
     How to fix it
-        Check whether the machine is up and reaches the others.
+        Check whether the machine is up and reaches the others. Once the job has ended,
+        `ddpdoctor check` on all nodes shows it.
 
     Example
         Wrong: a machine that is rebooted for an update while a job runs on it.
@@ -231,7 +233,7 @@ def node_lost(run: Run) -> Iterator[Finding]:
     if not lost or run.exit_status == 0:
         return
     ranks = sorted({rank for node in lost for rank in _ranks_of(run, node)})
-    hosts = [node.host for node in lost]
+    hosts, nodes = [node.host for node in lost], job_nodes(run)
     more = f" and {len(hosts) - MAX_HOSTS} more nodes" if len(hosts) > MAX_HOSTS else ""
     yield Finding(
         "DDP215",
@@ -243,7 +245,8 @@ def node_lost(run: Run) -> Iterator[Finding]:
             f"the link to {node.host} was lost {duration((run.taken - node.time) / 1e9)} ago"
             for node in lost[:MAX_HOSTS]
         ),
-        fix=f"See whether {hosts[0]} lives and reaches {_head(run)}.",
+        fix=nodes.and_check(f"See whether {hosts[0]} lives and reaches {_head(run)}."),
+        paste=nodes.check_line,
         about="lost nodes",
     )
 

@@ -30,8 +30,7 @@ from ddpdoctor.preflight.machine.network import SLOW
 from ddpdoctor.preflight.protocol.meet import REDUCING, Meeting, meeting_of
 from ddpdoctor.preflight.protocol.messages import Facts, NcclReport, Reduction
 from ddpdoctor.preflight.protocol.pairs import Dialled
-from ddpdoctor.preflight.selftest.collectives import BROKEN, nccl_advice
-from ddpdoctor.preflight.selftest.ranks import WRONG_SUM, WRONG_VALUES
+from ddpdoctor.preflight.selftest.collectives import BROKEN, nccl_advice, starved
 from ddpdoctor.preflight.situation import ATTENDANCE, Situation, node_place
 
 # -- what all checks across nodes share
@@ -260,7 +259,6 @@ slower."""
 
 BELOW_TCP = 5  # The same for gloo, against one TCP connection between the same nodes
 IDLE = 0.5  # The idle share of all ranks from which slowness is the network's, not the machines'
-BUSY = 0.2  # The idle share of a rank below which its cores had no time for it
 MAX_RANKS = 64  # With more ranks an all_reduce of a few MiB waits for the many steps of its ring
 
 
@@ -386,8 +384,11 @@ def _too_little_time(meeting: Meeting, test: Reduction) -> str:
     names = [index for index, node in enumerate(meeting.nodes) if node.facts.lookup > SLOW]
     if names:
         return f"name lookups are slow on {meeting.hosts(names)}"
-    starved = sorted({each.node for each in test.wrong if each.idle < BUSY})
-    return f"for lack of CPU on {meeting.hosts(starved)}" if starved else ""
+    if not starved(test.wrong):
+        return ""
+    most = max(each.waited for each in test.wrong)
+    busy = sorted({each.node for each in test.wrong if each.waited > most / 2})
+    return f"for lack of CPU on {meeting.hosts(busy)}"
 
 
 def _why_not_compared(test: Reduction, least: float) -> str:
@@ -429,20 +430,20 @@ def _failed_gloo(meeting: Meeting, test: Reduction) -> Iterator[Finding]:
     ][:4]
     if silent:
         evidence.append(f"no answer at all from {meeting.hosts(silent)}")
-    errors = {result.error for result in test.wrong}
-    for error in (WRONG_SUM, WRONG_VALUES):
-        if error in errors:
-            yield failure(
-                f"{error} on {meeting.hosts(sorted(wrong))}",
-                evidence=tuple(evidence),
-                fix="One of these nodes computes or copies wrong numbers: its memory, its "
-                "processor, its network card, or a library that was changed. Test each node alone, "
-                "then half of them together, to find which:",
-                paste="ddpdoctor check --soak 10",
-                about="reduction",
-                nodes=tuple(map(meeting.host, sorted(wrong))),
-            )
-            return
+    incorrect = [result for result in test.wrong if result.wrong]
+    if incorrect:
+        on = sorted({result.node for result in incorrect})
+        yield failure(
+            f"{incorrect[0].wrong} gave a wrong result on {meeting.hosts(on)}",
+            evidence=tuple(evidence),
+            fix="One of these nodes computes or copies wrong numbers: its memory, its processor, "
+            "its network card, or a library that was changed. Test each node alone, then half of "
+            "them together, to find which:",
+            paste="ddpdoctor check --soak 10",
+            about="reduction",
+            nodes=tuple(map(meeting.host, on)),
+        )
+        return
     failed = count(test.world - test.correct, "rank")
     message = f"{failed} did not reduce correctly, on {meeting.hosts(sorted({*wrong, *silent}))}"
     yield failure(

@@ -382,8 +382,6 @@ REDUCTION_TIMEOUT = 20.0  # Seconds for gloo to connect all ranks and reduce
 STAGE_TIMEOUT, STAGE_TIMEOUT_RANK = 20.0, 0.01
 """Seconds for NCCL to connect a set of ranks and reduce, and more for each rank of the job."""
 
-IMPORT_TIMEOUT = 25.0
-
 VERDICT_TIMEOUT = 10.0
 """Seconds for the checks of all machines to end, once everything else is known."""
 
@@ -551,8 +549,7 @@ class Phases:
         """Wait until the ranks have imported torch. Return the nodes without torch, and why."""
         left = self._left() - self.soak
         # Half of a short time limit is for the import, and half for what comes after it.
-        rest = max(left - REDUCTION_TIMEOUT * self.scale, left / 2)
-        limit = max(1.0, min(IMPORT_TIMEOUT * self.scale, rest))
+        limit = max(1.0, left - REDUCTION_TIMEOUT * self.scale, left / 2)
         order = Order("settle", needed=needed, limit=limit)
         answers = await self.coordinator.ask_all(order, "importing torch", limit + 5)
         return [

@@ -48,10 +48,17 @@ from ddpdoctor.preflight.protocol.messages import (
     Verdict,
     Welcome,
 )
-from ddpdoctor.preflight.protocol.pairs import Dialled, Listener, Target
-from ddpdoctor.preflight.protocol.wire import NO_FILES, WireError, key_of, words_of
+from ddpdoctor.preflight.protocol.pairs import STARVED_SHARE, Dialled, Listener, Target
+from ddpdoctor.preflight.protocol.wire import (
+    NO_FILES,
+    ProcessClock,
+    WireError,
+    key_of,
+    words_of,
+)
 from ddpdoctor.preflight.selftest.collectives import Ranks, why_no_nccl
 from ddpdoctor.preflight.situation import (
+    Deadline,
     NodePlace,
     Situation,
     Verdicts,
@@ -412,17 +419,17 @@ class Worker:
                 await asyncio.sleep(POLL_INTERVAL)
             return Answer(verdict=verdict_of(*self.verdicts.so_far()))
         elif order.do == "settle" and order.needed:
-            return Answer(unready=await self.ranks.ready(order.limit))
+            return Answer(unready=await self.ranks.ready(Deadline(order.limit)))
         elif order.do == "settle":
-            await self.ranks.stop()
+            self.ranks.stop()
         elif order.do == "speed" and order.targets and self._allows(order.targets[0]):
             return Answer(speed=await pairs.dial_speed(order.targets[0], self.listener.token))
         elif order.do == "folder" and self.facts.folder:
             return await asyncio.to_thread(self._in_folder, Path(self.facts.folder), order)
         elif order.do == "reduce":
             # A rank that waits in vain ends at its own limits. `patience` is for hung ones.
-            orders = [self._of_rank(order, local) for local in range(self.facts.nproc)]
-            return Answer(ranks=tuple(await self.ranks.reduce(orders, order.patience)))
+            results = await self.ranks.reduce(self._for_ranks(order), Deadline(order.patience))
+            return Answer(ranks=tuple(results))
         return Answer()
 
     async def _dial(self, targets: Sequence[Target]) -> tuple[Dialled, ...]:
@@ -431,12 +438,14 @@ class Worker:
         not_dialled = Dialled("unreachable", error="no address of another node: not dialled")
         return tuple(next(results) if self._allows(each) else not_dialled for each in targets)
 
-    def _of_rank(self, order: Order, local: int) -> dict[str, Any]:
-        same = ("port", "world", "limit", "stage_limit", "patience", "node_of", "soak")
+    def _for_ranks(self, order: Order) -> dict[str, Any]:
+        same = ("port", "world", "first", "limit", "stage_limit", "patience", "node_of", "soak")
         return {
+            "backend": "gloo",
+            "tests": ["all_reduce", "broadcast"],
+            "measure": True,
             "host": self.master or self.place.host,
-            "rank": order.first + local,
-            "local_rank": local,
+            "ranks": self.facts.nproc,
             "stages": "nccl" if order.nccl else "",
             **{name: getattr(order, name) for name in same},
         }
@@ -552,6 +561,9 @@ routers do not let a machine reach itself from outside."""
 
 DOUBLE_ADDRESS = "double address"  # What a node tells of itself whose address another one has
 
+WITH_TIME: frozenset[Kind] = frozenset({"refused", "dropped", "silent", "late", "gone", "time"})
+"""What a node without CPU sees for that reason: it calls too late, or is given up on."""
+
 REDUCING = frozenset({"gloo-nodes", "nccl-nodes"})  # The checks that need ranks with torch
 
 
@@ -578,6 +590,18 @@ class Meeting:
     own_endpoint: bool = False
     report: Report = field(default_factory=Report)
     took: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def timed_out(self) -> bool:
+        """Whether this node's time was over."""
+        return self.problem is not None and self.problem.kind == "time"
+
+    @property
+    def undecided(self) -> bool:
+        """Whether nodes that have CPU time might have met."""
+        if self.problem is None:
+            return len(self.nodes) < self.expected
+        return self.problem.kind in WITH_TIME and not self.holder
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -653,21 +677,24 @@ async def _until_cancelled(situation: Situation) -> Meeting:
             situation.say(words)
 
     asyncio.get_running_loop().set_exception_handler(fault)
-    stages = Stages()
+    stages, began = Stages(), time.monotonic()
     meeting = asyncio.ensure_future(_meet(situation, stages))
-    try:
-        while not meeting.done() and situation.deadline.left() > 0:
-            await asyncio.wait({meeting}, timeout=POLL_INTERVAL)
-    finally:
-        if not meeting.done():
-            meeting.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await meeting
+    with ProcessClock() as clock:
+        try:
+            while not meeting.done() and situation.deadline.left() > 0:
+                await asyncio.wait({meeting}, timeout=POLL_INTERVAL)
+        finally:
+            if not meeting.done():
+                meeting.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await meeting
     met = None if meeting.cancelled() else meeting.result()
     stages.begin("")
-    if met is None or (met.problem is not None and met.problem.kind == "time"):
-        return Meeting(node_place(situation), problem=Problem("time"), took=stages.took)
-    return met
+    starved = clock.lost > STARVED_SHARE * (time.monotonic() - began)
+    if met is not None and not (met.undecided if starved else met.timed_out):
+        return met
+    took = {**stages.took, "waiting for a core": clock.lost}
+    return Meeting(node_place(situation), problem=Problem("time"), took=took)
 
 
 async def _end(*tasks: asyncio.Future[Any]) -> None:
@@ -693,7 +720,7 @@ async def _meet(situation: Situation, stages: Stages) -> Meeting:
     try:
         port = await listener.open()
         if reduces:
-            await ranks.start(situation.nproc)
+            ranks.start()
         stages.begin(NAMES)
         facts = await asyncio.to_thread(gather_facts, situation, place, port, reduces=reduces)
         goal = Goal(place.host, place.port, key_of(place.rdzv_id), host_of(situation), place.rank)
@@ -706,7 +733,7 @@ async def _meet(situation: Situation, stages: Stages) -> Meeting:
         return await node.meet()
     finally:
         await listener.close()
-        await ranks.stop()
+        ranks.stop()
 
 
 @dataclass

@@ -116,7 +116,10 @@ class RankResult(Part):
 
     Attributes:
         ok: Whether gloo reduced correctly.
+        did: The last collective that it did for the first time.
+        wrong: The first collective with a wrong result.
         late: Whether it failed for lack of time alone.
+        waited: The share of the time in which it waited for a core; 1 if unknown.
         bus: Bandwidth of each link.
         idle: The share of the time in which its cores were idle.
         rounds: How often gloo's all_reduce was repeated.
@@ -125,8 +128,11 @@ class RankResult(Part):
     node: wire.Index = -1
     rank: int = -1
     ok: bool = False
+    did: str = ""
+    wrong: str = ""
     error: str = ""
     late: bool = False
+    waited: float = 1.0
     bus: float = 0.0
     idle: float = 0.0
     rounds: int = 0

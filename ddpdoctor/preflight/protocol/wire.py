@@ -335,10 +335,13 @@ class ProcessClock:
 
     A tick that comes late because other processes have the cores counts as two ticks at most. The
     clock runs within ``with``.
+
+    Attributes:
+        lost: The seconds that it has not counted.
     """
 
     def __enter__(self) -> ProcessClock:
-        self._seconds, self._ticked = 0.0, time.monotonic()
+        self._seconds, self.lost, self._ticked = 0.0, 0.0, time.monotonic()
         self._tick()
         return self
 
@@ -347,7 +350,9 @@ class ProcessClock:
 
     def _tick(self) -> None:
         now = time.monotonic()
-        self._seconds += min(now - self._ticked, 2 * TICK_S)
+        counted = min(now - self._ticked, 2 * TICK_S)
+        self._seconds += counted
+        self.lost += now - self._ticked - counted
         self._ticked = now
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 

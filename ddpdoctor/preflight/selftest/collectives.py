@@ -5,26 +5,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ddpdoctor.core import opening
 from ddpdoctor.core.finding import Finding
 from ddpdoctor.core.formatting import GIB, binary_size, count, duration
-from ddpdoctor.core.opening import whole
 from ddpdoctor.preflight.check import Outcome, check, could_not_run, failure, judged, skipped
 from ddpdoctor.preflight.machine import software
 from ddpdoctor.preflight.machine.gpus import chosen, none_here
 from ddpdoctor.preflight.protocol.messages import RankResult, Stage
+from ddpdoctor.preflight.selftest.ranks import ENDED_BY, SOAKING, TESTS
 from ddpdoctor.preflight.situation import Deadline, Situation, ended, visible_gpus
 from ddpdoctor.run.records.typed_json import decoder
 
@@ -139,8 +139,6 @@ WITHOUT_PEERS = (
     "export NCCL_P2P_DISABLE=1",
 )
 
-ENDED_BY = "the rank was ended by"  # How the program reports a rank that a signal ended
-
 GLOO_MESSAGES = "TORCH_CPP_LOG_LEVEL=INFO ddpdoctor check --only collectives"
 
 _LEFT_OUT = (
@@ -156,53 +154,39 @@ _NOT_PASSED = frozenset(
 """The variables of a place in a job, and the debug level, which DDP007 checks."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Answers:
     """What the ranks of one backend reported.
 
     Attributes:
-        last: What each rank did last.
-        status: Exit status of the process of rank 0; None if it had to be killed.
-        rounds: How often all collectives were run.
+        unready: Why not all of them have torch: `LATE` or `BROKEN`; empty if they do.
+        stderr: What they and their libraries wrote.
     """
 
     backend: str
     ranks: int
-    done: set[int] = field(default_factory=set)
-    last: dict[int, str] = field(default_factory=dict)
-    wrong: dict[int, list[str]] = field(default_factory=dict)
-    errors: dict[int, str] = field(default_factory=dict)
-    status: int | None = None
-    stderr: str = ""
-    seconds: float = 0.0
-    rounds: int = 0
-
-    @property
-    def silent(self) -> bool:
-        """Whether the time was over before any rank had begun."""
-        return self.status is None and not (self.last or self.wrong or self.errors)
+    unready: str
+    results: Sequence[RankResult]
+    seconds: float
+    stderr: str
 
     @property
     def right(self) -> int:
         """How many ranks ended with every result right."""
-        return len(self.done - self.wrong.keys() - self.errors.keys())
+        return sum(each.ok for each in self.results)
 
-    def read(self, line: str) -> None:
-        """Take in a line that a rank wrote. Ignore anything else."""
-        try:
-            message = opening.loads(line)
-            rank = int(message["rank"])
-        except (ValueError, TypeError, KeyError, OverflowError):
-            return
-        if "did" in message:
-            self.last[rank] = str(message["did"])
-        if "wrong" in message:
-            self.wrong.setdefault(rank, []).append(str(message["wrong"]))
-        if "error" in message:
-            self.errors[rank] = str(message["error"])
-        if message.get("done"):
-            self.done.add(rank)
-            self.rounds = max(self.rounds, whole(str(message.get("rounds", 1))))
+    @property
+    def rounds(self) -> int:
+        """How often all collectives were run."""
+        return max((each.rounds for each in self.results), default=0)
+
+    @property
+    def too_little_time(self) -> str:
+        """Why nothing is known: no rank failed for another reason than busy cores."""
+        if self.unready == LATE:
+            return "torch was not ready"
+        failed = [each for each in self.results if not each.ok]
+        return f"{count(len(failed), 'rank')} did not finish" if starved(failed) else ""
 
 
 @check("collectives", "DDP015", limit=LIMIT)
@@ -243,12 +227,12 @@ def collectives(situation: Situation) -> Outcome:
         wanted.append(("nccl", on_gpus))
     soak = situation.options.soak / len(wanted)
     answers = [run_ranks(situation, backend, ranks, soak) for backend, ranks in wanted]
-    late = next((each for each in answers if each.silent), None)
-    if late is not None:
-        return could_not_run(
-            f"not tested, for lack of CPU: torch was not ready within {late.seconds:.0f} s on "
-            f"{late.ranks} ranks; --timeout gives it more time"
-        )
+    for each in answers:
+        if late := each.too_little_time:
+            return could_not_run(
+                f"not tested, for lack of CPU: {late} within {each.seconds:.0f} s on "
+                f"{count(each.ranks, 'rank')}; --timeout gives it more time"
+            )
     gloo, *nccl = answers
     parts = [f"{gloo.right} of {gloo.ranks} ranks reduced correctly with gloo"]
     parts += [f"{each.right} of {each.ranks} with NCCL" for each in nccl]
@@ -283,89 +267,55 @@ def run_ranks(situation: Situation, backend: str, ranks: int, soak: float = 0.0)
 
     ``soak`` is the seconds for which the collectives are repeated.
     """
-    answers = Answers(backend, ranks)
-    began = time.monotonic()
-    limit = min(TIMEOUT * situation.options.scale, max(1.0, situation.deadline.left() - soak - 5))
-    order = {"backend": backend, "ranks": ranks, "limit": limit, "soak": soak}
+    began, left = time.monotonic(), situation.deadline.left()
+    order = {
+        "backend": backend, "tests": [each for each in TESTS if each != SOAKING], "stages": "",
+        "host": "127.0.0.1", "port": 0, "first": 0, "ranks": ranks, "world": ranks,
+        "limit": min(TIMEOUT * situation.options.scale, max(1.0, left - soak - 5)),
+        "patience": left - 1, "soak": soak, "measure": False,
+    }  # fmt: skip
     # gloo needs no GPU, and must neither wait for one nor take its memory.
     own = {"CUDA_VISIBLE_DEVICES": ""} if backend == "gloo" else {}
-    with (
-        # torch creates directories for its caches. They go when the ranks have ended.
-        tempfile.TemporaryDirectory(prefix="ddpdoctor-check-") as folder,
-        tempfile.TemporaryFile() as stderr,
-    ):
-        process = subprocess.Popen(
-            [sys.executable, str(PROGRAM)],
-            env={**environment(situation.environ), **own, "TMPDIR": folder},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            start_new_session=True,
-        )
-        with ended(process):
-            assert process.stdin is not None
-            with contextlib.suppress(OSError):
-                process.stdin.write(json.dumps(order).encode() + b"\n")
-                process.stdin.flush()
-            _read(process, answers, Deadline(situation.deadline.left() - 1, situation.deadline))
-            answers.status = process.poll()
-            if answers.status is not None and answers.status < 0:
-                name = signal.Signals(-answers.status).name
-                answers.errors.setdefault(0, f"{ENDED_BY} {name}")
-            answers.seconds = time.monotonic() - began
-        stderr.seek(0)
-        answers.stderr = stderr.read().decode("utf-8", "replace")
-    return answers
+    here = Ranks({**situation.environ, **own})
+
+    async def results() -> tuple[str, Sequence[RankResult]]:
+        deadline = Deadline(left - 1, situation.deadline)
+        unready = await here.ready(deadline)
+        return unready, [] if unready else await here.reduce(order, deadline, CONSEQUENCES_S)
+
+    try:
+        here.start()
+        unready, found = asyncio.run(results())
+    finally:
+        stderr = here.stop()
+    return Answers(backend, ranks, unready, found, time.monotonic() - began, stderr)
 
 
-def _read(process: subprocess.Popen[bytes], answers: Answers, deadline: Deadline) -> None:
-    """Read what the ranks write until they end, one has failed, or the deadline is over."""
-    assert process.stdout is not None
-    # The thread has its own file, so that closing the process's does not wait for the thread.
-    output = os.dup(process.stdout.fileno())
-
-    def read() -> None:
-        with open(output, encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                answers.read(line)
-
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    until = float("inf")
-    while deadline.left() > 0 and time.monotonic() < until:
-        reader.join(min(0.1, deadline.left()))
-        if not reader.is_alive():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.1, min(2.0, deadline.left())))
-            return
-        if answers.errors:
-            # What the other ranks report a timeout later is a consequence.
-            until = min(until, time.monotonic() + 1.0)
+def _failure(answers: Answers, name: str) -> tuple[str, list[str], list[RankResult]]:
+    """Return what went wrong, the evidence, and the ranks that it is seen on."""
+    failed = [each for each in answers.results if not each.ok]
+    wrong = [each for each in failed if each.wrong]
+    errors = [each for each in failed if each.error and not each.error.startswith(UNFINISHED)]
+    if answers.unready:
+        return "torch cannot be imported", [], failed
+    if wrong:
+        message = f"{name} gives wrong results: rank {wrong[0].rank}, {wrong[0].error}"
+        return message, [f"rank {each.rank}: {each.error}" for each in wrong[:4]], wrong
+    if errors:
+        # What other ranks report of a rank that was ended is a consequence.
+        first = min(errors, key=lambda each: ENDED_BY not in each.error)
+        message = f"{name} fails between ranks of this machine: rank {first.rank}: {first.error}"
+        return message, [], errors
+    message = f"{name} hangs: {len(failed)} of {answers.ranks} ranks did not finish"
+    last = [f"the last step of rank {each.rank}: {each.did or 'it started'}" for each in failed[:4]]
+    return message, last, failed
 
 
 def _findings(answers: Answers) -> Iterator[Finding]:
     if answers.right == answers.ranks:
         return
     nccl = answers.backend == "nccl"
-    name = "NCCL" if nccl else answers.backend
-    evidence = []
-    if answers.wrong:
-        guilty = sorted(answers.wrong.items())
-        message = f"{name} gives wrong results: rank {guilty[0][0]}, {guilty[0][1][0]}"
-        evidence = [f"rank {rank}: {', '.join(wrong)}" for rank, wrong in guilty[:4]]
-        ranks = sorted(answers.wrong)
-    elif answers.errors:
-        # What other ranks report of a rank that was ended is a consequence.
-        rank, error = min(answers.errors.items(), key=lambda each: ENDED_BY not in each[1])
-        message = f"{name} fails between ranks of this machine: rank {rank}: {error}"
-        ranks = sorted(answers.errors)
-    else:
-        ranks = sorted(set(range(answers.ranks)) - answers.done)
-        message = f"{name} hangs: {len(ranks)} of {answers.ranks} ranks did not finish"
-        evidence = [
-            f"the last step of rank {rank}: {answers.last.get(rank, 'it started')}"
-            for rank in ranks[:4]
-        ]
+    message, evidence, failed = _failure(answers, "NCCL" if nccl else answers.backend)
     # The last lines that the ranks wrote, but no C++ stacks of torch. NCCL's warnings come first.
     lines = [line[:200] for line in answers.stderr.splitlines() if line.strip()]
     warnings = [line for line in lines if "NCCL WARN" in line]
@@ -374,11 +324,13 @@ def _findings(answers: Answers) -> Iterator[Finding]:
         "Fix what the message names; the other checks may have found the cause. For gloo's own "
     )
     fix, paste = advice + "messages:", GLOO_MESSAGES
-    if nccl:
+    if answers.unready:
+        fix, paste = "See what Python says:", "python -c 'import torch.distributed'"
+    elif nccl:
         fix, paste = nccl_advice(" ".join([message, *evidence]), WITHOUT_PEERS)
     yield failure(
         message,
-        ranks=tuple(ranks),
+        ranks=tuple(each.rank for each in failed),
         evidence=tuple(evidence),
         fix=fix,
         paste=paste,
@@ -386,95 +338,128 @@ def _findings(answers: Answers) -> Iterator[Finding]:
     )
 
 
-# -- this node's ranks of the test across nodes
+# -- start ranks, give them an order, and read their answers
 
 
 LATE = "late"  # Not all ranks imported torch in time
-BROKEN = "broken"  # A rank ended while it imported torch
+BROKEN = "broken"  # Their process ended while it imported torch
+UNFINISHED = "no result within"  # Begins the error of a rank that was still busy at the deadline
+
+STARVED = 0.5
+"""The share of the time from which waits for a core, of all ranks together, explain that it was not
+enough. Each may have waited for another one that did."""
+
+CONSEQUENCES_S = 1.0  # Seconds after which the ranks of one machine only repeat an error
+POLL_S = 0.02
 
 
 class Ranks:
-    """Processes that import torch while the network is tested, and then reduce together."""
+    """The ranks of this machine. They import torch while other things are tested, then reduce."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environment(environ)
-        self._processes: list[asyncio.subprocess.Process] = []
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ready = self._over = False
+        self._known: dict[int, dict[str, Any]] = {}
 
-    async def start(self, count: int) -> None:
-        """Start so many processes."""
-        for _ in range(count):
-            self._processes.append(
-                await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    str(PROGRAM),
-                    stdin=asyncio.subprocess.PIPE,
-                    stdout=asyncio.subprocess.PIPE,
-                    stderr=asyncio.subprocess.DEVNULL,
-                    env=self._environ,
-                )
-            )
+    def start(self) -> None:
+        """Start the process from which the ranks are forked. It ends with the calling thread."""
+        # torch creates directories for its caches. They go when the ranks have ended.
+        self._folder = tempfile.TemporaryDirectory(prefix="ddpdoctor-check-")
+        self._stderr = tempfile.TemporaryFile()
+        self._process = subprocess.Popen(
+            [sys.executable, str(PROGRAM), str(os.getpid())],
+            env={**self._environ, "TMPDIR": self._folder.name},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        # The thread has its own file, so that closing the process's does not wait for the thread.
+        output = os.dup(self._process.stdout.fileno())
+        threading.Thread(target=self._follow, args=(output,), daemon=True).start()
 
-    async def ready(self, limit: float) -> str:
+    def _follow(self, output: int) -> None:
+        with open(output, encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                self.read(line)
+        self._over = True
+
+    def read(self, line: str) -> None:
+        """Take in a line that a rank wrote. Ignore anything else."""
+        try:
+            message = opening.loads(line)
+            self._ready = self._ready or bool(message.get("ready"))
+            self._over = self._over or bool(message.get("over"))
+            known = self._known.setdefault(int(message["rank"]), {})
+        except (ValueError, TypeError, KeyError, OverflowError, AttributeError):
+            return
+        # What a rank says after its first error is a consequence.
+        known.update(message if "error" not in known else {**message, "error": known["error"]})
+
+    async def ready(self, deadline: Deadline) -> str:
         """Wait for the import of torch. Return nothing if it is done, else `LATE` or `BROKEN`."""
+        while not self._ready and not self._over and deadline.left() > 0:
+            await asyncio.sleep(POLL_S)
+        return "" if self._ready else BROKEN if self._over else LATE
 
-        async def imported(process: asyncio.subprocess.Process) -> str:
-            assert process.stdout is not None
-            try:
-                return "" if await asyncio.wait_for(process.stdout.readline(), limit) else BROKEN
-            except asyncio.TimeoutError:
-                return LATE
+    async def reduce(
+        self, order: Mapping[str, Any], deadline: Deadline, after_error: float = math.inf
+    ) -> list[RankResult]:
+        """Give the ranks their order. Return their results, as far as they came until the deadline.
 
-        states = await asyncio.gather(*map(imported, self._processes))
-        return next((each for each in (BROKEN, LATE) if each in states), "")
+        So many seconds after the first error the others are not waited for.
+        """
+        assert self._process is not None and self._process.stdin is not None
+        began, until = time.monotonic(), math.inf
+        ranks = range(order["first"], order["first"] + order["ranks"])
+        with contextlib.suppress(OSError):
+            self._process.stdin.write(json.dumps(order).encode() + b"\n")
+            self._process.stdin.flush()
+        while deadline.left() > 0 and time.monotonic() < until and not self._over:
+            known = [self._known.get(rank, {}) for rank in ranks]
+            if all({"done", "ended"} & each.keys() for each in known):
+                break
+            if until == math.inf and any("ended" in each for each in known):
+                until = time.monotonic() + after_error
+            await asyncio.sleep(POLL_S)
+        late = deadline.left() <= 0
+        why = f"{UNFINISHED} {time.monotonic() - began:.0f} s" if late else ""
+        if self._over:
+            why = "the rank ended without a result"
+        return [_result(rank, self._known.get(rank, {}), why, late) for rank in ranks]
 
-    async def reduce(self, orders: Sequence[Mapping[str, Any]], limit: float) -> list[RankResult]:
-        """Give each process its order. Return their results within so many seconds, in order."""
-        each = zip(self._processes, orders, strict=True)
-        return list(await asyncio.gather(*(_reduce(*one, limit) for one in each)))
-
-    async def stop(self) -> None:
-        """Kill all processes."""
-        for process in self._processes:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-        for process in self._processes:
-            await process.wait()
-        self._processes.clear()
+    def stop(self) -> str:
+        """Kill all processes. Return what they wrote to stderr."""
+        if self._process is None:
+            return ""
+        with ended(self._process):
+            pass
+        self._process = None
+        self._stderr.seek(0)
+        with self._stderr, self._folder:
+            return self._stderr.read().decode("utf-8", "replace")
 
 
-async def _reduce(
-    process: asyncio.subprocess.Process, order: Mapping[str, Any], limit: float
-) -> RankResult:
-    """Give a rank its order, and return its result as far as it came within so many seconds."""
-    assert process.stdin is not None and process.stdout is not None
-    ends = time.monotonic() + limit
-    answer: dict[str, Any] = {"rank": order["rank"], "more": True}
-    why, late = "", False
-    try:
-        process.stdin.write(json.dumps(order).encode() + b"\n")
-        await process.stdin.drain()
-        while answer.get("more"):
-            left = max(0.0, ends - time.monotonic())
-            # An empty line, at the end of the output, raises ValueError.
-            answer = opening.loads(await asyncio.wait_for(process.stdout.readline(), left))
-    except asyncio.TimeoutError:
-        why, late = f"no result within {limit:.0f} s", True
-    except (OSError, ValueError):
-        why = "the rank ended without a result"
-        with contextlib.suppress(asyncio.TimeoutError):
-            status = await asyncio.wait_for(process.wait(), 1)
-            if status < 0:
-                why = f"{ENDED_BY} {signal.Signals(-status).name}"
-    result = decoder(RankResult)(answer)
-    if not why:
+def starved(failed: Sequence[RankResult]) -> bool:
+    """Return whether ranks failed for lack of time alone, and that for lack of CPU."""
+    late = [each.late for each in failed if each.error]
+    return bool(late) and all(late) and sum(each.waited for each in failed) > STARVED
+
+
+def _result(rank: int, known: Mapping[str, Any], why: str, late: bool) -> RankResult:
+    """Return what is known about a rank, and why that is not all."""
+    result = decoder(RankResult)({**known, "rank": rank})
+    if "done" in known:
         return result
+    why = result.error or why
+    if not result.ok:
+        return replace(result, error=why, late=late or result.late)
     # What the rank knew before it ended or hung still counts. Only what it was doing failed.
     stages = result.stages
-    if stages is None:
-        return replace(result, ok=False, error=result.error or why, late=late)
-    doing = answer["stages"].get("doing")
-    if not isinstance(doing, dict):
+    doing = known["stages"].get("doing") if stages is not None else None
+    if stages is None or not isinstance(doing, dict):
         return result
-    failed = replace(decoder(Stage)(doing), error=why)
+    failed = replace(decoder(Stage)(doing), error=why or UNFINISHED)
     return replace(result, stages=replace(stages, stages=(*stages.stages, failed)))

@@ -1,15 +1,13 @@
-"""The ranks of the self-test, a program: ``python ranks.py``.
+"""The ranks of a test with real collectives, a program: ``python ranks.py PARENT``.
 
-It imports torch, writes ``{"ready": true}``, and reads one order. Orders and answers are lines of
-JSON on standard input and output. The program ends when its standard input does.
+It imports torch, writes ``{"ready": true}``, reads one order, and forks the ranks of this machine:
+many start in the time of one. ``PARENT`` is the process that started it, without which it ends.
 
-An order with ``backend`` is for all ranks of one machine, which are forked, so that many start in
-the time of one. Each writes ``did`` for a correct collective, ``wrong`` for an incorrect one,
-``error`` for an exception or a signal, and ``done`` with the number of ``rounds``.
-
-Any other order is for one rank of a job across nodes. It writes its whole answer again whenever it
-knows more, with ``more`` while that is not all: NCCL may hang in a call that never returns, or end
-the process.
+Orders and answers are lines of JSON on standard input and output. A rank writes what is new:
+``did`` for a correct collective, ``wrong`` for an incorrect one, ``error`` for that or an exception
+or a signal, ``ended`` if it can do no more, how long it ``waited`` for a core, ``ok`` with the
+number of ``rounds``, the ``stages`` so far, and ``done``. It then waits to be killed, since other
+ranks may still need its connections.
 """
 
 from __future__ import annotations
@@ -36,7 +34,8 @@ ELEMENTS = 2**16  # Elements of each collective: more than one packet
 LARGE = 1 << 22  # Elements of the all_reduce that a burn-in adds: 16 MiB
 OPENING = "opening its GPU"  # Reported before CUDA is opened, which can take long, or never return
 
-WRONG_SUM, WRONG_VALUES = "all_reduce gave a wrong sum", "broadcast gave wrong values"
+WRONG_SUM = "all_reduce gave a wrong sum"
+ENDED_BY = "the rank was ended by"  # Before the name of a signal
 
 BANDWIDTH_ELEMENTS = {"nccl": (2**20, 2**24), "gloo": (2**16, 2**20, 2**22)}
 """Elements of the all_reduces that measure the bus bandwidth, in float32: up to 64 and 16 MiB."""
@@ -67,7 +66,7 @@ def report(**facts: object) -> None:
 def main() -> None:
     """Carry out one order."""
     global _out
-    _die_with_parent()
+    _end_with(int(sys.argv[1]))
     # Keep stdout for answers: libraries print to it, NCCL in pieces of any size.
     _out = os.dup(1)
     os.dup2(2, 1)
@@ -76,16 +75,67 @@ def main() -> None:
     import torch.distributed  # noqa: F401
 
     report(ready=True)
-    line = sys.stdin.readline()
-    order = json.loads(line) if line else {}
-    failed = 0
-    if "backend" in order:
-        failed = _all_ranks(order)
-    elif order:
-        _end_with_input()
-        _rank_of_nodes(order)
-    # gloo's threads race with the interpreter's own exit.
-    os._exit(1 if failed else 0)
+    if line := sys.stdin.readline():
+        _fork(json.loads(line))
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its parent ends, which may have happened already."""
+    import ctypes
+
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _fork(order: Order) -> None:
+    """Fork the ranks, serve their store if rank 0 is among them, and report those that die."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is, since 1.0
+
+    if DDP_STEP in order["tests"]:
+        prepare(order["backend"])
+    # The store serves from a thread, so it is made after the forks: its port comes by a pipe.
+    port_read, port_write = os.pipe()
+    parent, children = os.getpid(), {}
+    for local in range(order["ranks"]):
+        own = {"rank": order["first"] + local, "local_rank": order.get("local_rank", 0) + local}
+        pid = os.fork()
+        if pid == 0:
+            _end_with(parent)
+            os.close(port_write)
+            _rank({**order, **own, "port": int(os.read(port_read, 16))})
+        children[pid] = own["rank"]
+    _end_with_input()
+    port, limit = order["port"], timedelta(seconds=order["limit"])
+    try:
+        if order["first"] == 0:
+            store = TCPStore(order["host"], port, order["world"], True, limit, False)
+            port = store.port
+    except Exception as error:
+        report(rank=0, ended=True, error=_one_line(error))
+        os._exit(1)
+    for _ in children:
+        os.write(port_write, f"{port:<16}".encode())
+    while children:
+        pid, status = os.wait()
+        rank = children.pop(pid)
+        if os.WIFSIGNALED(status):
+            name = signal.Signals(os.WTERMSIG(status)).name
+            report(rank=rank, ended=True, error=f"{ENDED_BY} {name}")
+    # The ranks of other nodes may still need the store.
+    report(over=True)
+    signal.pause()
+
+
+def prepare(backend: str) -> None:
+    """Import before the forks what each rank would import, but nothing that opens CUDA."""
+    from torch.nn.parallel import DistributedDataParallel  # noqa: F401
+
+    if backend != "nccl":
+        with contextlib.suppress(Exception):
+            # DDP's constructor imports it, which takes more than a second.
+            import torch._dynamo  # noqa: F401
 
 
 def _end_with_input() -> None:
@@ -124,12 +174,12 @@ def _finish(work: Any, limit: timedelta) -> None:
     work.wait()
 
 
-def _goes_on(until: float, device: Any, group: Any, limit: timedelta) -> bool:
-    """Return whether a burn-in goes on: all ranks still have time."""
+def _agreed(holds: bool, device: Any, group: Any, limit: timedelta) -> bool:
+    """Return whether something holds on all ranks."""
     import torch
     import torch.distributed as dist
 
-    flag = torch.tensor([float(time.monotonic() < until)], device=device)
+    flag = torch.tensor([float(holds)], device=device)
     _finish(dist.all_reduce(flag, dist.ReduceOp.MIN, group=group, async_op=True), limit)
     return bool(flag.item())
 
@@ -229,183 +279,90 @@ def _ddp_step(rank: int, ranks: int, device: torch.device) -> str:
     return _compare(layer.weight.grad, expected)
 
 
+DDP_STEP = "a DDP step"
+SOAKING = "a large all_reduce"  # A burn-in adds it, so that links and memory are busy
+
 TESTS: dict[str, Callable[[int, int, torch.device], str]] = {
     "all_reduce": _all_reduce,
     "broadcast": _broadcast,
     "all_gather": _all_gather,
     "barrier": _barrier,
-    "a DDP step": _ddp_step,
+    DDP_STEP: _ddp_step,
+    SOAKING: _large_all_reduce,
 }
 
-SOAKING = {"a large all_reduce": _large_all_reduce}
-"""Tests that a burn-in adds, so that links and memory are busy."""
+# -- one rank
 
 
-# -- all ranks of one machine
+def _rank(order: Order) -> None:
+    """Run an order as one rank, and report what is known so far."""
+    tell = partial(report, rank=order["rank"])
+    began, cores = time.monotonic(), _Cores()
+    ends = began + order["patience"]
 
+    def report_waits() -> None:
+        while True:
+            time.sleep(max(1.0, order["limit"] / 5))
+            tell(waited=cores.waited())
 
-def _all_ranks(order: Order) -> int:
-    """Fork the ranks of this machine and be rank 0. Return how many ranks failed.
-
-    Each collective has ``limit`` seconds. All of them are repeated for ``soak`` seconds.
-    """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is, since 1.0
-
-    backend, ranks, limit = order["backend"], order["ranks"], timedelta(seconds=order["limit"])
-    prepare(backend)
-    # The store serves from a thread, so it is made after the forks: its port comes by a pipe.
-    port_read, port_write = os.pipe()
-    children = []
-    for rank in range(1, ranks):
-        pid = os.fork()
-        if pid == 0:
-            _die_with_parent()
-            os.close(port_write)
-            port = int(os.read(port_read, 16))
-            store = TCPStore("127.0.0.1", port, ranks, is_master=False, timeout=limit)
-            os._exit(_rank_of_machine(backend, rank, ranks, store, limit, order["soak"]))
-        children.append(pid)
-    os.close(port_read)
-    _end_with_input()
-    statuses: list[int] = []
-    ended = threading.Thread(target=_follow, args=(children, statuses), daemon=True)
-    ended.start()
-    store = TCPStore("127.0.0.1", 0, ranks, is_master=True, timeout=limit, wait_for_workers=False)
-    for _ in children:
-        os.write(port_write, f"{store.port:<16}".encode())
-    failed = _rank_of_machine(backend, 0, ranks, store, limit, order["soak"])
-    ended.join()
-    return failed + sum(status != 0 for status in statuses)
-
-
-def prepare(backend: str) -> None:
-    """Import before the forks what each rank would import, but nothing that opens CUDA."""
-    import torch
-    from torch.nn.parallel import DistributedDataParallel  # noqa: F401
-
-    if backend != "nccl":
-        with contextlib.suppress(Exception):
-            # DDP's constructor imports it, which takes more than a second.
-            import torch._dynamo
-    # Several ranks share the cores, and a fork keeps no pool of threads.
-    torch.set_num_threads(1)
-
-
-def _die_with_parent() -> None:
-    """Let the kernel kill this process when the one that started it ends. Linux only."""
-    import ctypes
-
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
-
-
-def _follow(children: list[int], statuses: list[int]) -> None:
-    """Collect the exit statuses of forked ranks, and report at once a rank that was killed."""
-    while len(statuses) < len(children):
-        pid, status = os.waitpid(-1, 0)
-        if os.WIFSIGNALED(status):
-            name = signal.Signals(os.WTERMSIG(status)).name
-            report(rank=children.index(pid) + 1, error=f"the rank was ended by {name}")
-        statuses.append(status)
-
-
-def _rank_of_machine(
-    backend: str, rank: int, ranks: int, store: Any, limit: timedelta, soak: float
-) -> int:
-    """Run the tests as one rank. Return 0 if every result was right, else 1."""
-    import torch
-    import torch.distributed as dist
-
-    wrong = 0
+    threading.Thread(target=report_waits, daemon=True).start()
     try:
-        device = torch.device("cpu")
-        if backend == "nccl":
-            report(rank=rank, did=OPENING)
-            torch.cuda.set_device(rank)
-            device = torch.device("cuda", rank)
-        # With a device, NCCL connects here, and its barrier knows which GPU to use.
-        bound = device if device.type == "cuda" else None
-        dist.init_process_group(
-            backend, store=store, rank=rank, world_size=ranks, timeout=limit, device_id=bound
-        )
-        report(rank=rank, did="init_process_group")
-        ends, rounds = time.monotonic() + soak, 0
-        while rounds == 0 or (soak and not wrong and _goes_on(ends, device, None, limit)):
-            rounds += 1
-            for name, test in {**TESTS, **(SOAKING if soak else {})}.items():
-                problem = test(rank, ranks, device)
-                if problem:
-                    wrong += 1
-                    report(rank=rank, wrong=f"{name}: {problem}")
-                elif rounds == 1:
-                    report(rank=rank, did=name)
-        # No rank leaves while another may need its connection, or its GPU's memory.
-        if store.add("came to the end", 1) == ranks:
-            store.set("all came to the end", "1")
-        store.wait(["all came to the end"], limit)
+        right = _collectives(order, tell)
     except BaseException as error:
         import ctypes
 
-        report(rank=rank, error=_one_line(error))
+        late = time.monotonic() - began >= order["limit"]
+        tell(ended=True, error=_one_line(error), late=late, waited=cores.waited())
         # Print what C libraries have buffered: this process skips their exit handlers.
         ctypes.CDLL(None).fflush(None)
-        return 1
-    report(rank=rank, done=True, rounds=rounds)
-    return 1 if wrong else 0
-
-
-# -- one rank of a job across nodes: gloo over all ranks
-
-
-def _rank_of_nodes(order: Order) -> None:
-    """Test gloo, then the stages, and report what is known so far."""
-    answer: dict[str, Any] = {"rank": order["rank"]}
-    began, cores = time.monotonic(), _Cores()
-    ends = began + order["patience"]
-    try:
-        answer |= _gloo(order)
-    except Exception as error:
-        late = time.monotonic() - began >= order["limit"]
-        answer |= {"ok": False, "error": _one_line(error), "late": late, "idle": cores.idle()}
-    if order["stages"] and answer["ok"]:
-
-        def known(stages: dict[str, Any]) -> None:
-            answer["stages"] = stages
-            report(**answer, more=True)
-
-        # If another rank ended, its starter reports how. What this rank knows was reported.
+        os._exit(1)
+    if order["stages"] and right:
+        # If another rank ended, its parent reports how. What this rank knows was reported.
         with contextlib.suppress(Exception):
-            _staged(order, ends, known)
-    report(**answer, more=False)
+            _staged(order, ends, lambda stages: tell(stages=stages))
+    tell(done=True)
+    signal.pause()
 
 
-def _gloo(order: Order) -> dict[str, Any]:
+def _collectives(order: Order, tell: Callable[..., None]) -> bool:
+    """Test each collective, and repeat them for a burn-in. Return whether all ranks were right."""
     import torch
     import torch.distributed as dist
 
-    limit, rank, world = timedelta(seconds=order["limit"]), order["rank"], order["world"]
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        order["host"], order["port"], world, rank == 0, timeout=limit, wait_for_workers=False
+    backend, rank, world = order["backend"], order["rank"], order["world"]
+    limit = timedelta(seconds=order["limit"])
+    # With stages, the burn-in repeats the last of them.
+    soak = 0.0 if order["stages"] else order["soak"]
+    device = torch.device("cpu")
+    if backend == "nccl":
+        tell(did=OPENING)
+        device = torch.device("cuda", order["local_rank"])
+        torch.cuda.set_device(device)
+    store = dist.TCPStore(order["host"], order["port"], world, False, limit, False)  # type: ignore[attr-defined]
+    # With a device, NCCL connects here, and its barrier knows which GPU to use.
+    bound = device if device.type == "cuda" else None
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world, timeout=limit, device_id=bound
     )
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
-    cpu, rounds = torch.device("cpu"), 0
-    result: dict[str, Any] = {}
-
-    def wrong() -> str:
-        if _all_reduce(rank, world, cpu):
-            return WRONG_SUM
-        return WRONG_VALUES if _broadcast(rank, world, cpu) else ""
-
-    error = wrong()
-    if world > 1 and not error:
-        cores = _Cores()
-        result |= {"bus": _bus_bandwidth("gloo", cpu, world, None, limit), "idle": cores.idle()}
-    until = time.monotonic() + order.get("soak", 0.0)
-    while not (order["stages"] or error) and _goes_on(until, cpu, None, limit):
-        error, rounds = wrong(), rounds + 1
-    # A barrier. torch's own looks for GPUs first, which gloo does not need.
-    dist.all_reduce(torch.zeros(1))
-    return {**result, "ok": not error, "error": error, "rounds": rounds}
+    tell(did="init_process_group")
+    names = [*order["tests"], SOAKING] if soak else order["tests"]
+    until, rounds, wrong = time.monotonic() + soak, 0, False
+    while True:
+        rounds += 1
+        for name in names:
+            problem = TESTS[name](rank, world, device)
+            if problem and not wrong:
+                wrong = True
+                tell(wrong=name, error=f"{name}: {problem}")
+            elif rounds == 1 and not wrong:
+                tell(did=name)
+        right = _agreed(not wrong, device, None, limit)
+        if right and rounds == 1 and world > 1 and order["measure"]:
+            cores = _Cores()
+            tell(bus=_bus_bandwidth(backend, device, world, None, limit), idle=cores.idle())
+        tell(ok=not wrong, rounds=rounds)
+        if not (right and soak and _agreed(time.monotonic() < until, device, None, limit)):
+            return right
 
 
 def _bus_bandwidth(backend: str, device: Any, size: int, group: Any, limit: timedelta) -> float:
@@ -449,12 +406,12 @@ def _batch(values: Any, count: int, group: Any, limit: timedelta) -> float:
 
 
 class _Cores:
-    """Measures whether this process waited for cores."""
+    """Measures how long this process ran, and waited for cores."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
         self._unused, self._total = _machine_seconds()
-        self._threads = _thread_seconds()
+        self._threads = _threads()
         self._throttled = _throttled()
 
     def idle(self) -> float:
@@ -466,20 +423,32 @@ class _Cores:
         """
         wall = time.monotonic() - self._began
         unused, total = _machine_seconds()
-        busy = [each - self._threads.get(name, 0.0) for name, each in _thread_seconds().items()]
+        busy = [sum(each) for each in self._spent()]
         if not busy or wall <= 0 or total <= self._total or _throttled() > self._throttled:
             return 0.0
         part = (unused - self._unused) / (total - self._total)
         return round(max(0.0, min(1 - max(busy) / wall, part)), 3)
 
+    def waited(self) -> float:
+        """Return the largest share of the time that a thread waited for a core; 1 if unknown."""
+        wall, waits = time.monotonic() - self._began, [each[1] for each in self._spent()]
+        if not waits or wall <= 0 or _throttled() > self._throttled:
+            return 1.0
+        return round(min(1.0, max(waits) / wall), 3)
 
-def _thread_seconds() -> dict[str, float]:
-    """Return how long each thread of this process has run or waited to run."""
+    def _spent(self) -> list[tuple[float, float]]:
+        found = ((each, self._threads.get(name, (0.0, 0.0))) for name, each in _threads().items())
+        return [(now[0] - before[0], now[1] - before[1]) for now, before in found]
+
+
+def _threads() -> dict[str, tuple[float, float]]:
+    """Return the seconds that each thread of this process has run, and waited to run."""
     found = {}
     with contextlib.suppress(OSError, ValueError):
         for thread in os.listdir("/proc/self/task"):
             with open(f"/proc/self/task/{thread}/schedstat") as file:
-                found[thread] = sum(map(int, file.read().split()[:2])) / 1e9
+                ran, waited, _ = map(int, file.read().split())
+                found[thread] = ran / 1e9, waited / 1e9
     return found
 
 
@@ -499,7 +468,7 @@ def _throttled() -> int:
     return 0
 
 
-# -- one rank of a job across nodes: NCCL, stage by stage
+# -- NCCL, stage by stage
 
 
 def _staged(order: Order, ends: float, report_stages: Callable[[dict[str, Any]], None]) -> None:
@@ -642,7 +611,7 @@ def _stage(
             _finish(dist.all_reduce(ones, group=group, async_op=True), limit)
             if not bool((ones == float(sum(each + 1 for each in ranks))).all()):
                 return {**stage, "error": WRONG_SUM}
-            again = _goes_on(until, device, group, limit)
+            again = _agreed(time.monotonic() < until, device, group, limit)
         if len(ranks) > 1:
             stage["bus"] = _bus_bandwidth(backend, device, len(ranks), group, limit)
     except Exception as error:
