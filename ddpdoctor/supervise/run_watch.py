@@ -432,8 +432,8 @@ class RunWatch:
 
     def _end_hung_job(self) -> None:
         """End a job that certainly hangs, with ``--kill-on-hang``."""
-        hangs = self._hangs
-        if hangs is None or not hangs.judged(self._reporter.found):
+        hangs, one_node = self._hangs, self._command.one_node
+        if hangs is None or not hangs.judged(self._reporter.found, one_node=one_node):
             return
         if not (self._command.own.kill_on_hang and self._may_end):
             return
