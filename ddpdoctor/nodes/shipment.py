@@ -34,7 +34,9 @@ WHOLE_EVERY = 2.0  # Seconds between two copies of another file
 MAX_STDERR = 64 << 10  # Bytes sent of the end of the job's stderr
 MAX_LINE = 1 << 20  # Bytes of a record
 
-SUPERVISOR_KINDS = frozenset({"rank_exit", "no_core", "gpus", "signal", "unwatched", "debug"})
+SUPERVISOR_KINDS = frozenset(
+    {"rank_exit", "no_core", "gpus", "signal", "unwatched", "debug", "link"}
+)
 """Records of the node's supervisor that the head needs. It makes the others itself."""
 
 NODE = "node.jsonl"  # The name under which they are sent

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.lab import faults
@@ -38,4 +40,7 @@ def test_a_slow_link_is_no_slow_rank(nodes: Make, size: int, nproc: int) -> None
     running = JobOnHosts(checks, path, nproc=nproc)
     assert running.wait() == [0] * size
     assert running.found() == [], running.told(0)
+    last = checks.lab.hosts[-1].name
+    named = re.findall(r"info DDP056: the link from (\w+) to (\w+) is full", running.told(0))
+    assert len(named) == 1 and named[0][1] == last, running.told(0)
     assert f"{size * nproc} ranks, 150 steps; the job succeeded" in running.told(0)
