@@ -671,7 +671,8 @@ def link_speed(meeting: Meeting) -> Outcome:
         trip plus 1 ms, where there are three links or more; any link below 80 Mbit/s. A link on
         which 2 % of the small messages, and 3 at least, had to be sent again (the kernel's count).
         It is measured again, alone and several times, before it is reported. Up to eight nodes,
-        every path is measured; with more, log2(n) paths from each node.
+        every path is measured; with more, log2(n) paths from each node. In a run, an info: a TCP
+        connection that is full while ranks wait for half of their steps.
 
     Why it is bad
         An all_reduce is as fast as its slowest link: one cable at 1 Gbit/s slows down all nodes.
