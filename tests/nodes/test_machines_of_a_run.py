@@ -42,5 +42,6 @@ def test_a_slow_link_is_no_slow_rank(nodes: Make, size: int, nproc: int) -> None
     assert running.found() == [], running.told(0)
     last = checks.lab.hosts[-1].name
     named = re.findall(r"info DDP056: the link from (\w+) to (\w+) is full", running.told(0))
-    assert len(named) == 1 and named[0][1] == last, running.told(0)
+    # With several connections between two nodes, or at load, none may be seen to be full.
+    assert len(named) <= 1 and all(to == last for _, to in named), running.told(0)
     assert f"{size * nproc} ranks, 150 steps; the job succeeded" in running.told(0)
