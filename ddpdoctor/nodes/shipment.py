@@ -34,7 +34,9 @@ WHOLE_EVERY = 2.0  # Seconds between two copies of another file
 MAX_STDERR = 64 << 10  # Bytes sent of the end of the job's stderr
 MAX_LINE = 1 << 20  # Bytes of a record
 
-SUPERVISOR_KINDS = frozenset({"rank_exit", "no_core", "gpus", "signal", "unwatched", "debug"})
+SUPERVISOR_KINDS = frozenset(
+    {"rank_exit", "no_core", "gpus", "signal", "unwatched", "debug", "link"}
+)
 """Records of the node's supervisor that the head needs. It makes the others itself."""
 
 NODE = "node.jsonl"  # The name under which they are sent
@@ -43,6 +45,7 @@ RANK = re.compile(r"rank-\d{4,7}\.r(\d{1,4})\.(status|jsonl|collectives|fault)")
 GPUS = re.compile(r"gpus-[A-Za-z0-9._-]{1,80}\.json")
 PROCESS = re.compile(r"process-([a-z0-9-]{1,48}\.jsonl)")
 _STEP = b'{"kind":"step"'
+_ENDS = tuple(b'{"kind":"%s"' % each for each in (b"end", b"error", b"exit", b"rank_exit"))
 _NUMBER = re.compile(rb'"step":(\d+)')
 
 
@@ -147,7 +150,8 @@ class Shipment:
         return pieces, b"".join(contents)
 
     def _new(self, alignment: Alignment) -> Iterator[tuple[str, bytes, bool]]:
-        for name in opening.names(self._directory):
+        # In this order a rank's end, by its supervisor or its journal, comes before the rings.
+        for name in reversed(opening.names(self._directory)):
             match = RANK.fullmatch(name)
             if match is not None:
                 restart = int(match[1])
@@ -184,7 +188,7 @@ class Shipment:
                 yield there, data, append
 
     def hurry(self) -> None:
-        """Send the rings with the next message, since ranks are examined or the job ends."""
+        """Send the rings at once, since ranks are examined or end."""
         self._due.clear()
 
     def _is_due(self, name: str, seconds: float) -> bool:
@@ -230,7 +234,10 @@ class Shipment:
         if tail is None:
             tail = self._tails[name] = _Tail(self._directory / name)
         found = []
-        for line in tail.lines(MAX_MESSAGE, limited=limited):
+        lines = tail.lines(MAX_MESSAGE, limited=limited)
+        if any(line.startswith(_ENDS) for line in lines):
+            self.hurry()
+        for line in lines:
             if line.startswith(_STEP):
                 found.append(alignment.step(line))
             elif line.startswith(b'{"kind":"segment"'):

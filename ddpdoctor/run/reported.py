@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ddpdoctor.core import opening
 from ddpdoctor.core.finding import RULES, Finding, explains, from_record, to_record, worst_first
-from ddpdoctor.core.relations import ABORT, MISPAIRED, STANDSTILL, Lapsed, fact
+from ddpdoctor.core.relations import ABORT, MISPAIRED, STANDSTILL, Lapsed, ended_by, fact
 from ddpdoctor.run import rundir
 from ddpdoctor.run.records.base import Record, as_json
 from ddpdoctor.run.records.supervisor import FindingRecord, RetractionRecord
@@ -224,6 +224,9 @@ def _alike(one: Finding, other: Finding) -> bool:
 
 def _replaces(now: Finding, before: Finding) -> bool:
     """Return whether a new finding takes the place of an older one."""
+    if now.code == before.code and ended_by(now, before):
+        # The end of a rank was seen before the calls that led to it.
+        return True
     if (now.subjects & before.subjects) - {MISPAIRED, ABORT}:
         return True
     shared = set(now.ranks) & set(before.ranks) or now.location == before.location

@@ -314,6 +314,7 @@ CONFIRM = 2.0
 
 _GIVES_UP = (ErrorRecord, ExitRecord, RankExitRecord, EndRecord)
 _OF_HANGS = ("DDP4", "DDP8", "DDP109")  # Families of findings that say why a job hangs
+_AWAITS_RANKS = "DDP813"
 
 
 class HangWatch:
@@ -654,8 +655,11 @@ class HangWatch:
                 old.unlink()
         return True
 
-    def judged(self, findings: Iterable[Finding]) -> bool:
-        """Take in what the rules found. Returns whether the job hangs for sure."""
+    def judged(self, findings: Iterable[Finding], *, one_node: bool = True) -> bool:
+        """Take in what the rules found. Returns whether the job hangs for sure.
+
+        A job that waits for ranks of other nodes does not: they may start minutes later.
+        """
         if self._hung is None or self._found is None or self._pending:
             return False
         found = [
@@ -666,7 +670,8 @@ class HangWatch:
         self._said |= bool(found)
         errors = [each for each in found if each.severity >= Severity.ERROR]
         self._by_calls = any(STANDSTILL not in each.subjects for each in errors)
-        return self._moved is None and bool(errors)
+        sure = one_node or any(each.code != _AWAITS_RANKS for each in errors)
+        return self._moved is None and bool(errors) and sure
 
 
 def _failed(run: Run, since: int, kinds: tuple[type[Record], ...] = _GIVES_UP) -> bool:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from ddpdoctor.run.snapshot import Run
     from ddpdoctor.run.vitals import Vitals
     from ddpdoctor.supervise.hang_watch import HangWatch
+    from ddpdoctor.supervise.link_watch import LinkWatch
     from ddpdoctor.supervise.node_link import NodeLink
     from ddpdoctor.supervise.slow_ranks import GpuWatch, Stragglers, Suspicions
     from ddpdoctor.system.nvml import GpuPoll
@@ -170,7 +171,7 @@ class RunWatch:
         self._requests: tuple[Asking, Asking, SuspicionWriter] | None = None
         self._hangs: HangWatch | None = None
         self._stragglers: Stragglers | None = None
-        self._watches: dict[str, Suspicions | Stragglers | HangWatch | Vitals] = {}
+        self._watches: dict[str, Suspicions | Stragglers | HangWatch | LinkWatch | Vitals] = {}
         self._trouble = 0
         self._happened: float | None = None  # Time of the first event that has not been examined
         self._mute_reported = False
@@ -275,6 +276,7 @@ class RunWatch:
         from ddpdoctor.run.reader import RunReader
         from ddpdoctor.run.vitals import Vitals
         from ddpdoctor.supervise.hang_watch import HangWatch
+        from ddpdoctor.supervise.link_watch import LinkWatch
         from ddpdoctor.supervise.node_link import NodeLink
         from ddpdoctor.supervise.slow_ranks import GpuWatch, Stragglers, Suspicions
         from ddpdoctor.system.nvml import GpuPoll
@@ -311,6 +313,7 @@ class RunWatch:
                 debug_nodes=self._command.own.debug_nodes,
                 chosen=self._command.own.run_dir,
             )
+            self._watches["the link watch"] = LinkWatch(self.write)
         self._gpus = GpuWatch()
         self._gpu_poll = GpuPoll(directory)
         self._guarded("the GPU poll", self._gpu_poll.start)
@@ -434,8 +437,8 @@ class RunWatch:
 
     def _end_hung_job(self) -> None:
         """End a job that certainly hangs, with ``--kill-on-hang``."""
-        hangs = self._hangs
-        if hangs is None or not hangs.judged(self._reporter.found):
+        hangs, one_node = self._hangs, self._command.one_node
+        if hangs is None or not hangs.judged(self._reporter.found, one_node=one_node):
             return
         if not (self._command.own.kill_on_hang and self._may_end):
             return

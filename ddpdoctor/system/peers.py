@@ -23,13 +23,13 @@ from ddpdoctor.system.proc import listeners
 ESTABLISHED = 1  # The state of a connection that neither side has closed
 
 _LISTENS = 10
-_NETLINK_SOCK_DIAG = 4
-_SOCK_DIAG_BY_FAMILY = 20
+NETLINK_SOCK_DIAG = 4
+SOCK_DIAG_BY_FAMILY = 20
 _NLMSG_ERROR = 2
-_NLM_F_REQUEST = 1
+NLM_F_REQUEST = 1
 _ALL_STATES = 0xFFFFFFFF
 _NO_COOKIE = (0xFFFFFFFF, 0xFFFFFFFF)
-_HEADER = struct.Struct("=IHHII")  # ``struct nlmsghdr``: length, type, flags, sequence number, port
+HEADER = struct.Struct("=IHHII")  # ``struct nlmsghdr``: length, type, flags, sequence number, port
 
 _WANTED = struct.Struct("=BBBxI")
 """The head of ``struct inet_diag_req_v2``: family, protocol, extensions, states."""
@@ -60,21 +60,21 @@ def find_socket(source: tuple[object, ...], target: tuple[object, ...]) -> Found
     """
     request = _request(source, target)
     kind = socket.SOCK_RAW | socket.SOCK_CLOEXEC
-    with socket.socket(socket.AF_NETLINK, kind, _NETLINK_SOCK_DIAG) as kernel:
+    with socket.socket(socket.AF_NETLINK, kind, NETLINK_SOCK_DIAG) as kernel:
         # Connected to the kernel (port 0), it receives no message from another process.
         kernel.connect((0, 0))
         kernel.send(
-            _HEADER.pack(_HEADER.size + len(request), _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, 0, 0)
+            HEADER.pack(HEADER.size + len(request), SOCK_DIAG_BY_FAMILY, NLM_F_REQUEST, 0, 0)
             + request
         )
         # The kernel responds before `send` returns.
         answer = kernel.recv(4096, socket.MSG_DONTWAIT)
-    if _HEADER.unpack_from(answer)[1] == _NLMSG_ERROR:
-        number = -struct.unpack_from("=i", answer, _HEADER.size)[0]
+    if HEADER.unpack_from(answer)[1] == _NLMSG_ERROR:
+        number = -struct.unpack_from("=i", answer, HEADER.size)[0]
         if number == errno.ENOENT:
             return None
         raise OSError(number, os.strerror(number))
-    _, *fields = _FOUND.unpack_from(answer, _HEADER.size)
+    _, *fields = _FOUND.unpack_from(answer, HEADER.size)
     found = Found(*fields)
     # Without such a socket the kernel returns one that listens at this address.
     return None if found.state == _LISTENS else found

@@ -462,6 +462,11 @@ def joining(number: int, world: int = 0, **activity: Any) -> dict[str, Any]:
     return {"rank": number, "pid": 1 + number, "stacks": stack, "activity": seen}
 
 
+def test_a_rank_that_asks_its_own_store_for_others_waits(tmp_path: Path) -> None:
+    (found,) = findings(tmp_path, joining(0, 2, wrote=2470, characters=11362, switches=700))
+    assert (found.code, found.ranks) == ("DDP813", (0,))
+
+
 def test_ranks_that_have_all_come_and_do_not_begin(tmp_path: Path) -> None:
     (found,) = findings(tmp_path, joining(0, 2), joining(1, 2))
     assert (found.code, found.ranks) == ("DDP814", (0, 1))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,10 +65,13 @@ def in_backward(
     script: Path,
     phase: Phase = Phase.BACKWARD,
     records: Sequence[JsonObject] = (),
+    opened: Mapping[str, Any] = {},
 ) -> None:
     """A rank in a collective of DDP's own, which has called none from Python."""
     Ring(written, number, script)
-    written.rank(number, records, phase=phase, armed=5, reduced=5, site=f"{script}:2")
+    written.rank(
+        number, records, phase=phase, armed=5, reduced=5, site=f"{script}:2", opened=opened
+    )
 
 
 def in_barrier(written: Written, number: int, script: Path, line: int = 4) -> None:
@@ -284,3 +288,47 @@ def test_a_ring_that_may_lack_calls_says_nothing(written: Written, script: Path)
         fault = {"kind": "fault", "hook": "collectives", "error": "TypeError"}
         written.rank(number, [fault] if number else [], phase=Phase.FORWARD)
     assert written.findings() == []
+
+
+def sizes_on_three_nodes(written: Written, script: Path, *known: int) -> list[Finding]:
+    """All-reduces of three ranks, of which two on other nodes. The calls of some are not here."""
+    script.write_text("dist.all_reduce(x)\n")
+    for rank in range(3):
+        ring = Ring(written, rank, script)
+        if rank in known:
+            ring.call(1, name="all_reduce", numel=9 if rank == 2 else 8)
+        opened = {"namespace": f"7@n{rank}" if rank else "7", "host": f"node{rank}"}
+        written.rank(rank, [], phase=Phase.WAIT, opened=opened)
+    return [each for each in written.findings() if each.code == "DDP803"]
+
+
+def test_sizes_are_compared_once_the_calls_of_other_nodes_are_here(
+    written: Written, script: Path
+) -> None:
+    assert sizes_on_three_nodes(written, script, 0, 2) == []
+
+
+def test_sizes_of_ranks_of_three_nodes(written: Written, script: Path) -> None:
+    (finding,) = sizes_on_three_nodes(written, script, 0, 1, 2)
+    assert finding.ranks == (2,)
+
+
+def test_a_call_of_a_rank_that_has_ended_is_not_awaited(written: Written, script: Path) -> None:
+    written.exit(2, -6, T0 + SECOND)
+    written.exit(1, 1, T0 + SECOND)
+    (finding,) = sizes_on_three_nodes(written, script, 0, 2)
+    assert finding.ranks == (0, 2)
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_rank_of_another_node_skipped_no_call_that_may_still_come(
+    written: Written, script: Path, ended: bool
+) -> None:
+    script.write_text(GUARDED)
+    in_barrier(written, 0, script)
+    in_backward(written, 1, script, opened={"namespace": "7@n1"})
+    written.exit(0, -6, T0 + SECOND)
+    if ended:
+        written.exit(1, 1, T0 + 2 * SECOND)
+    (finding,) = written.findings(stderr=MISPAIRED)
+    assert finding.code == ("DDP401" if ended else "DDP803"), finding

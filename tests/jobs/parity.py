@@ -8,7 +8,7 @@ import sys
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from torch.nn import functional
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -58,9 +58,13 @@ def main() -> None:
             if "whole" in words:
                 count = (targets != -100).sum().float()
                 dist.all_reduce(count)
-                loss = F.cross_entropy(logits, targets.flatten(), reduction="sum") * world / count
+                loss = (
+                    functional.cross_entropy(logits, targets.flatten(), reduction="sum")
+                    * world
+                    / count
+                )
             else:
-                loss = F.cross_entropy(logits, targets.flatten())
+                loss = functional.cross_entropy(logits, targets.flatten())
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -27,18 +27,9 @@ WAYS = ("static", "c10d", "tasks", "hand")
 LAYOUTS = ((2, 1), (2, 2), (3, 1), (3, 2))
 BY_HAND = ", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=int(sys.argv[3])"
 
-LATE_RING = pytest.mark.xfail(
-    reason="a rank that gloo aborts is reported (DDP803) before the calls of the others have come, "
-    "up to 10 s later, and that is not taken back",
-    strict=False,
-)
-
 # Each fault in each way and each layout, and each way in each layout.
 CASES = [
-    pytest.param(
-        *(fault, way, *LAYOUTS[(row + column) % len(LAYOUTS)]),
-        marks=LATE_RING if (fault, way) == ("other size", "hand") else (),
-    )
+    pytest.param(fault, way, *LAYOUTS[(row + column) % len(LAYOUTS)])
     for row, fault in enumerate(FAULTS)
     for column, way in enumerate(WAYS)
 ]

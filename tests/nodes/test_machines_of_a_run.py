@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.lab import faults
@@ -38,4 +40,8 @@ def test_a_slow_link_is_no_slow_rank(nodes: Make, size: int, nproc: int) -> None
     running = JobOnHosts(checks, path, nproc=nproc)
     assert running.wait() == [0] * size
     assert running.found() == [], running.told(0)
+    last = checks.lab.hosts[-1].name
+    named = re.findall(r"info DDP056: the link from (\w+) to (\w+) is full", running.told(0))
+    # With several connections between two nodes, or at load, none may be seen to be full.
+    assert len(named) <= 1 and all(to == last for _, to in named), running.told(0)
     assert f"{size * nproc} ranks, 150 steps; the job succeeded" in running.told(0)

@@ -30,8 +30,9 @@ def test_each_host_trains_its_share(nodes: Make, size: int) -> None:
         )
     for process, _out, err in running:
         assert process.wait(LIMIT) == 0, err.read_text()
-        assert "findings: none" in err.read_text()
-        assert f"ddpdoctor: 1 of {size} ranks, " in err.read_text()
+        # The job may be over before the nodes have found each other.
+        judged = rf"ddpdoctor: (1 of )?{size} ranks, .*\n(.*\n)*ddpdoctor: findings: none"
+        assert re.search(rf"{judged}|findings: see node0", err.read_text()), err.read_text()
     output = running[0][1].read_text()
     # 600 digits in batches of 64 for each rank.
     assert f"{-(-600 // size // 64)} steps of 64 per rank and epoch" in output

@@ -24,7 +24,7 @@ from ddpdoctor.nodes.head import Head, invitation_line
 from ddpdoctor.nodes.member import Member
 from ddpdoctor.nodes.messages import Began, Files, Hello, Over, Piece, Question, Request
 from ddpdoctor.nodes.mirror import Mirror, RefusedError
-from ddpdoctor.nodes.shipment import STEP_STRIDE, Shipment
+from ddpdoctor.nodes.shipment import NODE, STEP_STRIDE, Shipment
 from ddpdoctor.run.journal import Journal
 from ddpdoctor.run.mapped import EXAMINATION, Asking
 from ddpdoctor.run.names import FORMAT
@@ -190,6 +190,24 @@ def test_a_backlog_is_thinned_alike_on_all_nodes(tmp_path: Path) -> None:
     sent = [json.loads(line) for line in lines]
     assert at.size < 1 << 20
     assert sent and all(each["step"] % STEP_STRIDE == 0 for each in sent)
+
+
+def test_the_calls_of_all_ranks_come_with_the_end_of_one(tmp_path: Path) -> None:
+    files = NodeFiles(tmp_path / "node", 1)
+    shipment = Shipment(files.path)
+    ring = "rank-0001.r0.collectives"
+
+    def sent() -> list[str]:
+        files.ring.begin(files.opened, 1, (0, 0, 0, 0, 0), (4,), 4, -1, 0)
+        return [each.name for each in shipment.collect(Alignment(0, {0: 0}, "@node"))[0]]
+
+    assert ring in sent() and ring not in sent()
+    supervisor = Journal(str(files.path / "supervisor.jsonl"), 1 << 16)
+    supervisor.write([RankExitRecord(time=1, rank=2, restart=0, status=-9)])
+    supervisor.close()
+    names = sent()
+    assert names.index(NODE) < names.index(ring)
+    files.journal.close()
 
 
 def test_nothing_is_lost_with_the_connection(pair: Pair) -> None:

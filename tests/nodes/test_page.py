@@ -44,4 +44,4 @@ def test_a_command_line_of_the_page_is_accepted(
 
 
 def test_the_page_has_all_ways_to_start() -> None:
-    assert len(lines()) == 6
+    assert len(lines()) == 7

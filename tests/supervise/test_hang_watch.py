@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import sys
 import time
 from typing import Any
 
@@ -22,7 +23,7 @@ from ddpdoctor.supervise.hang_watch import (
     Start,
 )
 from ddpdoctor.system import process_activity
-from tests.conftest import LIMIT, Doctor
+from tests.conftest import LIMIT, Doctor, Live
 from tests.support.hanging_ranks import job, status
 from tests.support.marks import sick
 
@@ -203,7 +204,8 @@ def test_native_frames_of_the_rank_that_is_to_blame(doctor: Doctor, ends: bool) 
 
 
 @pytest.mark.slow
-def test_a_node_that_comes_late_is_waited_for(doctor: Doctor) -> None:
+@pytest.mark.parametrize("torchrun", [True, False])
+def test_a_node_that_comes_late_is_waited_for(doctor: Doctor, torchrun: bool) -> None:
     """The first one says that it is alone, and goes on when the other comes."""
     script = doctor.write(
         "train.py",
@@ -218,15 +220,26 @@ def test_a_node_that_comes_late_is_waited_for(doctor: Doctor) -> None:
     )
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    words = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
-    words += ["--hang-after=3"]
-    first = doctor.start(*words, "--node-rank=0", "--", str(script))
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    words = ["--hang-after=3", "--kill-on-hang"]
+    if torchrun:
+        words += ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1"]
+        words += [f"--master-port={port}"]
+
+    def start(rank: int) -> Live:
+        if torchrun:
+            return doctor.start(*words, f"--node-rank={rank}", "--", str(script))
+        env = {**place, "RANK": str(rank)}
+        return doctor.start(*words, "--", sys.executable, str(script), env=env)
+
+    first = start(0)
     deadline = time.monotonic() + LIMIT
     while "DDP813" not in (said := first.err.read_text()):
         assert time.monotonic() < deadline and first.process.poll() is None, said
         time.sleep(0.2)
-    assert "of 2 nodes, not all have come" in " ".join(said.split())
-    second = doctor.start(*words, "--node-rank=1", "--", str(script))
+    awaited = "of 2 nodes, not all have come" if torchrun else "for ranks that never came"
+    assert awaited in " ".join(said.split())
+    second = start(1)
     for live in (first, second):
         live.finish().check_success()
     assert "findings: none" in first.err.read_text()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import ddpdoctor.diagnose.all_rules  # noqa: F401 (registers the rules)
 from ddpdoctor.core.finding import RULES, Finding, Severity
 from ddpdoctor.core.job import OwnOptions
-from ddpdoctor.core.relations import STANDSTILL
+from ddpdoctor.core.relations import ABORT, END, MISPAIRED, STANDSTILL
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.render import reporter
 from ddpdoctor.render.reporter import Reporter
@@ -150,6 +150,16 @@ def test_a_better_look_at_a_standstill_takes_the_place_of_the_first_one() -> Non
         "withdrawn DDP814 (ranks 0, 1): explained by DDP802 below",
         "says DDP802",
     ]
+
+
+def test_calls_that_differ_take_the_place_of_the_abort_that_they_led_to() -> None:
+    log, met = FindingLog(), frozenset((MISPAIRED,))
+    aborted = replace(ORDER, about="", location=None, subjects=met | {f"{END}1", ABORT})
+    log.take([aborted], GOES_ON)
+    found = replace(ORDER, about="/job/t.py:4", subjects=met)
+    said = words(log.take([found], GOES_ON))
+    assert said == ["withdrawn DDP803 (rank 1): restated below", "says DDP803"]
+    assert log.current == [found]
 
 
 def test_a_straggler_that_comes_and_goes_is_over_once_and_at_the_end() -> None:

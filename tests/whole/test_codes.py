@@ -58,6 +58,7 @@ CHECKS_AND_RULES = {
     "DDP005": ("shared-memory", "shared-memory-full"),
     "DDP006": ("limits", "too-many-open-files"),
     "DDP052": ("clocks", "clocks"),
+    "DDP056": ("link-speed", "link-speed"),
     "DDP057": ("node-versions", "node-versions"),
     "DDP058": ("same-code", "same-code"),
 }

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
-from ddpdoctor.core.formatting import named
+from ddpdoctor.core.formatting import named, rank_set
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.diagnose.collectives.recorded_calls import Call, amount, from_ring
 from ddpdoctor.diagnose.source_files import (
@@ -26,9 +26,9 @@ from ddpdoctor.diagnose.source_files import (
     outcomes,
     source_of,
 )
-from ddpdoctor.run.records.process import FaultRecord
+from ddpdoctor.run.records.process import ErrorRecord, FaultRecord
 from ddpdoctor.run.ring import Collective
-from ddpdoctor.run.snapshot import Run
+from ddpdoctor.run.snapshot import Rank, Run
 
 _COUNTED = re.compile(r"(?:.*_)?(step|epoch|iter|count|batch|every|interval|freq|world|i|n|idx)")
 """Names of counters that are equal on all ranks."""
@@ -542,9 +542,31 @@ def rings(run: Run) -> dict[int, tuple[Collective, ...]]:
 
 
 def ring_mismatch(run: Run) -> Mismatch | None:
-    """Return the earliest collective that differs between ranks, by their rings."""
+    """Return the earliest collective that differs between ranks, by their rings.
+
+    None while the call of a rank of another node may still come. It shows which ranks differ.
+    """
     nccl = any("nccl" in rank.opened.backend for rank in run.last)
-    return first_mismatch(rings(run), gloo=not nccl)
+    called = rings(run)
+    found = first_mismatch(called, gloo=not nccl)
+    if found is None:
+        return None
+    try:
+        members = rank_set(next(iter(found.calls.values())).members)
+    except ValueError:
+        members = frozenset()
+    awaited = (rank for rank in run.last if rank.rank in members - found.calls.keys())
+    waits = any(rank.rank in called and not is_up_to_date(run, rank) for rank in awaited)
+    return None if waits else found
+
+
+def is_up_to_date(run: Run, rank: Rank) -> bool:
+    """Return whether a rank's ring has all calls so far.
+
+    Other nodes send rings every few seconds, and when ranks end or are examined.
+    """
+    ended = rank.exit is not None or rank.records.first(ErrorRecord) is not None
+    return not rank.elsewhere or ended or run.exit_status is not None or run.hang is not None
 
 
 def first_mismatch(called: Mapping[int, Sequence[Collective]], gloo: bool) -> Mismatch | None:

@@ -19,6 +19,7 @@ from ddpdoctor.diagnose.collectives.collective_mismatch import (
     as_nccl_compares,
     comes_after,
     decided_by,
+    is_up_to_date,
     mismatch_of_calls,
     mispaired_before,
     rings,
@@ -542,6 +543,7 @@ def _parted(run: Run, calls: dict[int, list[Call]], inside: dict[int, Call]) -> 
         for rank in run.last
         if rank.rank in calls
         and rank.rank not in inside
+        and is_up_to_date(run, rank)
         and all(each.sequence < sequence for each in earlier[rank.rank])
         and _was_in(rank) in (Phase.BACKWARD.label, *BEFORE_FORWARD)
     )

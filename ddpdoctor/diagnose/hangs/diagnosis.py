@@ -37,12 +37,13 @@ from ddpdoctor.diagnose.hangs.hang_snapshot import (
 from ddpdoctor.diagnose.hangs.job_nodes import option
 from ddpdoctor.diagnose.hangs.process_activity import (
     STUCK_GPU,
+    computes,
     gpu_arrival,
     gpu_work,
     lacks_cpu,
     lasts,
+    moves_data,
     starves,
-    works,
 )
 from ddpdoctor.diagnose.hangs.rank_activity import (
     Activity,
@@ -450,8 +451,11 @@ def _before_joining(still: HangSnapshot) -> Iterator[Finding]:
         # They will come, or their position is unknown.
         return
     elif joining:
-        # Ranks may still import modules, or the launcher's store has no core.
-        busy = still.record.launcher_works or any(works(rank) for rank, _ in joining)
+        # Ranks may still import modules, or the launcher's store has no core to answer on. What a
+        # rank writes shows nothing: the one with the store asks it for others a hundred times a
+        # second.
+        at_work = any(computes(rank) or moves_data(rank) for rank, _ in joining)
+        busy = still.record.launcher_works or at_work
         report = _all_joining if _all_came(still) else _not_all_joining
         yield from () if busy else (report(joining, still),)
     elif not still.ranks and still.manifest.get("launcher") == "torchrun":

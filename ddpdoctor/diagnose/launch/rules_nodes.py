@@ -1,11 +1,11 @@
-"""Rules for nodes of one job that differ or are lost (DDP052, DDP057, DDP058, DDP215).
+"""Rules for nodes of one job that differ or are lost (DDP052, DDP056, DDP057, DDP058, DDP215).
 
-The first three are also checks of `ddpdoctor check`, with longer pages.
+The first four are also checks of `ddpdoctor check`, with longer pages.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
 from ddpdoctor.core.finding import Finding, Severity, rule
@@ -14,7 +14,7 @@ from ddpdoctor.core.relations import Lapsed, certain
 from ddpdoctor.diagnose.hangs.job_nodes import job_nodes
 from ddpdoctor.run import code_version
 from ddpdoctor.run.records.model import DdpRecord
-from ddpdoctor.run.records.supervisor import NodeRecord
+from ddpdoctor.run.records.supervisor import LinkRecord, NodeRecord
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.vitals import gpu_counts
 
@@ -74,6 +74,56 @@ def clocks(run: Run) -> Iterator[Finding]:
             fix="Let a time service run on every node (chrony, systemd-timesyncd).",
             paste="sudo timedatectl set-ntp true",
             about=f"clock {node.number}",
+        )
+
+
+@rule("DDP056", "link-speed", Severity.INFO)
+def full_links(run: Run) -> Iterator[Finding]:
+    """The ranks wait for a link between two nodes, which is full.
+
+    What it finds
+        Ranks that wait for half of their steps or more, and a TCP connection of theirs to another
+        node that has had data on the way for half of the time, twice in a row, as fast as the path
+        delivers (the kernel's counts).
+
+    Why it is bad
+        An all_reduce is as fast as its slowest link: one cable at 1 Gbit/s slows down all nodes.
+
+    How to fix it
+        `ddpdoctor check` measures all links, and says whether this one is slower than the others.
+        If none is slow, send less: larger batches, gradient accumulation with `no_sync()`,
+        `bf16_compress_hook`.
+
+    Example
+        Wrong: gloo on the management network of 1 Gbit/s.
+        Right: `GLOO_SOCKET_IFNAME` and `NCCL_SOCKET_IFNAME` set to the fast one.
+
+    When it stays silent
+        With InfiniBand and RoCE, which send without TCP, and while no rank waits.
+    """
+    hosts: dict[str, set[str]] = defaultdict(set)
+    links: dict[tuple[str, str], list[LinkRecord]] = defaultdict(list)
+    for each in run.supervisor.of(LinkRecord):
+        hosts[each.source].add(each.host)
+        links[each.source, each.target].append(each)
+    for (source, target), found in sorted(links.items()):
+        # An address that two nodes have, as of a bridge of containers, names neither.
+        there, newest = hosts.get(target, set()), found[-1]
+        known = len(there) == len(hosts[source]) == 1 and there != hosts[source]
+        if not known or len(found) < 2 or not all(each.busy for each in found[-2:]):
+            continue
+        yield Finding(
+            "DDP056",
+            Severity.INFO,
+            f"the link from {newest.host} to {next(iter(there))} is full: it delivers "
+            f"{8e-6 * newest.rate:.0f} Mbit/s, and the ranks mostly wait",
+            evidence=(
+                f"{source} had data on the way to {target} for {100 * newest.busy:.0f} % of "
+                f"{newest.seconds:.0f} s, round trip {1e3 * newest.rtt:.1f} ms",
+            ),
+            fix="Measure all links with `ddpdoctor check`. If none is slow, use another network "
+            "(GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), or send less.",
+            about=f"link {source} {target}",
         )
 
 

@@ -760,7 +760,8 @@ def link_speed(meeting: Meeting) -> Outcome:
         which 2 % of the small messages, and 3 at least, had to be sent again (the kernel's count).
         A slow network (below 2.5 Gbit/s) if another one between all nodes is three times as fast.
         It is measured again, alone and several times, before it is reported. Up to eight nodes,
-        every path is measured; with more, log2(n) paths from each node.
+        every path is measured; with more, log2(n) paths from each node. In a run, an info: a TCP
+        connection that is full while ranks wait for half of their steps.
 
     Why it is bad
         An all_reduce is as fast as its slowest link: one cable at 1 Gbit/s slows down all nodes.

@@ -574,6 +574,25 @@ class NodeRecord(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinkRecord(Record):
+    """What the ranks of a node sent to an address of another node, while they mostly waited."""
+
+    kind = "link"
+
+    time: int
+    host: str  # The node that sent
+    source: str  # Its address
+    target: str  # The address of the other node
+    seconds: float  # How long this was measured
+    sent: int  # Bytes
+    busy: float = 0.0
+    """The share of the time in which the link was full: a connection had data on the way, as fast
+    as the path delivers. 0 if it was not."""
+    rate: int = 0  # Bytes a second that it delivered then
+    rtt: float = 0.0  # Round trip in seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HeadRecord(Record):
     """The state of the link from this node to the head, which judges all ranks."""
 

@@ -1,0 +1,102 @@
+"""Read how fast the network takes what the TCP connections of a process send."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+import struct
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+from ddpdoctor.system.peers import (
+    ESTABLISHED,
+    HEADER,
+    NETLINK_SOCK_DIAG,
+    NLM_F_REQUEST,
+    SOCK_DIAG_BY_FAMILY,
+)
+
+_NLM_F_DUMP = 0x300
+_TCP_INFO = 2  # `INET_DIAG_INFO`: the number of this attribute, and of its bit in a request plus 1
+_TIMEOUT = 2.0  # Seconds for the kernel to list all sockets
+
+_WANTED = struct.Struct("=BBBxI48x")
+"""``struct inet_diag_req_v2``: family, protocol, extensions, states, no address."""
+
+_FOUND = struct.Struct("=BB2x4x16s16s12x16xI")
+"""``struct inet_diag_msg``: family, state, ..., source, target, ..., inode."""
+
+_ATTRIBUTE = struct.Struct("=HH")
+
+_FIELDS = struct.Struct("=68xI48xQ32xQQQ")
+"""Of ``struct tcp_info`` (uapi/linux/tcp.h), whose fields never move: ``tcpi_rtt``,
+``tcpi_bytes_acked``, ``tcpi_delivery_rate``, ``tcpi_busy_time``, ``tcpi_rwnd_limited``."""
+
+
+class Traffic(NamedTuple):
+    """What a connection has sent since it was opened."""
+
+    source: str  # Its own address
+    target: str  # That of its peer
+    rtt: float  # Smoothed round trip in seconds
+    sent: int  # Bytes that the peer's kernel has acknowledged
+    rate: int  # Bytes a second at which the newest of them arrived, by the kernel's estimate
+    busy: float
+    """Seconds in which data were on the way, without those in which the peer did not read."""
+
+
+def traffic(inodes: Collection[int]) -> dict[int, Traffic]:
+    """Return the traffic of TCP sockets of this network namespace to other addresses, by inode.
+
+    Raises:
+        OSError: The kernel lacks ``sock_diag``, or refuses the request.
+    """
+    found: dict[int, Traffic] = {}
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for inode, each in _listed(family):
+            if inode in inodes and each.source != each.target:
+                found[inode] = each
+    return found
+
+
+def _listed(family: int) -> Iterator[tuple[int, Traffic]]:
+    request = _WANTED.pack(family, socket.IPPROTO_TCP, 1 << _TCP_INFO - 1, 1 << ESTABLISHED)
+    flags = NLM_F_REQUEST | _NLM_F_DUMP
+    head = HEADER.pack(HEADER.size + len(request), SOCK_DIAG_BY_FAMILY, flags, 0, 0)
+    kind = socket.SOCK_RAW | socket.SOCK_CLOEXEC
+    with socket.socket(socket.AF_NETLINK, kind, NETLINK_SOCK_DIAG) as kernel:
+        kernel.settimeout(_TIMEOUT)
+        kernel.connect((0, 0))
+        kernel.send(head + request)
+        while True:
+            answer = kernel.recv(1 << 16)
+            at = 0
+            while at + HEADER.size <= len(answer):
+                length, what, *_ = HEADER.unpack_from(answer, at)
+                if what != SOCK_DIAG_BY_FAMILY or length < HEADER.size:
+                    # The end of the list, or an error.
+                    return
+                with contextlib.suppress(struct.error, ValueError):
+                    yield from _one(answer[at + HEADER.size : at + length])
+                at += length + 3 & ~3
+
+
+def _one(message: bytes) -> Iterator[tuple[int, Traffic]]:
+    family, _, source, target, inode = _FOUND.unpack_from(message)
+    at = _FOUND.size
+    while at + _ATTRIBUTE.size <= len(message):
+        size, what = _ATTRIBUTE.unpack_from(message, at)
+        if what == _TCP_INFO:
+            fields = _FIELDS.unpack_from(message, at + _ATTRIBUTE.size)
+            rtt, sent, rate, busy, unread = fields
+            places = _address(family, source), _address(family, target)
+            yield inode, Traffic(*places, rtt / 1e6, sent, rate, (busy - unread) / 1e6)
+        at += max(size, _ATTRIBUTE.size) + 3 & ~3
+
+
+def _address(family: int, packed: bytes) -> str:
+    if family == socket.AF_INET:
+        return str(ipaddress.IPv4Address(packed[:4]))
+    address = ipaddress.IPv6Address(packed)
+    return str(address.ipv4_mapped or address)
