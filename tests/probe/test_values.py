@@ -10,7 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from ddpdoctor.probe.runtime import debugpy_private, frame_values, values
+from ddpdoctor.probe.runtime import debugpy_private, frame_values, stacks, values
+from ddpdoctor.render.stack_text import StackStyle, draw_variables
+from ddpdoctor.run.records.supervisor import RankStacks, Variable
+from ddpdoctor.stacks.capture import Asking, Declared
 
 
 class Explosive:
@@ -134,3 +137,33 @@ def test_expressions_of_a_frame(monkeypatch: pytest.MonkeyPatch) -> None:
     while "has not ended" in asked(me, "1").get("error", ""):
         pass
     assert asked(me, "step")["result"] == "7" and step == 7
+
+
+# -- stacks with variables
+
+
+def test_the_variables_of_a_stack() -> None:
+    batch = torch.ones(2, 3)
+    step = 7
+    found = stacks._variables(sys._getframe())
+    assert (0, "batch", values.summary(batch)) in found and (0, "step", "7") in found
+    assert step == 7
+    assert {number for number, _, _ in found} == {0}, "frames of libraries have none"
+
+
+def test_variables_are_counted_from_the_outermost_frame() -> None:
+    declared = Declared("", 0, 1, 1, 1, 1, 1, 0, 1, 1, 1, None, "", "", "/")
+    answer = {
+        "ident": 1,
+        "main": True,
+        "name": "",
+        "cut": True,
+        "frames": [["a.py", 2, "inner"], ["a.py", 9, "outer"]],
+        "variables": [[0, "x", "1"], [1, "y", "2"], [2, "z", "3"]],
+    }
+    thread = Asking(declared)._thread(answer)
+    assert [frame.function for frame in thread.frames[1:]] == ["outer", "inner"]
+    assert thread.variables == (Variable(2, "x", "1"), Variable(1, "y", "2"))
+    ranks = [RankStacks(3, 0, 1, "", (thread,))]
+    drawn = ["".join(text for text, _ in line) for line in draw_variables(ranks, StackStyle())]
+    assert drawn == ["[3]  /a.py:2  inner", "  x = 1", "[3]  /a.py:9  outer", "  y = 2"]
