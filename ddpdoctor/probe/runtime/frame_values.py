@@ -50,7 +50,7 @@ def variables(message: Message) -> Message:
 
 
 def evaluate(message: Message) -> Message:
-    """Evaluate an expression in a frame, on a thread of its own.
+    """Evaluate an expression in a frame, on another thread.
 
     It may run code of the job. What it assigns is lost. One that does not end, such as the value of
     a tensor on a GPU that hangs, keeps its thread, and no other is evaluated then.
