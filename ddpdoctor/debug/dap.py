@@ -185,10 +185,10 @@ class Tap:
         elif command == "setBreakpoints" and isinstance(arguments.get("source"), dict):
             self._files[seq] = str(arguments["source"].get("path"))
 
-    def local(self, place: Location | None) -> Location | None:
+    def local(self, place: Location) -> Location:
         """Return a place with the path that the client has for it."""
         mappings = self.attach.get("pathMappings")
-        for each in mappings if isinstance(mappings, list) and place is not None else ():
+        for each in mappings if isinstance(mappings, list) else ():
             if not isinstance(each, dict):
                 continue
             near, far = (str(each.get(key)).rstrip("/") for key in ("localRoot", "remoteRoot"))
