@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,11 +132,7 @@ def with_run(
     )
     wanted = _configurations(points, mappings, label, reports=reports)
     everyone = [_attach_all(names, label)] if names else []
-    sections = [
-        Section("configurations", "name", wanted, replaced, _merged),
-        Section("compounds", "name", everyone, replaced, _merged),
-    ]
-    text = vscode_files.rewrite(text, sections, _LAUNCH_DEFAULTS)
+    text = _rewrite(text, wanted, everyone, replaced)
     if label or text is None:
         return text
     document = vscode_files.parse_jsonc(text)
@@ -171,12 +167,7 @@ def with_launch_entries(
         "presentation": _presentation(1),
     }
     wanted = _configurations(points, mappings, "", reports=True)
-    compounds = [_attach_all(names, ""), run]
-    sections = [
-        Section("configurations", "name", wanted, replaced, _merged),
-        Section("compounds", "name", compounds, replaced, _merged),
-    ]
-    return vscode_files.rewrite(text, sections, _LAUNCH_DEFAULTS)
+    return _rewrite(text, wanted, [_attach_all(names, ""), run], replaced)
 
 
 def without_launch_entries(text: str | None) -> str | None:
@@ -185,8 +176,17 @@ def without_launch_entries(text: str | None) -> str | None:
     Raises:
         JsoncError: The text is damaged.
     """
-    keys = ("configurations", "compounds")
-    sections = [Section(key, "name", [], any_name) for key in keys]
+    return _rewrite(text, [], [], any_name)
+
+
+def _rewrite(
+    text: str | None,
+    configurations: Sequence[Mapping[str, object]],
+    compounds: Sequence[Mapping[str, object]],
+    replaced: Callable[[str], bool],
+) -> str | None:
+    entries = {"configurations": configurations, "compounds": compounds}
+    sections = [Section(key, "name", each, replaced, _merged) for key, each in entries.items()]
     return vscode_files.rewrite(text, sections, _LAUNCH_DEFAULTS)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict, defaultdict, deque
-from types import ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 MAX_TEXT = 200  # Characters of a value
@@ -61,9 +61,8 @@ def _text(value: Any, depth: int) -> str:
         return _collection(value, depth)
     if isinstance(value, ModuleType):
         return f"module {value.__name__}"
-    name = getattr(value, "__qualname__", None) if callable(value) else None
-    if isinstance(name, str) and not _is_module(value):
-        return f"{kind.__name__} {name}"
+    if isinstance(value, (type, FunctionType, MethodType, BuiltinFunctionType)):
+        return f"{kind.__name__} {value.__qualname__}"
     return f"<{kind.__module__}.{kind.__qualname__}>".replace("<builtins.", "<")
 
 
@@ -103,11 +102,6 @@ def holds_tensor(value: object, depth: int = 2) -> bool:
     if depth == 0 or type(value) not in (*_BRACKETS, *_MAPPINGS):
         return False
     return any(holds_tensor(part, depth - 1) for _, part in children(value))
-
-
-def _is_module(value: object) -> bool:
-    module = getattr(sys.modules.get("torch.nn"), "Module", None)
-    return isinstance(module, type) and isinstance(value, module)
 
 
 def tensor_summary(value: Any) -> str:
