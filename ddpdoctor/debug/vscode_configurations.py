@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ddpdoctor.debug import vscode_files
-from ddpdoctor.debug.vscode_files import PREFIX, Section, any_name
+from ddpdoctor.debug.vscode_files import PREFIX, Section, any_name, is_ours
 
 # -- launch.json
 
@@ -25,10 +26,14 @@ RUN_TASK = f"{PREFIX}run"
 REPORT_TASK = f"{PREFIX}report"  # The task whose problems stay listed when the job has ended
 
 WORKSPACE_FOLDER = "${workspaceFolder}"
+_IDENTITY = {"localRoot": WORKSPACE_FOLDER, "remoteRoot": WORKSPACE_FOLDER}
 
 _LAUNCH_DEFAULTS = {"version": "0.2.0"}
 _NAME = re.compile(
-    rf"{PREFIX}(?:rank \d+(?: on [\w.-]+)?|attach all ranks)(?: \((?P<label>.*)\))?", re.DOTALL
+    # Call Stack shows the beginning of a name alone.
+    r"rank \d+(?: on [\w.-]+)? \(ddpdoctor(?:, (?P<label>.*))?\)|"
+    rf"{PREFIX}attach all ranks(?: \((?P<all>.*)\))?",
+    re.DOTALL,
 )
 _HOST = re.compile(r"[\w.-]+")
 
@@ -114,7 +119,7 @@ def with_run(
 
     def replaced(name: str) -> bool:
         found = _NAME.fullmatch(name)
-        return found is not None and (found["label"] or "") not in kept
+        return found is not None and (found["label"] or found["all"] or "") not in kept
 
     points = sorted(points, key=lambda point: point.rank)
     names = [rank_name(point.rank, label, point.node) for point in points]
@@ -126,19 +131,17 @@ def with_run(
         for item in node.items
     )
     wanted = _configurations(points, mappings, label, reports=reports)
-    sections = [
-        Section("configurations", "name", wanted, replaced),
-        Section("compounds", "name", [_attach_all(names, label)] if names else [], replaced),
-    ]
-    text = vscode_files.rewrite(text, sections, _LAUNCH_DEFAULTS)
+    everyone = [_attach_all(names, label)] if names else []
+    text = _rewrite(text, wanted, everyone, replaced)
     if label or text is None:
         return text
     document = vscode_files.parse_jsonc(text)
     run = vscode_files.find(document, "compounds", "name", RUN_COMPOUND)
     listed = run.members("configurations") if run else []
-    if not listed or listed[-1].value == names:
+    both = _merged("configurations", listed[-1].value, names) if listed else []
+    if not listed or listed[-1].value == both:
         return text
-    return document.replace(listed[-1], names)
+    return document.replace(listed[-1], both)
 
 
 def with_launch_entries(
@@ -152,7 +155,8 @@ def with_launch_entries(
 
     def replaced(name: str) -> bool:
         found = _NAME.fullmatch(name)
-        return name == RUN_COMPOUND or (found is not None and found["label"] is None)
+        labels = {found["label"], found["all"]} if found is not None else set()
+        return name == RUN_COMPOUND or labels == {None}
 
     names = [rank_name(point.rank) for point in points]
     run = {
@@ -163,11 +167,7 @@ def with_launch_entries(
         "presentation": _presentation(1),
     }
     wanted = _configurations(points, mappings, "", reports=True)
-    sections = [
-        Section("configurations", "name", wanted, replaced),
-        Section("compounds", "name", [_attach_all(names, ""), run], replaced),
-    ]
-    return vscode_files.rewrite(text, sections, _LAUNCH_DEFAULTS)
+    return _rewrite(text, wanted, [_attach_all(names, ""), run], replaced)
 
 
 def without_launch_entries(text: str | None) -> str | None:
@@ -176,8 +176,17 @@ def without_launch_entries(text: str | None) -> str | None:
     Raises:
         JsoncError: The text is damaged.
     """
-    keys = ("configurations", "compounds")
-    sections = [Section(key, "name", [], any_name) for key in keys]
+    return _rewrite(text, [], [], any_name)
+
+
+def _rewrite(
+    text: str | None,
+    configurations: Sequence[Mapping[str, object]],
+    compounds: Sequence[Mapping[str, object]],
+    replaced: Callable[[str], bool],
+) -> str | None:
+    entries = {"configurations": configurations, "compounds": compounds}
+    sections = [Section(key, "name", each, replaced, _merged) for key, each in entries.items()]
     return vscode_files.rewrite(text, sections, _LAUNCH_DEFAULTS)
 
 
@@ -190,7 +199,7 @@ def rank_name(rank: int, label: str = "", node: str = "") -> str:
         node: The host of a rank of another node.
     """
     there = f" on {node}" if _HOST.fullmatch(node) else ""
-    return f"{PREFIX}rank {rank}{there}" + (f" ({label})" if label else "")
+    return f"rank {rank}{there} (ddpdoctor" + (f", {label})" if label else ")")
 
 
 def compound_name(label: str = "") -> str:
@@ -218,12 +227,37 @@ def _configurations(
             "pathMappings": [
                 {"localRoot": mapping.local, "remoteRoot": mapping.remote} for mapping in mappings
             ],
-            "justMyCode": False,
+            "justMyCode": True,
             "presentation": _presentation(order),
             **({"postDebugTask": REPORT_TASK} if reports and order == 3 else {}),
         }
         for order, point in enumerate(points, 3)
     ]
+
+
+def _merged(key: str, theirs: Any, ours: Any) -> Any:
+    """Return the value of a key that an entry in the file has, which the user may have changed.
+
+    Args:
+        key: The key.
+        theirs: The value in the file.
+        ours: The value for this run.
+    """
+    if key == "configurations" and isinstance(theirs, list):
+        return [*ours, *(name for name in theirs if not is_ours(name))]
+    if key == "pathMappings":
+        return theirs if ours[0] == _IDENTITY and not _are_ours(theirs) else ours
+    return ours if key in ("type", "request", "connect", "configurations") else theirs
+
+
+def _are_ours(mappings: Any) -> bool:
+    """Return whether these may be the path mappings of a run without ``--path-map``."""
+    return isinstance(mappings, list) and all(
+        isinstance(each, dict)
+        and each.get("localRoot") in (WORKSPACE_FOLDER, each.get("remoteRoot"))
+        and mappings[0] == _IDENTITY
+        for each in mappings
+    )
 
 
 def _attach_all(names: Sequence[str], label: str) -> Mapping[str, object]:
@@ -242,15 +276,15 @@ TASKS_FILE = "tasks.json"
 
 _RUN_WORDS = ("run", "--wait-for-attach", "--stop-with-debugger", "--output", "problems")
 _TASKS_DEFAULTS = {"version": "2.0.0"}
-_MATCHER: Mapping[str, object] = {
+_MATCHER: Mapping[str, Any] = {
     "owner": "ddpdoctor",
     "source": "ddpdoctor",
     "fileLocation": ["autoDetect", WORKSPACE_FOLDER],
     "pattern": {
         "regexp": r"^(.+?):(\d+):(\d+): (error|warning|info) ([A-Z]+\d+) (.*)$",
+        # Without a column VS Code underlines the line from its first character on.
         "file": 1,
         "line": 2,
-        "column": 3,
         "severity": 4,
         "code": 5,
         "message": 6,
@@ -266,39 +300,43 @@ _BACKGROUND = {
 }
 _LINT_WORDS = ("lint", "--watch", "--output", "problems", ".")
 _CHECKING = {
+    "pattern": {**_MATCHER["pattern"], "column": 3},
     "background": {
         "activeOnStart": True,
         "beginsPattern": "^ddpdoctor lint: checking",
         "endsPattern": "^ddpdoctor lint: done",
     },
 }
-_REPORT_WORDS = ("report", "latest", "--output", "problems", "--wait", "10")
+_REPORT_WORDS = (
+    *("report", "latest", "--workspace", WORKSPACE_FOLDER),
+    *("--output", "problems", "--wait", "10", "--exit-zero"),
+)
 """VS Code removes a background task's problems when the task ends; those of this one stay.
 
 The ranks, and with them the debugger, end shortly before the run has reported all findings.
 """
 
 
-def with_tasks(text: str | None, words: Sequence[str], cwd: str = "") -> str | None:
+def with_tasks(text: str | None, words: Sequence[str], cwd: str = WORKSPACE_FOLDER) -> str | None:
     """Return the text of tasks.json with ddpdoctor's tasks.
 
     Args:
         text: The content of the file; None if there is no file.
         words: The arguments of the run: options of torchrun, the script and its arguments.
-        cwd: The working directory of the run; empty for the workspace.
+        cwd: The working directory of the run.
 
     Raises:
         JsoncError: The text cannot be edited.
     """
 
     def process(label: str, words: Sequence[str]) -> Mapping[str, object]:
-        task: dict[str, object] = {
+        return {
             "label": label,
             "type": "process",
             "command": "${command:python.interpreterPath}",
             "args": ["-m", "ddpdoctor", *words],
+            "options": {"cwd": cwd},
         }
-        return {**task, "options": {"cwd": cwd}} if cwd else task
 
     tasks: list[Mapping[str, object]] = [
         {
@@ -323,12 +361,20 @@ def with_tasks(text: str | None, words: Sequence[str], cwd: str = "") -> str | N
             "problemMatcher": {**_MATCHER, "owner": "ddpdoctor lint", **_CHECKING},
         },
         {
-            **process(f"{PREFIX}top", ["top"]),
+            **process(f"{PREFIX}top", ["top", "--workspace", WORKSPACE_FOLDER]),
             "presentation": {"reveal": "always", "panel": "dedicated", "focus": True},
             "problemMatcher": [],
         },
     ]
-    return vscode_files.rewrite(text, [Section("tasks", "label", tasks, any_name)], _TASKS_DEFAULTS)
+    section = Section("tasks", "label", tasks, any_name, _merged_task)
+    return vscode_files.rewrite(text, [section], _TASKS_DEFAULTS)
+
+
+def _merged_task(key: str, theirs: Any, ours: Any) -> Any:
+    """Return the value of a key that a task in the file has, as :func:`_merged` does."""
+    if key == "options" and isinstance(theirs, dict):
+        return {**theirs, **ours}
+    return theirs if key in ("command", "presentation", "runOptions", "options") else ours
 
 
 def without_tasks(text: str | None) -> str | None:
