@@ -297,7 +297,7 @@ class Debugging:
         if self._own_debugpy:
             first += OWN_DEBUGPY_OFFSET
         self._editor = Editor(own, command.script)
-        self._ports = gateway.bind_block(own.debug_host, first, count)
+        self._ports = gateway.with_root(gateway.bind_block(own.debug_host, first, count))
         self._sockets: gateway.RunSockets | None = None
         self._gateway: Gateway | None = None
         self._stops = PartialStops()
@@ -329,6 +329,7 @@ class Debugging:
         workspace = self._editor.workspace
         return {
             "host": self._ports.host,
+            "root": None if self._ports.root is None else self._ports.root.getsockname()[1],
             "ports": sorted({*self._ports.numbers, *self._reached.values()}),
             "sockets": [] if self._sockets is None else self._sockets.paths,
             "workspace": None if workspace is None else str(workspace),
