@@ -30,12 +30,13 @@ PARSER = Parser(
 Usage: ddpdoctor attach [OPTIONS] [RUN]
 
 Show where a debugger attaches to the ranks of your live runs, and what each
-rank does. RUN is a run's name or directory [default: all live runs].
+rank does. RUN is a run's name or directory [default: all live runs, those of
+the workspace first].
 
 Options:
   --write           Put the ranks into .vscode/launch.json, one attach
                     configuration each.
-  --workspace DIR   The folder that VS Code opens, for --write
+  --workspace DIR   The folder that VS Code opens
                     [default: the nearest with a .vscode or .git].
   --path-map LOCAL=REMOTE
                     Where the editor's folder LOCAL is in the job, for --write.
@@ -63,19 +64,23 @@ def main(words: Sequence[str]) -> int:
     runs = [run for run in live if attach_points.is_debugged(run)]
     if not runs:
         raise DoctorError(f"{live[0].path.name} was started with --no-debug")
-    for option in ("--workspace", "--path-map"):
-        if option in given and "--write" not in given:
-            raise DoctorError(f"{option} is for --write")
+    if "--path-map" in given and "--write" not in given:
+        raise DoctorError("--path-map is for --write")
+    workspace = find_workspace(current_directory(), given.get("--workspace"))
+    elsewhere = {run.path for run in runs if not rundir.belongs(run.path, str(workspace))}
+    runs.sort(key=lambda run: run.path in elsewhere)
     if "--rank" in given:
         return _one_line(runs, given.options["--rank"])
     if "--tunnel" in given:
         for run in runs:
             _say(attach_points.tunnel(run))
     if "--write" in given:
-        return _write(runs, given, named=name is not None)
+        # Runs of other workspaces have their own launch.json files.
+        own = [run for run in runs if run.path not in elsewhere]
+        return _write(own or runs, workspace, given)
     if "--tunnel" not in given:
         for run in runs:
-            _show(run)
+            _show(run, elsewhere=run.path in elsewhere)
     return 0
 
 
@@ -84,14 +89,16 @@ def _say(text: str) -> None:
     print(shown(text))
 
 
-def _show(run: Run) -> None:
+def _show(run: Run, *, elsewhere: bool) -> None:
     points = attach_points.points(run)
     compound = vscode_configurations.compound_name(attach_points.label(run))
     seconds = (time.time_ns() - integer(run.manifest, "started")) / 1e9
     words = run.command
     scripts = [os.path.basename(word) for word in words if word.endswith(".py")]
     name = scripts[0] if scripts else shlex.join(words[:3])
-    _say(f"{run.path.name}: {name}, for {duration(seconds)}")
+    folder = run.manifest.get("workspace") or run.manifest.get("cwd")
+    there = f" in {folder}" if elsewhere and isinstance(folder, str) else ""
+    _say(f"{run.path.name}: {name}{there}, for {duration(seconds)}")
     if not points:
         print("  no rank has started yet")
     else:
@@ -121,17 +128,7 @@ def _one_line(runs: Sequence[Run], rank: int) -> int:
     raise DoctorError(f"no live run has a rank {rank}", "`ddpdoctor attach` lists them")
 
 
-def _write(runs: Sequence[Run], given: Given, *, named: bool) -> int:
-    workspace = find_workspace(current_directory(), given.get("--workspace"))
-    if not named:
-        # Runs of other workspaces have their own launch.json files.
-        own = [
-            run
-            for run in runs
-            if (folder := attach_points.workspace(run)) is not None
-            and os.path.realpath(folder) == os.path.realpath(workspace)
-        ]
-        runs = own or runs
+def _write(runs: Sequence[Run], workspace: Path, given: Given) -> int:
     changed = attach_points.write(
         runs,
         workspace,

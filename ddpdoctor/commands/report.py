@@ -190,6 +190,9 @@ Options:
                     as DDP4,DDP901.
   --ignore CODES    Do not report these.
   --wait SECONDS    Wait so long for the end of a live run [default: 0].
+  --workspace DIR   Choose among the runs of this folder, for an editor: your
+                    newest finished one, or with `latest` the newest.
+  --exit-zero       Exit with 0 whatever is found.
   -h, --help        Show this text.
 
 A copied directory gives the same report as on its own machine, without the
@@ -208,6 +211,7 @@ or file, or it cannot be read.
         "--html": FILE,
         "--trace": FILE,
         "--with": DIRECTORY,
+        "--workspace": DIRECTORY,
     },
     status=UNREADABLE,
 )
@@ -232,6 +236,8 @@ def main(words: Sequence[str]) -> int:
             found = _report_run(given)
     except DoctorError as error:
         raise PARSER.wrong(error.message, error.hint) from None
+    if "--exit-zero" in given:
+        return 0
     worst = max((finding.severity for finding in found), default=Severity.INFO)
     return {Severity.ERROR: 2, Severity.WARNING: 1}.get(worst, 0)
 
@@ -266,7 +272,7 @@ def _report_run(given: Given) -> list[Finding]:
             "report takes one run, or two to compare",
             "for plain logs: ddpdoctor report --log FILE...",
         )
-    path, remark = _chosen(given.rest[0] if given.rest else None)
+    path, remark = _chosen(given.rest[0] if given.rest else None, given.get("--workspace"))
     foreign = _is_foreign(path)
     import ddpdoctor.diagnose.all_rules  # noqa: F401 (registers the rules)
 
@@ -378,20 +384,24 @@ def _compare(given: Given) -> int:
     return 0
 
 
-def _chosen(name: str | None) -> tuple[Path, str]:
+def _chosen(name: str | None, folder: str | None = None) -> tuple[Path, str]:
     """Return the directory to report on, and a remark about it."""
-    if name is None:
+    if name is None or (name == rundir.LATEST and folder is not None):
         try:
-            over, live = rundir.finished(), rundir.live()
+            runs = [entry.resolve() for entry in rundir.newest_first(folder)]
         except OSError as error:
             raise DoctorError(f"the runs cannot be listed: {error}") from None
-        if over:
-            return over[0], ""
-        if live:
-            return live[0], "none of your runs has finished yet"
+        over = next((path for path in runs if name is not None or not rundir.is_live(path)), None)
+        if over is not None:
+            return over, ""
+        if runs:
+            return runs[0], "none of your runs has finished yet"
         raise DoctorError(
-            "there is no run yet", "`ddpdoctor run` starts one; --log FILE reads a log"
+            "there is no run yet" if folder is None else f"there is no run of {folder} yet",
+            "`ddpdoctor run` starts one; --log FILE reads a log",
         )
+    if folder is not None:
+        raise DoctorError("--workspace chooses a run, and so does its name", "leave one out")
     path = next((each for each in rundir.places(name) if _is_there(each)), None)
     if path is None:
         raise DoctorError(f"no run named {name}", f"runs are kept in {rundir.base_directory()}")

@@ -6,10 +6,11 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ddpdoctor.core.errors import DoctorError
-from ddpdoctor.core.options import FILE, Given, Parser, seconds, text
+from ddpdoctor.core.options import DIRECTORY, FILE, Given, Parser, seconds, text
 
 if TYPE_CHECKING:
     from ddpdoctor.top.frames import Source
@@ -41,6 +42,7 @@ Options:
   --replay FILE     Show the frames of FILE in place of a run; with --once, the
                     last one.
   --demo            Show a made-up job.
+  --workspace DIR   Show only runs of this folder, for an editor.
   --ascii           Draw with ASCII alone [default: as the locale says].
   --readonly        No key sends a signal.
   --prometheus [HOST:]PORT
@@ -54,6 +56,7 @@ Exit status: 0; 2 if there is no such run or recording, or nothing to draw on.
 """,
     {
         "--interval": seconds(0.1, 3600),
+        "--workspace": DIRECTORY,
         "--record": FILE,
         "--replay": FILE,
         "--prometheus": text("PORT or HOST:PORT"),
@@ -80,6 +83,8 @@ def main(words: Sequence[str]) -> int:
 def _check(given: Given, run: str | None) -> None:
     sources = [name for name in ("--replay", "--demo") if name in given]
     sources += [run] if run is not None else []
+    if sources and "--workspace" in given:
+        raise DoctorError(f"--workspace chooses a run, and so does {sources[0]}", "leave one out")
     if len(sources) > 1:
         raise DoctorError(f"one thing at a time: {' and '.join(sources)}")
     if "--once" in given and "--json" in given:
@@ -101,6 +106,7 @@ def _open(given: Given, run: str | None) -> Source:
         demo="--demo" in given,
         replay=given.get("--replay"),
         interval=given.get("--interval", 1.0),
+        folder=given.get("--workspace"),
     )
 
 
@@ -215,6 +221,7 @@ def _monitor(given: Given, run: str | None) -> int:
     from ddpdoctor.top.recording import Recording
 
     made_up = "--demo" in given or "--replay" in given
+    list_runs = partial(live_runs, given.get("--workspace"))
 
     def new_recording() -> Recording:
         """Start a recording in the working directory, for the key."""
@@ -224,8 +231,8 @@ def _monitor(given: Given, run: str | None) -> int:
         lambda: _open(given, run),
         _view(given),
         # Without a named run, the user chooses one of these.
-        runs=[] if run is not None or made_up else live_runs(),
-        list_runs=None if made_up else live_runs,
+        runs=[] if run is not None or made_up else list_runs(),
+        list_runs=None if made_up else list_runs,
         make_run=lambda path: open_source(path, interval=given.get("--interval", 1.0)),
         record=None if "--replay" in given else new_recording,
         recording=Recording(given.options["--record"]) if "--record" in given else None,

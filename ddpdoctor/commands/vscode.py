@@ -93,9 +93,9 @@ def _install(workspace: Path, here: Path, given: Given) -> None:
             local = _in_files(Path(os.path.normpath(here / local)), workspace)
         mappings.append(PathMapping(local, remote))
     # The run updates launch.json, and has to write the same entries.
-    own = ["--debug-port", str(port)] if port != DEFAULT_PORT else []
-    if "--workspace" in given:
-        own += ["--workspace", WORKSPACE_FOLDER]
+    own = ["--workspace", WORKSPACE_FOLDER]
+    if port != DEFAULT_PORT:
+        own += ["--debug-port", str(port)]
     for mapping in mappings:
         own += ["--path-map", f"{mapping.local}={mapping.remote}"]
     cwd = _in_files(here, workspace) if given.passed or given.rest else WORKSPACE_FOLDER
@@ -110,7 +110,7 @@ def _install(workspace: Path, here: Path, given: Given) -> None:
             vscode_configurations.TASKS_FILE: partial(
                 vscode_configurations.with_tasks,
                 words=[*own, *_job(given, ranks)],
-                cwd="" if cwd == WORKSPACE_FOLDER else cwd,
+                cwd=cwd,
             ),
         },
     )

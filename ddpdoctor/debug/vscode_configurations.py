@@ -11,9 +11,10 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ddpdoctor.debug import vscode_files
-from ddpdoctor.debug.vscode_files import PREFIX, Section, any_name
+from ddpdoctor.debug.vscode_files import PREFIX, Section, any_name, is_ours
 
 # -- launch.json
 
@@ -25,10 +26,14 @@ RUN_TASK = f"{PREFIX}run"
 REPORT_TASK = f"{PREFIX}report"  # The task whose problems stay listed when the job has ended
 
 WORKSPACE_FOLDER = "${workspaceFolder}"
+_IDENTITY = {"localRoot": WORKSPACE_FOLDER, "remoteRoot": WORKSPACE_FOLDER}
 
 _LAUNCH_DEFAULTS = {"version": "0.2.0"}
 _NAME = re.compile(
-    rf"{PREFIX}(?:rank \d+(?: on [\w.-]+)?|attach all ranks)(?: \((?P<label>.*)\))?", re.DOTALL
+    # Call Stack shows the beginning of a name alone.
+    r"rank \d+(?: on [\w.-]+)? \(ddpdoctor(?:, (?P<label>.*))?\)|"
+    rf"{PREFIX}attach all ranks(?: \((?P<all>.*)\))?",
+    re.DOTALL,
 )
 _HOST = re.compile(r"[\w.-]+")
 
@@ -114,7 +119,7 @@ def with_run(
 
     def replaced(name: str) -> bool:
         found = _NAME.fullmatch(name)
-        return found is not None and (found["label"] or "") not in kept
+        return found is not None and (found["label"] or found["all"] or "") not in kept
 
     points = sorted(points, key=lambda point: point.rank)
     names = [rank_name(point.rank, label, point.node) for point in points]
@@ -126,9 +131,10 @@ def with_run(
         for item in node.items
     )
     wanted = _configurations(points, mappings, label, reports=reports)
+    everyone = [_attach_all(names, label)] if names else []
     sections = [
-        Section("configurations", "name", wanted, replaced),
-        Section("compounds", "name", [_attach_all(names, label)] if names else [], replaced),
+        Section("configurations", "name", wanted, replaced, _merged),
+        Section("compounds", "name", everyone, replaced, _merged),
     ]
     text = vscode_files.rewrite(text, sections, _LAUNCH_DEFAULTS)
     if label or text is None:
@@ -136,9 +142,10 @@ def with_run(
     document = vscode_files.parse_jsonc(text)
     run = vscode_files.find(document, "compounds", "name", RUN_COMPOUND)
     listed = run.members("configurations") if run else []
-    if not listed or listed[-1].value == names:
+    both = _merged("configurations", listed[-1].value, names) if listed else []
+    if not listed or listed[-1].value == both:
         return text
-    return document.replace(listed[-1], names)
+    return document.replace(listed[-1], both)
 
 
 def with_launch_entries(
@@ -152,7 +159,8 @@ def with_launch_entries(
 
     def replaced(name: str) -> bool:
         found = _NAME.fullmatch(name)
-        return name == RUN_COMPOUND or (found is not None and found["label"] is None)
+        labels = {found["label"], found["all"]} if found is not None else set()
+        return name == RUN_COMPOUND or labels == {None}
 
     names = [rank_name(point.rank) for point in points]
     run = {
@@ -163,9 +171,10 @@ def with_launch_entries(
         "presentation": _presentation(1),
     }
     wanted = _configurations(points, mappings, "", reports=True)
+    compounds = [_attach_all(names, ""), run]
     sections = [
-        Section("configurations", "name", wanted, replaced),
-        Section("compounds", "name", [_attach_all(names, ""), run], replaced),
+        Section("configurations", "name", wanted, replaced, _merged),
+        Section("compounds", "name", compounds, replaced, _merged),
     ]
     return vscode_files.rewrite(text, sections, _LAUNCH_DEFAULTS)
 
@@ -190,7 +199,7 @@ def rank_name(rank: int, label: str = "", node: str = "") -> str:
         node: The host of a rank of another node.
     """
     there = f" on {node}" if _HOST.fullmatch(node) else ""
-    return f"{PREFIX}rank {rank}{there}" + (f" ({label})" if label else "")
+    return f"rank {rank}{there} (ddpdoctor" + (f", {label})" if label else ")")
 
 
 def compound_name(label: str = "") -> str:
@@ -218,12 +227,34 @@ def _configurations(
             "pathMappings": [
                 {"localRoot": mapping.local, "remoteRoot": mapping.remote} for mapping in mappings
             ],
-            "justMyCode": False,
+            "justMyCode": True,
             "presentation": _presentation(order),
             **({"postDebugTask": REPORT_TASK} if reports and order == 3 else {}),
         }
         for order, point in enumerate(points, 3)
     ]
+
+
+def _merged(key: str, theirs: Any, ours: Any) -> Any:
+    """Return the value of a key that an entry in the file has, which the user may have changed.
+
+    Args:
+        key: The key.
+        theirs: The value in the file.
+        ours: The value for this run.
+    """
+    if key == "configurations" and isinstance(theirs, list):
+        return [*ours, *(name for name in theirs if not is_ours(name))]
+    if key == "pathMappings":
+        # Ours, of a run without --path-map, have the workspace folder alone.
+        changed = _local_roots(theirs) != {WORKSPACE_FOLDER} or theirs[0] != _IDENTITY
+        return theirs if changed and ours[:1] == [_IDENTITY] else ours
+    return ours if key in ("type", "request", "connect", "configurations") else theirs
+
+
+def _local_roots(mappings: Any) -> set[object]:
+    items = mappings if isinstance(mappings, list) else []
+    return {each.get("localRoot") for each in items if isinstance(each, dict)}
 
 
 def _attach_all(names: Sequence[str], label: str) -> Mapping[str, object]:
@@ -272,33 +303,36 @@ _CHECKING = {
         "endsPattern": "^ddpdoctor lint: done",
     },
 }
-_REPORT_WORDS = ("report", "latest", "--output", "problems", "--wait", "10")
+_REPORT_WORDS = (
+    *("report", "latest", "--workspace", WORKSPACE_FOLDER),
+    *("--output", "problems", "--wait", "10", "--exit-zero"),
+)
 """VS Code removes a background task's problems when the task ends; those of this one stay.
 
 The ranks, and with them the debugger, end shortly before the run has reported all findings.
 """
 
 
-def with_tasks(text: str | None, words: Sequence[str], cwd: str = "") -> str | None:
+def with_tasks(text: str | None, words: Sequence[str], cwd: str = WORKSPACE_FOLDER) -> str | None:
     """Return the text of tasks.json with ddpdoctor's tasks.
 
     Args:
         text: The content of the file; None if there is no file.
         words: The arguments of the run: options of torchrun, the script and its arguments.
-        cwd: The working directory of the run; empty for the workspace.
+        cwd: The working directory of the run.
 
     Raises:
         JsoncError: The text cannot be edited.
     """
 
     def process(label: str, words: Sequence[str]) -> Mapping[str, object]:
-        task: dict[str, object] = {
+        return {
             "label": label,
             "type": "process",
             "command": "${command:python.interpreterPath}",
             "args": ["-m", "ddpdoctor", *words],
+            "options": {"cwd": cwd},
         }
-        return {**task, "options": {"cwd": cwd}} if cwd else task
 
     tasks: list[Mapping[str, object]] = [
         {
@@ -323,12 +357,20 @@ def with_tasks(text: str | None, words: Sequence[str], cwd: str = "") -> str | N
             "problemMatcher": {**_MATCHER, "owner": "ddpdoctor lint", **_CHECKING},
         },
         {
-            **process(f"{PREFIX}top", ["top"]),
+            **process(f"{PREFIX}top", ["top", "--workspace", WORKSPACE_FOLDER]),
             "presentation": {"reveal": "always", "panel": "dedicated", "focus": True},
             "problemMatcher": [],
         },
     ]
-    return vscode_files.rewrite(text, [Section("tasks", "label", tasks, any_name)], _TASKS_DEFAULTS)
+    section = Section("tasks", "label", tasks, any_name, _merged_task)
+    return vscode_files.rewrite(text, [section], _TASKS_DEFAULTS)
+
+
+def _merged_task(key: str, theirs: Any, ours: Any) -> Any:
+    """Return the value of a key that a task in the file has, as :func:`_merged` does."""
+    if key == "options" and isinstance(theirs, dict):
+        return {**theirs, **ours}
+    return theirs if key in ("command", "presentation", "runOptions", "options") else ours
 
 
 def without_tasks(text: str | None) -> str | None:

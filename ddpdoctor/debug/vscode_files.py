@@ -15,11 +15,13 @@ import os
 import re
 import secrets
 import stat
+import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.run import rundir
@@ -165,7 +167,7 @@ class Document:
             value: The value.
             base: The indentation of all lines but the first.
         """
-        text = json.dumps(value, indent=self.unit, ensure_ascii=False)
+        text = json.dumps(_with_integers(value), indent=self.unit, ensure_ascii=False)
         # Half a surrogate pair (a file name that is not UTF-8) can only be written as an escape.
         text = _SURROGATE.sub(lambda found: f"\\u{ord(found.group()):04x}", text)
         return text.replace("\n", self.eol + base)
@@ -286,6 +288,18 @@ def parse_jsonc(text: str) -> Document:
     return Document(text, root, tuple(comments))
 
 
+def _with_integers(value: Any) -> Any:
+    """Return a decoded value with integers where a float stands for one, and finite numbers."""
+    if isinstance(value, dict):
+        return {key: _with_integers(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_with_integers(each) for each in value]
+    if isinstance(value, float):
+        value = max(-sys.float_info.max, min(value, sys.float_info.max))
+        return int(value) if value.is_integer() and abs(value) < 1 << 53 else value
+    return value
+
+
 def _blanked(text: str, spans: Iterable[tuple[int, int]]) -> str:
     """Return a text of the same length with blanks in place of some spans."""
     pieces, done = [], 0
@@ -315,6 +329,7 @@ def _line(text: str, at: int) -> int:
 
 
 PREFIX = "ddpdoctor: "
+_OURS = re.compile(rf"{PREFIX}|rank \d+(?: on [\w.-]+)? \(ddpdoctor[,)]")
 MADE = "// made by ddpdoctor"
 MADE_FILE = "// file made by ddpdoctor"
 
@@ -322,6 +337,11 @@ MADE_FILE = "// file made by ddpdoctor"
 def any_name(_: str) -> bool:
     """Accept every name, for :attr:`Section.replaced`."""
     return True
+
+
+def is_ours(name: object) -> bool:
+    """Return whether an entry with this name is ddpdoctor's."""
+    return isinstance(name, str) and _OURS.match(name) is not None
 
 
 @dataclass(frozen=True)
@@ -333,12 +353,32 @@ class Section:
         naming: The property of an element that holds its name.
         wanted: The entries to write, in order.
         replaced: Whether an existing entry of ddpdoctor with this name is removed.
+        merged: The value of a key that an entry has, from the key, the value in the file, and the
+            wanted one. The user's own keys stay in any case.
     """
 
     key: str
     naming: str
     wanted: Sequence[Mapping[str, object]]
     replaced: Callable[[str], bool]
+    merged: Callable[[str, Any, Any], object] = lambda _key, _theirs, ours: ours
+
+    def with_users_changes(self, document: Document) -> Section:
+        """Return the section with what the user has written into the entries of the document."""
+        now = {
+            item.value[self.naming]: item.value
+            for array in self.arrays(document)
+            for item in self.ours(array)
+        }
+        wanted = []
+        for entry in self.wanted:
+            theirs = now.get(entry[self.naming], {})
+            both = {
+                key: self.merged(key, theirs[key], value) if key in theirs else value
+                for key, value in entry.items()
+            }
+            wanted.append({**theirs, **both})
+        return replace(self, wanted=wanted)
 
     def arrays(self, document: Document) -> list[Node]:
         """Return all lists of this key. VS Code reads the last one."""
@@ -350,8 +390,7 @@ class Section:
         found = []
         for item in array.items:
             name = item.value.get(self.naming) if isinstance(item.value, dict) else None
-            name = name if isinstance(name, str) else ""
-            if name.startswith(PREFIX) and (not replaced or self.replaced(name)):
+            if is_ours(name) and (not replaced or self.replaced(name)):
                 found.append(item)
         return found
 
@@ -385,6 +424,7 @@ def rewrite(
         JsoncError: The text is damaged, or has something else where a list is required.
     """
     document = parse_jsonc(text or "")
+    sections = [section.with_users_changes(document) for section in sections]
     pending = [section for section in sections if not section.is_done(document)]
     for section in pending:
         if section.wanted:

@@ -239,18 +239,21 @@ def publish(path: Path) -> None:
     _prune(base, path)
 
 
-def live() -> list[Path]:
+def live(folder: str | None = None) -> list[Path]:
     """Return the directories of this user's live runs, the newest first.
+
+    Args:
+        folder: Only runs of this folder, as :func:`belongs` says.
 
     Raises:
         DoctorError: The base directory belongs to another user.
         OSError: It cannot be read.
     """
-    return [entry.resolve() for entry in newest_first() if is_live(entry)]
+    return [entry.resolve() for entry in newest_first(folder) if is_live(entry)]
 
 
 def some_live() -> list[Path]:
-    """Return the live runs of a command that needs one.
+    """Return the live runs, newest first, for a command that needs one.
 
     Raises:
         DoctorError: There is none, or they cannot be listed.
@@ -269,25 +272,46 @@ def some_live() -> list[Path]:
     return paths
 
 
-def finished() -> list[Path]:
-    """Return the directories of this user's ended runs, the newest first.
-
-    Raises:
-        DoctorError: The base directory belongs to another user.
-        OSError: It cannot be read.
-    """
-    return [entry.resolve() for entry in newest_first() if not is_live(entry)]
-
-
-def newest_first() -> list[Path]:
+def newest_first(folder: str | None = None) -> list[Path]:
     """Return this user's runs, the newest first. Links stand for directories that were chosen.
+
+    Args:
+        folder: Only runs of this folder, as :func:`belongs` says.
 
     Raises:
         DoctorError: The base directory belongs to another user.
         OSError: It cannot be read.
     """
     entries = [entry for base in _bases() for entry in _entries(base)]
+    if folder is not None:
+        entries = [entry for entry in entries if belongs(entry, folder)]
     return sorted(entries, key=lambda entry: entry.name, reverse=True)
+
+
+def belongs(path: Path, folder: str) -> bool:
+    """Return whether a run was started for a folder that an editor has open, or below it.
+
+    The workspace of a run that was started in a terminal is a guess. It may lie above the folder in
+    which the run was started.
+    """
+    try:
+        manifest = opening.json_object(path / MANIFEST, opening.MOST_MANIFEST)
+    except (OSError, ValueError):
+        return False
+    here = Path(os.path.realpath(folder))
+    started = _real(manifest.get("cwd"))
+    workspace = _real(manifest.get("workspace")) or started
+    if workspace is None:
+        return False
+    below = started is not None and started.is_relative_to(here)
+    return workspace.is_relative_to(here) or (below and here.is_relative_to(workspace))
+
+
+def _real(name: object) -> Path | None:
+    """Return a path without links; None if it is not an absolute path."""
+    if isinstance(name, str) and os.path.isabs(name) and "\0" not in name:
+        return Path(os.path.realpath(name))
+    return None
 
 
 def _entries(base: Path) -> Iterator[Path]:

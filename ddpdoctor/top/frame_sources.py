@@ -146,11 +146,13 @@ class MachineSource:
 
     Args:
         interval: Seconds between frames.
+        whose: Whose runs are awaited.
     """
 
-    def __init__(self, interval: float) -> None:
+    def __init__(self, interval: float, whose: str = "yours") -> None:
         self.interval = interval
         self.replay = None
+        self._whose = whose
         self._meter = live.MachineMeter()
         self._poller: Poller | None = None
 
@@ -159,7 +161,7 @@ class MachineSource:
         if self._poller is None:
             self._poller = Poller()
         record = self._poller.read()
-        text = "no run of yours is live; the next one is shown when it starts"
+        text = f"no run of {self._whose} is live; the next one is shown when it starts"
         return Snapshot(
             time=time.time(),
             kind="machine",
@@ -225,12 +227,14 @@ class FollowingSource:
 
     Args:
         interval: Seconds between frames.
+        folder: Only runs of this folder, as :func:`ddpdoctor.run.rundir.belongs` says.
     """
 
-    def __init__(self, interval: float) -> None:
+    def __init__(self, interval: float, folder: str | None = None) -> None:
         self.interval = interval
+        self._folder = folder
         self._run: RunSource | None = None
-        self._machine = MachineSource(interval)
+        self._machine = MachineSource(interval, folder or "yours")
 
     @property
     def replay(self) -> FinishedSource | None:
@@ -245,7 +249,7 @@ class FollowingSource:
 
     def _find_run(self) -> None:
         try:
-            path = next(iter(rundir.live()), None)
+            path = next(iter(rundir.live(self._folder)), None)
             if path is None or (self._run is not None and path == self._run.path):
                 return
             run = RunSource(path, self.interval)
@@ -278,14 +282,17 @@ class RunChoice:
     ranks: int
 
 
-def live_runs() -> list[RunChoice]:
+def live_runs(folder: str | None = None) -> list[RunChoice]:
     """List the live runs of this user, newest first.
+
+    Args:
+        folder: Only runs of this folder, as :func:`ddpdoctor.run.rundir.belongs` says.
 
     Raises:
         DoctorError: They cannot be listed.
     """
     try:
-        paths = rundir.live()
+        paths = rundir.live(folder)
     except OSError as error:
         raise DoctorError(f"the runs cannot be listed: {error}") from None
     choices = []
@@ -311,7 +318,12 @@ def live_runs() -> list[RunChoice]:
 
 
 def open_source(
-    name: str | None, *, demo: bool = False, replay: str | None = None, interval: float = 1.0
+    name: str | None,
+    *,
+    demo: bool = False,
+    replay: str | None = None,
+    interval: float = 1.0,
+    folder: str | None = None,
 ) -> Source:
     """Open the source that a command line asks for.
 
@@ -321,6 +333,7 @@ def open_source(
         demo: A made-up job instead.
         replay: A recording instead.
         interval: Seconds between frames.
+        folder: Without a name, only runs of this folder.
 
     Raises:
         DoctorError: There is no such run or recording.
@@ -334,5 +347,5 @@ def open_source(
 
         return RecordingSource(replay)
     if name is None:
-        return FollowingSource(interval)
+        return FollowingSource(interval, folder)
     return RunSource(rundir.find(name), interval)

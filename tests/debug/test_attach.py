@@ -77,7 +77,7 @@ def test_a_live_run_from_every_side(doctor: Doctor, two: Live) -> None:
     assert doctor.cli(*words).stdout == "unchanged: other/.vscode/launch.json\n"
     mine = names(doctor.directory)
     assert mine == names(doctor.directory / "other")
-    assert mine == ["ddpdoctor: rank 0", "ddpdoctor: rank 1", "ddpdoctor: attach all ranks"]
+    assert mine == ["rank 0 (ddpdoctor)", "rank 1 (ddpdoctor)", "ddpdoctor: attach all ranks"]
     written = launch(doctor.directory / "other")["configurations"]
     assert isinstance(written, list)
     assert written[0]["pathMappings"] == [{"localRoot": "/here", "remoteRoot": "/there"}]
@@ -106,21 +106,46 @@ def test_two_runs_in_one_workspace(doctor: Doctor, two: Live) -> None:
     second = doctor.start("--nproc-per-node", "1", "--", str(JOB), "--stop", "now")
     second.wait_for_steps(1, ranks=1)
     port = second.snapshot().manifest["debug"]["ports"][0]
-    label = f"(debugged.py :{port})"
+    label = f"debugged.py :{port}"
     assert names(doctor.directory) == [
-        f"ddpdoctor: rank 0 {label}",
-        "ddpdoctor: rank 0",
-        "ddpdoctor: rank 1",
-        f"ddpdoctor: attach all ranks {label}",
+        f"rank 0 (ddpdoctor, {label})",
+        "rank 0 (ddpdoctor)",
+        "rank 1 (ddpdoctor)",
+        f"ddpdoctor: attach all ranks ({label})",
         "ddpdoctor: attach all ranks",
     ]
-    assert label in doctor.cli("attach").stdout
+    assert f"({label})" in doctor.cli("attach").stdout
     (doctor.directory / "now").touch()
     second.finish().check_success()
     # What has ended is taken out by the next one.
     third = doctor.run("--nproc-per-node", "1", "--", str(JOB), "--steps", "1")
     assert third.status == 0
     assert label not in (doctor.directory / ".vscode" / "launch.json").read_text()
+
+
+@pytest.mark.slow
+def test_two_jobs_in_two_folders(doctor: Doctor) -> None:
+    for folder in ("a", "b"):
+        (doctor.directory / folder).mkdir()
+    live = doctor.start("--workspace", "a", "--nproc-per-node", "2", "--", str(JOB))
+    live.wait_for_steps(3)
+    failing = doctor.write("failing.py", "raise ValueError('the fault of b')\n")
+    failed = doctor.run("--workspace", "b", "--nproc-per-node", "1", "--", str(failing))
+    assert failed.status == 1
+    problems = ("report", "latest", "--output", "problems", "--exit-zero", "--workspace")
+    of_a, of_b = (doctor.cli(*problems, folder) for folder in ("a", "b"))
+    assert (of_a.stdout, of_a.status) == ("", 0)
+    assert "the fault of b" in of_b.stdout and of_b.status == 0
+    assert doctor.cli("report", "--workspace", "b").status == 2
+    assert "there is no run of c yet" in doctor.cli("report", "--workspace", "c").stderr
+    assert " in " not in doctor.cli("attach", "--workspace", "a").stdout.splitlines()[0]
+    there = f"in {doctor.directory / 'a'}, for"
+    assert there in doctor.cli("attach", "--workspace", "b").stdout.splitlines()[0]
+    for folder, kind in (("a", "run"), ("b", "machine")):
+        shown = doctor.cli("top", "--json", "--workspace", folder)
+        assert json.loads(shown.stdout)["kind"] == kind, shown.stderr
+    (doctor.directory / "stop").touch()
+    live.finish().check_success()
 
 
 @pytest.mark.slow
@@ -243,9 +268,9 @@ def test_the_first_launch_json_is_said_in_one_line(doctor: Doctor) -> None:
         "ddpdoctor: wrote .vscode/launch.json, for F5 in VS Code; --no-vscode, or no-vscode = true "
         "under [tool.ddpdoctor.run] in pyproject.toml, switches this off for good"
     )
-    assert {"mine", "ddpdoctor: rank 0"} <= {*names(doctor.directory)}
+    assert {"mine", "rank 0 (ddpdoctor)"} <= {*names(doctor.directory)}
     assert "launch.json" not in doctor.run(*words).ours, "the second time"
-    assert {"mine", "ddpdoctor: rank 0"} <= {*names(doctor.directory)}
+    assert {"mine", "rank 0 (ddpdoctor)"} <= {*names(doctor.directory)}
     # What the line says is true.
     shutil.rmtree(folder)
     doctor.write("pyproject.toml", "[tool.ddpdoctor.run]\nno-vscode = true\n")
@@ -262,7 +287,7 @@ def test_no_vscode_and_a_workspace_that_is_named(doctor: Doctor) -> None:
     (doctor.directory / "there").mkdir()
     assert doctor.run("--workspace", "there", "--path-map", "/a=/b", *words).status == 0
     assert names(doctor.directory / "there")[2:] == [
-        "ddpdoctor: rank 2",
+        "rank 2 (ddpdoctor)",
         "ddpdoctor: attach all ranks",
     ]
     assert not (doctor.directory / ".vscode").exists()

@@ -339,7 +339,7 @@ def test_data_loader_workers_are_left_alone(job: Job, context: str) -> None:
 def test_breakpoint_in_the_code_waits_for_a_client(job: Job) -> None:
     job.start(job=PAUSING)
     line = mark("breakpoint", PAUSING)
-    job.wait_for_words(f'pausing.py:{line}; attach with F5 "ddpdoctor: rank 1"')
+    job.wait_for_words(f'pausing.py:{line}; attach with F5 "rank 1 (ddpdoctor)"')
     # Rank 0 waits in its all_reduce meanwhile, for longer than the timeout of the group.
     time.sleep(5)
     client = job.attach(1)
@@ -449,7 +449,7 @@ def test_f5_in_this_repository(job: Job) -> None:
     for pattern in (background["beginsPattern"], background["endsPattern"]):
         assert any(re.search(pattern, line) for line in said), (pattern, said)
     ranks = [c["name"] for c in launch["configurations"]]
-    assert compound["configurations"] == ranks == ["ddpdoctor: rank 0", "ddpdoctor: rank 1"]
+    assert compound["configurations"] == ranks == ["rank 0 (ddpdoctor)", "rank 1 (ddpdoctor)"]
     clients = [job.attach(rank) for rank in range(len(ranks))]
     for rank, client in enumerate(clients):
         frame = client.stack(client.wait_for_stop())[0]

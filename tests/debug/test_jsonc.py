@@ -38,7 +38,7 @@ def foreign(value: Any) -> Any:
 
 def is_ours(element: object) -> bool:
     name = element.get("name") if isinstance(element, dict) else None
-    return isinstance(name, str) and name.startswith(PREFIX)
+    return isinstance(name, str) and (name.startswith(PREFIX) or " (ddpdoctor" in name)
 
 
 class Writer:
@@ -130,8 +130,8 @@ def test_add_and_remove_restores_every_byte(choose: random.Random) -> None:
     expected = {"version": "0.2.0"} if before is None else before
     assert foreign(value) == {"configurations": [], "compounds": [], **expected}
     assert [e["name"] for e in value["configurations"] if is_ours(e)] == [
-        "ddpdoctor: rank 0",
-        "ddpdoctor: rank 1",
+        "rank 0 (ddpdoctor)",
+        "rank 1 (ddpdoctor)",
     ]
     assert sum(map(is_ours, value["compounds"])) == 2
     assert comments(added) == comments(text)

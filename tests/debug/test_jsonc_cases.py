@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
 from ddpdoctor.debug import vscode_configurations, vscode_files
+from ddpdoctor.debug.vscode_configurations import PathMapping
 from ddpdoctor.debug.vscode_files import JsoncError
 from tests.support.jsonc_words import MAPPINGS, MORE, POINTS, add, independent
 
@@ -158,7 +160,7 @@ def test_of_two_lists_with_one_name_the_last_is_the_one() -> None:
     behind = add('{"configurations": []}')[:-1] + ', "configurations": [2]}'
     again = add(behind)
     assert len(independent(again)["configurations"]) == 3
-    assert again.count('"ddpdoctor: rank 0",\n        "type"') == 1
+    assert again.count('"rank 0 (ddpdoctor)",\n        "type"') == 1
 
 
 @pytest.mark.parametrize(
@@ -219,7 +221,7 @@ def test_half_a_surrogate_pair_is_written_as_an_escape() -> None:
 def test_a_run_with_other_ranks() -> None:
     two = vscode_configurations.with_run("{}", POINTS, MAPPINGS)
     three = vscode_configurations.with_run(two, MORE, MAPPINGS)
-    assert names(three) == [f"ddpdoctor: rank {rank}" for rank in range(3)]
+    assert names(three) == [f"rank {rank} (ddpdoctor)" for rank in range(3)]
     assert names(three, "compounds") == ["ddpdoctor: attach all ranks"]
     assert vscode_configurations.with_run(three, POINTS, MAPPINGS) == two
 
@@ -227,19 +229,64 @@ def test_a_run_with_other_ranks() -> None:
 def test_labels() -> None:
     first = vscode_configurations.with_run(None, POINTS, MAPPINGS)
     both = vscode_configurations.with_run(first, POINTS, MAPPINGS, "a", [""])
-    ranks = ["ddpdoctor: rank 0", "ddpdoctor: rank 1"]
-    assert names(both) == [*(f"{name} (a)" for name in ranks), *ranks]
+    ranks = ["rank 0 (ddpdoctor)", "rank 1 (ddpdoctor)"]
+    assert names(both) == [*labelled("a"), *ranks]
     assert names(both, "compounds") == [f"ddpdoctor: attach all ranks{s}" for s in (" (a)", "")]
     # The run of "a" is over: its entries are stale for all others.
     assert names(vscode_configurations.with_run(both, POINTS, MAPPINGS, "b", [""])) == [
-        *(f"{name} (b)" for name in ranks),
+        *labelled("b"),
         *ranks,
     ]
     assert names(vscode_configurations.with_run(both, POINTS, MAPPINGS)) == ranks
     assert vscode_configurations.with_run(both, POINTS, MAPPINGS, "", ["a"]) == both
-    assert names(vscode_configurations.with_run(both, POINTS, MAPPINGS, "a")) == [
-        f"{n} (a)" for n in ranks
+    assert names(vscode_configurations.with_run(both, POINTS, MAPPINGS, "a")) == labelled("a")
+
+
+def labelled(label: str) -> list[str]:
+    return [f"rank {rank} (ddpdoctor, {label})" for rank in range(2)]
+
+
+def test_what_the_user_wrote_into_our_entries_stays() -> None:
+    changes = {
+        '"justMyCode": true': '"justMyCode": false, "subProcess": false, "timeout": 7',
+        '"order": 4': '"order": 4, "hidden": true',
+        '"ddpdoctor: attach all ranks",\n    "configurations": [': (
+            '"ddpdoctor: attach all ranks",\n    "configurations": ["TensorBoard",'
+        ),
+    }
+    text = json.dumps(independent(add(None)), indent=2)
+    text = re.sub(r"\n +", "\n    ", text)
+    for before, after in changes.items():
+        assert before in text
+        text = text.replace(before, after)
+    mine = '{"localRoot": "${workspaceFolder}", "remoteRoot": "/app"}'
+    identity = re.compile(r'\{\s*"localRoot": "[^"]*",\s*"remoteRoot": "[^"]*"\s*\}')
+    text = identity.sub(lambda _: mine, text)
+    for again in (vscode_configurations.with_run(text, MORE, MAPPINGS), add(text)):
+        now = independent(again or "")
+        first, second, *_ = now["configurations"]
+        assert (first["justMyCode"], first["subProcess"], first["timeout"]) == (False, False, 7)
+        assert "7.0" not in (again or "")
+        assert first["pathMappings"] == [json.loads(mine)]
+        assert second["presentation"] == {"group": "ddpdoctor", "order": 4, "hidden": True}
+        assert "TensorBoard" in now["compounds"][0]["configurations"]
+    moved = independent(vscode_configurations.with_run(text, MORE, MAPPINGS) or "")
+    assert moved["configurations"][0]["connect"]["port"] == 7000
+    # A new --path-map counts more than what is there.
+    other = [PathMapping("/here", "/there")]
+    mapped = independent(vscode_configurations.with_run(text, POINTS, other) or "")
+    assert mapped["configurations"][0]["pathMappings"] == [
+        {"localRoot": "/here", "remoteRoot": "/there"}
     ]
+
+
+def test_what_the_user_wrote_into_our_tasks_stays() -> None:
+    text = vscode_configurations.with_tasks(None, ["train.py"], cwd="src") or ""
+    text = text.replace('"cwd": "src"', '"cwd": "src", "env": {"A": "b"}')
+    text = text.replace("${command:python.interpreterPath}", "/venv/bin/python")
+    now = independent(vscode_configurations.with_tasks(text, ["other.py"]) or "")["tasks"][0]
+    assert now["args"][-1] == "other.py" and now["command"] == "/venv/bin/python"
+    assert now["options"] == {"cwd": "${workspaceFolder}", "env": {"A": "b"}}
 
 
 def test_run_and_attach_names_the_ranks_that_are_there() -> None:

@@ -48,6 +48,13 @@ def run_task(workspace: Path) -> dict[str, Any]:
     return found
 
 
+def job_words(workspace: Path) -> list[str]:
+    """The words of the run's task after those that are always there."""
+    words: list[str] = run_task(workspace)["args"]
+    assert words[7:9] == ["--workspace", "${workspaceFolder}"]
+    return words[9:]
+
+
 def test_the_files_of_this_repository(here: Path) -> None:
     """They are what the command of today makes of them."""
     for name in ("launch.json", "tasks.json"):
@@ -87,10 +94,10 @@ def test_the_command(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (here / ".vscode/launch.json").read_bytes() == before
     assert run_task(here)["args"] == [
         *["-m", "ddpdoctor", "run", "--wait-for-attach", "--stop-with-debugger"],
-        *["--output", "problems"],
+        *["--output", "problems", "--workspace", "${workspaceFolder}"],
         *["--nproc-per-node", "3", "train.py", "--nproc-per-node=9"],
     ]
-    assert "options" not in run_task(here)
+    assert run_task(here)["options"] == {"cwd": "${workspaceFolder}"}
     assert vscode.main(["--", "--nproc-per-node", "3", "train.py", "--nproc-per-node=9"]) == 0
     assert capsys.readouterr().out == f"unchanged: {both}: {press}\n"
     assert vscode.main(["--", "--nproc-per-node", "3", "other.py"]) == 0
@@ -109,9 +116,7 @@ def test_the_command(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_open_file_is_run_if_there_is_no_script(here: Path) -> None:
     vscode.main(["--ranks", "4", "--debug-port=6000"])
     assert ports(here) == [6000, 6001, 6002, 6003]
-    assert run_task(here)["args"][7:] == [
-        *["--debug-port", "6000", "--nproc-per-node", "4", "${file}"]
-    ]
+    assert job_words(here) == [*["--debug-port", "6000", "--nproc-per-node", "4", "${file}"]]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +137,7 @@ def test_as_many_ranks_as_configurations(
     vscode.main(["--", *words])
     assert len(ports(here)) == ranks
     extra = ["--nproc-per-node", str(ranks)] if added else []
-    assert run_task(here)["args"][7:] == [*extra, *words]
+    assert job_words(here) == [*extra, *words]
 
 
 @pytest.mark.parametrize(
@@ -146,18 +151,18 @@ def test_as_many_ranks_as_configurations(
 def test_the_command_line_that_run_takes(here: Path, words: list[str]) -> None:
     vscode.main(words)
     assert len(ports(here)) == 3
-    assert run_task(here)["args"][7:] == words
+    assert job_words(here) == words
     # Those of both commands are understood, wherever they stand before the script.
     place = words.index("train.py") if "train.py" in words else words.index("-m")
     place -= words[place - 1] == "--"
     vscode.main([*words[:place], "--debug-port", "6000", *words[place:]])
     assert ports(here) == [6000, 6001, 6002]
-    assert run_task(here)["args"][7:] == ["--debug-port", "6000", *words]
+    assert job_words(here) == ["--debug-port", "6000", *words]
 
 
 def test_options_of_run_without_a_script_are_for_the_open_file(here: Path) -> None:
     vscode.main(["--quiet", "--ranks", "3"])
-    assert run_task(here)["args"][7:] == ["--nproc-per-node", "3", "--quiet", "${file}"]
+    assert job_words(here) == ["--nproc-per-node", "3", "--quiet", "${file}"]
 
 
 def test_from_a_folder_below(
@@ -172,13 +177,11 @@ def test_from_a_folder_below(
         {"localRoot": "${workspaceFolder}/src", "remoteRoot": "/app"},
         {"localRoot": "/x", "remoteRoot": "/y"},
     ]
-    assert run_task(here)["args"][7:] == [
+    assert job_words(here) == [
         *["--path-map", "${workspaceFolder}/src=/app", "--path-map", "/x=/y"],
         *["--nproc-per-node", "2", "train.py"],
     ]
     assert str(here / ".vscode/launch.json") in capsys.readouterr().out
-    vscode.main(["--workspace", "..", "--", "train.py"])
-    assert run_task(here)["args"][7:9] == ["--workspace", "${workspaceFolder}"]
 
 
 def test_the_name_that_the_shell_has_for_the_folder(

@@ -118,14 +118,14 @@ def test_one_configuration() -> None:
     assert root is not None and isinstance(root.value, dict)
     assert root.value["configurations"] == [
         {
-            "name": "ddpdoctor: rank 1",
+            "name": "rank 1 (ddpdoctor)",
             "type": "debugpy",
             "request": "attach",
             "connect": {"host": "127.0.0.1", "port": 5679},
             "pathMappings": [
                 {"localRoot": "${workspaceFolder}", "remoteRoot": "${workspaceFolder}"}
             ],
-            "justMyCode": False,
+            "justMyCode": True,
             "presentation": {"group": "ddpdoctor", "order": 3},
         }
     ]
@@ -315,7 +315,7 @@ def test_two_processes_at_once(workspace: Path) -> None:
         vscode_files.parse_jsonc(path.read_text())
         time.sleep(0.001)
     assert [writer.returncode for writer in writers] == [0, 0]
-    ours = [f"ddpdoctor: rank {rank} ({label})" for label in "ab" for rank in (0, 1)]
+    ours = [f"rank {rank} (ddpdoctor, {label})" for label in "ab" for rank in (0, 1)]
     assert sorted(names(workspace)) == sorted([*ours, "mine"])
     ports = {
         item["connect"]["port"] for item in load(path)["configurations"] if item["name"] != "mine"

@@ -132,7 +132,7 @@ def test_a_rank_of_another_node_is_debugged_from_the_head(
     assert "on node1: step" in made.listed() and str(port) in made.listed()
     assert "node1" not in made.listed(1) and str(port) not in made.listed(1)
     launch = (made.workspace(0) / ".vscode" / "launch.json").read_text()
-    assert '"ddpdoctor: rank 0"' in launch and '"ddpdoctor: rank 1 on node1"' in launch
+    assert '"rank 0 (ddpdoctor)"' in launch and '"rank 1 on node1 (ddpdoctor)"' in launch
 
     client = made.client(1)
     client.attach({JOB: [mark("after all_reduce")]})
@@ -190,7 +190,7 @@ def test_a_rank_that_hangs_once_its_debugger_has_left(
 def test_a_rank_of_another_node_waits_at_a_breakpoint(start: Callable[..., Debugged]) -> None:
     made = start(PAUSING)
     made.job.until_told(0, "rank 1 on node1 waits at")
-    assert 'attach with F5 "ddpdoctor: rank 1 on node1"' in unwrapped(made.job.told(0))
+    assert 'attach with F5 "rank 1 on node1 (ddpdoctor)"' in unwrapped(made.job.told(0))
     client = made.client(1)
     client.attach()
     thread = client.wait_for_stop()

@@ -207,7 +207,7 @@ def test_runs_go_elsewhere_if_the_place_is_taken(
     elsewhere = taken.parent / "state" / "ddpdoctor"
     assert (path.parent, mode(elsewhere)) == (elsewhere, 0o700)
     assert rundir.find(rundir.LATEST) == rundir.find(path.name) == path.resolve()
-    assert rundir.finished() == [path.resolve()]
+    assert rundir.newest_first() == [path.resolve()]
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert str(taken) in lines[0] and lines[0].endswith(f"runs are kept in {elsewhere}")
@@ -246,6 +246,37 @@ def test_a_directory_that_was_chosen_and_is_somebody_elses_now(base: Path) -> No
     os.chown(path, 4711, 4711)
     assert rundir.live() == []
     lock.close()
+
+
+@pytest.mark.parametrize(
+    ("workspace", "cwd", "folder", "belongs"),
+    [
+        ("p", "p", "p", True),
+        ("p/sub", "p/sub", "p", True),
+        ("p", "p/sub", "p/sub", True),
+        ("p", "p/sub/deep", "p/sub", True),
+        ("p", "p", "p/sub", False),
+        ("p", "p/other", "p/sub", False),
+        ("q", "p", "p", False),  # it was named with --workspace
+        ("q", "p", "q", True),
+        (None, "p", "p", True),
+        (None, None, "p", False),
+        (7, "relative", "p", False),
+        ("p", "p", "link", True),
+    ],
+)
+def test_the_runs_of_a_folder(
+    base: Path, workspace: object, cwd: object, folder: str, belongs: bool
+) -> None:
+    place = base.parent
+    (place / "link").symlink_to("p")
+    path = published()
+    found = {"workspace": workspace, "cwd": cwd}
+    absolute = {key: str(place / str(name)) if name else None for key, name in found.items()}
+    if workspace == 7:
+        absolute = found
+    (path / rundir.MANIFEST).write_text(json.dumps(absolute))
+    assert rundir.newest_first(str(place / folder)) == ([path] if belongs else [])
 
 
 def test_a_relative_directory_is_made_absolute(

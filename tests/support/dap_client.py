@@ -219,7 +219,7 @@ class DapClient:
         attaching = self._send(
             "attach",
             {
-                "name": "ddpdoctor: rank 0",
+                "name": "rank 0 (ddpdoctor)",
                 "type": "debugpy",
                 "request": "attach",
                 "connect": self._address,
