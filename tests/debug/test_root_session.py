@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import LIMIT, Doctor
-from tests.support.dap_client import DapClient, DapError
+from tests.conftest import Doctor
 from tests.debug.test_debugger import JOB, Job, mark, place
+from tests.support.dap_client import DapClient
 
 
 class Session(Job):
