@@ -36,6 +36,9 @@ Options:
   --rank RANKS      Only these ranks, such as 0,2-3. May be repeated.
   --all-threads     Include threads other than the main one.
   --all-frames      Include the frames of torch and other libraries.
+  --locals          The variables of the user's innermost frames, in one line
+                    each; no code of the job runs for that, and no GPU is waited
+                    for.
   --native          Native frames, from py-spy if it is installed; this stops
                     each rank for a second or two.
   --json            The stacks as JSON: per rank, and merged.
@@ -68,7 +71,7 @@ def main(words: Sequence[str]) -> int:
     """Take the stacks of the ranks and print them."""
     given = PARSER.read(words)
     ranks = set().union(*given.get("--rank", ())) or None
-    taken = _take(PARSER.one_run(given), ranks, native="--native" in given)
+    taken = _take(PARSER.one_run(given), ranks, given)
     missing = (ranks or set()) - {each.rank for each in taken.stacks}
     if missing:
         raise DoctorError(
@@ -81,7 +84,7 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
-def _take(name: str | None, ranks: set[int] | None, *, native: bool) -> _Taken:
+def _take(name: str | None, ranks: set[int] | None, given: Given) -> _Taken:
     from ddpdoctor.run import rundir
 
     others: list[Path] = []
@@ -105,7 +108,8 @@ def _take(name: str | None, ranks: set[int] | None, *, native: bool) -> _Taken:
         run = glance(path)
     except OSError as error:
         raise DoctorError(f"{path} cannot be read: {error.strerror}") from None
-    found = capture_everywhere(run, ranks, native=native)
+    native, variables = "--native" in given, "--locals" in given
+    found = capture_everywhere(run, ranks, native=native, variables=variables)
     now = time.time_ns()
     if ranks is None:
         # Keep them, to show them again when the run is over.
@@ -177,6 +181,8 @@ def _print(taken: _Taken, given: Given) -> None:
     state = f"at {when}" if taken.live else f"{_over(taken.path)}; its last stacks, of {when}"
     head = f"{taken.path.name} {state}: {render.stacks_summary(merge(taken.stacks))}"
     lines: list[Line] = [((head, "bold"),), *render.draw(taken.stacks, look, code)]
+    if "--locals" in given:
+        lines += render.draw_variables(taken.stacks, look)
     if "--all-threads" in given:
         lines += render.draw_others(taken.stacks, look, code)
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)

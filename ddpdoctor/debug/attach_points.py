@@ -240,6 +240,11 @@ def write(
         ports = {point.rank: point.port for point in points(run) if not point.trouble}
         if through_tunnel:
             ports = {rank: end for rank, (end, _) in _ends(run).items()}
+        mapped, folder = mappings, run.manifest.get("workspace")
+        if not mapped and isinstance(folder, str) and not rundir.belongs(run.path, str(workspace)):
+            # The gateway refuses clients of another project that do not name this one.
+            there = vscode_configurations.PathMapping(folder, folder)
+            mapped = [*vscode_configurations.default_mappings(workspace), there]
         changed |= vscode_configurations.update_launch(
             workspace,
             [
@@ -248,7 +253,7 @@ def write(
             ],
             label=own,
             others=set(labels) - {own},
-            mappings=mappings,
+            mappings=mapped,
         )
     return changed
 

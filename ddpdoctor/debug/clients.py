@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import secrets
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,8 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.opening import integer
+from ddpdoctor.core.user_code import Location
 from ddpdoctor.debug import dap
 from ddpdoctor.debug.gateway_ranks import Message, Ranks, SilentError, Slot, Streams
+from ddpdoctor.debug.native_frames import NativeFrames
+from ddpdoctor.debug.vscode_files import is_ours
 from ddpdoctor.nodes.asking import SOCKET
 from ddpdoctor.run.names import short_path
 from ddpdoctor.run.records.supervisor import DebugRecord
@@ -61,22 +65,87 @@ CHUNK = 1 << 16
 
 
 class RefusedError(Exception):
-    """A client cannot be served. The text is for the user."""
+    """A client cannot be served.
+
+    Args:
+        text: The reason, for the user.
+        requests: The requests that wait for an answer, if others than the first ones.
+    """
+
+    def __init__(self, text: str, requests: Sequence[Message] = ()) -> None:
+        super().__init__(text)
+        self.requests = list(requests)
+
+
+@dataclass(frozen=True)
+class Project:
+    """What a run is about, to tell its clients from those of another project.
+
+    Attributes:
+        script: The name of the job's script.
+        folders: The folders that belong to it, the workspace first.
+    """
+
+    script: str
+    folders: tuple[str, ...]
+
+    def objection(self, arguments: Message, port: int) -> str:
+        """Return why a client must not attach, or an empty string.
+
+        An entry of ddpdoctor in launch.json that an earlier run has left leads to the job that has
+        the port now. Any other client knows what it attaches to, and the folder of one on another
+        machine says nothing here.
+
+        Args:
+            arguments: The arguments of its request `attach`.
+            port: The port.
+        """
+        folder = arguments.get("workspaceFolder")
+        if not is_ours(arguments.get("name")) or not isinstance(folder, str):
+            return ""
+        if not os.path.isdir(folder) or self._has(folder):
+            return ""
+        mappings = arguments.get("pathMappings")
+        for each in mappings if isinstance(mappings, list) else ():
+            if isinstance(each, dict) and self._has(each.get("remoteRoot")):
+                return ""
+        return (
+            f"port {port} belongs to {self.script} in {self.folders[0]} now, not to a job of "
+            f"{folder}, whose launch.json is of an earlier run; start its job with ddpdoctor run, "
+            "or write the port of a live one with: ddpdoctor attach --write"
+        )
+
+    def _has(self, folder: object) -> bool:
+        """Return whether a folder is one of the project's, or below or above one."""
+        if not isinstance(folder, str) or not os.path.isabs(folder) or "\0" in folder:
+            return False
+        here = Path(os.path.realpath(folder))
+        every = [Path(os.path.realpath(each)) for each in self.folders]
+        return any(here.is_relative_to(each) or each.is_relative_to(here) for each in every)
 
 
 class Clients:
     """Serve the clients of one run. See :class:`~ddpdoctor.debug.gateway.Gateway`."""
 
-    def __init__(self, ranks: Ranks, *, ends_job: bool) -> None:
+    def __init__(self, ranks: Ranks, *, ends_job: bool, project: Project | None) -> None:
         self._ranks = ranks
         self._ends_job = ends_job
+        self._project = project
         ranks.on_workers = self._check_workers
 
     async def take(
-        self, slot: Slot, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        slot: Slot,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        *,
+        by_port: bool = True,
     ) -> None:
-        """Serve a connection to a debug port."""
-        await self.guard(self._client(slot, reader, writer), writer)
+        """Serve a connection to a debug port, or to the socket beside it."""
+        tap = dap.Tap()
+        if by_port:
+            tap.objects = partial(self.objection, port=slot.port)
+        await self.guard(self._client(slot, tap, reader, writer), writer)
 
     async def guard(self, session: Coroutine[Any, Any, None], writer: asyncio.StreamWriter) -> None:
         """Run a session, report its faults, and close its connection."""
@@ -96,6 +165,10 @@ class Clients:
             # `close` waits for a client that does not read what was written.
             asyncio.get_running_loop().call_later(PARTING, writer.transport.abort)
 
+    def objection(self, arguments: Message, port: int) -> str:
+        """Return why a client must not attach, as :meth:`Project.objection` does."""
+        return self._project.objection(arguments, port) if self._project is not None else ""
+
     def end_job(self, slot: Slot) -> None:
         """End the job if its debugger's Stop does so."""
         if self._ends_job:
@@ -103,13 +176,16 @@ class Clients:
             self._ranks.report_rank(slot, "stop")
 
     async def _client(
-        self, slot: Slot, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        slot: Slot,
+        tap: dap.Tap,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
     ) -> None:
         data, requests = await asyncio.wait_for(first_message(reader), FIRST_MESSAGE)
         if not requests:
             return
         text, limit = OVER, PARTING
-        tap = dap.Tap()
         tap.at_gate = not self._ranks.gate_open
         try:
             await self._ranks.wait_until(lambda: slot.session is None, TURNOVER)
@@ -135,6 +211,7 @@ class Clients:
                 await self._ranks.changed()
         except RefusedError as refused:
             text, limit = str(refused), FIRST_MESSAGE
+            requests = refused.requests or requests
         else:
             requests = []
         with contextlib.suppress(asyncio.TimeoutError):
@@ -177,17 +254,26 @@ class Clients:
         """Carry bytes both ways until the client leaves or one side ends."""
         from_client, to_client = client
         from_rank, to_rank = upstream
+        natives = NativeFrames()
+        tap.answers_itself = lambda message, arguments: natives.is_asked(
+            str(message.get("command")), arguments, in_native=tap.shown is not None
+        )
 
         async def outward() -> None:
             chunk = data
             while chunk:
                 to_rank.write(tap.to_rank(chunk))
+                if tap.refused is not None:
+                    return
                 while tap.for_client:
                     to_client.write(dap.encode(tap.for_client.pop(0)))
+                while tap.for_gateway:
+                    request = tap.for_gateway.pop(0)
+                    self._ranks.begin(self._answer(slot, natives, request, to_client))
                 if tap.stopped_by_client and tap.at_gate:
                     self.end_job(slot)
                 if tap.pausing is not None:
-                    self._ranks.begin(self._show_pause(tap, tap.pausing, to_client))
+                    self._ranks.begin(self._show_pause(slot, tap, tap.pausing, to_client))
                 if tap.leaving:
                     return
                 await to_rank.drain()
@@ -198,7 +284,8 @@ class Clients:
                 before = (tap.attached, tap.stopped, tap.place)
                 for message, raw in tap.to_client(chunk):
                     path = tap.file_of(message)
-                    if path is not None and await self._in_workers(slot, tap, path):
+                    changed = path is not None and await self._in_workers(slot, tap, path)
+                    if dap.put_rank_first(message, slot.rank) or changed:
                         raw = dap.encode(message)
                     to_client.write(raw)
                 while tap.for_rank:
@@ -223,7 +310,7 @@ class Clients:
                     # The client has vanished: detach, or the rank would stay at its breakpoint.
                     to_rank.write(tap.vanish())
                 await asyncio.wait(carried[1:], timeout=ANSWER)
-            if not (tap.leaving and tap.ended):
+            if not (tap.leaving and tap.ended) and tap.refused is None:
                 # The rank may have ended: tell the client before the connection closes.
                 to_client.write(dap.encode(dap.event("terminated", {})))
         finally:
@@ -231,8 +318,19 @@ class Clients:
                 task.cancel()
             await asyncio.gather(*carried, return_exceptions=True)
             to_rank.close()
+        if tap.refused is not None:
+            raise RefusedError(tap.objection, [tap.refused])
 
-    async def _show_pause(self, tap: dap.Tap, thread: object, client: asyncio.StreamWriter) -> None:
+    def tell(self, text: str, place: Location | None) -> None:
+        """Print a line in the consoles of all clients, with a link to a place in the code."""
+        for slot in self._ranks.slots:
+            tap = slot.session
+            if tap is not None and tap.attached and not tap.leaving and slot.client is not None:
+                slot.client.write(dap.encode(dap.output(text, tap.local(place))))
+
+    async def _show_pause(
+        self, slot: Slot, tap: dap.Tap, thread: object, client: asyncio.StreamWriter
+    ) -> None:
         """Show the stack of a thread that cannot stop now because it is in native code.
 
         It stops where Python continues. Until then the client asks for no stack by itself.
@@ -242,7 +340,17 @@ class Clients:
             tap.pausing, tap.shown = None, thread
             text = f"{NATIVE}; it stops where Python goes on"
             body = {"reason": "pause", "description": NATIVE, "text": text, "threadId": thread}
-            client.write(dap.encode(dap.event("stopped", {**body, "allThreadsStopped": False})))
+            stopped = dap.event("stopped", {**body, "allThreadsStopped": False})
+            dap.put_rank_first(stopped, slot.rank)
+            client.write(dap.encode(stopped))
+
+    async def _answer(
+        self, slot: Slot, natives: NativeFrames, request: Message, client: asyncio.StreamWriter
+    ) -> None:
+        """Answer a request about a thread in native code."""
+        if slot.link is not None:
+            for message in await natives.answer(request, slot.link):
+                client.write(dap.encode(message))
 
     async def _in_workers(self, slot: Slot, tap: dap.Tap, path: str) -> list[Message]:
         """Return the breakpoints of a file that only DataLoader workers would hit.

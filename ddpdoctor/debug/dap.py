@@ -7,10 +7,13 @@ https://microsoft.github.io/debug-adapter-protocol/overview
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from typing import Any
 
 from ddpdoctor.core import opening
 from ddpdoctor.core.opening import integer
+from ddpdoctor.core.user_code import Location
 
 Message = dict[str, Any]
 
@@ -115,8 +118,16 @@ class Tap:
         """The thread that the client has asked to pause, until something has stopped."""
         self.shown: object = None
         """The thread in native code that was shown to the client as stopped."""
+        self.answers_itself: Callable[[Message, Message], bool] = lambda _message, _arguments: False
+        """Returns whether the gateway answers a request with these arguments."""
+        self.for_gateway: list[Message] = []  # The requests of this kind
         self.for_client: list[Message] = []  # The gateway's own messages to the client
         self.for_rank: list[Message] = []  # The gateway's own messages to the rank
+        self.attach: Message = {}  # The arguments of the request `attach`
+        self.objects: Callable[[Message], str] = lambda _: ""
+        """Returns why these arguments are refused, or an empty string."""
+        self.objection = ""  # What it has returned
+        self.refused: Message | None = None  # The request `attach` that was refused
         self.breakpoints: dict[str, list[Message]] = {}
         """The breakpoints by file, as the rank has answered them."""
         self._resumes = False  # The client has let a shown thread continue before it could stop
@@ -141,14 +152,18 @@ class Tap:
                 if message.get("command") == "continue" and self.shown is not None:
                     # debugpy answers only for a thread that has stopped.
                     self.shown, self._resumes = None, True
-                    response = {"seq": 0, "type": "response", "request_seq": message["seq"]}
-                    body = {"allThreadsContinued": True}
-                    self.for_client.append(
-                        {**response, "command": "continue", "success": True, "body": body}
-                    )
+                    self.for_client.append(response(message, {"allThreadsContinued": True}))
                     continue
                 arguments = message.get("arguments")
                 given = arguments if isinstance(arguments, dict) else {}
+                if self.answers_itself(message, given):
+                    self.for_gateway.append({**message, "arguments": given})
+                    continue
+                if message.get("command") == "attach":
+                    self.objection = self.objects(given)
+                    if self.objection:
+                        self.refused = message
+                        break
                 if message.get("command") in LEAVING:
                     self.stopped_by_client |= not given.get("restart")
                     self.terminates |= message.get("command") == "terminate"
@@ -165,8 +180,19 @@ class Tap:
             self.pausing, self._resumes = arguments.get("threadId"), False
         elif command in _RESUMING or command in LEAVING:
             self.pausing = None
+        elif command == "attach":
+            self.attach = arguments
         elif command == "setBreakpoints" and isinstance(arguments.get("source"), dict):
             self._files[seq] = str(arguments["source"].get("path"))
+
+    def local(self, place: Location | None) -> Location | None:
+        """Return a place with the path that the client has for it."""
+        mappings = self.attach.get("pathMappings")
+        for each in mappings if isinstance(mappings, list) else ():
+            near, far = (str(each.get(key)).rstrip("/") for key in ("localRoot", "remoteRoot"))
+            if place is not None and place.path.startswith(f"{far}/"):
+                return Location(near + place.path.removeprefix(far), place.line)
+        return place
 
     def vanish(self) -> bytes:
         """Return the detach that a client should have sent, which is gone."""
@@ -234,28 +260,64 @@ class Tap:
         return path
 
 
+def put_rank_first(message: Message, rank: int) -> bool:
+    """Begin the names of threads, and the description of a stop, with the rank.
+
+    VS Code cuts the end of a name. At an exception it shows the description alone.
+
+    Returns:
+        Whether the message has changed.
+    """
+    body = message.get("body")
+    if not isinstance(body, dict):
+        return False
+    if message.get("event") == "stopped":
+        why = body.get("description") or body.get("reason")
+        body["description"] = f"rank {rank}: {why}"
+        return True
+    threads = body.get("threads") if message.get("command") == "threads" else None
+    if not isinstance(threads, list):
+        return False
+    for thread in threads:
+        thread["name"] = f"rank {rank}: {thread.get('name')}"
+    return True
+
+
+def output(text: str, place: Location | None = None) -> Message:
+    """Return the event that prints a line in the client's console, with a link to a place."""
+    body: Message = {"category": "console", "output": f"ddpdoctor: {text}\n"}
+    if place is not None:
+        source = {"name": os.path.basename(place.path), "path": place.path}
+        body.update(source=source, line=place.line)
+    return event("output", body)
+
+
 def refusal(request: Message, text: str) -> list[Message]:
     """Return the answer to a request of a client that cannot be served.
 
     ``initialize`` succeeds, so that the client goes on to ``attach``, whose error it shows to the
     user.
     """
-    response: Message = {
-        "seq": 1,
+    if request.get("command") == "initialize":
+        return [response(request, {"supportsConfigurationDoneRequest": True})]
+    if request.get("command") == "disconnect":
+        return [response(request)]
+    return [response(request, message=text), event("terminated", {})]
+
+
+def response(request: Message, body: Message | None = None, *, message: str = "") -> Message:
+    """Return a response of the gateway. With a ``message`` the request has failed."""
+    answer: Message = {
+        "seq": 0,
         "type": "response",
         "request_seq": request.get("seq", 0),
         "command": request.get("command", ""),
-        "success": True,
+        "success": not message,
     }
-    if request.get("command") == "initialize":
-        return [{**response, "body": {"supportsConfigurationDoneRequest": True}}]
-    if request.get("command") == "disconnect":
-        return [response]
-    error = {"id": 1, "format": text.replace("{", "(").replace("}", ")"), "showUser": True}
-    return [
-        {**response, "success": False, "message": text, "body": {"error": error}},
-        event("terminated", {}),
-    ]
+    if not message:
+        return {**answer, "body": body} if body is not None else answer
+    error = {"id": 1, "format": message.replace("{", "(").replace("}", ")"), "showUser": True}
+    return {**answer, "message": message, "body": {"error": error}}
 
 
 def event(name: str, body: Message) -> Message:

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ddpdoctor.core import opening
 from ddpdoctor.core.errors import DoctorError, Faults
-from ddpdoctor.core.formatting import duration, named
+from ddpdoctor.core.formatting import duration, named, shown
 from ddpdoctor.core.job import DEFAULT_PORT, Command, OwnOptions
 from ddpdoctor.core.opening import relative_path, relative_place
+from ddpdoctor.core.user_code import Location
 from ddpdoctor.debug import gateway, vscode_configurations
+from ddpdoctor.debug.clients import Project
 from ddpdoctor.debug.gateway import Gateway
 from ddpdoctor.debug.gateway_ranks import Stop
 from ddpdoctor.debug.vscode_files import (
@@ -27,6 +29,7 @@ from ddpdoctor.debug.vscode_files import (
     current_directory,
     edit,
     find_workspace,
+    job_workspace,
     locked,
     state_file,
 )
@@ -34,6 +37,7 @@ from ddpdoctor.run import rundir
 from ddpdoctor.run.names import DEBUG
 from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.run.records.supervisor import DebugRecord
+from ddpdoctor.run.reported import Event, Withdrawn, in_words
 from ddpdoctor.run.status import Phase, Status
 from ddpdoctor.system import peers
 
@@ -373,6 +377,7 @@ class Debugging:
             ends_job=own.stop_with_debugger,
             hold_errors=own.debug_on_error,
             expected=self._command.local_ranks,
+            project=self._project(),
         )
         self._gateway.start(news)
 
@@ -469,6 +474,31 @@ class Debugging:
         ]
         if text := self._stops.check(run, stops):
             self._speaker.say(text)
+            at = (each.place.rpartition(":") for each in stops)
+            places = [Location(path, int(line)) for path, _, line in at if line.isdigit()]
+            self._gateway.tell(text, places[0] if places else None)
+
+    def tell(self, events: Iterable[Event]) -> None:
+        """Print findings in the consoles of the debuggers that are attached, with a link."""
+        if self._gateway is None:
+            return
+        for event in events:
+            if isinstance(event, Withdrawn):
+                text, finding = in_words(event), event.reported.finding
+            else:
+                finding = event.finding
+                text = f"{finding.severity.label} {finding.code}: {finding.message}. {finding.fix}"
+                text += f" (more: ddpdoctor explain {finding.code})"
+            self._gateway.tell(shown(" ".join(text.split())), finding.location)
+
+    def _project(self) -> Project | None:
+        workspace = job_workspace(self._command.own.workspace)
+        if workspace is None:
+            return None
+        here = opening.working_directory()
+        words = [os.path.join(here, word) for word in self._command.argv]
+        scripts = {os.path.dirname(word) for word in words if word.endswith(".py")}
+        return Project(self._command.script, (workspace, here, *scripts))
 
     def _say(self, record: DebugRecord) -> None:
         state, rank = record.state, record.rank

@@ -19,7 +19,8 @@ from typing import Any
 
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.job import LOOPBACK
-from ddpdoctor.debug.clients import Clients, OtherNodes, Serve
+from ddpdoctor.core.user_code import Location
+from ddpdoctor.debug.clients import Clients, OtherNodes, Project, Serve
 from ddpdoctor.debug.gateway_ranks import Ranks, Stop
 from ddpdoctor.debug.root import RootPort
 from ddpdoctor.run.names import CONTROL, debug_socket, short_path
@@ -220,6 +221,7 @@ class Gateway:
             job.
         hold_errors: Ranks hold at an uncaught exception, so timeouts are lifted from the start.
         expected: The number of ranks; None if it is unknown.
+        project: Refuses clients of another project; None to serve all.
     """
 
     def __init__(
@@ -232,11 +234,12 @@ class Gateway:
         ends_job: bool,
         hold_errors: bool,
         expected: int | None,
+        project: Project | None = None,
     ) -> None:
         self._ports = ports
         self._sockets = sockets
         self._ranks = Ranks(ports.numbers, gate=gate, hold_errors=hold_errors, expected=expected)
-        self._clients = Clients(self._ranks, ends_job=ends_job)
+        self._clients = Clients(self._ranks, ends_job=ends_job, project=project)
         self._admission = Admission(unidentified, self._ranks.report)
         self._others = OtherNodes(
             self._ranks,
@@ -274,6 +277,12 @@ class Gateway:
         """Return the records since the last call, for the journal."""
         return self._ranks.records()
 
+    def tell(self, text: str, place: Location | None = None) -> None:
+        """Print a line in the consoles of all clients, with a link to a place in the code."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._clients.tell, text, place)
+
     @property
     def ranks(self) -> dict[int, int]:
         """The port of each global rank that has connected, here or on another node."""
@@ -308,7 +317,7 @@ class Gateway:
         ):
             take = partial(self._clients.take, slot)
             admission.open(listener, f"debug port {slot.port}", take, beside=path)
-            admission.open(private, path, take)
+            admission.open(private, path, partial(take, by_port=False))
         if self._ports.root is not None:
             place = f"debug port {self._ports.root.getsockname()[1]}"
             admission.open(self._ports.root, place, self._root.take)

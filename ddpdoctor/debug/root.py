@@ -101,11 +101,10 @@ class RootPort:
         child = _arguments(attach).get(CHILD)
         if attach.get("command") == "attach" and isinstance(child, dict):
             await self._child(child, begun, messages, reader, writer)
-        elif attach.get("command") == "attach":
-            await self._root(initialize, attach, messages, writer)
-        else:
-            text = "a job is started by `ddpdoctor run`, and attached to"
+        elif text := self._clients.objection(_arguments(attach), _port(writer)):
             await asyncio.wait_for(refuse(text, [attach], reader, writer), FIRST_MESSAGE)
+        else:
+            await self._root(initialize, attach, messages, writer)
 
     async def _root(
         self,
@@ -203,7 +202,7 @@ class RootPort:
         """Return what serves the sessions of a rank. None if no rank has the port."""
         for slot in self._ranks.slots:
             if slot.port == port:
-                return partial(self._clients.take, slot)
+                return partial(self._clients.take, slot, by_port=False)
         return self._others.server(port)
 
 
@@ -444,6 +443,10 @@ async def _next(messages: AsyncIterator[tuple[Message, bytes]]) -> tuple[Message
         return await messages.__anext__()
     except StopAsyncIteration:
         raise ConnectionError from None
+
+
+def _port(writer: asyncio.StreamWriter) -> int:
+    return int(writer.get_extra_info("sockname")[1])
 
 
 def _arguments(message: Message) -> Message:

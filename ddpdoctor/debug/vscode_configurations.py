@@ -246,15 +246,18 @@ def _merged(key: str, theirs: Any, ours: Any) -> Any:
     if key == "configurations" and isinstance(theirs, list):
         return [*ours, *(name for name in theirs if not is_ours(name))]
     if key == "pathMappings":
-        # Ours, of a run without --path-map, have the workspace folder alone.
-        changed = _local_roots(theirs) != {WORKSPACE_FOLDER} or theirs[0] != _IDENTITY
-        return theirs if changed and ours[:1] == [_IDENTITY] else ours
+        return theirs if ours[0] == _IDENTITY and not _are_ours(theirs) else ours
     return ours if key in ("type", "request", "connect", "configurations") else theirs
 
 
-def _local_roots(mappings: Any) -> set[object]:
-    items = mappings if isinstance(mappings, list) else []
-    return {each.get("localRoot") for each in items if isinstance(each, dict)}
+def _are_ours(mappings: Any) -> bool:
+    """Return whether these may be the path mappings of a run without ``--path-map``."""
+    return isinstance(mappings, list) and all(
+        isinstance(each, dict)
+        and each.get("localRoot") in (WORKSPACE_FOLDER, each.get("remoteRoot"))
+        and mappings[0] == _IDENTITY
+        for each in mappings
+    )
 
 
 def _attach_all(names: Sequence[str], label: str) -> Mapping[str, object]:
@@ -273,15 +276,15 @@ TASKS_FILE = "tasks.json"
 
 _RUN_WORDS = ("run", "--wait-for-attach", "--stop-with-debugger", "--output", "problems")
 _TASKS_DEFAULTS = {"version": "2.0.0"}
-_MATCHER: Mapping[str, object] = {
+_MATCHER: Mapping[str, Any] = {
     "owner": "ddpdoctor",
     "source": "ddpdoctor",
     "fileLocation": ["autoDetect", WORKSPACE_FOLDER],
     "pattern": {
         "regexp": r"^(.+?):(\d+):(\d+): (error|warning|info) ([A-Z]+\d+) (.*)$",
+        # Without a column VS Code underlines the line from its first character on.
         "file": 1,
         "line": 2,
-        "column": 3,
         "severity": 4,
         "code": 5,
         "message": 6,
@@ -297,6 +300,7 @@ _BACKGROUND = {
 }
 _LINT_WORDS = ("lint", "--watch", "--output", "problems", ".")
 _CHECKING = {
+    "pattern": {**_MATCHER["pattern"], "column": 3},
     "background": {
         "activeOnStart": True,
         "beginsPattern": "^ddpdoctor lint: checking",

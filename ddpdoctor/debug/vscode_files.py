@@ -390,7 +390,7 @@ class Section:
         found = []
         for item in array.items:
             name = item.value.get(self.naming) if isinstance(item.value, dict) else None
-            if is_ours(name) and (not replaced or self.replaced(name)):
+            if isinstance(name, str) and is_ours(name) and (not replaced or self.replaced(name)):
                 found.append(item)
         return found
 
@@ -596,6 +596,14 @@ def find_workspace(start: Path, chosen: str | None) -> Path:
         if marked and os.path.realpath(folder) != home:
             return folder
     return start
+
+
+def job_workspace(chosen: str | None) -> str | None:
+    """Return the workspace of a job that starts here; None if there is none."""
+    try:
+        return str(find_workspace(current_directory(), chosen))
+    except (OSError, DoctorError):
+        return None
 
 
 def state_file(workspace: Path, suffix: str) -> Path:

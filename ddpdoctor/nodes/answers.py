@@ -64,6 +64,6 @@ class Answers:
 
     def _stacks(self, run: Run, arguments: Any) -> Any:
         patience = min(30.0, float(arguments.get("patience", 2.0)))
-        native = arguments.get("native") is True
-        found = capture(run, arguments.get("ranks"), patience, native=native)
+        wanted = {name: arguments.get(name) is True for name in ("native", "variables")}
+        found = capture(run, arguments.get("ranks"), patience, **wanted)
         return [document(each) for each in found]

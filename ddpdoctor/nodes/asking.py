@@ -76,7 +76,11 @@ def ask(
 
 
 def capture_everywhere(
-    run: Run, ranks: Collection[int] | None = None, *, native: bool = False
+    run: Run,
+    ranks: Collection[int] | None = None,
+    *,
+    native: bool = False,
+    variables: bool = False,
 ) -> tuple[RankStacks, ...]:
     """Return the stacks of the newest attempt's ranks on all nodes, ascending by rank.
 
@@ -85,7 +89,8 @@ def capture_everywhere(
     others: dict[int, RankStacks] = {}
 
     def ask_others() -> None:
-        arguments = {"ranks": None if ranks is None else sorted(ranks), "native": native}
+        wanted = None if ranks is None else sorted(ranks)
+        arguments = {"ranks": wanted, "native": native, "variables": variables}
         for answer in ask(run.path, "stacks", arguments, PATIENCE * (2 if native else 1) + 1):
             for each in answer.found if isinstance(answer.found, list) else ():
                 if isinstance(each, dict):
@@ -94,7 +99,7 @@ def capture_everywhere(
 
     thread = threading.Thread(target=ask_others, name="ddpdoctor-ask", daemon=True)
     thread.start()
-    own = {each.rank: each for each in capture(run, ranks, native=native)}
+    own = {each.rank: each for each in capture(run, ranks, native=native, variables=variables)}
     thread.join()
     elsewhere = {rank.rank for rank in run.last if rank.elsewhere}
     found = own | {

@@ -13,7 +13,7 @@ from ddpdoctor.core import formatting
 from ddpdoctor.core.formatting import bracketed, shown
 from ddpdoctor.render.console import shown_path
 from ddpdoctor.render.terminal import Line, Span, shortened
-from ddpdoctor.run.records.supervisor import MAIN, Frame, RankStacks, Thread
+from ddpdoctor.run.records.supervisor import MAIN, Frame, RankStacks, Thread, Variable
 from ddpdoctor.stacks.frames import CUT, FOLDED, Code, Merged, Node, fold, libraries, merge, tail
 
 _INDENT = "  "
@@ -172,6 +172,24 @@ class _Tree:
         for note in dict.fromkeys(self.stacks[rank].note for rank in ranks):
             if note:
                 yield ((f"{indent}{note}", "warning"),)
+
+
+def draw_variables(stacks: Sequence[RankStacks], style: StackStyle) -> list[Line]:
+    """Draw the variables of the user's innermost frames of each rank, innermost frame first."""
+    lines: list[Line] = []
+    for each in stacks:
+        main = each.main
+        by_frame: dict[int, list[Variable]] = defaultdict(list)
+        for variable in main.variables if main is not None else ():
+            by_frame[variable.frame].append(variable)
+        for number in sorted(by_frame, reverse=True):
+            frame = main.frames[number] if main is not None else CUT
+            head = f"{bracketed([each.rank])}"
+            lines.append(((head, "bold"), (f"  {frame_place(frame)}  {frame.function}", "dim")))
+            for variable in by_frame[number]:
+                text = f"{_INDENT}{shown(variable.name)} = {shown(variable.value)}"
+                lines.append(((shortened(text, style.width, style.ellipsis), ""),))
+    return lines
 
 
 def draw_others(stacks: Sequence[RankStacks], style: StackStyle, code: Code) -> list[Line]:

@@ -36,7 +36,7 @@ from ddpdoctor.core.opening import integer, whole
 from ddpdoctor.run.names import STACKS_SUFFIX, namespace
 from ddpdoctor.run.records.base import JsonObject, Part
 from ddpdoctor.run.records.process import StoreRecord
-from ddpdoctor.run.records.supervisor import MAIN, Frame, ProcessState, RankStacks, Thread
+from ddpdoctor.run.records.supervisor import MAIN, Frame, ProcessState, RankStacks, Thread, Variable
 from ddpdoctor.run.records.typed_json import required
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.stacks.frames import CUT, ENDING, is_ours
@@ -199,10 +199,16 @@ OTHER_PROGRAM = "does not answer any more: its program was replaced (exec), or c
 
 
 class Asking:
-    """A request to one process, and its response so far."""
+    """A request to one process, and its response so far.
 
-    def __init__(self, declared: Declared) -> None:
+    Args:
+        declared: The process.
+        variables: Ask for the variables of the user's frames, too.
+    """
+
+    def __init__(self, declared: Declared, *, variables: bool = False) -> None:
         self._declared = declared
+        self._request = b"\n\n" if variables else b"\n"
         self._bit = 1 << (declared.signal - 1) if declared.signal else 0
         self.threads: tuple[Thread, ...] = ()
         self.gil_held = False
@@ -278,7 +284,7 @@ class Asking:
                         self.trouble = "could not write its answer: is the disk full?"
                     return
                 # Not while an earlier request is in the pipe, which may be answered already.
-                os.write(pipe, b"\n")
+                os.write(pipe, self._request)
                 asked = True
             # It sleeps although there is a request, so it waits for the GIL. A thread that waits
             # for a core does not sleep, and a wait for the disk is another state.
@@ -315,7 +321,14 @@ class Asking:
         name = MAIN if answer["main"] else str(answer["name"])
         cut = (CUT,) if answer["cut"] else ()
         awaited = answer.get("daemon") is False and not answer["main"]
-        return Thread(int(answer["ident"]), name, False, (*cut, *frames), awaited)
+        last = len(cut) + len(frames) - 1
+        variables = [
+            Variable(last - int(number), str(variable), str(value))
+            for number, variable, value in answer.get("variables", ())
+            if 0 <= int(number) < len(frames)
+        ]
+        stack = (*cut, *frames)
+        return Thread(int(answer["ident"]), name, False, stack, awaited, tuple(variables))
 
     def _ask_faulthandler(self, file: int) -> Iterator[None]:
         declared = self._declared
@@ -626,6 +639,7 @@ def capture(
     patience: float = PATIENCE,
     *,
     native: bool = False,
+    variables: bool = False,
 ) -> tuple[RankStacks, ...]:
     """Return the stacks of the newest attempt's ranks, ascending by rank. Never raise.
 
@@ -639,6 +653,7 @@ def capture(
         patience: Seconds in total, including py-spy on ranks that do not respond. With ``native``,
             py-spy gets the same time again.
         native: Also get native frames from py-spy, which pauses each rank for a second or two.
+        variables: Also get the variables of the user's innermost frames.
     """
     began = time.monotonic()
     here = namespace()
@@ -646,7 +661,7 @@ def capture(
     for target in sought:
         target.look(here)
         if target.declared is not None and not target.trouble:
-            target.asking = Asking(target.declared)
+            target.asking = Asking(target.declared, variables=variables)
     limit = patience * (_ANSWERS if find_py_spy() is not None else 1.0)
     waited = _ask(sought, limit)
     found = [target.stacks(waited) for target in sought]

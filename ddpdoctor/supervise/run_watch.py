@@ -23,7 +23,7 @@ from ddpdoctor.core import opening
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.job import Command
 from ddpdoctor.debug.debugging import Debugging
-from ddpdoctor.debug.vscode_files import current_directory, find_workspace
+from ddpdoctor.debug.vscode_files import job_workspace
 from ddpdoctor.render.reporter import Reporter
 from ddpdoctor.run import code_version, rundir
 from ddpdoctor.run.journal import Journal
@@ -70,7 +70,7 @@ def run_manifest(directory: Path, command: Command, debugging: Debugging | None)
         "command": list(command.argv),
         "launcher": "torchrun" if command.through_torchrun else "command",
         "cwd": opening.working_directory(),
-        "workspace": _workspace(command.own.workspace),
+        "workspace": job_workspace(command.own.workspace),
         "host": socket.gethostname(),
         "supervisor": os.getpid(),
         "debug": debugging.manifest() if debugging is not None else None,
@@ -80,14 +80,6 @@ def run_manifest(directory: Path, command: Command, debugging: Debugging | None)
             "torch": torch,
         },
     }
-
-
-def _workspace(chosen: str | None) -> str | None:
-    """Return the folder that an editor has open, as far as that is known."""
-    try:
-        return str(find_workspace(current_directory(), chosen))
-    except (OSError, DoctorError):
-        return None
 
 
 # -- files of the run directory that show the live run
@@ -438,6 +430,8 @@ class RunWatch:
                 _SHOWING, self._note, lambda: [to_journal(each, run.taken) for each in news]
             )
         self._guarded(_NOTIFY, self.notifications.news, run, self._reporter.news)
+        if self._debugging is not None:
+            self._guarded(_DEBUGGER, self._debugging.tell, self._reporter.news)
         self._guarded(_HANGS, self._end_hung_job)
 
     def _end_hung_job(self) -> None:

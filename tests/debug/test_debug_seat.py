@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from ddpdoctor.debug import clients, dap, gateway
+from ddpdoctor.debug.clients import Project
 from ddpdoctor.debug.gateway import Gateway
 from tests.conftest import LIMIT, ROOT
 
@@ -33,7 +34,7 @@ class Client:
     def __init__(self, port: int) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port), LIMIT)
         self.events: list[str] = []
-        self._decoder = dap.Decoder()
+        self.decoder = dap.Decoder()
         self._seq = 0
 
     def send(self, command: str, **arguments: object) -> int:
@@ -45,7 +46,7 @@ class Client:
     def response(self, seq: int) -> dict[str, Any]:
         while data := self.socket.recv(65536):
             found = None
-            for message in self._decoder.feed(data):
+            for message in self.decoder.feed(data):
                 if message["type"] == "event":
                     self.events.append(message["event"])
                 elif message["type"] == "response" and message["request_seq"] == seq:
@@ -57,15 +58,15 @@ class Client:
     def ask(self, command: str, **arguments: object) -> dict[str, Any]:
         return self.response(self.send(command, **arguments))
 
-    def attach(self) -> None:
+    def attach(self, **arguments: object) -> None:
         assert self.ask("initialize", adapterID="debugpy")["success"]
-        self.send("attach", justMyCode=False)
+        self.send("attach", justMyCode=False, **arguments)
         assert self.ask("configurationDone")["success"]
 
     def wait_for_end(self) -> None:
         """Read until the other side closes the connection."""
         while data := self.socket.recv(65536):
-            for message in self._decoder.feed(data):
+            for message in self.decoder.feed(data):
                 if message["type"] == "event":
                     self.events.append(message["event"])
 
@@ -73,7 +74,7 @@ class Client:
 class Rank:
     """A Python process, and a gateway in this one."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, project: Project | None = None) -> None:
         self._directory = directory
         self._news = threading.Event()
         ports = gateway.bind_block("127.0.0.1", 0, 1)
@@ -86,6 +87,7 @@ class Rank:
             ends_job=False,
             hold_errors=False,
             expected=1,
+            project=project,
         )
         self.gateway.start(self._news.set)
         self.clients: list[Client] = []

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import JOBS, LIMIT, Doctor
-from tests.support.dap_client import DapClient
+from tests.support.dap_client import DapClient, DapError
 from tests.support.debugged import Debugged
 
 JOB = JOBS / "held.py"
@@ -117,15 +117,21 @@ def test_a_pause_in_native_code_shows_the_stack_at_once(held: Held) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.1)
     client = held.clients[0]
-    main = next(number for number, name in client.threads().items() if name == "MainThread")
+    main = next(number for number, name in client.threads().items() if name.endswith("MainThread"))
     client.pause(main)
     stopped = client.wait_for_event("stopped")
     assert (stopped["reason"], stopped["threadId"]) == ("pause", main)
     # VS Code shows it beside the rank's name, which a long one hides.
-    assert stopped["description"] == "in native code"
+    assert stopped["description"] == "rank 0: in native code"
     assert stopped["text"] == "in native code; it stops where Python goes on"
     lines = JOB.read_text().splitlines()
-    assert lines[client.stack(main)[0].line - 1].endswith("# mark: native")
+    frame = client.stack(main)[0]
+    assert lines[frame.line - 1].endswith("# mark: native")
+    # debugpy has no variables of such a thread.
+    count = client.locals(frame)["count"]
+    assert client.evaluate("count * 2", frame) == str(2 * int(count))
+    with pytest.raises(DapError, match="NameError"):
+        client.evaluate("nothing_of_this_name", frame)
     client.continue_(main)
     # It does not stop either when the native code returns.
     held.check_both_go_on()

@@ -266,7 +266,7 @@ def test_what_the_user_wrote_into_our_entries_stays() -> None:
         now = independent(again or "")
         first, second, *_ = now["configurations"]
         assert (first["justMyCode"], first["subProcess"], first["timeout"]) == (False, False, 7)
-        assert "7.0" not in (again or "")
+        assert ": 7.0" not in (again or "")
         assert first["pathMappings"] == [json.loads(mine)]
         assert second["presentation"] == {"group": "ddpdoctor", "order": 4, "hidden": True}
         assert "TensorBoard" in now["compounds"][0]["configurations"]

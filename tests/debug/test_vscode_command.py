@@ -207,7 +207,6 @@ def test_the_lines_of_problems_match(here: Path) -> None:
     assert {key: found[int(group)] for key, group in pattern.items() if key != "regexp"} == {
         "file": "/a b/train.py",
         "line": "12",
-        "column": "1",
         "severity": "error",
         "code": "DDP901",
         "message": "rank 1 raised ValueError: x: 1",

@@ -272,10 +272,9 @@ def test_the_runs_of_a_folder(
     (place / "link").symlink_to("p")
     path = published()
     found = {"workspace": workspace, "cwd": cwd}
-    absolute = {key: str(place / str(name)) if name else None for key, name in found.items()}
-    if workspace == 7:
-        absolute = found
-    (path / rundir.MANIFEST).write_text(json.dumps(absolute))
+    if workspace != 7:
+        found = {key: name and str(place / str(name)) for key, name in found.items()}
+    (path / rundir.MANIFEST).write_text(json.dumps(found))
     assert rundir.newest_first(str(place / folder)) == ([path] if belongs else [])
 
 

@@ -14,10 +14,10 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
-from ddpdoctor.probe.runtime import control
+from ddpdoctor.probe.runtime import control, values
 
 _VALIDATION = "PYDEVD_DISABLE_FILE_VALIDATION"
 
@@ -132,8 +132,9 @@ def _start() -> _Arrivals:
         with _accepting_from(arrivals):
             # A separate adapter process would hold the rank's stdout open.
             debugpy.listen(_NOWHERE, in_process_debug_adapter=True)
-    with contextlib.suppress(Exception):
-        _count_as_library()
+    for improve in (_count_as_library, _describe_tensors):
+        with contextlib.suppress(Exception):
+            improve()
     register = getattr(threading, "_register_atexit", None)
     if register is not None:
         register(_let_go)
@@ -149,6 +150,43 @@ def _count_as_library() -> None:
 
     filtering = pydevd.get_global_debugger()._files_filtering
     filtering.set_library_roots([*filtering._get_library_roots(), _PACKAGE])
+
+
+def _describe_tensors() -> None:
+    """Show a tensor by its summary, and its parts without the properties that raise.
+
+    In the console and on the clipboard it is printed as torch does.
+    """
+    from _pydevd_bundle import pydevd_extension_api, pydevd_extension_utils
+
+    class TensorText:
+        def can_provide(self, type_object: type, type_name: str) -> bool:
+            return values.is_tensor_type(type_object)
+
+        def get_str(self, val: Any) -> str:
+            return values.summary(val)
+
+        def get_str_in_context(self, val: Any, context: str) -> str:
+            return repr(val) if context in ("repl", "clipboard") else values.summary(val)
+
+    class TensorParts:
+        def can_provide(self, type_object: type, type_name: str) -> bool:
+            return values.is_tensor_type(type_object)
+
+        def get_dictionary(self, var: Any) -> dict[str, Any]:
+            return dict(values.children(var))
+
+        def resolve(self, var: Any, attribute: str) -> Any:
+            return self.get_dictionary(var)[attribute]
+
+    pydevd_extension_api.StrPresentationProvider.register(TensorText)
+    pydevd_extension_api.TypeResolveProvider.register(TensorParts)
+    manager = pydevd_extension_utils.EXTENSION_MANAGER_INSTANCE
+    manager._ensure_loaded()
+    manager.loaded_extensions.append(
+        SimpleNamespace(TensorText=TensorText, TensorParts=TensorParts)
+    )
+    manager.type_to_instance.clear()
 
 
 @contextlib.contextmanager
@@ -249,6 +287,13 @@ def _original_settrace() -> Any:
     import pydevd_tracing
 
     return pydevd_tracing.TracingFunctionHolder._original_tracing or sys.settrace
+
+
+def object_id(number: object) -> object:
+    """Return the ``id()`` of the frame that a client knows by a number; None if there is none."""
+    from _pydevd_bundle._debug_adapter.pydevd_base_schema import BaseSchema
+
+    return BaseSchema._dap_id_to_obj_id.get(number)
 
 
 def _uses_monitoring() -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-from ddpdoctor.probe.runtime import control, debugpy_private, torch_groups
+from ddpdoctor.probe.runtime import control, debugpy_private, frame_values, torch_groups
 from ddpdoctor.probe.runtime.control import Message
 from ddpdoctor.run.names import CONTROL
 
@@ -28,6 +28,8 @@ def join(directory: str) -> None:
     control.actions.update(
         debug=_debug,
         detached=lambda _: debugpy_private.silence(),
+        variables=frame_values.variables,
+        evaluate=frame_values.evaluate,
         lift=lambda _: torch_groups.lift_timeouts(),
         restore=lambda _: torch_groups.lift_timeouts(False),
         # Nothing in this process waits for them.

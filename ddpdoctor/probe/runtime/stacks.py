@@ -13,24 +13,30 @@ all stacks (Python 3.10 to 3.13), and after 18 to 7,045 to write that of the sig
 
 from __future__ import annotations
 
+import array
 import contextlib
 import faulthandler
+import fcntl
 import os
 import select
 import signal
 import socket
 import sys
+import termios
 import threading
 import time
-from types import FrameType
+from types import BuiltinFunctionType, FrameType, FunctionType, ModuleType
 
-from ddpdoctor.probe.runtime import control, rank, shield
+from ddpdoctor.core.user_code import user_file
+from ddpdoctor.probe.runtime import control, rank, shield, values
 from ddpdoctor.probe.runtime.shield import background
 from ddpdoctor.run.journal import move_up
 from ddpdoctor.run.names import STACKS_SUFFIX, namespace, stacks_stem
 from ddpdoctor.run.records.base import JsonObject, as_json, json_line
 
 MAX_FRAMES = 200  # innermost frames of a thread that are reported
+_MAX_WITH_VARIABLES = 5  # frames of the user's code whose variables are reported
+_MAX_VARIABLES = 40  # of a frame
 _FIRST = 9  # how far below the highest real-time signal to begin: others use the ends
 joining = 0  # the world size while the process is in ``init_process_group``, otherwise 0
 
@@ -138,9 +144,10 @@ def _serve(declared: _Declared) -> None:
     requests.register(reading, select.POLLIN)
     try:
         while requests.poll()[0][1] == select.POLLIN and declared.is_whole():
+            with_variables = _unread(reading) > 1
             with contextlib.suppress(OSError):
                 # The disk may be full.
-                os.write(declared.file, json_line(_answer()))
+                os.write(declared.file, json_line(_answer(with_variables=with_variables)))
             # Only now: a request in the pipe is known to be unanswered.
             os.read(reading, 4096)
             if declared.signal and signal.getsignal(declared.signal) is not signal.SIG_DFL:
@@ -160,7 +167,14 @@ def _declare_again(declared: _Declared) -> None:
     declare()
 
 
-def _answer() -> JsonObject:
+def _unread(reading: int) -> int:
+    """Return the number of bytes in a pipe."""
+    found = array.array("i", [0])
+    fcntl.ioctl(reading, termios.FIONREAD, found)
+    return found[0]
+
+
+def _answer(*, with_variables: bool = False) -> JsonObject:
     """Return the stacks of all threads except ours and the debugger's."""
     named = {thread.ident: thread for thread in threading.enumerate()}
     frames_now = sys._current_frames()
@@ -172,8 +186,10 @@ def _answer() -> JsonObject:
         thread = named.get(ident)
         if thread is None or ident == main or not hasattr(thread, "pydev_do_not_trace"):
             frames, cut = _frames(frame)
+            variables = _variables(frame) if with_variables and ident == main else []
             threads.append(
                 {
+                    "variables": variables,
                     "ident": ident,
                     "name": thread.name if thread is not None else "",
                     "main": ident == main,
@@ -195,6 +211,34 @@ def _frames(frame: FrameType | None) -> tuple[list[tuple[str, int, str]], bool]:
         found.append((code.co_filename, frame.f_lineno or 0, code.co_name))
         frame = frame.f_back
     return found, frame is not None
+
+
+def _variables(top: FrameType) -> list[tuple[int, str, str]]:
+    """Return the local variables of the user's innermost frames, as `Variable`.
+
+    Frames are counted from the innermost one. Of a module its modules, functions and classes are
+    left out.
+    """
+    found: list[tuple[int, str, str]] = []
+    frame: FrameType | None = top
+    frames = 0
+    for number in range(MAX_FRAMES):
+        if frame is None or frames == _MAX_WITH_VARIABLES:
+            break
+        if user_file(frame.f_code.co_filename):
+            frames += 1
+            rows = [
+                (number, name, values.summary(value))
+                for name, value in dict(frame.f_locals).items()
+                if not name.startswith("__") and not _is_definition(value)
+            ]
+            found += rows[:_MAX_VARIABLES]
+        frame = frame.f_back
+    return found
+
+
+def _is_definition(value: object) -> bool:
+    return isinstance(value, (type, ModuleType, FunctionType, BuiltinFunctionType))
 
 
 def forget() -> None:

@@ -25,6 +25,14 @@ class Frame(NamedTuple):
     function: str
 
 
+class Variable(NamedTuple):
+    """A local variable of a frame."""
+
+    frame: int  # The place of its frame in :attr:`Thread.frames`
+    name: str
+    value: str  # A summary of it
+
+
 @positional(frozen=True)
 class Thread(Part):
     """The stack of one thread."""
@@ -36,6 +44,8 @@ class Thread(Part):
     frames: tuple[Frame, ...]  # Outermost first
     awaited: bool = False
     """Whether the interpreter is known to wait for it at the end: it is no daemon."""
+    variables: tuple[Variable, ...] = ()
+    """Those of the user's innermost frames, if they were asked for, in the main thread alone."""
 
 
 @positional(frozen=True)
