@@ -65,8 +65,9 @@ export class Configurations implements vscode.DebugConfigurationProvider {
         token?: vscode.CancellationToken,
     ): Promise<number | undefined> {
         const ranks = vscode.workspace.getConfiguration('ddpdoctor', folder).get<number>('ranks') ?? 2;
-        const port = await freePort();
-        const words = runWords({ ranks, ...(given as unknown as Launch) }, port);
+        const launch: Launch = { ranks, ...(given as unknown as Launch) };
+        const port = await freePorts(1 + (launch.ranks ?? ranks));
+        const words = runWords(launch, port);
         const process = new vscode.ProcessExecution(await interpreter(folder), ['-m', 'ddpdoctor', ...words], {
             ...(given['cwd'] ?? folder?.uri.fsPath ? { cwd: (given['cwd'] as string | undefined) ?? folder!.uri.fsPath } : {}),
             env: (given['env'] as Record<string, string> | undefined) ?? {},
@@ -102,15 +103,23 @@ export class Configurations implements vscode.DebugConfigurationProvider {
     }
 }
 
-/** Return a port that is free, and so are those after it, most probably. */
-async function freePort(): Promise<number> {
-    return new Promise((resolve, reject) => {
+/** Return the first of some ports in a row that are free, below those that the kernel gives out. */
+async function freePorts(count: number): Promise<number> {
+    for (let tries = 0; tries < 50; tries++) {
+        const first = 20_000 + Math.floor(Math.random() * 10_000);
+        const free = await Promise.all(Array.from({ length: count }, (_, index) => isFree(first + index)));
+        if (free.every(Boolean)) {
+            return first;
+        }
+    }
+    throw new Error(`ddpdoctor: no ${count} free ports in a row`);
+}
+
+async function isFree(port: number): Promise<boolean> {
+    return new Promise((resolve) => {
         const server = net.createServer();
-        server.on('error', reject);
-        server.listen(0, '127.0.0.1', () => {
-            const { port } = server.address() as net.AddressInfo;
-            server.close(() => resolve(port));
-        });
+        server.on('error', () => resolve(false));
+        server.listen(port, '127.0.0.1', () => server.close(() => resolve(true)));
     });
 }
 
