@@ -30,6 +30,9 @@ export class Configurations implements vscode.DebugConfigurationProvider {
         given: vscode.DebugConfiguration,
         token?: vscode.CancellationToken,
     ): Promise<vscode.DebugConfiguration | undefined> {
+        if (given.type !== 'ddpdoctor') {
+            return given; // Both registrations of this provider are asked.
+        }
         const port = given.request === 'launch' ? await this.launch(folder, given, token) : this.port(folder, given);
         if (port === undefined) {
             return undefined;
