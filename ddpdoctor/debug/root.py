@@ -128,7 +128,10 @@ class RootPort:
                         self._clients.end_job(self._ranks.slots[0])
                     await root.leave(_arguments(message))
                     _respond(writer, message, {})
-                    return
+                    if command == "disconnect":
+                        return
+                    writer.write(dap.encode(dap.event("terminated", {})))
+                    continue
                 _respond(writer, message, _answer(message))
                 if command == "configurationDone" and task is None:
                     task = asyncio.create_task(root.start_children())
@@ -138,7 +141,8 @@ class RootPort:
             del self._roots[root.key]
             if task is not None:
                 task.cancel()
-            writer.write(dap.encode(dap.event("terminated", {})))
+            if not root.left:
+                writer.write(dap.encode(dap.event("terminated", {})))
 
     async def _child(
         self,
@@ -174,7 +178,9 @@ class RootPort:
             async for message, raw in _messages(reader):
                 if message.get("type") == "response":
                     number = message.get("request_seq")
-                    if number in (begun[0][0].get("seq"), _RELEASE):
+                    if number == dap.DISCONNECT["seq"]:
+                        child.end()
+                    if number in (begun[0][0].get("seq"), _RELEASE, dap.DISCONNECT["seq"]):
                         continue
                     if number in child.configuring:
                         root.configured(child)
@@ -195,7 +201,6 @@ class RootPort:
                 task.cancel()
             await asyncio.gather(*carried, return_exceptions=True)
             root.part(port, child)
-            writer.write(dap.encode(dap.event("terminated", {})))
             to_rank.close()
 
     def _server(self, port: int) -> Serve | None:
@@ -246,6 +251,12 @@ class Child:
         self._held = None
         self._ask(dap.DISCONNECT["seq"], "disconnect", arguments)
 
+    def end(self) -> None:
+        """Tell the client that the session is over."""
+        if not self.ended.is_set():
+            self.ended.set()
+            self._client.write(dap.encode(dap.event("terminated", {})))
+
     def _ask(self, seq: int, command: str, arguments: Message) -> None:
         request = {"seq": seq, "type": "request", "command": command, "arguments": arguments}
         with contextlib.suppress(OSError, RuntimeError):
@@ -287,6 +298,7 @@ class Root:
         self._reversed &= given.get("clientID") != _VSCODE
         self.key = secrets.token_hex(8)
         self.at_gate = not ranks.gate_open
+        self.left = False  # The client has ended the session
         self._started: dict[int, tuple[int, int | None]] = {}  # Rank and pid by port
         self._children: dict[int, Child] = {}
         self._joining: set[int] = set()  # Ports of the children that were asked for
@@ -299,7 +311,7 @@ class Root:
 
     async def start_children(self) -> None:
         """Ask the client for a session with each rank that is there, or comes later."""
-        while True:
+        while not self.left:
             for port, (rank, pid) in self._present().items():
                 if self._started.get(port) != (rank, pid):
                     self._started[port] = rank, pid
@@ -347,11 +359,12 @@ class Root:
         """Take note that a session has ended."""
         if self._children.get(port) is child:
             del self._children[port]
-        child.ended.set()
+        child.end()
         self._check_ready()
 
     async def leave(self, arguments: Message) -> None:
         """End all children as the client would end each."""
+        self.left = True
         children = list(self._children.values())
         for child in children:
             child.leave(arguments)
