@@ -299,7 +299,9 @@ def test_run_and_attach_has_the_port_of_the_run() -> None:
 
 
 def test_compounds_of_earlier_versions_are_replaced() -> None:
-    old = [{"name": name, "configurations": []} for name in ("ddpdoctor: run + attach", "mine")]
+    old: list[dict[str, object]] = [
+        {"name": name, "configurations": []} for name in ("ddpdoctor: run + attach", "mine")
+    ]
     text = vscode_configurations.with_run(json.dumps({"compounds": old}), POINTS, MAPPINGS)
     assert names(text, "compounds") == ["mine"]
     assert names(text)[:2] == ["ddpdoctor: run + attach", "ddpdoctor: attach all ranks"]
