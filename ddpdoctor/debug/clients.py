@@ -326,7 +326,8 @@ class Clients:
         for slot in self._ranks.slots:
             tap = slot.session
             if tap is not None and tap.attached and not tap.leaving and slot.client is not None:
-                slot.client.write(dap.encode(dap.output(text, tap.local(place))))
+                at = tap.local(place) if place is not None else None
+                slot.client.write(dap.encode(dap.output(text, at)))
 
     async def _show_pause(
         self, slot: Slot, tap: dap.Tap, thread: object, client: asyncio.StreamWriter

@@ -185,12 +185,14 @@ class Tap:
         elif command == "setBreakpoints" and isinstance(arguments.get("source"), dict):
             self._files[seq] = str(arguments["source"].get("path"))
 
-    def local(self, place: Location | None) -> Location | None:
+    def local(self, place: Location) -> Location:
         """Return a place with the path that the client has for it."""
         mappings = self.attach.get("pathMappings")
         for each in mappings if isinstance(mappings, list) else ():
+            if not isinstance(each, dict):
+                continue
             near, far = (str(each.get(key)).rstrip("/") for key in ("localRoot", "remoteRoot"))
-            if place is not None and place.path.startswith(f"{far}/"):
+            if place.path.startswith(f"{far}/"):
                 return Location(near + place.path.removeprefix(far), place.line)
         return place
 
@@ -302,11 +304,20 @@ def refusal(request: Message, text: str) -> list[Message]:
         return [response(request, {"supportsConfigurationDoneRequest": True})]
     if request.get("command") == "disconnect":
         return [response(request)]
-    return [response(request, message=text), event("terminated", {})]
+    return [response(request, message=text, show=True), event("terminated", {})]
 
 
-def response(request: Message, body: Message | None = None, *, message: str = "") -> Message:
-    """Return a response of the gateway. With a ``message`` the request has failed."""
+def response(
+    request: Message, body: Message | None = None, *, message: str = "", show: bool = False
+) -> Message:
+    """Return a response of the gateway.
+
+    Args:
+        request: The request.
+        body: The answer.
+        message: The reason why the request failed.
+        show: Show the reason to the user, by a notification in VS Code.
+    """
     answer: Message = {
         "seq": 0,
         "type": "response",
@@ -316,7 +327,7 @@ def response(request: Message, body: Message | None = None, *, message: str = ""
     }
     if not message:
         return {**answer, "body": body} if body is not None else answer
-    error = {"id": 1, "format": message.replace("{", "(").replace("}", ")"), "showUser": True}
+    error = {"id": 1, "format": message.replace("{", "(").replace("}", ")"), "showUser": show}
     return {**answer, "message": message, "body": {"error": error}}
 
 

@@ -163,9 +163,7 @@ def without_launch_entries(text: str | None) -> str | None:
     Raises:
         JsoncError: The text is damaged.
     """
-    keys = ("configurations", "compounds")
-    sections = [Section(key, "name", [], any_name) for key in keys]
-    return vscode_files.rewrite(text, sections, _LAUNCH_DEFAULTS)
+    return _rewritten(text, [], any_name)
 
 
 def rank_name(rank: int, label: str = "", node: str = "") -> str:

@@ -81,6 +81,10 @@ def test_a_tensor_of_a_gpu_is_not_computed_with(monkeypatch: pytest.MonkeyPatch)
 def test_the_parts_of_values() -> None:
     parts = dict(values.children(torch.ones(2, 3)))
     assert (parts["shape"], parts["[1]"].tolist()) == (torch.Size([2, 3]), [1, 1, 1])
+    names = [name for name, _ in values.children(torch.ones(30))]
+    assert names[-1] == "[19]" and "[03]" in names
+    assert values.holds_tensor({"a": [torch.ones(1)]})
+    assert not values.holds_tensor({"a": [1], "b": Explosive()})
     assert dict(values.children(nn.Linear(2, 3)))["out_features"] == 3
     assert values.children(range) == []
     assert len(values.children(list(range(10**6)))) == values.MAX_CHILDREN

@@ -155,19 +155,20 @@ def _count_as_library() -> None:
 def _describe_tensors() -> None:
     """Show a tensor by its summary, and its parts without the properties that raise.
 
-    In the console and on the clipboard it is printed as torch does.
+    So are tensors in collections, whose text would wait for a GPU. In the console and on the
+    clipboard they are printed as torch does.
     """
     from _pydevd_bundle import pydevd_extension_api, pydevd_extension_utils
 
     class TensorText:
         def can_provide(self, type_object: type, type_name: str) -> bool:
-            return values.is_tensor_type(type_object)
+            return values.is_tensor_type(type_object) or type_object in (list, tuple, dict)
 
-        def get_str(self, val: Any) -> str:
-            return values.summary(val)
+        def get_str(self, val: Any) -> str | None:
+            return values.summary(val) if values.holds_tensor(val) else None
 
-        def get_str_in_context(self, val: Any, context: str) -> str:
-            return repr(val) if context in ("repl", "clipboard") else values.summary(val)
+        def get_str_in_context(self, val: Any, context: str) -> str | None:
+            return None if context in ("repl", "clipboard") else self.get_str(val)
 
     class TensorParts:
         def can_provide(self, type_object: type, type_name: str) -> bool:

@@ -20,7 +20,7 @@ from ddpdoctor.probe.runtime.shield import background
 EVALUATION = 3.0  # Seconds for an expression
 
 _MAX_ANSWER = 40_000  # Bytes of an answer; asyncio's stream of the supervisor reads 64 KiB a line
-_MAX_RESULT = 8_000  # Characters of an evaluated expression
+_MAX_RESULT = 4_000  # Characters of an evaluated expression, each of 12 bytes at most
 
 _evaluates = threading.Lock()
 
@@ -39,7 +39,7 @@ def variables(message: Message) -> Message:
         row = (
             name[: values.MAX_TEXT],
             values.summary(value),
-            type(value).__name__,
+            type(value).__name__[: values.MAX_TEXT],
             bool(values.children(value)),
         )
         room -= len(json.dumps(row))
@@ -50,7 +50,7 @@ def variables(message: Message) -> Message:
 
 
 def evaluate(message: Message) -> Message:
-    """Evaluate an expression in a frame, on a thread of its own.
+    """Evaluate an expression in a frame, on another thread.
 
     It may run code of the job. What it assigns is lost. One that does not end, such as the value of
     a tensor on a GPU that hangs, keeps its thread, and no other is evaluated then.
@@ -77,7 +77,8 @@ def _evaluate(code: CodeType, frame: FrameType, answer: Message, done: threading
         value = eval(code, frame.f_globals, dict(frame.f_locals))
         # Its text may run code of the job, too.
         text = values.summary(value) if values.is_tensor(value) else repr(value)
-        answer.update(result=text[:_MAX_RESULT], type=type(value).__name__)
+        kind = type(value).__name__[: values.MAX_TEXT]
+        answer.update(result=text[:_MAX_RESULT], type=kind)
     except BaseException as error:
         answer["error"] = f"{type(error).__name__}: {error}"[:_MAX_RESULT]
     finally:

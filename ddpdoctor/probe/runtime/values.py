@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict, defaultdict, deque
-from types import ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 MAX_TEXT = 200  # Characters of a value
 MAX_CHILDREN = 100  # Elements of a value that are listed
 
-_MAX_FIGURES = 1 << 15  # Elements of a tensor with figures; torch computes more in several threads
+_MAX_FIGURES = 1 << 15  # A tensor of as many elements has no figures: torch computes in threads
+_MAX_ROWS = 20  # Rows of a tensor that are listed
 _MAX_ITEMS = 6  # Elements of a collection that are part of its line
 _MAX_BITS = 1 << 12  # Python refuses to write longer integers
 
@@ -60,9 +61,8 @@ def _text(value: Any, depth: int) -> str:
         return _collection(value, depth)
     if isinstance(value, ModuleType):
         return f"module {value.__name__}"
-    name = getattr(value, "__qualname__", None) if callable(value) else None
-    if isinstance(name, str) and not _is_module(value):
-        return f"{kind.__name__} {name}"
+    if isinstance(value, (type, FunctionType, MethodType, BuiltinFunctionType)):
+        return f"{kind.__name__} {value.__qualname__}"
     return f"<{kind.__module__}.{kind.__qualname__}>".replace("<builtins.", "<")
 
 
@@ -95,9 +95,13 @@ def is_tensor_type(kind: type) -> bool:
     return isinstance(tensor, type) and issubclass(kind, tensor)
 
 
-def _is_module(value: object) -> bool:
-    module = getattr(sys.modules.get("torch.nn"), "Module", None)
-    return isinstance(module, type) and isinstance(value, module)
+def holds_tensor(value: object, depth: int = 2) -> bool:
+    """Return whether a value is a tensor, or a collection with one among its first elements."""
+    if is_tensor(value):
+        return True
+    if depth == 0 or type(value) not in (*_BRACKETS, *_MAPPINGS):
+        return False
+    return any(holds_tensor(part, depth - 1) for _, part in children(value))
 
 
 def tensor_summary(value: Any) -> str:
@@ -107,7 +111,7 @@ def tensor_summary(value: Any) -> str:
     dtype = str(value.dtype).removeprefix("torch.")
     text = f"{kind}{list(value.shape)} {dtype} {value.device}"
     plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
-    if not plain or value.device.type != "cpu" or not 0 < value.numel() <= _MAX_FIGURES:
+    if not plain or value.device.type != "cpu" or not 0 < value.numel() < _MAX_FIGURES:
         return text
     try:
         with torch.no_grad():
@@ -159,6 +163,8 @@ def tensor_parts(value: Any) -> list[tuple[str, Any]]:
     torch = sys.modules["torch"]
     if value.dim() and value.layout is torch.strided:
         with torch.no_grad():
-            rows = min(len(value), MAX_CHILDREN - len(found))
-            found += [(f"[{index}]", value.detach()[index]) for index in range(rows)]
+            rows = min(len(value), _MAX_ROWS)
+            # debugpy sorts by name.
+            digits = len(str(rows - 1))
+            found += [(f"[{row:0{digits}}]", value.detach()[row]) for row in range(rows)]
     return found
