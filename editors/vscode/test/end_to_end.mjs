@@ -68,9 +68,18 @@ try {
     await page.waitForSelector('.explorer-folders-view .monaco-list-row');
     const box = page.locator('.quick-input-widget input.input:visible').first();
     const quick = async (text) => {
-        await page.keyboard.press('Control+p');
-        await box.fill(text);
-        await page.locator('.quick-input-list .monaco-list-row').first().waitFor();
+        // A stop of the debugger takes the focus, which closes the box.
+        await until(async () => {
+            try {
+                await page.keyboard.press('Control+p');
+                await box.fill(text, { timeout: 4000 });
+                await page.locator('.quick-input-list .monaco-list-row').first().waitFor({ timeout: 8000 });
+                return true;
+            } catch {
+                await page.keyboard.press('Escape');
+                return false;
+            }
+        });
         await sleep(500);
         await page.keyboard.press('Enter');
     };
