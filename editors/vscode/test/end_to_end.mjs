@@ -91,7 +91,7 @@ try {
     };
     const rows = (view) => page.$$eval(`${view} .monaco-list-row`, (all) => all.map((row) => row.innerText.replace(/\s*\n\s*/g, ' ')));
     const callStack = () => rows('.debug-call-stack');
-    const paused = async () => (await callStack()).filter((row) => /paused/i.test(row)).length >= 2;
+    const paused = async () => (await callStack()).filter((row) => /^rank \d+ (?!Running)/.test(row)).length >= 2;
     const expressions = () => rows('[aria-label="Expressions on All Ranks Section"] ~ .pane-body, .pane-body');
 
     await quick(`train.py:${line}`);
