@@ -124,9 +124,12 @@ class RootPort:
                 if message.get("type") != "request":
                     continue
                 if command in dap.LEAVING:
-                    if root.at_gate:
+                    given = _arguments(message)
+                    # A restart runs the task again that has started the job, if there is one.
+                    again = given.get("restart") and not _arguments(attach).get("preLaunchTask")
+                    if root.at_gate and not again:
                         self._clients.end_job(self._ranks.slots[0])
-                    await root.leave(_arguments(message))
+                    await root.leave(given)
                     _respond(writer, message, {})
                     if command == "disconnect":
                         return
