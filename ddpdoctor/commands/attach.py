@@ -91,7 +91,7 @@ def _say(text: str) -> None:
 
 def _show(run: Run, *, elsewhere: bool) -> None:
     points = attach_points.points(run)
-    compound = vscode_configurations.compound_name(attach_points.label(run))
+    entry = vscode_configurations.root_name(attach_points.label(run))
     seconds = (time.time_ns() - integer(run.manifest, "started")) / 1e9
     words = run.command
     scripts = [os.path.basename(word) for word in words if word.endswith(".py")]
@@ -107,7 +107,7 @@ def _show(run: Run, *, elsewhere: bool) -> None:
         state = point.trouble or point.state
         state = f"on {point.node}: {state}" if point.node and not point.trouble else state
         _say(f"  {point.rank:<6}{point.port:<7}{point.pid or '-':<9}{state}")
-    _say(f'  VS Code: F5 "{compound}"')
+    _say(f'  VS Code: F5 "{entry}"')
     print("  Neovim: ddpdoctor attach --rank N; another machine: ddpdoctor attach --tunnel")
 
 

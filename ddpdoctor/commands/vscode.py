@@ -12,7 +12,7 @@ from ddpdoctor.core.formatting import shown
 from ddpdoctor.core.job import DEFAULT_PORT, LOOPBACK
 from ddpdoctor.core.options import DIRECTORY, PATH_MAP, Given, Parser, number
 from ddpdoctor.debug import vscode_configurations, vscode_files
-from ddpdoctor.debug.vscode_configurations import WORKSPACE_FOLDER, AttachPoint, PathMapping
+from ddpdoctor.debug.vscode_configurations import ALL, WORKSPACE_FOLDER, AttachPoint, PathMapping
 from ddpdoctor.supervise import command
 
 DEFAULT_RANKS = 2
@@ -49,7 +49,7 @@ Options:
     {
         "--workspace": DIRECTORY,
         "--ranks": number(1, 1024),
-        "--debug-port": number(1, _LAST_PORT),
+        "--debug-port": number(2, _LAST_PORT),
         "--path-map": PATH_MAP,
     },
     leading=True,
@@ -86,7 +86,8 @@ def _install(workspace: Path, here: Path, given: Given) -> None:
             f"{ranks} ranks from port {port} on need ports beyond port {_LAST_PORT}",
             "choose a lower --debug-port",
         )
-    points = [AttachPoint(rank, LOOPBACK, port + rank) for rank in range(ranks)]
+    points = [AttachPoint(ALL, LOOPBACK, port - 1)]
+    points += [AttachPoint(rank, LOOPBACK, port + rank) for rank in range(ranks)]
     mappings = []
     for local, remote in given.get("--path-map", ()):
         if not local.startswith("$"):
@@ -116,7 +117,7 @@ def _install(workspace: Path, here: Path, given: Given) -> None:
     )
     names = _shown(changed or _paths(workspace), here)
     done = f"wrote {names}" if changed else f"unchanged: {names}"
-    print(f'{done}: press F5 and choose "{vscode_configurations.RUN_COMPOUND}"')
+    print(f'{done}: press F5 and choose "{vscode_configurations.RUN_CONFIGURATION}"')
 
 
 def _job(given: Given, ranks: int) -> list[str]:

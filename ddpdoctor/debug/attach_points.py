@@ -26,7 +26,7 @@ from pathlib import Path
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.formatting import shown
 from ddpdoctor.core.job import LOOPBACK
-from ddpdoctor.core.opening import ask_as, relative_place, stranger, whose
+from ddpdoctor.core.opening import ask_as, integer, relative_place, stranger, whose
 from ddpdoctor.debug import gateway, vscode_configurations
 from ddpdoctor.debug.gateway import Gateway
 from ddpdoctor.run import rundir
@@ -194,7 +194,8 @@ def tunnel(run: Run) -> str:
     node = str(run.manifest.get("host", "HOST"))
     there = host(run)
     there = f"[{there}]" if ":" in there else there
-    forwards = " ".join(f"-L {near}:{there}:{far}" for near, far in _ends(run).values())
+    ends = [*_ends(run).values(), *((port, port) for port in _root(run).values())]
+    forwards = " ".join(f"-L {near}:{there}:{far}" for near, far in ends)
     if not forwards:
         raise DoctorError(
             f"no port of {run.path.name} can be reached", "`ddpdoctor attach` says why"
@@ -206,6 +207,13 @@ def _ports(run: Run) -> list[int]:
     listed = run.manifest["debug"].get("ports")
     every = listed if isinstance(listed, list) else []
     return [port for port in every if isinstance(port, int) and 0 < port <= _LAST_PORT]
+
+
+def _root(run: Run) -> dict[int, int]:
+    """Return the port of debug sessions with all ranks, by `ALL`. Empty if there is none."""
+    port = integer(run.manifest["debug"], "root")
+    own = not _is_here(run) or peers.listener(port, host(run)) == os.geteuid()
+    return {vscode_configurations.ALL: port} if 0 < port <= _LAST_PORT and own else {}
 
 
 def _ends(run: Run) -> dict[int, tuple[int, int]]:
@@ -249,7 +257,7 @@ def write(
             workspace,
             [
                 vscode_configurations.AttachPoint(rank, near, port, nodes.get(rank, ""))
-                for rank, port in ports.items()
+                for rank, port in {**(_root(run) if ports else {}), **ports}.items()
             ],
             label=own,
             others=set(labels) - {own},

@@ -58,6 +58,8 @@ IN_WORKERS = (
     "DataLoader workers run this line, and no debugger is in them: set num_workers=0 to stop here"
 )
 
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
+
 _MAX_FIRST = 1 << 20
 CHUNK = 1 << 16
 
@@ -141,8 +143,8 @@ class Clients:
     ) -> None:
         """Serve a connection to a debug port, or to the socket beside it."""
         tap = dap.Tap()
-        if by_port and self._project is not None:
-            tap.objects = partial(self._project.objection, port=slot.port)
+        if by_port:
+            tap.objects = partial(self.objection, port=slot.port)
         await self.guard(self._client(slot, tap, reader, writer), writer)
 
     async def guard(self, session: Coroutine[Any, Any, None], writer: asyncio.StreamWriter) -> None:
@@ -162,6 +164,16 @@ class Clients:
             writer.close()
             # `close` waits for a client that does not read what was written.
             asyncio.get_running_loop().call_later(PARTING, writer.transport.abort)
+
+    def objection(self, arguments: Message, port: int) -> str:
+        """Return why a client must not attach, as :meth:`Project.objection` does."""
+        return self._project.objection(arguments, port) if self._project is not None else ""
+
+    def end_job(self, slot: Slot) -> None:
+        """End the job if its debugger's Stop does so."""
+        if self._ends_job:
+            self._ends_job = False
+            self._ranks.report_rank(slot, "stop")
 
     async def _client(
         self,
@@ -258,9 +270,8 @@ class Clients:
                 while tap.for_gateway:
                     request = tap.for_gateway.pop(0)
                     self._ranks.begin(self._answer(slot, natives, request, to_client))
-                if tap.stopped_by_client and tap.at_gate and self._ends_job:
-                    self._ends_job = False
-                    self._ranks.report_rank(slot, "stop")
+                if tap.stopped_by_client and tap.at_gate:
+                    self.end_job(slot)
                 if tap.pausing is not None:
                     self._ranks.begin(self._show_pause(slot, tap, tap.pausing, to_client))
                 if tap.leaving:
@@ -479,6 +490,11 @@ class OtherNodes:
         """The hosts by global rank."""
         return {each.rank: each.host for each in list(self._ports.values())}
 
+    def server(self, number: int) -> Serve | None:
+        """Return what serves the sessions of a port. None if it is no port of another node."""
+        found = (port for port in self._ports.values() if port.number == number)
+        return next((partial(self._serve, port) for port in found), None)
+
     def close(self) -> None:
         """Close all ports."""
         for port in self._ports.values():
@@ -510,18 +526,22 @@ class OtherNodes:
         except DoctorError:
             return None
 
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await self._clients.guard(self._client(port, reader, writer), writer)
-
         def close() -> None:
             stop()
             ports.close()
 
         number = ports.numbers[0]
-        stop = self._admission.open(ports.listeners[0], f"debug port {number}", serve)
         port = _FarPort(node, host, index, rank, number, close)
+        serve = partial(self._serve, port)
+        stop = self._admission.open(ports.listeners[0], f"debug port {number}", serve)
         self._ports[node, index] = port
+        self._ranks.begin(self._ranks.changed())
         return port
+
+    async def _serve(
+        self, port: _FarPort, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        await self._clients.guard(self._client(port, reader, writer), writer)
 
     def _lose(self, port: _FarPort, why: str) -> None:
         port.lost = why

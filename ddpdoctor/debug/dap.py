@@ -20,7 +20,7 @@ Message = dict[str, Any]
 _HEADER_END = b"\r\n\r\n"
 _RESUME = (1 << 30) + 1  # The sequence number of the gateway's own ``continue``
 _MAX_HEADER = 512
-_LEAVING = frozenset({"disconnect", "terminate"})
+LEAVING = frozenset({"disconnect", "terminate"})
 _RESUMING = frozenset(
     {"continue", "next", "stepIn", "stepOut", "stepBack", "reverseContinue", "goto"}
 )
@@ -164,7 +164,7 @@ class Tap:
                     if self.objection:
                         self.refused = message
                         break
-                if message.get("command") in _LEAVING:
+                if message.get("command") in LEAVING:
                     self.stopped_by_client |= not given.get("restart")
                     self.terminates |= message.get("command") == "terminate"
                     self.leaving = True
@@ -178,7 +178,7 @@ class Tap:
         self.unanswered[seq] = command
         if command == "pause":
             self.pausing, self._resumes = arguments.get("threadId"), False
-        elif command in _RESUMING or command in _LEAVING:
+        elif command in _RESUMING or command in LEAVING:
             self.pausing = None
         elif command == "attach":
             self.attach = arguments

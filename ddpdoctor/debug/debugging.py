@@ -97,7 +97,7 @@ class Editor:
 
         Args:
             host: The address that the ports are bound to.
-            ports: Port by global rank.
+            ports: Port by global rank, and of all ranks.
             nodes: Hosts of the ranks of other nodes.
 
         Returns:
@@ -301,7 +301,7 @@ class Debugging:
         if self._own_debugpy:
             first += OWN_DEBUGPY_OFFSET
         self._editor = Editor(own, command.script)
-        self._ports = gateway.bind_block(own.debug_host, first, count)
+        self._ports = gateway.with_root(gateway.bind_block(own.debug_host, first, count))
         self._sockets: gateway.RunSockets | None = None
         self._gateway: Gateway | None = None
         self._stops = PartialStops()
@@ -333,11 +333,17 @@ class Debugging:
         workspace = self._editor.workspace
         return {
             "host": self._ports.host,
+            "root": self._root,
             "ports": sorted({*self._ports.numbers, *self._reached.values()}),
             "sockets": [] if self._sockets is None else self._sockets.paths,
             "workspace": None if workspace is None else str(workspace),
             "label": self._editor.label,
         }
+
+    @property
+    def _root(self) -> int | None:
+        """The port of debug sessions with all ranks."""
+        return None if self._ports.root is None else int(self._ports.root.getsockname()[1])
 
     @property
     def _reached(self) -> dict[int, int]:
@@ -521,10 +527,10 @@ class Debugging:
         elif state == "listening" and self._gateway is not None:
             every = len(record.ranks) == len(self._gateway.ranks) - len(self._gateway.hosts)
             who = "" if every else f" to {named(record.ranks)}"
-            compound = vscode_configurations.compound_name(self._editor.label)
+            entry = vscode_configurations.root_name(self._editor.label)
             self._speaker.say(
                 f"all ranks listening on {self._ports.host}:{_span(self._ports.numbers)}; they "
-                f'start when a debugger is attached{who}: F5 "{compound}"'
+                f'start when a debugger is attached{who}: F5 "{entry}"'
             )
         elif state == "stop":
             self.stopped = True
@@ -543,6 +549,8 @@ class Debugging:
         if (ports, nodes) == self._written:
             return
         self._written = ports, nodes
+        if ports and self._root is not None:
+            ports = {vscode_configurations.ALL: self._root, **ports}
         write = partial(self._editor.write, self._ports.host, ports, nodes)
         fresh = self._speaker.faults.guarded("launch.json", self._edit, write)
         if fresh:

@@ -11,8 +11,8 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,9 @@ from typing import Any
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.job import LOOPBACK
 from ddpdoctor.core.user_code import Location
-from ddpdoctor.debug.clients import Clients, OtherNodes, Project
+from ddpdoctor.debug.clients import Clients, OtherNodes, Project, Serve
 from ddpdoctor.debug.gateway_ranks import Ranks, Stop
+from ddpdoctor.debug.root import RootPort
 from ddpdoctor.run.names import CONTROL, debug_socket, short_path
 from ddpdoctor.run.records.supervisor import DebugRecord
 from ddpdoctor.system import peers
@@ -39,8 +40,6 @@ NO_FILES = 1.0
 
 _RESET = struct.pack("ii", 1, 0)
 _NO_RESET = struct.pack("ii", 0, 0)
-
-Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 class Admission:
@@ -250,6 +249,7 @@ class Gateway:
             ports.numbers[0],
             sockets.directory,
         )
+        self._root = RootPort(self._ranks, self._clients, self._others, sockets.directory)
         self._main_task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = threading.Event()
@@ -318,6 +318,9 @@ class Gateway:
             take = partial(self._clients.take, slot)
             admission.open(listener, f"debug port {slot.port}", take, beside=path)
             admission.open(private, path, partial(take, by_port=False))
+        if self._ports.root is not None:
+            place = f"debug port {self._ports.root.getsockname()[1]}"
+            admission.open(self._ports.root, place, self._root.take)
         with contextlib.suppress(asyncio.CancelledError):
             self._main_task = asyncio.current_task()
             if not self._stopping.is_set():
@@ -357,11 +360,13 @@ class Ports:
         host: The address they are bound to.
         listeners: One per local rank, with consecutive ports.
         moved: Whether the requested block was taken.
+        root: The socket for sessions with all ranks.
     """
 
     host: str
     listeners: tuple[socket.socket, ...]
     moved: bool
+    root: socket.socket | None = None
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -372,6 +377,8 @@ class Ports:
         """Stop listening."""
         for listener in self.listeners:
             listener.close()
+        if self.root is not None:
+            self.root.close()
 
 
 class RunSockets:
@@ -451,6 +458,12 @@ def bind_block(host: str, first: int, count: int) -> Ports:
         f"no block of {count} free ports from {start} on",
         "choose another --debug-port PORT, or turn the debugger off with --no-debug",
     )
+
+
+def with_root(ports: Ports) -> Ports:
+    """Listen for sessions with all ranks, too, on the port before the others if it is free."""
+    root = _listen(ports.host, ports.numbers[0] - 1) or _listen(ports.host, 0)
+    return replace(ports, root=root)
 
 
 def _listen(host: str, port: int) -> socket.socket | None:

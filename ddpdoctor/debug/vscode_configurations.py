@@ -1,6 +1,6 @@
 """ddpdoctor's entries in VS Code's launch.json and tasks.json.
 
-launch.json gets an attach configuration for each rank, and the compounds that start them all.
+launch.json gets an attach configuration for all ranks, and one for each rank.
 tasks.json gets the tasks that run a job, check a machine and the code, and watch a run.
 """
 
@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from ddpdoctor.debug import vscode_files
-from ddpdoctor.debug.vscode_files import PREFIX, Section, any_name, is_ours
+from ddpdoctor.debug.vscode_files import PREFIX, Section, any_name
 
 # -- launch.json
 
 
 LAUNCH_FILE = vscode_files.LAUNCH
-RUN_COMPOUND = f"{PREFIX}run + attach"
-"""The compound that F5 starts: the task that runs the job, then all ranks."""
+RUN_CONFIGURATION = f"{PREFIX}run + attach"
+"""The configuration that F5 starts: the task that runs the job, then all ranks."""
 RUN_TASK = f"{PREFIX}run"
 REPORT_TASK = f"{PREFIX}report"  # The task whose problems stay listed when the job has ended
 
@@ -35,14 +35,15 @@ _NAME = re.compile(
     rf"{PREFIX}attach all ranks(?: \((?P<all>.*)\))?",
     re.DOTALL,
 )
+ALL = -1
 _HOST = re.compile(r"[\w.-]+")
 
 
 @dataclass(frozen=True)
 class AttachPoint:
-    """The address at which a debugger reaches a rank."""
+    """The address at which a debugger reaches a rank, or all of them."""
 
-    rank: int
+    rank: int  # `ALL` for a session with all ranks
     host: str
     port: int
     node: str = ""  # The host of a rank of another node
@@ -64,11 +65,11 @@ def update_launch(
     others: Collection[str] = (),
     mappings: Sequence[PathMapping] = (),
 ) -> bool:
-    """Make launch.json hold one attach configuration per point, and the compound of them all.
+    """Make launch.json hold one attach configuration per point, and the one of all ranks.
 
     Args:
         workspace: The folder that VS Code has open.
-        points: The ranks.
+        points: All ranks, and each rank.
         label: Part of the names that distinguishes this run from another live one in the workspace.
         others: The labels of the other live runs, whose entries stay. All others are stale.
         mappings: Used instead of the workspace itself.
@@ -105,49 +106,33 @@ def with_run(
 ) -> str | None:
     """Return the text of launch.json for a run, with the arguments of :func:`update_launch`.
 
-    The compound "run + attach" belongs to the user. If it is there it stays, and names the ranks of
-    the run without a label, whatever else was changed in it.
+    "run + attach" belongs to the user. If it is there it stays, and has the port of the run
+    without a label.
 
     Raises:
         JsoncError: The text cannot be edited.
     """
     kept = set(others) - {label}
     document = vscode_files.parse_jsonc(text or "")
-    if label and vscode_files.find(document, "compounds", "name", RUN_COMPOUND):
-        # Keep the configurations that it names.
-        kept.add("")
+    found = (
+        vscode_files.find(document, key, "name", RUN_CONFIGURATION)
+        for key in ("configurations", "compounds")
+    )
+    runs = not label and any(found)
 
     def replaced(name: str) -> bool:
+        if name == RUN_CONFIGURATION:
+            return runs
         found = _NAME.fullmatch(name)
         return found is not None and (found["label"] or found["all"] or "") not in kept
 
-    points = sorted(points, key=lambda point: point.rank)
-    names = [rank_name(point.rank, label, point.node) for point in points]
-    configurations = document.root.members("configurations") if document.root else []
-    # `ddpdoctor vscode` has written the task that the end of a session runs.
-    reports = not label and any(
-        isinstance(item.value, dict) and item.value.get("postDebugTask") == REPORT_TASK
-        for node in configurations
-        for item in node.items
-    )
-    wanted = _configurations(points, mappings, label, reports=reports)
-    everyone = [_attach_all(names, label)] if names else []
-    text = _rewrite(text, wanted, everyone, replaced)
-    if label or text is None:
-        return text
-    document = vscode_files.parse_jsonc(text)
-    run = vscode_files.find(document, "compounds", "name", RUN_COMPOUND)
-    listed = run.members("configurations") if run else []
-    both = _merged("configurations", listed[-1].value, names) if listed else []
-    if not listed or listed[-1].value == both:
-        return text
-    return document.replace(listed[-1], both)
+    return _rewritten(text, _configurations(points, mappings, label, runs=runs), replaced)
 
 
 def with_launch_entries(
     text: str | None, points: Sequence[AttachPoint], mappings: Sequence[PathMapping]
 ) -> str | None:
-    """Return the text of launch.json with the unlabelled entries and the compound "run + attach".
+    """Return the text of launch.json with the unlabelled entries and "run + attach".
 
     Raises:
         JsoncError: The text cannot be edited.
@@ -156,18 +141,20 @@ def with_launch_entries(
     def replaced(name: str) -> bool:
         found = _NAME.fullmatch(name)
         labels = {found["label"], found["all"]} if found is not None else set()
-        return name == RUN_COMPOUND or labels == {None}
+        return name == RUN_CONFIGURATION or labels == {None}
 
-    names = [rank_name(point.rank) for point in points]
-    run = {
-        "name": RUN_COMPOUND,
-        "configurations": names,
-        "preLaunchTask": RUN_TASK,
-        "stopAll": True,
-        "presentation": _presentation(1),
-    }
-    wanted = _configurations(points, mappings, "", reports=True)
-    return _rewrite(text, wanted, [_attach_all(names, ""), run], replaced)
+    return _rewritten(text, _configurations(points, mappings, "", runs=True), replaced)
+
+
+def _rewritten(
+    text: str | None, wanted: Sequence[Mapping[str, object]], replaced: Callable[[str], bool]
+) -> str | None:
+    sections = [
+        Section("configurations", "name", wanted, replaced, _merged),
+        # Earlier versions wrote compounds.
+        Section("compounds", "name", [], replaced),
+    ]
+    return vscode_files.rewrite(text, sections, _LAUNCH_DEFAULTS)
 
 
 def without_launch_entries(text: str | None) -> str | None:
@@ -176,18 +163,7 @@ def without_launch_entries(text: str | None) -> str | None:
     Raises:
         JsoncError: The text is damaged.
     """
-    return _rewrite(text, [], [], any_name)
-
-
-def _rewrite(
-    text: str | None,
-    configurations: Sequence[Mapping[str, object]],
-    compounds: Sequence[Mapping[str, object]],
-    replaced: Callable[[str], bool],
-) -> str | None:
-    entries = {"configurations": configurations, "compounds": compounds}
-    sections = [Section(key, "name", each, replaced, _merged) for key, each in entries.items()]
-    return vscode_files.rewrite(text, sections, _LAUNCH_DEFAULTS)
+    return _rewritten(text, [], any_name)
 
 
 def rank_name(rank: int, label: str = "", node: str = "") -> str:
@@ -202,25 +178,19 @@ def rank_name(rank: int, label: str = "", node: str = "") -> str:
     return f"rank {rank}{there} (ddpdoctor" + (f", {label})" if label else ")")
 
 
-def compound_name(label: str = "") -> str:
-    """Return the name of the compound of all ranks."""
+def root_name(label: str = "") -> str:
+    """Return the name of the configuration of all ranks."""
     return f"{PREFIX}attach all ranks" + (f" ({label})" if label else "")
 
 
-def _presentation(order: int) -> dict[str, object]:
-    return {"group": "ddpdoctor", "order": order}
-
-
 def _configurations(
-    points: Sequence[AttachPoint], mappings: Sequence[PathMapping], label: str, *, reports: bool
+    points: Sequence[AttachPoint], mappings: Sequence[PathMapping], label: str, *, runs: bool
 ) -> list[Mapping[str, object]]:
-    """Return the attach configurations.
+    """Return the attach configurations. With ``runs``, the first one starts the job."""
 
-    With ``reports``, the end of the first one's session runs the task `REPORT_TASK`.
-    """
-    return [
-        {
-            "name": rank_name(point.rank, label, point.node),
+    def attach(name: str, point: AttachPoint, order: int, **more: str) -> Mapping[str, object]:
+        return {
+            "name": name,
             "type": "debugpy",
             "request": "attach",
             "connect": {"host": point.host, "port": point.port},
@@ -228,11 +198,20 @@ def _configurations(
                 {"localRoot": mapping.local, "remoteRoot": mapping.remote} for mapping in mappings
             ],
             "justMyCode": True,
-            "presentation": _presentation(order),
-            **({"postDebugTask": REPORT_TASK} if reports and order == 3 else {}),
+            "presentation": {"group": "ddpdoctor", "order": order},
+            **more,
         }
-        for order, point in enumerate(points, 3)
-    ]
+
+    found = []
+    for point in (each for each in points if each.rank == ALL):
+        if runs:
+            tasks = {"preLaunchTask": RUN_TASK, "postDebugTask": REPORT_TASK}
+            found.append(attach(RUN_CONFIGURATION, point, 1, **tasks))
+        found.append(attach(root_name(label), point, 2))
+    ranks = sorted((each for each in points if each.rank != ALL), key=lambda point: point.rank)
+    for order, point in enumerate(ranks, 3):
+        found.append(attach(rank_name(point.rank, label, point.node), point, order))
+    return found
 
 
 def _merged(key: str, theirs: Any, ours: Any) -> Any:
@@ -243,11 +222,9 @@ def _merged(key: str, theirs: Any, ours: Any) -> Any:
         theirs: The value in the file.
         ours: The value for this run.
     """
-    if key == "configurations" and isinstance(theirs, list):
-        return [*ours, *(name for name in theirs if not is_ours(name))]
     if key == "pathMappings":
         return theirs if ours[0] == _IDENTITY and not _are_ours(theirs) else ours
-    return ours if key in ("type", "request", "connect", "configurations") else theirs
+    return ours if key in ("type", "request", "connect") else theirs
 
 
 def _are_ours(mappings: Any) -> bool:
@@ -258,15 +235,6 @@ def _are_ours(mappings: Any) -> bool:
         and mappings[0] == _IDENTITY
         for each in mappings
     )
-
-
-def _attach_all(names: Sequence[str], label: str) -> Mapping[str, object]:
-    return {
-        "name": compound_name(label),
-        "configurations": list(names),
-        "stopAll": True,
-        "presentation": _presentation(2),
-    }
 
 
 # -- tasks.json

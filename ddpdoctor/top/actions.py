@@ -109,9 +109,9 @@ def attach_lines(snapshot: Snapshot) -> tuple[str, ...]:
     """
     run = _debugged(snapshot)
     points = attach_points.points(run)
-    compound = vscode_configurations.compound_name(attach_points.label(run))
+    entry = vscode_configurations.root_name(attach_points.label(run))
     return (
-        f'VS Code: F5 "{compound}"; w writes .vscode/launch.json',
+        f'VS Code: F5 "{entry}"; w writes .vscode/launch.json',
         f"Neovim: ddpdoctor attach --rank N; elsewhere: {attach_points.tunnel(run)}",
         *(f"rank {each.rank}: port {each.port}, {each.trouble or each.state}" for each in points),
         *(() if points else ("no rank has started yet",)),

@@ -644,6 +644,11 @@ class LiveSource:
             self._attempt or 0, step, max(epochs, default=None), rate, newest, _world_size(pages)
         )
 
+    @property
+    def _debug_port(self) -> int | None:
+        debug = self._manifest.get("debug") if self.live else None
+        return integer(debug, "root") or None if isinstance(debug, dict) else None
+
     def _snapshot(
         self,
         rows: list[RankRow],
@@ -668,6 +673,7 @@ class LiveSource:
             live=self.live,
             exit_status=None if self.live else events.status,
             world_size=_world_size(pages),
+            debug_port=self._debug_port,
             job=job,
             gpus=gpus,
             machine=self._meter.read(),

@@ -171,6 +171,7 @@ class Snapshot(Part):
     """One of `STATES`. ``gone``: the run directory was removed, so the state is unknown."""
     exit_status: int | None = None
     world_size: int | None = None
+    debug_port: int | None = None  # The port of a debug session with all ranks
     job: Job = Job()
     ranks: tuple[RankRow, ...] = ()
     """The blamed one first, then by own time, descending. Ranks that run nothing come last."""

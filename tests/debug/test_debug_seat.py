@@ -31,6 +31,8 @@ while True:
 class Client:
     """A debugger that leaves its connection as it is."""
 
+    wanted: dict[str, Any]  # The child session that was asked for last
+
     def __init__(self, port: int) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port), LIMIT)
         self.events: list[str] = []
@@ -49,6 +51,8 @@ class Client:
             for message in self.decoder.feed(data):
                 if message["type"] == "event":
                     self.events.append(message["event"])
+                    if message["event"] == "debugpyAttach":
+                        self.wanted = message["body"]
                 elif message["type"] == "response" and message["request_seq"] == seq:
                     found = message
             if found is not None:
@@ -77,8 +81,9 @@ class Rank:
     def __init__(self, directory: Path, project: Project | None = None) -> None:
         self._directory = directory
         self._news = threading.Event()
-        ports = gateway.bind_block("127.0.0.1", 0, 1)
-        self.port = ports.numbers[0]
+        ports = gateway.with_root(gateway.bind_block("127.0.0.1", 0, 1))
+        assert ports.root is not None
+        self.port, self.root = ports.numbers[0], ports.root.getsockname()[1]
         self.gateway = Gateway(
             ports,
             gateway.RunSockets(directory, 1),
@@ -105,8 +110,8 @@ class Rank:
             self._news.wait(0.1)
             self._news.clear()
 
-    def client(self) -> Client:
-        self.clients.append(Client(self.port))
+    def client(self, port: int = 0) -> Client:
+        self.clients.append(Client(port or self.port))
         return self.clients[-1]
 
     def attach(self) -> Client:
@@ -156,6 +161,36 @@ def test_a_client_that_leaves_and_reads_no_answer(rank: Rank) -> None:
     first.send("disconnect")
     rank.wait_for("detached")
     assert rank.attach().ask("threads")["success"]
+
+
+@pytest.mark.parametrize("command", ["disconnect", "terminate"])
+def test_the_session_with_all_ranks_ends_those_that_it_has_started(
+    rank: Rank, command: str
+) -> None:
+    root = rank.client(rank.root)
+    root.attach(name="all", connect={"host": "127.0.0.1", "port": rank.root}, ranks=[])
+    while "debugpyAttach" not in root.events:
+        assert root.ask("threads")["body"] == {"threads": []}
+    child = rank.client(root.wanted["connect"]["port"])
+    child.attach(**{key: each for key, each in root.wanted.items() if key != "justMyCode"})
+    rank.wait_for("attached")
+    assert child.ask("threads")["body"]["threads"]
+    assert root.ask(command)["success"]
+    assert child.ask("disconnect")["success"]
+    child.wait_for_end()
+    assert child.events.count("terminated") == 1
+    rank.wait_for("detached")
+    assert rank.attach().ask("threads")["success"]
+
+
+def test_the_session_with_all_ranks_of_another_project_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    rank = Rank(tmp_path / "run", Project("a.py", (str(tmp_path / "a"),)))
+    root = rank.client(rank.root)
+    assert root.ask("initialize")["success"]
+    refused = root.ask("attach", name="ddpdoctor: attach all ranks", workspaceFolder=str(ROOT))
+    rank.close()
+    assert not refused["success"] and "a.py" in refused["message"]
 
 
 def test_a_client_whose_rank_has_ended(rank: Rank) -> None:

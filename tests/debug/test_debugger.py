@@ -424,7 +424,8 @@ def test_a_taken_port_moves_the_block(doctor: Doctor) -> None:
             for line in (doctor.directory / ".vscode" / "launch.json").read_text().splitlines()
         )
     )
-    assert [each["connect"]["port"] for each in launch["configurations"]] == [port + 2, port + 3]
+    ports = [each["connect"]["port"] for each in launch["configurations"]]
+    assert ports[1:] == [port + 2, port + 3]
 
 
 @pytest.mark.slow
@@ -434,8 +435,9 @@ def test_f5_in_this_repository(job: Job) -> None:
         json.loads(re.sub(r"// \S.*", "", (ROOT / ".vscode" / f"{name}.json").read_text()))
         for name in ("tasks", "launch")
     )
-    compound = next(c for c in launch["compounds"] if c["name"] == "ddpdoctor: run + attach")
-    task = next(t for t in tasks["tasks"] if t["label"] == compound["preLaunchTask"])
+    run, _, *ranks = launch["configurations"]
+    assert run["name"] == "ddpdoctor: run + attach"
+    task = next(t for t in tasks["tasks"] if t["label"] == run["preLaunchTask"])
     assert task["args"][:3] == ["-m", "ddpdoctor", "run"]
     *options, script, break_at, first = task["args"][3:]
     more = ("--iterations", "3", "--batch-size", "1", "--image-size", "33")
@@ -448,8 +450,7 @@ def test_f5_in_this_repository(job: Job) -> None:
     said = job.live.err.read_text().splitlines()
     for pattern in (background["beginsPattern"], background["endsPattern"]):
         assert any(re.search(pattern, line) for line in said), (pattern, said)
-    ranks = [c["name"] for c in launch["configurations"]]
-    assert compound["configurations"] == ranks == ["rank 0 (ddpdoctor)", "rank 1 (ddpdoctor)"]
+    assert [each["name"] for each in ranks] == ["rank 0 (ddpdoctor)", "rank 1 (ddpdoctor)"]
     clients = [job.attach(rank) for rank in range(len(ranks))]
     for rank, client in enumerate(clients):
         frame = client.stack(client.wait_for_stop())[0]

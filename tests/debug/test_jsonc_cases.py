@@ -43,11 +43,9 @@ def test_a_messy_file() -> None:
         text = ",".join("\n" + json.dumps(element, indent="\t") for element in elements)
         return text.replace("\n", "\r\n\t\t")
 
-    compounds = f'\r\n\t"compounds": [ // made by ddpdoctor{block(value["compounds"])}\r\n\t],'
-    expected = MESSY.replace("\r\n{", "\r\n{" + compounds)
-    ranks = block(value["configurations"][:2])
-    assert added == expected.replace("[ // first", f"[{ranks}, // first")
-    assert names(added)[2:] == ["Python: C:\\xampp", "é 漢 😀"]
+    ours = block(value["configurations"][:4])
+    assert added == MESSY.replace("[ // first", f"[{ours}, // first")
+    assert names(added)[4:] == ["Python: C:\\xampp", "é 漢 😀"]
     assert add(added) == added
     assert vscode_configurations.without_launch_entries(added) == MESSY
 
@@ -154,13 +152,13 @@ def test_of_two_lists_with_one_name_the_last_is_the_one() -> None:
     text = '{"configurations": [1], "compounds": [], "configurations": [2]}'
     added = add(text)
     assert added.startswith('{"configurations": [1], ')
-    assert len(independent(added)["configurations"]) == 3
+    assert len(independent(added)["configurations"]) == 5
     assert vscode_configurations.without_launch_entries(added) == text
     # One was put behind ours later: VS Code reads that one now.
     behind = add('{"configurations": []}')[:-1] + ', "configurations": [2]}'
     again = add(behind)
-    assert len(independent(again)["configurations"]) == 3
-    assert again.count('"rank 0 (ddpdoctor)",\n        "type"') == 1
+    assert len(independent(again)["configurations"]) == 5
+    assert again.count('"rank 0 (ddpdoctor)"') == 1
 
 
 @pytest.mark.parametrize(
@@ -168,7 +166,7 @@ def test_of_two_lists_with_one_name_the_last_is_the_one() -> None:
     [
         ('{\n"configurations": null}', 2, "list"),
         ('{\r\n\r\n"configurations": {}}', 3, "list"),
-        ('{"compounds":\r"x"}', 2, "list"),
+        ('{"configurations":\r"x"}', 2, "list"),
         ("\n[]", 2, "object"),
         ("3", 1, "object"),
         ("{", 1, "property name"),
@@ -221,17 +219,18 @@ def test_half_a_surrogate_pair_is_written_as_an_escape() -> None:
 def test_a_run_with_other_ranks() -> None:
     two = vscode_configurations.with_run("{}", POINTS, MAPPINGS)
     three = vscode_configurations.with_run(two, MORE, MAPPINGS)
-    assert names(three) == [f"rank {rank} (ddpdoctor)" for rank in range(3)]
-    assert names(three, "compounds") == ["ddpdoctor: attach all ranks"]
+    assert names(three) == [
+        "ddpdoctor: attach all ranks",
+        *(f"rank {rank} (ddpdoctor)" for rank in range(3)),
+    ]
     assert vscode_configurations.with_run(three, POINTS, MAPPINGS) == two
 
 
 def test_labels() -> None:
     first = vscode_configurations.with_run(None, POINTS, MAPPINGS)
     both = vscode_configurations.with_run(first, POINTS, MAPPINGS, "a", [""])
-    ranks = ["rank 0 (ddpdoctor)", "rank 1 (ddpdoctor)"]
+    ranks = ["ddpdoctor: attach all ranks", "rank 0 (ddpdoctor)", "rank 1 (ddpdoctor)"]
     assert names(both) == [*labelled("a"), *ranks]
-    assert names(both, "compounds") == [f"ddpdoctor: attach all ranks{s}" for s in (" (a)", "")]
     # The run of "a" is over: its entries are stale for all others.
     assert names(vscode_configurations.with_run(both, POINTS, MAPPINGS, "b", [""])) == [
         *labelled("b"),
@@ -243,16 +242,14 @@ def test_labels() -> None:
 
 
 def labelled(label: str) -> list[str]:
-    return [f"rank {rank} (ddpdoctor, {label})" for rank in range(2)]
+    ranks = (f"rank {rank} (ddpdoctor, {label})" for rank in range(2))
+    return [f"ddpdoctor: attach all ranks ({label})", *ranks]
 
 
 def test_what_the_user_wrote_into_our_entries_stays() -> None:
     changes = {
         '"justMyCode": true': '"justMyCode": false, "subProcess": false, "timeout": 7',
         '"order": 4': '"order": 4, "hidden": true',
-        '"ddpdoctor: attach all ranks",\n    "configurations": [': (
-            '"ddpdoctor: attach all ranks",\n    "configurations": ["TensorBoard",'
-        ),
     }
     text = json.dumps(independent(add(None)), indent=2)
     text = re.sub(r"\n +", "\n    ", text)
@@ -264,14 +261,14 @@ def test_what_the_user_wrote_into_our_entries_stays() -> None:
     text = identity.sub(lambda _: mine, text)
     for again in (vscode_configurations.with_run(text, MORE, MAPPINGS), add(text)):
         now = independent(again or "")
-        first, second, *_ = now["configurations"]
+        by_name = {each["name"]: each for each in now["configurations"]}
+        first, second = (by_name[f"rank {rank} (ddpdoctor)"] for rank in (0, 1))
         assert (first["justMyCode"], first["subProcess"], first["timeout"]) == (False, False, 7)
         assert ": 7.0" not in (again or "")
         assert first["pathMappings"] == [json.loads(mine)]
         assert second["presentation"] == {"group": "ddpdoctor", "order": 4, "hidden": True}
-        assert "TensorBoard" in now["compounds"][0]["configurations"]
     moved = independent(vscode_configurations.with_run(text, MORE, MAPPINGS) or "")
-    assert moved["configurations"][0]["connect"]["port"] == 7000
+    assert [each["connect"]["port"] for each in moved["configurations"][:3]] == [6999, 6999, 7000]
     # A new --path-map counts more than what is there.
     other = [PathMapping("/here", "/there")]
     mapped = independent(vscode_configurations.with_run(text, POINTS, other) or "")
@@ -289,16 +286,22 @@ def test_what_the_user_wrote_into_our_tasks_stays() -> None:
     assert now["options"] == {"cwd": "${workspaceFolder}", "env": {"A": "b"}}
 
 
-def test_run_and_attach_names_the_ranks_that_are_there() -> None:
-    text = add(None).replace('"ddpdoctor: run",', '"my own task", // mine')
+def test_run_and_attach_has_the_port_of_the_run() -> None:
+    text = add(None).replace('"preLaunchTask": "ddpdoctor: run"', '"preLaunchTask": "my own"')
     text = vscode_configurations.with_run(text, MORE, MAPPINGS) or ""
-    run = independent(text)["compounds"][-1]
-    assert run["name"] == vscode_configurations.RUN_COMPOUND
-    assert run["configurations"] == names(text)
-    assert run["preLaunchTask"] == "my own task"
-    assert "// mine" in text
-    # Another run neither changes it nor takes away what it names.
-    other = vscode_configurations.with_run(text, POINTS, MAPPINGS, "a") or ""
-    assert independent(other)["compounds"][-1] == run
-    assert set(run["configurations"]) < set(names(other))
+    run = independent(text)["configurations"][0]
+    assert run["name"] == vscode_configurations.RUN_CONFIGURATION
+    assert (run["connect"]["port"], run["preLaunchTask"]) == (6999, "my own")
+    # Another run does not change it.
+    other = vscode_configurations.with_run(text, POINTS, MAPPINGS, "a", [""]) or ""
+    assert run in independent(other)["configurations"]
     assert vscode_configurations.without_launch_entries(other) is None
+
+
+def test_compounds_of_earlier_versions_are_replaced() -> None:
+    old: list[dict[str, object]] = [
+        {"name": name, "configurations": []} for name in ("ddpdoctor: run + attach", "mine")
+    ]
+    text = vscode_configurations.with_run(json.dumps({"compounds": old}), POINTS, MAPPINGS)
+    assert names(text, "compounds") == ["mine"]
+    assert names(text)[:2] == ["ddpdoctor: run + attach", "ddpdoctor: attach all ranks"]

@@ -14,7 +14,7 @@ from ddpdoctor import cli
 from ddpdoctor.commands import vscode
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.debug import vscode_configurations, vscode_files
-from ddpdoctor.debug.vscode_configurations import AttachPoint
+from ddpdoctor.debug.vscode_configurations import ALL, AttachPoint
 from tests.conftest import ROOT
 from tests.support.vscode_schema import SCHEMA, check, load, ports
 
@@ -76,19 +76,19 @@ def test_the_command(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert vscode.main(["--", "--nproc-per-node", "3", "train.py", "--nproc-per-node=9"]) == 0
     assert capsys.readouterr().out == f"wrote {both}: {press}\n"
     assert ports(here) == [5678, 5679, 5680]
-    compounds = load(here / ".vscode/launch.json")["compounds"]
+    run = load(here / ".vscode/launch.json")["configurations"][0]
     # Its problems stay when those of the run, which ends with the job, are taken away.
     report = load(here / ".vscode/tasks.json")["tasks"][1]
     after = [c.get("postDebugTask") for c in load(here / ".vscode/launch.json")["configurations"]]
-    assert after == [report["label"], None, None]
+    assert after == [report["label"], None, None, None, None]
     assert "background" not in report["problemMatcher"]
     assert "isBackground" not in report
     # Else VS Code, which starts it twice after a Stop of the compound, asks which one to end.
     assert report["runOptions"] == {"instancePolicy": "silent"}
     check(load(here / ".vscode/launch.json"), SCHEMA)
-    assert compounds[1]["preLaunchTask"] == run_task(here)["label"]
+    assert run["preLaunchTask"] == run_task(here)["label"]
     before = (here / ".vscode/launch.json").read_bytes()
-    points = [AttachPoint(rank, "127.0.0.1", 5678 + rank) for rank in range(3)]
+    points = [AttachPoint(rank, "127.0.0.1", 5678 + rank) for rank in (ALL, 0, 1, 2)]
     # A run of as many ranks finds everything as it wants it.
     assert not vscode_configurations.update_launch(here, points)
     assert (here / ".vscode/launch.json").read_bytes() == before
@@ -225,7 +225,7 @@ def test_the_lines_of_problems_match(here: Path) -> None:
         (["--ranks", "--remove"], "option --ranks needs a number from 1 to 1024"),
         (["--ranks", "0"], "from 1 to 1024, not '0'"),
         (["--ranks=²"], "needs a number"),
-        (["--debug-port", "65536"], "from 1 to 65535"),
+        (["--debug-port", "65536"], "from 2 to 65535"),
         (["--debug-port", "65535"], "beyond port 65535"),
         (["--path-map", "here"], "LOCAL=REMOTE"),
         (["--workspace", "nowhere"], "not a directory"),

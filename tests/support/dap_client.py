@@ -84,6 +84,7 @@ class DapClient:
         self._answers: dict[int, dict[str, Any]] = {}
         self._events: defaultdict[str, deque[dict[str, Any]]] = defaultdict(deque)
         self._noise: list[str] = []
+        self.name = ""
         self._failure: str | None = None
         self._over = False
         self._process = subprocess.Popen(

@@ -7,10 +7,10 @@ import re
 from typing import Any
 
 from ddpdoctor.debug import vscode_configurations
-from ddpdoctor.debug.vscode_configurations import AttachPoint, PathMapping
+from ddpdoctor.debug.vscode_configurations import ALL, AttachPoint, PathMapping
 
-POINTS = [AttachPoint(rank, "127.0.0.1", 5678 + rank) for rank in range(2)]
-MORE = [AttachPoint(rank, "127.0.0.1", 7000 + rank) for rank in range(3)]
+POINTS = [AttachPoint(rank, "127.0.0.1", 5678 + rank) for rank in (ALL, 0, 1)]
+MORE = [AttachPoint(rank, "127.0.0.1", 7000 + rank) for rank in (ALL, 0, 1, 2)]
 MAPPINGS = [PathMapping("${workspaceFolder}", "${workspaceFolder}")]
 
 

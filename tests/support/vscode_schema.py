@@ -44,4 +44,5 @@ def load(path: Path) -> Any:
 
 def ports(workspace: Path) -> list[int]:
     configurations = load(workspace / ".vscode/launch.json")["configurations"]
-    return [item["connect"]["port"] for item in configurations]
+    ranks = (item for item in configurations if item["name"].startswith("rank "))
+    return [item["connect"]["port"] for item in ranks]
