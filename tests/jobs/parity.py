@@ -8,8 +8,8 @@ import sys
 
 import torch
 import torch.distributed as dist
-from torch.nn import functional
 from torch import nn
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
