@@ -9,6 +9,8 @@ COMMANDS = {
     "check": "Check before a job starts whether it can run here, and between nodes.",
     "top": "Watch a live run: which rank is slow, where, and what its GPU does.",
     "scale": "Run a job at several sizes, and say what keeps it from scaling.",
+    "debug": "Debug the ranks of a live run at a prompt, all at once.",
+    "eval": "Evaluate an expression in the ranks of a live run, without stopping them.",
     "attach": "Show where a debugger attaches to the ranks of live runs.",
     "stacks": "Show where the ranks of a live run are in the code, merged into one tree.",
     "vscode": "Write VS Code's launch.json and tasks.json for a job.",

@@ -240,22 +240,27 @@ def refusal(request: Message, text: str) -> list[Message]:
     ``initialize`` succeeds, so that the client goes on to ``attach``, whose error it shows to the
     user.
     """
-    response: Message = {
+    if request.get("command") == "initialize":
+        return [response(request, {"supportsConfigurationDoneRequest": True})]
+    if request.get("command") == "disconnect":
+        return [response(request, {})]
+    error = {"id": 1, "format": text.replace("{", "(").replace("}", ")"), "showUser": True}
+    return [
+        {**response(request, {"error": error}), "success": False, "message": text},
+        event("terminated", {}),
+    ]
+
+
+def response(request: Message, body: Message) -> Message:
+    """Return the gateway's response to a request that succeeded."""
+    return {
         "seq": 1,
         "type": "response",
         "request_seq": request.get("seq", 0),
         "command": request.get("command", ""),
         "success": True,
+        "body": body,
     }
-    if request.get("command") == "initialize":
-        return [{**response, "body": {"supportsConfigurationDoneRequest": True}}]
-    if request.get("command") == "disconnect":
-        return [response]
-    error = {"id": 1, "format": text.replace("{", "(").replace("}", ")"), "showUser": True}
-    return [
-        {**response, "success": False, "message": text, "body": {"error": error}},
-        event("terminated", {}),
-    ]
 
 
 def event(name: str, body: Message) -> Message:

@@ -30,6 +30,7 @@ from ddpdoctor.core.user_code import user_file
 from ddpdoctor.probe.runtime import (
     control,
     debugpy_private,
+    evaluation,
     rank,
     shield,
     torch_groups,
@@ -217,6 +218,7 @@ def install() -> None:
         lift=lambda _: torch_groups.lift_timeouts(),
         restore=lambda _: torch_groups.lift_timeouts(False),
         workers=_workers,
+        evaluate=evaluation.evaluate,
     )
     worker_code_found.append(lambda: control.say("workers"))
     if wanted & {"error", "lift"}:
