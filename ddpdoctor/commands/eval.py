@@ -36,6 +36,7 @@ Options:
 The expression sees the variables of the function that called
 optimizer.step(), then of its callers and their modules. It runs in the job, on
 the training thread, with the job's rights: read with it, and change nothing.
+It runs once more if the ranks were not at the same step.
 The peers wait for the rank meanwhile, and what reads a GPU's tensor waits for
 the GPU. After 2 seconds of Python it is interrupted; a call of native code,
 such as a collective, cannot be. Values are cut after 4096 characters.
@@ -45,7 +46,10 @@ Exit status: 0; 1 if a rank has no value; 2 if there is no such run or rank.
     {"--ranks": RANKS, "--within": seconds(0.1, 3600)},
 )
 
-LEAD = 0.3  # Seconds until the chosen step ends, so that all ranks have been asked by then
+LEADS = 0.5, 3.0
+"""Seconds until the chosen step ends, so that all ranks have been asked by then. The second one
+counts if the first was too short."""
+
 MAX_APART = 1  # Steps between ranks that train in lockstep
 
 
@@ -60,7 +64,11 @@ def main(words: Sequence[str]) -> int:
     expression = given.rest[0]
     run = attach_points.debugged_run(given.rest[1] if len(given.rest) == 2 else None)
     ranks = attach_points.chosen_ranks(run, given.get("--ranks"))
-    answers = _evaluate(run, ranks, expression, given.get("--within", 10.0))
+    for lead in LEADS:
+        answers = _evaluate(run, ranks, expression, given.get("--within", 10.0), lead)
+        steps = {each["step"] for each in answers.values() if "step" in each}
+        if len(steps) <= 1 or any("trouble" in each for each in answers.values()):
+            break
     texts = {rank: each.get("value") or _trouble(each) for rank, each in answers.items()}
     if "--json" in given:
         document = {
@@ -82,7 +90,6 @@ def main(words: Sequence[str]) -> int:
     else:
         for line in grouped_lines(texts):
             print(line)
-        steps = {each["step"] for each in answers.values() if "step" in each}
         if len(steps) > 1:
             text = f"the ranks are not at one step: steps {min(steps)} to {max(steps)}"
             print(f"ddpdoctor: {text}", file=sys.stderr)
@@ -94,27 +101,32 @@ def _trouble(answer: dict[str, Any]) -> str:
 
 
 def _evaluate(
-    run: Run, ranks: Collection[int], expression: str, within: float
+    run: Run, ranks: Collection[int], expression: str, within: float, lead: float
 ) -> dict[int, dict[str, Any]]:
     """Return what each rank answers."""
     from ddpdoctor.debug.clients import EVALUATE
     from ddpdoctor.debug.sessions import Session, connect, for_each
+    from ddpdoctor.run.reader import glance
 
-    step, found = _step(run, ranks), dict[int, dict[str, Any]]()
+    found: dict[int, dict[str, Any]] = {}
+    sessions: dict[int, Session] = {}
 
-    def ask(rank: int) -> str:
-        session = Session(rank, connect(run, rank), threading.Condition())
-        try:
-            found[rank] = session.ask(EVALUATE, expression=expression, step=step, seconds=within)
-        finally:
-            session.close()
-        return ""
+    def reach(rank: int) -> None:
+        sessions[rank] = Session(rank, connect(run, rank), threading.Condition())
 
-    troubles = for_each(ranks, ask)
+    def ask(rank: int) -> None:
+        found[rank] = sessions[rank].ask(EVALUATE, expression=expression, step=step, seconds=within)
+
+    troubles = for_each(ranks, reach)
+    # Only now, since the ranks go on while others are connected to.
+    step = _step(glance(run.path), ranks, lead)
+    troubles |= for_each(sessions, ask)
+    for session in sessions.values():
+        session.close()
     return {rank: found.get(rank, {"trouble": text}) for rank, text in troubles.items()}
 
 
-def _step(run: Run, ranks: Collection[int]) -> int:
+def _step(run: Run, ranks: Collection[int], lead: float) -> int:
     """Return the number of the step after which all ranks evaluate, so that values compare.
 
     Returns 0, for each rank's next step, if the ranks do not train in lockstep.
@@ -124,4 +136,4 @@ def _step(run: Run, ranks: Collection[int]) -> int:
     if not steps or max(steps) - min(steps) > MAX_APART:
         return 0
     shortest = min(each.last_total for each in pages) / 1e9
-    return max(steps) + (min(math.ceil(LEAD / shortest), 10_000) if shortest > 0 else 1)
+    return max(steps) + (min(math.ceil(lead / shortest), 10_000) if shortest > 0 else 1)
