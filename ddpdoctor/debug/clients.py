@@ -128,6 +128,8 @@ class Clients:
                 slot.session = slot.client = None
                 if tap.attached:
                     self._ranks.report_rank(slot, "detached")
+                    # It may have come to a breakpoint() while the client left.
+                    self._ranks.report_waits(slot)
                 self._ranks.restore_timeouts()
                 await self._ranks.changed()
         except RefusedError as refused:
