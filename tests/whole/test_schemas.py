@@ -46,7 +46,8 @@ def test_each_schema_is_one_and_is_documented(name: str) -> None:
 
 
 def test_there_is_one_for_each_json() -> None:
-    assert set(SCHEMAS) == {"check", "compare", "findings", "runs", "scale", "stacks", "top"}
+    names = {"check", "compare", "eval", "findings", "runs", "scale", "stacks", "top"}
+    assert set(SCHEMAS) == names
 
 
 def test_a_finding_is_the_same_everywhere() -> None:

@@ -6,7 +6,6 @@ of ours waits for the result.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import reprlib
 import sys
@@ -25,7 +24,8 @@ MAX_SECONDS = (
 )
 MAX_TEXT = 4096
 MAX_FRAMES = 100
-_POLL = 0.02  # Seconds
+_POLL = 0.02  # Seconds between two looks at the training thread
+_OVER = -1  # In place of the thread that evaluates: it has done so
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 _TORCH = f"{os.sep}torch{os.sep}"
@@ -90,10 +90,8 @@ class _Evaluation:
                     events.due = min(events.due, step)
                 elif began is None:
                     began = now
-                elif now - began > MAX_SECONDS:
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                        ctypes.c_ulong(self._thread), ctypes.py_object(_TooLongError)
-                    )
+                elif now - began > MAX_SECONDS and self._thread != _OVER:
+                    _raise_in(self._thread, _TooLongError)
                     began = float("inf")
         return self._answer
 
@@ -125,10 +123,17 @@ class _Evaluation:
 
     def _end(self) -> None:
         """Take back an interruption that has not been raised yet."""
-        thread = threading.get_ident()
         with self._lock:
-            self._thread = -1
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)
+            _raise_in(threading.get_ident(), None)
+            self._thread = _OVER
+
+
+def _raise_in(thread: int, error: type[BaseException] | None) -> None:
+    """Raise an exception in a thread at its next instruction of Python, or take one back."""
+    import ctypes
+
+    raised = None if error is None else ctypes.py_object(error)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
 
 
 def _described(error: BaseException) -> str:
