@@ -31,6 +31,7 @@ POLL = 0.25  # Seconds between two looks at the run while a command waits
 SETTLED = 1.0  # Seconds without another stop after which no more ranks are waited for
 HELD = 5.0  # Seconds for ranks that run while others are held, which they may wait for
 PAUSE_TIMEOUT = 5.0  # Seconds for ranks to stop when they are paused
+MOVES = ("n", "next", "s", "step", "u", "up", "d", "down")
 CONTEXT = 5  # Lines before and after the current one that `list` shows
 HELP = """\
 bt, w                   Stacks of the chosen ranks as one tree, also of those that run.
@@ -70,7 +71,7 @@ class Prompt(cmd.Cmd):
         self._is_typed = sys.stdin.isatty() and sys.stdout.isatty()
         self._at_prompt = False
         self._failed = False
-        self._listed: tuple[Frame, int] | None = None  # Where `list` goes on
+        self._busy = threading.RLock()  # A command runs, or the watch looks at the ranks
 
     # -- read commands
 
@@ -90,8 +91,9 @@ class Prompt(cmd.Cmd):
                 if not self._is_typed:
                     self._take_waiting()
                     self._show_news()
-                if self.onecmd(line):
-                    break
+                with self._busy:
+                    if self.onecmd(line):
+                        break
             except KeyboardInterrupt:
                 if not self._is_typed:
                     raise
@@ -120,10 +122,11 @@ class Prompt(cmd.Cmd):
                 line = "" if self._sessions.stopped() & self._ranks else "pause"
             finally:
                 self._at_prompt = False
+            # An empty line repeats a command that moves, as in gdb.
+            if not line and self.lastcmd.partition(" ")[0] in MOVES:
+                line = self.lastcmd
             if line:
                 yield line
-            elif self._is_typed:
-                self.emptyline()
 
     @property
     def _prompt(self) -> str:
@@ -146,8 +149,8 @@ class Prompt(cmd.Cmd):
         """Show what happens while the prompt waits for a command."""
         while True:
             time.sleep(2 * POLL)
-            if self._at_prompt:
-                with contextlib.suppress(DoctorError, OSError):
+            with self._busy, contextlib.suppress(DoctorError, OSError):
+                if self._at_prompt:
                     self._take_waiting()
                     self._show_news(above_prompt=True)
 
@@ -169,16 +172,8 @@ class Prompt(cmd.Cmd):
             return [each for each in found if each.startswith(str(text))]
         return []
 
-    def emptyline(self) -> bool:
-        """Repeat the last command if it moved on, as gdb does."""
-        moved = self.lastcmd.split()[:1]
-        steps = (["n"], ["next"], ["s"], ["step"], ["l"], ["list"], ["u"], ["up"], ["d"], ["down"])
-        return self.onecmd(self.lastcmd) if moved in steps else False
-
     def default(self, line: str) -> None:
         """Execute a line that is no command as Python, as pdb does."""
-        if line == "EOF":
-            return
         self.do_p(line.removeprefix("!").strip())
 
     # -- what the ranks do
@@ -224,12 +219,7 @@ class Prompt(cmd.Cmd):
 
     def _stop(self, session: Session) -> str:
         """Describe the stop of a rank, with its line of code."""
-        frame = session.frame
-        if frame is None:
-            return f"stopped: {session.why}"
-        code = _source_lines(frame.path)[frame.line - 1 : frame.line]
-        text = f"{session.why} at {_place(frame)} in {frame.name}"
-        return "\n-> ".join([text, *(line.strip() for line in code)])
+        return f"{session.why} at {_with_code(session.frame)}"
 
     def _take_waiting(self) -> None:
         """Attach to the chosen ranks that wait for a debugger."""
@@ -280,22 +270,27 @@ class Prompt(cmd.Cmd):
         """Wait until the resumed ranks have stopped, and show where.
 
         If some stop, the others have a moment. If some ranks are held, the others may wait for
-        them. Ctrl-C pauses the ranks.
+        them. Time without a core does not count. Ctrl-C pauses the ranks.
         """
         sessions = self._sessions
         before = sessions.stopped()
-        held, limit = before - resumed, time.monotonic() + HELD
+        held, left = before - resumed, HELD
         while running := resumed & set(sessions.by_rank) - before:
+            began, turns = time.monotonic(), sessions.turns(running)
             try:
                 sessions.wait(POLL)
                 self._take_waiting()
             except KeyboardInterrupt:
+                if not self._is_typed:
+                    raise
                 print()
                 self._pause(running)
                 break
+            seconds = time.monotonic() - began
+            left -= seconds - sessions.without_core(turns, seconds)
             if sessions.stopped() != before:
-                before, limit = sessions.stopped(), time.monotonic() + SETTLED
-            if (before & resumed or held) and time.monotonic() > limit:
+                before, left = sessions.stopped(), SETTLED
+            if (before & resumed or held) and left < 0:
                 break
         self._show_news()
         self._say({rank: self._doing(rank) for rank in resumed - sessions.stopped()})
@@ -372,8 +367,7 @@ class Prompt(cmd.Cmd):
             session.selected = min(max(wanted, 0), last)
             if wanted != session.selected:
                 return f"*** {'oldest' if by > 0 else 'newest'} frame"
-            frame = session.frame
-            return "" if frame is None else _with_code(frame)
+            return _with_code(session.frame)
 
         self._each(move)
 
@@ -475,7 +469,6 @@ class Prompt(cmd.Cmd):
 
     def _resume(self, command: str) -> None:
         ranks = self._stopped()
-        self._listed = None
         self._say(_only(self._sessions.ask(ranks, lambda session: session.resume(command))))
         self._wait(ranks)
 
@@ -596,7 +589,10 @@ def _place(frame: Frame) -> str:
     return relative_place(f"{frame.path}:{frame.line}")
 
 
-def _with_code(frame: Frame) -> str:
+def _with_code(frame: Frame | None) -> str:
+    """Return the place of a frame, with its line of code below."""
+    if frame is None:
+        return "an unknown place"
     code = _source_lines(frame.path)[frame.line - 1 : frame.line]
     return "\n-> ".join([f"{_place(frame)} in {frame.name}", *(line.strip() for line in code)])
 

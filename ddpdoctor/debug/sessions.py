@@ -22,8 +22,9 @@ from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.records.supervisor import DebugRecord
 from ddpdoctor.run.snapshot import Run
 from ddpdoctor.run.status import Status
+from ddpdoctor.system.process_activity import Turn, lacked, read_turns
 
-ANSWER_TIMEOUT = 120.0  # Seconds for a response. The gateway itself gives up on a rank earlier.
+ANSWER_TIMEOUT = 600.0  # Seconds for a response. The gateway itself gives up on a rank earlier.
 
 
 _EXCEPTION_NOTE = " (note: full exception trace"  # What debugpy appends to an exception's text
@@ -295,6 +296,23 @@ class Sessions:
         """Return the ranks that are stopped."""
         with self.news:
             return frozenset(r for r, each in self.by_rank.items() if each.thread is not None)
+
+    def turns(self, ranks: Iterable[int]) -> dict[int, dict[int, Turn]]:
+        """Return the CPU times of the threads of ranks, for :meth:`without_core`."""
+        states = self.run.debug_states
+        return {rank: read_turns(states[rank].pid or 0) for rank in ranks if rank in states}
+
+    def without_core(self, before: Mapping[int, dict[int, Turn]], seconds: float) -> float:
+        """Return how many of the last seconds a thread of these ranks waited for a core."""
+        return max(
+            (
+                lacked(turns[thread], after, seconds)
+                for rank, turns in before.items()
+                for thread, after in read_turns(self.run.debug_states[rank].pid or 0).items()
+                if thread in turns
+            ),
+            default=0.0,
+        )
 
     def status(self, rank: int) -> Status | None:
         """Return what a rank does."""

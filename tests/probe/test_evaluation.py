@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.probe.runtime import control, evaluation, events
+from ddpdoctor.probe.runtime import control, evaluation, events, rank
 
 GLOBAL = 5
 
@@ -32,7 +32,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sent]:
     sent = Sent()
     monkeypatch.setattr(control, "_send", sent)
     state = SimpleNamespace(tracker=SimpleNamespace(steps=7))
-    monkeypatch.setattr(evaluation.rank, "current", lambda: state)
+    monkeypatch.setattr(rank, "current", lambda: state)
     yield sent
     events.forget()
 
@@ -109,7 +109,7 @@ def test_what_waits_too_long_is_not_evaluated_later(sent: Sent) -> None:
 
 
 def test_a_process_that_is_no_rank_says_so(sent: Sent, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluation.rank, "current", lambda: None)
+    monkeypatch.setattr(rank, "current", lambda: None)
     ask("1")
     assert answer_of(sent, lambda: None) == {"trouble": "has not joined its process group"}
 
@@ -136,10 +136,10 @@ def test_ctrl_c_is_the_jobs(sent: Sent) -> None:
         raise KeyboardInterrupt
 
     def loop() -> None:
-        assert stop
+        interrupt = stop  # noqa: F841
         end_step()
 
-    ask("stop()")
+    ask("interrupt()")
     with pytest.raises(KeyboardInterrupt):
         answer_of(sent, loop)
     while not sent.news.wait(1):
