@@ -167,8 +167,8 @@ class Prompt(cmd.Cmd):
                 "completions", frameId=session.frame.id, text=before, column=len(before) + 1
             )
             labels = [str(each.get("label")) for each in body.get("targets", ())]
-            head = str(text).rpartition(".")[0]
-            found = [f"{head}.{each}" if head else each for each in labels]
+            head, dot, _ = str(text).rpartition(".")
+            found = [f"{head}{dot}{each}" for each in labels if each.isidentifier()]
             return [each for each in found if each.startswith(str(text))]
         return []
 

@@ -18,7 +18,7 @@ _END_TIMEOUT = 5.0  # Seconds for the prompt to end with the job
 class OwnTerminal:
     """Lend the terminal to ``ddpdoctor debug`` while ranks wait for a debugger.
 
-    The prompt has a process group of its own, so Ctrl-C there does not reach the job.
+    The prompt has another process group than the job, so Ctrl-C there does not reach the job.
     """
 
     def __init__(self) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.core.opening import integer
 from ddpdoctor.debug import attach_points, dap
 from ddpdoctor.debug.clients import CHUNK, NATIVE
 from ddpdoctor.run.names import debug_socket, short_path
@@ -152,14 +153,15 @@ class Session:
     def frames(self) -> list[Frame]:
         """The frames of the stopped thread, innermost first. Empty while the rank runs."""
         if self.thread is not None and not self._frames:
+            found = self.ask("stackTrace", threadId=self.thread).get("stackFrames", ())
             self._frames = [
                 Frame(
-                    each["id"],
-                    str(each["name"]).removesuffix(_CURRENT),
-                    str(each.get("source", {}).get("path", "")),
-                    each["line"],
+                    integer(each, "id"),
+                    str(each.get("name")).removesuffix(_CURRENT),
+                    str((each.get("source") or {}).get("path") or ""),
+                    integer(each, "line"),
                 )
-                for each in self.ask("stackTrace", threadId=self.thread)["stackFrames"]
+                for each in found
             ]
         return self._frames
 
