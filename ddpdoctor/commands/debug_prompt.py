@@ -147,12 +147,14 @@ class Prompt(cmd.Cmd):
 
     def _watch(self) -> None:
         """Show what happens while the prompt waits for a command."""
-        while True:
+        path = self._sessions.run.path
+        while rundir.is_live(path):
             time.sleep(2 * POLL)
             with self._busy, contextlib.suppress(DoctorError, OSError):
                 if self._at_prompt:
                     self._take_waiting()
-                    self._show_news(above_prompt=True)
+                    self._show_news()
+        self._print(["the job has ended"])
 
     def completedefault(self, *arguments: object) -> list[str]:
         """Complete an expression by the names of the first stopped rank."""
@@ -229,10 +231,10 @@ class Prompt(cmd.Cmd):
             troubles = self._sessions.attach(waiting)
             reached = waiting - set(troubles)
             self._sessions.wait(SETTLED, lambda: reached <= self._sessions.stopped())
-            for line in grouped_lines(troubles):
-                print(line)
+            if troubles:
+                self._print([*grouped_lines(troubles)])
 
-    def _show_news(self, *, above_prompt: bool = False) -> None:
+    def _show_news(self) -> None:
         """Show the stops that have not been shown yet."""
         sessions = self._sessions
         every = list(sessions.by_rank.values())
@@ -244,18 +246,22 @@ class Prompt(cmd.Cmd):
         for each in fresh:
             each.is_seen = True
         lines = [*grouped_lines(outputs), *grouped_lines(stops)]
-        if not lines:
-            return
-        if above_prompt:
-            with contextlib.suppress(ImportError):
-                import readline
+        if lines:
+            self._print(lines)
+            self._end_temporary(fresh)
 
-                lines = ["\r\x1b[K" + "\n".join(lines), self._prompt + readline.get_line_buffer()]
-            sys.stdout.write("\n".join(lines))
-            sys.stdout.flush()
-        else:
+    def _print(self, lines: Sequence[str]) -> None:
+        """Print lines, above the prompt if it waits for a command."""
+        if not self._at_prompt:
             print("\n".join(lines))
-        self._end_temporary(fresh)
+            return
+        typed = ""
+        with contextlib.suppress(ImportError):
+            import readline
+
+            typed = readline.get_line_buffer()
+        sys.stdout.write("\n".join(["\r\x1b[K" + lines[0], *lines[1:], self._prompt + typed]))
+        sys.stdout.flush()
 
     def _end_temporary(self, stopped: Collection[Session]) -> None:
         """Remove temporary breakpoints at which ranks have stopped."""
