@@ -28,7 +28,7 @@ from ddpdoctor.system.process_activity import Turn, lacked, read_turns
 ANSWER_TIMEOUT = 600.0  # Seconds for a response. The gateway itself gives up on a rank earlier.
 
 
-_EXCEPTION_NOTE = " (note: full exception trace"  # What debugpy appends to an exception's text
+_NOTE = "(note: full exception trace"  # Begins what debugpy appends to an exception
 _CURRENT = " (Current frame)"  # What debugpy appends to the name of a frame
 _NO_THREAD = "Unable to find thread"  # How debugpy's error begins if a thread has not stopped
 
@@ -403,7 +403,7 @@ def _why(stopped: dict[str, Any]) -> str:
     reason, text = str(stopped.get("reason") or ""), str(stopped.get("text") or "")
     described = str(stopped.get("description") or "")
     if reason == "exception":
-        return f"{text}: {described.partition(_EXCEPTION_NOTE)[0].rstrip()}"
+        return ": ".join(each.partition(_NOTE)[0].rstrip() for each in (text, described))
     return described if described == NATIVE else reason
 
 

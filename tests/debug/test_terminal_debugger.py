@@ -11,7 +11,7 @@ import pytest
 
 from ddpdoctor.run.records.supervisor import DebugRecord
 from ddpdoctor.run.snapshot import Run
-from tests.conftest import Doctor, Live, Result
+from tests.conftest import LIMIT, Doctor, Live, Result
 from tests.debug.test_debugger import JOB, PAUSING, mark
 from tests.support.pseudo_terminal import Terminal
 from tests.support.schemas import check_schema
@@ -31,7 +31,12 @@ class Job:
 
     def debug(self, *commands: str, options: tuple[str, ...] = ()) -> Result:
         words = [word for command in commands for word in ("-c", command)]
-        return self.doctor.cli("debug", *options, *words, str(self.live.run_dir))
+        return self.doctor.run(
+            *(sys.executable, "-m", "ddpdoctor", "debug", *options, *words),
+            str(self.live.run_dir),
+            watch=False,
+            timeout=3 * LIMIT,
+        )
 
     def eval(self, expression: str, *options: str) -> Result:
         return self.doctor.cli("eval", *options, expression, str(self.live.run_dir))
