@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import sys
@@ -166,43 +167,35 @@ def test_a_prompt_on_a_terminal(job: Job) -> None:
     job.start()
     job.live.wait_for_steps(2)
     words = (sys.executable, "-m", "ddpdoctor", "debug", str(job.live.run_dir))
-    terminal = Terminal(job.doctor, *words, columns=200)
-    terminal.wait_for(b"(ddp) ")
-    # Nothing is stopped, so Ctrl-C pauses.
-    terminal.type(b"\x03")
-    terminal.wait_for(b"ranks 0-1:")
-    terminal.type(b"p 6 * 7\r")
-    terminal.wait_for(b"42")
-    terminal.type(b"c\r")
-    terminal.type(b"\x03")
-    terminal.type(b"p 6 * 8\r")
-    terminal.wait_for(b"48")
-    terminal.type(b"q\r")
-    assert terminal.finish() == 0
-    terminal.close()
+    with contextlib.closing(Terminal(job.doctor, *words, columns=200)) as terminal:
+        terminal.wait_for(b"(ddp) ")
+        # Nothing is stopped, so Ctrl-C pauses.
+        terminal.type(b"\x03")
+        terminal.wait_for(b"ranks 0-1:")
+        terminal.type(b"p 6 * 7\r")
+        terminal.wait_for(b"42")
+        terminal.type(b"q\r")
+        assert terminal.finish() == 0
     job.end().check_success()
 
 
 @pytest.mark.slow
 def test_breakpoint_opens_the_prompt_in_the_jobs_terminal(job: Job) -> None:
-    words = ("--wait-in-terminal", "--no-vscode", "--debug-port", "0", "--run-dir", "run1")
-    terminal = Terminal(
-        job.doctor,
-        *(sys.executable, "-m", "ddpdoctor", "run", *words, "--nproc-per-node", "2"),
-        *("--", str(PAUSING)),
-        columns=200,
-    )
-    terminal.wait_for(b"(ddp) ")
-    terminal.type(b"p total\r")
-    terminal.wait_for(b"tensor([2.])")
-    # It reaches the prompt, and not the job.
-    terminal.type(b"\x03")
-    terminal.type(b"p total + 40\r")
-    terminal.wait_for(b"tensor([42.])")
-    terminal.type(b"q\r")
-    assert terminal.finish() == 0
-    assert b"rank 0 has 6" in terminal.seen
-    terminal.close()
+    options = ("--wait-in-terminal", "--no-vscode", "--debug-port", "0", "--nproc-per-node", "2")
+    words = (sys.executable, "-m", "ddpdoctor", "run", *options, "--", str(PAUSING))
+    with contextlib.closing(Terminal(job.doctor, *words, columns=200)) as terminal:
+        terminal.wait_for(b"(ddp) ")
+        terminal.type(b"p total\r")
+        terminal.wait_for(b"tensor([2.])")
+        # It reaches the prompt, and not the job.
+        terminal.type(b"\x03")
+        terminal.type(b"p total + 40\r")
+        terminal.wait_for(b"tensor([42.])")
+        terminal.type(b"c\r")
+        terminal.wait_for(b"mark: after second")
+        terminal.type(b"q\r")
+        assert terminal.finish() == 0
+        assert b"rank 0 has" in terminal.seen
 
 
 def test_a_run_without_debug_ports(doctor: Doctor) -> None:
