@@ -171,7 +171,7 @@ def test_a_prompt_on_a_terminal(job: Job) -> None:
         terminal.wait_for(b"(ddp) ")
         # Nothing is stopped, so Ctrl-C pauses.
         terminal.type(b"\x03")
-        terminal.wait_for(b"ranks 0-1:")
+        terminal.wait_for(b" in train")
         terminal.type(b"p 6 * 7\r")
         terminal.wait_for(b"42")
         terminal.type(b"q\r")
