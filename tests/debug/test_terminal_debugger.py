@@ -186,9 +186,11 @@ def test_breakpoint_opens_the_prompt_in_the_jobs_terminal(job: Job) -> None:
     with contextlib.closing(Terminal(job.doctor, *words, columns=200)) as terminal:
         terminal.wait_for(b"(ddp) ")
         terminal.type(b"p total\r")
-        terminal.wait_for(b"tensor([2.])")
+        terminal.wait_for(b"tensor([2.])\r\n(ddp) ")
+        terminal.seen = b""
         # It reaches the prompt, and not the job.
         terminal.type(b"\x03")
+        terminal.wait_for(b"(ddp) ")
         terminal.type(b"p total + 40\r")
         terminal.wait_for(b"tensor([42.])")
         terminal.type(b"c\r")
