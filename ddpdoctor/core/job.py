@@ -36,6 +36,7 @@ class OwnOptions:
     debug_unidentified: bool = False
     debug_nodes: bool = False
     debug_on_error: bool = False
+    wait_in_terminal: bool = False
     wait_for_attach: frozenset[int] | None = None
     """Ranks that wait for a debugger, all of them if empty. None holds no rank."""
     stop_with_debugger: bool = False

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddpdoctor.core.errors import DoctorError
-from ddpdoctor.core.formatting import shown
+from ddpdoctor.core.formatting import named, shown
 from ddpdoctor.core.job import LOOPBACK
 from ddpdoctor.core.opening import ask_as, integer, relative_place, stranger, whose
 from ddpdoctor.debug import gateway, vscode_configurations
@@ -68,6 +68,42 @@ def live_run(path: Path) -> Run:
     if not rundir.is_live(path):
         raise DoctorError(f"{path.name} has ended", "`ddpdoctor attach` lists the live runs")
     return RunReader(path, own=True).snapshot()
+
+
+def debugged_run(name: str | None) -> Run:
+    """Return a live run with debug ports, by default the newest.
+
+    Raises:
+        DoctorError: There is none.
+    """
+    paths = [rundir.find(name)] if name is not None else rundir.some_live()
+    run = live_run(paths[0])
+    if not is_debugged(run):
+        raise DoctorError(f"{run.path.name} was started with --no-debug")
+    if len(paths) > 1:
+        text = f"{run.path.name} is the newest of {len(paths)} live runs"
+        print(f"ddpdoctor: {shown(text)}", file=sys.stderr)
+    return run
+
+
+def chosen_ranks(run: Run, ranks: frozenset[int] | None) -> frozenset[int]:
+    """Return the ranks of a run that live, or those of them that were chosen.
+
+    Raises:
+        DoctorError: There is no such rank.
+    """
+    every = live_ranks(run)
+    missing = (ranks or frozenset()) - every
+    if missing or not every:
+        why = f"has no {named(missing)}" if missing else "has no rank yet"
+        raise DoctorError(f"{run.path.name} {why}", "`ddpdoctor attach` lists the ranks")
+    return ranks or every
+
+
+def live_ranks(run: Run) -> frozenset[int]:
+    """Return the ranks that have a debug port and live."""
+    states = run.debug_states
+    return frozenset(rank for rank, each in states.items() if each.state not in ("gone", "lost"))
 
 
 def points(run: Run) -> list[Point]:

@@ -63,6 +63,9 @@ Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, An
 _MAX_FIRST = 1 << 20
 CHUNK = 1 << 16
 
+EVALUATE = "ddpdoctor/evaluate"  # The one request of a connection of `ddpdoctor eval`
+MAX_EVALUATE = 3600.0  # Seconds that an expression waits for a step at most
+
 
 class RefusedError(Exception):
     """A client cannot be served.
@@ -185,6 +188,9 @@ class Clients:
         data, requests = await asyncio.wait_for(first_message(reader), FIRST_MESSAGE)
         if not requests:
             return
+        if requests[0].get("command") == EVALUATE:
+            await self._evaluate(slot, requests[0], writer)
+            return
         text, limit = OVER, PARTING
         tap.at_gate = not self._ranks.gate_open
         try:
@@ -207,6 +213,8 @@ class Clients:
                 slot.session = slot.client = None
                 if tap.attached:
                     self._ranks.report_rank(slot, "detached")
+                    # It may have come to a breakpoint() while the client left.
+                    self._ranks.report_waits(slot)
                 self._ranks.restore_timeouts()
                 await self._ranks.changed()
         except RefusedError as refused:
@@ -216,6 +224,28 @@ class Clients:
             requests = []
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(refuse(text, requests, reader, writer), limit)
+
+    async def _evaluate(
+        self, slot: Slot, request: dap.Message, writer: asyncio.StreamWriter
+    ) -> None:
+        """Answer with the value of an expression at the end of a step. No session is needed."""
+        wanted = request.get("arguments") or {}
+        seconds = min(float(wanted["seconds"]), MAX_EVALUATE)
+        found: Message
+        try:
+            if slot.link is None:
+                raise SilentError("has not started, or has ended")
+            found = await slot.link.ask(
+                "evaluate_at_step",
+                seconds + ANSWER,
+                expression=str(wanted["expression"]),
+                step=integer(wanted, "step"),
+                seconds=seconds,
+            )
+        except SilentError as error:
+            found = {"trouble": str(error)}
+        writer.write(dap.encode(dap.response(request, found)))
+        await writer.drain()
 
     async def _reach(self, slot: Slot, client: asyncio.StreamWriter) -> Streams:
         """Return a connection to debugpy in the rank, which starts it if it has not."""

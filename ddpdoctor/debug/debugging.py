@@ -22,6 +22,7 @@ from ddpdoctor.debug import gateway, vscode_configurations
 from ddpdoctor.debug.clients import Project
 from ddpdoctor.debug.gateway import Gateway
 from ddpdoctor.debug.gateway_ranks import Stop
+from ddpdoctor.debug.own_terminal import OwnTerminal
 from ddpdoctor.debug.vscode_files import (
     FOLDER,
     LAUNCH,
@@ -310,6 +311,7 @@ class Debugging:
         self._others_wait: dict[int, int] = {}
         """When the ranks of other nodes began to wait that were reported, in Unix nanoseconds."""
         self._expects = False
+        self._terminal = OwnTerminal() if own.wait_in_terminal else None
         self.stopped = False  # The debugger was stopped, which ends the job
 
     def environment(self) -> dict[str, str]:
@@ -388,6 +390,8 @@ class Debugging:
 
     def stop(self) -> None:
         """Close the ports, and restore launch.json if git tracks it."""
+        if self._terminal is not None:
+            self._terminal.close()
         if self._gateway is not None:
             self._gateway.stop()
         self._ports.close()
@@ -434,6 +438,8 @@ class Debugging:
         """Print what has happened since the last call, and return its records for the journal."""
         if self._gateway is None:
             return []
+        if self._terminal is not None and self._directory is not None:
+            self._terminal.update(self._directory, self._gateway.waits)
         records = self._gateway.take()
         for state in ("attached", "detached"):
             ranks = [each.rank for each in records if each.state == state and each.rank is not None]
@@ -513,7 +519,11 @@ class Debugging:
             name = vscode_configurations.rank_name(rank, self._editor.label, node)
             why = "is held by an uncaught exception" if record.why == "error" else "waits"
             there = f" on {node}" if node else ""
-            self._speaker.say(f'rank {rank}{there} {why} at {where}; attach with F5 "{name}"')
+            held = f"rank {rank}{there} {why} at {where}"
+            if self._terminal is not None and self._terminal.is_open:
+                self._speaker.note(held)
+            else:
+                self._speaker.say(f'{held}; attach with F5 "{name}", or run `ddpdoctor debug`')
         elif state == "expects" and not self._expects:
             self._expects = True
             self._speaker.say(

@@ -298,6 +298,12 @@ class Gateway:
         """The ranks that are held: at a breakpoint, or waiting for a client."""
         return self._ranks.stops
 
+    @property
+    def waits(self) -> list[object]:
+        """What the ranks said that wait for a debugger and have none."""
+        slots = self._ranks.slots
+        return [slot.waits for slot in slots if slot.waits is not None and slot.session is None]
+
     # -- the gateway's own thread
 
     def _serve(self) -> None:

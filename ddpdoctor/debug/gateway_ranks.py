@@ -256,6 +256,13 @@ class Ranks:
             )
         )
 
+    def report_waits(self, slot: Slot) -> None:
+        """Report that a rank waits for a debugger, if it does and none is attached."""
+        waits = slot.waits
+        if waits is not None and (slot.session is None or not slot.session.attached):
+            why = str(waits.get("why") or "")
+            self.report_rank(slot, "waits", at=_location(waits), why=why)
+
     def records(self) -> list[DebugRecord]:
         """Return the records since the last call. May be called from any thread."""
         return [self._records.popleft() for _ in range(len(self._records))]
@@ -367,10 +374,7 @@ class Ranks:
             slot.waits = message
             # Not awaited, because this rank's own answer comes through the caller.
             self.begin(self.lift_timeouts())
-            if slot.session is None or not slot.session.attached:
-                self.report_rank(
-                    slot, "waits", at=_location(message), why=str(message.get("why") or "")
-                )
+            self.report_waits(slot)
         elif message.get("say") == "workers":
             if self.on_workers is not None:
                 self.begin(self.on_workers(slot))

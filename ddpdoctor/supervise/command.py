@@ -80,6 +80,9 @@ Debugger (debugpy starts in a rank only when a client attaches):
                     stopped; any other only detaches.
   --debug-on-error  Hold a rank at an uncaught exception until a debugger has
                     been attached.
+  --wait-in-terminal
+                    When a rank waits at breakpoint() or at such an exception,
+                    open the prompt of `ddpdoctor debug` in this terminal.
   --no-debug        No debug ports; breakpoint() is Python's own.
   --workspace DIR   The folder whose .vscode/launch.json gets the ranks
                     [default: the nearest with .vscode or .git].
@@ -185,9 +188,14 @@ def build(words: Sequence[str], environ: Mapping[str, str]) -> Command:
 
 
 def _check_debug_options(own: OwnOptions) -> None:
-    if own.no_debug and (own.wait_for_attach is not None or own.debug_on_error):
-        wanted = "--debug-on-error" if own.debug_on_error else "--wait-for-attach"
-        raise DoctorError(f"{wanted} needs the debugger", "leave out --no-debug")
+    wanted = {
+        "--wait-for-attach": own.wait_for_attach is not None,
+        "--debug-on-error": own.debug_on_error,
+        "--wait-in-terminal": own.wait_in_terminal,
+    }
+    if own.no_debug and any(wanted.values()):
+        option = next(name for name, is_given in wanted.items() if is_given)
+        raise DoctorError(f"{option} needs the debugger", "leave out --no-debug")
     if own.stop_with_debugger and own.wait_for_attach is None:
         raise DoctorError(
             "--stop-with-debugger is for the debugger that the ranks wait for at the start",

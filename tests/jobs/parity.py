@@ -5,6 +5,7 @@ every rank all the data; ``hook`` sums gradients in a communication hook; ``fail
 """
 
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,11 +24,11 @@ class Model(nn.Module):
         self.drop = nn.Dropout(0.1)
         self.head = nn.Linear(16, TOKENS)
 
-    def forward(self, tokens):
+    def forward(self, tokens: torch.Tensor) -> Any:
         return self.head(self.drop(self.embedding(tokens)))
 
 
-def summed(group, bucket):
+def summed(group: Any, bucket: Any) -> Any:
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     return work.get_future().then(lambda done: done.value()[0])
 
@@ -41,7 +42,9 @@ def main() -> None:
     lengths = torch.randint(2, 12, (320,), generator=made)
     labels = torch.where(torch.arange(12) < lengths[:, None], tokens.roll(-1, 1), -100)
     data = TensorDataset(tokens, labels)
-    sampler = None if "all" in words else DistributedSampler(data)
+    sampler: DistributedSampler[Any] | None = None
+    if "all" not in words:
+        sampler = DistributedSampler(data)
     loader = DataLoader(data, batch_size=4, sampler=sampler, shuffle=sampler is None)
     torch.manual_seed(rank)
     model = DistributedDataParallel(Model())

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from ddpdoctor.core.user_code import user_file
 from ddpdoctor.probe.runtime import torch_memory
+from ddpdoctor.probe.runtime.evaluation import locals_of
 from ddpdoctor.run.records.base import CodeFrame
 from ddpdoctor.run.records.memory import Holder
 
@@ -118,7 +119,7 @@ class Look:
             code = each.f_code
             root = self._root(CodeFrame(code.co_filename, code.co_firstlineno, code.co_name))
             if code.co_flags & _OPTIMIZED:
-                self._children(root, _locals_of(each))
+                self._children(root, locals_of(each))
             elif id(each.f_globals) not in self._seen:
                 self._seen.add(id(each.f_globals))
                 self._children(root, each.f_globals)
@@ -369,19 +370,6 @@ def _owner(frame: FrameType) -> str:
 def _file_of(module: Any) -> str:
     path = vars(module).get("__file__") if type(module) is ModuleType else None
     return path if type(path) is str else ""
-
-
-def _locals_of(frame: FrameType) -> dict[str, Any]:
-    """Return the variables of a function's frame.
-
-    Up to Python 3.12 the frame keeps the dictionary and all its values alive. Empty it unless the
-    job holds it as well.
-    """
-    found = frame.f_locals
-    values = dict(found)
-    if type(found) is dict and sys.getrefcount(found) <= 3:
-        found.clear()
-    return values
 
 
 def _dict_of(value: Any) -> dict[Any, Any] | None:

@@ -23,10 +23,12 @@ _CLAIM = "DDPDOCTOR_RANK_PID"
 """Environment variable with the pid of the rank, so that its children know that they are none."""
 
 Message = dict[str, Any]
-Action = Callable[[Message], Message | None]
+Action = Callable[[Message], object]
 
 actions: dict[str, Action] = {}
-"""The supervisor's requests by name. An action returns the response."""
+"""The supervisor's requests by name. An action returns the response, or `LATER`."""
+
+LATER = object()  # The action calls `answer` later, from another thread
 
 _socket: socket.socket | None = None
 _path = ""
@@ -143,12 +145,18 @@ def _serve(connection: socket.socket) -> None:
 def _act(line: bytes) -> None:
     try:
         message = json.loads(line)
-        answer = actions[message["do"]](message)
+        found = actions[message["do"]](message)
     except Exception as error:
         shield.fault("control", error)
         return
+    if found is not LATER:
+        answer(message, found if isinstance(found, dict) else {})
+
+
+def answer(message: Message, values: Message) -> None:
+    """Answer a request of the supervisor, if it waits for an answer."""
     if "ask" in message:
-        _send({"answers": message["ask"], **(answer or {})})
+        _send({"answers": message["ask"], **values})
 
 
 def forget() -> None:

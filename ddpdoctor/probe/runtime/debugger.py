@@ -30,6 +30,7 @@ from ddpdoctor.core.user_code import user_file
 from ddpdoctor.probe.runtime import (
     control,
     debugpy_private,
+    evaluation,
     frame_values,
     rank,
     shield,
@@ -220,6 +221,7 @@ def install() -> None:
         workers=_workers,
         variables=frame_values.variables,
         evaluate=frame_values.evaluate,
+        evaluate_at_step=evaluation.evaluate,
     )
     worker_code_found.append(lambda: control.say("workers"))
     if wanted & {"error", "lift"}:

@@ -1,0 +1,415 @@
+"""Debug several ranks at once, as a client of the run's gateway.
+
+A rank is attached to when something is wanted of it that needs a debugger. Until then its debugpy
+is not loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.core.opening import integer
+from ddpdoctor.debug import attach_points, dap
+from ddpdoctor.debug.clients import CHUNK, NATIVE
+from ddpdoctor.run.names import debug_socket, short_path
+from ddpdoctor.run.reader import RunReader
+from ddpdoctor.run.records.supervisor import DebugRecord
+from ddpdoctor.run.snapshot import Run
+from ddpdoctor.run.status import Status
+from ddpdoctor.system.process_activity import Turn, lacked, read_turns
+
+ANSWER_TIMEOUT = 600.0  # Seconds for a response. The gateway itself gives up on a rank earlier.
+
+
+_NOTE = "(note: full exception trace"  # Begins what debugpy appends to an exception
+_CURRENT = " (Current frame)"  # What debugpy appends to the name of a frame
+_NO_THREAD = "Unable to find thread"  # How debugpy's error begins if a thread has not stopped
+
+
+class Frame(NamedTuple):
+    """One frame of a stopped rank."""
+
+    id: int
+    name: str
+    path: str
+    line: int
+
+
+@dataclass(frozen=True)
+class Breakpoint:
+    """A line at which ranks stop."""
+
+    path: str
+    line: int
+    ranks: frozenset[int]
+    condition: str = ""
+    once: bool = False
+
+
+def connect(run: Run, rank: int) -> socket.socket:
+    """Connect to the debug port of a rank.
+
+    Raises:
+        DoctorError: It has none, or no debugger may attach to it.
+    """
+    point = next((each for each in attach_points.points(run) if each.rank == rank), None)
+    if point is None:
+        raise DoctorError(f"rank {rank} has not started")
+    if point.trouble:
+        raise DoctorError(f"rank {rank}: {point.trouble}")
+    record = run.debug_states[rank]
+    try:
+        if point.node or record.local_rank is None:
+            return socket.create_connection((attach_points.host(run), point.port), 10.0)
+        connection = socket.socket(socket.AF_UNIX)
+        with short_path(str(run.path / debug_socket(record.local_rank))) as name:
+            connection.connect(name)
+        return connection
+    except OSError as error:
+        raise DoctorError(f"rank {rank} cannot be reached: {error.strerror or error}") from None
+
+
+class Session:
+    """The debugger session of one rank.
+
+    Attributes:
+        rank: The rank.
+        thread: The thread that is stopped; None while the rank runs.
+        why: Why it stopped, in a few words.
+        selected: The index of the frame that commands look at, 0 for the innermost.
+        over: Why the session has ended; empty while it goes on.
+        is_seen: The user has been shown the stop.
+        output: What debugpy has said and the user has not been shown.
+    """
+
+    def __init__(self, rank: int, connection: socket.socket, news: threading.Condition) -> None:
+        self.rank = rank
+        self.thread: int | None = None
+        self.why = ""
+        self.selected = 0
+        self.over = ""
+        self.is_seen = True
+        self.output = ""
+        self._frames: list[Frame] = []
+        self._connection = connection
+        connection.settimeout(None)
+        self._news = news
+        self._answers: dict[int, dap.Message] = {}
+        self._asked = 0
+        self._is_ready = False  # debugpy takes breakpoints
+        threading.Thread(target=self._read, name=f"rank {rank}", daemon=True).start()
+
+    def attach(self, breakpoints: Iterable[Breakpoint], *, all_code: bool) -> None:
+        """Begin the session.
+
+        Raises:
+            DoctorError: The rank cannot be debugged now.
+        """
+        self.ask("initialize", clientID="ddpdoctor", adapterID="debugpy", pathFormat="path")
+        attaching = self._send("attach", {"justMyCode": not all_code})
+        with self._news:
+            self._news.wait_for(
+                lambda: self._is_ready or attaching in self._answers or self.over, ANSWER_TIMEOUT
+            )
+        if not self._is_ready:
+            self._answer("attach", attaching)
+        known = list(breakpoints)
+        for path in {each.path for each in known}:
+            self.set_breakpoints(path, [each for each in known if each.path == path])
+        self.ask("setExceptionBreakpoints", filters=[])
+        self.ask("configurationDone")
+        self._answer("attach", attaching)
+
+    def set_breakpoints(self, path: str, breakpoints: Iterable[Breakpoint]) -> str:
+        """Replace the breakpoints of a file. Returns why one of them is not hit, or nothing."""
+        wanted = [
+            {"line": each.line, **({"condition": each.condition} if each.condition else {})}
+            for each in breakpoints
+        ]
+        body = self.ask("setBreakpoints", source={"path": path}, breakpoints=wanted)
+        found = [each for each in body.get("breakpoints", ()) if not each.get("verified")]
+        return str(found[0].get("message") or "it is not hit") if found else ""
+
+    def resume(self, command: str) -> None:
+        """Let the stopped rank go on: ``continue``, ``next``, ``stepIn`` or ``stepOut``."""
+        thread, self.thread, self._frames, self.selected = self.thread, None, [], 0
+        self.is_seen = True
+        self.ask(command, threadId=thread)
+
+    def pause(self) -> None:
+        """Ask the main thread to stop."""
+        threads = self.ask("threads").get("threads", [])
+        named = [each["id"] for each in threads if str(each.get("name")).endswith("MainThread")]
+        self.ask("pause", threadId=(named or [threads[0]["id"]])[0])
+
+    @property
+    def frames(self) -> list[Frame]:
+        """The frames of the stopped thread, innermost first. Empty while the rank runs."""
+        if self.thread is not None and not self._frames:
+            found = self.ask("stackTrace", threadId=self.thread).get("stackFrames", ())
+            self._frames = [
+                Frame(
+                    integer(each, "id"),
+                    str(each.get("name")).removesuffix(_CURRENT),
+                    str((each.get("source") or {}).get("path") or ""),
+                    integer(each, "line"),
+                )
+                for each in found
+            ]
+        return self._frames
+
+    @property
+    def frame(self) -> Frame | None:
+        """The frame that commands look at; None if there is none."""
+        frames = self.frames
+        return frames[self.selected] if self.selected < len(frames) else None
+
+    def evaluate(self, expression: str) -> str:
+        """Evaluate an expression, or execute a statement, in the selected frame.
+
+        Raises:
+            DoctorError: It raised an exception.
+        """
+        frame = self.frame
+        arguments: dict[str, Any] = {} if frame is None else {"frameId": frame.id}
+        return str(
+            self.ask("evaluate", expression=expression, context="repl", **arguments)["result"]
+        )
+
+    def leave(self) -> None:
+        """End the session. The rank goes on."""
+        with contextlib.suppress(DoctorError):
+            self.ask("disconnect", restart=False, terminateDebuggee=False)
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
+    def ask(self, command: str, **arguments: Any) -> dict[str, Any]:
+        """Send a request, and return the body of the response.
+
+        Raises:
+            DoctorError: The rank refuses, or the session has ended.
+        """
+        return self._answer(command, self._send(command, arguments))
+
+    def _send(self, command: str, arguments: Mapping[str, Any]) -> int:
+        with self._news:
+            self._asked += 1
+            message = {"seq": self._asked, "type": "request", "command": command}
+            with contextlib.suppress(OSError):
+                self._connection.sendall(dap.encode({**message, "arguments": dict(arguments)}))
+            return self._asked
+
+    def _answer(self, command: str, number: int) -> dict[str, Any]:
+        with self._news:
+            self._news.wait_for(lambda: number in self._answers or self.over, ANSWER_TIMEOUT)
+            answer = self._answers.pop(number, None)
+        if answer is None:
+            why = self.over or f"no answer to {command} within {ANSWER_TIMEOUT:.0f} s"
+            raise DoctorError(why)
+        if not answer.get("success"):
+            raise DoctorError(str(answer.get("message") or f"{command} failed"))
+        body = answer.get("body")
+        return body if isinstance(body, dict) else {}
+
+    def _read(self) -> None:
+        decoder = dap.Decoder()
+        with contextlib.suppress(OSError, dap.NotDapError):
+            while chunk := self._connection.recv(CHUNK):
+                for message in decoder.feed(chunk):
+                    with self._news:
+                        self._take(message)
+                        self._news.notify_all()
+        with self._news:
+            self.over, self.thread = self.over or "the rank has ended", None
+            self._news.notify_all()
+
+    def _take(self, message: dap.Message) -> None:
+        if message.get("type") == "response":
+            self._answers[message.get("request_seq", 0)] = message
+            return
+        event, body = message.get("event"), message.get("body") or {}
+        if event == "initialized":
+            self._is_ready = True
+        elif event == "stopped" and isinstance(body.get("threadId"), int):
+            self.thread, self._frames, self.selected = body["threadId"], [], 0
+            self.is_seen = False
+            self.why = _why(body)
+        elif event == "output" and body.get("category") != "telemetry":
+            self.output += str(body.get("output") or "")
+        elif event == "continued":
+            self.thread, self._frames = None, []
+
+
+class Sessions:
+    """The ranks of one run, and the debugger sessions to those that are attached.
+
+    Args:
+        path: The directory of a live run.
+        all_code: Step into libraries, too.
+    """
+
+    def __init__(self, path: Path, *, all_code: bool = False) -> None:
+        self._reader = RunReader(path, own=True)
+        self._all_code = all_code
+        self.news = threading.Condition(threading.RLock())
+        self.run = self._reader.snapshot()
+        self.by_rank: dict[int, Session] = {}
+        self.breakpoints: list[Breakpoint] = []
+
+    def look(self) -> None:
+        """Read what is new in the run directory."""
+        self.run = self._reader.snapshot()
+        for rank in [rank for rank, each in self.by_rank.items() if each.over]:
+            del self.by_rank[rank]
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        """The ranks that live."""
+        return attach_points.live_ranks(self.run)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the ranks are held before their first line."""
+        gates = [
+            each.state
+            for each in self.run.supervisor.of(DebugRecord)
+            if each.state in ("listening", "gate open")
+        ]
+        return bool(gates) and gates[-1] == "listening"
+
+    def waiting(self) -> frozenset[int]:
+        """Return the ranks that wait for a debugger: at ``breakpoint()``, or at an exception."""
+        states = self.run.debug_states
+        return frozenset(
+            rank for rank in self.ranks - set(self.by_rank) if states[rank].state == "waits"
+        )
+
+    def stopped(self) -> frozenset[int]:
+        """Return the ranks that are stopped."""
+        with self.news:
+            return frozenset(r for r, each in self.by_rank.items() if each.thread is not None)
+
+    def turns(self, ranks: Iterable[int]) -> dict[int, dict[int, Turn]]:
+        """Return the CPU times of the threads of ranks, for :meth:`without_core`."""
+        states = self.run.debug_states
+        return {rank: read_turns(states[rank].pid or 0) for rank in ranks if rank in states}
+
+    def without_core(self, before: Mapping[int, dict[int, Turn]], seconds: float) -> float:
+        """Return how many of the last seconds a thread of these ranks waited for a core."""
+        return max(
+            (
+                lacked(turns[thread], after, seconds)
+                for rank, turns in before.items()
+                for thread, after in read_turns(self.run.debug_states[rank].pid or 0).items()
+                if thread in turns
+            ),
+            default=0.0,
+        )
+
+    def status(self, rank: int) -> Status | None:
+        """Return what a rank does."""
+        return next((each.status for each in self.run.last if each.rank == rank), None)
+
+    def attach(self, ranks: Collection[int]) -> dict[int, str]:
+        """Attach to those of these ranks that are not attached. Returns why some cannot be."""
+
+        def begin(rank: int) -> str:
+            session = Session(rank, connect(self.run, rank), self.news)
+            own = [each for each in self.breakpoints if rank in each.ranks]
+            try:
+                session.attach(own, all_code=self._all_code)
+            except BaseException:
+                session.leave()
+                raise
+            with self.news:
+                self.by_rank[rank] = session
+            return ""
+
+        self.look()
+        found = for_each([rank for rank in ranks if rank not in self.by_rank], begin)
+        return {rank: text for rank, text in found.items() if text}
+
+    def ask(
+        self, ranks: Iterable[int], function: Callable[[Session], str | None]
+    ) -> dict[int, str]:
+        """Call a function with the sessions of ranks, all at once. Returns its results."""
+        sessions = {rank: self.by_rank[rank] for rank in ranks if rank in self.by_rank}
+        return for_each(sessions, lambda rank: function(sessions[rank]))
+
+    def update_breakpoints(self, paths: Collection[str]) -> dict[int, str]:
+        """Send the breakpoints of files to all ranks. Returns where one is not hit, and why."""
+
+        def send(session: Session) -> str:
+            troubles = [
+                session.set_breakpoints(
+                    path,
+                    [e for e in self.breakpoints if e.path == path and session.rank in e.ranks],
+                )
+                for path in paths
+            ]
+            return next(filter(None, troubles), "")
+
+        found = self.ask(list(self.by_rank), send)
+        return {rank: text for rank, text in found.items() if text}
+
+    def wait(self, seconds: float, until: Callable[[], bool] | None = None) -> None:
+        """Wait for a change, or until one makes a condition true, so many seconds at most."""
+        with self.news:
+            if until is None:
+                self.news.wait(seconds)
+            else:
+                self.news.wait_for(until, seconds)
+
+    def leave(self) -> None:
+        """End all sessions. The ranks go on."""
+        self.ask(list(self.by_rank), lambda session: session.leave())
+        self.by_rank.clear()
+
+
+def for_each(ranks: Iterable[int], function: Callable[[int], str | None]) -> dict[int, str]:
+    """Call a function for each rank, all at once. Returns the results, or the errors' texts."""
+    found: dict[int, str] = {}
+
+    def call(rank: int) -> None:
+        try:
+            found[rank] = function(rank) or ""
+        except DoctorError as error:
+            found[rank] = f"*** {_reason(error.message)}"
+        except (KeyError, TypeError, IndexError) as error:
+            found[rank] = f"*** unexpected response: {error!r}"
+
+    # Daemons, so that Ctrl-C does not wait for a rank that does not answer.
+    threads = [threading.Thread(target=call, args=(rank,), daemon=True) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        while thread.is_alive():
+            thread.join(0.5)
+    return dict(sorted(found.items()))
+
+
+def _why(stopped: dict[str, Any]) -> str:
+    """Return why a rank stopped, in a few words."""
+    reason, text = str(stopped.get("reason") or ""), str(stopped.get("text") or "")
+    described = str(stopped.get("description") or "")
+    if reason == "exception":
+        return ": ".join(each.partition(_NOTE)[0].rstrip() for each in (text, described))
+    return described if described == NATIVE else reason
+
+
+def _reason(text: str) -> str:
+    """Return why a request failed: of a traceback the last line, which names the exception."""
+    if text.startswith(_NO_THREAD):
+        return "in native code: values can be read once Python goes on"
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1] if text.startswith("Traceback") and lines else text
