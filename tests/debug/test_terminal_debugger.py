@@ -67,6 +67,7 @@ def places(result: Result) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_both_ranks_at_once(job: Job) -> None:
     job.start("--how", "none")
     job.live.wait_for_steps(2)
