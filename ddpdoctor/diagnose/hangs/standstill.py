@@ -38,6 +38,14 @@ def stands_still(run: Run) -> Iterator[Finding]:
     mismatch = ring_mismatch(run)
     still = hang_snapshot(run)
     hung = diagnose(still, mismatch is not None) if still is not None else []
+    failure = first_failure(run, run.restarts[-1])
+    if failure is not None and failure.kind == "exception":
+        # The process may take seconds to end after the exception, for which the others wait.
+        hung = [
+            each
+            for each in hung
+            if (each.code, each.ranks) != ("DDP802", (failure.rank,)) or each.moment < failure.time
+        ]
     late = outlasted(run)
     if late is not None and all(each.severity < Severity.ERROR for each in hung):
         # An earlier examination may have found that it works, which is a warning.
