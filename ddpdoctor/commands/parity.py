@@ -193,13 +193,13 @@ def _read(directory: Path) -> Compared:
 
 _EXAMINED = frozenset(
     ("DDP101", "DDP102", "DDP103", "DDP107", "DDP110", "DDP113", "DDP114", "DDP309", "DDP317",
-     "DDP329", "DDP330", "DDP333", "DDP601", "DDP701")
+     "DDP329", "DDP330", "DDP337", "DDP601", "DDP701")
 )  # fmt: skip
 """Rules on one run whose findings change what a job trains with. Others are the run's own."""
 
 
 def _replayed(directory: Path) -> Comparison | None:
-    """Compute the kept step of a run again, in a process of its own. None without one."""
+    """Compute the kept step of a run again, in another process. None without one."""
     if not list(directory.glob("capsule-*.pickle")):
         return None
     command = [sys.executable, "-m", "ddpdoctor.replay.gradients", str(directory)]
@@ -249,7 +249,7 @@ def _wrong_gradient(each: Compared) -> list[Finding]:
     ]
     return [
         Finding(
-            code="DDP334",
+            code="DDP338",
             severity=Severity.ERROR,
             message=message,
             ranks=tuple(range(replayed.world_size)),

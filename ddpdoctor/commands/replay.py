@@ -12,6 +12,7 @@ from typing import Any
 from ddpdoctor.core import options
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.formatting import count, shown
+from ddpdoctor.core.opening import ForeignError
 from ddpdoctor.core.options import Parser
 from ddpdoctor.replay import gradients
 from ddpdoctor.run import rundir
@@ -53,8 +54,8 @@ def main(words: Sequence[str]) -> int:
         raise DoctorError("replay needs torch", "run it in the job's environment") from None
     try:
         capsule = gradients.load(str(path), torch)
-    except PermissionError as error:
-        raise DoctorError(f"{path}: {error.strerror}", "only your own steps are run") from None
+    except ForeignError as error:
+        raise DoctorError(f"{path} {error.strerror}", "only your own steps are run") from None
     except Exception as error:
         # The classes of the job may fail to be imported in any way.
         raise DoctorError(

@@ -12,7 +12,10 @@ import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
+
+from ddpdoctor.core import opening
 
 MAX_BYTES = 4 << 30  # Tensors of a step that are kept. A larger one is refused.
 
@@ -172,14 +175,12 @@ def read(path: str, torch: Any, finder: Callable[[Source], Callable[[str], Any]]
         finder: Returns a function that returns a class of ``__main__`` by its name.
 
     Raises:
+        ForeignError: It belongs to another account.
         OSError: It cannot be read.
-        PermissionError: It belongs to another account.
         Exception: It is damaged, or its module cannot be made, whatever that raises.
     """
-    with open(path, "rb") as file:
-        if os.fstat(file.fileno()).st_uid != os.getuid():
-            raise PermissionError(1, "the file belongs to another account", path)
-        source, tensors, body = pickle.load(file)
+    data = opening.contents(Path(path), 2 * MAX_BYTES, owners=(os.getuid(),))
+    source, tensors, body = pickle.loads(data)
     find = finder(Source(*source))
     capsule = _Unpickler(body, [_tensor(each, torch) for each in tensors], find).load()
     if not isinstance(capsule, Capsule):

@@ -31,8 +31,16 @@ WITHOUT_JOB = (
     "Look at what this rank's optimizer step does",
     "Look at what only this rank does",
     "See why this line takes longer",
+    # `ddpdoctor parity` prints them: tests/parity follows them.
+    "Divide the sum of the losses by the number of all ranks",
+    "Give the loader a DistributedSampler, so that each rank gets its part",
+    "Let the data be divided once",
+    "Compute the schedule's lengths",
+    "Scale the rate with the batch",
     # They take a GPU, several nodes, a slow core, an older torch, or a machine under load.
     "Call torch.cuda.set_device(local_rank)",
+    "Keep shapes alike",
+    "Measure all links with `ddpdoctor check`",
     "Check the network and the interface",
     "Look at what ddpdoctor says on the other nodes",
     "Start the command on every node",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -19,7 +20,10 @@ def test_two_healthy_nodes_reduce_and_are_given_the_line_that_starts_the_job(nod
     for each in said:
         assert each.outcome("nodes")["detail"] == "2 of 2 nodes are here"
         told = each.outcome("gloo-nodes")["detail"]
-        assert told.startswith("2 of 2 nodes, 2 of 2 ranks reduced correctly; bus bandwidth ")
+        # On a busy machine one time is enough, and is said.
+        assert re.match(
+            r"2 of 2 nodes, 2 of 2 ranks reduced correctly(, 1 time)?; bus bandwidth ", told
+        )
         assert each.outcome("nccl-nodes")["detail"] == "no GPU"
     # The rendezvous port is free again at once.
     host = checks.lab.hosts[0]

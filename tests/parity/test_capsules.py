@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from ddpdoctor.core.opening import ForeignError
 from ddpdoctor.replay import gradients
 from ddpdoctor.replay.definitions import Definitions
 from ddpdoctor.run import capsule as capsules
@@ -104,7 +105,7 @@ def test_a_file_of_another_account_is_not_run(
 ) -> None:
     written(tmp_path, *pair)
     monkeypatch.setattr(os, "getuid", lambda: 12345)
-    with pytest.raises(PermissionError, match="another account"):
+    with pytest.raises(ForeignError, match="belongs to"):
         read(str(tmp_path / "capsule-0000.pickle"), torch, no_script)
 
 

@@ -40,7 +40,7 @@ def test_the_same_training(doctor: Doctor) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("word", "code"), [("own", "DDP333"), ("all", "DDP336"), ("hook", "DDP334")]
+    ("word", "code"), [("own", "DDP337"), ("all", "DDP340"), ("hook", "DDP338")]
 )
 def test_what_differs_is_named(doctor: Doctor, word: str, code: str) -> None:
     document, status = compared(doctor, "--nproc", "1,2", "--", JOB, word)
@@ -56,7 +56,7 @@ def test_what_differs_is_named(doctor: Doctor, word: str, code: str) -> None:
 def test_runs_are_compared_again(doctor: Doctor) -> None:
     document, _ = compared(doctor, "--nproc", "1,2", "--steps", "20", "--", JOB, "own")
     again = doctor.cli("parity", *(each["directory"] for each in document["sizes"]))
-    assert "samples per optimizer step" in again.stdout and "DDP333" in again.stdout
+    assert "samples per optimizer step" in again.stdout and "DDP337" in again.stdout
     assert again.status == 1
 
 

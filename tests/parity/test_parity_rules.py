@@ -33,7 +33,7 @@ def uneven(rank: int) -> Callable[[int], int]:
 
 
 def found(written: Written) -> list[Finding]:
-    return [each for each in written.findings(status=0) if each.code == "DDP333"]
+    return [each for each in written.findings(status=0) if each.code == "DDP337"]
 
 
 def test_a_mean_over_own_tokens(written: Written) -> None:
@@ -111,7 +111,7 @@ def codes(base: Training, other: Training) -> list[str]:
 
 def test_rates() -> None:
     constant = training(1, lambda step: 0.1, 120)
-    assert codes(constant, training(2, lambda step: 0.1)) == ["DDP335"]
+    assert codes(constant, training(2, lambda step: 0.1)) == ["DDP339"]
     assert codes(constant, training(2, lambda step: 0.2)) == []
     same = replace(training(2, lambda step: 0.1), batch=8.0)
     assert codes(constant, same) == []

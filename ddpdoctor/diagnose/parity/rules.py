@@ -1,6 +1,6 @@
-"""Rules for what training on more ranks changes (DDP333 to DDP336).
+"""Rules for what training on more ranks changes (DDP337 to DDP340).
 
-DDP333 needs one run whose ranks recorded what they train with. The others compare runs of two
+DDP337 needs one run whose ranks recorded what they train with. The others compare runs of two
 sizes, or a kept step with its computation: ``ddpdoctor parity`` calls them.
 """
 
@@ -34,7 +34,7 @@ def _needs_two_runs(run: Run) -> Iterator[Finding]:
     yield from ()
 
 
-@rule("DDP333", "loss-by-local-count", Severity.WARNING)
+@rule("DDP337", "loss-by-local-count", Severity.WARNING)
 def loss_by_local_count(run: Run) -> Iterator[Finding]:
     """Each rank averages its loss over its own tokens, whose number differs between ranks.
 
@@ -88,7 +88,7 @@ def loss_by_local_count(run: Run) -> Iterator[Finding]:
     if uneven < MIN_STEPS or median(spreads) < MIN_WEIGHT or product / square > MEAN:
         return
     yield Finding(
-        code="DDP333",
+        code="DDP337",
         severity=Severity.WARNING,
         message="each rank averages its loss over its own predictions, whose number differs: one "
         f"of a rank with few weighs {median(spreads):.2g} times one of another rank",
@@ -106,7 +106,7 @@ def loss_by_local_count(run: Run) -> Iterator[Finding]:
     )
 
 
-@rule("DDP334", "gradient-not-average", Severity.ERROR, detect=_needs_two_runs)
+@rule("DDP338", "gradient-not-average", Severity.ERROR, detect=_needs_two_runs)
 @dataclass(frozen=True)
 class GradientNotAverage:
     """DDP's gradient is not the average of the ranks' gradients.
@@ -133,7 +133,7 @@ class GradientNotAverage:
     """
 
 
-@rule("DDP335", "rate-not-scaled", Severity.INFO, detect=_needs_two_runs)
+@rule("DDP339", "rate-not-scaled", Severity.INFO, detect=_needs_two_runs)
 @dataclass(frozen=True)
 class RateNotScaled:
     """The global batch grew with the ranks, and the learning rate stayed as it was.
@@ -160,7 +160,7 @@ class RateNotScaled:
     """
 
 
-@rule("DDP336", "epoch-differs", Severity.WARNING, detect=_needs_two_runs)
+@rule("DDP340", "epoch-differs", Severity.WARNING, detect=_needs_two_runs)
 @dataclass(frozen=True)
 class EpochDiffers:
     """An epoch of all ranks has other samples than an epoch of one rank.
@@ -201,7 +201,7 @@ def compared(base: Training, other: Training) -> Iterator[Finding]:
     if abs(ratio - 1) > SAME_EPOCH + other.ranks / one.drawn:
         more = f"{ratio:.2g} times the" if ratio > 1 else f"only {percent(ratio)} of the"
         yield Finding(
-            code="DDP336",
+            code="DDP340",
             severity=Severity.WARNING,
             message=f"an epoch of {other.ranks} ranks has {more} samples of an epoch of "
             f"{count(base.ranks, 'rank')}",
@@ -255,7 +255,7 @@ def _rates(base: Training, other: Training, sizes: str) -> Iterator[Finding]:
         )
     elif abs(start - 1) <= SAME_RATE and abs(rate - given) <= SAME_RATE * abs(rate):
         yield Finding(
-            code="DDP335",
+            code="DDP339",
             severity=Severity.INFO,
             message=f"an optimizer step has {growth:.3g} times the samples with {other.ranks} "
             "ranks, and the learning rate is the same",

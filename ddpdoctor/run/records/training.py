@@ -76,7 +76,7 @@ class TrainedRecord(Record):
     """What one step trained with. Written if it is asked for (`ddpdoctor.run.names.TRAINED`)."""
 
     kind = "trained"
-    kept = 4096
+    kept = 16
 
     step: int
     rates: tuple[float, ...] = ()  # Learning rate of each parameter group, before the step

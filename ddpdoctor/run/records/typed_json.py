@@ -102,6 +102,9 @@ def _blank(hint: Any) -> Callable[[], Any]:
         return lambda: tuple(part() for part in parts)
     if isinstance(origin, type) and issubclass(origin, Part):
         return lambda: decoder(origin)({})
+    if isinstance(origin, type) and issubclass(origin, tuple) and hasattr(origin, "_fields"):
+        fields = [_blank(each) for each in get_type_hints(origin).values()]
+        return lambda: origin(*(field() for field in fields))
     return lambda: origin() if origin is not type(None) else None
 
 
