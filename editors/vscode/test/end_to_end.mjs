@@ -84,8 +84,11 @@ try {
         await page.keyboard.press('Enter');
     };
     const ask = async (expression) => {
-        await quick('>ddpdoctor: Evaluate on All Ranks');
-        await page.locator('.quick-input-widget', { hasText: 'evaluated on each rank' }).waitFor();
+        const prompt = page.locator('.quick-input-widget', { hasText: 'evaluated on each rank' });
+        await until(async () => {
+            await quick('>ddpdoctor: Evaluate on All Ranks');
+            return prompt.waitFor({ timeout: 8000 }).then(() => true, () => false);
+        });
         await box.fill(expression);
         await page.keyboard.press('Enter');
     };
@@ -97,10 +100,11 @@ try {
     await quick(`train.py:${line}`);
     await page.locator('.monaco-editor .view-line').first().waitFor();
     const dot = page.locator('.codicon-debug-breakpoint');
-    while ((await dot.count()) === 0) {
+    await until(async () => {
         await page.keyboard.press('F9');
         await sleep(1000);
-    }
+        return (await dot.count()) > 0;
+    });
     await page.keyboard.press('F5');
     await page.locator('.quick-input-list .monaco-list-row', { hasText: 'ddpdoctor: all ranks' }).first().click();
     seen.first_stop = await until(paused);
