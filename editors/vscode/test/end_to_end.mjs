@@ -74,14 +74,14 @@ try {
                 await page.keyboard.press('Control+p');
                 await box.fill(text, { timeout: 4000 });
                 await page.locator('.quick-input-list .monaco-list-row').first().waitFor({ timeout: 8000 });
+                await sleep(500);
+                await box.press('Enter', { timeout: 4000 });
                 return true;
             } catch {
                 await page.keyboard.press('Escape');
                 return false;
             }
         });
-        await sleep(500);
-        await page.keyboard.press('Enter');
     };
     const ask = async (expression) => {
         const prompt = page.locator('.quick-input-widget', { hasText: 'evaluated on each rank' });
@@ -120,7 +120,7 @@ try {
     await quick('>View: Show Run and Debug');
     await quick('>ddpdoctor: Step Over on All Ranks');
     seen.stepped = await until(paused);
-    await quick('>Debug: Stop');
+    await page.keyboard.press('Shift+F5');
     seen.stop = await until(async () => (await callStack()).length === 0);
 } catch (error) {
     seen.error = String(error);
