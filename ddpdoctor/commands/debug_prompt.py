@@ -276,11 +276,14 @@ class Prompt(cmd.Cmd):
         """Wait until the resumed ranks have stopped, and show where.
 
         If some stop, the others have a moment. If some ranks are held, the others may wait for
-        them. Time without a core does not count. Ctrl-C pauses the ranks.
+        them. Time without a core does not count. Ctrl-C pauses the ranks. Without a terminal and
+        breakpoints, wait no longer than for held ranks.
         """
         sessions = self._sessions
         before = sessions.stopped()
-        held, left = before - resumed, HELD
+        bound = any(resumed & set(each.ranks) for each in sessions.breakpoints)
+        limited = bool(before - resumed) or not (bound or self._is_typed)
+        left = HELD
         while running := resumed & set(sessions.by_rank) - before:
             began, turns = time.monotonic(), sessions.turns(running)
             try:
@@ -296,7 +299,7 @@ class Prompt(cmd.Cmd):
             left -= seconds - sessions.without_core(turns, seconds)
             if sessions.stopped() != before:
                 before, left = sessions.stopped(), SETTLED
-            if (before & resumed or held) and left < 0:
+            if (before & resumed or limited) and left < 0:
                 break
         self._show_news()
         self._say({rank: self._doing(rank) for rank in resumed - sessions.stopped()})

@@ -7,6 +7,7 @@ is not loaded.
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -398,10 +399,14 @@ def for_each(ranks: Iterable[int], function: Callable[[int], str | None]) -> dic
     return dict(sorted(found.items()))
 
 
+_RANK = re.compile(r"^rank \d+: ")
+
+
 def _why(stopped: dict[str, Any]) -> str:
     """Return why a rank stopped, in a few words."""
     reason, text = str(stopped.get("reason") or ""), str(stopped.get("text") or "")
-    described = str(stopped.get("description") or "")
+    # The gateway puts the rank in front, for editors.
+    described = _RANK.sub("", str(stopped.get("description") or ""), count=1)
     if reason == "exception":
         return ": ".join(each.partition(_NOTE)[0].rstrip() for each in (text, described))
     return described if described == NATIVE else reason

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -145,3 +147,29 @@ def test_ctrl_c_is_the_jobs(sent: Sent) -> None:
     while not sent.news.wait(1):
         pass
     assert sent.messages[0]["error"] == "interrupted by Ctrl-C"
+
+
+TRACED = """
+import sys, threading
+from ddpdoctor.probe.runtime import evaluation, rank
+
+rank.current = lambda: None
+one = evaluation._Evaluation(compile("6 * 7", "x", "eval"))
+one.run()
+assert one._answer["value"] == "42"
+
+def traced():
+    sys.settrace(lambda *_: None)
+    (lambda: None)()
+
+thread = threading.Thread(target=traced, daemon=True)
+thread.start()
+thread.join(30)
+print("alive" if thread.is_alive() else "ended", flush=True)
+"""
+
+
+def test_a_thread_is_traced_afterwards() -> None:
+    """With an exception taken back, Python 3.11 repeats its first instruction for ever."""
+    done = subprocess.run([sys.executable, "-c", TRACED], capture_output=True, text=True)
+    assert done.stdout == "ended\n", done.stderr

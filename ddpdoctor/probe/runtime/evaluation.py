@@ -19,9 +19,8 @@ from ddpdoctor.probe.runtime import control, events, rank
 from ddpdoctor.probe.runtime.control import Message
 from ddpdoctor.probe.runtime.shield import background
 
-MAX_SECONDS = (
-    2.0  # Seconds after which an expression is interrupted, as its peers wait for the rank
-)
+MAX_SECONDS = 2.0
+"""Seconds after which an expression is interrupted, since its peers wait for the rank."""
 MAX_TEXT = 4096
 MAX_FRAMES = 100
 _POLL = 0.02  # Seconds between two looks at the training thread
@@ -69,7 +68,7 @@ class _Evaluation:
         self._code = code
         self._lock = threading.Lock()
         self._thread: int | None = None  # The thread that evaluates
-        self._is_withdrawn = False
+        self._is_withdrawn = self._is_interrupted = False
         self._done = threading.Event()
         self._answer: Message = {}
 
@@ -91,6 +90,7 @@ class _Evaluation:
                 elif began is None:
                     began = now
                 elif now - began > MAX_SECONDS and self._thread != _OVER:
+                    self._is_interrupted = True
                     _raise_in(self._thread, _TooLongError)
                     began = float("inf")
         return self._answer
@@ -122,17 +122,23 @@ class _Evaluation:
         self._done.set()
 
     def _end(self) -> None:
-        """Take back an interruption that has not been raised yet."""
+        """Let an interruption that came last be raised here, and accept no other."""
         with self._lock:
-            _raise_in(threading.get_ident(), None)
             self._thread = _OVER
+        # It cannot be taken back: Python up to 3.11 would look for it at every jump from then on,
+        # and threads that are traced would not go on.
+        for _ in range(_SOME_JUMPS if self._is_interrupted else 0):
+            pass
 
 
-def _raise_in(thread: int, error: type[BaseException] | None) -> None:
-    """Raise an exception in a thread at its next instruction of Python, or take one back."""
+_SOME_JUMPS = 1000
+
+
+def _raise_in(thread: int, error: type[BaseException]) -> None:
+    """Raise an exception in a thread at its next instruction of Python."""
     import ctypes
 
-    raised = None if error is None else ctypes.py_object(error)
+    raised = ctypes.py_object(error)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
 
 
