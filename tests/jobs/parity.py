@@ -28,9 +28,13 @@ class Model(nn.Module):
         return self.head(self.drop(self.embedding(tokens)))
 
 
-def summed(group: Any, bucket: Any) -> Any:
+def summed(
+    group: Any,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
     work = dist.all_reduce(bucket.buffer(), async_op=True)
-    return work.get_future().then(lambda done: done.value()[0])
+    done = work.get_future()
+    return done.then(lambda each: each.value()[0])  # type: ignore[no-any-return]
 
 
 def main() -> None:
