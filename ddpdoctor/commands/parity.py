@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ddpdoctor.commands.scale import sizes_option
+from ddpdoctor.commands.scale import check_command, make_folder, sizes_option
 from ddpdoctor.core import options
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.finding import RULES, Finding, Severity, examine, to_record, worst_first
@@ -21,7 +20,6 @@ from ddpdoctor.diagnose.parity.rules import compared
 from ddpdoctor.diagnose.parity.training import Training, at, training_of, wrapped_at
 from ddpdoctor.render import console, terminal
 from ddpdoctor.replay.gradients import Comparison, Difference
-from ddpdoctor.run import rundir
 from ddpdoctor.run.names import CAPSULE, TRAINED
 from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.snapshot import Run
@@ -48,8 +46,7 @@ compare runs that it made before, by their directories.
 
 Options:
   --nproc N,N,...   Ranks [default: 1,2].
-  --steps N         Optimizer steps of the smallest size. Larger sizes stop at as
-                    many samples or steps, whichever comes last [default: 100].
+  --steps N         End each run after N optimizer steps [default: 100].
   --replay          Keep step 5 of each rank, compute it again in one process,
                     and compare the average of the ranks' gradients with DDP's.
   --json            Print one JSON object.
@@ -116,14 +113,8 @@ def _made(given: Given) -> tuple[list[Compared], list[str]]:
     sizes = results.sizes((1,), given.get("--nproc", (1, 2)))
     if len(sizes) < 2:
         raise DoctorError("one size alone cannot be compared", "such as --nproc 1,2")
-    _check_command(launch)
-    try:
-        folder = rundir.create_series(given.get("--run-dir"))
-    except OSError as error:
-        raise DoctorError(
-            f"cannot make a directory for the runs: {error.filename}: {error.strerror}",
-            "name another one: --run-dir DIR",
-        ) from None
+    check_command(launch, "parity")
+    folder = make_folder(given)
     stop_at_signals()
     variables = {TRAINED: "1"}
     if "--replay" in given:
@@ -161,16 +152,6 @@ def _run(
     words = ["--overhead-budget", "100", *launch.words(planned)]
     with contextlib.suppress(_Enough):
         run_once(planned, words, {}, folder, made, variables)
-
-
-def _check_command(launch: Launch) -> None:
-    """Refuse what ``ddpdoctor run`` would refuse in each run."""
-    words = ["--no-debug", "--no-vscode", *launch.typed, "--", *launch.rest]
-    if not job_command.build(words, os.environ).through_torchrun:
-        raise DoctorError(
-            f"{launch.rest[0]} starts the ranks itself, and parity has to choose their number",
-            "name the script alone: ddpdoctor parity --nproc 1,2 -- train.py",
-        )
 
 
 def _read(directory: Path) -> Compared:

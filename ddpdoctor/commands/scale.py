@@ -133,16 +133,24 @@ def main(words: Sequence[str]) -> int:
     _check(given, sizes, started)
     variants = results.variants(given.get("--try", ()), given.get("--compare", ()))
     every = list(results.planned_runs(sizes, variants, given.get("--repeat", DEFAULT_REPEATS)))
-    _check_command(started)
+    check_command(started, "scale")
     plot = chart.check_plot_file(given.get("--plot")) if "--plot" in given else None
+    return _measure(given, started, every, make_folder(given), plot)
+
+
+def make_folder(given: Given) -> Path:
+    """Make the directory of the runs.
+
+    Raises:
+        DoctorError: It cannot be made.
+    """
     try:
-        folder = rundir.create_series(given.get("--run-dir"))
+        return rundir.create_series(given.get("--run-dir"))
     except OSError as error:
         raise DoctorError(
             f"cannot make a directory for the runs: {error.filename}: {error.strerror}",
             "name another one: --run-dir DIR",
         ) from None
-    return _measure(given, started, every, folder, plot)
 
 
 def _measure(
@@ -234,14 +242,14 @@ def _is_there(module: str) -> bool:
         return False
 
 
-def _check_command(started: Launch) -> None:
-    """Refuse what ``ddpdoctor run`` would refuse in each run."""
+def check_command(started: Launch, name: str) -> None:
+    """Refuse what ``ddpdoctor run`` would refuse in each run of the command of that name."""
     words = ["--no-debug", "--no-vscode", *started.typed, "--", *started.rest]
     command = job_command.build(words, os.environ)
     if not command.through_torchrun:
         raise DoctorError(
-            f"{started.rest[0]} starts the ranks itself, and scale has to choose their number",
-            "name the script alone: ddpdoctor scale --nproc 1,2 -- train.py",
+            f"{started.rest[0]} starts the ranks itself, and {name} has to choose their number",
+            f"name the script alone: ddpdoctor {name} --nproc 1,2 -- train.py",
         )
 
 

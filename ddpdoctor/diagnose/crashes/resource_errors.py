@@ -18,7 +18,7 @@ from ddpdoctor.run.snapshot import Records, Run
 DISK_FULL = "DDP935"
 NO_NETWORK = "DDP936"
 UNREADABLE = ("DDP944", "DDP945")
-"""Codes of unreadable checkpoints. Torch's messages about a torn one match either."""
+"""Codes of unreadable checkpoints. torch's message about a truncated file may match either."""
 
 _MIN_FREE_RATIO = 0.002
 """Minimum free ratio of a file system. Below it counts as full, since a part is reserved for

@@ -32,7 +32,7 @@ class Notices(asyncio.DatagramProtocol):
         self._hear = hear
 
     def connection_made(self, transport: asyncio.DatagramTransport) -> None:  # type: ignore[override]
-        """Keep the transport for answers."""
+        """Store the transport on which responses are sent."""
         self._transport = transport
 
     def datagram_received(self, data: bytes, sender: tuple[str, int]) -> None:
