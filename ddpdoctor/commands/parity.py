@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import ddpdoctor
 from ddpdoctor.commands.scale import check_command, make_folder, sizes_option
 from ddpdoctor.core import options
 from ddpdoctor.core.errors import DoctorError
@@ -179,11 +180,20 @@ _EXAMINED = frozenset(
 """Rules on one run whose findings change what a job trains with. Others are the run's own."""
 
 
+_COMPUTE = (
+    "import sys; sys.path = [each for each in sys.path if each]; sys.path.append(sys.argv.pop(1)); "
+    "from ddpdoctor.replay.gradients import main; sys.exit(main())"
+)
+"""`ddpdoctor.replay.gradients` without the working directory, where a script's own ``json.py`` may
+be. The capsule restores the path of the job."""
+
+
 def _replayed(directory: Path) -> Comparison | None:
     """Compute the kept step of a run again, in another process. None without one."""
     if not list(directory.glob("capsule-*.pickle")):
         return None
-    command = [sys.executable, "-m", "ddpdoctor.replay.gradients", str(directory)]
+    here = str(Path(ddpdoctor.__file__).parents[1])
+    command = [sys.executable, "-c", _COMPUTE, here, str(directory)]
     try:
         done = subprocess.run(
             command, capture_output=True, timeout=REPLAY_TIMEOUT, stdin=subprocess.DEVNULL
