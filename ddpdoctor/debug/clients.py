@@ -179,11 +179,7 @@ class Clients:
             self._ranks.report_rank(slot, "stop")
 
     async def _client(
-        self,
-        slot: Slot,
-        tap: dap.Tap,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
+        self, slot: Slot, tap: dap.Tap, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         data, requests = await asyncio.wait_for(first_message(reader), FIRST_MESSAGE)
         if not requests:

@@ -224,13 +224,7 @@ class Ranks:
         self.news()
 
     def report_rank(
-        self,
-        slot: Slot,
-        state: str,
-        *,
-        place: str = "",
-        at: Location | None = None,
-        why: str = "",
+        self, slot: Slot, state: str, *, place: str = "", at: Location | None = None, why: str = ""
     ) -> None:
         """Report a record about one rank.
 

@@ -264,7 +264,7 @@ _BACKGROUND = {
         "activeOnStart": True,
         "beginsPattern": "^ddpdoctor: waiting for the ranks to start",
         "endsPattern": "^ddpdoctor: all ranks listening",
-    },
+    }
 }
 _LINT_WORDS = ("lint", "--watch", "--output", "problems", ".")
 _CHECKING = {

@@ -32,10 +32,7 @@ from ddpdoctor.core.opening import integer
 from ddpdoctor.run.names import rank_stem
 from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.run.records.process import ErrorRecord
-from ddpdoctor.run.records.supervisor import (
-    FindingRecord,
-    RankExitRecord,
-)
+from ddpdoctor.run.records.supervisor import FindingRecord, RankExitRecord
 from ddpdoctor.run.records.training import StepRecord
 from ddpdoctor.run.ring import Collective
 from ddpdoctor.run.snapshot import Rank, Run
@@ -94,8 +91,7 @@ def _read_profile(path: Path, run: Run) -> Profile | None:
     rank = _profile_rank(path, trace, events, run)
     if rank is None:
         raise DoctorError(
-            f"{path} belongs to no rank of the run",
-            "put the rank into its name, as in rank0.json",
+            f"{path} belongs to no rank of the run", "put the rank into its name, as in rank0.json"
         )
     return Profile(rank, integer(trace, "baseTimeNanoseconds"), events)
 

@@ -80,10 +80,7 @@ def _is_unchanged(finding: Finding, location: Location, line: str, written: floa
 _MAX_FRAMES = 6
 
 _FRAME = re.compile(r'^\s*File "(?P<path>[^"]+)", line (?P<line>\d+)(?:,? in (?P<name>.*))?$')
-_CAUSE = (
-    "The above exception was the direct cause",
-    "During handling of the above exception",
-)
+_CAUSE = ("The above exception was the direct cause", "During handling of the above exception")
 
 
 def render(

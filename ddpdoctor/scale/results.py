@@ -350,9 +350,7 @@ def _middle_half(steps: Sequence[StepRecord]) -> Sequence[StepRecord]:
 
 
 def _mean_known(
-    every: Sequence[Sequence[StepRecord]],
-    of: Callable[[StepRecord], int | None],
-    unit: float = 1.0,
+    every: Sequence[Sequence[StepRecord]], of: Callable[[StepRecord], int | None], unit: float = 1.0
 ) -> float | None:
     """Return the mean over the ranks of a value of a typical step; None if a rank has none."""
     typical = []

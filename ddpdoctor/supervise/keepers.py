@@ -43,11 +43,7 @@ class Keepers:
         self._partial = b""
 
     def start(
-        self,
-        argv: Sequence[str],
-        environment: Mapping[str, str],
-        stderr: int,
-        group: int | None,
+        self, argv: Sequence[str], environment: Mapping[str, str], stderr: int, group: int | None
     ) -> None:
         """Start the command.
 

@@ -112,11 +112,7 @@ def _is_marked(pid: int, run_id: str) -> bool:
 
 
 def end(
-    job: Job,
-    *,
-    patience: float = 0.0,
-    soft: float = 3.0,
-    idle: Callable[[float], None] = pause,
+    job: Job, *, patience: float = 0.0, soft: float = 3.0, idle: Callable[[float], None] = pause
 ) -> list[str]:
     """End every process of a job.
 

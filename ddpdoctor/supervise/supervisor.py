@@ -69,13 +69,7 @@ class Supervisor:
         self._keepers = Keepers(self._run_id, inherited, reporter.warn)
         self._signals = JobSignals(command, self._keepers, passthrough, self._job)
         self._watch = RunWatch(
-            command,
-            directory,
-            passthrough,
-            reporter,
-            debugging,
-            self._keepers,
-            self._signals,
+            command, directory, passthrough, reporter, debugging, self._keepers, self._signals
         )
 
     def run(self) -> int:

@@ -535,13 +535,7 @@ class LiveSource:
         return frozenset(rank for rank in unseen if rank % 2 == self._odd_turn)
 
     def _row(
-        self,
-        rank: int,
-        status: Status,
-        gpus: dict[str, Gpu],
-        want: Want,
-        now: int,
-        ticks: float,
+        self, rank: int, status: Status, gpus: dict[str, Gpu], want: Want, now: int, ticks: float
     ) -> RankRow:
         known = self._ranks.get(rank)
         if known is None:

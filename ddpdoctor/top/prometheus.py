@@ -180,10 +180,7 @@ _NUMBERS: Mapping[str, tuple[str, str]] = {
     "rank_heartbeat_age_seconds": ("heartbeat", "Time since a rank was last seen to move."),
     "rank_resident_memory_bytes": ("rss", "Memory of a rank's process."),
     "rank_cuda_allocated_bytes": ("allocated", "What torch's CUDA allocator has given out."),
-    "rank_cuda_reserved_bytes": (
-        "reserved",
-        "What torch's CUDA allocator has taken from the GPU.",
-    ),
+    "rank_cuda_reserved_bytes": ("reserved", "What torch's CUDA allocator has taken from the GPU."),
 }
 """Gauges of a rank: the name for `ddpdoctor.top.view.rank_value`, and what it is."""
 

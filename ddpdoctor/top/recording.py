@@ -254,12 +254,7 @@ def at(age: float, now: float, want: Want, *, ranks: int = 8, seed: int = 0) -> 
     slow = (5 + seed) % ranks
     rows = [_row(rank, number, age, slow, seed) for rank in range(ranks)]
     findings = (FindingRow(_finding(slow), now - age + 30),) if ranks > 1 else ()
-    facts = headline.VerdictFacts(
-        live=True,
-        since_start=age,
-        world_size=ranks,
-        findings=findings,
-    )
+    facts = headline.VerdictFacts(live=True, since_start=age, world_size=ranks, findings=findings)
     steps = _STEPS_OF_EPOCH * _EPOCHS
     snapshot = Snapshot(
         time=now,

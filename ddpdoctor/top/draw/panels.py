@@ -15,13 +15,7 @@ from typing import TYPE_CHECKING
 from ddpdoctor.core import formatting
 from ddpdoctor.render.terminal import Line, fit, fitted, labelled, text_width, wrapped
 from ddpdoctor.top.draw import drawing
-from ddpdoctor.top.draw.board import (
-    activity_lines,
-    group_line,
-    link_facts,
-    rank_groups,
-    short_site,
-)
+from ddpdoctor.top.draw.board import activity_lines, group_line, link_facts, rank_groups, short_site
 from ddpdoctor.top.draw.drawing import Frame, Marks, Scene
 from ddpdoctor.top.frames import Point
 from ddpdoctor.top.headline import ordered_findings
@@ -475,10 +469,7 @@ def _number_charts(subject: _ChartSubject) -> list[_Chart]:
     ]
 
     def chart(
-        name: str,
-        values: Sequence[float | None],
-        most: float | None,
-        shown: Callable[[float], str],
+        name: str, values: Sequence[float | None], most: float | None, shown: Callable[[float], str]
     ) -> _Chart:
         known = [value for value in values if value is not None]
         top = most or drawing.axis_end(max(known))
