@@ -57,12 +57,7 @@ _BREAK = re.compile(r"(?:(?:(?P<file>.+?):)?(?P<line>\d+)|(?P<function>[A-Za-z_]
 
 
 class Prompt(cmd.Cmd):
-    """Read commands, and do them on the chosen ranks.
-
-    Args:
-        sessions: The ranks of a run.
-        chosen: The ranks that commands are for; None for all.
-    """
+    """Read commands, and run them on the chosen ranks. None for ``chosen`` means all ranks."""
 
     def __init__(self, sessions: Sessions, chosen: Collection[int] | None) -> None:
         super().__init__()
@@ -307,11 +302,7 @@ class Prompt(cmd.Cmd):
     # -- commands
 
     def _stopped(self) -> frozenset[int]:
-        """Return the chosen ranks that are stopped.
-
-        Raises:
-            DoctorError: There is none.
-        """
+        """Return the chosen ranks that are stopped. There is at least one."""
         found = self._sessions.stopped() & self._ranks
         if not found:
             raise DoctorError("no rank is stopped here", "`pause` or Ctrl-C stops them")
@@ -539,11 +530,7 @@ class Prompt(cmd.Cmd):
     do_h = do_help
 
     def _place_of(self, text: str) -> tuple[str, int, str]:
-        """Return the file, the line and the condition of a breakpoint.
-
-        Raises:
-            DoctorError: There is no such place.
-        """
+        """Return the file, the line and the condition of a breakpoint."""
         match = _BREAK.match(text.strip())
         if match is None:
             raise DoctorError(f"{text} is no place", "b FILE:LINE, b LINE or b FUNCTION, if ...")

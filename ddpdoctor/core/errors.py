@@ -66,9 +66,7 @@ class Fault(NamedTuple):
 class Faults:
     """The parts that failed: codes of rules and names of other components.
 
-    Args:
-        say: Prints a line for the user.
-        rest: The end of that line, which says what still works.
+    Each is said once, in a line that ends with ``rest``: what still works.
     """
 
     def __init__(

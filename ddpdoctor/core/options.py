@@ -48,13 +48,7 @@ class TorchrunOptions:
     takes_value: dict[str, bool]  # By name: whether the option takes a value
 
     def resolve(self, word: str) -> str | None:
-        """Return the full name of an option, which may be abbreviated as argparse allows.
-
-        Args:
-            word: The typed option, without ``=value``.
-
-        Returns:
-            The name, or None if torchrun has no such option.
+        """Return the full name of an option, which may be abbreviated as argparse allows, or None.
 
         Raises:
             DoctorError: The abbreviation fits several options.
@@ -73,8 +67,7 @@ class TorchrunOptions:
     def split(self, word: str) -> Iterator[tuple[str, str, str | None]]:
         """Split short options in one word as argparse does: ``-r3``, ``-mr3``.
 
-        Yields:
-            The option, the part of the word, and the value if the word has it.
+        Yield the option, the part of the word, and the value if the word has it.
         """
         for place, letter in enumerate(word[1:], 1):
             option, value = f"-{letter}", word[place + 1 :]
@@ -390,10 +383,10 @@ class Parser:
         others: Mapping[str, Value | None] | None = None,
         torchrun: Callable[[], TorchrunOptions] = read_options,
     ) -> Given:
-        """Parse a command line.
+        """Parse the words after a command.
 
         Args:
-            words: The words after the command.
+            words: The words.
             others: Options of another command. If given, these and torchrun's are passed on.
             torchrun: Returns torchrun's options.
 

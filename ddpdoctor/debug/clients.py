@@ -68,12 +68,7 @@ MAX_EVALUATE = 3600.0  # Seconds that an expression waits for a step at most
 
 
 class RefusedError(Exception):
-    """A client cannot be served.
-
-    Args:
-        text: The reason, for the user.
-        requests: The requests that wait for an answer, if others than the first ones.
-    """
+    """A client cannot be served. ``requests`` wait for an answer, if not the first ones."""
 
     def __init__(self, text: str, requests: Sequence[Message] = ()) -> None:
         super().__init__(text)
@@ -93,15 +88,11 @@ class Project:
     folders: tuple[str, ...]
 
     def objection(self, arguments: Message, port: int) -> str:
-        """Return why a client must not attach, or an empty string.
+        """Return why a client must not attach to a port, or an empty string.
 
         An entry of ddpdoctor in launch.json that an earlier run has left leads to the job that has
         the port now. Any other client knows what it attaches to, and the folder of one on another
         machine says nothing here.
-
-        Args:
-            arguments: The arguments of its request `attach`.
-            port: The port.
         """
         folder = arguments.get("workspaceFolder")
         if not is_ours(arguments.get("name")) or not isinstance(folder, str):

@@ -45,11 +45,7 @@ def encode(message: Message) -> bytes:
 
 
 class Decoder:
-    """Split a stream into messages.
-
-    Attributes:
-        rest: The bytes of a message that is not complete yet.
-    """
+    """Split a stream into messages. The bytes of an incomplete message are in ``rest``."""
 
     def __init__(self) -> None:
         self.rest = b""
@@ -263,12 +259,9 @@ class Tap:
 
 
 def put_rank_first(message: Message, rank: int) -> bool:
-    """Begin the names of threads, and the description of a stop, with the rank.
+    """Put the rank before thread names and a stop's description. Return whether anything changed.
 
     VS Code cuts the end of a name. At an exception it shows the description alone.
-
-    Returns:
-        Whether the message has changed.
     """
     body = message.get("body")
     if not isinstance(body, dict):
@@ -312,11 +305,7 @@ def response(
 ) -> Message:
     """Return a response of the gateway.
 
-    Args:
-        request: The request.
-        body: The answer.
-        message: The reason why the request failed.
-        show: Show the reason to the user, by a notification in VS Code.
+    ``message`` says why the request failed. With ``show``, VS Code notifies the user of that.
     """
     answer: Message = {
         "seq": 0,

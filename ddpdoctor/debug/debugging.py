@@ -55,10 +55,6 @@ class Editor:
     The first live run of a workspace has the plain names. The names of all others contain their
     script and port.
 
-    Args:
-        own: ``no_vscode``, ``workspace`` and ``path_map`` are used.
-        script: The name of the job's script.
-
     Raises:
         DoctorError: The chosen workspace is not a directory.
     """
@@ -94,12 +90,7 @@ class Editor:
             return
 
     def write(self, host: str, ports: dict[int, int], nodes: dict[int, str]) -> str:
-        """Make launch.json hold the configurations of these ranks.
-
-        Args:
-            host: The address that the ports are bound to.
-            ports: Port by global rank, and of all ranks.
-            nodes: Hosts of the ranks of other nodes.
+        """Make launch.json hold the configurations of these ranks, by global rank.
 
         Returns:
             The file, if it is new or had no entries of ddpdoctor; else an empty string.
@@ -281,10 +272,6 @@ class Speaker(Protocol):
 
 class Debugging:
     """The debugger's part of the supervisor.
-
-    Args:
-        command: The job.
-        speaker: Prints where ranks wait.
 
     Raises:
         DoctorError: No block of ports is free, or ``--workspace`` is not a directory.

@@ -63,16 +63,13 @@ class Admission:
     def open(
         self, listener: socket.socket, place: str, serve: Serve, beside: str = ""
     ) -> Callable[[], None]:
-        """Accept the connections of a listening socket from now on.
+        """Accept a listening socket's connections from now on. Return a function that stops this.
 
         Args:
             listener: The socket.
             place: Its description for people.
             serve: Serves a connection that is admitted.
             beside: A socket for the same clients that other users cannot reach.
-
-        Returns:
-            A function that accepts no more of them.
         """
         opened = _Listener(self, listener, place, serve, beside)
         self._listeners.append(opened)
@@ -94,12 +91,7 @@ class Admission:
         return sum(listener.rests is not None for listener in self._listeners)
 
     def admits(self, connection: socket.socket, place: str) -> bool:
-        """Return whether a connection is served. Report the first refusal of each user.
-
-        Args:
-            connection: The connection.
-            place: The description of the socket for people.
-        """
+        """Return whether a connection is served. Report the first refusal of each user."""
         try:
             uid: int | None = peers.user(connection)
             why = ""
@@ -215,9 +207,9 @@ class Gateway:
         ports: The listening sockets.
         sockets: The sockets in the run directory.
         unidentified: Also serve clients at the ports whose user cannot be determined.
-        gate: Ranks that have to be attached before any may start; all of them if empty; None for
-            no gate.
-        ends_job: The first client that stops a session it began before the gate was open ends the
+        gate: Ranks that have to be attached before any may start; all if empty; None for no
+            gate.
+        ends_job: The first client that stops a session begun before the gate opened ends the
             job.
         hold_errors: Ranks hold at an uncaught exception, so timeouts are lifted from the start.
         expected: The number of ranks; None if it is unknown.
@@ -390,10 +382,6 @@ class Ports:
 class RunSockets:
     """The sockets of a run directory: the ranks' control socket, and one for each debug port.
 
-    Args:
-        directory: The run directory.
-        count: The number of ports.
-
     Raises:
         OSError: A socket cannot be made.
     """
@@ -429,12 +417,7 @@ def _private_socket(path: str) -> socket.socket:
 
 
 def bind_block(host: str, first: int, count: int) -> Ports:
-    """Listen on the first free block of ``count`` ports at or after ``first``.
-
-    Args:
-        host: The address to bind to.
-        first: The port of local rank 0; 0 for any free block.
-        count: Number of ports.
+    """Listen on the first free block of ``count`` ports at or after ``first`` (0: anywhere).
 
     Raises:
         DoctorError: There is no such block, or the address is not one of this machine.

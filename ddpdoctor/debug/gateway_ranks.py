@@ -226,15 +226,7 @@ class Ranks:
     def report_rank(
         self, slot: Slot, state: str, *, place: str = "", at: Location | None = None, why: str = ""
     ) -> None:
-        """Report a record about one rank.
-
-        Args:
-            slot: Its port.
-            state: The state of the record.
-            place: The place of the stop.
-            at: The line at which it waits.
-            why: The reason why it waits.
-        """
+        """Report a record about one rank: where it stopped or waits, and why."""
         self.report(
             DebugRecord(
                 time=time.time_ns(),

@@ -32,13 +32,7 @@ class NativeFrames:
         self._explained = False
 
     def is_asked(self, command: str, arguments: Message, *, in_native: bool) -> bool:
-        """Return whether a request is answered here.
-
-        Args:
-            command: The request.
-            arguments: Its arguments.
-            in_native: The client has been shown a thread in native code.
-        """
+        """Return whether a request is answered here, not by debugpy."""
         if command == "variables":
             reference = arguments.get("variablesReference")
             return isinstance(reference, int) and reference >= _FIRST
@@ -99,11 +93,7 @@ class NativeFrames:
 
 
 async def _ask(link: RankLink, what: str, values: Message) -> Message:
-    """Ask the rank.
-
-    Raises:
-        SilentError: It does not answer, or with an error.
-    """
+    """Ask the rank. Raises SilentError if it does not answer, or with an error."""
     answer = await link.ask(what, TIMEOUT, **values)
     if "error" in answer:
         raise SilentError(answer["error"])

@@ -34,9 +34,7 @@ class OwnTerminal:
     def update(self, directory: Path, waits: list[object]) -> None:
         """Open the prompt if ranks wait. Take the terminal back if the prompt has ended.
 
-        Args:
-            directory: The run directory.
-            waits: One object for each rank that waits, the same as long as it waits.
+        ``waits`` has an object for each rank that waits, the same as long as it waits.
         """
         if self._prompt is not None and self._prompt.poll() is not None:
             self._take_back()

@@ -68,14 +68,7 @@ _WAITING = (Phase.WAIT, Phase.FORWARD, Phase.BACKWARD)  # Phases that contain a 
 
 
 class RootPort:
-    """Serve the port of the root sessions.
-
-    Args:
-        ranks: The ranks of this node.
-        clients: Runs the sessions of its ranks.
-        others: Runs the sessions of ranks of other nodes.
-        directory: The run directory.
-    """
+    """Serve the port of the root sessions."""
 
     def __init__(self, ranks: Ranks, clients: Clients, others: OtherNodes, directory: Path) -> None:
         self._ranks = ranks
@@ -272,14 +265,6 @@ class Root:
     A breakpoint that only some ranks know when they pass it would stop only these, and leave the
     others in the next collective. So a stop in a step that began before all ranks were attached is
     not shown unless all of them stop: the ranks go on, and all stop in the next step.
-
-    Args:
-        ranks: The ranks of this node.
-        others: The ranks of other nodes.
-        directory: The run directory.
-        client: The connection to the client.
-        initialize: The client's first request.
-        attach: Its second.
     """
 
     def __init__(

@@ -252,11 +252,9 @@ class Session:
 
 
 class Sessions:
-    """The ranks of one run, and the debugger sessions to those that are attached.
+    """The ranks of a live run, and the debugger sessions to those that are attached.
 
-    Args:
-        path: The directory of a live run.
-        all_code: Step into libraries, too.
+    With ``all_code``, a step goes into libraries, too.
     """
 
     def __init__(self, path: Path, *, all_code: bool = False) -> None:

@@ -167,13 +167,7 @@ def without_launch_entries(text: str | None) -> str | None:
 
 
 def rank_name(rank: int, label: str = "", node: str = "") -> str:
-    """Return the name of a rank's configuration.
-
-    Args:
-        rank: The rank.
-        label: As for :func:`update_launch`.
-        node: The host of a rank of another node.
-    """
+    """Return the name of a rank's configuration. ``node`` is the host of a rank of another node."""
     there = f" on {node}" if _HOST.fullmatch(node) else ""
     return f"rank {rank}{there} (ddpdoctor" + (f", {label})" if label else ")")
 
@@ -215,13 +209,7 @@ def _configurations(
 
 
 def _merged(key: str, theirs: Any, ours: Any) -> Any:
-    """Return the value of a key that an entry in the file has, which the user may have changed.
-
-    Args:
-        key: The key.
-        theirs: The value in the file.
-        ours: The value for this run.
-    """
+    """Return the value of a key of an entry in the file, which the user may have changed."""
     if key == "pathMappings":
         return theirs if ours[0] == _IDENTITY and not _are_ours(theirs) else ours
     return ours if key in ("type", "request", "connect") else theirs
@@ -288,10 +276,7 @@ The ranks, and with them the debugger, end shortly before the run has reported a
 def with_tasks(text: str | None, words: Sequence[str], cwd: str = WORKSPACE_FOLDER) -> str | None:
     """Return the text of tasks.json with ddpdoctor's tasks.
 
-    Args:
-        text: The content of the file; None if there is no file.
-        words: The arguments of the run: options of torchrun, the script and its arguments.
-        cwd: The working directory of the run.
+    ``words`` are the options of torchrun, the script and its arguments.
 
     Raises:
         JsoncError: The text cannot be edited.

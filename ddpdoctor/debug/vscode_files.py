@@ -48,12 +48,7 @@ _DECODER = json.JSONDecoder(parse_int=float)
 
 
 class JsoncError(Exception):
-    """The text is not JSON with comments, or lacks the required shape.
-
-    Args:
-        message: What is wrong, without a trailing full stop.
-        line: The line number, from 1.
-    """
+    """The text is not JSON with comments, or lacks the required shape. Lines count from 1."""
 
     def __init__(self, message: str, line: int) -> None:
         super().__init__(message)
@@ -161,12 +156,7 @@ class Document:
         ]
 
     def render(self, value: object, base: str) -> str:
-        """Return a value as text in the style of the document.
-
-        Args:
-            value: The value.
-            base: The indentation of all lines but the first.
-        """
+        """Return a value as text in the document's style. ``base`` indents all lines but one."""
         text = json.dumps(_with_integers(value), indent=self.unit, ensure_ascii=False)
         # Half a surrogate pair (a file name that is not UTF-8) can only be written as an escape.
         text = _SURROGATE.sub(lambda found: f"\\u{ord(found.group()):04x}", text)
@@ -178,15 +168,10 @@ class Document:
         return self.text[: node.start] + rendered + self.text[node.end :]
 
     def insert(self, array: Node, at: int, elements: Sequence[object]) -> str:
-        """Return the text with elements put first into an array.
+        """Return the text with elements put first into an array, at a position after its ``[``.
 
         They are written on the line of the ``[`` if what follows it is on that line (``[]`` and
         ``[{``), else on lines of their own.
-
-        Args:
-            array: The array.
-            at: The position after the ``[``, or after a comment that belongs to it.
-            elements: At least one.
         """
         first = array.items[0].first if array.items else array.end - 1
         if not _EOL.search(self.text, array.start, first):
@@ -221,14 +206,10 @@ class Document:
     def cut(
         self, items: Iterable[tuple[Node, Collection[Node]]], comments: Iterable[Comment] = ()
     ) -> str:
-        """Return the text without some items and comments. All other comments stay.
+        """Return the text without some items of arrays or objects, and without some comments.
 
-        The blanks before an item and the comma after it are cut, too. If the last items are cut,
-        so is the comma after the one that is now the last.
-
-        Args:
-            items: Arrays or objects, each with its items that are cut.
-            comments: The comments that are cut, with the blanks before them.
+        The blanks before an item and the comma after it are cut, too. If the last items are cut, so
+        is the comma after the one that is now the last. All other comments stay.
         """
         spans = [(self._with_blanks(comment.start), comment.end) for comment in comments]
         for node, gone in items:

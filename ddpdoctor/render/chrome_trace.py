@@ -114,10 +114,8 @@ def profile_events(
 ) -> Iterator[JsonObject]:
     """Yield the events of profiler traces, on the clock of the run's trace.
 
-    Args:
-        profiles: The profiler traces.
-        zero: Unix nanoseconds at which the run's trace begins.
-        lead: Returns the nanoseconds by which a rank's clock is ahead.
+    That begins at ``zero``, in Unix nanoseconds. ``lead`` returns by how many nanoseconds a rank's
+    clock is ahead.
     """
     every = {profile.rank: _ProfileNumbers(profile.rank) for profile in profiles}
     for profile in profiles:
@@ -194,14 +192,7 @@ Event = dict[str, Any]
 def write_trace(
     path: str, run: Run, found: Sequence[Finding], profiles: Sequence[Profile], zipped: bool
 ) -> int:
-    """Write the trace into a file. Returns its size in bytes.
-
-    Args:
-        path: The file.
-        run: The run.
-        found: What was found.
-        profiles: Traces of torch.profiler to merge in (:func:`read_profiles`).
-        zipped: Compress it with gzip.
+    """Write the trace with profiler traces merged in. Return its size in bytes.
 
     Raises:
         OSError: It cannot be written.
@@ -241,10 +232,6 @@ def clock_offsets(
     An all-reduce ends on all ranks at nearly the same time, so their clocks differ by what they say
     of that time. Ranks of one node have one clock. The offset of a node that shares too few steps
     is 0.
-
-    Args:
-        ranks: The ranks of one attempt.
-        steps: Their steps, by rank.
     """
     ends: dict[str, dict[int, list[int]]] = {}
     for rank in ranks:

@@ -35,10 +35,8 @@ class CodeRow(NamedTuple):
 def code_frame(finding: Finding, written: float | None) -> list[CodeRow]:
     """Return the lines around a finding; none if the source cannot be read, or has changed.
 
-    Args:
-        finding: What they are about.
-        written: Unix seconds. A source file that was written after it is not shown, unless the
-            traceback has the same line. None: files are as the job read them.
+    A file written after ``written`` (Unix seconds) is not shown, unless the traceback has the same
+    line. None: files are as the job read them.
     """
     location = finding.location
     if location is None:
@@ -93,12 +91,8 @@ def render(
 ) -> str:
     """Return a finding as text: headline, code frame, evidence, fix, a line to paste.
 
-    Args:
-        finding: The finding.
-        colour: Whether to use ANSI colours.
-        width: Columns to wrap at. None: nothing is wrapped, as in a pipe.
-        written: As in :func:`code_frame`.
-        kept: The file that has the whole traceback, if one has.
+    Wrap at ``width`` columns; nothing is wrapped with None, as in a pipe. ``written`` is that of
+    :func:`code_frame`, ``kept`` the file that has the whole traceback, if one has.
     """
     room, label = width or UNWRAPPED, finding.severity.label
     rows = folded(f"{label} {shown(finding.code)}: {shown(finding.message)}", room)

@@ -18,14 +18,10 @@ FORMAT = 1  # Version of the lines. It is raised when a key changes its meaning,
 
 
 def line(finding: Finding, head: dict[str, Any]) -> str:
-    """Return a finding as one line.
+    """Return a finding as one line, after the keys of :func:`head`.
 
     Its keys are ``id, code, severity, message, ranks, location, evidence, fix, restart``, and
     ``paste`` if there is a line to type. ``location`` is ``{"path": ..., "line": ...}`` or null.
-
-    Args:
-        finding: The finding.
-        head: The first keys, see :func:`head`.
     """
     return json_text({**head, **to_record(finding)})
 
@@ -54,10 +50,8 @@ def retraction(withdrawn: Withdrawn, head: dict[str, Any]) -> str:
 def end(status: int, current: Iterable[Finding], head: dict[str, Any]) -> str:
     """Write the last line of ``run --json``: ``event, exit_status, findings``.
 
-    Args:
-        status: The exit status of ``ddpdoctor run``. Negative: the signal that ends it.
-        current: The findings that were reported and not withdrawn.
-        head: What comes first, see :func:`head`.
+    ``status`` is that of ``ddpdoctor run``, negative for the signal that ends it. ``current`` are
+    the findings that were reported and not withdrawn.
     """
     counts = Counter(finding.severity for finding in current)
     findings = {each.label: counts[each] for each in reversed(Severity)}

@@ -257,9 +257,8 @@ class Reporter:
     def examine(self, run: Run, *, left: bool = False) -> None:
         """Run the rules, and report what is new and what is withdrawn.
 
-        Args:
-            run: A snapshot of the run.
-            left: New findings are left to another node. What was reported here may be withdrawn.
+        With ``left``, new findings are left to another node. What was reported here may be
+        withdrawn.
         """
         import ddpdoctor.diagnose.all_rules  # noqa: F401 (registers the rules; not before they are needed)
 
@@ -328,12 +327,7 @@ class Reporter:
                 self.warn(f"cannot write {self._json_name}: {error.strerror}")
 
     def finish(self, run: Run | None, status: int) -> None:
-        """Write the last line of the JSON file.
-
-        Args:
-            run: The last snapshot; None if the job ran unwatched.
-            status: The exit status of ``ddpdoctor run``.
-        """
+        """Write the last line of the JSON file. ``run`` is None if the job ran unwatched."""
         from ddpdoctor.render import json_lines
 
         self._write_json(json_lines.end(status, self.current, json_lines.head(run)))
@@ -341,9 +335,7 @@ class Reporter:
     def summary(self, run: Run, judge: str = "") -> None:
         """Print the last lines: what ran, how fast, what was found, where the records are.
 
-        Args:
-            run: The last snapshot.
-            judge: The host that reports the findings of all nodes. Empty if that is this one.
+        ``judge`` is the host that reports the findings of all nodes, empty if that is this one.
         """
         if self._quiet:
             return

@@ -56,13 +56,7 @@ def stacks_summary(merged: Merged) -> str:
 
 
 def draw(stacks: Sequence[RankStacks], style: StackStyle, code: Code) -> list[Line]:
-    """Draw the main threads of ranks as one tree, after the ranks without a stack.
-
-    Args:
-        stacks: Of any ranks.
-        style: How to draw.
-        code: Lines of source to show beside frames.
-    """
+    """Draw the main threads of ranks as one tree, after the ranks without a stack."""
     merged = merge(stacks, tuple if style.all_frames else fold)
     by_rank = {each.rank: each for each in stacks}
     troubles: dict[tuple[str, str], list[int]] = defaultdict(list)

@@ -205,9 +205,7 @@ _UNICODE = ("utf8", "utf16", "utf32", "gb18030")
 def only_ascii(out: TextIO | None, environment: Mapping[str, str]) -> bool:
     """Return whether to draw in ASCII: the locale is C, or the output can hold nothing else.
 
-    Args:
-        out: Where the text goes.
-        environment: The environment that the process was started with, see `given_environment`.
+    The environment is the one that the process was started with, see `given_environment`.
     """
     encoding = (getattr(out, "encoding", None) or "ascii").lower().replace("-", "")
     if encoding not in _UNICODE:
@@ -265,11 +263,7 @@ def is_dumb() -> bool:
 
 
 class StatusLine:
-    """A line that is replaced, with lines that stay above it. Any thread may use it.
-
-    Args:
-        stream: The output. None: stderr.
-    """
+    """A line that is replaced, with lines that stay above it. Any thread may use it."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream

@@ -73,9 +73,7 @@ def look(script: Path | None) -> Code:
 def read(directory: Path, node: int = 0) -> Code | None:
     """Return the recorded code of a node, or None if it cannot be read.
 
-    Args:
-        directory: The run directory.
-        node: The number of another node in the run. 0 for the one whose run directory it is.
+    Node 0 is the one whose run directory it is.
     """
     name = of_node(CODE, node) if node else CODE
     try:

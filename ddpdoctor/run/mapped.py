@@ -65,14 +65,6 @@ def read(path: str, size: int) -> bytes:
 def check(data: bytes, path: str, what: str, magic: bytes, newest: int, size: int) -> None:
     """Check the head of a file: eight bytes of magic, and the version of its format.
 
-    Args:
-        data: The contents.
-        path: The file, for messages.
-        what: What it should be, with its article.
-        magic: The first eight bytes.
-        newest: The newest format that can be read.
-        size: The minimum number of bytes.
-
     Raises:
         UnreadableError: It is another file, truncated, or of a newer format.
     """
@@ -96,11 +88,7 @@ _NUMBER = struct.Struct("<q")
 
 
 class Asking:
-    """The supervisor's end of a request.
-
-    Args:
-        directory: The run directory.
-        name: The file, which says what is requested.
+    """The supervisor's end of a request. The file's name says what is requested.
 
     Raises:
         OSError: The file cannot be created.
@@ -120,10 +108,6 @@ class Asking:
 
 class Asked:
     """A rank's end of a request.
-
-    Args:
-        directory: The run directory.
-        name: The file, which says what is requested.
 
     Raises:
         OSError: There is no such file.
@@ -166,10 +150,7 @@ class Suspicion(NamedTuple):
 
 
 class SuspicionWriter:
-    """The supervisor's end of a suspicion.
-
-    Args:
-        path: The file, which must not exist.
+    """The supervisor's end of a suspicion, in a file which must not exist.
 
     Raises:
         OSError: The file cannot be created.
@@ -200,11 +181,7 @@ class SuspicionWriter:
 
 
 def moved_suspicion(content: bytes, attempts: Mapping[int, int]) -> bytes:
-    """Return the content of the file with another number of the attempt.
-
-    Args:
-        content: The file of another node.
-        attempts: The numbers here, by those there.
+    """Return the content of another node's file with the number that the attempt has here.
 
     Raises:
         ValueError: It is cut short.
@@ -219,9 +196,6 @@ def moved_suspicion(content: bytes, attempts: Mapping[int, int]) -> bytes:
 
 class SuspicionReader:
     """A rank's end of a suspicion.
-
-    Args:
-        path: The file.
 
     Raises:
         UnreadableError: It is another file, or has a newer format.

@@ -46,9 +46,7 @@ def of_node(name: str, node: int) -> str:
 def stacks_stem(pid: int, start: int) -> str:
     """Return the name of that file without its suffix.
 
-    Args:
-        pid: The process id.
-        start: Start of the process, in the kernel's ticks. Both identify a process of this boot.
+    The pid and the start, in the kernel's ticks, identify a process of this boot.
     """
     return f"stacks-{pid}-{start}"
 

@@ -60,11 +60,7 @@ _SEGMENT_LINE = b'{"kind":"segment"'
 
 
 class Room:
-    """The memory that the journals of a run directory share.
-
-    Args:
-        most: Bytes for records.
-    """
+    """The memory that the journals of a run directory share: at most ``most`` bytes for records."""
 
     def __init__(self, most: int = MAX_KEPT) -> None:
         self.most = most
@@ -247,11 +243,7 @@ class JournalReader:
         self._room.took(size)
 
     def thin(self) -> int:
-        """Drop the older half of the records. Rare kinds are kept if possible.
-
-        Returns:
-            The freed bytes of memory.
-        """
+        """Drop the older half of the records, rare kinds last. Return the freed bytes."""
         before, kept = self.size, set[int]()
         rare = newest = before // 4
         for key, (record, size) in self._kept.items():

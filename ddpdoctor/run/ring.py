@@ -85,10 +85,7 @@ class Ring(NamedTuple):
 
 
 class RingWriter:
-    """Writes the ring.
-
-    Args:
-        path: The file, which must not exist.
+    """Writes the ring to a file, which must not exist.
 
     Raises:
         OSError: The file cannot be created.
@@ -168,11 +165,7 @@ class RingWriter:
 
 
 def read_ring(path: str, newest: int = ENTRIES) -> Ring:
-    """Read the ring of a process, live or not.
-
-    Args:
-        path: The file.
-        newest: Maximum number of collectives.
+    """Read the newest collectives in the ring of a process, live or not.
 
     Raises:
         UnreadableError: It is another file, truncated, or of a newer format.

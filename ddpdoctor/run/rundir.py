@@ -87,12 +87,7 @@ def private_base() -> Path:
 
 
 def _bases() -> list[Path]:
-    """Return the directories with runs of this user: the base directory, then fallbacks.
-
-    Raises:
-        DoctorError: No base directory belongs to this user.
-        OSError: It cannot be created.
-    """
+    """Return the directories with runs of this user: the base directory, then fallbacks."""
     first = private_base()
     others = [base_directory(), *_fallbacks()]
     return [first, *(each for each in others if each != first and _is_own(each))]
@@ -108,12 +103,7 @@ def _is_own(path: Path) -> bool:
 
 
 def _private(path: Path) -> None:
-    """Create a directory that only this user can enter.
-
-    Raises:
-        DoctorError: It is a link, not a directory, or another user's.
-        OSError: It cannot be created.
-    """
+    """Create a directory that only this user can enter, as :func:`_own`."""
     if _own(path).st_mode & 0o077:
         path.chmod(0o700)
 
@@ -176,12 +166,7 @@ def create(chosen: str | None) -> Path:
 
 
 def _chosen(name: str) -> Path:
-    """Return the directory that a person chose, created if it is missing.
-
-    Raises:
-        DoctorError: It is a link, not a directory, or another user's.
-        OSError: It cannot be created.
-    """
+    """Return the directory that a person chose. Create it if it is missing, as :func:`_own`."""
     path = Path(name).absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
     _own(path)
@@ -240,10 +225,7 @@ def publish(path: Path) -> None:
 
 
 def live(folder: str | None = None) -> list[Path]:
-    """Return the directories of this user's live runs, the newest first.
-
-    Args:
-        folder: Only runs of this folder, as :func:`belongs` says.
+    """Return the directories of this user's live runs, or those of a folder, the newest first.
 
     Raises:
         DoctorError: The base directory belongs to another user.
@@ -273,10 +255,9 @@ def some_live() -> list[Path]:
 
 
 def newest_first(folder: str | None = None) -> list[Path]:
-    """Return this user's runs, the newest first. Links stand for directories that were chosen.
+    """Return this user's runs, or those of a folder (:func:`belongs`), the newest first.
 
-    Args:
-        folder: Only runs of this folder, as :func:`belongs` says.
+    Links stand for directories that were chosen.
 
     Raises:
         DoctorError: The base directory belongs to another user.

@@ -400,9 +400,7 @@ class Run:
     def waits_for(self, rank: Rank, until: int | None = None) -> int:
         """Return the nanoseconds that a rank has been in its phase, without those without a core.
 
-        Args:
-            rank: A rank with a status page.
-            until: Unix nanoseconds, by default the time of the snapshot.
+        ``until`` is Unix nanoseconds, by default the time of the snapshot.
         """
         status = rank.status
         if status is None:

@@ -252,12 +252,9 @@ def parse_status(page: bytes, path: str) -> Status:
 
 
 def moved(page: bytes, restart: int, later: int) -> bytes:
-    """Return the page of a rank of another node, in the terms of this one.
+    """Return a rank's page from another node with its attempt here, and times of the clock here.
 
-    Args:
-        page: The page there.
-        restart: The number of the attempt here.
-        later: Nanoseconds by which the clock here is ahead.
+    The clock here is ``later`` nanoseconds ahead.
     """
     copy = bytearray(page)
     _HEAD.pack_into(copy, 0, *(head := _HEAD.unpack_from(page))[:-2], restart, head[-1] + later)

@@ -59,12 +59,9 @@ def split_steps(run: Run) -> dict[int, tuple[StepRecord, ...]]:
 def split_backwards(
     ranks: Sequence[Rank], steps: Mapping[int, Sequence[StepRecord]], *, lines: bool = False
 ) -> dict[int, tuple[StepRecord, ...]]:
-    """Split backwards that DDP did not time into compute and wait.
+    """Split backwards that DDP did not time into compute and wait. ``steps`` are by rank.
 
-    Args:
-        ranks: The ranks.
-        steps: Their steps by rank.
-        lines: The steps are lines of journals, which may stand for several steps.
+    With ``lines``, they are lines of journals, which may stand for several steps.
     """
     found = {number: tuple(each) for number, each in steps.items()}
     for group in reducing_together(ranks):
@@ -75,12 +72,7 @@ def split_backwards(
 def split_by_comparison(
     steps: Mapping[int, Sequence[StepRecord]], *, lines: bool = False
 ) -> dict[int, tuple[StepRecord, ...]]:
-    """Split the backwards of ranks that reduce together, in steps that all of them have.
-
-    Args:
-        steps: Steps by rank.
-        lines: As in :func:`split_backwards`.
-    """
+    """Split the backwards of ranks that reduce together, in steps that all of them have."""
     took = {
         # Duration of each reduced backward, including waits.
         rank: {
@@ -166,13 +158,9 @@ class Series:
 
 
 def series(run: Run, ranks: Sequence[Rank], most_cells: int, most_columns: int = 2000) -> Series:
-    """Return the steps of ranks, in as many columns as the limits allow.
+    """Return the steps of ranks of one attempt, in as many columns as the limits allow.
 
-    Args:
-        run: The run.
-        ranks: The ranks of one attempt.
-        most_cells: Maximum of columns times ranks.
-        most_columns: Maximum number of columns.
+    Cells are columns times ranks.
     """
     journals = {rank.rank: _Journal(run.path, rank) for rank in ranks}
     spans = [span for each in journals.values() if (span := each.span) is not None]
@@ -376,11 +364,7 @@ def open_files(*paths: Path) -> Iterator[list[File]]:
 
 
 class StepLog:
-    """Random access to the steps of one rank, in both segments of its journal.
-
-    Args:
-        path: The journal.
-    """
+    """Random access to the steps of one rank, in both segments of its journal."""
 
     def __init__(self, path: Path) -> None:
         self._paths = (path.with_name(path.name + ".1"), path)

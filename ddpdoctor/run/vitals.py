@@ -33,11 +33,7 @@ _MAX_GPUS = 1 << 20
 
 
 class Vitals:
-    """Samples a run. Called as often as the other watches.
-
-    Args:
-        directory: The run directory.
-    """
+    """Samples a run. Called as often as the other watches."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -133,13 +129,7 @@ def read_vitals(directory: Path) -> list[VitalsRecord]:
 
 
 def vitals_curves(directory: Path, restart: int, started: float) -> dict[str, Any]:
-    """Return the curves of one attempt: seconds, and by name a value for each, or null.
-
-    Args:
-        directory: The run directory.
-        restart: The attempt.
-        started: Origin of the time axis in Unix seconds.
-    """
+    """Return the curves of an attempt: seconds since ``started``, and values or null by name."""
     samples = [each for each in read_vitals(directory) if each.restart == restart]
     ranks = sorted({memory.rank for each in samples for memory in each.ranks})[:MAX_RANKS]
     gpus = sorted({(gpu.host, gpu.gpu) for each in samples for gpu in each.gpus})[:MAX_RANKS]

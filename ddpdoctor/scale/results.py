@@ -100,9 +100,7 @@ def variants(
 ) -> list[Variant]:
     """Return the job as it is, and a variant for each value to try.
 
-    Args:
-        tried: Names of arguments, each with its values.
-        compared: Implementations of DDP. ``torch`` is the job as it is.
+    ``compared`` are implementations of DDP, of which ``torch`` is the job as it is.
     """
     found = [AS_IT_IS]
     found += [Variant(name, {"ddp": name}) for name in compared if name != "torch"]
@@ -179,11 +177,7 @@ class Launch:
 
 
 def launch_from(given: Given, nodes: Sequence[int]) -> Launch:
-    """Read how the job is started from the command line.
-
-    Args:
-        given: The command line.
-        nodes: The numbers of nodes to run on.
+    """Read how the job is started from the command line, for these numbers of nodes.
 
     Raises:
         DoctorError: An option is missing, or cannot be used with scale.
@@ -211,11 +205,7 @@ def _option_words(options: Sequence[Passed]) -> tuple[str, ...]:
 
 
 def _rendezvous(values: Mapping[str, str]) -> tuple[int, str, int]:
-    """Return the rank of this node, and the host and port of the rendezvous.
-
-    Raises:
-        DoctorError: An option is missing, or is no number.
-    """
+    """Return the rank of this node, and the host and port of the rendezvous."""
     parts = (values.get("--master-addr"), values.get("--master-port"))
     endpoint = values.get("--rdzv-endpoint") or ":".join(part for part in parts if part)
     host, _, port = endpoint.rpartition(":") if ":" in endpoint else (endpoint, "", "")

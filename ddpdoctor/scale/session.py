@@ -77,18 +77,9 @@ def run_once(
     step: Callable[[int], None],
     variables: Mapping[str, str] | None = None,
 ) -> tuple[Path, Path, int]:
-    """Make one run and wait for its end.
+    """Make one run and wait for its end. Return its run directory, its log, and its exit status.
 
-    Args:
-        planned: The run.
-        words: Arguments of ``ddpdoctor run`` after `RUN_OPTIONS`.
-        overrides: Arguments of torch to override.
-        folder: Where its directory and its log are put.
-        step: Called with the number of steps that it has made. What it raises ends the run.
-        variables: More variables of its environment.
-
-    Returns:
-        Its run directory, its log, and the exit status.
+    ``step`` is called with the number of steps that it has made. What it raises ends the run.
 
     Raises:
         DoctorError: It cannot be started.

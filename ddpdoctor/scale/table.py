@@ -59,14 +59,7 @@ _LARGER = "more samples a rank: --try batch_size=..., or accumulation with no_sy
 def cause(
     base: Measured, this: Measured, efficiency: float, findings: Sequence[Finding] = ()
 ) -> Cause:
-    """Return the cause of most of the loss at a size.
-
-    Args:
-        base: The smallest size.
-        this: The size.
-        efficiency: Of this one against that.
-        findings: What the rules found in its run.
-    """
+    """Return the cause of most of the loss at a size, compared with the smallest one."""
     if efficiency >= GOOD:
         return NONE if efficiency < BETTER else FASTER
     share = this.samples / base.samples if this.samples and base.samples else 1.0
@@ -226,11 +219,7 @@ def reference_efficiency(figure: ReferenceFigure) -> float:
 
 
 def reference_lines(rows: Sequence[Row]) -> list[str]:
-    """Return the figures as a table, with measurements of the same sizes beside them.
-
-    Args:
-        rows: The measurements, or none.
-    """
+    """Return the figures as a table, with measurements of the same sizes beside them, if any."""
     here = {
         row.size.ranks: row for row in rows if row.variant == AS_IT_IS and row.measured is not None
     }
@@ -271,9 +260,7 @@ _RATE, _EFFICIENCY = 10, 13
 def table_lines(rows: Sequence[Row], *, ascii_only: bool) -> Iterator[str]:
     """Yield all but the heading: table, why a size loses, what to try, bars.
 
-    Args:
-        rows: The measurements, first those of the job as it is.
-        ascii_only: Whether the terminal only has ASCII.
+    The rows of the job as it is come first.
     """
     measured = [row.measured for row in rows if row.measured is not None]
     if measured:
@@ -479,12 +466,8 @@ def document(outcomes: Sequence[Outcome], facts: dict[str, Any], *, published: b
     """Return all results as one JSON object: ``format``, the facts, ``rows`` and ``reference``.
 
     A row is a size and a variant: ``ranks, nodes, variant, overrides, median, efficiency, spread,
-    cause, try, runs``. Times are seconds. What is unknown is null.
-
-    Args:
-        outcomes: The runs that are over.
-        facts: The options of the command.
-        published: Whether to add the published figures.
+    cause, try, runs``. Times are seconds. What is unknown is null. ``published`` adds the published
+    figures.
     """
     found = rows(outcomes)
     content: dict[str, Any] = {

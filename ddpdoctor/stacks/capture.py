@@ -127,11 +127,9 @@ _ESCAPED = re.compile(r"\\x([0-9a-f]{2})|\\u([0-9a-f]{4})|\\U([0-9a-f]{8})")
 
 
 def parse_dump(text: str, directory: str = "") -> tuple[Thread, ...]:
-    """Return the threads of one or several dumps, in their order.
+    """Return the threads of one or several dumps of ``faulthandler``, in their order.
 
-    Args:
-        text: The output of ``faulthandler``. Unknown lines are skipped.
-        directory: The working directory of the process, for relative paths.
+    Unknown lines are skipped. Relative paths are of the working ``directory`` of the process.
     """
     return tuple(_dumped_threads(text, directory))
 
@@ -199,12 +197,7 @@ OTHER_PROGRAM = "does not answer any more: its program was replaced (exec), or c
 
 
 class Asking:
-    """A request to one process, and its response so far.
-
-    Args:
-        declared: The process.
-        variables: Ask for the variables of the user's frames, too.
-    """
+    """A request to one process, and its response so far. ``variables`` are of the user's frames."""
 
     def __init__(self, declared: Declared, *, variables: bool = False) -> None:
         self._declared = declared
@@ -412,11 +405,7 @@ _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 def _send_signal(pid: int, thread: int, number: int) -> None:
-    """Send a signal to one thread.
-
-    Raises:
-        OSError: It cannot be sent.
-    """
+    """Send a signal to one thread. Raises OSError if it cannot be sent."""
     if _libc is None:
         raise OSError(0, "not on this system")
     if hasattr(_libc, "tgkill"):
@@ -454,11 +443,8 @@ def find_py_spy() -> str | None:
 def read_silent(stacks: Sequence[RankStacks], patience: float) -> list[RankStacks]:
     """Add stacks from py-spy for living processes that did not respond.
 
-    No process is paused, and those that responded are left alone.
-
-    Args:
-        stacks: Stacks of processes of this and other hosts.
-        patience: Seconds for all of them together.
+    No process is paused, and those that responded are left alone. ``patience`` is the seconds for
+    all of them together.
     """
     silent = [
         number
@@ -480,14 +466,11 @@ def read_silent(stacks: Sequence[RankStacks], patience: float) -> list[RankStack
 def add_native(
     stacks: Sequence[RankStacks], patience: float, ranks: Collection[int] | None = None
 ) -> list[RankStacks]:
-    """Add native frames from py-spy, or a note why they are missing.
+    """Add native frames of ranks from py-spy, or a note why they are missing.
 
     Pauses each process for a second or two, so it is for requested or hopeless ranks only.
-
-    Args:
-        stacks: Stacks of processes of this host. Those without a stack are left unchanged.
-        patience: Seconds for all of them together.
-        ranks: Only these ranks.
+    ``patience`` is the seconds for all of them together. Processes without a stack are left
+    unchanged.
     """
     wanted = [
         number
@@ -565,11 +548,7 @@ def _reason(errors: str) -> str:
 
 
 def _checked(dump: Any) -> _Dump:
-    """Check the structure of a dump.
-
-    Raises:
-        ValueError, TypeError, LookupError, AttributeError: It is no dump.
-    """
+    """Check the structure of a dump. Raises the error of whatever is missing or of another type."""
     for thread in dump:
         if not isinstance(thread["pid"], int):
             raise TypeError("no pid")

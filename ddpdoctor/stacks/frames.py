@@ -117,10 +117,8 @@ Code = Mapping[Frame, str]  # The source line of each frame, if known
 def code_of(frames: Iterable[Frame], before: int) -> dict[Frame, str]:
     """Return the source lines of the user's frames.
 
-    Args:
-        frames: Any frames.
-        before: Unix nanoseconds. Files that changed since are skipped, because their lines are not
-            those that run.
+    Skip files that changed since ``before``, in Unix nanoseconds: their lines are not those that
+    run.
     """
     found: dict[Frame, str] = {}
     files: dict[str, list[str]] = {}
@@ -181,12 +179,7 @@ class Merged:
 
 
 def merge(stacks: Iterable[RankStacks], keep: Keep = tuple) -> Merged:
-    """Merge the main threads of ranks.
-
-    Args:
-        stacks: Stacks of ranks, each rank once.
-        keep: Selects the frames of a stack, by default all.
-    """
+    """Merge the main threads of ranks. ``keep`` selects the frames of a stack, by default all."""
     found = sorted(stacks, key=lambda each: each.rank)
     mains = {each.rank: main.frames for each in found if (main := each.main) is not None}
     odd, places = odd_ones(mains)

@@ -75,10 +75,7 @@ class Cores:
     def lost(self, pid: int, since: int, now: float) -> float:
         """Return the seconds without a core since the first call in this silence.
 
-        Args:
-            pid: The process.
-            since: The beginning of its silence. The count starts again when this changes.
-            now: Monotonic seconds.
+        The count starts again when ``since``, the beginning of the silence, changes.
         """
         read = {each: read_turn(each, each) for each in (pid, *proc.children(pid))}
         turns = {each: turn for each, turn in read.items() if turn is not None}
@@ -234,11 +231,7 @@ class Signs:
 
 
 class Start:
-    """Follows a job before its first step.
-
-    Args:
-        base: Seconds without a rank after which it is examined.
-    """
+    """Follows a job before its first step. It is examined after ``base`` seconds without a rank."""
 
     def __init__(self, base: float) -> None:
         self._base = base
@@ -383,10 +376,9 @@ class HangWatch:
         self._next += seconds
 
     def look(self, run: Run) -> bool:
-        """Take in a snapshot.
+        """Take in a snapshot. Return whether the rules should run now.
 
-        Returns:
-            Whether the rules should run now: an examination is done, or the job goes on.
+        That is the case if an examination is done, or the job goes on.
         """
         if self._ended or run.stopped_at is not None:
             return False

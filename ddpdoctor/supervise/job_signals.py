@@ -299,14 +299,11 @@ def is_interactive_shell(argv: Sequence[str]) -> bool:
 
 
 def is_orphaned_group(group: int, without: Collection[int]) -> bool:
-    """Return whether no process of this session would continue a stopped process group.
+    """Return whether no process of this session would continue a stopped process group of it.
 
     That is the case if no member has a parent outside the group and in its session, such as a
-    shell. The kernel does not let a terminal stop such a group.
-
-    Args:
-        group: A process group of this session.
-        without: Parents that do not count.
+    shell. The kernel does not let a terminal stop such a group. Parents in ``without`` do not
+    count.
     """
     every = {process.pid: process for process in processes.listed()}
     parents = {each.parent for each in every.values() if each.group == group} - set(without)
@@ -418,15 +415,10 @@ class JobSignals:
         return repeated
 
     def suspend(self, number: int) -> float:
-        """Stop the whole job and this process, because the job's command was stopped.
+        """Stop the whole job and this process, because signal ``number`` stopped the job's command.
 
-        They continue when this process is continued, as by a shell's ``fg``.
-
-        Args:
-            number: The signal that stopped the command.
-
-        Returns:
-            The seconds for which this process was stopped.
+        They continue when this process is continued, as by a shell's ``fg``. Return the seconds for
+        which it was stopped.
         """
         if self.group is None:
             return 0.0

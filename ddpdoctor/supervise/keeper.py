@@ -198,7 +198,7 @@ class Keeper:
 def _start(
     run_id: str, supervisor: int, reports: int, begun: int, group: int, argv: list[str]
 ) -> Keeper:
-    """Fork the second keeper and the job's command. Returns the keeper that this process is.
+    """Fork the second keeper and the job's command. Return the keeper that this process is.
 
     Raises:
         OSError: The system refuses a process or a descriptor.

@@ -20,10 +20,7 @@ MAX_STANDBYS = 10  # Standbys that are started in one run, if each ends at once
 class Keepers:
     """The supervisor's connection to the keepers and to the job's command.
 
-    Args:
-        run_id: The job's id.
-        inherited: The descriptors above 2 that the job inherits, as without ddpdoctor.
-        warn: Takes a warning if no standby can be started.
+    The job inherits the descriptors above 2 that it would inherit without ddpdoctor.
     """
 
     def __init__(self, run_id: str, inherited: Sequence[int], warn: Callable[[str], None]) -> None:
@@ -45,13 +42,10 @@ class Keepers:
     def start(
         self, argv: Sequence[str], environment: Mapping[str, str], stderr: int, group: int | None
     ) -> None:
-        """Start the command.
+        """Start the command. The keepers add the run's id to its environment.
 
-        Args:
-            argv: Its words.
-            environment: Its environment. The keepers add the run's id.
-            stderr: The descriptor of its standard error.
-            group: The process group of this session that it joins; None for a new session.
+        It joins process ``group`` of this session. None makes a new session. ``stderr`` is a
+        descriptor.
 
         Raises:
             DoctorError: It cannot be started.
@@ -173,8 +167,7 @@ class Keepers:
     def dismiss(self, idle: Callable[[float], None]) -> None:
         """Close the supervisor's pipe and wait for the keepers to end what is left of the job.
 
-        Args:
-            idle: Waits so many seconds, and reaps children.
+        ``idle`` waits so many seconds, and reaps children.
         """
         if self._pipe < 0:
             return

@@ -30,12 +30,7 @@ below."""
 
 
 class LinkWatch:
-    """Record the links to other nodes. A network that no rank waits for is not measured.
-
-    Args:
-        write: Writes a record of the supervisor.
-        read: As :func:`ddpdoctor.system.tcp_info.traffic`.
-    """
+    """Record the links to other nodes. A network that no rank waits for is not measured."""
 
     def __init__(
         self,

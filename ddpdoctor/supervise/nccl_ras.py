@@ -69,8 +69,7 @@ class RasError(Exception):
 def asked(run: Run) -> Callable[[], Ras | None]:
     """Ask RAS in a thread, if a rank of this machine uses NCCL.
 
-    Returns:
-        A function that waits for the answer, `RAS_TIMEOUT` at most. It returns None without RAS.
+    Return a function that waits for the answer, `RAS_TIMEOUT` at most, or gives None without RAS.
     """
     here = namespace()
     pids = [
@@ -116,13 +115,9 @@ def address(environ: Mapping[str, str]) -> tuple[str, int] | None:
 
 
 def ask(where: tuple[str, int], pids: Collection[int], seconds: float, structured: bool) -> Answer:
-    """Ask for the status of a job.
+    """Ask for the status of the job whose processes on this machine have these pids.
 
-    Args:
-        where: Host and port.
-        pids: The processes of the job on this machine.
-        seconds: The time limit.
-        structured: Prefer JSON, which NCCL 2.28.7 and newer have.
+    ``structured`` prefers JSON, which NCCL 2.28.7 and newer have.
 
     Raises:
         RasError: There is no answer.

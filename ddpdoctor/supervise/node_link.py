@@ -193,9 +193,7 @@ class NodeLink:
     def end(self, status: int | None, *, hangs: bool = False) -> None:
         """Let the exchange send or take the last records, and wait for its end.
 
-        Args:
-            status: The exit status of the job's command.
-            hangs: The command was ended because the job hangs.
+        ``hangs`` says that the command was ended because the job hangs.
         """
         process = self._process
         if process is None:

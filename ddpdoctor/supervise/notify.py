@@ -42,9 +42,7 @@ _SHELL = '(eval "$1") >/dev/null 2>&1; echo $?'
 class Notifications:
     """Send findings at error level, their withdrawal, and the end of the job to the targets.
 
-    Args:
-        command: The job, with its targets.
-        say: Prints, from another thread, that a target cannot be reached.
+    ``say`` prints, from another thread, that a target cannot be reached.
     """
 
     def __init__(self, command: Command, say: Callable[[str], None]) -> None:

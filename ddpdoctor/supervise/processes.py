@@ -114,16 +114,13 @@ def _is_marked(pid: int, run_id: str) -> bool:
 def end(
     job: Job, *, patience: float = 0.0, soft: float = 3.0, idle: Callable[[float], None] = pause
 ) -> list[str]:
-    """End every process of a job.
+    """End every process of a job. Return descriptions of those that had to be ended.
 
     Args:
         job: The job.
         patience: Seconds in which they may end by themselves.
         soft: Seconds between SIGTERM and SIGKILL.
         idle: Waits so many seconds. Reaps children where the caller is their parent.
-
-    Returns:
-        Descriptions of the processes that had to be ended.
     """
     left = job.processes()
     deadline = time.monotonic() + patience

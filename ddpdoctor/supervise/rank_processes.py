@@ -292,8 +292,7 @@ def why_unwatched(option: str) -> str:
 class Unwatched:
     """Find ranks that run without the probe, as long as no rank has loaded it.
 
-    Args:
-        entry: The folder on PYTHONPATH that loads the probe.
+    ``entry`` is the folder on PYTHONPATH that loads it.
     """
 
     def __init__(self, entry: str) -> None:

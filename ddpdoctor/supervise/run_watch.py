@@ -485,12 +485,8 @@ class RunWatch:
     def end(self, status: int, ready: Callable[[], Iterable[int]]) -> Run | None:
         """Write the last records and report the last findings, after the job's command has ended.
 
-        Args:
-            status: Its exit status.
-            ready: Returns those of :attr:`descriptors` that are readable.
-
-        Returns:
-            The run at its end, if it can be read.
+        ``ready`` returns those of :attr:`descriptors` that are readable. Return the run at its end,
+        if it can be read.
         """
         self._guarded(_SOURCE, self._reporter.tell_source)
         if (run := self._read()) is not None:

@@ -65,11 +65,7 @@ class Stragglers:
         self._clocks = CoreClocks()
 
     def look(self, run: Run) -> bool:
-        """Ask for profiles if a rank seems slow.
-
-        Returns:
-            Whether the rules should examine the run now, because the answers are there.
-        """
+        """Ask for profiles if a rank seems slow. Return whether the rules should examine them."""
         if run.restarts[-1] != self._restart:
             self._begin(run.restarts[-1])
         now = time.monotonic()
@@ -209,11 +205,9 @@ class Suspicions:
         self._until: float | None = None
 
     def look(self, run: Run) -> bool:
-        """Compare new fingerprints.
+        """Compare new fingerprints. Return whether the rules should examine the run now.
 
-        Returns:
-            Whether the rules should examine the run now, because the ranks have answered or the
-            timeout is over.
+        That is the case if the ranks have answered or the timeout is over.
         """
         if run.restarts[-1] != self._restart:
             self._begin(run.restarts[-1])
@@ -308,13 +302,7 @@ class GpuWatch:
     """Query the driver in a thread, since that may take seconds, or hang with the driver.
 
     Of other users' processes only the number is kept. Ranks in another pid namespace are skipped,
-    because their pids mean something else.
-
-    Args:
-        make: Makes the reader, in that thread.
-        first: As `FIRST`.
-        again: As `AGAIN`.
-        pause: As `PAUSE`.
+    because their pids mean something else. ``make`` makes the reader, in that thread.
     """
 
     def __init__(

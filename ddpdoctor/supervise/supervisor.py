@@ -73,11 +73,9 @@ class Supervisor:
         )
 
     def run(self) -> int:
-        """Run the job to its end.
+        """Run the job to its end. Return its exit status, negative for a signal that ended it.
 
-        Returns:
-            The exit status of the job, negative for a signal that ended it; `STRICT` or `HANG` if
-            these options apply.
+        It is `STRICT` or `HANG` if these options apply.
         """
         proc.become_subreaper()
         self._guarded(_WATCH, self._watch.open)
@@ -122,11 +120,8 @@ class Supervisor:
     def _turn(self, ready: list[int]) -> list[int]:
         """Do what is due, first for the job's processes, and wait for more.
 
-        Args:
-            ready: The return value of the last turn.
-
-        Returns:
-            The descriptors of the watch that are readable now.
+        Take the descriptors of the watch that the last turn found readable. Return those of this
+        one.
         """
         self._reap()
         stopped = self._keepers.poll()

@@ -489,7 +489,8 @@ def choice(environ: Mapping[str, str], gpus: Sequence[tuple[Device, tuple[str, .
 
     Args:
         environ: The environment. Without the variable all GPUs are chosen.
-        gpus: The GPUs that respond, in the driver's order, with the UUIDs of their MIG instances.
+        gpus: The GPUs that respond, in the driver's order, with the UUIDs of their MIG
+            instances.
     """
     wanted = environ.get("CUDA_VISIBLE_DEVICES")
     places: list[int] = list(range(len(gpus)))
@@ -633,11 +634,7 @@ class GpuFacts:
 
 
 def read_health(further: Callable[[], None] = lambda: None) -> GpuFacts:
-    """Read everything once.
-
-    Args:
-        further: Called after each GPU, to show progress.
-    """
+    """Read everything once. ``further`` is called after each GPU, to show progress."""
     reader = NvmlReader(further=further)
     try:
         devices = reader.devices()
@@ -736,12 +733,7 @@ def file_name(host: str) -> str:
 
 
 class Poller:
-    """Samples all GPUs of this machine. For one thread at a time. Never raises.
-
-    Args:
-        reader: Reads a GPU.
-        clock: Returns seconds.
-    """
+    """Samples all GPUs of this machine. For one thread at a time. Never raises."""
 
     def __init__(
         self, reader: NvmlReader | None = None, clock: Callable[[], float] = time.monotonic
@@ -848,11 +840,7 @@ LIBRARY = "libnvidia-ml.so.1"
 
 
 class GpuPoll:
-    """Polls in a thread, since the driver may take seconds to respond, or hang.
-
-    Args:
-        directory: The run directory.
-    """
+    """Polls in a thread, since the driver may take seconds to respond, or hang."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

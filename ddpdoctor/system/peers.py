@@ -46,14 +46,9 @@ class Found(NamedTuple):
 
 
 def find_socket(source: tuple[object, ...], target: tuple[object, ...]) -> Found | None:
-    """Look up the socket of a connection.
+    """Look up the socket of a connection by its own address, as of ``getsockname``, and its peer's.
 
-    Args:
-        source: The socket's own address, as ``getsockname`` returns it.
-        target: The address of its peer.
-
-    Returns:
-        The socket, or None if this network namespace has none with these addresses.
+    Return None if this network namespace has none with these addresses.
 
     Raises:
         OSError: The kernel lacks ``sock_diag``, or refuses the request.
@@ -180,12 +175,8 @@ def _check_open(connection: socket.socket) -> None:
 def _owner(source: tuple[object, ...], target: tuple[object, ...]) -> tuple[int, int] | None:
     """Return uid and inode of an open socket in this thread's network namespace.
 
-    Args:
-        source: Its address.
-        target: The address of our end of the connection, which is open.
-
-    Raises:
-        GoneError: Its process has closed it, but our end does not know yet.
+    ``target`` is the address of our end of the connection, which is open. Raises GoneError if the
+    socket was closed, but our end does not know yet.
     """
     with contextlib.suppress(OSError):
         found = find_socket(source, target)
@@ -225,9 +216,7 @@ def _owner_by_table(
 def listener(port: int, host: str | None = None) -> int | None:
     """Return the user who listens on a TCP port of this network namespace, or None.
 
-    Args:
-        port: The port.
-        host: The address of this machine to which a client connects. By default any.
+    ``host`` is the address of this machine to which a client connects, by default any.
     """
     for _ in range(_ATTEMPTS):
         found = {each.address: each.uid for each in listeners() if each.port == port}

@@ -337,11 +337,8 @@ MAX_CLOCKS = 16  # Maximum number of ranks whose cores are read
 class CoreClocks:
     """The highest measured clock of each rank's core.
 
-    An idle core may run slowly. A busy one does so only if it cannot run faster.
-
-    Args:
-        processes: The kernel's directory of processes.
-        cores: The kernel's directory of cores, which has no frequencies in many virtual machines.
+    An idle core may run slowly. A busy one does so only if it cannot run faster. Many virtual
+    machines have no frequencies.
     """
 
     def __init__(

@@ -49,13 +49,7 @@ class TakenStacks:
 def take_stacks(
     snapshot: Snapshot, replayed: bool, ranks: Collection[int] | None = None
 ) -> TakenStacks:
-    """Take the stacks of the run that a snapshot shows, and wait for its ranks to respond.
-
-    Args:
-        snapshot: The shown snapshot.
-        replayed: Whether it is a replay, of a recording or of a run that is over.
-        ranks: Only these.
-    """
+    """Take the stacks of the run that a snapshot shows, and wait for its ranks to respond."""
     if snapshot.kind != "run" or not snapshot.path:
         made_up = snapshot.kind == "demo"
         return TakenStacks(trouble="a made-up job has no stacks" if made_up else "no run is shown")
@@ -177,10 +171,6 @@ class SignalChoice:
 
 def signal_choices(snapshot: Snapshot, row: RankRow | None) -> tuple[SignalChoice, ...]:
     """Return the signals and their processes. The first choice sends nothing.
-
-    Args:
-        snapshot: The run.
-        row: The selected rank, if a person selected one.
 
     Raises:
         DoctorError: There is no process to signal, or it may not be the run's.

@@ -105,12 +105,6 @@ class Questions:
     """The keys that need data beyond the snapshot, which other threads find.
 
     Modules for them are imported when a key is pressed, to speed up the first screen.
-
-    Args:
-        app: Shows the responses.
-        runs: The live runs to choose from.
-        list_runs: Lists them again; called in the reader's thread.
-        make_run: Makes the source for a chosen run.
     """
 
     def __init__(
@@ -303,7 +297,7 @@ class TopApp(App[None]):
         make: Makes the source of frames; called in the reader's thread.
         view: The initial view.
         runs: The live runs to choose from at first, if there are several.
-        list_runs: Lists them again on request; called in the reader's thread.
+        list_runs: Lists them again; called in the reader's thread.
         make_run: Makes the source for a chosen run.
         record: Starts a recording. None if there is nothing to record.
         recording: One that has started.

@@ -32,12 +32,8 @@ _MAX_READINGS, _MIN_CHART_POINTS = 960, 10
 class FinishedSource(Played):
     """A frame for each step of the newest attempt, and a last one that says how it ended.
 
-    It opens at the last one. Journals are not kept in memory: each frame reads its steps.
-
-    Args:
-        path: The run directory.
-        interval: Seconds between frames while it plays.
-        end: The source that has already read the run's end.
+    It opens at the last one. Journals are not kept in memory: each frame reads its steps. ``end``
+    is a source that has already read the run's end.
 
     Raises:
         DoctorError: It is no run directory, or of a newer version.
@@ -142,12 +138,7 @@ def _row_at_step(row: RankRow, number: int, steps: list[StepRecord], *, apart: b
 
 
 class MachineSource:
-    """The machine without a run. Its GPUs are polled here, since there is no supervisor.
-
-    Args:
-        interval: Seconds between frames.
-        whose: Whose runs are awaited.
-    """
+    """The machine without a run. Its GPUs are polled here, since there is no supervisor."""
 
     def __init__(self, interval: float, whose: str = "yours") -> None:
         self.interval = interval
@@ -185,10 +176,6 @@ class MachineSource:
 class RunSource:
     """One run: live at first, then a replay of its steps.
 
-    Args:
-        path: The run directory.
-        interval: Seconds between frames.
-
     Raises:
         DoctorError: It is no run directory, or of a newer version.
     """
@@ -223,11 +210,8 @@ class RunSource:
 class FollowingSource:
     """The newest live run until it ends, then its end until another run starts.
 
-    Before the first one, the machine.
-
-    Args:
-        interval: Seconds between frames.
-        folder: Only runs of this folder, as :func:`ddpdoctor.run.rundir.belongs` says.
+    Before the first one, the machine. With a folder, only its runs
+    (:func:`ddpdoctor.run.rundir.belongs`).
     """
 
     def __init__(self, interval: float, folder: str | None = None) -> None:
@@ -283,10 +267,7 @@ class RunChoice:
 
 
 def live_runs(folder: str | None = None) -> list[RunChoice]:
-    """List the live runs of this user, newest first.
-
-    Args:
-        folder: Only runs of this folder, as :func:`ddpdoctor.run.rundir.belongs` says.
+    """List the live runs of this user, or of a folder (`rundir.belongs`), newest first.
 
     Raises:
         DoctorError: They cannot be listed.
@@ -327,13 +308,8 @@ def open_source(
 ) -> Source:
     """Open the source that a command line asks for.
 
-    Args:
-        name: A run's name or directory. None: the newest live run, or the machine until there is
-            one.
-        demo: A made-up job instead.
-        replay: A recording instead.
-        interval: Seconds between frames.
-        folder: Without a name, only runs of this folder.
+    Without a run's name or directory it is the newest live run, of ``folder`` if that is given, or
+    the machine until there is one.
 
     Raises:
         DoctorError: There is no such run or recording.

@@ -122,13 +122,7 @@ def judged_snapshot(
 
 
 def slow_phase(times: Times | None, usual: Times | None, least: float = 0.0) -> str:
-    """Return the phase in which a rank exceeds the median rank most. Empty without one.
-
-    Args:
-        times: Times of the rank.
-        usual: Times of the median rank.
-        least: Minimum difference in seconds.
-    """
+    """Return the phase in which a rank exceeds the median rank most. Empty without one."""
     if times is None or usual is None:
         return ""
     # A backward that was not split may contain waits for others.

@@ -259,11 +259,7 @@ _cleaned = lru_cache(maxsize=4096)(without_control_characters)
 
 
 class Progress:
-    """The progress of the job, its rate, and the remaining time.
-
-    Args:
-        manifest: The run's manifest.
-    """
+    """The progress of the job, its rate, and the remaining time."""
 
     def __init__(self, manifest: Mapping[str, object]) -> None:
         command = command_words(manifest)
@@ -287,13 +283,7 @@ class Progress:
             self._per_epoch = record.batches / max(1, step.backwards if step is not None else 1)
 
     def rate(self, ticks: float, step: int | None, usual: float | None) -> float | None:
-        """Return steps per second.
-
-        Args:
-            ticks: The current time, in seconds of any clock.
-            step: Steps done.
-            usual: Usual seconds per step, from which the first rates are derived.
-        """
+        """Return steps per second. The first rates come from ``usual``, a step's usual seconds."""
         if step is None:
             return None
         if self._seen and step < self._seen[-1][1]:
@@ -317,16 +307,7 @@ class Progress:
         newest: Sequence[StepRecord],
         world_size: int | None,
     ) -> Job:
-        """Describe the progress.
-
-        Args:
-            attempt: Which one, from 0.
-            step: Steps done.
-            epoch: Of the newest step.
-            rate: Steps per second.
-            newest: The newest step of some ranks.
-            world_size: Ranks of the job.
-        """
+        """Describe the progress by steps and epoch so far, and the newest steps of some ranks."""
         samples = [each.samples for each in newest if each.samples]
         job = replace(
             self._job,
@@ -368,12 +349,7 @@ def _option_number(words: Sequence[str], option: re.Pattern[str]) -> int | None:
 
 
 class LiveRank:
-    """The facts about a rank of the newest attempt, besides its status page.
-
-    Args:
-        rank: The rank's number.
-        pages: The status pages of the run.
-    """
+    """The facts about a rank of the newest attempt, besides its status page."""
 
     def __init__(self, rank: int, pages: StatusPages) -> None:
         self._pages = pages
@@ -420,10 +396,6 @@ class LiveRank:
 
 class LiveSource:
     """Follows the newest attempt of a live or just finished run.
-
-    Args:
-        path: The run directory.
-        interval: Seconds between frames.
 
     Raises:
         DoctorError: It is no run directory, or of a newer version.

@@ -30,11 +30,7 @@ Keep = Callable[[Snapshot], None]  # Called with each snapshot, to record or exp
 def picture(source: Source, view: View, out: TextIO, keep: Keep | None = None) -> None:
     """Write a frame of the terminal's size, with colour only on a terminal that wants it.
 
-    Args:
-        source: Where it comes from.
-        view: How it is shown.
-        out: Where it goes.
-        keep: Called with the snapshot, which then has all ranks in full.
+    ``keep`` is called with the snapshot, which then has all ranks in full.
 
     Raises:
         DoctorError: There is nothing to show.
@@ -131,11 +127,6 @@ def of_record(record: JsonObject) -> Snapshot:
 def once(source: Source, out: TextIO, keep: Keep | None = None) -> Snapshot:
     """Write one snapshot as one line of JSON.
 
-    Args:
-        source: Where it comes from.
-        out: Where it goes.
-        keep: Called with the snapshot.
-
     Raises:
         DoctorError: There is nothing to show.
     """
@@ -156,11 +147,7 @@ def watch(
 ) -> None:
     """Write one snapshot per interval, until the run is over or a replay has ended.
 
-    Args:
-        source: Where they come from. One that waits for runs never ends.
-        out: Where they go. It is flushed after each.
-        keep: Called with each snapshot.
-        sleep: Lets time pass.
+    A source that waits for runs never ends.
 
     Raises:
         DoctorError: There is nothing to show.

@@ -52,11 +52,7 @@ def address(text: str) -> tuple[str, int]:
 
 
 class Exporter:
-    """Serves the newest snapshot.
-
-    Args:
-        place: Host and port; port 0 takes any.
-        latest: Returns the newest snapshot, or None while there is none.
+    """Serves the newest snapshot. Port 0 takes any port.
 
     Raises:
         DoctorError: The port is taken.
@@ -88,15 +84,7 @@ class Exporter:
 
 
 class _Server(ThreadingWSGIServer):
-    """An HTTP server with few connections at a time, each for a limited time.
-
-    Args:
-        host: The address or name to listen at.
-        port: The port; 0 takes any.
-
-    Raises:
-        OSError: It cannot listen there.
-    """
+    """An HTTP server with few connections at a time, each for a limited time."""
 
     request_queue_size = 128
 

@@ -41,10 +41,7 @@ _CHART_POINTS = 120
 
 
 class Recording:
-    """Writes snapshots to a file.
-
-    Args:
-        path: The file. It must not exist.
+    """Writes snapshots to a file, which must not exist.
 
     Raises:
         DoctorError: It cannot be written.
@@ -105,9 +102,6 @@ def _rounded(value: Any, name: str = "") -> Any:
 class RecordingSource(Played):
     """Plays a recording. It opens at the first frame.
 
-    Args:
-        path: The file.
-
     Raises:
         DoctorError: It is no recording, or of another version.
     """
@@ -150,11 +144,7 @@ class RecordingSource(Played):
             size += len(data)
 
     def _frame(self, position: int) -> Snapshot:
-        """Read a frame.
-
-        Raises:
-            ValueError: It is damaged, or of another version.
-        """
+        """Read a frame. Raises ValueError if it is damaged, or of another version."""
         if position not in self._lines:
             # A gzip file is read from its start to go back, so earlier lines are kept, too.
             first = max(0, position - _LINES_KEPT) if position + 1 in self._lines else position

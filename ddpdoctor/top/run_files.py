@@ -216,13 +216,10 @@ class StampAges:
         self._known: dict[Hashable, tuple[int, float, float]] = {}
 
     def age(self, key: Hashable, stamp: int, now: int, ticks: float) -> float:
-        """Return the seconds since ``stamp`` was set.
+        """Return the seconds since ``stamp`` was set, in Unix nanoseconds of another clock.
 
-        Args:
-            key: Which timestamp it is.
-            stamp: Unix nanoseconds by the clock that set it.
-            now: Unix nanoseconds here.
-            ticks: Seconds of a clock here that never jumps.
+        ``now`` is the time of our clock in the same unit, ``ticks`` that of a clock that never
+        jumps.
         """
         known = self._known.get(key)
         since = ticks - max(0.0, (now - stamp) / 1e9)
@@ -453,10 +450,8 @@ WINDOW = 16  # Steps of a rank that its means are taken of
 def mean_times(steps: Sequence[Parts], apart: bool = True) -> Times | None:
     """Average steps. Means, since medians hide what is in every second step.
 
-    Args:
-        steps: The steps. If some of them were split, only those count.
-        apart: Show the wait apart from the backward, where DDP timed it. If not, it is within the
-            backward, as :func:`with_waits` needs it.
+    If some of them were split, only those count. The wait is shown ``apart`` from the backward,
+    where DDP timed it. If not, it is within the backward, as :func:`with_waits` needs it.
     """
     if apart:
         steps = [parts for parts in steps if parts.split] or steps
@@ -480,14 +475,10 @@ def mean_times(steps: Sequence[Parts], apart: bool = True) -> Times | None:
 
 
 def with_waits(rows: Sequence[RankRow], groups: Mapping[int, Sequence[int]]) -> list[RankRow]:
-    """Split the backwards of ranks that reduce together into compute and wait.
+    """Split the backwards of ranks that reduce gradients together into compute and wait.
 
-    A rank waits for as long as its backward exceeds the shortest one of its group, as in
-    `ddpdoctor.run.step_series`.
-
-    Args:
-        rows: The ranks. For those in groups, the wait is within the backward.
-        groups: For each rank, the ranks that it reduces gradients with.
+    ``groups`` has these ranks for each rank. A rank waits for as long as its backward exceeds the
+    shortest one of its group, as in `ddpdoctor.run.step_series`.
     """
     backwards: dict[Sequence[int], list[float]] = {}
     for row in rows:

@@ -61,14 +61,7 @@ _BYTES_PER_VALUE = 4 * 4 / 3
 def report_content(
     run: Run, findings: Sequence[Finding], *, live: bool, remark: str
 ) -> dict[str, Any]:
-    """Return the report on a run.
-
-    Args:
-        run: The run.
-        findings: What was found, worst first.
-        live: Whether it still runs.
-        remark: What else there is to say about how the run ended.
-    """
+    """Return the report on a run. ``remark`` is what else there is to say about how it ended."""
     most = int(MAX_TABLE_BYTES / (_BYTES_PER_CELL + 2 * _BYTES_PER_VALUE))
     steps = series(run, run.last, most)
     firsts = [
@@ -416,11 +409,7 @@ def _file(name: str) -> str:
 
 
 def page(content: dict[str, Any]) -> str:
-    """Return the HTML file.
-
-    Args:
-        content: The report, from `ddpdoctor.render.html.page`.
-    """
+    """Return the HTML file for a report."""
     style = "\n".join((_colours(), _file(_LIBRARY + "uPlot.min.css"), _file("page.css")))
     library = _file(_LIBRARY + "uPlot.iife.min.js")
     script = "\n".join((library, *map(_file, SCRIPTS)))

@@ -92,13 +92,7 @@ def phase_cell(times: Times | None, name: str, unit: formatting.TimeUnit) -> str
 def fitting_columns(
     ranks: Sequence[RankRow], room: int, min_bar: int = MIN_BAR
 ) -> tuple[tuple[Column, ...], int]:
-    """Return the most important columns that fit, and the room for the bar (0: none).
-
-    Args:
-        ranks: The rows.
-        room: Columns of the screen.
-        min_bar: Columns that the bar needs.
-    """
+    """Return the most important columns that fit, and the room for the bar (0: none)."""
     possible = _possible_columns(ranks, room)
     wished = [(column.importance, column.name, column.width) for column in possible]
     wished.append((_BAR_IMPORTANCE, "bar", min_bar))
