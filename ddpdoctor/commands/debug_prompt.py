@@ -94,7 +94,8 @@ class Prompt(cmd.Cmd):
                     raise
                 print()
             except DoctorError as error:
-                self._fail("; ".join(filter(None, (error.message, error.hint))))
+                self._failed = True
+                print(f"*** {shown('; '.join(filter(None, (error.message, error.hint))))}")
             if not self._sessions.by_rank and not rundir.is_live(self._sessions.run.path):
                 print("the job has ended")
                 break
@@ -180,10 +181,6 @@ class Prompt(cmd.Cmd):
         """The ranks that commands are for."""
         every = self._sessions.ranks | frozenset(self._sessions.by_rank)
         return every if self._chosen is None else every & self._chosen
-
-    def _fail(self, text: str) -> None:
-        self._failed = True
-        print(f"*** {shown(text)}")
 
     def _say(self, texts: Mapping[int, str]) -> None:
         self._failed |= any(text.startswith("***") for text in texts.values())

@@ -32,36 +32,38 @@ if TYPE_CHECKING:
 # -- serve the debuggers that connect to the gateway, from their first message to their last
 
 
-ANSWER = 5.0  # Seconds for a rank to answer at all
-START = 60.0  # Seconds for debugpy to start in a rank that has answered
-APPEAR = 60.0  # Seconds that a client waits for a rank that has not started, or is restarted
+ANSWER_TIMEOUT = 5.0  # Seconds for a rank to answer at all
+START_TIMEOUT = 60.0  # Seconds for debugpy to start in a rank that has answered
+APPEAR_TIMEOUT = (
+    60.0  # Seconds that a client waits for a rank that has not started, or is restarted
+)
 
-FIRST_MESSAGE = 10.0
+FIRST_MESSAGE_TIMEOUT = 10.0
 """Seconds for a client to send a message: a port scan does not start a debugger."""
 
-CONFIGURED = 60.0  # Seconds for a client to complete its configuration, or the session ends
-PARTING = 3.0  # Seconds for a client to close its connection after the session
-TURNOVER = 3.0  # Seconds for the previous session to end when a new client comes
+CONFIGURE_TIMEOUT = 60.0  # Seconds for a client to complete its configuration, or the session ends
+CLOSE_TIMEOUT = 3.0  # Seconds for a client to close its connection after the session
+TAKEOVER_TIMEOUT = 3.0  # Seconds for the previous session to end when a new client comes
 
-COMPILED = (
+COMPILED_NOTE = (
     "ddpdoctor: this rank runs functions that torch.compile took; breakpoints in them are not hit"
 )
 
-PAUSES = 1.0  # Seconds for a thread to stop when it is asked to
+PAUSE_TIMEOUT = 1.0  # Seconds for a thread to stop when it is asked to
 
-NATIVE = "in native code"
+NATIVE_STOP = "in native code"
 """Short, because VS Code cuts the session's name, and with it the rank, for a longer text."""
 
-OVER = "the debug session is over"
+SESSION_OVER = "the debug session is over"
 
-IN_WORKERS = (
+WORKERS_NOTE = (
     "DataLoader workers run this line, and no debugger is in them: set num_workers=0 to stop here"
 )
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
 
-_MAX_FIRST = 1 << 20
-CHUNK = 1 << 16
+_MAX_FIRST_MESSAGE = 1 << 20
+CHUNK_SIZE = 1 << 16
 
 EVALUATE = "ddpdoctor/evaluate"  # The one request of a connection of `ddpdoctor eval`
 MAX_EVALUATE = 3600.0  # Seconds that an expression waits for a step at most
@@ -157,7 +159,7 @@ class Clients:
             self._ranks.tasks.discard(task)
             writer.close()
             # `close` waits for a client that does not read what was written.
-            asyncio.get_running_loop().call_later(PARTING, writer.transport.abort)
+            asyncio.get_running_loop().call_later(CLOSE_TIMEOUT, writer.transport.abort)
 
     def objection(self, arguments: Message, port: int) -> str:
         """Return why a client must not attach, as :meth:`Project.objection` does."""
@@ -172,16 +174,16 @@ class Clients:
     async def _client(
         self, slot: Slot, tap: dap.Tap, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        data, requests = await asyncio.wait_for(first_message(reader), FIRST_MESSAGE)
+        data, requests = await asyncio.wait_for(first_message(reader), FIRST_MESSAGE_TIMEOUT)
         if not requests:
             return
         if requests[0].get("command") == EVALUATE:
             await self._evaluate(slot, requests[0], writer)
             return
-        text, limit = OVER, PARTING
+        text, limit = SESSION_OVER, CLOSE_TIMEOUT
         tap.at_gate = not self._ranks.gate_open
         try:
-            await self._ranks.wait_until(lambda: slot.session is None, TURNOVER)
+            await self._ranks.wait_until(lambda: slot.session is None, TAKEOVER_TIMEOUT)
             if slot.session is not None:
                 raise RefusedError(
                     f"rank {slot.rank} is in a debugger already; disconnect that session first"
@@ -195,7 +197,7 @@ class Clients:
                     if slot.link is not None:
                         # The rank stops tracing.
                         with contextlib.suppress(SilentError):
-                            await slot.link.ask("detached", ANSWER)
+                            await slot.link.ask("detached", ANSWER_TIMEOUT)
             finally:
                 slot.session = slot.client = None
                 if tap.attached:
@@ -205,7 +207,7 @@ class Clients:
                 self._ranks.restore_timeouts()
                 await self._ranks.changed()
         except RefusedError as refused:
-            text, limit = str(refused), FIRST_MESSAGE
+            text, limit = str(refused), FIRST_MESSAGE_TIMEOUT
             requests = refused.requests or requests
         else:
             requests = []
@@ -224,7 +226,7 @@ class Clients:
                 raise SilentError("has not started, or has ended")
             found = await slot.link.ask(
                 "evaluate_at_step",
-                seconds + ANSWER,
+                seconds + ANSWER_TIMEOUT,
                 expression=str(wanted["expression"]),
                 step=integer(wanted, "step"),
                 seconds=seconds,
@@ -236,13 +238,13 @@ class Clients:
 
     async def _reach(self, slot: Slot, client: asyncio.StreamWriter) -> Streams:
         """Return a connection to debugpy in the rank, which starts it if it has not."""
-        await self._ranks.wait_until(lambda: slot.link is not None, APPEAR)
+        await self._ranks.wait_until(lambda: slot.link is not None, APPEAR_TIMEOUT)
         link = slot.link
         if link is None:
             raise RefusedError(f"rank {slot.rank} has not started, or has ended")
         await self._ranks.lift_timeouts()
         try:
-            await link.ask("answer", ANSWER)
+            await link.ask("answer", ANSWER_TIMEOUT)
         except SilentError:
             raise RefusedError(
                 f"rank {slot.rank} (pid {link.pid}) does not answer: native code holds Python's "
@@ -251,17 +253,17 @@ class Clients:
         key = secrets.token_hex(16)
         session = self._ranks.sessions[key] = asyncio.get_running_loop().create_future()
         try:
-            answer = await link.ask("debug", START, key=key)
+            answer = await link.ask("debug", START_TIMEOUT, key=key)
             if "error" in answer:
                 raise RefusedError(f"rank {slot.rank} cannot start debugpy: {answer['error']}")
             # The rank has made the connection before it sent the answer.
-            upstream: Streams = await asyncio.wait_for(session, ANSWER)
+            upstream: Streams = await asyncio.wait_for(session, ANSWER_TIMEOUT)
         except (SilentError, asyncio.TimeoutError) as error:
             raise RefusedError(f"rank {slot.rank} cannot start debugpy: {error}") from None
         finally:
             self._ranks.sessions.pop(key, None)
         if answer.get("compiled"):
-            output = {"category": "important", "output": COMPILED + "\n"}
+            output = {"category": "important", "output": COMPILED_NOTE + "\n"}
             client.write(dap.encode(dap.event("output", output)))
         return upstream
 
@@ -294,10 +296,10 @@ class Clients:
                 if tap.leaving:
                     return
                 await to_rank.drain()
-                chunk = await from_client.read(CHUNK)
+                chunk = await from_client.read(CHUNK_SIZE)
 
         async def inward() -> None:
-            while chunk := await from_rank.read(CHUNK):
+            while chunk := await from_rank.read(CHUNK_SIZE):
                 before = (tap.attached, tap.stopped, tap.place)
                 for message, raw in tap.to_client(chunk):
                     path = tap.file_of(message)
@@ -318,7 +320,7 @@ class Clients:
 
         carried = [asyncio.create_task(outward()), asyncio.create_task(inward())]
         try:
-            for limit in (CONFIGURED, None):
+            for limit in (CONFIGURE_TIMEOUT, None):
                 await asyncio.wait(carried, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
                 if not tap.attached:
                     break
@@ -326,7 +328,7 @@ class Clients:
                 if not tap.leaving:
                     # The client has vanished: detach, or the rank would stay at its breakpoint.
                     to_rank.write(tap.vanish())
-                await asyncio.wait(carried[1:], timeout=ANSWER)
+                await asyncio.wait(carried[1:], timeout=ANSWER_TIMEOUT)
             if not (tap.leaving and tap.ended) and tap.refused is None:
                 # The rank may have ended: tell the client before the connection closes.
                 to_client.write(dap.encode(dap.event("terminated", {})))
@@ -353,11 +355,11 @@ class Clients:
 
         It stops where Python continues. Until then the client asks for no stack by itself.
         """
-        await asyncio.sleep(PAUSES)
+        await asyncio.sleep(PAUSE_TIMEOUT)
         if tap.pausing == thread and not tap.ended:
             tap.pausing, tap.shown = None, thread
-            text = f"{NATIVE}; it stops where Python goes on"
-            body = {"reason": "pause", "description": NATIVE, "text": text, "threadId": thread}
+            text = f"{NATIVE_STOP}; it stops where Python goes on"
+            body = {"reason": "pause", "description": NATIVE_STOP, "text": text, "threadId": thread}
             stopped = dap.event("stopped", {**body, "allThreadsStopped": False})
             dap.put_rank_first(stopped, slot.rank)
             client.write(dap.encode(stopped))
@@ -380,12 +382,12 @@ class Clients:
             return []
         lines = [each.get("line") for each in found]
         try:
-            answer = await slot.link.ask("workers", ANSWER, path=path, lines=lines)
+            answer = await slot.link.ask("workers", ANSWER_TIMEOUT, path=path, lines=lines)
         except SilentError:
             return []
         missed = [each for each in found if each.get("line") in answer.get("lines", ())]
         for each in missed:
-            each.update(verified=False, message=IN_WORKERS)
+            each.update(verified=False, message=WORKERS_NOTE)
         return missed
 
     async def _check_workers(self, slot: Slot) -> None:
@@ -416,9 +418,9 @@ class Clients:
 async def first_message(reader: asyncio.StreamReader) -> tuple[bytes, list[dap.Message]]:
     """Return the bytes up to a first whole message, and the messages; none at the end."""
     decoder, data = dap.Decoder(), b""
-    while chunk := await reader.read(CHUNK):
+    while chunk := await reader.read(CHUNK_SIZE):
         data += chunk
-        if len(data) > _MAX_FIRST:
+        if len(data) > _MAX_FIRST_MESSAGE:
             raise dap.NotDapError
         messages = decoder.feed(chunk)
         if messages:
@@ -442,7 +444,7 @@ async def refuse(
         await writer.drain()
         if any(request.get("command") == "disconnect" for request in requests):
             return
-        chunk = await reader.read(CHUNK)
+        chunk = await reader.read(CHUNK_SIZE)
         if not chunk:
             return
         requests = decoder.feed(chunk)
@@ -582,7 +584,7 @@ class OtherNodes:
         self, port: _FarPort, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         """Carry the bytes of a client to the port of the other node, and back."""
-        data, requests = await asyncio.wait_for(first_message(reader), FIRST_MESSAGE)
+        data, requests = await asyncio.wait_for(first_message(reader), FIRST_MESSAGE_TIMEOUT)
         if not requests:
             return
         with short_path(str(self._directory / SOCKET)) as name:
@@ -590,11 +592,11 @@ class OtherNodes:
         try:
             question = {"what": "debug", "node": port.node, "index": port.index}
             far_writer.write(json.dumps(question).encode() + b"\n" + data)
-            chunk = await far_reader.read(CHUNK)
+            chunk = await far_reader.read(CHUNK_SIZE)
             if not chunk:
                 text = port.lost or f"no debugger can be attached to rank {port.rank} now"
                 with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(refuse(text, requests, reader, writer), PARTING)
+                    await asyncio.wait_for(refuse(text, requests, reader, writer), CLOSE_TIMEOUT)
                 return
             writer.write(chunk)
             outward = asyncio.create_task(_carry(reader, far_writer))
@@ -611,6 +613,6 @@ class OtherNodes:
 
 
 async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    while chunk := await reader.read(CHUNK):
+    while chunk := await reader.read(CHUNK_SIZE):
         writer.write(chunk)
         await writer.drain()

@@ -166,9 +166,9 @@ def _claims(workspace: Path) -> list[dict[str, Any]]:
 # -- partial stops: some ranks are held by the debugger, the others wait for them in a collective
 
 
-PATIENCE = 2.0  # Seconds for all ranks to reach the same breakpoint
+ARRIVAL_TIMEOUT = 2.0  # Seconds for all ranks to reach the same breakpoint
 
-MIN_STEPS = 3
+MIN_WAIT_STEPS = 3
 """Steps that a phase has to last to count as a wait, since backward is long on a slow machine."""
 
 _MAY_WAIT = (Phase.WAIT, Phase.FORWARD, Phase.BACKWARD)
@@ -199,7 +199,7 @@ class PartialStops:
             return ""
         now = time.monotonic()
         self._since = self._since or now
-        if now - self._since < PATIENCE:
+        if now - self._since < ARRIVAL_TIMEOUT:
             return ""
         before, self._last = self._last, None
         now_held = (held, frozenset(status.rank for status in waiting))
@@ -242,7 +242,7 @@ def _stop_sentence(run: Run, stops: Sequence[Stop], waiting: Sequence[Status]) -
 
 def _waits(status: Status) -> bool:
     since = (time.time_ns() - status.since) / 1e9
-    patience = max(PATIENCE, MIN_STEPS * status.last_total / 1e9)
+    patience = max(ARRIVAL_TIMEOUT, MIN_WAIT_STEPS * status.last_total / 1e9)
     return status.phase in _MAY_WAIT and since > patience
 
 
@@ -536,7 +536,7 @@ class Debugging:
                 who = f"uid {record.uid}"
             else:
                 who = f"a client whose user is not known ({record.why})"
-            self._speaker.say(f"refused: {who} at {record.door}")
+            self._speaker.say(f"refused: {who} at {record.endpoint}")
         elif state == "flooded":
             self._speaker.say(gateway.flooded(record))
         elif state == "broken":

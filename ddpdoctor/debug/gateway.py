@@ -30,12 +30,12 @@ from ddpdoctor.system import peers
 # -- admission: only the user who runs the job, and root
 
 
-SHARE = 0.4  # Most of one core that refusals may use, for all sockets together
-BATCH = 0.01  # Seconds of CPU time for connections before the event loop does its other work
-REST = 0.005  # Least seconds for which a socket that has refused clients accepts none
-FLOOD = 2.0  # Seconds for which a socket has to lag behind before that is reported
+MAX_REFUSAL_SHARE = 0.4  # Most of one core that refusals may use, for all sockets together
+MAX_BATCH = 0.01  # Seconds of CPU time for connections before the event loop does its other work
+MIN_PAUSE = 0.005  # Least seconds for which a socket that has refused clients accepts none
+FLOOD_TIMEOUT = 2.0  # Seconds for which a socket has to lag behind before that is reported
 
-NO_FILES = 1.0
+ACCEPT_RETRY = 1.0
 """Seconds to wait where no connection can be accepted, such as for want of descriptors."""
 
 _RESET = struct.pack("ii", 1, 0)
@@ -46,8 +46,8 @@ class Admission:
     """Accept the connections of a run, and reset those of other users before a byte is read.
 
     Every account of the machine can open thousands of connections a second to a debug port. A
-    refused connection costs no object, and refusals use at most `SHARE` of a core. While a socket
-    rests from them, the kernel queues new connections.
+    refused connection costs no object, and refusals use at most `MAX_REFUSAL_SHARE` of a core.
+    While a socket is paused because of them, the kernel queues new connections.
 
     Args:
         unidentified: Also admit clients at the TCP ports whose user cannot be determined.
@@ -86,9 +86,9 @@ class Admission:
             listener.close()
 
     @property
-    def resting(self) -> int:
-        """The number of sockets that accept nothing at the moment."""
-        return sum(listener.rests is not None for listener in self._listeners)
+    def paused(self) -> int:
+        """The number of sockets that accept no connections now."""
+        return sum(listener.paused is not None for listener in self._listeners)
 
     def admits(self, connection: socket.socket, place: str) -> bool:
         """Return whether a connection is served. Report the first refusal of each user."""
@@ -106,13 +106,13 @@ class Admission:
         if uid not in self._refused:
             self._refused.add(uid)
             now = time.time_ns()
-            self._report(DebugRecord(time=now, state="refused", uid=uid, why=why, door=place))
+            self._report(DebugRecord(time=now, state="refused", uid=uid, why=why, endpoint=place))
         return False
 
     def report_flood(self, place: str, beside: str) -> None:
         """Report that refusals cannot keep up with the connections at a socket."""
         now = time.time_ns()
-        self._report(DebugRecord(time=now, state="flooded", door=place, beside=beside))
+        self._report(DebugRecord(time=now, state="flooded", endpoint=place, beside=beside))
 
 
 class _Listener:
@@ -129,8 +129,8 @@ class _Listener:
         self._behind: float | None = None
         """Time since which more connections have come than could be accepted."""
         self._is_reported = False
-        self.rests: asyncio.TimerHandle | None = None
-        """Ends the rest, if it accepts nothing at the moment."""
+        self.paused: asyncio.TimerHandle | None = None
+        """The timer that ends a pause, or None."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
         listener.setblocking(False)
@@ -140,15 +140,15 @@ class _Listener:
 
     def close(self) -> None:
         """Accept no more connections."""
-        if self.rests is not None:
-            self.rests.cancel()
+        if self.paused is not None:
+            self.paused.cancel()
         self._loop.remove_reader(self._socket)
 
     def _accept(self) -> None:
-        """Accept waiting connections, for `BATCH` seconds at most."""
+        """Accept waiting connections, for `MAX_BATCH` seconds at most."""
         began, cpu_began = time.monotonic(), time.thread_time()
         spent, refused = 0.0, False
-        while spent < BATCH:
+        while spent < MAX_BATCH:
             try:
                 connection, _ = self._socket.accept()
             except BlockingIOError:
@@ -157,7 +157,7 @@ class _Listener:
             except ConnectionAbortedError:
                 continue
             except OSError:
-                self._rest(NO_FILES)
+                self._pause(ACCEPT_RETRY)
                 return
             if self._admission.admits(connection, self._place):
                 task = self._loop.create_task(self._take(connection))
@@ -170,20 +170,20 @@ class _Listener:
         else:
             now = time.monotonic()
             self._behind = now if self._behind is None else self._behind
-            if now - self._behind > FLOOD and not self._is_reported:
+            if now - self._behind > FLOOD_TIMEOUT and not self._is_reported:
                 self._is_reported = True
                 self._admission.report_flood(self._place, self._beside)
         if refused:
-            # The sockets that rest share the budget of all.
-            share = SHARE / (1 + self._admission.resting)
-            self._rest(max(REST, spent / share - (time.monotonic() - began)))
+            # Paused sockets share the budget of all.
+            share = MAX_REFUSAL_SHARE / (1 + self._admission.paused)
+            self._pause(max(MIN_PAUSE, spent / share - (time.monotonic() - began)))
 
-    def _rest(self, seconds: float) -> None:
+    def _pause(self, seconds: float) -> None:
         self._loop.remove_reader(self._socket)
-        self.rests = self._loop.call_later(seconds, self._wake)
+        self.paused = self._loop.call_later(seconds, self._wake)
 
     def _wake(self) -> None:
-        self.rests = None
+        self.paused = None
         self._loop.add_reader(self._socket, self._accept)
 
     async def _take(self, connection: socket.socket) -> None:
@@ -488,6 +488,6 @@ def reachable(host: str) -> str:
 
 def flooded(record: DebugRecord) -> str:
     """Return the warning for the ``flooded`` record of a port."""
-    return f"warning: {record.door} is flooded with connections, which may delay a debugger" + (
+    return f"warning: {record.endpoint} is flooded with connections, which may delay a debugger" + (
         f"; {record.beside} is not affected" if record.beside else ""
     )

@@ -23,7 +23,7 @@ from ddpdoctor.system.process_activity import lacked, read_turns
 # -- one rank's control connection: JSON lines
 
 
-STARVED = 20.0
+MAX_STARVATION = 20.0
 """Factor by which the timeout of an answer grows at most while the process waits for a core."""
 
 SAMPLE_INTERVAL = 1.0  # Seconds between two samples of the CPU time of the process
@@ -93,8 +93,8 @@ class RankLink:
     async def ask(self, do: str, timeout: float, **values: object) -> Message:
         """Send a message and wait for the answer.
 
-        Time in which a thread of the process waits for a core does not count, up to `STARVED` times
-        the timeout.
+        Time in which a thread of the process waits for a core does not count, up to
+        `MAX_STARVATION` times the timeout.
 
         Raises:
             SilentError: There was no answer within ``timeout`` seconds, or the process has ended.
@@ -105,7 +105,7 @@ class RankLink:
         self._answers[number] = answer
         self.send(do, ask=number, **values)
         try:
-            left, most = timeout, time.monotonic() + STARVED * timeout
+            left, most = timeout, time.monotonic() + MAX_STARVATION * timeout
             while left > 0 and time.monotonic() < most:
                 began, before = time.monotonic(), read_turns(self.pid)
                 await asyncio.wait({answer}, timeout=min(left, SAMPLE_INTERVAL))
@@ -151,7 +151,7 @@ class Stop:
     place: str  # ``path:line``, empty if unknown
 
 
-SETTLED = 4.0
+SETTLE_TIME = 4.0
 """Seconds without a new rank after which no more are expected, if their number is unknown."""
 
 
@@ -408,10 +408,10 @@ class Ranks:
             return True
         # For ranks started by hand on several nodes, the number on this one is unknown.
         known = self._expected is not None or any(link.local_world_size for link in links)
-        return not known and bool(links) and time.monotonic() - self._hello_at >= SETTLED
+        return not known and bool(links) and time.monotonic() - self._hello_at >= SETTLE_TIME
 
     async def _check_gate_later(self) -> None:
-        await asyncio.sleep(SETTLED + 0.1)
+        await asyncio.sleep(SETTLE_TIME + 0.1)
         self.check_gate()
 
     def check_gate(self) -> None:

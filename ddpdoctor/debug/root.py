@@ -18,7 +18,15 @@ from pathlib import Path
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.opening import integer
 from ddpdoctor.debug import dap
-from ddpdoctor.debug.clients import ANSWER, CHUNK, FIRST_MESSAGE, Clients, OtherNodes, Serve, refuse
+from ddpdoctor.debug.clients import (
+    ANSWER_TIMEOUT,
+    CHUNK_SIZE,
+    FIRST_MESSAGE_TIMEOUT,
+    Clients,
+    OtherNodes,
+    Serve,
+    refuse,
+)
 from ddpdoctor.debug.dap import Message
 from ddpdoctor.debug.gateway_ranks import Ranks
 from ddpdoctor.run import reader
@@ -61,7 +69,7 @@ _VSCODE = "vscode"
 """The client that starts children by debugpy's own event, and then ends and restarts them all."""
 
 _RELEASE = (1 << 30) + 2  # The sequence number of a ``continue`` that the client has not sent
-_CHECK = 0.05  # Seconds between two looks at the ranks that have not stopped
+_CHECK_INTERVAL = 0.05  # Seconds between two looks at the ranks that have not stopped
 MIN_WAIT = 0.5  # Least seconds in a phase for which a rank counts as waiting for others
 MAX_HELD = 10.0  # Seconds for which a stop is not shown at most, or three of the longest step
 _WAITING = (Phase.WAIT, Phase.FORWARD, Phase.BACKWARD)  # Phases that contain a collective
@@ -85,7 +93,7 @@ class RootPort:
         messages = _messages(reader)
         begun: list[tuple[Message, bytes]] = []
         while len(begun) < 2:
-            begun.append(await asyncio.wait_for(_next(messages), FIRST_MESSAGE))
+            begun.append(await asyncio.wait_for(_next(messages), FIRST_MESSAGE_TIMEOUT))
             if begun[0][0].get("command") != "initialize":
                 return
             if len(begun) == 1:
@@ -94,8 +102,10 @@ class RootPort:
         child = _arguments(attach).get(CHILD)
         if attach.get("command") == "attach" and isinstance(child, dict):
             await self._child(child, begun, messages, reader, writer)
-        elif text := self._clients.objection(_arguments(attach), _port(writer)):
-            await asyncio.wait_for(refuse(text, [attach], reader, writer), FIRST_MESSAGE)
+            return
+        port = int(writer.get_extra_info("sockname")[1])
+        if text := self._clients.objection(_arguments(attach), port):
+            await asyncio.wait_for(refuse(text, [attach], reader, writer), FIRST_MESSAGE_TIMEOUT)
         else:
             await self._root(initialize, attach, messages, writer)
 
@@ -153,7 +163,7 @@ class RootPort:
         if root is None or serve is None:
             text = "the rank, or the session that has started this one, has ended"
             refused = refuse(text, [begun[1][0]], client_reader, writer)
-            await asyncio.wait_for(refused, FIRST_MESSAGE)
+            await asyncio.wait_for(refused, FIRST_MESSAGE_TIMEOUT)
             return
         near, far = socket.socketpair()
         reader, to_rank = await asyncio.open_connection(sock=near)
@@ -166,7 +176,8 @@ class RootPort:
             for _, raw in begun:
                 to_rank.write(raw)
             async for message, raw in messages:
-                child.configuring.add(message.get("seq") if _is_done(message) else None)
+                if message.get("command") == "configurationDone":
+                    child.configuring.add(message.get("seq"))
                 to_rank.write(raw)
                 await to_rank.drain()
 
@@ -191,7 +202,7 @@ class RootPort:
             if not carried[1].done():
                 # The client has left or vanished. The rank's last messages may still come.
                 to_rank.write_eof()
-                await asyncio.wait(carried[1:], timeout=ANSWER)
+                await asyncio.wait(carried[1:], timeout=ANSWER_TIMEOUT)
         finally:
             for task in carried:
                 task.cancel()
@@ -358,7 +369,7 @@ class Root:
             child.leave(arguments)
         ended = [asyncio.ensure_future(child.ended.wait()) for child in children]
         if ended:
-            await asyncio.wait(ended, timeout=ANSWER)
+            await asyncio.wait(ended, timeout=ANSWER_TIMEOUT)
 
     # -- stops of a late attach
 
@@ -402,7 +413,7 @@ class Root:
         """Wait until all ranks have stopped, or the others wait for those that have."""
         began = time.monotonic()
         while any(child.held for child in self._children.values()):
-            await asyncio.sleep(_CHECK)
+            await asyncio.sleep(_CHECK_INTERVAL)
             statuses = self._statuses()
             rest = [child for child in self._children.values() if not child.held]
             longest = max((each.last_total for each in statuses.values()), default=0) / 1e9
@@ -434,7 +445,7 @@ def _waits(status: Status | None) -> bool:
 
 async def _messages(reader: asyncio.StreamReader) -> AsyncIterator[tuple[Message, bytes]]:
     decoder = dap.Decoder()
-    while chunk := await reader.read(CHUNK):
+    while chunk := await reader.read(CHUNK_SIZE):
         for each in decoder.cut(chunk):
             yield each
 
@@ -446,17 +457,9 @@ async def _next(messages: AsyncIterator[tuple[Message, bytes]]) -> tuple[Message
         raise ConnectionError from None
 
 
-def _port(writer: asyncio.StreamWriter) -> int:
-    return int(writer.get_extra_info("sockname")[1])
-
-
 def _arguments(message: Message) -> Message:
     given = message.get("arguments")
     return given if isinstance(given, dict) else {}
-
-
-def _is_done(message: Message) -> bool:
-    return message.get("command") == "configurationDone"
 
 
 def _respond(writer: asyncio.StreamWriter, request: Message, body: Message) -> None:

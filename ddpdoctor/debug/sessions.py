@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.opening import integer
 from ddpdoctor.debug import attach_points, dap
-from ddpdoctor.debug.clients import CHUNK, NATIVE
+from ddpdoctor.debug.clients import CHUNK_SIZE, NATIVE_STOP
 from ddpdoctor.run.names import debug_socket, short_path
 from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.records.supervisor import DebugRecord
@@ -225,7 +225,7 @@ class Session:
     def _read(self) -> None:
         decoder = dap.Decoder()
         with contextlib.suppress(OSError, dap.NotDapError):
-            while chunk := self._connection.recv(CHUNK):
+            while chunk := self._connection.recv(CHUNK_SIZE):
                 for message in decoder.feed(chunk):
                     with self._news:
                         self._take(message)
@@ -407,7 +407,7 @@ def _why(stopped: dict[str, Any]) -> str:
     described = _RANK.sub("", str(stopped.get("description") or ""), count=1)
     if reason == "exception":
         return ": ".join(each.partition(_NOTE)[0].rstrip() for each in (text, described))
-    return described if described == NATIVE else reason
+    return described if described == NATIVE_STOP else reason
 
 
 def _reason(text: str) -> str:

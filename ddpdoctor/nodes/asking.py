@@ -21,7 +21,7 @@ from ddpdoctor.core import opening
 from ddpdoctor.run.names import short_path
 from ddpdoctor.run.records.supervisor import RankStacks
 from ddpdoctor.run.snapshot import Run
-from ddpdoctor.stacks.capture import PATIENCE, capture
+from ddpdoctor.stacks.capture import CAPTURE_TIMEOUT, capture
 from ddpdoctor.stacks.frames import stacks_from_record
 
 SOCKET = "nodes.sock"
@@ -91,7 +91,9 @@ def capture_everywhere(
     def ask_others() -> None:
         wanted = None if ranks is None else sorted(ranks)
         arguments = {"ranks": wanted, "native": native, "variables": variables}
-        for answer in ask(run.path, "stacks", arguments, PATIENCE * (2 if native else 1) + 1):
+        for answer in ask(
+            run.path, "stacks", arguments, CAPTURE_TIMEOUT * (2 if native else 1) + 1
+        ):
             for each in answer.found if isinstance(answer.found, list) else ():
                 if isinstance(each, dict):
                     stacks = stacks_from_record(each)

@@ -282,7 +282,14 @@ class Reporter:
         self.news = self._log.take(selected, run, unread=unread)
         for event in self.news:
             if isinstance(event, Withdrawn):
-                self._withdraw(run, event)
+                from ddpdoctor.render import json_lines
+
+                one = line_format(self._output)
+                if one is not None:
+                    self._say(one.retraction(event, job_script(run)) + "\n")
+                else:
+                    self._say(_prefixed(in_words(event)))
+                self._write_json(json_lines.retraction(event, json_lines.head(run)))
                 continue
             finding = event.finding
             part = f"the text of {finding.code}"
@@ -290,16 +297,6 @@ class Reporter:
             if part in self.faults:
                 # Its message alone, since what is around it cannot be rendered.
                 self._say(_prefixed(f"{finding.severity.label} {finding.code}: {finding.message}"))
-
-    def _withdraw(self, run: Run, withdrawn: Withdrawn) -> None:
-        from ddpdoctor.render import json_lines
-
-        one = line_format(self._output)
-        if one is not None:
-            self._say(one.retraction(withdrawn, job_script(run)) + "\n")
-        else:
-            self._say(_prefixed(in_words(withdrawn)))
-        self._write_json(json_lines.retraction(withdrawn, json_lines.head(run)))
 
     def _report(self, run: Run, finding: Finding) -> None:
         from ddpdoctor.render import console, json_lines

@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 from ddpdoctor.run.records.base import EVERY, Record, encode
 
-ROOM = 64
+RESERVED_DESCRIPTORS = 64
 """Descriptors reserved for ddpdoctor at the end of a process's limit, or of the first 1,024."""
 
 
@@ -26,7 +26,7 @@ def move_up(descriptor: int) -> int:
         # `select` refuses descriptors of 1024 and above.
         most = 1024
     try:
-        moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, max(most - ROOM, 3))
+        moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, max(most - RESERVED_DESCRIPTORS, 3))
     except OSError:
         # No high number is free.
         return descriptor

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from ddpdoctor.run.snapshot import Run
 
 
-PATIENCE = 3  # Examinations in a row without a finding before it is withdrawn while the job runs
-TURNS = 1  # Times that a finding is withdrawn and reported again before it waits for the job's end
+MAX_MISSING = 3  # Examinations in a row without a finding before it is withdrawn while the job runs
+MAX_WITHDRAWALS = (
+    1  # Times that a finding is withdrawn and reported again before it waits for the job's end
+)
 
 Why = Literal["explained", "restated", "untrue", "over"]
 
@@ -166,14 +168,14 @@ class FindingLog:
     ) -> tuple[Why, str, str] | None:
         """Return why a reported finding no longer holds, or None if it stands for now."""
         final = run.exit_status is not None
-        if self._turns[identity] >= TURNS and not final:
+        if self._turns[identity] >= MAX_WITHDRAWALS and not final:
             return None
         entry.missing += 1
         again = new.get(identity)
         if again is not None:
             label = again.severity.label
             reason = f"restated below, as a{'' if label == 'warning' else 'n'} {label}"
-            settled = final or again.severity > entry.now.severity or entry.missing >= PATIENCE
+            settled = final or again.severity > entry.now.severity or entry.missing >= MAX_MISSING
             return ("restated", reason, again.code) if settled else None
         if entry.reported.restart != run.restarts[-1]:
             return None
@@ -182,7 +184,7 @@ class FindingLog:
             return better
         rule = RULES.get(entry.now.code)
         lapsed = (rule.lapses if rule is not None else fact)(entry.now, run)
-        if lapsed is None or (entry.missing < PATIENCE and not final and not lapsed.sure):
+        if lapsed is None or (entry.missing < MAX_MISSING and not final and not lapsed.sure):
             return None
         return lapsed.why, lapsed.reason, ""
 

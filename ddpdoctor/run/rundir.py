@@ -28,10 +28,10 @@ from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.formatting import shown
 from ddpdoctor.core.opening import ask_as, stranger, whose
 
-KEEP = 20
+MAX_RUNS = 20
 """Maximum number of runs in the base directory. The oldest finished ones are removed first."""
 
-KEEP_SERIES = 5  # Maximum number of directories of `ddpdoctor scale`, each with many runs
+MAX_SERIES = 5  # Maximum number of directories of `ddpdoctor scale`, each with many runs
 
 MANIFEST = "run.json"
 LOCK = "lock"
@@ -196,7 +196,7 @@ def create_series(chosen: str | None) -> Path:
             raise _not_empty(chosen)
         return path
     base = private_base()
-    for old in sorted(base.glob("scale-*"))[: 1 - KEEP_SERIES]:
+    for old in sorted(base.glob("scale-*"))[: 1 - MAX_SERIES]:
         if not any(map(is_live, old.iterdir())):
             shutil.rmtree(old, ignore_errors=True)
     path = base / f"scale-{_fresh_name()}"
@@ -352,7 +352,7 @@ def _prune(base: Path, current: Path) -> None:
         if link.is_symlink() and link.name != LATEST and not is_live(link):
             link.unlink(missing_ok=True)
     runs = [entry for entry in entries if not entry.is_symlink()]
-    surplus = len(runs) - KEEP
+    surplus = len(runs) - MAX_RUNS
     for old in runs:
         if surplus <= 0:
             return

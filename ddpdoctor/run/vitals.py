@@ -23,7 +23,7 @@ from ddpdoctor.run.records.supervisor import GpuVitals, RankMemory, VitalsRecord
 from ddpdoctor.run.records.typed_json import SUPERVISOR_RECORDS, parse
 from ddpdoctor.run.snapshot import Run
 
-EVERY = 2.0  # Seconds between the first samples
+SAMPLE_INTERVAL = 2.0  # Seconds between the first samples
 MAX_KEPT = 600  # Maximum number of samples
 
 MAX_WRITTEN = 1 << 20
@@ -39,7 +39,7 @@ class Vitals:
         self._directory = directory
         self._lines: list[bytes] = []
         self._size = 0
-        self._every = EVERY
+        self._every = SAMPLE_INTERVAL
         self._due = time.monotonic()
 
     def look(self, run: Run) -> bool:

@@ -22,8 +22,8 @@ from ddpdoctor.scale.results import AS_IT_IS, Measured, Outcome, Row, rows
 # -- explain why a size is less efficient than the smallest one, and what to try
 
 
-GOOD = 0.97  # Efficiency from which on there is nothing to explain
-BETTER = 1.1  # Efficiency from which on the smallest size is no good base
+MIN_GOOD = 0.97  # Efficiency from which on there is nothing to explain
+MAX_CREDIBLE = 1.1  # Efficiency from which on the smallest size is no good base
 
 MIN_SLOWDOWN = 1.15  # How many times as long a rank on CPUs computes if it lacks cores
 MIN_SHARE = 0.3  # Share of the loss that waits for a core must have to be the cause
@@ -60,8 +60,8 @@ def cause(
     base: Measured, this: Measured, efficiency: float, findings: Sequence[Finding] = ()
 ) -> Cause:
     """Return the cause of most of the loss at a size, compared with the smallest one."""
-    if efficiency >= GOOD:
-        return NONE if efficiency < BETTER else FASTER
+    if efficiency >= MIN_GOOD:
+        return NONE if efficiency < MAX_CREDIBLE else FASTER
     share = this.samples / base.samples if this.samples and base.samples else 1.0
     lost = (1.0 - efficiency) * this.step
     straggler = next((each for each in findings if each.code in STRAGGLERS), None)

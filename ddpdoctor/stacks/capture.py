@@ -184,11 +184,11 @@ def _unescaped(text: str) -> str:
 
 _MAX_RESPONSE = 16 << 20  # Bytes of a response that are read
 
-GIL_HELD = 1.0
+GIL_TIMEOUT = 1.0
 """Seconds without the GIL after which native code is said to hold it. Python passes it on every
 5 milliseconds if the holder has a core. Time in which any thread lacks a core does not count."""
 
-_NEARLY = 0.9
+_MIN_GIL_SHARE = 0.9
 """Share of that time that is enough, since threads lose milliseconds even on an idle machine."""
 
 _TGKILL = {"x86_64": 234, "aarch64": 131}  # Numbers of a system call that glibc names since 2.30
@@ -262,7 +262,7 @@ class Asking:
         """Send the request and wait for a response, or until it is known that none will come."""
         declared = self._declared
         asked = False
-        waits: _Patience | None = None
+        waits: _Stopwatch | None = None
         while not self._answered(file):
             thread = read_wait(declared.pid, declared.thread)
             if thread is None:
@@ -282,8 +282,8 @@ class Asking:
             # It sleeps although there is a request, so it waits for the GIL. A thread that waits
             # for a core does not sleep, and a wait for the disk is another state.
             if thread.letter == "S" and thread.wchan in ("", "futex"):
-                waits = waits or _Patience(declared.pid)
-                if waits.over(GIL_HELD):
+                waits = waits or _Stopwatch(declared.pid)
+                if waits.over(GIL_TIMEOUT):
                     self.gil_held = True
                     return
             yield
@@ -363,7 +363,7 @@ class Asking:
         return signals is not None and bool((signals.pending | signals.blocked) & self._bit)
 
 
-class _Patience:
+class _Stopwatch:
     """Measures time in which no thread of a process waits for a core."""
 
     def __init__(self, pid: int) -> None:
@@ -386,7 +386,7 @@ class _Patience:
         ]
         self._passed += max(0.0, since - max(lost, default=0.0))
         self._when, self._turns = now, turns
-        return self._passed >= seconds * _NEARLY
+        return self._passed >= seconds * _MIN_GIL_SHARE
 
 
 def _main_first(threads: Iterable[Thread]) -> tuple[Thread, ...]:
@@ -426,9 +426,9 @@ MISSING = "py-spy is not installed (pip install py-spy)"
 FORBIDDEN = "py-spy may not look into the process (ptrace is not permitted)"
 
 MAX_PROCESSES = 16  # Maximum number of processes that py-spy examines at once
-_KILLED = 0.3  # Seconds to wait for a killed py-spy, which may be blocked in the kernel
+_KILL_TIMEOUT = 0.3  # Seconds to wait for a killed py-spy, which may be blocked in the kernel
 
-_NOT_HELD = ("T", "t", "D")
+_UNPAUSABLE = ("T", "t", "D")
 """States of a process that cannot be paused: it is stopped already, or does not react."""
 
 _Dump = list[dict[str, Any]]
@@ -476,7 +476,7 @@ def add_native(
         number
         for number, each in enumerate(stacks)
         if each.threads
-        and each.state.letter not in _NOT_HELD
+        and each.state.letter not in _UNPAUSABLE
         and (ranks is None or each.rank in ranks)
     ]
     found = list(stacks)
@@ -529,7 +529,7 @@ def _outcome(
         # The kernel resumes the process when its tracer ends.
         process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=_KILLED)
+            process.communicate(timeout=_KILL_TIMEOUT)
         return None, f"py-spy took over {patience:.1f} s"
     # The exit status may be missing, because the supervisor reaps all its children.
     if not out.strip():
@@ -603,10 +603,12 @@ def native_frames(dump: _Dump) -> tuple[str, ...]:
 # -- All ranks of this host, in parallel
 
 
-PATIENCE = 3.0  # Seconds to wait for all ranks together
-_ANSWERS = 0.7  # Share of that for responses, if py-spy can examine the ranks that do not respond
+CAPTURE_TIMEOUT = 3.0  # Seconds to wait for all ranks together
+_RESPONSE_SHARE = (
+    0.7  # Share of that for responses, if py-spy can examine the ranks that do not respond
+)
 _MAX_STRETCH = 3.0  # Maximum factor by which the wait grows for ranks that lack a core
-_ANSWERED = object()  # Marks an exhausted request. A pending one yields None.
+_DONE = object()  # Marks an exhausted request. A pending one yields None.
 
 _POLLS = (0.001, 0.02)
 """Seconds between two polls for responses: the first interval, and the longest."""
@@ -615,7 +617,7 @@ _POLLS = (0.001, 0.02)
 def capture(
     run: Run,
     ranks: Collection[int] | None = None,
-    patience: float = PATIENCE,
+    patience: float = CAPTURE_TIMEOUT,
     *,
     native: bool = False,
     variables: bool = False,
@@ -641,10 +643,10 @@ def capture(
         target.look(here)
         if target.declared is not None and not target.trouble:
             target.asking = Asking(target.declared, variables=variables)
-    limit = patience * (_ANSWERS if find_py_spy() is not None else 1.0)
+    limit = patience * (_RESPONSE_SHARE if find_py_spy() is not None else 1.0)
     waited = _ask(sought, limit)
     found = [target.stacks(waited) for target in sought]
-    left = max(began + patience - time.monotonic(), patience * (1.0 - _ANSWERS))
+    left = max(began + patience - time.monotonic(), patience * (1.0 - _RESPONSE_SHARE))
     found = read_silent(found, left)
     if native:
         found = add_native(found, patience)
@@ -665,7 +667,7 @@ def _ask(targets: Sequence[_Target], limit: float) -> float:
     poll, slowest = _POLLS
     until = limit
     while True:
-        asked = [each for each in asked if next(each[1], _ANSWERED) is None]
+        asked = [each for each in asked if next(each[1], _DONE) is None]
         waited = time.monotonic() - began
         if asked and waited >= until:
             lost = max(_without_core(before, each, waited) for each, _, before in asked)

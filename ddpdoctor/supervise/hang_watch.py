@@ -132,7 +132,9 @@ WAIT_FACTOR = 4  # The factor by which ranks may wait longer for others that do 
 FIRST_STEP_FACTOR = 10
 """The factor by which the first step may take longer: data are loaded, kernels compiled."""
 
-SHORT = 1.0  # Seconds of silence up to which it is not measured how long a rank had no core
+MIN_MEASURED_SILENCE = (
+    1.0  # Seconds of silence up to which it is not measured how long a rank had no core
+)
 
 START_SAMPLE = 3.0  # Seconds over which the CPU time of a starting job is measured
 
@@ -210,7 +212,7 @@ class Signs:
         quiet, lost = {}, {}
         for rank in alive:
             seconds = now - self._when[rank.rank]
-            without = self._lost(rank, now) if seconds >= SHORT else 0.0
+            without = self._lost(rank, now) if seconds >= MIN_MEASURED_SILENCE else 0.0
             lost[rank.rank] = min(without, seconds)
             quiet[rank.rank] = max(seconds - without, seconds / MAX_CORE_FACTOR)
         return quiet, lost
@@ -298,11 +300,11 @@ REPEAT_FACTOR = 2.0
 
 MAX_FILES = 8  # Examinations whose files are kept: the first one and the newest
 
-SETTLE = 2.0  # Seconds to wait after a rank moved: it may turn out to have failed
+SETTLE_TIME = 2.0  # Seconds to wait after a rank moved: it may turn out to have failed
 
 LAST_TIMEOUT = 3.0  # Seconds that an examination may still take when the job has ended
 
-CONFIRM = 2.0
+CONFIRM_DELAY = 2.0
 """Seconds until guilty ranks are looked at again on a machine whose processes lack cores."""
 
 _GIVES_UP = (ErrorRecord, ExitRecord, RankExitRecord, EndRecord)
@@ -458,7 +460,7 @@ class HangWatch:
             return False
         if self._moved is None:
             self._moved = now
-        if now - self._moved < SETTLE:
+        if now - self._moved < SETTLE_TIME:
             return False
         self._moved = None
         if hung.ranks and _failed(run, self._examined_at):
@@ -466,7 +468,7 @@ class HangWatch:
             # long start was only slow, even if they fail later.
             self._ended = True
             return self._pending and self._examined()
-        seconds = now - SETTLE - min(self._marks.values(), default=self._start.began)
+        seconds = now - SETTLE_TIME - min(self._marks.values(), default=self._start.began)
         if self._said:
             self._note(f"the job is running again after no progress for {seconds:.0f} s")
         self._over()
@@ -580,7 +582,7 @@ class HangWatch:
         self._confirmed = self._number
         if not self._guilty(run):
             return False
-        self._work(partial(self._look_again, run, CONFIRM))
+        self._work(partial(self._look_again, run, CONFIRM_DELAY))
         return True
 
     def _look_again(self, run: Run, after: float = 0.0) -> None:
@@ -627,7 +629,7 @@ class HangWatch:
         if self._guilty(run):
             return True
         # Examine it again soon.
-        self._next = time.monotonic() + CONFIRM
+        self._next = time.monotonic() + CONFIRM_DELAY
         return False
 
     def _examined(self) -> bool:

@@ -27,11 +27,13 @@ from ddpdoctor.system.proc import pause, readable, until
 # -- pass the job's stderr through, unchanged, and print ddpdoctor's lines between its lines
 
 
-TAIL = 1 << 20  # Number of bytes at the end of the job's stderr that are kept
+MAX_TAIL = 1 << 20  # Number of bytes at the end of the job's stderr that are kept
 
 _OUT = 2
 _CHUNK = 1 << 16
-_PATIENCE = 1.0  # Seconds that ddpdoctor's line waits for the job to complete its own, in a pipe
+_LINE_TIMEOUT = (
+    1.0  # Seconds that ddpdoctor's line waits for the job to complete its own, in a pipe
+)
 
 
 def _is_one_file(one: int, other: int) -> bool:
@@ -131,7 +133,7 @@ class Passthrough:
 
     @property
     def tail(self) -> bytes:
-        """The last bytes that the job wrote, `TAIL` at most."""
+        """The last bytes that the job wrote, `MAX_TAIL` at most."""
         with self._lock:
             return b"".join(self._tail)
 
@@ -164,7 +166,7 @@ class Passthrough:
         except Exception:
             # The job must not wait for a reader, whatever has failed.
             while self._source is not None:
-                if readable([self._source], _PATIENCE / 4):
+                if readable([self._source], _LINE_TIMEOUT / 4):
                     self._take(self._write)
                 elif self._drain.is_set():
                     self._drained.set()
@@ -175,7 +177,7 @@ class Passthrough:
             sources = [self._wake_reader]
             if self._source is not None:
                 sources.append(self._source)
-            wait = _PATIENCE / 4 if self._pending or self._drain.is_set() else None
+            wait = _LINE_TIMEOUT / 4 if self._pending or self._drain.is_set() else None
             ready = readable(sources, wait)
             if self._wake_reader in ready:
                 os.read(self._wake_reader, _CHUNK)
@@ -210,7 +212,7 @@ class Passthrough:
             self._tail.append(chunk)
             self._tail_size += len(chunk)
             self.carried += len(chunk)
-            while self._tail_size - len(self._tail[0]) >= TAIL:
+            while self._tail_size - len(self._tail[0]) >= MAX_TAIL:
                 self._tail_size -= len(self._tail.popleft())
         head, newline, rest = chunk.rpartition(b"\n")
         if self._pending and newline:
@@ -232,7 +234,7 @@ class Passthrough:
         if self._terminal:
             self._write(self._fresh_line())
         elif not self._line_start:
-            if not force and waited < _PATIENCE:
+            if not force and waited < _LINE_TIMEOUT:
                 return
             self._write(b"\n")
         elif self._one_file and not _ends_line(_OUT):

@@ -49,12 +49,16 @@ from ddpdoctor.system.proc import pause
 NAME = "ddp-keeper"
 """The name of a keeper in the kernel, so that `killall python` does not reach it."""
 
-SOFT = 4.0  # Seconds between SIGTERM and SIGKILL once the supervisor is gone
-OTHER = 7.0  # Seconds for the second keeper to end the job. After that the first one does.
-HARD = 60.0  # Seconds in which a keeper repeats SIGKILL, for processes in uninterruptible sleep
+TERM_TIMEOUT = 4.0  # Seconds between SIGTERM and SIGKILL once the supervisor is gone
+OTHER_KEEPER_TIMEOUT = (
+    7.0  # Seconds for the second keeper to end the job. After that the first one does.
+)
+KILL_TIMEOUT = (
+    60.0  # Seconds in which a keeper repeats SIGKILL, for processes in uninterruptible sleep
+)
 STANDBY_INTERVAL = 0.5  # Seconds between two listings of the job's processes by the standby
 
-REMEMBERED = 2.0
+SIGNAL_MEMORY = 2.0
 """Least seconds that a signal stays pending in the sentinel; the most are twice that."""
 
 END = "end"  # Follows the words of the command, each of which ends with a null byte
@@ -122,15 +126,15 @@ class Keeper:
             self._check_command()
             self._reap(but_command=True)
             ready = dict(poller.poll())
-        deadline = time.monotonic() + OTHER
+        deadline = time.monotonic() + OTHER_KEEPER_TIMEOUT
         while self._below and time.monotonic() < deadline:
             self._idle(0.05)
         if self._below:
             os.kill(self._other, signal.SIGKILL)
         spared = frozenset({self._other} if self._other else ())
         job = processes.Job(self._run_id, frozenset({os.getpid()}), spared=spared)
-        processes.end(job, soft=SOFT, idle=self._idle)
-        deadline = time.monotonic() + HARD
+        processes.end(job, soft=TERM_TIMEOUT, idle=self._idle)
+        deadline = time.monotonic() + KILL_TIMEOUT
         while self._reap() and time.monotonic() < deadline:
             # Every child that is left belongs to the job.
             processes.end(job, soft=0.0, idle=self._idle)
@@ -273,7 +277,7 @@ def _hold_signals(supervisor: int) -> NoReturn:
     poller = select.poll()
     poller.register(supervisor, 0)
     pending: set[int] = set()
-    while not poller.poll(REMEMBERED * 1000):
+    while not poller.poll(SIGNAL_MEMORY * 1000):
         for number in pending:
             signal.sigtimedwait({number}, 0)
         pending = {int(number) for number in signal.sigpending()}
@@ -290,7 +294,7 @@ def standby(run_id: str, supervisor: int) -> None:
     poller.register(supervisor, 0)
     while not poller.poll(STANDBY_INTERVAL * 1000):
         known = frozenset(processes.Job(run_id, frozenset({above})).processes())
-    processes.end(processes.Job(run_id, known=known), soft=SOFT)
+    processes.end(processes.Job(run_id, known=known), soft=TERM_TIMEOUT)
 
 
 def main(words: list[str]) -> None:

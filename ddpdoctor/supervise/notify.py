@@ -31,8 +31,8 @@ from ddpdoctor.system.proc import pause, until
 if TYPE_CHECKING:
     from ddpdoctor.run.snapshot import Run
 
-TIMEOUT = 10.0  # Seconds for a target to take one message
-PAUSE = 1.0  # Seconds before the second and last attempt
+SEND_TIMEOUT = 10.0  # Seconds for a target to take one message
+RETRY_DELAY = 1.0  # Seconds before the second and last attempt
 LAST_TIMEOUT = 1.0  # Most seconds that the end of the run waits for unsent messages
 
 _SHELL = '(eval "$1") >/dev/null 2>&1; echo $?'
@@ -122,7 +122,7 @@ class _Target:
         while (message := self._messages.get()) is not None:
             trouble = self._attempt(message)
             if trouble:
-                pause(PAUSE)
+                pause(RETRY_DELAY)
                 trouble = self._attempt(message)
             if trouble and not self._failed:
                 self._failed = True
@@ -152,7 +152,7 @@ class _Target:
         body = json_text({**message, "text": text}).encode()
         headers = {"Content-Type": "application/json", "User-Agent": f"ddpdoctor/{__version__}"}
         try:
-            urlopen(Request(self._target, body, headers), timeout=TIMEOUT).close()
+            urlopen(Request(self._target, body, headers), timeout=SEND_TIMEOUT).close()
         except HTTPError as error:
             error.close()
             return f"HTTP {error.code} {error.reason}"
@@ -168,12 +168,12 @@ class _Target:
         )
         self.pid = child.pid
         try:
-            status = child.communicate(json_text(message).encode() + b"\n", TIMEOUT)[0].strip()
+            status = child.communicate(json_text(message).encode() + b"\n", SEND_TIMEOUT)[0].strip()
         except subprocess.TimeoutExpired:
             with contextlib.suppress(OSError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.communicate()
-            return f"not over after {TIMEOUT:g} s, and ended"
+            return f"not over after {SEND_TIMEOUT:g} s, and ended"
         finally:
             self.pid = 0
         return "" if status == b"0" else f"exit status {status.decode() or 'unknown'}"

@@ -240,10 +240,10 @@ def _exit_record(rank: int, restart: int, pid: int, status: int | None, oom: str
 
 _PYTHON = re.compile(r"python(\d+(\.\d+)*t?)?$")
 _OLD = re.compile(r"python(2|2\.\d+|3\.\d)$")  # The program of a Python before 3.10
-_BARE = "SIE"  # Options of Python that keep it from loading the probe
+_BARE_OPTIONS = "SIE"  # Options of Python that keep it from loading the probe
 _WITH_VALUE = "WX"
 _NO_PYTHON = ("--no-python", "--no_python")
-_LAST = "cm"  # Options that are followed by the program
+_LAST_OPTIONS = "cm"  # Options that are followed by the program
 _MAX_PROCESSES = 4096  # Processes of a job that are examined at most
 
 
@@ -273,9 +273,9 @@ def _option(words: Sequence[str]) -> str:
         if not word.startswith("-") or word == "-":
             return ""
         for place, letter in enumerate(word[1:], 1):
-            if letter in _BARE:
+            if letter in _BARE_OPTIONS:
                 return f"-{letter}"
-            if letter in _LAST:
+            if letter in _LAST_OPTIONS:
                 return ""
             if letter in _WITH_VALUE:
                 if place + 1 == len(word):

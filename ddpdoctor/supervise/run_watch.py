@@ -86,8 +86,8 @@ def run_manifest(directory: Path, command: Command, debugging: Debugging | None)
 # -- files of the run directory that show the live run
 
 
-SHOWN = 64 << 10  # Number of bytes at the end of the job's stderr that are shown
-SHOW_EVERY = 1.0  # Seconds between two writes of them
+MAX_SHOWN = 64 << 10  # Number of bytes at the end of the job's stderr that are shown
+SHOW_INTERVAL = 1.0  # Seconds between two writes of them
 
 
 class Showing:
@@ -104,10 +104,10 @@ class Showing:
         now, carried = time.monotonic(), self._passthrough.carried
         if carried == self._shown or (now < self._due and not at_once):
             return
-        self._due, self._shown = now + SHOW_EVERY, carried
+        self._due, self._shown = now + SHOW_INTERVAL, carried
         # The journal reports a full disk.
         with contextlib.suppress(OSError):
-            rundir.put(self._file, self._passthrough.last(SHOWN))
+            rundir.put(self._file, self._passthrough.last(MAX_SHOWN))
 
     def end(self) -> None:
         """Remove the file, after the end of stderr has its final one."""
@@ -123,10 +123,10 @@ def keep_stderr(directory: Path, passthrough: Passthrough) -> None:
 
 # -- the watch of a run
 
-EXAMINE = 5.0  # Seconds between two examinations of a job without events
-EXAMINE_SHARE = 0.1  # Most of a core that these examinations may use
+EXAMINE_INTERVAL = 5.0  # Seconds between two examinations of a job without events
+MAX_EXAMINE_SHARE = 0.1  # Most of a core that these examinations may use
 KILL_GRACE = 5.0  # Most seconds of grace for a job that hangs
-SETTLE = 0.7  # Seconds for the other ranks' records to arrive after an event
+SETTLE_TIME = 0.7  # Seconds for the other ranks' records to arrive after an event
 
 _DEBUGGER, _DEBUGGER_END = "the debugger", "the end of the debugger"
 _RANKS, _HANGS, _SHOWING = "the rank watch", "the hang watch", "the monitor's files"
@@ -374,12 +374,12 @@ class RunWatch:
             if guarded(name, watch.look, run):
                 # Include the record that was just written.
                 run = self._read() or run
-                self._happened = now - SETTLE
+                self._happened = now - SETTLE_TIME
         if self._new_trouble(run):
             self._happened = self._happened or now
         # With many ranks an examination takes long. The supervisor is to leave the cores to them.
-        idle = self._examined + max(EXAMINE, self._cost / EXAMINE_SHARE)
-        due = idle if self._happened is None else self._happened + SETTLE
+        idle = self._examined + max(EXAMINE_INTERVAL, self._cost / MAX_EXAMINE_SHARE)
+        due = idle if self._happened is None else self._happened + SETTLE_TIME
         if now >= due:
             self._happened, self._examined = None, now
             if self._stragglers is not None:

@@ -35,12 +35,14 @@ from ddpdoctor.system.process_activity import CoreClocks
 # -- profiles of the ranks once one of them may hold up the others
 
 
-ENOUGH, FEW = 8, 4
+MIN_STEPS, MIN_FIRST_STEPS = 8, 4
 """Least steps after the warm-up, or in all, to suspect a rank. They are fewer than a verdict needs,
 because a job that ends soon has to be sampled before the verdict."""
 
 CHECK_INTERVAL = 1.0  # Least seconds between two checks of the steps
-SHARE = 0.1  # Most of a core that the checks may use. Checks of many ranks are less frequent.
+MAX_CHECK_SHARE = (
+    0.1  # Most of a core that the checks may use. Checks of many ranks are less frequent.
+)
 MIN_BUSY = 0.1  # Least share of a core for a process to be named
 MAX_NAMED = 6  # Processes that are named at most
 
@@ -93,11 +95,11 @@ class Stragglers:
         # A rank may be slow for another reason at the beginning than later.
         fresh = (
             each
-            for each in lags(run, ENOUGH, FEW)
+            for each in lags(run, MIN_STEPS, MIN_FIRST_STEPS)
             if (each.rank.rank, each.few) not in self._suspected
         )
         lag = next(fresh, None)
-        self._due = now + max(CHECK_INTERVAL, (time.thread_time() - began) / SHARE)
+        self._due = now + max(CHECK_INTERVAL, (time.thread_time() - began) / MAX_CHECK_SHARE)
         if lag is None:
             return
         self._asked += 1
@@ -179,9 +181,11 @@ def _busy(
 # -- fingerprints of replicas that may differ
 
 
-STEPS = 16  # Number of steps that the ranks examine one by one
-TENSORS = 3  # Number of differing tensors whose elements the ranks write
-AHEAD = 0.1  # Seconds for the ranks to read the request before the end of the step that it names
+EXAMINED_STEPS = 16  # Number of steps that the ranks examine one by one
+MAX_TENSORS = 3  # Number of differing tensors whose elements the ranks write
+LEAD_TIME = (
+    0.1  # Seconds for the ranks to read the request before the end of the step that it names
+)
 MAX_OPEN = 1024  # Fingerprints that wait for those of the other ranks, at most
 _Key = tuple[int, int, int]  # Module, step, number of forwards whose backward was reduced
 
@@ -265,9 +269,11 @@ class Suspicions:
         newest = max((each.status.step for each in run.last if each.status is not None), default=0)
         totals = [each.total for rank in run.last for each in rank.steps[-64:] if each.total > 0]
         # Steps become faster when other processes leave the machine, so use a fast one.
-        quick = sorted(totals)[len(totals) // 4] if totals else AHEAD * 1e9
-        ahead = 1 + math.ceil(AHEAD * 1e9 / quick)
-        suspicion = Suspicion(self._restart, newest + ahead, STEPS, module, tensors[:TENSORS])
+        quick = sorted(totals)[len(totals) // 4] if totals else LEAD_TIME * 1e9
+        ahead = 1 + math.ceil(LEAD_TIME * 1e9 / quick)
+        suspicion = Suspicion(
+            self._restart, newest + ahead, EXAMINED_STEPS, module, tensors[:MAX_TENSORS]
+        )
         self._page.write(suspicion)
         self._suspected = True
         self._until = time.monotonic() + FINGERPRINT_PATIENCE
@@ -289,10 +295,10 @@ class Suspicions:
 # -- ask the driver for the memory held on GPUs, and for the GPUs' state if a rank is slow
 
 
-FIRST = 5.0  # Seconds from a rank's first complete step on a GPU to the first query
-AGAIN = 60.0  # Seconds between two queries
+FIRST_QUERY_DELAY = 5.0  # Seconds from a rank's first complete step on a GPU to the first query
+QUERY_INTERVAL = 60.0  # Seconds between two queries
 
-READINGS, PAUSE = 3, 0.25
+READINGS, READING_INTERVAL = 3, 0.25
 """Number of readings of the GPUs once a rank seems slow, and seconds between two of them."""
 
 _NEVER = float("inf")
@@ -308,9 +314,9 @@ class GpuWatch:
     def __init__(
         self,
         make: Callable[[], NvmlReader] = NvmlReader,
-        first: float = FIRST,
-        again: float = AGAIN,
-        pause: float = PAUSE,
+        first: float = FIRST_QUERY_DELAY,
+        again: float = QUERY_INTERVAL,
+        pause: float = READING_INTERVAL,
     ) -> None:
         self._make = make
         self._reader: NvmlReader | None = None

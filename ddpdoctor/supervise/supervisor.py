@@ -29,11 +29,11 @@ from ddpdoctor.system.proc import pause, readable
 if TYPE_CHECKING:
     from ddpdoctor.run.snapshot import Run
 
-TICK = 0.5  # Seconds between two reads of the run directory
+POLL_INTERVAL = 0.5  # Seconds between two reads of the run directory
 
 _WATCH, _WATCH_END = "the watch", "the end of the watch"
 
-LEFT_BEHIND = 2.0  # Seconds for the job's processes to end after its command has ended
+LEFTOVER_TIMEOUT = 2.0  # Seconds for the job's processes to end after its command has ended
 
 
 class Supervisor:
@@ -91,7 +91,7 @@ class Supervisor:
                 # Only the job's own end decides its exit status.
                 self._reporter.faults.failed([("the supervisor", error)])
                 ready = []
-                pause(TICK)
+                pause(POLL_INTERVAL)
         status = self._finish(self._keepers.status)
         self._guarded("the end of the job's processes", self._keepers.dismiss, self._idle)
         self._guarded(_WATCH_END, self._watch.close)
@@ -139,7 +139,7 @@ class Supervisor:
         if self._keepers.status is not None:
             return []
         ends = [each for each in (self._signals.descriptor, self._keepers.descriptor) if each >= 0]
-        found = readable([*ends, *self._watch.descriptors], TICK)
+        found = readable([*ends, *self._watch.descriptors], POLL_INTERVAL)
         return [each for each in found if each not in ends]
 
     def _suspend(self, number: int) -> None:
@@ -187,7 +187,7 @@ class Supervisor:
     def _sweep(self) -> None:
         """End the processes that the job left behind."""
         # A job that was asked to stop has had its grace period.
-        patience = LEFT_BEHIND / 4 if self._signals.received else LEFT_BEHIND
+        patience = LEFTOVER_TIMEOUT / 4 if self._signals.received else LEFTOVER_TIMEOUT
         ended = processes.end(self._job(), patience=patience, soft=3.0, idle=self._idle)
         self._reap()
         if ended:

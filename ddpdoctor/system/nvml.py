@@ -23,8 +23,8 @@ from ddpdoctor.run.records.base import JsonObject
 # -- read NVIDIA GPUs by NVML, the driver's library (package ``nvidia-ml-py``)
 
 
-LONGEST = 60.0  # Maximum seconds between two attempts to reach the driver
-STRIKES = 3  # Times that a GPU may break the library before it is skipped for a while
+MAX_RETRY_INTERVAL = 60.0  # Maximum seconds between two attempts to reach the driver
+MAX_FAILURES = 3  # Times that a GPU may break the library before it is skipped for a while
 
 _NEVER = frozenset({3, 4, 13, 25})
 """NVML's codes: not supported, no permission, no such function, other version of a struct."""
@@ -93,8 +93,8 @@ class NvmlReader:
         self._unsupported: set[tuple[str, str]] = set()
         self._lost: set[str] = set()
         self._refused: dict[str, dict[str, int]] = {}
-        self._strikes: dict[str, int] = {}
-        self._shunned: dict[str, float] = {}
+        self._breaks: dict[str, int] = {}
+        self._skipped_until: dict[str, float] = {}
         self.trouble = ""  # Why GPUs cannot be read, in words. Empty if they can.
         self.code = 0  # NVML's code for that, or 0
         self._absent: dict[int, str] = {}
@@ -152,7 +152,7 @@ class NvmlReader:
         gone = next((code for code in refused.values() if code in _GONE), None)
         if gone is not None:
             return _WORDS[gone]
-        if self._is_shunned(device):
+        if self._is_skipped(device):
             return _WORDS[999]
         if device.mig:
             return "partitioned (MIG): no utilization of the whole"
@@ -295,7 +295,7 @@ class NvmlReader:
         self.close()
         self.code = int(getattr(error, "value", 0) or 0)
         self.trouble = _WORDS.get(self.code, f"NVML: {error}")
-        self._retry = self._clock() + min(LONGEST, 2.0**self._failures)
+        self._retry = self._clock() + min(MAX_RETRY_INTERVAL, 2.0**self._failures)
         self._failures = min(self._failures + 1, 10)
 
     def _handle(self, device: Device) -> Any:
@@ -308,7 +308,7 @@ class NvmlReader:
         query = f"{what}{arguments[1:]}"
         if self._nvml is None or device.uuid in self._lost:
             return None
-        if (device.uuid, query) in self._unsupported or self._is_shunned(device):
+        if (device.uuid, query) in self._unsupported or self._is_skipped(device):
             return None
         try:
             answer = getattr(self._nvml, f"nvmlDeviceGet{what}")(*arguments)
@@ -324,22 +324,19 @@ class NvmlReader:
             elif code in _GONE:
                 self._lost.add(device.uuid)
             elif code in _BROKEN:
-                self._strike(device)
+                # Skip a GPU that often breaks the library, so that others can be read.
+                breaks = self._breaks[device.uuid] = self._breaks.get(device.uuid, 0) + 1
+                if breaks >= MAX_FAILURES:
+                    self._breaks[device.uuid] = 0
+                    self._skipped_until[device.uuid] = self._clock() + MAX_RETRY_INTERVAL
                 self._failed(error)
             return None
         self._failures = 0
         self._refused.get(device.uuid, {}).pop(what, None)
         return answer
 
-    def _strike(self, device: Device) -> None:
-        """Skip a GPU that often breaks the library, so that others can be read."""
-        strikes = self._strikes[device.uuid] = self._strikes.get(device.uuid, 0) + 1
-        if strikes >= STRIKES:
-            self._strikes[device.uuid] = 0
-            self._shunned[device.uuid] = self._clock() + LONGEST
-
-    def _is_shunned(self, device: Device) -> bool:
-        return self._clock() < self._shunned.get(device.uuid, float("-inf"))
+    def _is_skipped(self, device: Device) -> bool:
+        return self._clock() < self._skipped_until.get(device.uuid, float("-inf"))
 
     def _first(self, device: Device, queries: tuple[str, ...], handle: Any) -> Any:
         """Return the first result of several queries."""
@@ -551,7 +548,7 @@ def _owns(gpu: tuple[Device, tuple[str, ...]], entry: str) -> bool:
 
 
 MAX_LINKS = 18  # Maximum number of NVLinks of a GPU
-BUSY = 50  # Minimum percent of the time with running kernels at which links are at full speed
+MIN_BUSY = 50  # Minimum percent of the time with running kernels at which links are at full speed
 
 _PEER_READ = 0
 _PEER_NVLINK = 2
@@ -682,7 +679,7 @@ def health(reader: NvmlReader, device: Device) -> Health:
         width_most=_number(reader.query(device, "MaxPcieLinkWidth")),
         generation=_number(reader.query(device, "CurrPcieLinkGeneration")),
         generation_most=_number(reader.query(device, "MaxPcieLinkGeneration")),
-        busy=performance == 0 and (brief.utilization or 0) >= BUSY,
+        busy=performance == 0 and (brief.utilization or 0) >= MIN_BUSY,
         links=_links(reader, device),
         fabric_ready=reader.fabric_ready(device),
         persistent=None if persistence is None else persistence == _PERSISTENT,
@@ -722,8 +719,8 @@ def _item(values: Any, place: int) -> Any:
 # -- Polling for the run directory
 
 
-EVERY = 1.0  # Seconds between two samples of values that change fast
-SLOWLY = 5.0  # Seconds between two samples of the others
+POLL_INTERVAL = 1.0  # Seconds between two samples of values that change fast
+SLOW_POLL_INTERVAL = 5.0  # Seconds between two samples of the others
 
 
 def file_name(host: str) -> str:
@@ -758,7 +755,7 @@ class Poller:
         now = self._clock()
         slow = now >= self._slow_due
         if slow:
-            self._slow_due = now + SLOWLY
+            self._slow_due = now + SLOW_POLL_INTERVAL
         gpus = []
         for device in sorted(self._known.values(), key=lambda each: each.index):
             if device.uuid in devices:
@@ -787,7 +784,7 @@ class Poller:
             self._carried.pop(device.uuid, None)
             return None
         since, before, rate = self._carried.get(device.uuid, (now, rest.nvlink, None))
-        if now > since and rest.nvlink >= before and now == self._slow_due - SLOWLY:
+        if now > since and rest.nvlink >= before and now == self._slow_due - SLOW_POLL_INTERVAL:
             rate = (rest.nvlink - before) / (now - since)
             since, before = now, rest.nvlink
         self._carried[device.uuid] = since, before, rate
@@ -868,7 +865,7 @@ class GpuPoll:
                 path = self._directory / file_name(str(gpus["host"]))
                 with contextlib.suppress(OSError):
                     rundir.put(path, json.dumps(gpus).encode())
-                due = max(due + EVERY, time.monotonic() + EVERY / 4)
+                due = max(due + POLL_INTERVAL, time.monotonic() + POLL_INTERVAL / 4)
                 self._stop.wait(due - time.monotonic())
             poller.close()
         except Exception as error:

@@ -23,7 +23,7 @@ from ddpdoctor.top.live import LiveSource
 from ddpdoctor.top.run_files import StatusPages
 from ddpdoctor.top.snapshot import RankRow, Snapshot, Verdict
 
-_CHART_POINTS = 48  # Number of steps in the charts of a finished run
+_MAX_CHART_POINTS = 48  # Number of steps in the charts of a finished run
 
 _MAX_READINGS, _MIN_CHART_POINTS = 960, 10
 """Maximum number of single steps read for the charts, and the minimum number of points to do so."""
@@ -70,7 +70,7 @@ class FinishedSource(Played):
 
         None with so many ranks that it would take long: the charts then begin with the monitor.
         """
-        points = min(_CHART_POINTS, _MAX_READINGS // max(1, len(self._logs)))
+        points = min(_MAX_CHART_POINTS, _MAX_READINGS // max(1, len(self._logs)))
         every = max(1, self._steps // points) if points >= _MIN_CHART_POINTS else self._steps + 1
         for position in range(every - 1, self._steps, every):
             yield self._at(self._first + position)

@@ -92,7 +92,7 @@ def refuse(count: int) -> tuple[list[DebugRecord], int]:
                 client.setblocking(False)
                 with pytest.raises(ConnectionResetError):
                     await asyncio.get_running_loop().sock_recv(client, 1)
-                rests += made.resting
+                rests += made.paused
         made.close()
 
     block = gateway.bind_block("127.0.0.1", 0, 1)
@@ -112,9 +112,9 @@ def test_strangers_are_reset_and_the_port_rests() -> None:
 
 @pytest.mark.usefixtures("strangers")
 def test_a_flood_is_reported_once_with_the_socket_beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gateway, "BATCH", 1e-9)
-    monkeypatch.setattr(gateway, "REST", 1e-3)
-    monkeypatch.setattr(gateway, "FLOOD", 0.0)
+    monkeypatch.setattr(gateway, "MAX_BATCH", 1e-9)
+    monkeypatch.setattr(gateway, "MIN_PAUSE", 1e-3)
+    monkeypatch.setattr(gateway, "FLOOD_TIMEOUT", 0.0)
     records, _ = refuse(100)
     assert [each.state for each in records] == ["refused", "flooded"]
     assert gateway.flooded(records[1]) == (

@@ -217,11 +217,11 @@ def test_a_client_that_never_says_a_whole_message(rank: Rank, start: bytes) -> N
 def test_a_client_that_never_attaches(
     rank: Rank, monkeypatch: pytest.MonkeyPatch, rest: bytes
 ) -> None:
-    monkeypatch.setattr(clients, "CONFIGURED", 5.0)
+    monkeypatch.setattr(clients, "CONFIGURE_TIMEOUT", 5.0)
     first = rank.client()
     assert first.ask("initialize", adapterID="debugpy")["success"]
     first.socket.sendall(rest)
     first.wait_for_end()
     assert "terminated" in first.events
-    monkeypatch.setattr(clients, "CONFIGURED", 60.0)
+    monkeypatch.setattr(clients, "CONFIGURE_TIMEOUT", 60.0)
     assert rank.attach().ask("threads")["success"]

@@ -12,7 +12,7 @@ from ddpdoctor.render import reporter
 from ddpdoctor.render.reporter import Reporter
 from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.records.supervisor import FindingRecord, RankExitRecord
-from ddpdoctor.run.reported import PATIENCE, to_journal
+from ddpdoctor.run.reported import MAX_MISSING, to_journal
 from tests.support.generated import Generated
 
 
@@ -92,7 +92,7 @@ def test_a_failure_belongs_to_its_attempt_though_the_next_one_has_begun(tmp_path
     # Before the supervisor looks, torchrun has started the next attempt.
     again = Generated(tmp_path / "run", 2, restart=1)
     again.steps(3)
-    assert told.look(PATIENCE) == [("warning", "DDP901", 0, 7)]
+    assert told.look(MAX_MISSING) == [("warning", "DDP901", 0, 7)]
     assert told.steps() == [7]
     run.end(0)
     assert told.look() == []
@@ -109,7 +109,7 @@ def test_a_failure_that_is_restated_stays_with_its_attempt(tmp_path: Path) -> No
     assert told.look() == [("error", "DDP901", 0, 7)]
     again = Generated(tmp_path / "run", 2, restart=1)
     again.steps(3)
-    assert told.look(PATIENCE) == [("warning", "DDP901", 0, 7)], "as another attempt followed"
+    assert told.look(MAX_MISSING) == [("warning", "DDP901", 0, 7)], "as another attempt followed"
     run.end(0)
     assert told.look() == []
     run.close()
@@ -125,7 +125,7 @@ def test_of_attempts_that_fail_alike_the_last_one_is_the_error(tmp_path: Path) -
     told.look()
     again = Generated(tmp_path / "run", 2, restart=1)
     again.steps(3)
-    told.look(PATIENCE)
+    told.look(MAX_MISSING)
     failing(again, run)
     run.end(1)
     assert told.look() == [("error", "DDP901", 1, 3)]

@@ -167,7 +167,7 @@ def test_memory_over_time_never_grows_large(
     snapshot = RunReader(run).snapshot()
     for _ in range(4 * keeping.MAX_KEPT):
         assert watch.look(snapshot) is False
-        now[0] += keeping.EVERY
+        now[0] += keeping.SAMPLE_INTERVAL
     samples: list[VitalsRecord] = vitals.read_vitals(run)
     assert keeping.MAX_KEPT / 2 <= len(samples) <= keeping.MAX_KEPT
     assert [memory.rank for memory in samples[-1].ranks] == [0, 1]

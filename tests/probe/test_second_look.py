@@ -111,7 +111,7 @@ def test_a_start_that_came_to_ranks_is_over_though_one_of_them_fails(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What they do from then on is looked at as ever."""
-    monkeypatch.setattr(hang_watch, "SETTLE", 0.1)
+    monkeypatch.setattr(hang_watch, "SETTLE_TIME", 0.1)
     watched.started = False
     watched.examined()
     watched.started = True

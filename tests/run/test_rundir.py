@@ -373,7 +373,7 @@ def test_the_newest_twenty_stay(base: Path) -> None:
     (base / rundir.LATEST).unlink()
     left = sorted(entry for entry in base.iterdir() if (entry / rundir.MANIFEST).exists())
     assert left == [*old[-19:], path]
-    assert len(left) == rundir.KEEP == 20
+    assert len(left) == rundir.MAX_RUNS == 20
     assert (base / "notes" / "mine.txt").read_text() == "precious"
 
 

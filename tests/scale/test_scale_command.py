@@ -120,11 +120,11 @@ def test_old_directories_of_runs_go(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     live.rename(tmp_path / "scale-0")
     (tmp_path / "scale-0" / "001").mkdir()
     lock = rundir.Lock(tmp_path / "scale-0" / "001")
-    for _ in range(rundir.KEEP_SERIES + 3):
+    for _ in range(rundir.MAX_SERIES + 3):
         newest = rundir.create_series(None)
     left = {each.name for each in tmp_path.iterdir()}
     assert {newest.name, "scale-0"} <= left
-    assert len(left) == rundir.KEEP_SERIES + 1
+    assert len(left) == rundir.MAX_SERIES + 1
     lock.close()
     rundir.create_series(None)
     assert not (tmp_path / "scale-0").exists()

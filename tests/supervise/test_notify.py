@@ -63,7 +63,7 @@ class Hook:
 @pytest.fixture
 def hook(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hook]:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.setattr(notify, "PAUSE", 0.01)
+    monkeypatch.setattr(notify, "RETRY_DELAY", 0.01)
     hook = Hook()
     yield hook
     hook.free.set()
@@ -119,7 +119,7 @@ def test_an_answer_that_never_comes_holds_nothing(hook: Hook) -> None:
 
 
 def test_nothing_that_listens_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notify, "PAUSE", 0.01)
+    monkeypatch.setattr(notify, "RETRY_DELAY", 0.01)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     said: list[str] = []
     sent = notifications(said, "http://127.0.0.1:1/x", "exit 7")
@@ -130,8 +130,8 @@ def test_nothing_that_listens_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_command_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notify, "PAUSE", 0.01)
-    monkeypatch.setattr(notify, "TIMEOUT", 0.2)
+    monkeypatch.setattr(notify, "RETRY_DELAY", 0.01)
+    monkeypatch.setattr(notify, "SEND_TIMEOUT", 0.2)
     said: list[str] = []
     sent = notifications(said, "sleep 600")
     sent.news(RUN, [Reported(1, HUNG, 0)])

@@ -26,7 +26,7 @@ from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.run.records.supervisor import FindingRecord, JobRecord
 from ddpdoctor.run.reported import (
-    PATIENCE,
+    MAX_MISSING,
     Event,
     FindingLog,
     Reported,
@@ -139,7 +139,7 @@ def test_a_slow_start_is_over_though_the_job_stops_again(since: int, expected: s
     status = Status(1, 0, 1, 0, 0, 1, Phase.OTHER, since, 3, None, 3, 0, 0, False, "", "")
     later = replace(hangs, ranks=tuple(replace(each, status=status) for each in hangs.ranks))
     said.take([STARTING], hangs)
-    heard = [each for _ in range(PATIENCE) for each in words(said.take([], later))]
+    heard = [each for _ in range(MAX_MISSING) for each in words(said.take([], later))]
     assert heard == [expected]
 
 
@@ -167,7 +167,7 @@ def test_a_straggler_that_comes_and_goes_is_over_once_and_at_the_end() -> None:
     heard: list[str] = []
     for _ in range(5):
         heard += words(said.take([SLOW], GOES_ON))
-        for _ in range(PATIENCE):
+        for _ in range(MAX_MISSING):
             heard += words(said.take([], GOES_ON))
     over = "over DDP610 (rank 1): the newest steps do not show it"
     assert heard == ["says DDP610", over, "says DDP610"]
@@ -186,7 +186,7 @@ def test_one_examination_that_does_not_find_it_makes_no_noise() -> None:
 def test_a_fact_that_later_records_speak_against_is_withdrawn() -> None:
     said = FindingLog()
     said.take([DATA], GOES_ON)
-    heard = [words(said.take([], GOES_ON)) for _ in range(PATIENCE)]
+    heard = [words(said.take([], GOES_ON)) for _ in range(MAX_MISSING)]
     untrue = ["withdrawn DDP102 (ranks 0, 1): later records do not bear it out"]
     assert heard == [[], [], untrue]
 
@@ -194,7 +194,7 @@ def test_a_fact_that_later_records_speak_against_is_withdrawn() -> None:
 def test_what_happened_stays_though_its_evidence_is_gone() -> None:
     said = FindingLog()
     said.take([ORDER], GOES_ON)
-    for _ in range(2 * PATIENCE):
+    for _ in range(2 * MAX_MISSING):
         assert words(said.take([], GOES_ON)) == []
     assert words(said.take([], OVER)) == []
     assert said.current == [ORDER]
@@ -233,7 +233,7 @@ def test_what_an_earlier_attempt_showed_stays() -> None:
     said = FindingLog()
     said.take([DATA, APART], run())
     said.take([DATA, APART], run())
-    for _ in range(2 * PATIENCE):
+    for _ in range(2 * MAX_MISSING):
         assert words(said.take([], run(restart=1))) == []
     # What explains it in this attempt says nothing of that one.
     assert words(said.take([TWICE], run(restart=1, status=0))) == ["says DDP302"]
@@ -243,7 +243,7 @@ def test_what_an_earlier_attempt_showed_stays() -> None:
 def test_what_a_broken_rule_said_stays() -> None:
     said = FindingLog()
     said.take([DATA], GOES_ON)
-    for _ in range(2 * PATIENCE):
+    for _ in range(2 * MAX_MISSING):
         assert words(said.take([], GOES_ON, {"DDP102"})) == []
     assert said.current == [DATA]
 

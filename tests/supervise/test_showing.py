@@ -87,14 +87,14 @@ def test_the_last_of_stderr_is_shown_where_it_is_new(
     shows, file = Showing(tmp_path, job), tmp_path / rundir.STDERR_SO_FAR
     shows.update()
     assert not file.exists()
-    job.text = b"x" * run_watch.SHOWN + b"the end"
+    job.text = b"x" * run_watch.MAX_SHOWN + b"the end"
     shows.update()
-    assert file.read_bytes() == job.text[-run_watch.SHOWN :]
+    assert file.read_bytes() == job.text[-run_watch.MAX_SHOWN :]
     before = file.stat().st_ino
     job.text += b"."
     shows.update()
     assert file.stat().st_ino == before, "not twice within a second"
-    monkeypatch.setattr(run_watch, "SHOW_EVERY", 0.0)
+    monkeypatch.setattr(run_watch, "SHOW_INTERVAL", 0.0)
     monkeypatch.setattr(shows, "_due", 0.0)
     shows.update()
     assert file.read_bytes().endswith(b"the end.")

@@ -209,7 +209,7 @@ def test_ranks_are_asked_as_soon_as_it_is_known_what_for(tmp_path: Path) -> None
     watched.look([], [printed(2, "c")])
     first = watched.reader.news()
     assert first is not None
-    assert (first.module, first.tensors, first.steps) == (0, (), slow_ranks.STEPS)
+    assert (first.module, first.tensors, first.steps) == (0, (), slow_ranks.EXAMINED_STEPS)
     watched.look([printed(3, "b")], [printed(3, "c")])
     assert watched.reader.news() is None
     watched.look([printed(4, "b", 1, 2, 3)], [printed(4, "c", 1, 7, 9)])

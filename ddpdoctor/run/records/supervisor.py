@@ -389,7 +389,7 @@ class DebugRecord(PlacedRecord):
     ranks: tuple[int, ...] = ()
     error: str = ""
     uid: int | None = None  # The user of a refused client, None if not known
-    door: str = ""  # The endpoint that the client used, or that is flooded, in words
+    endpoint: str = ""  # The endpoint that the client used, or that is flooded, in words
     beside: str = ""  # A Unix socket for clients of a flooded port
 
     @property

@@ -41,7 +41,25 @@ def decoder(declared: type[P]) -> Callable[[Mapping[str, object]], P]:
     """Return a function that makes an object of a class from JSON. It never raises."""
     known = _decoders.get(declared)
     if known is None:
-        known = _decoders[declared] = _compiled(declared)
+        hints = get_type_hints(declared)
+        layout = [
+            (each.name, key_of(each.name), _converter(hints[each.name]), _default(each, hints))
+            for each in fields(declared)
+        ]
+
+        def decoded(found: Mapping[str, object]) -> P:
+            values: dict[str, Any] = {}
+            for name, key, convert, default in layout:
+                if key in found:
+                    try:
+                        values[name] = convert(found[key])
+                        continue
+                    except _MisfitError:
+                        pass
+                values[name] = default()
+            return declared(**values)
+
+        known = _decoders[declared] = decoded
     return known
 
 
@@ -59,28 +77,6 @@ def required(declared: type[P], found: Mapping[str, object]) -> P:
         return declared(**values)
     except (KeyError, TypeError, RecursionError, _MisfitError) as error:
         raise ValueError(f"damaged {declared.__name__.lower()}: {error}") from None
-
-
-def _compiled(declared: type[P]) -> Callable[[Mapping[str, object]], P]:
-    hints = get_type_hints(declared)
-    layout = [
-        (each.name, key_of(each.name), _converter(hints[each.name]), _default(each, hints))
-        for each in fields(declared)
-    ]
-
-    def decoded(found: Mapping[str, object]) -> P:
-        values: dict[str, Any] = {}
-        for name, key, convert, default in layout:
-            if key in found:
-                try:
-                    values[name] = convert(found[key])
-                    continue
-                except _MisfitError:
-                    pass
-            values[name] = default()
-        return declared(**values)
-
-    return decoded
 
 
 def _default(each: Any, hints: Mapping[str, Any]) -> Callable[[], Any]:
