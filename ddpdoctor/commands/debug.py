@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
+from ddpdoctor.core.opening import integer
 from ddpdoctor.core.options import RANKS, Parser, text
+
+if TYPE_CHECKING:
+    from ddpdoctor.run.records.supervisor import RankStacks
+    from ddpdoctor.run.snapshot import Run
 
 PARSER = Parser(
     "debug",
@@ -39,8 +46,8 @@ or rank.
 def main(words: Sequence[str]) -> int:
     """Debug a run at a prompt, or by commands."""
     given = PARSER.read(words)
-    from ddpdoctor.commands.debug_prompt import Prompt
     from ddpdoctor.debug import attach_points
+    from ddpdoctor.debug.prompt import Prompt
     from ddpdoctor.debug.sessions import Sessions
 
     run = attach_points.debugged_run(PARSER.one_run(given))
@@ -48,8 +55,19 @@ def main(words: Sequence[str]) -> int:
     chosen = given.get("--ranks")
     if chosen:
         attach_points.chosen_ranks(run, chosen)
-    prompt = Prompt(sessions, chosen)
+    prompt = Prompt(sessions, chosen, _drawn_stacks)
     try:
         return prompt.run(given.get("--command"))
     finally:
         sessions.leave()
+
+
+def _drawn_stacks(stacks: Sequence[RankStacks], run: Run) -> Iterator[str]:
+    from ddpdoctor.render import stack_text, terminal
+    from ddpdoctor.stacks.frames import code_of_stacks
+
+    ascii_only = terminal.only_ascii(sys.stdout, terminal.given_environment())
+    style = stack_text.StackStyle(terminal.columns(160), ascii_only)
+    code = code_of_stacks(stacks, integer(run.manifest, "started"))
+    for line in stack_text.draw(stacks, style, code):
+        yield terminal.plain(terminal.cleaned(line, ascii_only))

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ddpdoctor.core.formatting import json_text
+from ddpdoctor.core.formatting import grouped, grouped_lines, json_text
 from ddpdoctor.core.options import RANKS, Parser, seconds
 
 if TYPE_CHECKING:
@@ -59,7 +59,6 @@ def main(words: Sequence[str]) -> int:
     if not 1 <= len(given.rest) <= 2:
         raise PARSER.wrong("an expression is needed, in quotes, and a run at most")
     from ddpdoctor.debug import attach_points
-    from ddpdoctor.render.by_rank import grouped, grouped_lines
 
     expression = given.rest[0]
     run = attach_points.debugged_run(given.rest[1] if len(given.rest) == 2 else None)

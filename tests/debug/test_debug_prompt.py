@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ddpdoctor.commands import debug_prompt
-from ddpdoctor.commands.debug_prompt import HELP, Prompt
+from ddpdoctor.debug import prompt as debug_prompt
+from ddpdoctor.debug.prompt import HELP, Prompt
 from ddpdoctor.debug.sessions import Frame
 
 SOURCE = '''\

@@ -10,22 +10,20 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 from ddpdoctor.core.errors import DoctorError
-from ddpdoctor.core.formatting import named, rank_set, shown, spans
-from ddpdoctor.core.opening import integer, relative_path, relative_place
+from ddpdoctor.core.formatting import grouped_lines, named, rank_set, shown, spans
+from ddpdoctor.core.opening import relative_path, relative_place
 from ddpdoctor.debug.sessions import Breakpoint, Frame, Session, Sessions
 from ddpdoctor.nodes.asking import capture_everywhere
-from ddpdoctor.render import stack_text, terminal
-from ddpdoctor.render.by_rank import grouped_lines
 from ddpdoctor.run import rundir
 from ddpdoctor.run.records.supervisor import MAIN, RankStacks, Thread
 from ddpdoctor.run.records.supervisor import Frame as StackFrame
-from ddpdoctor.stacks.frames import code_of_stacks
+from ddpdoctor.run.snapshot import Run
 
 POLL = 0.25  # Seconds between two looks at the run while a command waits
 SETTLED = 1.0  # Seconds without another stop after which no more ranks are waited for
@@ -57,10 +55,19 @@ _BREAK = re.compile(r"(?:(?:(?P<file>.+?):)?(?P<line>\d+)|(?P<function>[A-Za-z_]
 
 
 class Prompt(cmd.Cmd):
-    """Read commands, and run them on the chosen ranks. None for ``chosen`` means all ranks."""
+    """Read commands, and run them on the chosen ranks. None for ``chosen`` means all ranks.
 
-    def __init__(self, sessions: Sessions, chosen: Collection[int] | None) -> None:
+    ``draw`` yields the lines of stacks of a run.
+    """
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        chosen: Collection[int] | None,
+        draw: Callable[[Sequence[RankStacks], Run], Iterable[str]],
+    ) -> None:
         super().__init__()
+        self._draw = draw
         self._sessions = sessions
         self._chosen = None if chosen is None else frozenset(chosen)
         self._is_typed = sys.stdin.isatty() and sys.stdout.isatty()
@@ -343,13 +350,8 @@ class Prompt(cmd.Cmd):
             sessions.look()
             found += capture_everywhere(sessions.run, running)
         stacks = sorted(found, key=lambda each: each.rank)
-        style = stack_text.StackStyle(
-            width=terminal.columns(160),
-            ascii_only=terminal.only_ascii(sys.stdout, terminal.given_environment()),
-        )
-        started = integer(sessions.run.manifest, "started")
-        for each in stack_text.draw(stacks, style, code_of_stacks(stacks, started)):
-            print(terminal.plain(terminal.cleaned(each, style.ascii_only)))
+        for each in self._draw(stacks, sessions.run):
+            print(each)
         if running:
             self._failed |= any(each.trouble for each in stacks)
 

@@ -1,10 +1,10 @@
-"""What ranks answered, grouped by what they have in common."""
+"""Texts of ranks, grouped by what they have in common."""
 
 from __future__ import annotations
 
 import pytest
 
-from ddpdoctor.render.by_rank import grouped, grouped_lines
+from ddpdoctor.core.formatting import grouped, grouped_lines
 
 
 @pytest.mark.parametrize(
