@@ -35,7 +35,7 @@ from ddpdoctor.run.snapshot import FOREVER, HANG, Rank, Records, Run
 from ddpdoctor.run.status import Phase
 from ddpdoctor.supervise import nccl_ras
 from ddpdoctor.system import proc, process_activity
-from ddpdoctor.system.links import dead_links
+from ddpdoctor.system.network import dead_links
 from ddpdoctor.system.proc import pause
 from ddpdoctor.system.process_activity import BUSY, Turn, Turns, lacked, read_turn
 

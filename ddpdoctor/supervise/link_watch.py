@@ -12,7 +12,7 @@ from ddpdoctor.run.records.base import Record
 from ddpdoctor.run.records.supervisor import LinkRecord
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.system import proc
-from ddpdoctor.system.tcp_info import Traffic, traffic
+from ddpdoctor.system.network import Traffic, traffic
 
 RECENT_STEPS = 64
 MIN_WAIT = 0.5  # The share of these steps for which ranks wait

@@ -24,7 +24,7 @@ from ddpdoctor.probe.runtime.sites import Site
 from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.ring import Collective
 from ddpdoctor.run.snapshot import Records, Run
-from ddpdoctor.system.links import dead_links
+from ddpdoctor.system.network import dead_links
 from tests.support.hanging_ranks import (
     IN_TORCH,
     NOW,

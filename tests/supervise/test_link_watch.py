@@ -17,8 +17,8 @@ from ddpdoctor.run.records.training import StepRecord
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.status import Phase
 from ddpdoctor.supervise.link_watch import LinkWatch
-from ddpdoctor.system import proc, tcp_info
-from ddpdoctor.system.tcp_info import Traffic
+from ddpdoctor.system import network, proc
+from ddpdoctor.system.network import Traffic
 from tests.support.hanging_ranks import status
 from tests.support.written import T0, Written
 
@@ -89,7 +89,7 @@ def test_the_kernel_counts_what_a_connection_sends() -> None:
             own = proc.sockets(Path("/proc/self"))
             client.sendall(b"." * 5000)
             assert len(there.recv(5000, socket.MSG_WAITALL)) == 5000
-            found = tcp_info.traffic(own)
+            found = network.traffic(own)
     (sent,) = (each for each in found.values() if each.source == "127.0.0.2")
     assert sent.target == "127.0.0.1" and 0 < sent.sent <= 5001 and sent.rtt > 0
 
