@@ -24,7 +24,7 @@ from ddpdoctor.core.user_code import Location
 from ddpdoctor.debug import gateway, vscode_configurations
 from ddpdoctor.debug.clients import Project
 from ddpdoctor.debug.gateway import Gateway
-from ddpdoctor.debug.gateway_ranks import Stop
+from ddpdoctor.debug.gateway_ranks import Stop, waits_for_others
 from ddpdoctor.debug.vscode_files import (
     FOLDER,
     LAUNCH,
@@ -41,7 +41,7 @@ from ddpdoctor.run.names import DEBUG
 from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.run.records.supervisor import DebugRecord
 from ddpdoctor.run.reported import Event, Withdrawn, in_words
-from ddpdoctor.run.status import Phase, Status
+from ddpdoctor.run.status import Status
 from ddpdoctor.system import peers
 
 # -- the prompt that --wait-in-terminal opens in the terminal of the run
@@ -166,10 +166,7 @@ class Editor:
                 if any(claim["label"] == "" for claim in claims):
                     self.label = f"{self._script} :{port}"
                 claims.append({"label": self.label, "directory": str(directory)})
-                file = state_file(self.workspace, "json")
-                fresh = file.with_name(file.name + ".new")
-                fresh.write_text(json.dumps(claims))
-                os.replace(fresh, file)
+                rundir.put(state_file(self.workspace, "json"), json.dumps(claims).encode())
         except (OSError, DoctorError):
             # Without a place for the record, use the plain names.
             return
@@ -256,9 +253,6 @@ ARRIVAL_TIMEOUT = 2.0  # Seconds for all ranks to reach the same breakpoint
 MIN_WAIT_STEPS = 3
 """Steps that a phase has to last to count as a wait, since backward is long on a slow machine."""
 
-_MAY_WAIT = (Phase.WAIT, Phase.FORWARD, Phase.BACKWARD)
-"""Phases that contain a collective. DDP's own run inside forward and backward."""
-
 
 class PartialStops:
     """Report each partial stop once."""
@@ -274,7 +268,9 @@ class PartialStops:
         waiting = [
             rank.status
             for rank in run.last
-            if rank.status is not None and rank.rank not in held and _waits(rank.status)
+            if rank.status is not None
+            and rank.rank not in held
+            and waits_for_others(rank.status, ARRIVAL_TIMEOUT, MIN_WAIT_STEPS)
         ]
         if not held:
             self._since = None
@@ -323,12 +319,6 @@ def _stop_sentence(run: Run, stops: Sequence[Stop], waiting: Sequence[Status]) -
             "fail: a job that is started with --wait-for-attach has none"
         )
     return sentence
-
-
-def _waits(status: Status) -> bool:
-    since = (time.time_ns() - status.since) / 1e9
-    patience = max(ARRIVAL_TIMEOUT, MIN_WAIT_STEPS * status.last_total / 1e9)
-    return status.phase in _MAY_WAIT and since > patience
 
 
 # -- the debugger's part of the supervisor

@@ -18,7 +18,8 @@ from ddpdoctor.core.opening import integer
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.debug import dap
 from ddpdoctor.run.records.supervisor import DebugRecord
-from ddpdoctor.system.process_activity import lacked, read_turns
+from ddpdoctor.run.status import Phase, Status
+from ddpdoctor.system.process_activity import most_lacked, read_turns
 
 # -- one rank's control connection: JSON lines
 
@@ -111,12 +112,8 @@ class RankLink:
                 await asyncio.wait({answer}, timeout=min(left, SAMPLE_INTERVAL))
                 if answer.done():
                     return answer.result()
-                seconds, after = time.monotonic() - began, read_turns(self.pid)
-                waits = (
-                    lacked(before.get(thread, turn), turn, seconds)
-                    for thread, turn in after.items()
-                )
-                left -= seconds - max(waits, default=0.0)
+                seconds = time.monotonic() - began
+                left -= seconds - most_lacked(before, read_turns(self.pid), seconds)
             raise SilentError(f"no answer within {timeout:.0f} s")
         finally:
             del self._answers[number]
@@ -149,6 +146,17 @@ class Stop:
 
     rank: int
     place: str  # ``path:line``, empty if unknown
+
+
+MAY_WAIT = (Phase.WAIT, Phase.FORWARD, Phase.BACKWARD)
+"""Phases that contain a collective. DDP's own run inside forward and backward."""
+
+
+def waits_for_others(status: Status | None, least: float, steps: float) -> bool:
+    """Return whether a rank has been in such a phase for seconds, and for so many steps."""
+    if status is None or status.phase not in MAY_WAIT:
+        return False
+    return time.time_ns() - status.since > max(least * 1e9, steps * status.last_total)
 
 
 SETTLE_TIME = 4.0

@@ -28,9 +28,9 @@ from ddpdoctor.debug.clients import (
     refuse,
 )
 from ddpdoctor.debug.dap import Message
-from ddpdoctor.debug.gateway_ranks import Ranks
+from ddpdoctor.debug.gateway_ranks import Ranks, waits_for_others
 from ddpdoctor.run import reader
-from ddpdoctor.run.status import Phase, Status
+from ddpdoctor.run.status import Status
 
 CHILD = "ddpdoctor"
 """The argument of a child's ``attach`` request, with the rank's ``port`` and the ``root``."""
@@ -72,7 +72,6 @@ _RELEASE = (1 << 30) + 2  # The sequence number of a ``continue`` that the clien
 _CHECK_INTERVAL = 0.05  # Seconds between two looks at the ranks that have not stopped
 MIN_WAIT = 0.5  # Least seconds in a phase for which a rank counts as waiting for others
 MAX_HELD = 10.0  # Seconds for which a stop is not shown at most, or three of the longest step
-_WAITING = (Phase.WAIT, Phase.FORWARD, Phase.BACKWARD)  # Phases that contain a collective
 
 
 class RootPort:
@@ -420,7 +419,7 @@ class Root:
             if not (rest or self._joining) or time.monotonic() - began > max(MAX_HELD, 3 * longest):
                 self._settle()
             elif self._last is not None and all(
-                _waits(statuses.get(self._rank(child))) for child in rest
+                waits_for_others(statuses.get(self._rank(child)), MIN_WAIT, 1.5) for child in rest
             ):
                 for child in self._children.values():
                     child.release()
@@ -433,14 +432,6 @@ class Root:
         except (DoctorError, OSError):
             return {}
         return {each.rank: each.status for each in run.last if each.status is not None}
-
-
-def _waits(status: Status | None) -> bool:
-    """Return whether a rank probably waits for others in a collective."""
-    if status is None or status.phase not in _WAITING:
-        return False
-    seconds = (time.time_ns() - status.since) / 1e9
-    return seconds > max(MIN_WAIT, 1.5 * status.last_total / 1e9)
 
 
 async def _messages(reader: asyncio.StreamReader) -> AsyncIterator[tuple[Message, bytes]]:

@@ -24,7 +24,7 @@ from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.records.supervisor import DebugRecord
 from ddpdoctor.run.snapshot import Run
 from ddpdoctor.run.status import Status
-from ddpdoctor.system.process_activity import Turn, lacked, read_turns
+from ddpdoctor.system.process_activity import Turn, most_lacked, read_turns
 
 ANSWER_TIMEOUT = 600.0  # Seconds for a response. The gateway itself gives up on a rank earlier.
 
@@ -305,15 +305,10 @@ class Sessions:
 
     def without_core(self, before: Mapping[int, dict[int, Turn]], seconds: float) -> float:
         """Return how many of the last seconds a thread of these ranks waited for a core."""
-        return max(
-            (
-                lacked(turns[thread], after, seconds)
-                for rank, turns in before.items()
-                for thread, after in read_turns(self.run.debug_states[rank].pid or 0).items()
-                if thread in turns
-            ),
-            default=0.0,
-        )
+        states = self.run.debug_states
+        after = {rank: read_turns(states[rank].pid or 0) for rank in before}
+        lost = (most_lacked(before[rank], after[rank], seconds) for rank in before)
+        return max(lost, default=0.0)
 
     def status(self, rank: int) -> Status | None:
         """Return what a rank does."""

@@ -51,14 +51,16 @@ def read(path: str, size: int) -> bytes:
         OSError: The file cannot be opened.
     """
     with opening.file(path) as file:
-        found = file.read(size)
-        # If two readings in a row are equal, neither is torn.
-        for _ in range(4):
-            file.seek(0)
-            again = file.read(size)
-            if again == found:
-                break
-            found = again
+        return steady(lambda: os.pread(file.fileno(), size, 0))
+
+
+def steady(read: Callable[[], bytes]) -> bytes:
+    """Read until two readings in a row are equal, so that neither is torn, five times at most."""
+    found = read()
+    for _ in range(4):
+        before, found = found, read()
+        if found == before:
+            break
     return found
 
 

@@ -274,7 +274,7 @@ MAX_EXPANDED_OF_ALL = 1 << 16  # The same for all ranks together
 MAX_TEXT = 8 << 20  # Bytes read of the ends of all outputs of ``faulthandler``
 
 _MAX_REMARKS = 20
-_STATUS_NAME = re.compile(r"rank-(\d{4,})\.r(\d+)\.status$")
+STATUS_PAGE = re.compile(r"rank-(\d{4,})\.r(\d+)\.status$")
 _SUPERVISOR = "supervisor.jsonl"
 _STDERR_OF_NODE = re.compile(r"stderr-n\d{1,6}\.log$")
 _OF_SUPERVISORS = re.compile(r"(supervisor|nodes|head|node-\d{1,6})\.jsonl$")
@@ -441,7 +441,7 @@ class _Page(NamedTuple):
 
 def _pages(names: Iterable[str]) -> tuple[list[_Page], int]:
     """Return the ranks with a status page, ascending, and the number of those left out."""
-    matches = [match for name in names if (match := _STATUS_NAME.match(name))]
+    matches = [match for name in names if (match := STATUS_PAGE.match(name))]
     found = sorted(
         _Page(int(match[2]), int(match[1]), match[0].removesuffix(".status")) for match in matches
     )

@@ -45,7 +45,7 @@ from ddpdoctor.system.process_activity import (
     Turn,
     is_foreign,
     is_open,
-    lacked,
+    most_lacked,
     read_signals,
     read_state,
     read_turn,
@@ -379,12 +379,7 @@ class _Stopwatch:
         if self._passed + since < seconds:
             return False
         turns = read_turns(self._pid)
-        lost = [
-            lacked(self._turns[thread], turn, since)
-            for thread, turn in turns.items()
-            if thread in self._turns
-        ]
-        self._passed += max(0.0, since - max(lost, default=0.0))
+        self._passed += max(0.0, since - most_lacked(self._turns, turns, since))
         self._when, self._turns = now, turns
         return self._passed >= seconds * _MIN_GIL_SHARE
 
@@ -670,7 +665,7 @@ def _ask(targets: Sequence[_Target], limit: float) -> float:
         asked = [each for each in asked if next(each[1], _DONE) is None]
         waited = time.monotonic() - began
         if asked and waited >= until:
-            lost = max(_without_core(before, each, waited) for each, _, before in asked)
+            lost = max(most_lacked(before, _turns(each), waited) for each, _, before in asked)
             until = min(limit + lost, _MAX_STRETCH * limit)
         if not asked or waited >= until:
             break
@@ -687,12 +682,6 @@ def _turns(target: _Target) -> dict[int, Turn]:
     threads = (declared.thread, declared.main_thread) if declared is not None else ()
     found = {thread: read_turn(target.pid, thread) for thread in threads}
     return {thread: turn for thread, turn in found.items() if turn is not None}
-
-
-def _without_core(before: dict[int, Turn], target: _Target, seconds: float) -> float:
-    after = _turns(target)
-    lost = [lacked(before[each], after[each], seconds) for each in before if each in after]
-    return max(lost, default=0.0)
 
 
 @dataclass

@@ -37,7 +37,7 @@ from ddpdoctor.supervise import nccl_ras
 from ddpdoctor.system import proc, process_activity
 from ddpdoctor.system.network import dead_links
 from ddpdoctor.system.proc import pause
-from ddpdoctor.system.process_activity import BUSY, Turn, Turns, lacked, read_turn
+from ddpdoctor.system.process_activity import BUSY, Turn, Turns, most_lacked, read_turn
 
 # -- how long silent ranks had no core
 
@@ -85,12 +85,7 @@ class Cores:
             return 0.0
         seconds = now - known.when
         if seconds > 0:
-            lost = (
-                lacked(known.turns[each], turn, seconds)
-                for each, turn in turns.items()
-                if each in known.turns
-            )
-            known.lost += max(lost, default=0.0)
+            known.lost += most_lacked(known.turns, turns, seconds)
             known.when, known.turns = now, turns
         return known.lost
 

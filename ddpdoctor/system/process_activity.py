@@ -119,6 +119,12 @@ def lacked(before: Turn, after: Turn, seconds: float) -> float:
     return min(max(0.0, after.waited - before.waited), seconds)
 
 
+def most_lacked(before: Turns, after: Turns, seconds: float) -> float:
+    """Return the most seconds that a thread of both samples was ready to run without a core."""
+    both = before.keys() & after.keys()
+    return max((lacked(before[each], after[each], seconds) for each in both), default=0.0)
+
+
 def busy(before: Turns, after: Turns, seconds: float) -> float:
     """Return the sum of the shares of a process's threads."""
     new = Turn("", 0.0, 0.0, 0)

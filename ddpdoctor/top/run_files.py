@@ -25,9 +25,9 @@ from ddpdoctor.core.opening import whole
 from ddpdoctor.diagnose.crashes.rank_endings import signal_name
 from ddpdoctor.diagnose.speed.pace import WARM_UP, own_time
 from ddpdoctor.run import rundir
-from ddpdoctor.run.mapped import UnreadableError
+from ddpdoctor.run.mapped import UnreadableError, steady
 from ddpdoctor.run.names import rank_stem
-from ddpdoctor.run.reader import JournalReader
+from ddpdoctor.run.reader import STATUS_PAGE, JournalReader
 from ddpdoctor.run.records.base import Record
 from ddpdoctor.run.records.model import DdpRecord
 from ddpdoctor.run.records.process import ErrorRecord, OpenRecord
@@ -123,8 +123,6 @@ def without_control_characters(text: str) -> str:
 MAX_OPEN_PAGES = 256  # Maximum number of status pages whose files stay open
 MAX_RANKS = 4096  # Ranks whose pages are read
 
-_PAGE_NAME = re.compile(r"rank-(\d{4,})\.r(\d+)\.status$")
-
 
 class StatusPages:
     """The status pages of a run directory.
@@ -148,7 +146,7 @@ class StatusPages:
             names = opening.names(self._directory)
         except OSError:
             return False
-        matches = [match for name in names if (match := _PAGE_NAME.match(name))]
+        matches = [match for name in names if (match := STATUS_PAGE.match(name))]
         restart = max((int(match[2]) for match in matches), default=0)
         if restart != self.restart:
             self.close()
@@ -186,13 +184,7 @@ class StatusPages:
             if len(self._open) < MAX_OPEN_PAGES:
                 self._open[rank] = descriptor
         try:
-            page = os.pread(descriptor, PAGE_SIZE, 0)
-            # The writer takes no lock. Two equal readings in a row cannot be torn.
-            for _ in range(4):
-                again = os.pread(descriptor, PAGE_SIZE, 0)
-                if again == page:
-                    break
-                page = again
+            page = steady(lambda: os.pread(descriptor, PAGE_SIZE, 0))
         finally:
             if rank not in self._open:
                 os.close(descriptor)

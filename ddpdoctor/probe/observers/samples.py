@@ -111,6 +111,7 @@ class Pass:
         self.joins = False
         self.over = False
         self.ahead = False  # it is followed regardless of the budget
+        self.collates = False  # the loader fetches whole batches
         self.rows_later = 0  # number of batches with hashed samples that are not recorded yet
         self.gone = False  # the pass is no longer followed
         self._keys = frozenset(self.followed)
@@ -383,7 +384,6 @@ class Samples(Observer):
             made=(built.site if built is not None else site).location,
             armed=self.state.tracker.armed,
             workers=torch_private.workers_of(iterator),
-            collates=torch_private.batches_at_once(iterator),
             dataset=type(dataset).__name__,
             iterable=iterable,
             in_order=not iterable or torch_private.keeps_order(iterator),
@@ -392,6 +392,7 @@ class Samples(Observer):
         )
         drawn = _opened(iterator, dataset, record, left)
         drawn.ahead = ahead
+        drawn.collates = torch_private.batches_at_once(iterator)
         tracker = self.state.tracker
         drawn.collectives = tracker.collectives, tracker.reductions, tracker.gathers
         self._followed += 1
@@ -430,7 +431,7 @@ class Samples(Observer):
             if self._idle > IDLE_FORWARDS:
                 self.wake("forward_begins", "backward_ended")
             self._idle = 0
-            if record.number < SKETCHED_PASSES and record.collates:
+            if record.number < SKETCHED_PASSES and drawn.collates:
                 self._sketch(drawn, data)
         if record.iterable:
             if drawn.fetched <= MAX_BATCHES:
@@ -452,7 +453,7 @@ class Samples(Observer):
         with self.state.budget.spending(samples=True):
             leaves = sample_contents.leaves(data)
             if leaves:
-                size = len(leaves[0]) if drawn.record.collates else None
+                size = len(leaves[0]) if drawn.collates else None
                 places = [0] if size is None else list(range(min(size, MAX_ROWS)))
                 hashes = sample_contents.sample_hashes(data, places, size)
                 if hashes is not None:

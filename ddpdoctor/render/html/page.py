@@ -147,6 +147,9 @@ def measurement_gaps(run: Run, steps: Series) -> Iterator[str]:
         yield f"{count(lost, 'record')} that did not fit or could not be written"
     for line in run.unreadable:
         yield f"not read: {line}"
+    for each in run.hang.ranks if run.hang is not None else ():
+        if each.flight_trouble:
+            yield f"the Flight Recorder of rank {each.rank}: {each.flight_trouble}"
     faults = [each for rank in run.ranks for each in rank.records.of(FaultRecord)]
     for fault in (*faults, *run.supervisor.of(FaultRecord))[:10]:
         yield f"{fault.hook or fault.part} of ddpdoctor failed and was switched off: {fault.error}"

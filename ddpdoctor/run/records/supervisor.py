@@ -212,7 +212,7 @@ class RankEvidence(Part):
     """Its newest collectives called from Python, oldest first."""
     flight: tuple[FlightCall, ...] | None = None
     """Its newest collectives by its Flight Recorder; None if that did not answer."""
-    flight_trouble: str = ""
+    flight_trouble: str = ""  # Why its Flight Recorder could not be read
     device: tuple[GpuMark, ...] = ()  # The probe's newest markers in the stream of its GPU
     sends: bool = False  # A send or a receive is not done
     stacks: RankStacks | None = None

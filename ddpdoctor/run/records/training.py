@@ -255,7 +255,6 @@ class PassRecord(PlacedRecord):
     made: Location | None = None  # The line that built the loader
     armed: int = 0  # Forward passes before it whose backward is all-reduced
     workers: int = 0
-    collates: bool = False  # The loader fetches whole batches
     dataset: str = ""  # The class of the data set
     iterable: bool = False
     in_order: bool = True  # The workers' batches come in order
