@@ -11,18 +11,18 @@ import time
 import zlib
 from array import array
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 from ddpdoctor.core import opening
 from ddpdoctor.core.errors import DoctorError
-from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.core.formatting import json_text
-from ddpdoctor.core.user_code import Location
-from ddpdoctor.run.status import PHASES, Parts
-from ddpdoctor.top import headline, output, run_files
+from ddpdoctor.top import headline, output
 from ddpdoctor.top.frames import WANT_ALL, Played, Want
-from ddpdoctor.top.snapshot import FindingRow, Gpu, Job, Machine, RankRow, Snapshot, Verdict
+from ddpdoctor.top.snapshot import PHASES, Snapshot, Verdict
 
 # -- recordings: a gzip file with one snapshot a line, as `top --json` prints it
 
@@ -197,21 +197,20 @@ class RecordingSource(Played):
 STEP = 0.222  # Seconds that a step of the job takes
 AGE = 600.0  # Seconds for which the job has run when the monitor starts
 
-_STEPS_OF_EPOCH, _EPOCHS = 1250, 90
-_BATCH = 64
+_STEPS_OF_EPOCH = 1250
 _HISTORY_POINTS = 48
-_RANKS_OF_NODE = 4
-_MS = 1_000_000
-_GIB = 2**30
+
+_PHASES = (
+    ("data", 0.03, "train.py:57"),
+    ("forward", 0.06, "train.py:61"),
+    ("backward", 0.2, "train.py:61"),
+    ("optimizer", STEP, "train.py:66"),
+)
+"""The phases of a step, when each ends, and the line that enters it."""
 
 
 class DemoSource:
-    """Frames of the made-up job.
-
-    Args:
-        interval: Seconds between frames.
-        clock: Returns Unix seconds.
-    """
+    """Frames of the made-up job. ``clock`` returns Unix seconds."""
 
     def __init__(self, interval: float, clock: Callable[[], float] = time.time) -> None:
         self.interval = interval
@@ -222,139 +221,69 @@ class DemoSource:
     def read(self, want: Want) -> Snapshot:
         """Make the current frame."""
         now = self._clock()
-        return at(now - self._start, now, want)
+        return at(now - self._start, now)
 
     def history(self) -> Iterator[Snapshot]:
         """Make frames from the job's beginning until now."""
         age = self._clock() - self._start
         for number in range(1, _HISTORY_POINTS):
             then = age * number / _HISTORY_POINTS
-            yield at(then, self._start + then, WANT_ALL)
+            yield at(then, self._start + then)
 
     def close(self) -> None:
         """Close nothing."""
 
 
-def at(age: float, now: float, want: Want, *, ranks: int = 8, seed: int = 0) -> Snapshot:
-    """Make a frame of the job at an age in seconds, which is Unix time ``now``.
+@lru_cache(maxsize=1)
+def _template() -> Snapshot:
+    """Read what does not change in the job's frames, and the means of what does."""
+    return output.of_record(output.loads((Path(__file__).parent / "demo.json").read_bytes()))
 
-    Another seed makes another job.
-    """
-    number = max(0, int(age / STEP) - 1)
-    slow = (5 + seed) % ranks
-    rows = [_row(rank, number, age, slow, seed) for rank in range(ranks)]
-    findings = (FindingRow(_finding(slow), now - age + 30),) if ranks > 1 else ()
-    facts = headline.VerdictFacts(live=True, since_start=age, world_size=ranks, findings=findings)
-    steps = _STEPS_OF_EPOCH * _EPOCHS
-    snapshot = Snapshot(
+
+def at(age: float, now: float) -> Snapshot:
+    """Make the frame of the job at an age in seconds, which is Unix time ``now``."""
+    made = _template()
+    number, within = max(0, int(age / STEP) - 1), round(age % STEP, 3)
+    phase, _, site = next(each for each in _PHASES if within <= each[1])
+    epoch = number // _STEPS_OF_EPOCH
+    rows = []
+    for row in made.ranks:
+        assert row.times is not None and row.gpu is not None
+        swing = _noise(row.rank, number // 4)
+        times = {
+            name: (0.98 + 0.04 * swing) * getattr(row.times, name) for name in (*PHASES, "total")
+        }
+        gpu = replace(
+            row.gpu,
+            utilization=round(0.96 + 0.04 * swing, 2),
+            power=round((row.gpu.power or 0.0) + 24 * swing, 1),
+            temperature=round((row.gpu.temperature or 0.0) + 3 * swing),
+        )
+        row = replace(row, times=replace(row.times, **times), gpu=gpu, phase=phase, site=site)
+        row = replace(row, since=within, heartbeat=within, step=number + 1, epoch=epoch)
+        rows.append(row)
+    findings = tuple(replace(each, time=now - age + 30) for each in made.findings)
+    job = replace(
+        made.job,
+        step=number + 1,
+        epoch=epoch,
+        loss=round(1.8 + 5.1 / (1 + number / 400) + 0.1 * _noise(0, number), 3),
+        left=max(0, (made.job.steps or 0) - number) * STEP,
+    )
+    snapshot = replace(
+        made,
         time=now,
-        kind="demo",
-        verdict=Verdict(""),
-        run="demo",
-        command="torchrun --nnodes 2 --nproc-per-node 4 train.py --epochs 90",
         started=now - age,
-        live=True,
-        world_size=ranks,
-        job=Job(
-            script="train.py --epochs 90",
-            step=number + 1,
-            steps=steps,
-            epoch=number // _STEPS_OF_EPOCH,
-            epochs=_EPOCHS,
-            rate=1 / STEP,
-            samples_rate=ranks * _BATCH / STEP,
-            loss=round(1.8 + 5.1 / (1 + number / 400) + 0.1 * _noise(seed, 0, number, 5), 3),
-            left=max(0, steps - number) * STEP,
-        ),
+        job=job,
         gpus=tuple(row.gpu for row in rows if row.gpu is not None),
-        machine=Machine("node-a", 0.31, 96, 212 * _GIB, 1024 * _GIB),
         findings=findings,
-        output=(f"[rank{slow}]: UserWarning: slow storage: 3 of 8 workers wait",),
-        environment={"torch": "2.13.0", "cuda": "13.0", "backend": "nccl", "launcher": "torchrun"},
+    )
+    facts = headline.VerdictFacts(
+        live=True, since_start=age, world_size=len(rows), findings=findings
     )
     return headline.judged_snapshot(snapshot, rows, facts)
 
 
-def _noise(*key: int) -> float:
-    """Return a number from 0 to 1, always the same for a key of four numbers."""
-    return crc32(struct.pack("<4q", *key)) / 2**32
-
-
-def _step(seed: int, rank: int, number: int, slow: int) -> Parts:
-    """Make a step, in which the first rank waits for the last."""
-
-    def own(who: int) -> tuple[int, ...]:
-        lengths = (6 + 41 * (who == slow), 52, 104, 11, 3)
-        return tuple(
-            int(length * _MS * (0.97 + 0.06 * _noise(seed, who, number, phase)))
-            for phase, length in zip(range(len(PHASES)), lengths, strict=True)
-        )
-
-    mine = own(rank)
-    wait = max(4 * _MS, sum(own(slow)) + 4 * _MS - sum(mine))
-    return Parts._make((number, *mine, wait, True, 0, 0))
-
-
-def _row(rank: int, number: int, age: float, slow: int, seed: int) -> RankRow:
-    node = f"node-{'abcdefghijklmnopqrstuvwxyz'[rank // _RANKS_OF_NODE % 26]}"
-    swing = _noise(seed, rank, number // 4, 9)
-    gpu = Gpu(
-        node=node,
-        index=rank % _RANKS_OF_NODE,
-        uuid=f"GPU-{seed:08x}-0000-4000-8000-{rank:012x}",
-        name="NVIDIA H100 80GB HBM3",
-        utilization=round(0.96 + 0.04 * swing, 2),
-        memory_used=int((61.5 + 0.4 * swing) * _GIB),
-        memory_total=80 * _GIB,
-        # Waiting keeps a GPU busy and cool.
-        power=round((612.0 if rank == slow else 498.0) + 24 * swing, 1),
-        power_limit=700.0,
-        temperature=round(58 + rank % _RANKS_OF_NODE + 3 * swing),
-        clock=1.98e9,
-        clock_max=1.98e9,
-        ecc_errors=0,
-        pcie=round((2.1 + 0.3 * swing) * 1e9),
-        nvlink=round((118 + 6 * swing) * 1e9),
-        processes=((4100 + rank, int(61.0 * _GIB)),),
-    )
-    within = age % STEP
-    phases = (("data", 0.03), ("forward", 0.06), ("backward", 0.2))
-    phase = next((name for name, until in phases if within <= until), "optimizer")
-    first = max(0, number - run_files.WINDOW + 1)
-    return RankRow(
-        rank=rank,
-        node=node,
-        local_rank=rank % _RANKS_OF_NODE,
-        pid=4100 + rank,
-        phase=phase,
-        since=round(within, 3),
-        site={"data": "train.py:57", "optimizer": "train.py:66"}.get(phase, "train.py:61"),
-        step=number + 1,
-        epoch=number // _STEPS_OF_EPOCH,
-        times=run_files.mean_times(
-            [_step(seed, rank, each, slow) for each in range(first, number + 1)]
-        ),
-        heartbeat=round(within, 3),
-        rss=int((9.2 + 0.1 * _noise(0, rank, 0, 7)) * _GIB),
-        allocated=int(31.4 * _GIB),
-        reserved=int(58.2 * _GIB),
-        peak=int(55.1 * _GIB),
-        gpu=gpu,
-        debug_port=5678 + rank % _RANKS_OF_NODE,
-    )
-
-
-def _finding(slow: int) -> Finding:
-    return Finding(
-        code="DDP610",
-        severity=Severity.WARNING,
-        message=f"rank {slow} holds the others up by 41.0 ms a step, in its data loading",
-        ranks=(slow,),
-        location=Location("train.py", 57),
-        evidence=(
-            "own time 217 ms a step; the others 176 ms (medians of 502 steps)",
-            "data loading: 47.0 ms against 6.0 ms",
-            f"the others wait 45.0 ms a step in the all-reduce, rank {slow} 4.0 ms",
-        ),
-        fix="Look at this rank's data: its storage, its workers, the cost of its samples.",
-    )
+def _noise(rank: int, number: int) -> float:
+    """Return a number from 0 to 1, always the same for these numbers."""
+    return crc32(struct.pack("<2q", rank, number)) / 2**32

@@ -18,7 +18,6 @@ from ddpdoctor.commands import top
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.render import terminal
 from ddpdoctor.top import recording as recording_module
-from ddpdoctor.top.frames import WANT_ALL
 from ddpdoctor.top.recording import Recording
 
 if TYPE_CHECKING:
@@ -116,7 +115,7 @@ def test_one_frame_of_a_recording_is_its_last(doctor: Doctor) -> None:
     file = str(doctor.directory / "frames")
     recording = Recording(file)
     for second in range(5):
-        recording.add(recording_module.at(700 + second, 1000 + second, WANT_ALL))
+        recording.add(recording_module.at(700 + second, 1000 + second))
     recording.close()
     assert "frame 5/5" in doctor.cli("top", "--once", "--replay", file).stdout
 

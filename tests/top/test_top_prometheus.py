@@ -23,7 +23,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.job import LOOPBACK
 from ddpdoctor.top import prometheus, recording
-from ddpdoctor.top.frames import WANT_ALL
 from ddpdoctor.top.prometheus import Exporter, address
 from ddpdoctor.top.snapshot import Snapshot, Verdict
 from tests.conftest import LIMIT
@@ -48,7 +47,7 @@ def scrape(port: int) -> dict[str, list[Any]]:
 
 @pytest.fixture
 def shown() -> list[Snapshot | None]:
-    return [recording.at(700, 1000, WANT_ALL)]
+    return [recording.at(700, 1000)]
 
 
 @pytest.fixture
