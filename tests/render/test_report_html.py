@@ -13,11 +13,14 @@ import pytest
 
 from ddpdoctor.commands import report
 from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.render.html.page import measurement_gaps
 from ddpdoctor.run.records.base import CodeFrame, Record
 from ddpdoctor.run.records.process import ErrorRecord
 from ddpdoctor.run.records.supervisor import HangRecord
+from ddpdoctor.run.step_series import Series
 from tests.support.browser import PROGRAM, Browser
 from tests.support.drawn_runs import MS, T0, write_run
+from tests.support.hanging_ranks import hung, waiting
 
 HOSTILE = (
     "</script><script>document.title='taken'</script>"
@@ -206,6 +209,13 @@ def test_what_was_not_measured_is_listed(tmp_path: Path) -> None:
     found = content(written(run))
     assert "steps: no rank closed one" in found["gaps"]
     assert "memory and GPUs over time: not recorded in this run" in found["gaps"]
+
+
+def test_a_flight_recorder_that_did_not_answer_is_listed(tmp_path: Path) -> None:
+    silent = {**waiting(1), "flight": None, "flight_trouble": "did not answer"}
+    gaps = list(measurement_gaps(hung(tmp_path, waiting(0), silent), Series()))
+    assert "the Flight Recorder of rank 1: did not answer" in gaps
+    assert not any("Flight Recorder of rank 0" in each for each in gaps)
 
 
 def test_a_damaged_directory_is_shown_as_far_as_it_goes(tmp_path: Path) -> None:
